@@ -1,4 +1,4 @@
-"""What people read of errors."""
+"""Text of errors for people."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def with_code(sentence: object, code: Code | None) -> str:
 
 
 def without_code(text: str) -> tuple[str, Code | None]:
-    """What `with_code` has put together, apart again."""
+    """Sentence and code of a text that `with_code` has made."""
     sentence, _, last = text.rstrip().rpartition(" [")
     code = next((code for code in get_args(Code) if last == f"{code}]"), None)
     return (text.rstrip(), None) if code is None else (sentence, code)

@@ -45,6 +45,6 @@ def test_the_parts_that_train_run_at_the_small_scale(tmp_path: Path) -> None:
 
 
 def test_the_estimate_of_a_step_holds_the_states_of_training_and_not_much_more() -> None:
-    """Of each of the model's 3,085,938,688 parameters 18 bytes: bfloat16, a float32 gradient, Adam's three of float32."""
+    """18 bytes for each of the model's 3,085,938,688 parameters: bfloat16, a float32 gradient, Adam's three of float32."""
     states = 18 * 3_085_938_688
     assert states < step._estimate(FULL, Path(FULL.shape)) < 1.6 * states

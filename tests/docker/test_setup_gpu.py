@@ -78,7 +78,7 @@ def test_torch_and_what_is_compiled_with_come_first(machine: Machine) -> None:
     assert {f"{name}=={version}" for name, version in named.items()} <= set(pinned)
 
 
-def test_what_is_missing_is_a_sentence(machine: Machine) -> None:
+def test_a_missing_program_is_named(machine: Machine) -> None:
     machine.has("nvcc", NVCC.format(release="12.8"))
     assert "CUDA 12" in machine.setup().stderr
     (machine.programs / "nvcc").unlink()

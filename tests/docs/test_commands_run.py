@@ -1,4 +1,4 @@
-"""What the documents tell a reader to type is typed, page by page, in an empty folder beside the project's files.
+"""The commands of the documents run, page by page, in an empty folder beside the project's files.
 
 Training runs are made small by settings behind the command; `RUN` and `OTHER` stand for runs that are there. What cannot run
 here is listed in `NEEDS` with what it would take; `test_commands_exist.py` holds that at least all that it names is there.
@@ -88,7 +88,7 @@ def reader(tmp_path: Path, finished: Finished) -> Path:
 
 
 def typed(command: Command) -> str:
-    """What is typed: sizes that suit a test behind settings, a step that the runs have."""
+    """The command with sizes that suit a test, and a step that the runs have."""
     text = re.sub(r"global_step_(12|100)\b", "global_step_2", command.text)
     text = text.replace("outputs/own/runs/RUN", "outputs/RUN")
     if re.search(r"\brlsys train -c searchr1_tiny_cpu\b", text) and "--dry-run" not in text:

@@ -16,7 +16,7 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def check(code: str) -> int:
-    """How many calls of names that are imported from rlsys there are; raises where one could not be made."""
+    """Count the calls of names that are imported from rlsys; raises for one that could not be made."""
     tree, names, checked = ast.parse(code), dict[str, Any](), 0
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rlsys":
@@ -42,7 +42,7 @@ def test_every_block_could_run() -> None:
     assert sum(checked) > 0
 
 
-def test_what_could_not_run_is_seen() -> None:
+def test_code_that_could_not_run_is_seen() -> None:
     assert check("from rlsys import SearchR1Trainer\nSearchR1Trainer('model', None, devices=8)") == 1
     with pytest.raises(TypeError, match="gpus"):
         check("from rlsys import SearchR1Trainer\nSearchR1Trainer('model', None, gpus=8)")

@@ -103,7 +103,7 @@ def test_a_dry_run_says_and_writes_nothing(
     assert fake.asked == []
 
 
-def test_what_cannot_be_had_is_refused(fake: FakeHub, fetch: Download, tmp_path: Path) -> None:
+def test_an_unknown_revision_and_a_damaged_archive_are_refused(fake: FakeHub, fetch: Download, tmp_path: Path) -> None:
     with refused("not_found"):
         fetch("--revision", "v9")
     fake.files["PeterJinGo/wiki-18-corpus/wiki-18.jsonl.gz"] = gzip.compress(CORPUS)[:-9]

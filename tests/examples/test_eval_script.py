@@ -44,7 +44,7 @@ def test_help_needs_no_environment_and_no_bash(tmp_path: Path) -> None:
     assert done.stderr.startswith("PYTHON=/bin/false")
 
 
-def test_all_that_is_missing_is_said_in_one_go(tmp_path: Path) -> None:
+def test_every_missing_thing_is_named_at_once(tmp_path: Path) -> None:
     flags = ("--data", "nq", "popqa", "--data-dir", "none", "--model", "no model", f"search.url={DEAD}")
     done = run("searchr1_tiny_cpu", *flags, cwd=tmp_path)
     assert done.returncode == 2

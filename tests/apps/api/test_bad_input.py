@@ -21,7 +21,7 @@ ROWS = [{"question": f"what is {n}", "answers": [str(n)]} for n in range(20)]
 
 @pytest.fixture
 def not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where runs go, none of which may be begun."""
+    """The folder of runs, none of which may be begun."""
 
     def begun(*_: Any) -> Any:
         raise AssertionError("the run has begun")

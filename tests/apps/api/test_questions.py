@@ -71,7 +71,7 @@ def test_the_same_questions_are_the_same_file(tmp_path: Path) -> None:
         (Path(__file__).parent, "not_found", str(Path(__file__).parent)),
     ],
 )
-def test_what_is_no_question_is_refused_by_its_place(tmp_path: Path, data: Any, code: Code | None, key: str) -> None:
+def test_a_row_without_a_question_is_refused_by_its_place(tmp_path: Path, data: Any, code: Code | None, key: str) -> None:
     with pytest.raises(UserError) as caught:
         training_files(data, None, None, 0, tmp_path)
     assert code in (None, caught.value.code)
@@ -79,7 +79,7 @@ def test_what_is_no_question_is_refused_by_its_place(tmp_path: Path, data: Any, 
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
+def test_held_out_questions_are_not_trained_on(tmp_path: Path) -> None:
     rows = [{"question": f"what is {n}", "answers": [str(n)]} for n in range(5)]
     heldout = [{"question": "What is  3", "answers": ["3"]}]
     files = training_files(rows, heldout, None, 0, tmp_path)

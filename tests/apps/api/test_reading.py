@@ -24,14 +24,14 @@ AVERAGE = {"em": {"mean": 0.25}, "f1": {"mean": 0.5}, "searches": 1.5, "question
 
 @pytest.fixture
 def trained(tmp_path: Path) -> TrainingResult:
-    """Of a run of three steps."""
+    """The result of a run of three steps."""
     run = made_run(tmp_path / "run")
     return TrainingResult(run, {}, RunSettings("searchr1_tiny_cpu", ()), HttpRetriever("http://a:1"))
 
 
 @pytest.fixture
 def evaluated(tmp_path: Path) -> EvaluationResult:
-    """Of two answers."""
+    """The result of two answers."""
     (tmp_path / "results.json").write_text(json.dumps({"sets": {}, "average": AVERAGE}))
     (tmp_path / "answers.jsonl").write_text('{"uid": "a\u2028b"}\n{"uid": "c"}\n')
     return EvaluationResult(tmp_path)
@@ -92,7 +92,7 @@ def test_a_folder_that_is_gone_is_a_sentence(trained: TrainingResult, tmp_path: 
             ask()
 
 
-def test_what_an_evaluation_has_is_read(evaluated: EvaluationResult) -> None:
+def test_an_evaluation_is_read(evaluated: EvaluationResult) -> None:
     assert (evaluated.em, evaluated.f1, evaluated.questions) == (0.25, 0.5, 4)
     assert str(evaluated).startswith("EM 0.250, F1 0.500, 1.50 searches a question, 4 questions; see ")
     assert [row["uid"] for row in evaluated.answers] == ["a\u2028b", "c"]

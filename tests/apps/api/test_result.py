@@ -1,4 +1,4 @@
-"""What a result starts: its settings, and that an interrupt ends it first."""
+"""Commands that a result runs: their settings, their failures, and interrupts, which end them first."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ async def test_a_notebook_whose_loop_runs_gets_the_value() -> None:
 
 
 @pytest.mark.parametrize("in_loop", [False, True])
-def test_what_people_should_read_comes_out_of_its_group(in_loop: bool) -> None:
+def test_an_error_for_people_comes_out_of_its_group(in_loop: bool) -> None:
     async def cell() -> None:
         finish(in_a_task(RunError("the engine died.")))
 

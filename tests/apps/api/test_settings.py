@@ -37,7 +37,7 @@ def test_other_values_come_back_with_their_types(value: Any) -> None:
     assert type(found["key"]) is type(value)
 
 
-def test_what_is_given_twice_is_refused_by_both_names() -> None:
+def test_a_setting_that_is_given_twice_is_refused() -> None:
     arguments = [Given("num_iterations", {"trainer.steps": 3})]
     with refused("conflict", "num_iterations"):
         compose_settings("x", arguments, ["trainer.steps=4"])
@@ -58,7 +58,7 @@ def test_a_section_around_what_is_given_is_refused_too(key: str, override: str) 
         compose_settings("x", [Given("mine", {key: 1})], [override])
 
 
-def test_what_passes_with_the_run_is_not_handed_on() -> None:
+def test_settings_of_one_run_alone_are_not_handed_on() -> None:
     search = Given("search_backend", {"search.url": "http://a:1", "search.token_env": "T"}, passing=True)
     made = compose_settings("x", [Given("name", {"name": "n"}), search], ["search.timeout_s=77"])
     assert made.lasting == ("name=n", "search.timeout_s=77")
@@ -66,7 +66,7 @@ def test_what_passes_with_the_run_is_not_handed_on() -> None:
 
 
 @pytest.mark.parametrize("batch", [8.0, True, 0])
-def test_what_is_no_batch_is_refused(batch: Any) -> None:
+def test_a_batch_that_is_no_count_is_refused(batch: Any) -> None:
     with refused("out_of_range", "batch_size"):
         of_batch(batch, 4)
 
@@ -93,7 +93,7 @@ def test_devices_are_dealt_to_the_groups(devices: Any, actor: str, inference: st
 
 
 @pytest.mark.parametrize("devices", [0, True, [0, 0], [-1], ["0"], "gpu"])
-def test_what_is_no_device_is_refused(devices: Any) -> None:
+def test_devices_that_are_none_are_refused(devices: Any) -> None:
     with refused("out_of_range", "devices"):
         of_devices(devices)
 
@@ -117,6 +117,6 @@ def test_a_reward_has_terms_and_keys() -> None:
         ({"judge": {"uri": "x"}}, "unknown", ": judge.uri"),
     ],
 )
-def test_what_is_no_reward_is_refused(reward: Any, code: Code, key: str) -> None:
+def test_a_reward_that_is_none_is_refused(reward: Any, code: Code, key: str) -> None:
     with refused(code, "reward_config" + key):
         of_reward(reward)

@@ -1,4 +1,4 @@
-"""What is told of an answer, against the episode that `run_episode` plays with the same engine and search."""
+"""Events of an answer, against the episode that `run_episode` plays with the same engine and search."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Silent:
         (SEARCHES, SEARCHES, SEARCHES),
     ],
 )
-async def test_what_is_told_is_the_episode_of_training(turns: tuple[str, ...]) -> None:
+async def test_the_events_tell_the_episode_of_training(turns: tuple[str, ...]) -> None:
     words = codec()
     script, search = Script(words, turns), Shelf()
     events = await all_of(conversation(script, search))
@@ -80,7 +80,7 @@ async def test_what_is_told_is_the_episode_of_training(turns: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize("last", [SEARCHES, "no action", "<calculator> 1 + 1 </calculator>"])
-async def test_what_fills_the_last_room_is_told(last: str) -> None:
+async def test_an_observation_that_fills_the_last_room_is_told(last: str) -> None:
     """Over every limit of tokens that ends the episode somewhere around its first observation."""
     words, ends = codec(), set()
     passage = '"Paris"\n' + "Paris is the capital of France. " * 20
@@ -153,7 +153,7 @@ async def test_a_question_that_cannot_be_asked_fails_and_the_next_is_answered(te
     assert isinstance((await all_of(asked))[-1], EpisodeEnded)
 
 
-async def test_who_stops_listening_ends_the_generation() -> None:
+async def test_a_listener_that_leaves_ends_the_generation() -> None:
     script = Script(codec(), (SEARCHES, ANSWERS), halt_after=6)
     asked = conversation(script, Shelf())
     async with aclosing(asked.ask(QUESTION)) as events:

@@ -41,7 +41,7 @@ def search() -> Iterator[Search]:
 
 @pytest.fixture
 def settings(search: Search) -> ChatSettings:
-    """Of the tiny world, whose prompt is the question after a word."""
+    """Settings for the tiny world, whose prompt is the question after a word."""
     config = load_config("searchr1_tiny_cpu", [f"search.url={search.url}"])
     return ChatSettings(config, lambda text: f"Question: {text}\n", ())
 

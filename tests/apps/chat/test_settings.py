@@ -1,4 +1,4 @@
-"""How a model is asked: as its run says, as a config says, or as Search-R1."""
+"""Settings of a conversation: of the model's run, of a config, or Search-R1's."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_folder_from_anywhere_is_not_believed(run: Path, tmp_path: Path) -> No
     assert (found.config.search.url, found.config.task.tools) == (None, [])
 
 
-def test_what_a_found_config_would_have_sent_or_run_is_said(
+def test_tokens_and_tools_of_a_found_config_are_named_and_not_trusted(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET_KEY", "s")

@@ -1,4 +1,4 @@
-"""What a terminal, a pipe and a program get to read; and questions one after the other."""
+"""Output for a terminal, a pipe and a program; and questions one after the other."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_nothing_acts_on_a_terminal() -> None:
 
 
 @pytest.mark.parametrize(("encoding", "shown"), [("ascii", "> \\u6771 \\xe9\n"), ("latin-1", "> \\u6771 é\n")])
-def test_what_an_encoding_does_not_have_is_spelled_out(encoding: str, shown: str) -> None:
+def test_characters_that_an_encoding_lacks_are_spelled_out(encoding: str, shown: str) -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     TextScreen(Console(file=out, color_system=None), echo=True).show(Asked("東 é", ""))
     assert out.buffer.getvalue().decode(encoding) == shown  # type: ignore[attr-defined]

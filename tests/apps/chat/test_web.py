@@ -106,7 +106,7 @@ def test_whatever_breaks_ends_the_answer_with_what_it_was(problem: Exception, co
     assert named in last["reason"]
 
 
-def test_who_leaves_ends_the_episode() -> None:
+def test_a_client_that_leaves_ends_the_episode() -> None:
     script = Script(codec(), (SEARCHES, ANSWERS), halt_after=8)
     with page_of(script, Shelf()) as url:
         with httpx.stream("POST", f"{url}/ask", json={"question": "Who?"}) as answer:

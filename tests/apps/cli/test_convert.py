@@ -80,6 +80,6 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(arguments: tuple[str, ...]
 
 
 @pytest.mark.parametrize("text", ["", "-5GB", "5TB", "0GB", "5IB", "1e9"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_a_size_that_is_none_is_refused(text: str) -> None:
     with refused("malformed", "--shard-size"):
         parse_size(text)

@@ -20,7 +20,7 @@ Eval = Callable[..., UserError]
 
 @pytest.fixture
 def problem(tmp_path: Path) -> Eval:
-    """What an evaluation without searches is refused for; its question stands only in a prompt."""
+    """The error of an evaluation without searches, whose question stands only in a prompt."""
     app = typer.Typer()
     app.command()(evaluate.command)
     row = {"prompt": [{"role": "user", "content": "Who?"}], "reward_model": {"ground_truth": {"target": ["I"]}}}

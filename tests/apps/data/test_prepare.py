@@ -47,7 +47,7 @@ def test_a_public_row_becomes_a_row_of_search_r1(tmp_path: Path) -> None:
     assert (question.text, question.answers) == ("who wrote Hamlet", ("Shakespeare", "the Bard"))
 
 
-def test_what_was_made_is_recorded_by_its_hash(tmp_path: Path) -> None:
+def test_a_prepared_file_is_recorded_by_its_hash(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS)
     made = prepare_file(source, "nq", "test", tmp_path / "nq.jsonl", limit=1)
     digest = hashlib.sha256(made.path.read_bytes()).hexdigest()

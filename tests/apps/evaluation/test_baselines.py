@@ -1,4 +1,4 @@
-"""What each baseline asks, and how."""
+"""Prompts and limits of each baseline."""
 
 from __future__ import annotations
 

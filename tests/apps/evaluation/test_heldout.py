@@ -1,4 +1,4 @@
-"""Which questions are held out, and which answer counts, with and without the quirks of Search-R1's code."""
+"""Held-out questions and their scores, with and without the quirks of Search-R1's code."""
 
 from __future__ import annotations
 

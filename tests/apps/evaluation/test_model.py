@@ -1,4 +1,4 @@
-"""What counts as a model, and what a checkpoint has to say."""
+"""Models and checkpoints that can be evaluated."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(saved: Path) -> None:
         find(saved / "actor")
 
 
-def test_what_does_not_say_its_original_asks_for_it(saved: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_say_its_original_asks_for_it(saved: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     with refused("missing", "--hf"):
@@ -88,7 +88,7 @@ def test_what_does_not_say_its_original_asks_for_it(saved: Path, tmp_path: Path)
 
 
 def test_a_checkpoint_is_converted_for_as_long_as_it_takes(tmp_path: Path) -> None:
-    """What is made of it goes again, and it says its original itself."""
+    """The converted folder goes again; the checkpoint says its original itself."""
     hf_to_megatron(POLICY, tmp_path / "megatron", processes=1)
     assert find(tmp_path / "megatron").original == tmp_path / "megatron" / "hf"
     work = tmp_path / "work"

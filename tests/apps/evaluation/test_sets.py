@@ -1,4 +1,4 @@
-"""Which files are asked, and what is said of those that are not there."""
+"""Sets of questions by name and by file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_all_missing_sets_are_named_with_their_commands(tmp_path: Path) -> None:
     assert "popqa" not in sentence
 
 
-def test_what_is_no_set_and_what_is_named_twice_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_set_and_one_that_is_named_twice_are_refused(tmp_path: Path) -> None:
     with refused("unknown", "--data"):
         find_sources(["triviqa"], tmp_path)
     file = write(tmp_path / "nq" / "test.jsonl", "nq")

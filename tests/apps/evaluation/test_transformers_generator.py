@@ -154,7 +154,7 @@ async def test_tokens_are_drawn_as_the_model_says(
         assert one.logprobs[0] == pytest.approx(float(expected[one.token_ids[0]].log()), abs=1e-4)
 
 
-async def test_what_is_drawn_depends_on_the_request_alone(folder: Path, words: PreTrainedTokenizerFast) -> None:
+async def test_a_drawn_answer_depends_on_its_request_alone(folder: Path, words: PreTrainedTokenizerFast) -> None:
     prompts, sampling = ([words(prompt)["input_ids"] for prompt in PROMPTS], TurnSampling(1.0, max_new_tokens=8))
 
     async def drawn(batch: int, seed: int = 0) -> list[list[int]]:
@@ -187,7 +187,7 @@ def test_a_file_that_is_cut_short_is_refused(folder: Path, tmp_path: Path, file:
         TransformersGenerator(str(other), Dtype.float32, Device.cpu, 1)
 
 
-def test_who_listens_hears_every_token(folder: Path, model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast) -> None:
+def test_a_listener_hears_every_token(folder: Path, model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast) -> None:
     generator = TransformersGenerator(str(folder), Dtype.float32, Device.cpu, 8)
     sampling = TurnSampling(0.0, max_new_tokens=NEW_TOKENS)
     prompt = words(PROMPTS[1])["input_ids"]
@@ -205,7 +205,7 @@ def test_who_listens_hears_every_token(folder: Path, model: Qwen2ForCausalLM, wo
 
 
 @pytest.mark.parametrize("leaves", ["first", "second"])
-def test_who_leaves_does_not_disturb_the_others(
+def test_a_cancelled_request_does_not_disturb_the_others(
     folder: Path, model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, leaves: str
 ) -> None:
     """Whoever decodes for both, and whoever waits for it; the one that stays gets what it gets alone."""

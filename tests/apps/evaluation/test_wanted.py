@@ -1,4 +1,4 @@
-"""What an evaluation needs, and which of a config's problems are none to it."""
+"""An evaluation's needs, and problems of a config that do not matter to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def own(tmp_path: Path) -> str:
 
 
 def config_of(*overrides: str) -> RunConfig:
-    """Of a run that has neither questions nor a model nor an index."""
+    """The config of a run that has neither questions nor a model nor an index."""
     nothing = ["task.train_path=none", "task.eval_path=none", "model.path=none", "search.index=none"]
     return load_config("searchr1_tiny_cpu", [*nothing, *overrides])
 
@@ -41,7 +41,7 @@ async def problems_of(config: RunConfig, *names: str, **flags: object) -> list[s
     return str(caught.value).splitlines()
 
 
-async def test_what_is_only_for_training_or_named_by_a_flag_may_be_missing(own: str) -> None:
+async def test_training_files_and_values_that_flags_replace_may_be_missing(own: str) -> None:
     config = config_of("search.topk=0")
     before = copy.deepcopy(config)
     wanted = await want(config, own)

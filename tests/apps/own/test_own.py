@@ -26,7 +26,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.killed = False
-        """Whether trainings are, soon after they have begun."""
+        """True for trainings that are killed soon after they have begun."""
         self.docs, self.questions, self.out = folder / "docs", folder / "q.csv", folder / "own"
         self.docs.mkdir()
         (self.docs / "a.txt").write_text("Kenya: capital Nairobi.")
@@ -107,7 +107,7 @@ def test_from_documents_to_a_report(world: World) -> None:
     assert done[5][-len(settings) :] == settings, "evaluated as it was trained"
 
 
-def test_what_is_finished_is_not_done_again(world: World) -> None:
+def test_finished_work_is_not_done_again(world: World) -> None:
     world.run(world.wish())
     assert names(world.run(world.wish()))[4:] == ["report"]
 
@@ -122,7 +122,7 @@ def test_a_run_that_was_broken_off_goes_on(world: World) -> None:
     assert "resume=auto" in again[4]
 
 
-def test_what_went_on_or_is_asked_otherwise_is_evaluated_again(world: World) -> None:
+def test_a_run_that_went_on_or_is_asked_otherwise_is_evaluated_again(world: World) -> None:
     asked = []
     for more in ({"steps": 2}, {"steps": 4}, {"steps": 4, "overrides": ("eval.limit=3",)}):
         done = world.run(world.wish(**more))

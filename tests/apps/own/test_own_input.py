@@ -32,7 +32,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def refusal(world: World, model: str | Path = HUB, **more: object) -> UserError:
-    """What a wish is refused for, which leaves everything as it was."""
+    """The error that refuses a wish and leaves everything as it was."""
     before = set(world.docs.parent.rglob("*"))
     with pytest.raises(UserError) as caught:
         next(commands(replace(world.wish(**more), model=model)))
