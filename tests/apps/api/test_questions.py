@@ -71,7 +71,9 @@ def test_the_same_questions_are_the_same_file(tmp_path: Path) -> None:
         (Path(__file__).parent, "not_found", str(Path(__file__).parent)),
     ],
 )
-def test_a_row_without_a_question_is_refused_by_its_place(tmp_path: Path, data: Any, code: Code | None, key: str) -> None:
+def test_a_row_without_a_question_is_refused_by_its_place(
+    tmp_path: Path, data: Any, code: Code | None, key: str
+) -> None:
     with pytest.raises(UserError) as caught:
         training_files(data, None, None, 0, tmp_path)
     assert code in (None, caught.value.code)
