@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
@@ -13,9 +14,10 @@ import httpx
 import pytest
 
 from rlsys.apps.chat import web
+from rlsys.apps.chat.web import create_app
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.agent.episode import Generation
-from tests.apps.chat.pages import page_of
+from tests.apps.chat.pages import opened, page_of
 from tests.apps.chat.scripted import ANSWERS, SEARCHES, Script, Shelf, codec
 
 
@@ -115,6 +117,32 @@ def test_a_client_that_leaves_ends_the_episode() -> None:
             until(script.halted.is_set)
         assert "asked" in first
         until(lambda: script.cancelled == 1)
+
+
+async def test_a_client_that_leaves_while_an_event_is_sent_ends_the_episode() -> None:
+    """The server waits to send one event and holds the next, when it hears that the client has gone."""
+    app = create_app(opened(Script(codec(), (SEARCHES, ANSWERS), halt_after=8), Shelf()), frozenset())
+    sending, left = asyncio.Event(), asyncio.Event()
+    requests = iter([{"type": "http.request", "body": b'{"question": "Who?"}', "more_body": False}])
+
+    async def receive() -> Any:
+        if (request := next(requests, None)) is not None:
+            return request
+        await sending.wait()
+        left.set()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            sending.set()
+            await left.wait()
+            for _ in range(100):  # Until everybody has heard of it.
+                await asyncio.sleep(0)
+
+    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/ask", "headers": headers, "query_string": b""}
+    await app(scope, receive, send)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 def test_the_page_sets_text_and_never_html(url: str) -> None:
