@@ -49,7 +49,11 @@ def shape_of(model_path: str) -> Path:
         if found.is_dir():
             return found
     known = ", ".join(sorted(path.name for path in SHAPES.iterdir()))
-    raise UserError(f"model.path is {model_path}, whose shape is not among {known}; add {folder}/config.json.")
+    raise UserError(
+        f"model.path is {model_path}, whose shape is not among {known}; add {folder}/config.json.",
+        code="unknown",
+        key="model.path",
+    )
 
 
 def tables() -> str:

@@ -24,7 +24,11 @@ BM25 = "bm25"
 def build(given: argparse.Namespace) -> bool:
     """Make the index that the flags describe; False if it was there."""
     if not given.corpus_path.is_file():
-        raise UserError(f"--corpus_path {given.corpus_path} is not a file: give the jsonl file of passages")
+        raise UserError(
+            f"--corpus_path {given.corpus_path} is not a file: give the jsonl file of passages.",
+            code="not_found",
+            key="--corpus_path",
+        )
     from rlsys.search.index.make import make_index, recipe
 
     if given.retrieval_method == BM25:

@@ -32,7 +32,9 @@ QUESTION = (
 async def infer(given: argparse.Namespace) -> None:
     """Print the answer as it comes. Raises UserError for a question that cannot be asked."""
     if not given.question.strip():
-        raise UserError("--question is empty: write one, or leave it out for Search-R1's example.")
+        raise UserError(
+            "--question is empty: write one, or leave it out for Search-R1's example.", code="empty", key="--question"
+        )
     model = find_model(given.model_id, given.hf, f"--model_id {given.model_id}")
     wanted = ChatOptions(search_url=given.search_url, max_turns=given.max_turns, temperature=given.temperature)
     settings = settings_of(model, wanted)
@@ -49,7 +51,8 @@ async def infer(given: argparse.Namespace) -> None:
                 case EpisodeEnded():
                     print(f"\n\nAnswer: {visible(event.answer or 'none')} ({event.searches} searches)")
                 case Failed():
-                    raise UserError(event.reason)
+                    assert event.code is not None  # Nothing else but the question can be wrong here.
+                    raise UserError(event.reason, code=event.code, key=event.key)
 
 
 def main() -> None:

@@ -32,9 +32,17 @@ def load(given: argparse.Namespace) -> Parts:
     """What the flags name. Raises UserError for what does not exist or does not fit together."""
     index: Path = given.index_path
     if not index.exists():
-        raise UserError(f"--index_path {index} does not exist: give a FAISS file or an index folder")
+        raise UserError(
+            f"--index_path {index} does not exist: give a FAISS file or an index folder.",
+            code="not_found",
+            key="--index_path",
+        )
     if given.pages_path is not None and not given.pages_path.is_file():
-        raise UserError(f"--pages_path {given.pages_path} is not a file: give a jsonl file of pages")
+        raise UserError(
+            f"--pages_path {given.pages_path} is not a file: give a jsonl file of pages.",
+            code="not_found",
+            key="--pages_path",
+        )
     retriever = open_folder(given) if index.is_dir() else open_file(given)
 
     pages = given.pages_path and PageStore(given.pages_path)
@@ -51,18 +59,24 @@ def open_folder(given: argparse.Namespace) -> Retriever:
     if any(folder.glob("segments_*")):
         raise UserError(
             f"--index_path {folder} is a Lucene index, which needs pyserini: build one from the corpus with "
-            "`rlsys search index --kind bm25`"
+            "`rlsys search index --kind bm25`.",
+            code="unsupported",
+            key="--index_path",
         )
     manifest = read_manifest(folder)
     made_for = manifest.get("family", manifest["kind"])
     if given.retriever_name not in (None, made_for):
         raise UserError(
-            f"--retriever_name {given.retriever_name}: {folder} was built for {made_for}; leave the flag out"
+            f"--retriever_name {given.retriever_name}: {folder} was built for {made_for}; leave the flag out.",
+            code="mismatch",
+            key="--retriever_name",
         )
     if given.corpus_path is not None and Corpus.open(given.corpus_path).checksum != manifest["corpus_sha256"]:
         raise UserError(
             f"--corpus_path {given.corpus_path} is not what {folder} was built from: leave the flag out, the "
-            "folder has its corpus"
+            "folder has its corpus.",
+            code="mismatch",
+            key="--corpus_path",
         )
     has_vectors = manifest["kind"] in ("dense", "hybrid")
     return open_retriever(
@@ -79,12 +93,22 @@ def open_file(given: argparse.Namespace) -> Retriever:
     if given.retriever_name == BM25:
         raise UserError(
             f"--retriever_name {BM25}: {given.index_path} is a file; build a folder from the corpus with "
-            "`rlsys search index --kind bm25`"
+            "`rlsys search index --kind bm25`.",
+            code="unsupported",
+            key="--retriever_name",
         )
     if given.corpus_path is None:
-        raise UserError(f"--corpus_path is missing: {given.index_path} is a file of vectors, without passages")
+        raise UserError(
+            f"--corpus_path is missing: {given.index_path} is a file of vectors, without passages.",
+            code="missing",
+            key="--corpus_path",
+        )
     if not given.corpus_path.is_file():
-        raise UserError(f"--corpus_path {given.corpus_path} is not a file: give the jsonl file of passages")
+        raise UserError(
+            f"--corpus_path {given.corpus_path} is not a file: give the jsonl file of passages.",
+            code="not_found",
+            key="--corpus_path",
+        )
 
     from rlsys.search.encoders.spec import EncoderSpec
     from rlsys.search.index.dense import SearchOptions, open_prebuilt

@@ -1,25 +1,25 @@
-"""download.py, run as a user runs it, against a local server that speaks the Hub's protocol."""
+"""download.py against a local server that speaks the Hub's protocol."""
 
 from __future__ import annotations
 
 import gzip
 import io
-import os
 import random
-import subprocess
-import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.apps.data.fake_hub import FakeHub, running
-from tests.support.paths import PROJECT
+from examples.searchr1 import download
+from rlsys.apps.data.download import Hub
+from rlsys.errors import RunError
+from tests.support.fake_hub import FakeHub, running
+from tests.support.refusals import refused
 
-SCRIPT = PROJECT / "examples" / "searchr1" / "download.py"
 CORPUS = b'{"id": "0", "contents": "a"}\n' * 1000
 PARTS = [random.Random(seed).randbytes(2000) for seed in range(3)]
+Download = Callable[..., None]
 
 
 def tar_gz(content: bytes) -> bytes:
@@ -51,16 +51,17 @@ def fake() -> Iterator[FakeHub]:
         yield hub
 
 
-def run(fake: FakeHub, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHONPATH"))}
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), "--save_path", "save here", *flags],
-        cwd=tmp_path,
-        env=kept | {"HF_ENDPOINT": fake.url, "HF_HOME": str(tmp_path / "hf"), "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+@pytest.fixture
+def fetch(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Download:
+    """The script with these flags, in this process."""
+    monkeypatch.setattr(download, "Hub", lambda: Hub(fake.url))
+    monkeypatch.chdir(tmp_path)
+
+    def run(*flags: str) -> None:
+        monkeypatch.setattr("sys.argv", ["download.py", "--save_path", "save here", *flags])
+        download.main()
+
+    return run
 
 
 def files(tmp_path: Path) -> dict[str, bytes]:
@@ -72,21 +73,18 @@ def files(tmp_path: Path) -> dict[str, bytes]:
     }
 
 
-def test_by_default_the_flat_index_and_the_corpus(fake: FakeHub, tmp_path: Path) -> None:
+def test_by_default_the_flat_index_and_the_corpus(fake: FakeHub, fetch: Download, tmp_path: Path) -> None:
     """Dropped connections on the way; the corpus comes out of its archive, which goes; a second run fetches nothing."""
     fake.faults = [100, None, 500]
-    done = run(fake, tmp_path)
-    assert done.returncode == 0, done.stderr
+    fetch()
     assert files(tmp_path) == {"e5_Flat.index": PARTS[0] + PARTS[1], "wiki-18.jsonl": CORPUS}
     asked = len(fake.asked)
-    again = run(fake, tmp_path)
-    assert again.returncode == 0, again.stderr
+    fetch()
     assert len(fake.asked) == asked
 
 
-def test_everything_else(fake: FakeHub, tmp_path: Path) -> None:
-    done = run(fake, tmp_path, "--what", "wiki18-e5-hnsw64", "wiki18-bm25", "asearcher-corpus")
-    assert done.returncode == 0, done.stderr
+def test_everything_else(fetch: Download, tmp_path: Path) -> None:
+    fetch("--what", "wiki18-e5-hnsw64", "wiki18-bm25", "asearcher-corpus")
     assert files(tmp_path) == {
         "bm25/_0.fdt": PARTS[2],
         "bm25/segments_1": b"",
@@ -96,33 +94,19 @@ def test_everything_else(fake: FakeHub, tmp_path: Path) -> None:
     }
 
 
-def test_a_dry_run_says_and_writes_nothing(fake: FakeHub, tmp_path: Path) -> None:
-    told = run(fake, tmp_path, "--dry_run")
-    assert told.returncode == 0, told.stderr
-    for word in ("wiki-18.jsonl", "part_aa, part_ab", "unpack"):
-        assert word in told.stdout
+def test_a_dry_run_says_and_writes_nothing(
+    fake: FakeHub, fetch: Download, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fetch("--dry_run")
+    assert "wiki-18.jsonl" in capsys.readouterr().out
     assert not (tmp_path / "save here").exists()
     assert fake.asked == []
 
 
-def test_mistakes_are_told_in_one_sentence(fake: FakeHub, tmp_path: Path) -> None:
-    for flags, status, message in (
-        (("--what", "wikipedia"), 2, "invalid choice: 'wikipedia'"),
-        (("--revision", "v9"), 2, "has no revision 'v9'"),
-    ):
-        failed = run(fake, tmp_path, *flags)
-        assert (failed.returncode, message in failed.stderr) == (status, True), failed.stderr
-        assert "Traceback" not in failed.stderr
-    fake.faults = ["corrupt", "corrupt"]
-    failed = run(fake, tmp_path)
-    assert (failed.returncode, "arrived twice with a wrong checksum" in failed.stderr) == (1, True)
-    assert "Traceback" not in failed.stderr
-    fake.gated = True
-    assert "is gated: ask for access" in run(fake, tmp_path).stderr
-
-
-def test_a_damaged_archive_is_told(fake: FakeHub, tmp_path: Path) -> None:
+def test_an_unknown_revision_and_a_damaged_archive_are_refused(fake: FakeHub, fetch: Download, tmp_path: Path) -> None:
+    with refused("not_found"):
+        fetch("--revision", "v9")
     fake.files["PeterJinGo/wiki-18-corpus/wiki-18.jsonl.gz"] = gzip.compress(CORPUS)[:-9]
-    failed = run(fake, tmp_path, "--what", "wiki18-corpus")
-    assert (failed.returncode, "is damaged" in failed.stderr) == (1, True), failed.stderr
+    with pytest.raises(RunError, match=r"wiki-18\.jsonl\.gz"):
+        fetch("--what", "wiki18-corpus")
     assert list(files(tmp_path)) == ["wiki-18.jsonl.gz"]

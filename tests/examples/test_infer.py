@@ -1,42 +1,68 @@
-"""Search-R1's one question, as a user asks it: from elsewhere, and with nobody to search."""
+"""Search-R1's one question, asked as a user asks it."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.paths import PROJECT
+import pytest
+
+from examples.searchr1 import infer
+from rlsys.errors import Code, RunError
+from tests.support.refusals import refused
 from tests.support.tiny import search_server
 from tests.support.tiny_models import POLICY
 
-SCRIPT = PROJECT / "examples" / "searchr1" / "infer.py"
+
+class Output:
+    """Standard output, which the script sets to bear any character."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        """Everything is here."""
+
+    def reconfigure(self, **_: object) -> None:
+        """Texts have no encoding."""
 
 
-def infer(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), "--model_id", str(POLICY), *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=150)
+def ask(monkeypatch: pytest.MonkeyPatch, *flags: str) -> str:
+    output = Output()
+    monkeypatch.setattr(sys, "argv", ["infer.py", "--model_id", str(POLICY), *flags])
+    monkeypatch.setattr(sys, "stdout", output)
+    infer.main()
+    return output.text
 
 
-def test_a_question_is_answered_with_searches(tmp_path: Path) -> None:
+def test_a_question_is_answered_with_searches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
     with search_server() as search:
         flags = ("--search_url", search.url, "--temperature", "0", "--max_turns", "2")
-        done = infer(tmp_path, *flags, "--question", "Where is Bamako")
-    assert done.returncode == 0, done.stderr
-    assert "Nothing says which run the model is from" in done.stderr
-    assert "\n\nAnswer: " in done.stdout
-    searches = done.stdout.count("<information>")
-    assert done.stdout.rstrip().endswith(f"({searches} searches)")
+        said = ask(monkeypatch, *flags, "--question", "Where is Bamako")
+    assert "\n\nAnswer: " in said
+    searches = said.count("<information>")
+    assert said.rstrip().endswith(f"({searches} searches)")
     assert len(search.asked) == searches + 1, "one to see whether it answers"
 
 
-def test_what_is_wrong_is_one_sentence(tmp_path: Path) -> None:
-    for flags, status, sentence in (
-        (("--search_url", "http://127.0.0.1:9"), 1, "start it with `rlsys search serve`"),
-        (("--search_url", "nowhere"), 2, "--search-url nowhere is no address"),
-        (("--search_url", "nowhere", "--question", " "), 2, "--question is empty"),
-    ):
-        done = infer(tmp_path, *flags)
-        assert done.returncode == status
-        assert sentence in done.stderr
-        assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("flags", "code", "key"),
+    [
+        (("--search_url", "nowhere"), "malformed", "--search-url"),
+        (("--question", " "), "empty", "--question"),
+        (("--max_turns", "0", "--question", "why " * 5000), "out_of_range", "task.max_prompt_tokens"),
+    ],
+)
+def test_a_mistake_is_refused(monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], code: Code, key: str) -> None:
+    with refused(code, key):
+        ask(monkeypatch, *flags)
+
+
+def test_a_dead_server_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RunError, match=r"127\.0\.0\.1:9"):
+        ask(monkeypatch, "--search_url", "http://127.0.0.1:9")

@@ -24,7 +24,7 @@ from typing import Any, get_type_hints
 from rlsys.apps.data import prepare
 from rlsys.config.schema import RewardConfig, RunConfig
 from rlsys.data.question import Question, question_of, read_rows
-from rlsys.errors import RunError, UserError
+from rlsys.errors import Code, RunError, UserError
 from rlsys.files import write_atomically
 
 CPU = "cpu"
@@ -74,7 +74,11 @@ def compose_settings(config: str, given: Sequence[Given], overrides: Sequence[st
     """The settings of all arguments, then the user's own. Raises UserError for one that is given twice."""
     for override in overrides:
         for argument in (known.argument for known in given for key in known.values if _sets(override, key)):
-            raise UserError(f"overrides: {override} is what {argument} says already: give it as {argument} alone.")
+            raise UserError(
+                f"overrides: {override} is what {argument} says already: give it as {argument} alone.",
+                code="conflict",
+                key=argument,
+            )
     made = [f"{key}={quoted(value)}" for known in given for key, value in known.values.items()]
     passing = frozenset(key for known in given if known.passing for key in known.values)
     return RunSettings(config, (*made, *overrides), passing)
@@ -141,7 +145,9 @@ def of_reward(reward: Mapping[str, Any] | None) -> dict[str, Any]:
     """
     if not isinstance(reward, Mapping | None):
         raise UserError(
-            f"reward_config={reward!r} is no mapping: give terms with their weights, such as {{'exact_match': 1.0}}."
+            f"reward_config={reward!r} is no mapping: give terms with their weights, such as {{'exact_match': 1.0}}.",
+            code="wrong_type",
+            key="reward_config",
         )
     settings: dict[str, Any] = {}
     hints = get_type_hints(RewardConfig)
@@ -149,17 +155,27 @@ def of_reward(reward: Mapping[str, Any] | None) -> dict[str, Any]:
         hint = hints.get(name)
         if name == "terms" or is_dataclass(hint):
             if not isinstance(value, Mapping):
-                raise UserError(f"reward_config: {name}={value!r} must be a mapping, such as {name}={{...}}.")
+                raise UserError(
+                    f"reward_config: {name}={value!r} must be a mapping, such as {name}={{...}}.",
+                    code="wrong_type",
+                    key=f"reward_config: {name}",
+                )
             known = {field.name for field in fields(hint)} if is_dataclass(hint) else set(value)
             if unknown := sorted(set(value) - known):
-                raise UserError(f"reward_config: {name} has no {unknown[0]}: it has {', '.join(sorted(known))}.")
+                raise UserError(
+                    f"reward_config: {name} has no {unknown[0]}: it has {', '.join(sorted(known))}.",
+                    code="unknown",
+                    key=f"reward_config: {name}.{unknown[0]}",
+                )
             settings |= {f"reward.{name}.{key}": inner for key, inner in value.items()}
         elif hint is not None:
             settings[f"reward.{name}"] = value
         elif isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(
                 f"reward_config: {name}={value!r} is neither a key of the reward ({', '.join(hints)}) nor a term with its "
-                "weight, which is a number: see docs/rewards.md."
+                "weight, which is a number: see docs/rewards.md.",
+                code="unknown",
+                key=f"reward_config: {name}",
             )
         else:
             settings[f"reward.terms.{name}"] = value
@@ -171,7 +187,11 @@ def of_batch(batch_size: int | None, mini_batches: int) -> dict[str, Any]:
     if batch_size is None:
         return {}
     if type(batch_size) is not int or batch_size < 1:
-        raise UserError(f"batch_size={batch_size!r} is no number of questions: give a whole one, 1 or more.")
+        raise UserError(
+            f"batch_size={batch_size!r} is no number of questions: give a whole one, 1 or more.",
+            code="out_of_range",
+            key="batch_size",
+        )
     lowered = {"trainer.mini_batches": batch_size} if mini_batches > batch_size else {}
     return {"trainer.prompts_per_step": batch_size, **lowered}
 
@@ -190,7 +210,9 @@ def _ranks(devices: Devices) -> list[int]:
         if ranks and len(set(ranks)) == len(devices):
             return sorted(ranks)
     raise UserError(
-        f'devices={devices!r} names no devices: give a number such as 8, different ranks such as [0, 1, 2], or "{CPU}".'
+        f'devices={devices!r} names no devices: give a number such as 8, different ranks such as [0, 1, 2], or "{CPU}".',
+        code="out_of_range",
+        key="devices",
     )
 
 
@@ -210,18 +232,23 @@ def model_folder(name: str | Path) -> Path:
         return path
     from huggingface_hub import errors, snapshot_download
 
-    mistakes: dict[type[Exception], str] = {
-        errors.HFValidationError: "is neither a folder nor the name of a model: give a Hugging Face folder, or a name such as "
-        "Qwen/Qwen2.5-3B-Instruct.",
-        errors.GatedRepoError: "is gated: ask for access on its page, then set HF_TOKEN.",
-        errors.RepositoryNotFoundError: "is no folder here, and on the Hub it does not exist or is private: check the name, or "
-        "set HF_TOKEN.",
+    mistakes: dict[type[Exception], tuple[Code, str]] = {
+        errors.HFValidationError: (
+            "malformed",
+            "is neither a folder nor the name of a model: give a Hugging Face folder, or a name such as "
+            "Qwen/Qwen2.5-3B-Instruct.",
+        ),
+        errors.GatedRepoError: ("denied", "is gated: ask for access on its page, then set HF_TOKEN."),
+        errors.RepositoryNotFoundError: (
+            "not_found",
+            "is no folder here, and on the Hub it does not exist or is private: check the name, or set HF_TOKEN.",
+        ),
     }
     try:
         return Path(snapshot_download(str(name), allow_patterns=list(_MODEL_FILES)))
     except tuple(mistakes) as problem:
-        sentence = next(sentence for kind, sentence in mistakes.items() if isinstance(problem, kind))
-        raise UserError(f"model {name} {sentence}") from problem
+        code, sentence = next(mistake for kind, mistake in mistakes.items() if isinstance(problem, kind))
+        raise UserError(f"model {name} {sentence}", code=code, key=str(name)) from problem
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as problem:
         reason = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
         raise RunError(
@@ -280,7 +307,11 @@ def training_files(train: Data, heldout: Data | None, count: int | None, seed: i
         path = _write_rows(kept, folder, f"{trained.name}-train")
         return Files(path, _write_rows(held, folder, f"{trained.name}-heldout"), len(kept))
     if count is not None:
-        raise UserError(f"holdout={count} and eval_data both say what is held out: give one of them.")
+        raise UserError(
+            f"holdout={count} and eval_data both say what is held out: give one of them.",
+            code="conflict",
+            key="holdout",
+        )
     asked = read_data(heldout, "eval_data")
     kept, dropped = prepare.divide(trained.rows, prepare.apart(trained.texts, asked.texts, "train_data", "eval_data"))
     path = _write_rows(kept, folder, f"{trained.name}-train") if dropped else trained.path(folder)
@@ -293,14 +324,20 @@ def read_data(data: Data, name: str) -> Rows:
         path = Path(data)
         if not path.is_file():
             what = "is a folder" if path.is_dir() else "does not exist"
-            raise UserError(f"{path} {what}: give a jsonl, parquet, csv or tsv file of questions.")
+            raise UserError(
+                f"{path} {what}: give a jsonl, parquet, csv or tsv file of questions.", code="not_found", key=str(path)
+            )
         if path.suffix not in (".csv", ".tsv"):
             return _checked(path, list(read_rows(path)), path)
         with TemporaryDirectory() as folder:
             made = prepare.prepare_file(path, path.stem, "train", Path(folder) / "rows.jsonl").path
             return _checked(path, list(read_rows(made)), None)
     if not isinstance(data, Sequence):
-        raise UserError(f"{name} is a {type(data).__name__}: give a path, a list of rows or a list of questions.")
+        raise UserError(
+            f"{name} is a {type(data).__name__}: give a path, a list of rows or a list of questions.",
+            code="wrong_type",
+            key=name,
+        )
     rows = [prepare.search_r1_row(row, row.extra) if isinstance(row, Question) else row for row in data]
     lines = [(line, _plain(row, f"{name}, line {line}")) for line, row in enumerate(rows, start=1)]
     return _checked(Path(name), lines, None)
@@ -319,7 +356,7 @@ def _checked(source: Path, lines: Sequence[tuple[int, Any]], file: Path | None) 
     rows = [_native(row) for _, row in lines]
     questions = [question_of(source, line, row) for (line, _), row in zip(lines, rows, strict=True)]
     if not rows:
-        raise UserError(f"{source} holds no question: give one at least.")
+        raise UserError(f"{source} holds no question: give one at least.", code="empty", key=str(source))
     as_read = all(row is before for row, (_, before) in zip(rows, lines, strict=True))
     texts = tuple(question.text or question.prompt for question in questions)
     return Rows(source.stem, tuple(rows), texts, file if as_read else None)
@@ -347,4 +384,8 @@ def _plain(value: Any, where: str) -> Any:
         return {str(key): _plain(inner, where) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner, where) for inner in value]
-    raise UserError(f"{where} holds a {type(value).__name__}, which JSON cannot: leave it out, or write it as text.")
+    raise UserError(
+        f"{where} holds a {type(value).__name__}, which JSON cannot: leave it out, or write it as text.",
+        code="wrong_type",
+        key=where,
+    )

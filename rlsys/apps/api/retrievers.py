@@ -65,7 +65,9 @@ class _IndexRetriever:
         if manifest["kind"] != self.KIND:
             raise UserError(
                 f"{self.index_path} is an index of kind {manifest['kind']}, and {type(self).__name__} takes {self.KIND}: give "
-                "another folder, or the retriever of that kind."
+                "another folder, or the retriever of that kind.",
+                code="mismatch",
+                key=str(self.index_path),
             )
         return manifest
 
@@ -208,10 +210,14 @@ class HttpRetriever:
     def __post_init__(self) -> None:
         _require_count("top_k", self.top_k)
         if isinstance(self.replicas, str):
-            raise UserError(f'replicas="{self.replicas}" is one text: give a list of addresses.')
+            raise UserError(
+                f'replicas="{self.replicas}" is one text: give a list of addresses.', code="wrong_type", key="replicas"
+            )
         for url in (self.url, *self.replicas):
             if not is_url(url):
-                raise UserError(f"url={url} is not an address: write it like http://127.0.0.1:8000.")
+                raise UserError(
+                    f"url={url} is not an address: write it like http://127.0.0.1:8000.", code="malformed", key=url
+                )
 
     def serving(self, log_dir: Path) -> AbstractContextManager[Mapping[str, Any]]:
         """See `SearchBackend`: nothing is started."""
@@ -243,10 +249,18 @@ class WebSearch:
 
         _require_count("top_k", self.top_k)
         if self.provider not in PROVIDERS:
-            raise UserError(f"provider={self.provider} is unknown: give one of {', '.join(PROVIDERS)}.")
+            raise UserError(
+                f"provider={self.provider} is unknown: give one of {', '.join(PROVIDERS)}.",
+                code="unknown",
+                key="provider",
+            )
         rate = self.requests_per_second
         if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0):
-            raise UserError(f"requests_per_second={rate!r} is no rate: give a number above 0, or None for no limit.")
+            raise UserError(
+                f"requests_per_second={rate!r} is no rate: give a number above 0, or None for no limit.",
+                code="out_of_range",
+                key="requests_per_second",
+            )
         Keys.of(PROVIDERS[self.provider], os.environ)
 
     @contextmanager
@@ -290,12 +304,12 @@ def _at(url: str) -> dict[str, Any]:
 
 def _require_count(name: str, value: int, of: str = "passages") -> None:
     if type(value) is not int or value < 1:
-        raise UserError(f"{name}={value!r} is no number of {of}: give 1 or more.")
+        raise UserError(f"{name}={value!r} is no number of {of}: give 1 or more.", code="out_of_range", key=name)
 
 
 def _require_device(device: str) -> None:
     if not isinstance(device, str) or re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
-        raise UserError(f"device={device!r} names no device: give cpu, cuda or cuda:N.")
+        raise UserError(f"device={device!r} names no device: give cpu, cuda or cuda:N.", code="malformed", key="device")
 
 
 def _index_documents(
@@ -331,7 +345,11 @@ def _refuse_other(index: Path, kind: str, passages: Path, made: IndexRecipe) -> 
     for key in (key for key, value in asked.items() if there.get(key) != value):
         others = "of other documents, or of passages of another size"
         what = others if key == "corpus_sha256" else f"of {key} {there.get(key)}"
-        raise UserError(f"{index} holds an index {what}: give another index_path, or remove that folder.")
+        raise UserError(
+            f"{index} holds an index {what}: give another index_path, or remove that folder.",
+            code="mismatch",
+            key=str(index),
+        )
 
 
 def _files(documents: Documents, file: Path) -> list[Path]:
@@ -340,7 +358,9 @@ def _files(documents: Documents, file: Path) -> list[Path]:
         return [Path(documents)]
     if not isinstance(documents, Sequence):
         raise UserError(
-            f"documents={documents!r} are no documents: give a file or a folder, or a list of texts or of mappings."
+            f"documents={documents!r} are no documents: give a file or a folder, or a list of texts or of mappings.",
+            code="wrong_type",
+            key="documents",
         )
     paths = [document for document in documents if isinstance(document, Path)]
     if paths and len(paths) == len(documents):
@@ -349,7 +369,9 @@ def _files(documents: Documents, file: Path) -> list[Path]:
         if not isinstance(document, str | Mapping):
             raise UserError(
                 f'document {number} is a {type(document).__name__}: give texts, mappings with "text", or paths alone (as '
-                "Path)."
+                "Path).",
+                code="wrong_type",
+                key=f"document {number}",
             )
     rows = [{"text": document} if isinstance(document, str) else document for document in documents]
     write_atomically(file, "".join(json_line(row, "documents") for row in rows))

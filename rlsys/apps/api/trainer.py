@@ -61,12 +61,18 @@ class SearchR1Trainer:
         output_dir: str | Path = "outputs",
     ) -> None:
         if isinstance(overrides, str):
-            raise UserError(f'overrides="{overrides}" is one text: give a list of settings such as ["trainer.seed=1"].')
+            raise UserError(
+                f'overrides="{overrides}" is one text: give a list of settings such as ["trainer.seed=1"].',
+                code="wrong_type",
+                key="overrides",
+            )
         backend = WithoutSearch() if search_backend is None else search_backend
         if isinstance(backend, type) or not isinstance(backend, SearchBackend):
             raise UserError(
                 f"search_backend={search_backend!r} is no retriever: give HttpRetriever(url) for a running server, or "
-                "DenseRetriever(folder) for an index, or None for no search."
+                "DenseRetriever(folder) for an index, or None for no search.",
+                code="wrong_type",
+                key="search_backend",
             )
         self.model_name = model_name
         self.search_backend = backend
@@ -75,7 +81,11 @@ class SearchR1Trainer:
         self._overrides = tuple(overrides)
         known = sorted(file.stem for file in (PROJECT_CONFIGS / "algorithm").glob("*.yaml"))
         if rl_algorithm is not None and rl_algorithm not in known:
-            raise UserError(f"rl_algorithm={rl_algorithm} is unknown: give one of {', '.join(known)}.")
+            raise UserError(
+                f"rl_algorithm={rl_algorithm} is unknown: give one of {', '.join(known)}.",
+                code="unknown",
+                key="rl_algorithm",
+            )
         self._given = [
             Given("output_dir", {"output_dir": str(output_dir)}),
             Given("devices", arguments.of_devices(devices)),

@@ -21,6 +21,7 @@ from typing import Any
 
 from rlsys.apps.api.arguments import Data, RunSettings, note, quoted, read_data
 from rlsys.apps.api.retrievers import SearchBackend
+from rlsys.apps.error_texts import without_code
 from rlsys.apps.evaluation.results import ANSWERS, RESULTS
 from rlsys.errors import RunError, UserError
 from rlsys.files import limited_lines, open_regular, read_regular
@@ -85,7 +86,11 @@ class EvaluationResult:
         *above, name = ("average", *keys)
         found = section(self.results, *above).get(name)
         if not isinstance(found, int | float):
-            raise UserError(f"{self.folder / RESULTS} has no figure average.{'.'.join(keys)}: {_REMEDY}.")
+            raise UserError(
+                f"{self.folder / RESULTS} has no figure average.{'.'.join(keys)}: {_REMEDY}.",
+                code="missing",
+                key=str(self.folder / RESULTS),
+            )
         return found
 
 
@@ -123,7 +128,9 @@ class TrainingResult:
         if not run.rows:
             why = f" ({_shortened(problems).removesuffix('.')})" if problems else ""
             raise UserError(
-                f"{self.run_dir / METRICS} holds no row of a step{why}: copy the file from where the run was, or train again."
+                f"{self.run_dir / METRICS} holds no row of a step{why}: copy the file from where the run was, or train again.",
+                code="empty",
+                key=str(self.run_dir / METRICS),
             )
         _warn(self.run_dir, problems)
         return list(run.rows)
@@ -222,8 +229,11 @@ def _rlsys(*words: str) -> None:
     status = _ended(process)
     reader.join(2.0)
     if status:
-        kind = UserError if status == 2 else RunError
-        raise kind(f"rlsys {words[0]}: {''.join(lines).strip() or f'it ended with status {status}'}")
+        said, code = without_code("".join(lines).strip())
+        sentence = f"rlsys {words[0]}: {said or f'it ended with status {status}'}"
+        if status == 2:  # Without a code where the command line itself is wrong.
+            raise UserError(sentence, code=code or "malformed", key=f"rlsys {words[0]}")
+        raise RunError(sentence)
 
 
 def _ended(process: subprocess.Popen[str]) -> int:
@@ -247,7 +257,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     with _readable(path):
         found = read_object(read_regular(path))
     if found is None:
-        raise UserError(f"{path} is empty or damaged: {_REMEDY}.")
+        raise UserError(f"{path} is empty or damaged: {_REMEDY}.", code="malformed", key=str(path))
     return found
 
 
@@ -262,7 +272,7 @@ def _read_objects(path: Path) -> list[dict[str, Any]]:
             elif line.strip():
                 problems.append(f"{path.name}, line {number} is damaged: left out.")
     if not rows:
-        raise UserError(f"{path} is empty or damaged: {_REMEDY}.")
+        raise UserError(f"{path} is empty or damaged: {_REMEDY}.", code="malformed", key=str(path))
     _warn(path.parent, problems)
     return rows
 
@@ -275,7 +285,9 @@ def _readable(path: Path) -> Iterator[None]:
     except OSError as problem:
         is_missing = isinstance(problem, FileNotFoundError)
         why = "is missing" if is_missing else f"cannot be read ({problem.strerror})"
-        raise UserError(f"{path} {why}: {_REMEDY}.") from problem
+        raise UserError(
+            f"{path} {why}: {_REMEDY}.", code="not_found" if is_missing else "malformed", key=str(path)
+        ) from problem
 
 
 def _warn(folder: Path, problems: Sequence[str]) -> None:

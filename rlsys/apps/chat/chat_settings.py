@@ -18,7 +18,8 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlsys.apps.evaluation.evaluation_inputs import Model, is_about
+from rlsys.apps.error_texts import code_of, in_one
+from rlsys.apps.evaluation.evaluation_inputs import Model, as_error, is_about
 from rlsys.config.compose import as_dict, load_config, typed
 from rlsys.config.schema import CassetteConfig, RunConfig, SearchConfig, TaskConfig, free_maps, schema_keys
 from rlsys.data.question import Question, Template, as_asked, own_template, read_questions, search_prompt
@@ -131,7 +132,9 @@ def _with_run(here: RunConfig, file: Path, notes: list[str]) -> RunConfig:
         taken = {"task": saved["task"], "search": saved["search"], "rollout.sampling": saved["rollout"]["sampling"]}
         task, search, sampling = (_known(tree, key, known, unknown) for key, tree in taken.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise UserError(f"{file} is not the config of a run: mend it, or name a config with -c.") from problem
+        raise UserError(
+            f"{file} is not the config of a run: mend it, or name a config with -c.", code="malformed", key=str(file)
+        ) from problem
     tree = {"task": task, "search": search, "rollout": {"sampling": sampling}}
     if unknown:
         notes.append(f"{file} has keys of another version, left out: {', '.join(unknown)}.")
@@ -139,7 +142,9 @@ def _with_run(here: RunConfig, file: Path, notes: list[str]) -> RunConfig:
         merged = typed(OmegaConf.to_container(OmegaConf.merge(as_dict(here), tree), resolve=True), RunConfig)
     except (OmegaConfBaseException, UserError) as problem:
         raise UserError(
-            f"{file}: {str(problem).splitlines()[0].rstrip('.')}: mend it, or name a config with -c."
+            f"{file}: {str(problem).splitlines()[0].rstrip('.')}: mend it, or name a config with -c.",
+            code=code_of(problem) or "wrong_type",
+            key=str(file),
         ) from problem
     if merged.search.token_env is not None:
         name = merged.search.token_env
@@ -165,11 +170,17 @@ def _searched(search: SearchConfig, options: ChatOptions) -> SearchConfig:
     """Where searches go; recorded ones are of other questions."""
     search = replace(search, cassette=CassetteConfig(), retries=min(search.retries, _RETRIES))
     if options.search_url is not None and options.index is not None:
-        raise UserError("--search-url names a server and --index has one started: give one of them.")
+        raise UserError(
+            "--search-url names a server and --index has one started: give one of them.", code="conflict", key="--index"
+        )
     alone = replace(search, replicas=[], hedge_after_s=None)
     if options.search_url is not None:
         if not is_url(options.search_url):
-            raise UserError(f"--search-url {options.search_url} is no address: write it like http://127.0.0.1:8000.")
+            raise UserError(
+                f"--search-url {options.search_url} is no address: write it like http://127.0.0.1:8000.",
+                code="malformed",
+                key="--search-url",
+            )
         token_env = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else search.token_env
         return replace(alone, url=options.search_url, token_env=token_env)
     if options.index is not None:
@@ -186,14 +197,16 @@ def _require_sound(config: RunConfig) -> None:
     if searches and config.search.url is None and config.search.index is None:
         raise UserError(
             "There is nothing to search: give --search-url of a running server, --index with a folder made by "
-            "`rlsys search index`, or --max-turns 0 to ask without searches."
+            "`rlsys search index`, or --max-turns 0 to ask without searches.",
+            code="missing",
+            key="--search-url",
         )
     needed = ("task", "rollout.sampling", "eval.temperature", *(["search"] if searches else []))
     problems = [problem for problem in find_problems(config) if is_about(problem, *needed)]
     # Nothing is trained.
-    wrong = [problem.sentence for problem in problems if not is_about(problem, "task.train_path", "task.eval_path")]
+    wrong = [as_error(problem) for problem in problems if not is_about(problem, "task.train_path", "task.eval_path")]
     if wrong:
-        raise UserError("\n".join(wrong))
+        raise in_one(wrong)
 
 
 def _trained_prompt(task: TaskConfig, notes: list[str]) -> Callable[[str], str]:

@@ -29,12 +29,13 @@ from rich.console import Console
 from transformers.utils import logging
 
 from rlsys.apps.chat.chat_settings import ChatSettings
+from rlsys.apps.error_texts import code_of
 from rlsys.apps.evaluation.evaluation_inputs import EngineName, Model, as_hf
 from rlsys.apps.evaluation.execution import UnusedSearch, open_codec, open_generator
 from rlsys.config.schema import Device, RunConfig, TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish
-from rlsys.errors import UserError
+from rlsys.errors import Code, RunError, UserError
 from rlsys.orchestrator.search_server import serving, silent
 from rlsys.rollout.agent import episode
 from rlsys.rollout.agent.episode import (
@@ -147,6 +148,14 @@ class Failed:
     """The question is not answered, for a reason that is not the policy's."""
 
     reason: str
+    code: Code | None = None
+    key: str = ""
+    """Of a user's mistake."""
+
+    @classmethod
+    def of(cls, problem: UserError | RunError) -> Failed:
+        """Of what was raised."""
+        return cls(str(problem), code_of(problem), problem.key if isinstance(problem, UserError) else "")
 
 
 Event = Asked | TextPiece | Acted | Found | Observed | EpisodeEnded | Failed
@@ -296,7 +305,7 @@ class Conversation:
         try:
             question = self._question(text)
         except UserError as problem:
-            yield Failed(str(problem))
+            yield Failed.of(problem)
             return
         yield Asked(text.strip(), question.prompt)
         sampling = self._sampling if temperature is None else replace(self._sampling, temperature=temperature)
@@ -318,7 +327,7 @@ class Conversation:
     def _question(self, text: str) -> Question:
         """Raises UserError for one that cannot be asked."""
         if not text.strip():
-            raise UserError("The question is empty: write one.")
+            raise UserError("The question is empty: write one.", code="empty", key="question")
         # A terminal may hand over what is no text in any encoding.
         clean = text.encode("utf-8", "replace").decode("utf-8").strip()
         prompt = self._prompt(clean)
@@ -326,7 +335,9 @@ class Conversation:
         if tokens > self._task.max_prompt_tokens:
             raise UserError(
                 f"The question has {tokens} tokens with its prompt, and task.max_prompt_tokens={self._task.max_prompt_tokens}: "
-                "ask a shorter one."
+                "ask a shorter one.",
+                code="out_of_range",
+                key="task.max_prompt_tokens",
             )
         return Question(uid=f"chat:{next(self._numbers)}", prompt=prompt, answers=(), text=clean)
 

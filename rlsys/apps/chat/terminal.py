@@ -22,6 +22,7 @@ from rich.text import Text
 from rlsys.apps.chat import conversation as chat
 from rlsys.apps.chat.chat_settings import ChatSettings
 from rlsys.apps.chat.conversation import Conversation, Event, Failed, Kind, opened_in_terminal
+from rlsys.apps.error_texts import with_code
 from rlsys.apps.evaluation.evaluation_inputs import EngineName, Model
 from rlsys.errors import RunError
 from rlsys.observe.samples import visible
@@ -91,8 +92,8 @@ class TextScreen:
                 self._write(text, _OBSERVED)
             case chat.EpisodeEnded():
                 self._end(event)
-            case Failed(reason=reason):
-                self._line(reason, _WRONG)
+            case Failed():
+                self._line(with_code(event.reason, event.code), _WRONG)
 
     def _end(self, event: chat.EpisodeEnded) -> None:
         figures = [f"{event.searches} {'search' if event.searches == 1 else 'searches'}"]
@@ -130,7 +131,7 @@ async def answer(conversation: Conversation, question: str, screen: Screen) -> E
             async for event in events:
                 screen.show(event)
     except RunError as problem:
-        screen.show(Failed(str(problem)))
+        screen.show(Failed.of(problem))
         raise
     return event
 

@@ -18,7 +18,7 @@ import json
 import logging
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 from rlsys.apps.chat.chat_settings import ChatSettings
 from rlsys.apps.chat.conversation import Failed, Opened, as_dict, opened_in_terminal
@@ -104,7 +105,7 @@ def create_app(opened: Opened, names: frozenset[str]) -> FastAPI:
             first = problem.errors(include_url=False, include_context=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"])) or "The body"
             return _error(422, f"{where}: {first['msg']}; send a question, and a temperature from 0 to 10 or null.")
-        return StreamingResponse(_stream(opened, asking), media_type="text/event-stream")
+        return _Events(_stream(opened, asking))
 
     return app
 
@@ -144,13 +145,26 @@ class _Server(LimitedServer):
         yield
 
 
-async def _stream(opened: Opened, asking: Asking) -> AsyncIterator[str]:
+class _Events(StreamingResponse):
+    """Server-sent events, whose source is closed also where the client leaves while one of them is sent."""
+
+    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As an ASGI application."""
+        async with aclosing(self._events):
+            await super().__call__(scope, receive, send)
+
+
+async def _stream(opened: Opened, asking: Asking) -> AsyncGenerator[str, None]:
     try:
         async with aclosing(opened.conversation.ask(asking.question, asking.temperature)) as events:
             async for event in events:
                 yield _message(as_dict(event))
     except (RunError, UserError) as problem:
-        yield _message(as_dict(Failed(str(problem))))
+        yield _message(as_dict(Failed.of(problem)))
     except Exception as problem:  # noqa: BLE001 (whoever has asked would wait for a last event)
         _log.exception("a question has failed")
         reason = f"It has failed ({type(problem).__name__}): see the terminal of the server, and ask again."

@@ -43,11 +43,19 @@ def command(
 ) -> None:
     """Ask a model: thoughts, searches, passages and the answer as they come."""
     if question is not None and not question.strip():
-        raise UserError("The question is empty: write one, or leave it out to be asked for it.")
+        raise UserError(
+            "The question is empty: write one, or leave it out to be asked for it.", code="empty", key="QUESTION"
+        )
     if web and (question is not None or as_json):
-        raise UserError("--web takes its questions from the page: leave out the question and --json.")
+        raise UserError(
+            "--web takes its questions from the page: leave out the question and --json.", code="conflict", key="--web"
+        )
     if question is None and not web and sys.stdin is None:
-        raise UserError("There is no standard input to read questions from, for it is closed: give a question.")
+        raise UserError(
+            "There is no standard input to read questions from, for it is closed: give a question.",
+            code="missing",
+            key="QUESTION",
+        )
     from rlsys.apps.chat.chat_settings import ChatOptions, settings_of
     from rlsys.apps.chat.conversation import default_engine
     from rlsys.apps.chat.terminal import ask

@@ -74,7 +74,11 @@ def hf2mg(
 ) -> None:
     """Turn a Hugging Face folder into a Megatron checkpoint. One that was ended continues."""
     if pp_layers is not None and not re.fullmatch(r"\d+(,\d+)*", pp_layers):
-        raise UserError(f"--pp-layers is {pp_layers}; give a number for each stage, such as 10,9,9.")
+        raise UserError(
+            f"--pp-layers is {pp_layers}; give a number for each stage, such as 10,9,9.",
+            code="malformed",
+            key="--pp-layers",
+        )
     layers = None if pp_layers is None else [int(count) for count in pp_layers.split(",")]
     with warnings.catch_warnings(action="ignore"):
         from rlsys.config.schema import ParallelConfig
@@ -131,7 +135,9 @@ def parse_size(text: str) -> int:
     number, prefix, binary = found.groups() if found else ("0", "", "")
     size = int(float(number) * (1024 if binary else 1000) ** " KMG".index(prefix or " "))
     if not size:
-        raise UserError(f"--shard-size is {text}; give a size such as 500MB or 5GB.")
+        raise UserError(
+            f"--shard-size is {text}; give a size such as 500MB or 5GB.", code="malformed", key="--shard-size"
+        )
     return size
 
 

@@ -75,7 +75,9 @@ def own(
     """Prepare an own file."""
     if prompt is not None and not search:
         raise UserError(
-            f"--no-search is about the prompt of Search-R1, and --prompt {prompt} is another: leave one out."
+            f"--no-search is about the prompt of Search-R1, and --prompt {prompt} is another: leave one out.",
+            code="conflict",
+            key="--no-search",
         )
     about = described(tool or [])
     template = tool_template(about, searches=search) if prompt is None else own_template(prompt, about)
@@ -97,11 +99,17 @@ def _prepare_sets(
     sets: list[QuestionSet], out: Path, splits: list[str] | None, source: Path | None, revision: str, limit: int | None
 ) -> None:
     if source is not None and source.is_file() and len(splits or ()) > 1:
-        raise UserError(f"--from {source} is one file, and --split names {len(splits or ())}: give the folder of both.")
+        raise UserError(
+            f"--from {source} is one file, and --split names {len(splits or ())}: give the folder of both.",
+            code="conflict",
+            key="--from",
+        )
     for one in sets:
         for split in splits or [one.evaluated]:
             if split not in one.splits:
-                raise UserError(f"--split {split}: {one.name} has {', '.join(one.splits)}.")
+                raise UserError(
+                    f"--split {split}: {one.name} has {', '.join(one.splits)}.", code="unknown", key="--split"
+                )
             place = out / ".flashrag"
             file = _local(source, one.name, split) if source else _download(place, revision, one.name, split)
             _report(prepare_file(file, one.name, split, out / one.name / f"{split}.jsonl", limit))
@@ -111,7 +119,11 @@ def _local(source: Path, name: str, split: str) -> Path:
     for place in (source, source / name / f"{split}.jsonl", source / f"{split}.jsonl"):
         if place.is_file():
             return place
-    raise UserError(f"--from {source} has no {name}/{split}.jsonl: give the file, or the folder that has it.")
+    raise UserError(
+        f"--from {source} has no {name}/{split}.jsonl: give the file, or the folder that has it.",
+        code="not_found",
+        key="--from",
+    )
 
 
 def _download(folder: Path, revision: str, name: str, split: str) -> Path:
@@ -148,6 +160,10 @@ def split(
 ) -> None:
     """Hold questions out; the same question is never on both sides."""
     if chosen is not None and holdout is not None:
-        raise UserError(f"--holdout {holdout} and --chosen {chosen} both say what is held out: give one of them.")
+        raise UserError(
+            f"--holdout {holdout} and --chosen {chosen} both say what is held out: give one of them.",
+            code="conflict",
+            key="--holdout",
+        )
     trained, held = split_file(file, train, heldout, holdout, seed, chosen)
     typer.echo(f"{train}: {trained:,} questions; {heldout}: {held:,} questions")

@@ -1,6 +1,6 @@
 """The `rlsys` command.
 
-A mistake prints one sentence to standard error and exits with 2; a run that breaks off exits with 1; Ctrl-C with 130.
+A mistake prints one sentence and its code to standard error and exits with 2; a run that breaks off exits with 1; Ctrl-C with 130.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 import typer
 
 from rlsys.apps.cli import chat, convert, data, doctor, evaluate, own, runs, search, training
+from rlsys.apps.error_texts import code_of, with_code
 from rlsys.errors import Interrupted, RunError, UserError, root_cause
 
 STATUS = {UserError: 2, RunError: 1, Interrupted: 130}
@@ -53,7 +54,7 @@ def run_command(command: Callable[[], None]) -> None:
             cause = RunError(f"{cause.filename} cannot be written or read: {cause.strerror}.")
         for kind, status in STATUS.items():
             if isinstance(cause, kind):
-                print(cause, file=sys.stderr)
+                print(with_code(cause, code_of(cause)), file=sys.stderr)
                 raise SystemExit(status) from None
         raise
 

@@ -122,8 +122,11 @@ def _run(words: Words) -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
     if status:
-        kind = {2: UserError, 130: Interrupted}.get(status, RunError)
-        raise kind(f"rlsys {words[0]} has ended with status {status}: what it says is above.")
+        sentence = f"rlsys {words[0]} has ended with status {status}: what it says is above."
+        if status == 2:  # The command has printed its own code.
+            typer.echo(sentence, err=True)
+            raise typer.Exit(status)
+        raise (Interrupted if status == 130 else RunError)(sentence)
 
 
 def commands(wish: Wish) -> Iterator[Words]:
@@ -223,17 +226,27 @@ def _checked(wish: Wish) -> Wish:
 
     if wish.heldout is not None and wish.holdout is not None:
         raise UserError(
-            f"--holdout {wish.holdout} and --heldout {wish.heldout} both say what is held out: give one of them."
+            f"--holdout {wish.holdout} and --heldout {wish.heldout} both say what is held out: give one of them.",
+            code="conflict",
+            key="--holdout",
         )
     _require_documents(wish.documents, wish.out / _CORPUS)
     if wish.kind not in ("dense", "bm25", "hybrid"):
-        raise UserError(f"--kind {wish.kind} is none that is made here: give one of dense, bm25, hybrid.")
+        raise UserError(
+            f"--kind {wish.kind} is none that is made here: give one of dense, bm25, hybrid.",
+            code="unknown",
+            key="--kind",
+        )
     if wish.kind != "bm25":
         from rlsys.search.encoders.spec import resolve_folder
 
         resolve_folder(wish.encoder or "minilm")
     elif wish.encoder is not None:
-        raise UserError(f"--encoder {wish.encoder} has no use with --kind bm25: leave one of them out.")
+        raise UserError(
+            f"--encoder {wish.encoder} has no use with --kind bm25: leave one of them out.",
+            code="conflict",
+            key="--encoder",
+        )
     if not Path(wish.model).expanduser().is_dir():
         _require_sound(wish, knows_model=False)
     wish = replace(wish, model=model_folder(wish.model))
@@ -254,7 +267,9 @@ def _require_documents(documents: Path, corpus: Path) -> None:
     reasons = "; ".join(f"{count} {reason}" for reason, count in passed_over.most_common())
     raise UserError(
         f"{documents} holds no document{f' (passed over: {reasons})' if reasons else ''}: give text, Markdown, jsonl or "
-        "parquet files."
+        "parquet files.",
+        code="empty",
+        key=str(documents),
     )
 
 
@@ -281,7 +296,9 @@ def _scratch_beside(out: Path) -> Iterator[Path]:
         scratch = TemporaryDirectory(prefix=".rlsys-own-", dir=place)
     except OSError as problem:
         raise UserError(
-            f"--out {out} cannot be written (in {place}: {problem.strerror}): give another folder."
+            f"--out {out} cannot be written (in {place}: {problem.strerror}): give another folder.",
+            code="denied",
+            key="--out",
         ) from problem
     with scratch as folder:
         yield Path(folder)
@@ -295,11 +312,17 @@ def _planned_sides(wish: Wish, folder: Path) -> tuple[Path, Path]:
     def rows(file: Path, argument: str, side: str) -> tuple[list[Any], list[str]]:
         if not file.is_file():
             what = "is no file" if file.exists() else "does not exist"
-            raise UserError(f"{argument} {file} {what}: give questions and answers as jsonl, parquet, csv or tsv.")
+            raise UserError(
+                f"{argument} {file} {what}: give questions and answers as jsonl, parquet, csv or tsv.",
+                code="not_found",
+                key=argument,
+            )
         if file.suffix not in _SUFFIXES:
             raise UserError(
                 f"{argument} {file} is of no kind that can be read ({', '.join(_SUFFIXES)}): convert it, or rename it if it "
-                "is one of them."
+                "is one of them.",
+                code="unsupported",
+                key=argument,
             )
         made = prepare_file(file, file.stem, side, folder / f"{argument}.jsonl", prompt=template)
         read = [row for _, row in read_rows(made.path)]

@@ -94,7 +94,11 @@ def launch(
     task = LaunchTask(config, config_name, tuple(overrides or ()), config_dir, preflight, wait)
     if cluster is not None:
         if rank is not None or head is not None:
-            raise UserError("--cluster is for a cluster that runs already: leave --rank and --head out.")
+            raise UserError(
+                "--cluster is for a cluster that runs already: leave --rank and --head out.",
+                code="conflict",
+                key="--cluster",
+            )
         role = Role(0, machine_count(nodes, config.cluster.nodes), "", RAY_PORT)
     else:
         role = find_role(os.environ, config.cluster.nodes, rank=rank, nodes=nodes, head=head)

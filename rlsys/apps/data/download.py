@@ -32,22 +32,31 @@ from huggingface_hub import errors as hub_errors
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers, tqdm
 
-from rlsys.errors import RunError, UserError
+from rlsys.errors import Code, RunError, UserError
 from rlsys.files import write_atomically
 
 _RECEIPTS = ".downloads"
 _TRIES, _LONGEST_WAIT_S = 6, 60
 _PASSING_STATUS = {408, 425, 429, 500, 502, 503, 504}
-_MISTAKES = {
-    hub_errors.OfflineModeIsEnabled: "HF_HUB_OFFLINE forbids downloads: unset it",
-    hub_errors.GatedRepoError: "data set {dataset} is gated: ask for access on its page, then set HF_TOKEN",
-    hub_errors.RepositoryNotFoundError: "data set {dataset} does not exist or is private: check the name, or set HF_TOKEN",
-    hub_errors.RevisionNotFoundError: "data set {dataset} has no revision {revision!r}: give another",
-    hub_errors.EntryNotFoundError: "a file of data set {dataset} is gone ({problem})",
-    hub_errors.HFValidationError: "{problem}",
-    hub_errors.FileMetadataError: "{problem}",
+_MISTAKES: dict[type[Exception], tuple[Code, str]] = {
+    hub_errors.OfflineModeIsEnabled: ("conflict", "HF_HUB_OFFLINE forbids downloads: unset it."),
+    hub_errors.GatedRepoError: (
+        "denied",
+        "data set {dataset} is gated: ask for access on its page, then set HF_TOKEN.",
+    ),
+    hub_errors.RepositoryNotFoundError: (
+        "not_found",
+        "data set {dataset} does not exist or is private: check the name, or set HF_TOKEN.",
+    ),
+    hub_errors.RevisionNotFoundError: ("not_found", "data set {dataset} has no revision {revision!r}: give another."),
+    hub_errors.EntryNotFoundError: ("not_found", "a file of data set {dataset} is gone ({problem}): see its page."),
+    hub_errors.HFValidationError: ("malformed", "data set {dataset} is no name of one ({problem}): check the name."),
+    hub_errors.FileMetadataError: (
+        "malformed",
+        "data set {dataset} comes without what is needed to check it ({problem}): check HF_ENDPOINT, or unset it.",
+    ),
 }
-"""Errors of huggingface_hub for a user's mistake, the special before the general, and their sentences."""
+"""Errors of huggingface_hub for a user's mistake, the special before the general: the code and the sentence of each."""
 
 Advance = Callable[[int], None]
 """Told how many bytes further a download is; fewer than 0 where bytes turned out to be worthless."""
@@ -100,7 +109,11 @@ class Hub:
                     listed = api.list_repo_files(dataset, repo_type="dataset", revision=revision)
                     names = sorted(name for name in listed if fnmatchcase(name, pattern))
                     if not names:
-                        raise UserError(f"data set {dataset} has no file {pattern} at {revision}: see its page")
+                        raise UserError(
+                            f"data set {dataset} has no file {pattern} at {revision}: see its page.",
+                            code="not_found",
+                            key=f"{dataset}/{pattern}",
+                        )
                 for name in names:
                     revision, file = self._describe(dataset, name, revision)
                     files.append(file)
@@ -113,7 +126,9 @@ class Hub:
         has_checksum = re.fullmatch(r"[0-9a-f]{64}|[0-9a-f]{40}", found.etag or "")
         if found.commit_hash is None or found.size is None or not has_checksum:
             raise UserError(
-                f"{url} comes without commit, size or checksum, so it could not be verified: check HF_ENDPOINT, or unset it"
+                f"{url} comes without commit, size or checksum, so it could not be verified: check HF_ENDPOINT, or unset it.",
+                code="malformed",
+                key=url,
             )
         pinned = hf_hub_url(dataset, name, repo_type="dataset", revision=found.commit_hash, endpoint=self.endpoint)
         return found.commit_hash, RemoteFile(name, pinned, found.size, str(found.etag))
@@ -218,7 +233,9 @@ class Downloader:
         if not path.is_file() or path.stat().st_size != target.size:
             raise UserError(
                 f"{path} is in the way: it is not the file of {target.size:,} bytes that the Hub has; "
-                "take it away, or choose another folder"
+                "take it away, or choose another folder.",
+                code="exists",
+                key=str(path),
             )
         if self._is_stated(target, whole=True):
             return
@@ -226,7 +243,11 @@ class Downloader:
             start = 0
             for piece in target.pieces:
                 if not _is_right(piece, file, start):
-                    raise UserError(f"{path} is in the way: its content is not the Hub's; take it away")
+                    raise UserError(
+                        f"{path} is in the way: its content is not the Hub's; take it away.",
+                        code="exists",
+                        key=str(path),
+                    )
                 start += piece.size
         self._write_receipt(target, whole=True)
 
@@ -242,7 +263,11 @@ class Downloader:
                 yield
         except OSError as problem:
             reason = problem.strerror or problem
-            raise UserError(f"{self._folder} cannot be written ({reason}): choose another folder") from problem
+            raise UserError(
+                f"{self._folder} cannot be written ({reason}): choose another folder.",
+                code="denied",
+                key=str(self._folder),
+            ) from problem
 
     def _part(self, target: Target) -> Path:
         return self._folder / f"{target.name}.part"
@@ -270,7 +295,7 @@ def require_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         sizes = f"{free / 1e9:,.1f} GB free and {needed / 1e9:,.1f} GB are needed"
-        raise UserError(f"{folder} has {sizes}: make room, or choose another folder")
+        raise UserError(f"{folder} has {sizes}: make room, or choose another folder.", code="no_room", key=str(folder))
 
 
 def _is_right(piece: RemoteFile, file: BinaryIO, start: int) -> bool:
@@ -294,7 +319,9 @@ def _refusals(piece: RemoteFile) -> Iterator[None]:
     except hub_errors.HfHubHTTPError as problem:
         status = problem.response.status_code
         if status in (401, 403):
-            raise UserError(f"{piece.url} may not be read (HTTP {status}): check HF_TOKEN") from problem
+            raise UserError(
+                f"{piece.url} may not be read (HTTP {status}): check HF_TOKEN.", code="denied", key=piece.url
+            ) from problem
         if status not in _PASSING_STATUS:
             reason = problem.response.reason_phrase
             raise RunError(f"{piece.url} cannot be fetched: HTTP {status} {reason}") from problem
@@ -313,12 +340,16 @@ def _explained(dataset: str, revision: str) -> Iterator[None]:
         yield
     except (httpx.HTTPError, ValueError, OSError) as problem:
         said = _first_line(problem)
-        for kind, sentence in _MISTAKES.items():
+        for kind, (code, sentence) in _MISTAKES.items():
             if isinstance(problem, kind):
-                raise UserError(sentence.format(dataset=dataset, revision=revision, problem=said)) from problem
+                raise UserError(
+                    sentence.format(dataset=dataset, revision=revision, problem=said), code=code, key=dataset
+                ) from problem
         if isinstance(problem, hub_errors.HfHubHTTPError):
             if problem.response.status_code in (401, 403):
-                raise UserError(f"data set {dataset} may not be read: check HF_TOKEN ({said})") from problem
+                raise UserError(
+                    f"data set {dataset} may not be read: check HF_TOKEN ({said}).", code="denied", key=dataset
+                ) from problem
             raise RunError(f"the Hub does not answer for {dataset}: {said}; try later") from problem
         if isinstance(problem, httpx.HTTPError):
             raise RunError(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlsys.apps.error_texts import in_one
 from rlsys.data.question import Question, Template, question_of, read_rows, search_prompt
 from rlsys.errors import UserError
 from rlsys.files import sha256_of, write_atomically
@@ -113,13 +114,17 @@ def _prepare(sources: Sequence[Path], out: Path, questions: Callable[[], Iterabl
     _require_other(out, *sources)
     for source in sources:
         if not source.is_file():
-            raise UserError(f"{source} does not exist: give a file of questions.")
+            raise UserError(f"{source} does not exist: give a file of questions.", code="not_found", key=str(source))
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         rows, sha256 = _write(partial, questions())
         if not rows:
-            raise UserError(f"{', '.join(map(str, sources))} has no question: give a file with at least one row.")
+            raise UserError(
+                f"{', '.join(map(str, sources))} has no question: give a file with at least one row.",
+                code="empty",
+                key=str(sources[0]),
+            )
         partial.replace(out)
     finally:
         partial.unlink(missing_ok=True)
@@ -132,10 +137,16 @@ def _prepare(sources: Sequence[Path], out: Path, questions: Callable[[], Iterabl
 def _require_other(out: Path, *sources: Path) -> None:
     """Raise UserError for a file that cannot be written, as it is called otherwise or is one of `sources`."""
     if out.suffix != ".jsonl":
-        raise UserError(f"{out} is not a .jsonl file: questions are written as jsonl, so call it so.")
+        raise UserError(
+            f"{out} is not a .jsonl file: questions are written as jsonl, so call it so.",
+            code="unsupported",
+            key=str(out),
+        )
     for source in sources:
         if source.resolve() == out.resolve():
-            raise UserError(f"{source} is read and cannot be written too: give another file.")
+            raise UserError(
+                f"{source} is read and cannot be written too: give another file.", code="conflict", key=str(source)
+            )
 
 
 def _write(path: Path, questions: Iterable[Question]) -> tuple[int, str]:
@@ -166,7 +177,7 @@ def search_r1_row(question: Question, extra: Mapping[str, Any], **more: Any) -> 
 
 def _checked(source: Path, limit: int | None, made: Callable[[int, Any], Question]) -> Iterator[Question]:
     """The first `limit` questions of raw rows, or all. Bad rows up to there are told at once, at the end."""
-    bad: list[str] = []
+    bad: list[UserError] = []
     rows, found = _raw_rows(source), 0
     while found != limit:
         try:
@@ -174,18 +185,18 @@ def _checked(source: Path, limit: int | None, made: Callable[[int, Any], Questio
         except StopIteration:
             break
         except UserError as problem:  # Behind what is no row at all, nothing can be read.
-            bad.append(str(problem))
+            bad.append(problem)
             break
         try:
             question = made(line, row)
         except UserError as problem:
-            bad.append(str(problem))
+            bad.append(problem)
             continue
         found += 1
         yield question
     if bad:
-        more = f"\nand {len(bad) - _MOST_SHOWN} more rows" if len(bad) > _MOST_SHOWN else ""
-        raise UserError("\n".join(bad[:_MOST_SHOWN]) + more)
+        more = [f"and {len(bad) - _MOST_SHOWN} more rows."] if len(bad) > _MOST_SHOWN else []
+        raise in_one(bad[:_MOST_SHOWN], *more)
 
 
 def _question_and_answers(
@@ -193,18 +204,24 @@ def _question_and_answers(
 ) -> tuple[str, tuple[str, ...]]:
     """The texts of the first of the fields that `row` has. Raises UserError."""
     if not isinstance(row, Mapping):
-        raise UserError(f"{where} is not an object: write one JSON object a line.")
+        raise UserError(f"{where} is not an object: write one JSON object a line.", code="wrong_type", key=where)
     text, accepted = (
         next((row[name] for name in names if row.get(name) is not None), None) for names in (questions, answers)
     )
     if not isinstance(text, str) or not text.strip():
         names = " or ".join(f'"{field}"' for field in questions)
-        raise UserError(f"{where} has no question: {names} must be a text that is not empty.")
+        raise UserError(
+            f"{where} has no question: {names} must be a text that is not empty.", code="missing", key=where
+        )
     accepted = [accepted] if isinstance(accepted, str) else accepted
     are_texts = isinstance(accepted, list) and all(isinstance(answer, str) and answer.strip() for answer in accepted)
     if not accepted or not are_texts:
         names = " or ".join(f'"{field}"' for field in answers)
-        raise UserError(f"{where} has no answer: {names} must be a text or a list of texts, none of them empty.")
+        raise UserError(
+            f"{where} has no answer: {names} must be a text or a list of texts, none of them empty.",
+            code="missing",
+            key=where,
+        )
     return text, tuple(accepted)
 
 
@@ -219,10 +236,14 @@ def _raw_rows(source: Path) -> Iterator[tuple[int, Any]]:
             for row in table:
                 yield table.line_num, row
         except UnicodeDecodeError as problem:
-            raise UserError(f"{source} is not UTF-8: save the file as UTF-8.") from problem
+            raise UserError(
+                f"{source} is not UTF-8: save the file as UTF-8.", code="malformed", key=str(source)
+            ) from problem
         except csv.Error as problem:
             kind = source.suffix[1:]
-            raise UserError(f"{source}, line {table.line_num} is no {kind} ({problem}): mend it.") from problem
+            raise UserError(
+                f"{source}, line {table.line_num} is no {kind} ({problem}): mend it.", code="malformed", key=str(source)
+            ) from problem
 
 
 def split_file(
@@ -235,7 +256,7 @@ def split_file(
     for out in (train, heldout):
         _require_other(out, source, *([] if chosen is None else [chosen]))
     if train.resolve() == heldout.resolve():
-        raise UserError(f"{train} cannot hold both sides: give two files.")
+        raise UserError(f"{train} cannot hold both sides: give two files.", code="conflict", key=str(train))
     rows, texts = _read(source)
     if chosen is None:
         trained, held = divide(rows, split(texts, count, seed, str(source)))
@@ -259,7 +280,9 @@ def apart(texts: Sequence[str], heldout: Sequence[str], name: str, heldout_name:
     both = [_key(text) in held for text in texts]
     if all(both):
         raise UserError(
-            f"every question of {name} is held out by {heldout_name} too, and none is left to train on: give others."
+            f"every question of {name} is held out by {heldout_name} too, and none is left to train on: give others.",
+            code="empty",
+            key=name,
         )
     return both
 
@@ -270,7 +293,7 @@ def json_line(row: Any, name: str) -> str:
         return json.dumps(row, ensure_ascii=False) + "\n"
     except (TypeError, ValueError) as problem:
         sentence = f"{name}: a row holds what JSON cannot ({problem}): leave it out, or write it as text."
-        raise UserError(sentence) from problem
+        raise UserError(sentence, code="wrong_type", key=name) from problem
 
 
 def split(texts: Sequence[str], count: int | None, seed: int, name: str) -> list[bool]:
@@ -283,7 +306,9 @@ def split(texts: Sequence[str], count: int | None, seed: int, name: str) -> list
     if not 1 <= wanted < len(different):
         raise UserError(
             f"{name} has {len(different)} different questions, of which {wanted} cannot be held out with some left to train "
-            "on: give more questions, another number, or a file of held-out questions."
+            "on: give more questions, another number, or a file of held-out questions.",
+            code="out_of_range",
+            key=name,
         )
     held = set(different[:wanted])
     return [_key(text) in held for text in texts]
@@ -294,7 +319,7 @@ def _read(file: Path) -> tuple[list[Any], list[str]]:
     found = list(read_rows(file))
     asked = [question_of(file, line, row) for line, row in found]
     if not found:
-        raise UserError(f"{file} has no question: give a file with at least two.")
+        raise UserError(f"{file} has no question: give a file with at least two.", code="empty", key=str(file))
     return [row for _, row in found], [question.text or question.prompt for question in asked]
 
 

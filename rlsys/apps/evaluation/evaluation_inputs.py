@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from rlsys.apps.data.prepare import SETS
+from rlsys.apps.error_texts import in_one
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question, read_questions
 from rlsys.errors import RunError, UserError
@@ -35,7 +36,7 @@ Choice = TypeVar("Choice", bound=StrEnum)
 def named(flag: str, word: str, kind: type[Choice]) -> Choice:
     """The one of `kind` that is called `word`. Raises UserError, which calls it by its `flag`, for no such one."""
     if word not in list(kind):
-        raise UserError(f"{flag} {word} is not known: give one of {', '.join(kind)}.")
+        raise UserError(f"{flag} {word} is not known: give one of {', '.join(kind)}.", code="unknown", key=flag)
     return kind(word)
 
 
@@ -88,7 +89,7 @@ async def find_inputs(
     Raises UserError with a line for all that is missing or wrong, RunError if that is an unreachable search server
     alone.
     """
-    problems: list[str] = []
+    problems: list[UserError | RunError] = []
     ignored = ["task.train_path"]  # Nothing is trained.
     sources = [Source(config.task.eval_path, Path(config.task.eval_path))]
     if names:
@@ -103,28 +104,34 @@ async def find_inputs(
     if baseline not in SEARCHING:
         ignored.append("search")
     elif baseline is not Baseline.none and not config.search.enabled:
-        problems.append(f"--baseline {baseline} searches, and search.enabled=false: set it to true, or leave it out.")
+        sentence = f"--baseline {baseline} searches, and search.enabled=false: set it to true, or leave it out."
+        problems.append(UserError(sentence, code="conflict", key="--baseline"))
     in_config = [problem for problem in find_problems(config) if not is_about(problem, *ignored)]
-    problems += [problem.sentence for problem in in_config]
+    problems += map(as_error, in_config)
     if baseline in SEARCHING and not any(is_about(problem, "search") for problem in in_config):
         try:
             await _require_search(config)
         except RunError as problem:
             if not problems:
                 raise
-            problems.append(str(problem))
+            problems.append(problem)
     if problems or found is None:
-        raise UserError("\n".join(problems))
+        raise in_one(problems)
     return EvaluationInputs(sources, found, config)
 
 
-def _attempt(find: Callable[[], T], problems: list[str]) -> T | None:
+def _attempt(find: Callable[[], T], problems: list[UserError | RunError]) -> T | None:
     """What `find` finds; None where it raises UserError, whose sentence is added to `problems`."""
     try:
         return find()
     except UserError as problem:
-        problems.append(str(problem))
+        problems.append(problem)
         return None
+
+
+def as_error(problem: Problem) -> UserError:
+    """What is wrong with a config, to be raised."""
+    return UserError(problem.sentence, code=getattr(problem, "code", "conflict"), key=problem.key)
 
 
 def is_about(problem: Problem, *keys: str) -> bool:
@@ -163,11 +170,17 @@ def find_model(path: Path, hf: Path | None, given: str) -> Model:
     """
     if not path.is_dir():
         raise UserError(
-            f"{given} is not a folder: give a Hugging Face folder, or a checkpoint such as .../global_step_N/actor."
+            f"{given} is not a folder: give a Hugging Face folder, or a checkpoint such as .../global_step_N/actor.",
+            code="not_found",
+            key=str(path),
         )
     if (path / CONFIG).is_file():
         if hf is not None:
-            raise UserError(f"--hf goes with a Megatron checkpoint, and {path} is a Hugging Face folder: leave it out.")
+            raise UserError(
+                f"--hf goes with a Megatron checkpoint, and {path} is a Hugging Face folder: leave it out.",
+                code="conflict",
+                key="--hf",
+            )
         return Model(path, None)
     here = path.resolve()
     saved, folder = (here.parent, path) if step_of(here) is None else (here, path / "actor")
@@ -181,16 +194,24 @@ def find_model(path: Path, hf: Path | None, given: str) -> Model:
         ]
         if inner:
             newest = max(inner, key=lambda checkpoint: step_of(checkpoint) or 0) / "actor"
-            raise UserError(f"{given} is a run's folder: give one of its checkpoints, such as {newest}.")
+            raise UserError(
+                f"{given} is a run's folder: give one of its checkpoints, such as {newest}.",
+                code="mismatch",
+                key=str(path),
+            )
         raise UserError(
             f"{given} does not say what model it is of: it is no Hugging Face folder ({CONFIG} is missing), and with a "
-            "Megatron checkpoint give the one that training began with as --hf."
+            "Megatron checkpoint give the one that training began with as --hf.",
+            code="missing",
+            key="--hf",
         )
     if not (original / CONFIG).is_file():
         whose = "--hf" if hf else f"The original of {path},"
         raise UserError(
             f"{whose} {original} is not a Hugging Face folder, {CONFIG} is missing: give the one that training began with as "
-            "--hf."
+            "--hf.",
+            code="mismatch",
+            key=str(original),
         )
     return Model(folder, original, step)
 
@@ -217,9 +238,17 @@ def _require_policy(hf: Path, given: Path) -> None:
     kinds = read_config(hf).get("architectures") or []
     named = ", ".join(map(str, kinds)) if isinstance(kinds, list) else str(kinds)
     if "Classification" in named:
-        raise UserError(f"{given} is a critic ({named}), which answers nothing: give the actor beside it.")
+        raise UserError(
+            f"{given} is a critic ({named}), which answers nothing: give the actor beside it.",
+            code="mismatch",
+            key=str(given),
+        )
     if named and not named.endswith(("ForCausalLM", "LMHeadModel")):
-        raise UserError(f"{given} is a {named}, which does not continue text: give a ...ForCausalLM.")
+        raise UserError(
+            f"{given} is a {named}, which does not continue text: give a ...ForCausalLM.",
+            code="unsupported",
+            key=str(given),
+        )
 
 
 def _original(folder: Path, saved: Path) -> Path | None:
@@ -232,7 +261,9 @@ def _original(folder: Path, saved: Path) -> Path | None:
     try:
         return Path(read_yaml(file)["model"]["path"])
     except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise UserError(f"{file} is damaged: give the original Hugging Face folder as --hf.") from problem
+        raise UserError(
+            f"{file} is damaged: give the original Hugging Face folder as --hf.", code="malformed", key=str(file)
+        ) from problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,13 +283,15 @@ def find_sources(data: Sequence[str], folder: Path) -> list[Source]:
         commands = [f"rlsys data prepare {name}{where}" for name in ([ALL] if missing == list(SETS) else missing)]
         raise UserError(
             f"--data {' '.join(missing)}: there is no {', '.join(str(_file_of(name, folder)) for name in missing)}; run "
-            f"`{' && '.join(commands)}`, or say with --data-dir where prepared sets are."
+            f"`{' && '.join(commands)}`, or say with --data-dir where prepared sets are.",
+            code="not_found",
+            key="--data",
         )
     sources = [_source(name, folder) for name in names]
     files = [source.path.resolve() for source in sources]
     for number, source in enumerate(sources):
         if files[number] in files[:number]:
-            raise UserError(f"--data names {source.path} twice: name every set once.")
+            raise UserError(f"--data names {source.path} twice: name every set once.", code="conflict", key="--data")
     return sources
 
 
@@ -291,6 +324,8 @@ def _source(name: str, folder: Path) -> Source:
     if not path.is_file():
         raise UserError(
             f"--data {name} is neither a set ({', '.join(SETS)}, or {ALL}) nor a file: give one of them, or the path of a "
-            "jsonl or parquet file."
+            "jsonl or parquet file.",
+            code="unknown",
+            key="--data",
         )
     return Source(name, path)

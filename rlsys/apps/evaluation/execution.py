@@ -102,7 +102,9 @@ def require_texts(baseline: Baseline, questions: Sequence[Question]) -> None:
     if baseline is not Baseline.none and lacking is not None:
         raise UserError(
             f"--baseline {baseline} writes prompts of its own, and question {lacking} has its text only inside a prompt: "
-            'give rows with the raw question, such as those of `rlsys data prepare` or with a field "question".'
+            'give rows with the raw question, such as those of `rlsys data prepare` or with a field "question".',
+            code="conflict",
+            key="--baseline",
         )
 
 
@@ -212,11 +214,15 @@ def _results_folder(config: RunConfig, out: Path | None) -> Iterator[Path]:
     if out is None:
         out = new_run_dir(replace(config, name="eval"))
     if (out / RESULTS).exists():
-        raise UserError(f"--out {out} holds the results of an evaluation already: give another folder.")
+        raise UserError(
+            f"--out {out} holds the results of an evaluation already: give another folder.", code="exists", key="--out"
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        raise UserError(f"--out {out} cannot be made ({problem.strerror}): give another folder.") from problem
+        raise UserError(
+            f"--out {out} cannot be made ({problem.strerror}): give another folder.", code="denied", key="--out"
+        ) from problem
     try:
         yield out
     except BaseException:
@@ -278,7 +284,9 @@ def open_codec(folder: str | Path, given: str) -> Codec:
     except Exception as problem:  # The tokenizers library raises nothing narrower.
         reason = (str(problem).splitlines() or [type(problem).__name__])[0].rstrip(".")
         raise UserError(
-            f"{given} has no tokenizer that can be read ({reason}): give a whole model folder."
+            f"{given} has no tokenizer that can be read ({reason}): give a whole model folder.",
+            code="malformed",
+            key=str(folder),
         ) from problem
 
 
@@ -319,7 +327,9 @@ def _transformers(config: RunConfig) -> Streaming:
     if config.compat.sampled_validation and (drawn.top_p != 1 or drawn.top_k != -1):
         raise UserError(
             f"compat.sampled_validation=true draws with rollout.sampling top_p={drawn.top_p:g} and top_k={drawn.top_k}, and "
-            "--engine transformers draws from the whole vocabulary: use sglang."
+            "--engine transformers draws from the whole vocabulary: use sglang.",
+            code="unsupported",
+            key="compat.sampled_validation",
         )
     model, device = config.model, config.cluster.device
     return TransformersGenerator(model.path, model.dtype, device, engine.max_running, config.trainer.seed)
@@ -448,12 +458,18 @@ def _loaded(model_path: str, dtype: torch.dtype) -> tuple[Any, Any]:
         model, info = AutoModelForCausalLM.from_pretrained(model_path, **options)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as problem:
         reason = (str(problem).splitlines() or [type(problem).__name__])[0].rstrip(".")
-        raise UserError(f"model.path={model_path} cannot be loaded: {reason}; give a whole model folder.") from problem
+        raise UserError(
+            f"model.path={model_path} cannot be loaded: {reason}; give a whole model folder.",
+            code="malformed",
+            key="model.path",
+        ) from problem
     lacking = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
     if lacking:
         raise UserError(
             f"model.path={model_path} lacks {len(lacking)} weights of the model that its config.json names, {min(lacking)} among "
-            "them: give a whole model folder."
+            "them: give a whole model folder.",
+            code="mismatch",
+            key="model.path",
         )
     return tokenizer, model
 

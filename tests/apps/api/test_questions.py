@@ -8,32 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from rlsys.apps.api.arguments import Files, read_data, training_files
 from rlsys.data.question import Question, read_questions, search_prompt
-from rlsys.errors import UserError
+from rlsys.errors import Code, UserError
+from tests.support.refusals import refused
 
 HAMLET: dict[str, Any] = {"question": "who wrote Hamlet", "golden_answers": ["Shakespeare"]}
 OWN = {"query": "who wrote Hamlet", "answers": "Shakespeare", "hops": 1}
-SEARCH_R1 = {
-    "prompt": [{"role": "user", "content": "Q?"}],
-    "reward_model": {"ground_truth": {"target": ["A"]}},
-}
+SEARCH_R1 = {"prompt": [{"role": "user", "content": "Q?"}], "reward_model": {"ground_truth": {"target": ["A"]}}}
 
 
 def jsonl(path: Path, *rows: Any) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def test_rows_by_their_usual_names_are_what_flashrag_calls_them(tmp_path: Path) -> None:
-    (found,) = read_questions(read_data([OWN], "train_data").path(tmp_path))
-    assert (found.prompt, found.answers, found.text) == (
-        search_prompt("who wrote Hamlet"), ("Shakespeare",), "who wrote Hamlet",
-    )  # fmt: skip
 
 
 def test_questions_come_back_whole(tmp_path: Path) -> None:
@@ -72,34 +61,34 @@ def test_the_same_questions_are_the_same_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "sentence"),
+    ("data", "code", "key"),
     [
-        ([HAMLET, {"question": "and the answer?"}], r"train_data, line 2 is no question"),
-        ([HAMLET, 3], r"train_data, line 2 is not an object"),
-        ([], "holds no question"),
-        (7, "train_data is a int"),
-        (
-            [{**OWN, "asked": datetime.date(2020, 1, 1)}],
-            r"train_data, line 1 holds a date, which JSON cannot",
-        ),
-        (Path(__file__).parent, "is a folder: give a jsonl"),
-        ("nowhere.jsonl", r"nowhere\.jsonl does not exist"),
+        ([HAMLET, {"question": "and the answer?"}], None, "line 2"),
+        ([HAMLET, 3], None, "line 2"),
+        ([], "empty", "train_data"),
+        (7, "wrong_type", "train_data"),
+        ([{**OWN, "asked": datetime.date(2020, 1, 1)}], "wrong_type", "line 1"),
+        (Path(__file__).parent, "not_found", str(Path(__file__).parent)),
     ],
 )
-def test_what_is_no_question_is_refused_by_its_place(tmp_path: Path, data: Any, sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
+def test_a_row_without_a_question_is_refused_by_its_place(
+    tmp_path: Path, data: Any, code: Code | None, key: str
+) -> None:
+    with pytest.raises(UserError) as caught:
         training_files(data, None, None, 0, tmp_path)
+    assert code in (None, caught.value.code)
+    assert key in f"{caught.value.key} {caught.value}"
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
+def test_held_out_questions_are_not_trained_on(tmp_path: Path) -> None:
     rows = [{"question": f"what is {n}", "answers": [str(n)]} for n in range(5)]
     heldout = [{"question": "What is  3", "answers": ["3"]}]
     files = training_files(rows, heldout, None, 0, tmp_path)
     assert (files.questions, files.dropped) == (4, 1)
     assert [one.text[-1] for one in read_questions(files.train)] == ["0", "1", "2", "4"]
     assert [one.text for one in read_questions(files.heldout)] == ["What is  3"]
-    with pytest.raises(UserError, match="every question of train_data is held out by eval_data too"):
+    with refused("empty", "train_data"):
         training_files(heldout, rows, None, 0, tmp_path)
 
 
@@ -110,15 +99,3 @@ def test_scalars_and_arrays_of_numpy_are_what_they_hold(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == {
         "question": "who?", "golden_answers": ["a", "b"], "id": 3, "score": 0.5,
     }  # fmt: skip
-
-
-def test_a_file_whose_dates_cannot_be_split_is_refused(tmp_path: Path) -> None:
-    rows = [HAMLET | {"question": f"{n}?", "on": datetime.date(2020, 1, 1)} for n in range(4)]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "q.parquet")
-    with pytest.raises(UserError, match=r"q-train: a row holds what JSON cannot \(Object of type date"):
-        training_files(tmp_path / "q.parquet", None, 1, 0, tmp_path / "files")
-
-
-def test_two_ways_to_hold_out_contradict_each_other(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holdout=3 and eval_data"):
-        training_files([HAMLET], [HAMLET], 3, 0, tmp_path)

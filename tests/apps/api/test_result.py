@@ -1,4 +1,4 @@
-"""What a result starts: its settings, and that an interrupt ends it first."""
+"""Commands that a result runs: their settings, their failures, and interrupts, which end them first."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ CHILD = """
 import signal, sys, time
 def end(*_):
     print("closing", file=sys.stderr, flush=True)
-    time.sleep(1)  # More than Python's own quarter of a second.
+    time.sleep(1)  # More than the quarter of a second that Python itself waits for a child.
     open({done!r}, "w").close()
     sys.exit(1)
 signal.signal(signal.SIGINT, end)
 open({begun!r}, "w").close()
-time.sleep(60)
+time.sleep(600)
 """
 PARENT = """
 import signal, subprocess, sys
@@ -62,30 +62,39 @@ def test_an_interrupt_ends_the_command_first_which_has_time_to_close(tmp_path: P
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT.format(child=str(child))], stderr=subprocess.PIPE, text=True
     )
-    until = time.monotonic() + 60
+    until = time.monotonic() + 100
     while not begun.exists():
         assert time.monotonic() < until
         time.sleep(0.05)
     parent.send_signal(signal.SIGINT)
-    _, said = parent.communicate(timeout=30)
+    _, said = parent.communicate(timeout=100)
     assert done.exists()
     assert "KeyboardInterrupt" in said
     assert "closing" in said
 
 
-@pytest.mark.parametrize(("status", "kind"), [(2, UserError), (1, RunError)])
+@pytest.mark.parametrize(
+    ("said", "status", "expected"),
+    [
+        ("the disk is full. [no_room]", 2, UserError("rlsys convert: the disk is full.", code="no_room")),
+        ("Usage: [OPTIONS]", 2, UserError("rlsys convert: Usage: [OPTIONS]", code="malformed")),
+        ("the disk is full.", 1, RunError("rlsys convert: the disk is full.")),
+    ],
+)
 def test_a_failure_is_what_the_command_says(
-    status: int, kind: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    said: str, status: int, expected: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from rlsys.apps.api import training_result as module
 
     popen = subprocess.Popen
-    code = f"import sys; print('the disk is full', file=sys.stderr); sys.exit({status})"
+    code = f"import sys; print({said!r}, file=sys.stderr); sys.exit({status})"
 
     def start(_: Any, **more: Any) -> subprocess.Popen[str]:
         return popen([sys.executable, "-c", code], **more)
 
     monkeypatch.setattr(module.subprocess, "Popen", start)
-    with pytest.raises(kind, match="rlsys convert: the disk is full"):
+    with pytest.raises(type(expected)) as caught:
         module._rlsys("convert")
-    assert "the disk is full" in capsys.readouterr().err
+    assert str(caught.value) == str(expected)
+    assert getattr(caught.value, "code", None) == getattr(expected, "code", None)
+    assert said in capsys.readouterr().err

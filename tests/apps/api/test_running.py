@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
@@ -44,7 +42,7 @@ async def test_a_notebook_whose_loop_runs_gets_the_value() -> None:
 
 
 @pytest.mark.parametrize("in_loop", [False, True])
-def test_what_people_should_read_comes_out_of_its_group(in_loop: bool) -> None:
+def test_an_error_for_people_comes_out_of_its_group(in_loop: bool) -> None:
     async def cell() -> None:
         finish(in_a_task(RunError("the engine died.")))
 
@@ -82,28 +80,3 @@ def test_an_interrupt_ends_the_work_first(in_loop: bool) -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert closed == [True]
-
-
-def test_an_interrupt_at_the_very_end_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop has closed, and what it returned is not there yet."""
-
-    class Ending(ThreadPoolExecutor):
-        def submit(self, call: Any, /, *_: Any, **__: Any) -> Any:
-            call()
-            interrupted: Future[Any] = Future()
-            interrupted.set_exception(KeyboardInterrupt())
-            monkeypatch.setattr(interrupted, "done", lambda: False)
-            return interrupted
-
-    monkeypatch.setattr("rlsys.apps.running.ThreadPoolExecutor", Ending)
-    ended = []
-
-    def cell() -> None:
-        with pytest.raises(KeyboardInterrupt):
-            finish(number())
-        ended.append(True)
-
-    thread = threading.Thread(target=cell)
-    thread.start()
-    thread.join()
-    assert ended == [True]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,24 +12,19 @@ from tests.apps.chat.scripted import ANSWERS, SEARCHES, Script, Shelf, codec
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
 
 __all__ = ["browser", "look"]
+pytestmark = pytest.mark.slow
 HOSTILE = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
 PASSAGE = f'"{HOSTILE}"\n{HOSTILE} </information> \u202e evil'
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    turns = (
-        SEARCHES,
-        ANSWERS,
-        f"<think>{HOSTILE}</think><search>{HOSTILE}</search>",
-        f"<answer>{HOSTILE}</answer>",
-    )
+    turns = (SEARCHES, ANSWERS, f"<think>{HOSTILE}</think><search>{HOSTILE}</search>", f"<answer>{HOSTILE}</answer>")
     with page_of(Script(codec(), turns), Shelf(PASSAGE)) as url:
         yield url
 
 
-@pytest.mark.parametrize("size", [DESKTOP, PHONE])
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize(("size", "dark"), [(DESKTOP, False), (PHONE, True)])
 def test_questions_one_after_the_other_and_nothing_hostile_runs(
     look: Look, url: str, size: tuple[int, int], dark: bool
 ) -> None:
@@ -72,34 +66,4 @@ def test_stop_ends_the_answer_and_the_next_one_begins(look: Look) -> None:
             page.click("#stop")
             page.wait_for_selector(f"article:nth-of-type({number}) .wrong")
             assert page.text_content(f"article:nth-of-type({number}) .wrong") == "Stopped."
-            while script.cancelled < number:
-                time.sleep(0.01)
-            assert page.is_disabled("#stop")
-
-
-def test_a_bad_question_and_a_server_that_has_gone_are_said(look: Look) -> None:
-    with page_of(Script(codec(), (ANSWERS,)), Shelf()) as url:
-        page = look(url).page
-        page.click("#send")
-        page.wait_for_selector("article:nth-of-type(1) .wrong")
-        assert page.text_content("article:nth-of-type(1) .wrong") == "The question is empty: write one."
-    page.fill("#question", "Is anybody there?")
-    page.click("#send")
-    page.wait_for_selector("article:nth-of-type(2) .wrong")
-    assert page.text_content("article:nth-of-type(2) .wrong") == "The server does not answer: start it again."
-
-
-def test_a_browser_that_cannot_iterate_over_a_body_will_do_and_a_fault_of_the_page_is_its_own(
-    look: Look,
-) -> None:
-    with page_of(Script(codec(), (ANSWERS,)), Shelf()) as url:
-        page = look(url).page
-        page.evaluate("delete ReadableStream.prototype[Symbol.asyncIterator]")
-        page.fill("#question", "Who?")
-        page.click("#send")
-        page.wait_for_selector("article:nth-of-type(1) .figures")
-        page.evaluate("() => { TextDecoder.prototype.decode = () => { throw new Error('no such thing'); }; }")
-        page.fill("#question", "And now?")
-        page.click("#send")
-        page.wait_for_selector("article:nth-of-type(2) .wrong")
-        assert page.text_content("article:nth-of-type(2) .wrong") == "This page has failed: no such thing"
+            page.wait_for_selector("#stop:disabled")

@@ -4,33 +4,19 @@ from __future__ import annotations
 
 from itertools import groupby, pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.apps.chat.conversation import Kind, Segments
 
 TAGS = {"think": Kind.thought, "search": Kind.search, "answer": Kind.answer}
 BITS = st.sampled_from(
-    [
-        "<think>",
-        "</think>",
-        "<search>",
-        "</search>",
-        "<answer>",
-        "</answer>",
-        "<",
-        ">",
-        "</",
-        "a",
-        " b",
-        "<b>",
-        "<thin",
-    ]
+    ["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>", "<", ">", "</", "a", "b", "<b>", "<thin"]
 )
 
 
 def pieces(parts: list[str]) -> list[tuple[Kind, str]]:
-    """Of all `parts`, with neighbours of one kind as one piece."""
+    """The pieces of all `parts`, with neighbours of one kind as one piece."""
     segments = Segments(TAGS)
     found = [piece for part in parts for piece in segments.feed(part)]
     found += segments.end()
@@ -50,15 +36,16 @@ def test_a_tag_counts_to_what_it_opens_and_closes() -> None:
     ]
 
 
+@settings(max_examples=50)
 @given(st.lists(BITS, max_size=12).map("".join), st.lists(st.integers(0, 60), max_size=8))
-def test_how_the_text_is_cut_changes_nothing(text: str, cuts: list[int]) -> None:
+def test_the_pieces_do_not_depend_on_the_cuts_of_the_text(text: str, cuts: list[int]) -> None:
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     parts = [text[start:end] for start, end in pairwise(places)]
     assert pieces(parts) == pieces(list(text)) == pieces([text])
     assert "".join(piece for _, piece in pieces(parts)) == text
 
 
-def test_what_may_become_a_tag_is_held_back_and_nothing_else() -> None:
+def test_only_an_end_that_may_become_a_tag_is_held_back() -> None:
     segments = Segments(TAGS)
     assert list(segments.feed("a <sea")) == [(Kind.text, "a ")]
     assert list(segments.feed("ring")) == [(Kind.text, "<searing")]

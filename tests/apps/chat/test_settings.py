@@ -1,4 +1,4 @@
-"""How a model is asked: as its run says, as a config says, or as Search-R1."""
+"""Settings of a conversation: of the model's run, of a config, or Search-R1's."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from rlsys.apps.chat.chat_settings import ChatOptions, ChatSettings, settings_of
 from rlsys.apps.evaluation.evaluation_inputs import Model
 from rlsys.config.compose import as_dict, load_config
 from rlsys.data.question import own_template, search_prompt
-from rlsys.errors import UserError
+from rlsys.errors import Code, UserError
 from rlsys.rollout.tools.interface import described
+from tests.support.refusals import refused
 
 ROWS = [("Who am I?", "Who am I?"), ("where is it", "where is it?"), ("Why?", "Why?")]
 
@@ -74,7 +75,7 @@ def test_a_model_is_asked_as_its_run_says(run: Path) -> None:
     assert config.search.url is None, "the run's own server is gone"
     assert config.search.cassette.path is None, "what is asked now was not recorded"
     assert found.prompt("how far") == "Q: how far?\nA:"
-    assert found.notes == (f"Asked as {run / 'config.yaml'} says.",)
+    assert str(run / "config.yaml") in " ".join(found.notes)
 
 
 def test_a_checkpoint_is_asked_as_it_says_itself(run: Path) -> None:
@@ -84,12 +85,6 @@ def test_a_checkpoint_is_asked_as_it_says_itself(run: Path) -> None:
     config["task"]["max_turns"] = 3
     save(saved / "data", config)
     assert settings_of(Model(saved / "actor", run), ChatOptions()).config.task.max_turns == 3
-
-
-def test_flags_go_before_the_run(run: Path) -> None:
-    found = settings(run, search_url="http://127.0.0.1:8000", max_turns=1, temperature=0.5)
-    assert (found.config.search.url, found.config.task.max_turns) == ("http://127.0.0.1:8000", 1)
-    assert found.config.eval.temperature == 0.5
 
 
 def test_a_prompt_of_ones_own_is_that_of_prepared_rows(run: Path) -> None:
@@ -102,7 +97,7 @@ def test_a_prompt_of_ones_own_is_that_of_prepared_rows(run: Path) -> None:
         for question in ("Name a river", " why? "):
             assert settings(run, prompt=run / "own.txt").prompt(question) == trained(question)
     (run / "own.txt").write_text("{question} and {question}")
-    with pytest.raises(UserError, match=r"has \{question\} 2 times"):
+    with pytest.raises(UserError):
         settings(run, prompt=run / "own.txt")
 
 
@@ -112,10 +107,9 @@ def test_a_folder_from_anywhere_is_not_believed(run: Path, tmp_path: Path) -> No
     saved_with(run, hub / "data", search={"url": "http://evil.example", "index": None}, task={"tools": ["a.B"]})
     found = settings_of(Model(hub, None), ChatOptions(max_turns=0))
     assert (found.config.search.url, found.config.task.tools) == (None, [])
-    assert "Nothing says which run the model is from" in found.notes[0]
 
 
-def test_what_a_found_config_would_have_sent_or_run_is_said(
+def test_tokens_and_tools_of_a_found_config_are_named_and_not_trusted(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET_KEY", "s")
@@ -140,30 +134,6 @@ def test_what_a_found_config_would_have_sent_or_run_is_said(
         assert asked.config.search.token_env is None
 
 
-def test_a_config_of_another_program_above_a_model_is_passed_over(tmp_path: Path) -> None:
-    folder = tmp_path / "other" / "sub" / "deep"
-    folder.mkdir(parents=True)
-    (tmp_path / "other" / "config.yaml").write_text("port: 80\n")
-    assert "Nothing says" in settings(folder, max_turns=0).notes[0]
-
-
-@pytest.mark.parametrize(
-    ("changes", "wanted", "why"),
-    [
-        ({"enabled": False}, {}, "search.enabled=false"),
-        ({}, {"max_turns": 0}, "task.max_turns=0"),
-    ],
-)
-def test_a_search_that_is_named_for_nothing_is_said(
-    run: Path, changes: dict[str, Any], wanted: dict[str, Any], why: str
-) -> None:
-    saved_with(run, run, search=changes, task={"invalid_message": "No."})
-    found = settings(run, search_url="http://127.0.0.1:8000", **wanted)
-    assert f"--search-url is not used: {why}, so nothing is searched." in found.notes
-    found = settings(run, index=run.parent / "index", **wanted)
-    assert f"--index is not used: {why}, so nothing is searched." in found.notes
-
-
 def test_keys_of_another_version_are_left_out_and_named(run: Path) -> None:
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["task"]["eval_limit"] = 3
@@ -175,75 +145,47 @@ def test_keys_of_another_version_are_left_out_and_named(run: Path) -> None:
     assert set(left_out) == {"search.cassette.speed", "task.eval_limit"}
 
 
-def test_a_model_of_nobody_is_asked_as_search_r1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    deep = tmp_path / "a" / "b" / "c" / "d"
-    found = settings(deep, search_url="http://127.0.0.1:8000")
-    assert found.prompt("how far") == search_prompt("how far")
-    assert found.config.task.max_turns == load_config("searchr1_qwen2.5_3b_1node").task.max_turns
-    assert "-c names others" in found.notes[0]
-    assert settings(deep, max_turns=0).config.search.url is None
-
-
 @pytest.mark.parametrize(
-    ("wanted", "sentence"),
+    ("wanted", "code", "key"),
     [
-        ({}, "There is nothing to search: give --search-url"),
-        ({"search_url": "x"}, "--search-url x is no address"),
-        ({"search_url": "http://a:1", "index": Path("b")}, "give one of them"),
-        ({"index": Path("nowhere")}, "search.index=nowhere is not an index"),
-        ({"max_turns": 0, "temperature": -1.0}, "eval.temperature=-1.0 must not be negative"),
-        ({"max_turns": 0, "prompt": Path("nowhere")}, "--prompt nowhere cannot be read"),
-        ({"max_turns": 0, "config": "nowhere"}, "there is no"),
+        ({}, "missing", "--search-url"),
+        ({"search_url": "x"}, "malformed", "--search-url"),
+        ({"search_url": "http://a:1", "index": Path("b")}, "conflict", "--index"),
     ],
 )
-def test_what_cannot_be_used_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any], sentence: str
+def test_a_wish_that_cannot_be_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any], code: Code, key: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=sentence):
+    with refused(code, key):
         settings(tmp_path / "a" / "b" / "c" / "d", **wanted)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "a: 1", "task: 3\nsearch: {}\nrollout: {sampling: {}}"])
-def test_a_config_that_is_none_is_one_sentence(run: Path, text: str) -> None:
+def test_a_file_that_is_no_config_of_a_run_is_refused(run: Path, text: str) -> None:
     (run / "config.yaml").write_text(text)
-    with pytest.raises(UserError, match=r"config.yaml is not the config of a run: mend it, or name a config with -c\."):
+    with refused("malformed", run / "config.yaml"):
         settings(run)
 
 
-def test_a_value_of_another_type_is_one_sentence(run: Path) -> None:
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    save(run, config | {"task": config["task"] | {"max_turns": "many"}})
-    with pytest.raises(UserError, match=r"config.yaml: .*many.* mend it"):
+def test_a_value_of_another_type_is_refused(run: Path) -> None:
+    saved_with(run, run, task={"max_turns": "many"})
+    with pytest.raises(UserError) as caught:
         settings(run)
-
-
-def test_rows_that_are_gone_are_said(run: Path) -> None:
-    (run.parent / "train.jsonl").unlink()
-    config = yaml.safe_load((run / "config.yaml").read_text())
-    config["task"]["eval_path"] = "nowhere.jsonl"
-    save(run, config)
-    found = settings(run)
-    assert found.prompt("how far") == search_prompt("how far")
-    assert "train.jsonl is not here, so Search-R1's prompt is used" in found.notes[1]
+    assert caught.value.key == str(run / "config.yaml")
 
 
 def test_the_template_is_read_off_rows(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     raw = [one for one, _ in ROWS]
-    for before, after in (("", "\n"), ("<q>", "</q>")):
-        write_rows(file, [f"{before}{asked}{after}" for _, asked in ROWS], raw)
+    for prompts, expected in (
+        ([f"<q>{asked}</q>" for _, asked in ROWS], "<q>how far?</q>"),
+        ([f"Q {one}" for one in raw], "Q how far"),
+        ([search_prompt(one) for one in raw], search_prompt("how far")),
+    ):
+        write_rows(file, prompts, raw)
         found = template_of(file)
         assert found is not None
-        assert found("how far") == f"{before}how far?{after}"
-    write_rows(file, [f"Q {one}" for one in raw], raw)
-    found = template_of(file)
-    assert found is not None
-    assert found("how far") == "Q how far"
+        assert found("how far") == expected
     write_rows(file, ["A Who am I?", "B where is it?", "A Why?"], raw)
     assert template_of(file) is None
-    write_rows(file, [search_prompt(one) for one in raw], raw)
-    found = template_of(file)
-    assert found is not None
-    assert found("how far") == search_prompt("how far")

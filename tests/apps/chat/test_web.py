@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
@@ -13,10 +14,18 @@ import httpx
 import pytest
 
 from rlsys.apps.chat import web
+from rlsys.apps.chat.web import create_app
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.agent.episode import Generation
-from tests.apps.chat.pages import page_of
+from tests.apps.chat.pages import opened, page_of
 from tests.apps.chat.scripted import ANSWERS, SEARCHES, Script, Shelf, codec
+
+
+def until(true: Callable[[], bool], within_s: float = 100.0) -> None:
+    end = time.monotonic() + within_s
+    while not true():
+        assert time.monotonic() < end, f"not within {within_s:g} s"
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -40,45 +49,37 @@ def test_a_question_is_answered_event_by_event(url: str) -> None:
     assert [event["event"] for event in again][-1] == "ended"
 
 
-def test_an_empty_question_is_one_sentence(url: str) -> None:
+def test_an_empty_question_fails_with_its_code(url: str) -> None:
     (event,) = events_of(httpx.post(f"{url}/ask", json={"question": "  "}).text)
-    assert event == {"event": "failed", "reason": "The question is empty: write one."}
+    assert (event["event"], event["code"], event["key"]) == ("failed", "empty", "question")
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "sentence"),
+    ("body", "status", "named"),
     [
-        (b"{", 422, "Invalid JSON"),
-        (b"[]", 422, "The body: "),
-        (b"{}", 422, "question: "),
-        (b'{"question": 3}', 422, "question: "),
-        (b'{"question": "x", "temperature": -1}', 422, "temperature: "),
-        (b'{"question": "x", "more": 1}', 422, "more: "),
-        (b'{"question": "%s"}' % (b"x" * (1 << 16)), 413, "ask a shorter question"),
+        (b"{", 422, "JSON"),
+        (b"{}", 422, "question"),
+        (b'{"question": "x", "temperature": -1}', 422, "temperature"),
+        (b'{"question": "x", "more": 1}', 422, "more"),
+        (b'{"question": "%s"}' % (b"x" * (1 << 16)), 413, "bytes"),
     ],
 )
-def test_a_bad_request_is_one_sentence(url: str, body: bytes, status: int, sentence: str) -> None:
+def test_a_bad_request_is_refused_by_what_is_wrong(url: str, body: bytes, status: int, named: str) -> None:
     answer = httpx.post(f"{url}/ask", content=body, headers={"content-type": "application/json"})
     assert answer.status_code == status
-    assert sentence in answer.json()["detail"]
+    assert named in answer.json()["detail"]
 
 
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
         ({"host": "evil.example"}, 403),
-        ({"host": "evil.example:80"}, 403),
         ({"origin": "http://evil.example"}, 403),
-        ({"origin": "null"}, 403),
         ({"content-type": "text/plain"}, 415),
-        ({"content-type": "application/x-www-form-urlencoded"}, 415),
         ({"host": "["}, 403),
-        ({"host": ""}, 403),
         ({"origin": "http://["}, 403),
         ({"host": "localhost"}, 200),
-        ({"host": "127.0.0.2:8801"}, 200),
         ({"host": "[::1]:8801"}, 200),
-        ({"host": "192.168.1.7:8801"}, 200),
         ({"host": "192.168.1.7:8801", "origin": "http://192.168.1.7:8801"}, 200),
         ({"host": socket.gethostname()}, 200),
     ],
@@ -89,49 +90,65 @@ def test_only_the_page_itself_may_ask(url: str, headers: dict[str, str], status:
 
 
 @pytest.mark.parametrize(
-    ("problem", "reason"),
+    ("problem", "code", "named"),
     [
-        (RunError("The engine has died."), "The engine has died."),
-        (UserError("The tool is broken."), "The tool is broken."),
-        (KeyError("x"), "It has failed (KeyError): see the terminal of the server, and ask again."),
+        (RunError("The engine has died."), None, "The engine has died."),
+        (UserError("The tool is broken.", code="user_code", key="task.tools"), "user_code", "The tool is broken."),
+        (KeyError("x"), None, "KeyError"),
     ],
 )
-def test_whatever_breaks_ends_with_a_sentence(problem: Exception, reason: str) -> None:
+def test_whatever_breaks_ends_the_answer_with_what_it_was(problem: Exception, code: str | None, named: str) -> None:
     class Broken(Script):
         async def generate(self, *_: object) -> Generation:  # type: ignore[override]
             raise problem
 
     with page_of(Broken(codec(), ()), Shelf()) as url:
-        events = events_of(httpx.post(f"{url}/ask", json={"question": "Who?"}).text)
-    assert events[-1] == {"event": "failed", "reason": reason}
+        last = events_of(httpx.post(f"{url}/ask", json={"question": "Who?"}).text)[-1]
+    assert (last["event"], last["code"]) == ("failed", code)
+    assert named in last["reason"]
 
 
-def test_every_answer_forbids_what_the_page_does_not_need(url: str) -> None:
-    for path in ("/", "/chat.js", "/chat.css", "/about", "/nothing"):
-        policy = httpx.get(f"{url}{path}").headers["content-security-policy"]
-        assert policy.startswith("default-src 'none'; script-src 'self';")
-        assert "unsafe" not in policy
-
-
-def _until(true: Callable[[], bool], within_s: float = 30.0) -> None:
-    end = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < end, f"not within {within_s:g} s"
-        time.sleep(0.01)
-
-
-def test_who_leaves_ends_the_episode() -> None:
+def test_a_client_that_leaves_ends_the_episode() -> None:
     script = Script(codec(), (SEARCHES, ANSWERS), halt_after=8)
     with page_of(script, Shelf()) as url:
         with httpx.stream("POST", f"{url}/ask", json={"question": "Who?"}) as answer:
             parts = answer.iter_text()  # Its end is the end of the connection.
             first = next(parts)
-            _until(script.halted.is_set)
+            until(script.halted.is_set)
         assert "asked" in first
-        _until(lambda: script.cancelled == 1)
+        until(lambda: script.cancelled == 1)
 
 
-def test_the_page_sets_text_and_never_html() -> None:
+async def test_a_client_that_leaves_while_an_event_is_sent_ends_the_episode() -> None:
+    """The server waits to send one event and holds the next, when it hears that the client has gone."""
+    app = create_app(opened(Script(codec(), (SEARCHES, ANSWERS), halt_after=8), Shelf()), frozenset())
+    sending, left = asyncio.Event(), asyncio.Event()
+    requests = iter([{"type": "http.request", "body": b'{"question": "Who?"}', "more_body": False}])
+
+    async def receive() -> Any:
+        if (request := next(requests, None)) is not None:
+            return request
+        await sending.wait()
+        left.set()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            sending.set()
+            await left.wait()
+            for _ in range(100):  # Until everybody has heard of it.
+                await asyncio.sleep(0)
+
+    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/ask", "headers": headers, "query_string": b""}
+    await app(scope, receive, send)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def test_the_page_sets_text_and_never_html(url: str) -> None:
+    policy = httpx.get(url).headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self';")
+    assert "unsafe" not in policy
     script = (Path(web.__file__).parent / "static" / "chat.js").read_text()
     for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
         assert word not in script

@@ -15,64 +15,54 @@ from rlsys.errors import UserError
 from tests.support.paths import PROJECT
 
 POLICY = PROJECT / "examples" / "searchr1" / "tiny" / "policy"
-Eval = Callable[..., str]
+Eval = Callable[..., UserError]
 
 
 @pytest.fixture
-def refused(tmp_path: Path) -> Eval:
-    """What an evaluation without searches is refused for."""
+def problem(tmp_path: Path) -> Eval:
+    """The error of an evaluation without searches, whose question stands only in a prompt."""
     app = typer.Typer()
     app.command()(evaluate.command)
-    # A question that is only in a prompt, which a baseline cannot ask.
-    row = {
-        "prompt": [{"role": "user", "content": "Who?"}],
-        "reward_model": {"ground_truth": {"target": ["I"]}},
-    }
+    row = {"prompt": [{"role": "user", "content": "Who?"}], "reward_model": {"ground_truth": {"target": ["I"]}}}
     (tmp_path / "own.jsonl").write_text(json.dumps({"data_source": "own", **row}) + "\n")
+    data = ("--data", tmp_path / "own.jsonl", f"output_dir={tmp_path}")
 
-    def run(*arguments: object, model: Path = POLICY) -> str:
-        flags = [
-            "-c",
-            "searchr1_tiny_cpu",
-            "--data",
-            tmp_path / "own.jsonl",
-            "--baseline",
-            "direct",
-            "--model",
-            model,
-        ]
-        outcome = CliRunner().invoke(app, [str(one) for one in (*flags, f"output_dir={tmp_path}", *arguments)])
+    def run(*arguments: object) -> UserError:
+        flags = ["-c", "searchr1_tiny_cpu", "--baseline", "direct", "--model", POLICY, *data, *arguments]
+        outcome = CliRunner().invoke(app, [str(one) for one in flags])
         assert isinstance(outcome.exception, UserError), outcome.output
-        return str(outcome.exception)
+        return outcome.exception
 
     return run
 
 
 @pytest.mark.parametrize(
-    ("flags", "sentence"),
+    ("flags", "key"),
     [
-        (("--samples", "0"), "eval.samples=0 must be at least 1."),
-        (("--samples", "3"), "eval.samples=3 greedy answers would all be the same"),
-        (("--temperature", "-1"), "eval.temperature=-1.0 must not be negative."),
-        (("--samples", "3", "eval.samples=1"), "eval.samples=3 greedy"),
-        (("--temperature", "1", "compat.sampled_validation=true"), "eval.temperature=1 contradicts"),
+        (("--samples", "0"), "eval.samples"),
+        (("--samples", "3", "eval.samples=1"), "eval.samples"),
+        (("--temperature", "1", "compat.sampled_validation=true"), "eval.temperature"),
     ],
 )
-def test_a_flag_is_held_to_the_rules_of_its_key(refused: Eval, flags: tuple[str, ...], sentence: str) -> None:
-    assert refused(*flags).startswith(sentence)
+def test_a_flag_is_held_to_the_rules_of_its_key(problem: Eval, flags: tuple[str, ...], key: str) -> None:
+    assert problem(*flags).key == key
 
 
-def test_after_a_failure_only_a_folder_that_was_made_here_goes(refused: Eval, tmp_path: Path) -> None:
+def test_after_a_failure_only_a_folder_that_was_made_here_goes(problem: Eval, tmp_path: Path) -> None:
     mine, made = tmp_path / "mine", tmp_path / "made"
     mine.mkdir()
     for out in (mine, made):
-        assert "has its text only inside a prompt" in refused("--out", out)
+        assert problem("--out", out).key == "--baseline"
     assert mine.is_dir()
     assert not made.exists()
     before = set(tmp_path.iterdir())
-    refused()
+    problem()
     assert set(tmp_path.iterdir()) == before
 
 
-def test_a_file_is_no_folder_to_write_to(refused: Eval, tmp_path: Path) -> None:
-    assert refused("--out", tmp_path / "own.jsonl").endswith("(File exists): give another folder.")
+def test_results_that_are_there_and_a_file_are_not_written_over(problem: Eval, tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text("{}")
+    for out, code in ((tmp_path / "own.jsonl", "denied"), (tmp_path, "exists")):
+        refusal = problem("--out", out)
+        assert (refusal.code, refusal.key) == (code, "--out")
+    assert (tmp_path / "results.json").read_text() == "{}"

@@ -19,7 +19,8 @@ from rlsys.apps.data.prepare import REPOSITORY, SETS, merge, prepare_file
 from rlsys.data.question import read_questions, search_prompt
 from rlsys.errors import UserError
 from rlsys.rollout.tools.interface import described
-from tests.apps.data.fake_hub import FakeHub, running
+from tests.support.fake_hub import FakeHub, running
+from tests.support.refusals import refused
 
 HAMLET = {"id": "test_0", "question": " who wrote Hamlet", "golden_answers": ["Shakespeare", "the Bard"]}
 PARIS = {"id": "test_1", "question": "What is the capital of France?", "golden_answers": ["Paris"]}
@@ -46,7 +47,7 @@ def test_a_public_row_becomes_a_row_of_search_r1(tmp_path: Path) -> None:
     assert (question.text, question.answers) == ("who wrote Hamlet", ("Shakespeare", "the Bard"))
 
 
-def test_what_was_made_is_recorded_by_its_hash(tmp_path: Path) -> None:
+def test_a_prepared_file_is_recorded_by_its_hash(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS)
     made = prepare_file(source, "nq", "test", tmp_path / "nq.jsonl", limit=1)
     digest = hashlib.sha256(made.path.read_bytes()).hexdigest()
@@ -61,33 +62,13 @@ def test_what_was_made_is_recorded_by_its_hash(tmp_path: Path) -> None:
 
 
 def test_every_bad_row_is_named_and_nothing_is_written(tmp_path: Path) -> None:
-    bad = [
-        {"question": "Who?"},
-        {"question": " ", "golden_answers": ["x"]},
-        [1],
-        {**PARIS, "golden_answers": [""]},
-    ]
+    bad = [{"question": "Who?"}, {"question": " ", "golden_answers": ["x"]}, [1], {**PARIS, "golden_answers": [""]}]
     source = jsonl(tmp_path / "raw.jsonl", HAMLET, *bad, PARIS)
-    with pytest.raises(UserError) as caught:
+    with refused("missing", f"{source}, line 2") as caught:
         prepare_file(source, "nq", "test", tmp_path / "out" / "nq.jsonl")
     lines = str(caught.value).splitlines()
     assert [line.partition("line ")[2][0] for line in lines] == ["2", "3", "4", "5"]
     assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_bad_rows_among_the_first_are_told_and_those_after_them_are_not(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "raw.jsonl", {"question": "Who?"}, HAMLET, PARIS, {"question": "?"})
-    with pytest.raises(UserError, match=r"^[^\n]*line 1 has no answer[^\n]*$"):
-        prepare_file(source, "nq", "test", tmp_path / "nq.jsonl", limit=2)
-    source = jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS, {"question": "?"})
-    assert prepare_file(source, "nq", "test", tmp_path / "nq.jsonl", limit=2).rows == 2
-
-
-def test_rows_before_one_that_is_no_json_are_named_too(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "raw.jsonl", {"question": "Who?"})
-    source.write_text(source.read_text() + "{\n")
-    with pytest.raises(UserError, match=r"(?s)line 1 has no answer.*line 2 is not JSON"):
-        prepare_file(source, "nq", "test", tmp_path / "nq.jsonl")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "parquet"])
@@ -110,7 +91,7 @@ def test_own_files_of_every_kind_say_the_same(kind: str, tmp_path: Path) -> None
 
 def test_fields_of_other_names_are_told(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "mine.jsonl", {"q": "Who?", "gold": ["me", "I"]})
-    with pytest.raises(UserError, match='"question" or "query"'):
+    with refused("missing", f"{file}, line 1"):
         prepare_file(file, "mine", "train", tmp_path / "out.jsonl")
     made = prepare_file(file, "mine", "train", tmp_path / "out.jsonl", question="q", answers="gold")
     assert read_questions(made.path)[0].answers == ("me", "I")
@@ -127,7 +108,7 @@ def test_merged_rows_are_all_there_once_with_an_index_of_their_own(tmp_path: Pat
     key = [(one.data_source, one.text, one.answers) for one in read_questions(plain.path)]
     other = [(one.data_source, one.text, one.answers) for one in read_questions(shuffled.path)]
     assert sorted(key) == sorted(other)
-    with pytest.raises(UserError, match="cannot be written too"):
+    with refused("conflict", one.path):
         merge([one.path], one.path, None)
 
 
@@ -142,9 +123,9 @@ def test_the_command_takes_local_files_in_their_usual_places(tmp_path: Path) -> 
     assert done.exit_code == 0, done.output
     assert len(read_questions(tmp_path / "nq" / "train.jsonl")) == 1
     assert read_questions(tmp_path / "nq" / "test.jsonl")[0].text == PARIS["question"]
-    with pytest.raises(UserError, match="hotpotqa has train, dev"):
+    with refused("unknown", "--split"):
         raise prepare("hotpotqa", "--split", "test", "--out", tmp_path).exception
-    with pytest.raises(UserError, match=r"has no popqa/test.jsonl"):
+    with refused("not_found", "--from"):
         raise prepare("popqa", "--from", tmp_path / "flashrag", "--out", tmp_path).exception
 
 
@@ -174,13 +155,6 @@ def own(tmp_path: Path, *arguments: object) -> list[str]:
     return prompts(out)
 
 
-def test_own_questions_have_search_r1s_prompt_unless_told(tmp_path: Path) -> None:
-    assert own(tmp_path) == [
-        search_prompt("who wrote Hamlet"),
-        search_prompt("What is the capital of France?"),
-    ]
-
-
 def test_a_tool_is_told_of_behind_the_search_or_in_its_place(tmp_path: Path) -> None:
     said = described([CALCULATOR])
     before, after = search_prompt("who wrote Hamlet").split("If you find no")
@@ -190,41 +164,23 @@ def test_a_tool_is_told_of_behind_the_search_or_in_its_place(tmp_path: Path) -> 
     assert f"every time you get new information. {said} If you find no" in alone
 
 
-def test_a_prompt_of_ones_own_holds_the_question_as_it_is_written(tmp_path: Path) -> None:
-    file = tmp_path / "prompt.txt"
-    file.write_text("Think, then <answer>. {tools}\nQ: {question}\nA:", encoding="utf-8")
-    first, _ = own(tmp_path, "--prompt", file, "--tool", CALCULATOR)
-    assert first == f"Think, then <answer>. {described([CALCULATOR])}\nQ: who wrote Hamlet\nA:"
-
-
-def test_a_question_is_not_taken_for_a_place_in_the_prompt(tmp_path: Path) -> None:
-    file, source = tmp_path / "prompt.txt", tmp_path / "raw.jsonl"
-    file.write_text("Q: {question}", encoding="utf-8")
-    jsonl(source, {"question": "What are {tools} and {question}?", "answer": "places"})
-    assert not prepare("own", source, "--out", tmp_path / "own.jsonl", "--prompt", file).exception
-    assert prompts(tmp_path / "own.jsonl") == ["Q: What are {tools} and {question}?"]
-
-
 @pytest.mark.parametrize(
-    ("content", "arguments", "why"),
+    ("content", "arguments", "named"),
     [
-        (b"no place", [], "has {question} 0 times"),
-        (b"{question} {question}", [], "has {question} 2 times"),
-        (b"{tools} {question}", [], "no tool is named"),
-        (b"{question}", ["--tool", CALCULATOR], "does not say where the tools go"),
-        (b"{question}\xff", [], "is not UTF-8"),
-        (None, [], "cannot be read"),
-        (b"{question}", ["--no-search"], "leave one out"),
-        (b"{tools} {question}", ["--tool", "no_such.Tool"], "cannot be imported"),
+        (b"no place", [], "{question}"),
+        (b"{question}", ["--tool", CALCULATOR], "tools"),
+        (None, [], "prompt.txt"),
+        (b"{question}", ["--no-search"], "--no-search"),
+        (b"{tools} {question}", ["--tool", "no_such.Tool"], "no_such"),
     ],
 )
-def test_a_prompt_that_cannot_be_used_is_one_sentence(
-    tmp_path: Path, content: bytes | None, arguments: list[str], why: str
+def test_a_prompt_that_cannot_be_used_is_refused(
+    tmp_path: Path, content: bytes | None, arguments: list[str], named: str
 ) -> None:
     file = tmp_path / "prompt.txt"
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(UserError) as caught:
         own(tmp_path, "--prompt", file, *arguments)
-    assert why in str(caught.value)
+    assert named in str(caught.value)
     assert not (tmp_path / "own.jsonl").exists()

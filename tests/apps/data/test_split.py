@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.apps.data.prepare import split, split_file
-from rlsys.errors import UserError
+from rlsys.errors import Code
+from tests.support.refusals import refused
 
 WORDS = st.lists(st.text("ab C", min_size=1, max_size=4).filter(str.strip), min_size=2, max_size=30)
 
@@ -19,8 +21,9 @@ def row(text: str) -> dict[str, object]:
     return {"question": text, "golden_answers": ["a"]}
 
 
-@given(WORDS, st.integers(0, 3), st.randoms())
-def test_the_same_question_is_on_one_side_in_any_order(texts: list[str], seed: int, random: object) -> None:
+@settings(max_examples=50)
+@given(WORDS, st.integers(0, 3), st.randoms(use_true_random=False))
+def test_the_same_question_is_on_one_side_in_any_order(texts: list[str], seed: int, random: Random) -> None:
     different = {" ".join(text.split()).casefold() for text in texts}
     if len(different) < 2:
         return
@@ -31,7 +34,6 @@ def test_the_same_question_is_on_one_side_in_any_order(texts: list[str], seed: i
         sides.setdefault(" ".join(text.split()).casefold(), set()).add(side)
     assert all(len(side) == 1 for side in sides.values())
     assert sum(side == {True} for side in sides.values()) == count
-    assert isinstance(random, __import__("random").Random)
     random.shuffle(pairs)
     assert split([text for text, _ in pairs], count, seed, "x") == [side for _, side in pairs]
 
@@ -41,14 +43,9 @@ def test_a_tenth_is_held_out_and_500_at_most(many: int, held: int) -> None:
     assert sum(split([f"question {number}" for number in range(many)], None, 0, "x")) == held
 
 
-def test_another_seed_holds_out_others() -> None:
-    texts = [f"question {number}" for number in range(100)]
-    assert split(texts, 20, 0, "x") != split(texts, 20, 1, "x")
-
-
 @pytest.mark.parametrize(("texts", "count"), [(["a"], None), (["a", " A "], None), (["a", "b"], 2), (["a", "b"], 0)])
 def test_a_side_without_questions_is_refused(texts: list[str], count: int | None) -> None:
-    with pytest.raises(UserError, match=r"mine\.jsonl has . different questions"):
+    with refused("out_of_range", "mine.jsonl"):
         split(texts, count, 0, "mine.jsonl")
 
 
@@ -64,17 +61,13 @@ def test_rows_are_written_as_they_were(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("train", "heldout", "sentence"),
-    [
-        ("all.jsonl", "h.jsonl", "is read"),
-        ("t.jsonl", "t.jsonl", "both sides"),
-        ("t.csv", "h.jsonl", "no.*jsonl|not a"),
-    ],
+    ("train", "heldout", "code"),
+    [("all.jsonl", "h.jsonl", "conflict"), ("t.jsonl", "t.jsonl", "conflict"), ("t.csv", "h.jsonl", "unsupported")],
 )
-def test_files_in_each_others_way_are_refused(tmp_path: Path, train: str, heldout: str, sentence: str) -> None:
+def test_files_in_each_others_way_are_refused(tmp_path: Path, train: str, heldout: str, code: Code) -> None:
     source = tmp_path / "all.jsonl"
     source.write_text('{"question": "a", "golden_answers": ["b"]}\n')
-    with pytest.raises(UserError, match=sentence):
+    with refused(code, tmp_path / train):
         split_file(source, tmp_path / train, tmp_path / heldout)
     assert source.read_text().startswith("{")
 
@@ -85,14 +78,9 @@ def test_chosen_questions_are_held_out_and_not_trained_on(tmp_path: Path) -> Non
     chosen.write_text("".join(json.dumps(row(text)) + "\n" for text in (" Q  3", "other")))
     train, heldout = tmp_path / "train.jsonl", tmp_path / "heldout.jsonl"
     assert split_file(source, train, heldout, chosen=chosen) == (4, 2)
-    assert [json.loads(line)["question"] for line in train.read_text().splitlines()] == [
-        "q 0",
-        "q 1",
-        "q 2",
-        "q 4",
-    ]
+    assert [json.loads(line)["question"] for line in train.read_text().splitlines()] == ["q 0", "q 1", "q 2", "q 4"]
     assert heldout.read_text() == chosen.read_text()
-    with pytest.raises(UserError, match="none is left to train on"):
+    with refused("empty", source):
         split_file(source, train, heldout, chosen=source)
-    with pytest.raises(UserError, match=r"chosen\.jsonl is read and cannot be written too"):
+    with refused("conflict", chosen):
         split_file(source, train, chosen, chosen=chosen)

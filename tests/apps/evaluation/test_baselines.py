@@ -1,4 +1,4 @@
-"""What each baseline asks, and how."""
+"""Prompts and limits of each baseline."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from rlsys.apps.evaluation.evaluation_inputs import Baseline
 from rlsys.apps.evaluation.execution import limits_of, prompted, require_texts, with_passages
 from rlsys.config.schema import RunConfig, TagsConfig, TaskConfig
 from rlsys.data.question import Question, search_prompt
-from rlsys.errors import RunError, UserError, root_cause
+from rlsys.errors import RunError, root_cause
 from rlsys.rollout.agent.tokens import Codec
 from rlsys.search.retrieval import Failure, SearchResult
 from tests.rollout.agent.bpe import build_tokenizer
 from tests.search.scripted import Script, found
+from tests.support.refusals import refused
 
 QUESTION = Question("q:1", "a row's own prompt", ("x",), text="  who wrote {this} <b>  ")
 ENDING = "Question: who wrote {this} <b>?\n"
@@ -32,35 +33,22 @@ def test_search_asks_with_search_r1s_prompt_in_the_whole_loop() -> None:
     assert limited.rollout.sampling.stop == config.rollout.sampling.stop
 
 
-@pytest.mark.parametrize("baseline", Baseline)
-def test_tools_are_asked_for_by_the_rows_own_prompts_alone(baseline: Baseline) -> None:
-    config = RunConfig(task=TaskConfig(tools=["rlsys.rollout.tools.calculator.Calculator"]))
-    assert bool(limits_of(baseline, config).task.tools) == (baseline is Baseline.none)
-
-
 @pytest.mark.parametrize("baseline", [Baseline.direct, Baseline.cot, Baseline.rag])
 def test_the_others_answer_in_one_turn(baseline: Baseline) -> None:
-    limited = limits_of(baseline, RunConfig(task=TaskConfig(max_total_tokens=1000, max_turn_tokens=200)))
-    assert limited.task.max_turns == 0
+    task = TaskConfig(max_total_tokens=1000, max_turn_tokens=200, tools=["rlsys.rollout.tools.calculator.Calculator"])
+    limited = limits_of(baseline, RunConfig(task=task))
+    assert (limited.task.max_turns, limited.task.tools) == (0, [])
     assert limited.task.max_prompt_tokens == 800
     assert limited.rollout.sampling.stop == ["</answer>"]
     prompt = prompted(baseline, QUESTION, TagsConfig()).prompt
     assert prompt.endswith(ENDING)
     assert "<answer> Beijing </answer>" in prompt
+    own_tags = prompted(baseline, QUESTION, TagsConfig(search="look", answer="reply", information="found")).prompt
+    assert "<reply> Beijing </reply>" in own_tags
+    assert not {"<answer>", "<search>", "<information>", "</information>"} & set(own_tags.split())
     assert "search>" not in prompt
     assert ("<think>" in prompt) is (baseline is Baseline.cot)
     assert ("<information>" in prompt) is (baseline is Baseline.rag)
-
-
-def test_prompts_differ_and_speak_the_tasks_tags() -> None:
-    tags = TagsConfig(search="look", answer="reply", information="found")
-    prompts = {prompted(one, QUESTION, tags).prompt for one in Baseline}
-    assert len(prompts) == len(Baseline)
-    for one in Baseline:
-        if one is not Baseline.none:
-            prompt = prompted(one, QUESTION, tags).prompt
-            assert "<reply> Beijing </reply>" in prompt
-            assert not {"<answer>", "<search>", "<information>", "</information>"} & set(prompt.split())
 
 
 async def test_rag_puts_the_passages_of_its_search_before_the_question() -> None:
@@ -78,17 +66,6 @@ async def test_rag_puts_the_passages_of_its_search_before_the_question() -> None
         assert tail == f"Question: {before.text}\n"
 
 
-async def test_passages_are_cut_as_in_the_loop() -> None:
-    codec = Codec(build_tokenizer(words=True))
-    question = Question("q:1", "", ("x",), text="Who?")
-    config = RunConfig(task=TaskConfig(max_observation_tokens=60))
-    server = Script({"Who?": found("Who?", "many words " * 500)})
-    (one,) = await with_passages([question], server, codec, config)
-    observation = one.prompt[one.prompt.index("\n\n<information>") : one.prompt.index("Question: Who?")]
-    assert len(codec.encode(observation)) <= 60
-    assert observation.endswith("</information>\n\n")
-
-
 async def test_a_failed_search_ends_rag() -> None:
     failed = SearchResult(error="no answer", failure=Failure.unavailable)
     question = Question("q:7", "", ("x",), text="Who?")
@@ -96,11 +73,11 @@ async def test_a_failed_search_ends_rag() -> None:
         await with_passages([question], Script({"Who?": failed}), Codec(build_tokenizer(words=True)), RunConfig())
     cause = root_cause(error.value)
     assert isinstance(cause, RunError)
-    assert str(cause) == "--baseline rag: the search for question q:7 failed: no answer"
+    assert "q:7" in str(cause)
 
 
 def test_a_question_without_its_text_is_refused_where_it_is_needed() -> None:
     bare = Question("q:9", "prompt", ("x",), text=" ")
     require_texts(Baseline.none, [bare])
-    with pytest.raises(UserError, match=r"--baseline cot .* question q:9 has its text only inside a prompt"):
+    with refused("conflict", "--baseline"):
         require_texts(Baseline.cot, [QUESTION, bare])

@@ -16,15 +16,10 @@ from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
 from rlsys.errors import RunError, UserError
 from tests.support import tiny
-from tests.support.paths import PROJECT
+from tests.support.refusals import refused
+from tests.support.tiny_models import POLICY
 
-POLICY = PROJECT / "examples" / "searchr1" / "tiny" / "policy"
-TEXTS = [
-    "Singa has which time zone?",
-    "Which continent is Juja on?",
-    "What is the capital of Mali?",
-    "Where is Lyon?",
-]
+TEXTS = ["Singa has which time zone?", "Which continent is Juja on?", "What is the capital of Mali?"]
 QUESTIONS = [Question(f"q:{n}", f"Question: {text}\n", ("Africa",), "tiny", text=text) for n, text in enumerate(TEXTS)]
 TRANSFORMERS = EngineName.transformers
 
@@ -41,6 +36,7 @@ def config(server: tiny.Search, tmp_path: Path) -> RunConfig:
     return replace(loaded, model=replace(loaded.model, path=str(POLICY)))
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 async def test_both_engines_answer_alike(config: RunConfig) -> None:
     sglang = await run_evaluation(config, QUESTIONS, How())
@@ -54,20 +50,17 @@ async def test_both_engines_answer_alike(config: RunConfig) -> None:
 
 async def test_drawn_answers_differ_and_repeat(config: RunConfig) -> None:
     how = How(TRANSFORMERS)
-    config = replace(config, eval=replace(config.eval, samples=4, temperature=1.5))
-    one, again = (
-        await run_evaluation(config, QUESTIONS[:2], how),
-        await run_evaluation(config, QUESTIONS[:2], how),
-    )
+    config = replace(config, eval=replace(config.eval, samples=3, temperature=1.5))
+    one, again = (await run_evaluation(config, QUESTIONS[:2], how), await run_evaluation(config, QUESTIONS[:2], how))
     said = [answered.trajectory.response for answered in one.answered]
-    assert len(set(said[:4])) > 1
+    assert len(set(said[:3])) > 1
     assert said == [answered.trajectory.response for answered in again.answered]
-    assert [answered.trajectory.sample for answered in one.answered] == [0, 1, 2, 3] * 2
+    assert [answered.trajectory.sample for answered in one.answered] == [0, 1, 2] * 2
     other = await run_evaluation(replace(config, trainer=replace(config.trainer, seed=99)), QUESTIONS[:2], how)
     assert said != [answered.trajectory.response for answered in other.answered]
 
 
-@pytest.mark.parametrize("baseline", [Baseline.direct, Baseline.cot, Baseline.rag, Baseline.search])
+@pytest.mark.parametrize("baseline", [Baseline.direct, Baseline.rag])
 async def test_a_baseline_asks_in_its_way(config: RunConfig, server: tiny.Search, baseline: Baseline) -> None:
     noted: list[str] = []
     evaluation = await run_evaluation(
@@ -82,41 +75,10 @@ async def test_a_baseline_asks_in_its_way(config: RunConfig, server: tiny.Search
     assert looked_up == (set(TEXTS) if baseline is Baseline.rag else set())
 
 
-async def test_without_searches_no_server_is_needed(config: RunConfig) -> None:
-    nowhere = replace(config, search=replace(config.search, url=None, index=None))
-    evaluation = await run_evaluation(nowhere, QUESTIONS[:1], How(TRANSFORMERS, Baseline.direct))
-    assert evaluation.searches == 0
-
-
-async def test_a_policy_calls_a_tool_where_there_is_no_search(
-    config: RunConfig, server: tiny.Search, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("rlsys.apps.evaluation.execution.open_tool", None)  # Not even a client is made.
-    task = replace(
-        config.task, tools=["tests.rollout.tools.own_tools.Book"], tags=replace(config.task.tags, search="find")
-    )
-    alone = replace(config, task=task, search=replace(config.search, enabled=False, url=None, index=None))
-    evaluation = await run_evaluation(alone, QUESTIONS, How(TRANSFORMERS))
-    turns = [turn for one in evaluation.answered for turn in one.trajectory.turns if turn.tool]
-    assert {turn.tool for turn in turns} == {"book"}
-    assert all(turn.content.upper() in turn.observation for turn in turns if turn.observation)
-    assert (evaluation.searches, server.asked) == (0, [])
-
-
-@pytest.mark.parametrize("baseline", [Baseline.none, Baseline.rag])
-async def test_a_dead_server_ends_the_evaluation_before_it_begins(config: RunConfig, baseline: Baseline) -> None:
+async def test_a_dead_server_ends_the_evaluation_before_it_begins(config: RunConfig) -> None:
     dead = replace(config, search=replace(config.search, url="http://127.0.0.1:9", retries=0))
-    with pytest.raises(RunError, match=r"search\.url=http://127\.0\.0\.1:9 does not answer"):
-        await run_evaluation(dead, QUESTIONS, How(TRANSFORMERS, baseline))
-
-
-async def test_a_question_without_its_text_is_refused_before_anything_is_asked(
-    config: RunConfig, server: tiny.Search
-) -> None:
-    bare = [*QUESTIONS, replace(QUESTIONS[0], uid="q:9", text="")]
-    with pytest.raises(UserError, match="question q:9 has its text only inside a prompt"):
-        await run_evaluation(config, bare, How(TRANSFORMERS, Baseline.rag))
-    assert server.asked == []
+    with pytest.raises(RunError, match=r"127\.0\.0\.1:9"):
+        await run_evaluation(dead, QUESTIONS, How(TRANSFORMERS, Baseline.rag))
 
 
 async def test_transformers_refuses_to_draw_from_a_part_of_the_vocabulary(config: RunConfig) -> None:
@@ -126,7 +88,7 @@ async def test_transformers_refuses_to_draw_from_a_part_of_the_vocabulary(config
         compat=replace(config.compat, sampled_validation=True),
         rollout=replace(config.rollout, sampling=sampling),
     )
-    with pytest.raises(UserError, match="draws from the whole vocabulary: use sglang"):
+    with refused("unsupported", "compat.sampled_validation"):
         await run_evaluation(odd, QUESTIONS, How(TRANSFORMERS))
 
 
@@ -139,5 +101,5 @@ def test_weights_of_another_model_are_refused_before_sglang_makes_them_up(tmp_pa
     weights = load_file(folder / "model.safetensors")
     renamed = {name.replace("q_proj", "query"): tensor for name, tensor in weights.items()}
     save_file(renamed, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"lacks \d+ tensors, first model\.layers\.0\.self_attn\.q_proj"):
+    with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn\.q_proj"):
         require_its_weights(folder)

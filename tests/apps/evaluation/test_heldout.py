@@ -1,4 +1,4 @@
-"""Which questions are held out, and which answer counts, with and without the quirks of Search-R1's code."""
+"""Held-out questions and their scores, with and without the quirks of Search-R1's code."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ def config(path: Path, **compat: object) -> RunConfig:
 @pytest.fixture
 def seven(tmp_path: Path) -> Path:
     rows = [
-        {
-            "prompt": [{"role": "user", "content": f"Q{number}?"}],
-            "reward_model": {"ground_truth": {"target": ["a"]}},
-        }
+        {"prompt": [{"role": "user", "content": f"Q{number}?"}], "reward_model": {"ground_truth": {"target": ["a"]}}}
         for number in range(7)
     ]
     file = tmp_path / "heldout.jsonl"
@@ -35,13 +32,13 @@ def test_all_questions_are_asked(seven: Path) -> None:
     assert len(heldout_questions(config(seven))) == 7
 
 
-@pytest.mark.parametrize(("batch", "asked"), [(1, 7), (2, 6), (3, 6), (7, 7)])
+@pytest.mark.parametrize(("batch", "asked"), [(1, 7), (2, 6), (7, 7)])
 def test_the_rest_after_the_last_whole_batch_is_left_out(seven: Path, batch: int, asked: int) -> None:
     assert len(heldout_questions(config(seven, validation_batch=batch))) == asked
 
 
 def test_a_batch_that_leaves_nothing_is_refused(seven: Path) -> None:
-    with pytest.raises(UserError, match="validation_batch=8 leaves out all of the 7"):
+    with pytest.raises(UserError, match="validation_batch"):
         heldout_questions(config(seven, validation_batch=8))
 
 

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -22,45 +22,17 @@ def test_wilson_is_scipys(right: int, asked: int) -> None:
     assert (got.mean, got.low, got.high) == pytest.approx((right / asked, expected.low, expected.high), abs=1e-12)
 
 
-@pytest.mark.parametrize("asked", [10, 40, 125])
-def test_wilson_covers_what_it_promises(asked: int) -> None:
-    """The exact coverage, over all outcomes: 95 % on average over shares, and never far below."""
-    shares = np.linspace(0.02, 0.98, 49)
-    covered = []
-    for share in shares:
-        hit = [wilson(right, asked) for right in range(asked + 1)]
-        weights = stats.binom.pmf(range(asked + 1), asked, share)
-        covered.append(sum(w for one, w in zip(hit, weights, strict=True) if one.low <= share <= one.high))
-    assert 0.94 < fmean(covered) < 0.965
-    assert min(covered) > 0.82
-
-
-def test_bootstrap_is_near_all_the_samples_that_there_are() -> None:
-    values = [0.0, 0.25, 0.5, 0.8, 1.0, 0.1]
-    means = [fmean(drawn) for drawn in product(values, repeat=len(values))]
-    low, high = np.quantile(means, [0.025, 0.975])
-    got = bootstrap(values)
-    assert got.mean == pytest.approx(fmean(values))
-    assert (got.low, got.high) == pytest.approx((low, high), abs=0.03)
-
-
 def test_bootstrap_is_near_scipys_and_repeats() -> None:
     values = np.random.default_rng(3).beta(0.5, 0.7, size=300).tolist()
     expected = stats.bootstrap(
-        (values,), np.mean, method="percentile", n_resamples=5000, rng=np.random.default_rng(1)
+        (values,), np.mean, method="percentile", n_resamples=2000, rng=np.random.default_rng(1)
     ).confidence_interval
     got = bootstrap(values)
     assert (got.low, got.high) == pytest.approx((expected.low, expected.high), abs=0.006)
     assert bootstrap(values) == got
 
 
-def test_shares_have_wilsons_interval_and_other_means_the_bootstraps() -> None:
-    assert estimate([1.0, 0.0, 1.0]) == wilson(2, 3)
-    assert estimate([1.0, 0.0, 0.5]) == bootstrap([1.0, 0.0, 0.5])
-    assert estimate([0.0] * 30).high > 0.1, "thirty wrong answers are not certainty"
-    assert estimate([2 / 3]).low < 0.4, "nor is one that is half right"
-
-
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from([0.0, 1.0, 0.5, 1 / 3]), min_size=1, max_size=12))
 def test_an_interval_holds_its_mean(values: list[float]) -> None:
     got = estimate(values)
@@ -83,23 +55,10 @@ def test_the_mean_of_two_sets_covers_what_it_promises() -> None:
     assert all(0.93 < one < 0.98 for one in covered), covered
 
 
-def test_the_mean_of_one_set_is_that_set() -> None:
-    one, got = wilson(3, 20), mean_of([wilson(3, 20)])
-    assert (got.mean, got.low, got.high) == pytest.approx((one.mean, one.low, one.high))
-
-
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer() -> None:
-    for samples in range(1, 7):
+    for samples in range(1, 6):
         for right in range(samples + 1):
             answers = [True] * right + [False] * (samples - right)
             for k in range(1, samples + 1):
                 hits = sum(any(drawn) for drawn in combinations(answers, k))
                 assert pass_at(k, samples, right) == pytest.approx(hits / comb(samples, k))
-
-
-def test_pass_at_k_is_unbiased() -> None:
-    """Over all outcomes of five answers that are right with chance p, its mean is 1 - (1 - p)^k."""
-    for chance in (0.1, 0.5, 0.8):
-        for k in (1, 2, 3, 5):
-            mean = sum(stats.binom.pmf(c, 5, chance) * pass_at(k, 5, c) for c in range(6))
-            assert mean == pytest.approx(1 - (1 - chance) ** k)

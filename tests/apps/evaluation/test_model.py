@@ -1,4 +1,4 @@
-"""What counts as a model, and what a checkpoint has to say."""
+"""Models and checkpoints that can be evaluated."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from rlsys.apps.evaluation.evaluation_inputs import Model, as_hf, find_model
 from rlsys.errors import UserError
 from rlsys.weights.checkpoint.store import CheckpointStore
 from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
-from tests.support.paths import PROJECT
-
-POLICY = PROJECT / "examples" / "searchr1" / "tiny" / "policy"
+from tests.support.refusals import refused
+from tests.support.tiny_models import POLICY
 
 
 def hf_folder(path: Path) -> Path:
@@ -48,7 +47,7 @@ def test_a_hugging_face_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     assert model == Model(folder, None)
     with as_hf(model, tmp_path) as path:
         assert path == folder
-    with pytest.raises(UserError, match="--hf goes with a Megatron checkpoint"):
+    with refused("conflict", "--hf"):
         find(folder, folder)
 
 
@@ -63,32 +62,35 @@ def test_the_runs_config_says_the_original(saved: Path, tmp_path: Path) -> None:
 def test_a_runs_folder_names_its_newest_checkpoint(saved: Path) -> None:
     (saved.parent / "global_step_9").mkdir()
     for folder in (saved.parents[1], saved.parent):
-        with pytest.raises(UserError, match=r"is a run's folder: .* such as .*checkpoints/global_step_12/actor\.$"):
+        with refused("mismatch", folder) as caught:
             find(folder)
+        assert "global_step_12/actor" in str(caught.value)
 
 
 def test_a_checkpoint_that_is_not_whole_is_refused(saved: Path) -> None:
     (saved / "actor" / "shard.bin").write_bytes(b"123")
-    with pytest.raises(UserError, match=r"shard\.bin has 3 bytes and not the 5"):
+    with pytest.raises(UserError, match=r"shard\.bin"):
         find(saved / "actor")
 
 
-def test_what_does_not_say_its_original_asks_for_it(saved: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_say_its_original_asks_for_it(saved: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
-    with pytest.raises(UserError, match=f"--model {bare} does not say .* as --hf"):
+    with refused("missing", "--hf"):
         find(bare)
-    with pytest.raises(UserError, match=r"--hf .*none is not a Hugging Face folder"):
+    with refused("mismatch", tmp_path / "none"):
         find(bare, tmp_path / "none")
     (tmp_path / "original" / "config.json").unlink()
-    with pytest.raises(UserError, match=r"The original of .*actor, .*original is not .* as --hf\."):
+    with refused("mismatch", tmp_path / "original"):
         find(saved / "actor")
-    with pytest.raises(UserError, match="is not a folder"):
+    with refused("not_found", tmp_path / "nowhere"):
         find(tmp_path / "nowhere")
 
 
 def test_a_checkpoint_is_converted_for_as_long_as_it_takes(tmp_path: Path) -> None:
+    """The converted folder goes again; the checkpoint says its original itself."""
     hf_to_megatron(POLICY, tmp_path / "megatron", processes=1)
+    assert find(tmp_path / "megatron").original == tmp_path / "megatron" / "hf"
     work = tmp_path / "work"
     work.mkdir()
     with as_hf(find(tmp_path / "megatron"), work) as path:
@@ -103,19 +105,6 @@ def test_a_checkpoint_is_converted_for_as_long_as_it_takes(tmp_path: Path) -> No
     assert list(work.iterdir()) == []
 
 
-def test_a_converted_checkpoint_says_its_own(tmp_path: Path) -> None:
-    hf_folder(tmp_path / "megatron" / "hf")
-    assert find(tmp_path / "megatron").original == tmp_path / "megatron" / "hf"
-
-
-@pytest.mark.parametrize("text", ["[]", '{"architectures": ["Qwen2For', "\ud800"])
-def test_a_damaged_config_is_one_sentence(tmp_path: Path, text: str) -> None:
-    folder = hf_folder(tmp_path / "model")
-    (folder / "config.json").write_text(text, errors="surrogatepass")
-    with pytest.raises(UserError, match=r"config\.json .*; get it again\.$"), as_hf(find(folder), tmp_path):
-        pass
-
-
 @pytest.mark.parametrize(
     ("kinds", "speaks"),
     [
@@ -123,15 +112,13 @@ def test_a_damaged_config_is_one_sentence(tmp_path: Path, text: str) -> None:
         ('["GPT2LMHeadModel"]', True),
         ("null", True),
         ('["BertForMaskedLM"]', False),
-        ('["BertModel"]', False),
-        ('["T5ForConditionalGeneration"]', False),
         ("3", False),
     ],
 )
 def test_a_model_that_says_no_text_is_refused(tmp_path: Path, kinds: str, speaks: bool) -> None:
     folder = hf_folder(tmp_path / "model")
     (folder / "config.json").write_text(f'{{"architectures": {kinds}}}')
-    expected = nullcontext() if speaks else pytest.raises(UserError, match=r"does not continue text")
+    expected = nullcontext() if speaks else refused("unsupported", folder)
     with expected, as_hf(find(folder), tmp_path):
         pass
 
@@ -141,8 +128,8 @@ def test_a_critic_is_not_evaluated_as_a_policy(tmp_path: Path) -> None:
     hf_to_megatron(POLICY, tmp_path / "critic", values=True, processes=1)
     (tmp_path / "work").mkdir()
     of_a_checkpoint = as_hf(find(tmp_path / "critic"), tmp_path / "work")
-    with pytest.raises(UserError, match=r"critic is a critic .*give the actor"), of_a_checkpoint:
+    with refused("mismatch", tmp_path / "critic"), of_a_checkpoint:
         pass
     megatron_to_hf(tmp_path / "critic", tmp_path / "hf", POLICY, processes=1)
-    with pytest.raises(UserError, match=r"hf is a critic"), as_hf(find(tmp_path / "hf"), tmp_path / "work"):
+    with refused("mismatch", tmp_path / "hf"), as_hf(find(tmp_path / "hf"), tmp_path / "work"):
         pass

@@ -22,42 +22,13 @@ EVIL = [
     "\x1b[31m\u202eevil\u2066\x00\ud800",
     "javascript:alert(5) {{7*7}} ${7*7}",
 ]
-ALLOWED = {
-    *(
-        "html",
-        "head",
-        "meta",
-        "title",
-        "style",
-        "body",
-        "input",
-        "header",
-        "nav",
-        "div",
-        "label",
-        "main",
-        "table",
-    ),
-    *(
-        "caption",
-        "thead",
-        "tbody",
-        "tr",
-        "th",
-        "td",
-        "small",
-        "article",
-        "p",
-        "strong",
-        "span",
-        "h1",
-        "h2",
-        "dl",
-        "dt",
-        "dd",
-    ),
-    *("details", "summary", "pre"),
-}
+ALLOWED = set(
+    re.findall(
+        r"\w+",
+        "html head meta title style body input header nav div label main table caption thead tbody tr th td small article p "
+        "strong span h1 h2 dl dt dd details summary pre",
+    )
+)
 
 
 class Seen(HTMLParser):
@@ -114,22 +85,11 @@ def test_no_text_of_others_becomes_markup() -> None:
         shown = "".join(seen.text)
         assert "\x1b" not in shown
         assert "\u202e" not in shown
-    assert "<script>alert(1)</script>" in "".join(Seen(page_of(malicious(EVIL[0]))).text), "it is shown as text"
-
-
-def test_the_page_has_no_script_and_its_policy_allows_none() -> None:
-    page = page_of(malicious(EVIL[0]))
-    policies = [one["content"] for one in Seen(page).of("meta") if one.get("http-equiv") == "Content-Security-Policy"]
+    policies = [one["content"] for one in plain.of("meta") if one.get("http-equiv") == "Content-Security-Policy"]
     assert policies == [POLICY]
     assert POLICY.startswith("default-src 'none'")
     assert "script-src" not in POLICY
-    assert "http:" not in page
-    assert "https:" not in page
-
-
-def test_it_is_the_same_text_after_a_trip_through_utf_8() -> None:
-    page = page_of(*(malicious(evil) for evil in EVIL))
-    assert page.encode("utf-8").decode("utf-8") == page
+    assert "<script>alert(1)</script>" in "".join(Seen(page_of(malicious(EVIL[0]))).text), "it is shown as text"
 
 
 def test_the_page_is_of_the_answers() -> None:
@@ -141,27 +101,3 @@ def test_the_page_is_of_the_answers() -> None:
     assert page_of(*answers, shown=4) == page
     assert "9 of 31" in "".join(Seen(page).text)
     assert {"NQ", "own"} <= set(Seen(page).text)
-
-
-def test_every_filter_has_a_button_a_label_and_a_rule() -> None:
-    answers = [answered(asked(n, "x", source=f"set {n}"), "x") for n in range(3)]
-    page = page_of(*answers)
-    seen = Seen(page)
-    buttons = [one["id"] for one in seen.of("input")]
-    assert buttons == ["is-all", "is-right", "is-wrong", "of-all", "of-0", "of-1", "of-2"]
-    assert [one["for"] for one in seen.of("label")] == buttons
-    assert [one["id"] for one in seen.of("input") if "checked" in one] == ["is-all", "of-all"]
-    style = page[page.index("<style>") : page.index("</style>")]
-    hidden = re.findall(r"#([\w-]+):checked ~ main article(\S*) \{ display: none; \}", style)
-    assert hidden == [("is-right", ".wrong"), ("is-wrong", ".right")] + [
-        (f"of-{n}", f":not(.set-{n})") for n in range(3)
-    ]
-    # A sibling rule reaches only what comes later beside it.
-    tags = [tag for tag, _ in seen.tags]
-    assert max(place for place, tag in enumerate(tags) if tag == "input") < tags.index("nav") < tags.index("main")
-
-
-def test_it_is_made_for_phones_and_for_the_dark() -> None:
-    page = page_of(answered(asked(1, "x"), "x"))
-    assert [one for one in Seen(page).of("meta") if one.get("name") == "viewport"]
-    assert "prefers-color-scheme: dark" in page

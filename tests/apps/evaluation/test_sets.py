@@ -1,15 +1,13 @@
-"""Which files are asked, and what is said of those that are not there."""
+"""Sets of questions by name and by file."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import pytest
-
 from rlsys.apps.evaluation.evaluation_inputs import find_sources, questions_of
-from rlsys.config.schema import EvalConfig, RunConfig
-from rlsys.errors import UserError
+from rlsys.config.schema import RunConfig
+from tests.support.refusals import refused
 
 
 def write(file: Path, *sources: str) -> Path:
@@ -32,20 +30,18 @@ def test_the_reported_split_is_asked_whatever_else_is_there(tmp_path: Path) -> N
 def test_all_missing_sets_are_named_with_their_commands(tmp_path: Path) -> None:
     write(tmp_path / "nq" / "train.jsonl", "nq")
     write(tmp_path / "popqa" / "test.jsonl", "popqa")
-    with pytest.raises(UserError) as error:
+    with refused("not_found", "--data") as caught:
         find_sources(["nq", "popqa", "musique"], tmp_path)
-    (line,) = str(error.value).splitlines()
-    assert f"`rlsys data prepare nq --out {tmp_path} && rlsys data prepare musique --out {tmp_path}`" in line
-    assert "popqa" not in line
-    with pytest.raises(UserError, match=f"`rlsys data prepare all --out {tmp_path / 'none'}`"):
-        find_sources(["all"], tmp_path / "none")
+    sentence = str(caught.value)
+    assert f"`rlsys data prepare nq --out {tmp_path} && rlsys data prepare musique --out {tmp_path}`" in sentence
+    assert "popqa" not in sentence
 
 
-def test_what_is_no_set_and_what_is_named_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--data triviqa is neither a set .*triviaqa"):
+def test_an_unknown_set_and_one_that_is_named_twice_are_refused(tmp_path: Path) -> None:
+    with refused("unknown", "--data"):
         find_sources(["triviqa"], tmp_path)
     file = write(tmp_path / "nq" / "test.jsonl", "nq")
-    with pytest.raises(UserError, match=r"names .*test\.jsonl twice"):
+    with refused("conflict", "--data"):
         find_sources(["nq", str(file)], tmp_path)
 
 
@@ -55,10 +51,3 @@ def test_questions_of_two_files_of_one_name_have_ids_of_their_own(tmp_path: Path
     questions = questions_of(find_sources(["nq", "popqa"], tmp_path), RunConfig())
     assert [one.uid for one in questions] == ["nq/test:1", "nq/test:2", "popqa/test:1", "popqa/test:2"]
     assert [one.data_source for one in questions] == ["nq", "nq", "popqa", "popqa"]
-
-
-def test_the_limit_is_of_each_set(tmp_path: Path) -> None:
-    write(tmp_path / "nq" / "test.jsonl", *["nq"] * 5)
-    write(tmp_path / "popqa" / "test.jsonl", *["popqa"] * 2)
-    questions = questions_of(find_sources(["nq", "popqa"], tmp_path), RunConfig(eval=EvalConfig(limit=3)))
-    assert [one.data_source for one in questions] == ["nq"] * 3 + ["popqa"] * 2

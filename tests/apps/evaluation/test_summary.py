@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from rlsys.apps.evaluation.results import average, summarise, tries
-from rlsys.data.trajectory import Action
+from rlsys.apps.evaluation.results import average, summarise
 from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
 from rlsys.orchestrator.evaluation.scores import bootstrap, wilson
-from tests.apps.evaluation.answers import SEARCH, answered, asked, turn
+from tests.apps.evaluation.answers import SEARCH, answered, asked
 
 
 def figures_of(*answers: Answered) -> Evaluation:
@@ -50,10 +49,7 @@ def test_sets_weigh_alike_in_the_average_whatever_their_size() -> None:
 def test_several_answers_to_a_question_are_averaged_before_they_are_counted() -> None:
     answers = [
         answered(question, said, sample)
-        for question, row in (
-            (asked(1, "a1"), ["a1", "x", "a1", "x"]),
-            (asked(2, "b2"), ["x", "x", "x", "x"]),
-        )
+        for question, row in ((asked(1, "a1"), ["a1", "x", "a1", "x"]), (asked(2, "b2"), ["x", "x", "x", "x"]))
         for sample, said in enumerate(row)
     ]
     (one,) = summarise(figures_of(*answers))
@@ -61,16 +57,3 @@ def test_several_answers_to_a_question_are_averaged_before_they_are_counted() ->
     assert one.em == bootstrap([0.5, 0.0])
     assert list(one.pass_at) == [1, 2, 4]
     assert [value.mean for value in one.pass_at.values()] == pytest.approx([0.25, (1 - 1 / 6) / 2, 0.5])
-
-
-def test_searches_that_failed_are_counted() -> None:
-    failed = turn(Action.SEARCH, "x", "Search failed", error="no answer")
-    (one,) = summarise(figures_of(answered(asked(1, "a"), "a", 0, failed, SEARCH, failed)))
-    assert one.search_errors == 2
-
-
-@pytest.mark.parametrize(
-    ("samples", "expected"), [(1, []), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (10, [1, 2, 4, 8, 10])]
-)
-def test_tries_are_powers_of_two_and_all(samples: int, expected: list[int]) -> None:
-    assert tries(samples) == expected

@@ -14,10 +14,9 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from rlsys.apps.evaluation.execution import TransformersGenerator
 from rlsys.config.schema import Device, Dtype
-from rlsys.errors import UserError
 from rlsys.rollout.agent.episode import Generation, TurnSampling
 from tests.rollout.agent.bpe import build_tokenizer
-from tests.support.tiny_models import POLICY
+from tests.support.refusals import refused
 
 PROMPTS = [
     "I need",
@@ -94,8 +93,7 @@ def generate_all(folder: Path, prompts: list[list[int]], stop: tuple[str, ...], 
     return asyncio.run(together())
 
 
-@pytest.mark.parametrize("batch", [1, 3, 16])
-@pytest.mark.parametrize("with_stop", [False, True])
+@pytest.mark.parametrize(("batch", "with_stop"), [(1, True), (3, True), (16, False)])
 def test_a_batch_says_what_hugging_face_says_alone(
     folder: Path, model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, batch: int, with_stop: bool
 ) -> None:
@@ -116,23 +114,6 @@ def test_a_batch_says_what_hugging_face_says_alone(
     assert ends == ({"length", "stop"} if with_stop else {"length"})
 
 
-def test_the_end_of_sequence_token_ends_and_is_kept(
-    folder: Path, model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast
-) -> None:
-    prompt = words(PROMPTS[1])["input_ids"]
-    eos = words.eos_token_id
-    with torch.no_grad():
-        head = model.lm_head.weight
-        saved = head[eos].clone()
-        hidden = model.model(torch.tensor([prompt])).last_hidden_state[0, -1]
-        head[eos] = 100 * hidden
-        model.save_pretrained(folder / "ends")
-        head[eos] = saved
-    words.save_pretrained(folder / "ends")
-    (got,) = generate_all(folder / "ends", [prompt], (), 1)
-    assert (got.token_ids, got.finish) == ([eos], "stop")
-
-
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 def test_further_end_tokens_of_either_config_end_too(
     folder: Path, model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, file: str, tmp_path: Path
@@ -150,7 +131,7 @@ def test_further_end_tokens_of_either_config_end_too(
 
 async def test_a_cut_vocabulary_is_refused(folder: Path) -> None:
     generator = TransformersGenerator(str(folder), Dtype.float32, Device.cpu, 1)
-    with pytest.raises(ValueError, match=r"r1: top_p=0\.9 and top_k=-1 cut the vocabulary"):
+    with pytest.raises(ValueError, match="r1"):
         await generator.generate([1], TurnSampling(0.7, top_p=0.9, max_new_tokens=1), "r1")
 
 
@@ -173,11 +154,8 @@ async def test_tokens_are_drawn_as_the_model_says(
         assert one.logprobs[0] == pytest.approx(float(expected[one.token_ids[0]].log()), abs=1e-4)
 
 
-async def test_what_is_drawn_depends_on_the_request_alone(folder: Path, words: PreTrainedTokenizerFast) -> None:
-    prompts, sampling = (
-        [words(prompt)["input_ids"] for prompt in PROMPTS],
-        TurnSampling(1.0, max_new_tokens=8),
-    )
+async def test_a_drawn_answer_depends_on_its_request_alone(folder: Path, words: PreTrainedTokenizerFast) -> None:
+    prompts, sampling = ([words(prompt)["input_ids"] for prompt in PROMPTS], TurnSampling(1.0, max_new_tokens=8))
 
     async def drawn(batch: int, seed: int = 0) -> list[list[int]]:
         generator = TransformersGenerator(str(folder), Dtype.float32, Device.cpu, batch, seed)
@@ -189,13 +167,6 @@ async def test_what_is_drawn_depends_on_the_request_alone(folder: Path, words: P
     assert await drawn(16, seed=1) != alone
 
 
-def test_a_folder_without_weights_is_named(folder: Path, tmp_path: Path) -> None:
-    for file in folder.glob("*.json"):
-        shutil.copy(file, tmp_path)
-    with pytest.raises(UserError, match=r"^model\.path=.*model\.safetensors.*give a whole model folder\.$"):
-        TransformersGenerator(str(tmp_path), Dtype.float32, Device.cpu, 1)
-
-
 def test_weights_that_are_missing_or_of_another_shape_are_refused(folder: Path, tmp_path: Path) -> None:
     """Transformers would draw them at random, and the answers with them."""
     other = shutil.copytree(folder, tmp_path / "model")
@@ -203,24 +174,20 @@ def test_weights_that_are_missing_or_of_another_shape_are_refused(folder: Path, 
     head = weights.pop("lm_head.weight")
     for changed in (weights, weights | {"lm_head.weight": head[:, :5].contiguous()}):
         save_file(changed, other / "model.safetensors", {"format": "pt"})
-        with pytest.raises(UserError, match=r"lacks 1 weights .*lm_head\.weight among them"):
+        with refused("mismatch", "model.path") as caught:
             TransformersGenerator(str(other), Dtype.float32, Device.cpu, 1)
-
-
-def test_a_tied_output_layer_is_not_missing() -> None:
-    assert "lm_head.weight" not in load_file(POLICY / "model.safetensors")
-    TransformersGenerator(str(POLICY), Dtype.float32, Device.cpu, 1)
+        assert "lm_head.weight" in str(caught.value)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
-def test_a_file_that_is_cut_short_is_one_sentence(folder: Path, tmp_path: Path, file: str) -> None:
+def test_a_file_that_is_cut_short_is_refused(folder: Path, tmp_path: Path, file: str) -> None:
     other = shutil.copytree(folder, tmp_path / "model")
     (other / file).write_bytes((other / file).read_bytes()[:100])
-    with pytest.raises(UserError, match=r"^model\.path=.*cannot be loaded: .*give a whole model folder\.$"):
+    with refused("malformed", "model.path"):
         TransformersGenerator(str(other), Dtype.float32, Device.cpu, 1)
 
 
-def test_who_listens_hears_every_token(folder: Path, model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast) -> None:
+def test_a_listener_hears_every_token(folder: Path, model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast) -> None:
     generator = TransformersGenerator(str(folder), Dtype.float32, Device.cpu, 8)
     sampling = TurnSampling(0.0, max_new_tokens=NEW_TOKENS)
     prompt = words(PROMPTS[1])["input_ids"]
@@ -238,13 +205,13 @@ def test_who_listens_hears_every_token(folder: Path, model: Qwen2ForCausalLM, wo
 
 
 @pytest.mark.parametrize("leaves", ["first", "second"])
-def test_who_leaves_does_not_disturb_the_others(
+def test_a_cancelled_request_does_not_disturb_the_others(
     folder: Path, model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, leaves: str
 ) -> None:
     """Whoever decodes for both, and whoever waits for it; the one that stays gets what it gets alone."""
     generator = TransformersGenerator(str(folder), Dtype.float32, Device.cpu, 8)
     prompt = words(PROMPTS[1])["input_ids"]
-    long = TurnSampling(0.0, max_new_tokens=150)
+    long = TurnSampling(0.0, max_new_tokens=60)
 
     async def run() -> tuple[Generation, Generation]:
         begun = asyncio.Event()
@@ -263,4 +230,4 @@ def test_who_leaves_does_not_disturb_the_others(
     tokens, _ = reference(model, words, prompt, ())
     assert after.token_ids == tokens
     assert stays.token_ids[:NEW_TOKENS] == tokens
-    assert len(stays.token_ids) == 150
+    assert len(stays.token_ids) == 60

@@ -7,14 +7,10 @@ import re
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
-from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import examples.searchr1.tiny as tiny
-from examples.searchr1.tiny.passages import observation, passage
 from examples.searchr1.tiny.tokenizer import TAGS
-from examples.searchr1.tiny.traces import Behaviour, Script, Step, observation_spans, write_trace
 from examples.searchr1.tiny.world import World
 
 FOLDER = Path(tiny.__file__).parent
@@ -35,24 +31,10 @@ def test_checksums_are_those_of_the_readme() -> None:
     assert stated == shipped
 
 
-def test_size_and_precision() -> None:
-    tensors = load_file(POLICY / "model.safetensors")
-    assert {str(tensor.dtype) for tensor in tensors.values()} == {"torch.float32"}
-    assert 1_000_000 <= sum(tensor.numel() for tensor in tensors.values()) <= 3_000_000
-
-
 def test_the_tokenizer_round_trips_the_corpus(world: World, tokenizer: PreTrainedTokenizerFast) -> None:
     texts = [row["contents"] for row in world.corpus()] + [question.prompt for question in world.heldout]
     ids = tokenizer(texts)["input_ids"]
     assert tokenizer.batch_decode(ids) == texts
-
-
-def test_nothing_is_added_to_a_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
-    text = "Question: In which country is Lyon?\n"
-    assert tokenizer.chat_template is None
-    assert tokenizer(text)["input_ids"] == Tokenizer.from_file(str(POLICY / "tokenizer.json")).encode(
-        text, add_special_tokens=False
-    ).ids  # fmt: skip
 
 
 def test_tags_are_single_tokens_that_decoding_keeps(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -60,27 +42,3 @@ def test_tags_are_single_tokens_that_decoding_keeps(tokenizer: PreTrainedTokeniz
         ids = tokenizer(tag)["input_ids"]
         assert len(ids) == 1
         assert tokenizer.decode(ids, skip_special_tokens=True) == tag
-
-
-def test_a_value_has_the_same_tokens_in_passage_and_tags(world: World, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Else copying would be translating."""
-    for place in world.places[::37]:
-        name = tokenizer(f" {place.name}")["input_ids"]
-        for text in (observation([passage(place)]), f"<search> {place.name} </search>"):
-            ids = tokenizer(text)["input_ids"]
-            assert any(ids[start : start + len(name)] == name for start in range(len(ids)))
-
-
-@pytest.mark.parametrize(
-    ("behaviour", "searches", "answer"),
-    [(Behaviour.RIGHT, 2, "Euro"), (Behaviour.STOP, 1, "Yen"), (Behaviour.GUESS, 0, "Yen")],
-)
-def test_traces_behave_as_they_are_called(behaviour: Behaviour, searches: int, answer: str) -> None:
-    steps = tuple(Step(name, (f'"{name}"\n{name} is here.',) * 3) for name in ("Lyon", "France"))
-    trace = write_trace(Script("Question: Q?\n", "currency", steps, "Euro", "Yen"), behaviour)
-    assert trace.startswith("Question: Q?\n<think> ")
-    assert trace.endswith(f"<answer> {answer} </answer>")
-    assert re.findall(r"<search> (.*?) </search>\n\n<information>", trace) == ["Lyon", "France"][:searches]
-    assert [trace[low:high] for low, high in observation_spans(trace)] == [
-        observation(step.contents) for step in steps[:searches]
-    ]

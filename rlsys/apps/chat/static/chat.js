@@ -79,9 +79,10 @@ class Answer {
     this.end(result);
   }
 
-  failed({ reason }) {
-    this.block("p", "result wrong", reason);
-    this.end(reason);
+  failed({ reason, code }) {
+    const said = code ? `${reason} [${code}]` : reason;
+    this.block("p", "result wrong", said);
+    this.end(said);
   }
 
   end(result) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import random
+import re
 import subprocess
 import sys
 import tarfile
@@ -15,7 +16,9 @@ import pytest
 
 from examples.searchr1.unpack import unpack
 from rlsys.errors import RunError
+from tests.support.paths import PROJECT
 
+NAME = "wiki 18.jsonl.gz"
 CONTENT = b'{"id": 1}\n' + random.Random(0).randbytes(100_000) * 3
 
 
@@ -33,7 +36,7 @@ def tar_of(*contents: bytes) -> bytes:
 
 
 def write(folder: Path, content: bytes) -> Path:
-    path = folder / "wiki 18.jsonl.gz"
+    path = folder / NAME
     path.write_bytes(content)
     return path
 
@@ -49,23 +52,21 @@ def test_one_file_comes_out(tmp_path: Path, plain: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damaged", "message"),
+    "damaged",
     [
-        (gzip.compress(CONTENT, mtime=0)[:-50], "is damaged"),
-        (gzip.compress(CONTENT, mtime=0)[:-8] + b"\0" * 8, "is damaged"),
-        (gzip.compress(tar_of(CONTENT), mtime=0)[:-8] + b"\0" * 8, "is damaged"),
-        (gzip.compress(tar_of(CONTENT)[:200_000], mtime=0), "is damaged"),
-        (b"no gzip", "is damaged"),
-        (gzip.compress(tar_of(b"a", b"b"), mtime=0), "holds more than one file"),
-        (gzip.compress(tar_of(), mtime=0), "holds no file"),
-        (gzip.compress(tar_of(b""), mtime=0), "holds nothing"),
-        (gzip.compress(b"", mtime=0), "holds nothing"),
-        (b"", "holds nothing"),
+        gzip.compress(CONTENT, mtime=0)[:-50],
+        gzip.compress(tar_of(CONTENT), mtime=0)[:-8] + b"\0" * 8,
+        gzip.compress(tar_of(CONTENT)[:200_000], mtime=0),
+        b"no gzip",
+        gzip.compress(tar_of(b"a", b"b"), mtime=0),
+        gzip.compress(tar_of(), mtime=0),
+        gzip.compress(tar_of(b""), mtime=0),
+        b"",
     ],
 )
-def test_a_damaged_archive_leaves_nothing(tmp_path: Path, damaged: bytes, message: str) -> None:
+def test_a_damaged_archive_leaves_nothing(tmp_path: Path, damaged: bytes) -> None:
     archive = write(tmp_path, damaged)
-    with pytest.raises(RunError, match=message):
+    with pytest.raises(RunError, match=re.escape(str(archive))):
         unpack(archive, tmp_path / "out", list[int]().append)
     assert [path.name for path in tmp_path.iterdir()] == [archive.name]
 
@@ -78,10 +79,11 @@ from rlsys.errors import RunError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 27, 1 << 27))
 resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
-try:
-    unpack(Path(sys.argv[1]), Path(sys.argv[2]), lambda count: None)
-except RunError as refused:
-    print(refused)
+for folder in map(Path, sys.argv[1:]):
+    try:
+        unpack(folder / "wiki 18.jsonl.gz", folder / "out", lambda count: None)
+    except RunError as refused:
+        print(str(refused).replace("\\n", " "))
 """
 """May write 128 MiB and take 512 MiB of memory."""
 
@@ -110,38 +112,31 @@ def with_zeros(head: bytes, mebibytes: int) -> bytes:
     return packed.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("attack", "message"),
-    [
-        (lambda: old_sparse(1 << 40), "sparse"),
-        (
-            lambda: gzip.compress(
-                header(tarfile.REGTYPE, 0, **{"GNU.sparse.map": "0,0", "GNU.sparse.size": str(1 << 40)}) + bytes(1024)
-            ),
-            "sparse",
-        ),
-        (lambda: with_zeros(header(tarfile.XHDTYPE, 1 << 29), 512), "far more"),
-        (lambda: with_zeros(header(tarfile.GNUTYPE_LONGNAME, 1 << 29), 512), "far more"),
-        (lambda: gzip.compress(header(tarfile.XHDTYPE, 0) * 4096), "far more|damaged"),
-        (lambda: gzip.compress(header(tarfile.DIRTYPE, 0) * (1 << 15)), "far more"),
-        (lambda: with_zeros(b"", 160), "far more"),
-        (lambda: with_zeros(header(tarfile.REGTYPE, 160 << 20), 160), "far more"),
-    ],
-)
-def test_an_archive_that_would_fill_the_disk_or_the_memory_is_refused(
-    tmp_path: Path, attack: Callable[[], bytes], message: str
-) -> None:
-    archive = write(tmp_path, attack())
-    child = subprocess.run(
-        [sys.executable, "-c", ATTACK, archive, tmp_path / "out"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+ATTACKS: dict[str, Callable[[], bytes]] = {
+    "sparse": lambda: old_sparse(1 << 40),
+    "sparse, as pax": lambda: gzip.compress(
+        header(tarfile.REGTYPE, 0, **{"GNU.sparse.map": "0,0", "GNU.sparse.size": str(1 << 40)}) + bytes(1024)
+    ),
+    "long header": lambda: with_zeros(header(tarfile.GNUTYPE_LONGNAME, 1 << 29), 512),
+    "many headers": lambda: gzip.compress(header(tarfile.XHDTYPE, 0) * 4096),
+    "many folders": lambda: gzip.compress(header(tarfile.DIRTYPE, 0) * (1 << 15)),
+    "zeros": lambda: with_zeros(b"", 160),
+    "a file of zeros": lambda: with_zeros(header(tarfile.REGTYPE, 160 << 20), 160),
+}
+
+
+def test_an_archive_that_would_fill_the_disk_or_the_memory_is_refused(tmp_path: Path) -> None:
+    folders = []
+    for name, attack in ATTACKS.items():
+        folders.append(tmp_path / name)
+        folders[-1].mkdir()
+        write(folders[-1], attack())
+    command = [sys.executable, "-c", ATTACK, *map(str, folders)]
+    child = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
-    assert any(part in child.stdout for part in message.split("|"))
-    assert [path.name for path in tmp_path.iterdir()] == [archive.name]
+    refused = child.stdout.splitlines()
+    assert [str(folder) in line for folder, line in zip(folders, refused, strict=True)] == [True] * len(ATTACKS)
+    assert all([path.name for path in folder.iterdir()] == [NAME] for folder in folders)
 
 
 def test_a_file_that_grows_a_little_is_no_attack(tmp_path: Path) -> None:
@@ -151,5 +146,5 @@ def test_a_file_that_grows_a_little_is_no_attack(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="could not be unpacked"):
+    with pytest.raises(RunError, match="none"):
         unpack(write(tmp_path, gzip.compress(CONTENT, mtime=0)), tmp_path / "none" / "out", list[int]().append)
