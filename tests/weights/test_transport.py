@@ -200,11 +200,11 @@ def test_members_that_do_not_come_are_named_by_those_that_wait(tmp_path: Path) -
         broadcast = spec(SyncMode.broadcast, 3, tmp_path, timeout_s=3.0)
         sinks[0].ask("open_transport", replace(broadcast, rank=2, timeout_s=60.0))
         source.ask("open_transport", broadcast)
-        with pytest.raises(RunError, match="rollout rank 0 and .*rollout rank 2") as told:
+        with pytest.raises(RunError, match=r"rollout rank 0 and .*rollout rank 2") as told:
             source.answer()
         assert "actor rank 0" not in str(told.value)
         source.kill()
-        with pytest.raises(RunError, match="rollout rank [01]"):
+        with pytest.raises(RunError, match=r"rollout rank [01]"):
             sinks[0].answer()
 
 
@@ -213,14 +213,14 @@ def test_a_receiver_that_hangs_is_named_by_the_sender(tmp_path: Path) -> None:
         connect(spec(SyncMode.broadcast, 2, tmp_path), source, sinks)
         source.call("lose_patience", 0.5)
         sinks[0].call("load_bucket", first_handle(source))
-        with pytest.raises(RunError, match="bucket 1 .* by rollout rank 1:"):
+        with pytest.raises(RunError, match=r"bucket 1 .* by rollout rank 1:"):
             source.call("next_handle", 0)
 
 
 def test_a_file_that_does_not_come_is_waited_for_and_then_named(tmp_path: Path) -> None:
     receiver = open_receiver(replace(spec(SyncMode.disk, 1, tmp_path, timeout_s=0.2), rank=1))
     missing = BucketHandle(1, (), 10, str(tmp_path / "bucket-000001"))
-    with pytest.raises(RunError, match="rollout rank 0 .*bucket-000001: actor rank 0"):
+    with pytest.raises(RunError, match=r"rollout rank 0 .*bucket-000001: actor rank 0"):
         receiver.receive(missing)
     (tmp_path / "bucket-000001").write_bytes(b"1234567")
     with pytest.raises(RunError, match="bucket-000001 3 bytes short"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -12,12 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlsys.config.schema import ParallelConfig
+from rlsys.config.schema import Device, Dtype, EngineConfig, ParallelConfig
+from rlsys.rollout.agent.episode import TurnSampling
 from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
 from rlsys.weights.hf_io import INDEX
 from tests.support import tiny
 from tests.support.paths import PROJECT
-from tests.weights.convert.models import configs, logits_by_transformers, make_model
+from tests.weights.convert.models import assert_same_logits, configs, logits_by_transformers, make_model
 
 PROMPTS = [[5, 99, 7, 42], [17], [3, 1, 4, 1, 5, 9, 2, 6]]
 NEW_TOKENS = 24
@@ -35,33 +37,27 @@ def converted(folder: Path, family: str, dtype: torch.dtype, critic: bool = Fals
     return model, back
 
 
-@pytest.mark.parametrize("critic", [False, True], ids=["policy", "critic"])
-@pytest.mark.parametrize("family", configs())
+@pytest.mark.parametrize(("family", "critic"), [("qwen3-moe", False), ("llama-tied", True)])
 def test_transformers_computes_the_same(family: str, critic: bool, tmp_path: Path) -> None:
     model, back = converted(tmp_path, family, torch.bfloat16, critic)
     expected, found = (logits_by_transformers(folder, TOKENS, critic) for folder in (model, back))
-    assert torch.equal(found, expected)
-    assert expected.std() > 0.1
+    assert_same_logits(found, expected)
     text = "Question: What is the capital of France?"
     assert AutoTokenizer.from_pretrained(back)(text) == AutoTokenizer.from_pretrained(model)(text)
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=() if name == "qwen2" else (pytest.mark.slow,)) for name in configs()],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", configs())
 def test_sglang_says_what_transformers_says(family: str, tmp_path: Path) -> None:
     """Greedily: the engine of the converted folder, transformers of the original."""
     model, back = converted(tmp_path, family, torch.float32)
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.weights.convert.greedy", str(back), str(NEW_TOKENS)],
-        input=json.dumps(PROMPTS),
+        [sys.executable, "-m", "tests.weights.convert.test_loads_elsewhere", str(back)],
         cwd=PROJECT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -76,3 +72,22 @@ def by_transformers(folder: Path) -> list[list[int]]:
     end = AutoTokenizer.from_pretrained(folder).eos_token_id
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": end, "pad_token_id": end}
     return [model.generate(torch.tensor([ids]), **options)[0].tolist()[len(ids) :] for ids in PROMPTS]
+
+
+async def by_sglang(folder: str) -> list[list[int]]:
+    """The same of an engine on the CPU in float32, which wants a process of its own."""
+    from rlsys.rollout.engine import Engine
+
+    config = EngineConfig(dtype=Dtype.float32, memory_fraction=0.05, kv_cache_tokens=1024, max_running=4)
+    engine = Engine(folder, config, Device.cpu, seed=0)
+    await engine.start()
+    try:
+        sampling = TurnSampling(temperature=0.0, max_new_tokens=NEW_TOKENS)
+        said = [await engine.generate(prompt, sampling, "greedy") for prompt in PROMPTS]
+    finally:
+        await engine.stop()
+    return [generation.token_ids for generation in said]
+
+
+if __name__ == "__main__":  # SGLang spawns processes, which import this again.
+    print(json.dumps(asyncio.run(by_sglang(sys.argv[1]))))
