@@ -21,7 +21,7 @@ from hypothesis.strategies import SearchStrategy
 from numpy.typing import NDArray
 
 from rlsys.algorithms.advantages import Units
-from rlsys.data.question import Question, SourceState
+from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Group, Sample, TopkLogprobs, Trajectory, Turn
 from rlsys.errors import RunError, UserError
 from rlsys.orchestrator.pipeline.rollout_pipeline import PipelineState
@@ -29,6 +29,7 @@ from rlsys.orchestrator.pipeline.scheduler import PromptGroupState, Reason, Sche
 from rlsys.rollout.agent.tokens import PartialEpisode
 from rlsys.weights.checkpoint.state_file import load_values, save_values
 from tests.orchestrator.pipeline.build import same
+from tests.support.refusals import refused
 
 
 def array(dtype: Any, dimensions: int = 1) -> SearchStrategy[np.ndarray]:
@@ -116,17 +117,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(state=STATES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30)
 def test_any_state_of_the_pipeline_comes_back_bit_for_bit(file: Path, state: PipelineState) -> None:
     save_values(file, state)
     assert same(load_values(file, PipelineState), state)
-
-
-@given(state=st.builds(SourceState, COUNTS, st.lists(QUESTIONS, max_size=3).map(tuple)))
-@settings(deadline=None)
-def test_questions_come_back_whole(file: Path, state: SourceState) -> None:
-    save_values(file, state)
-    assert same(load_values(file, SourceState), state)
 
 
 class Colour(StrEnum):
@@ -203,8 +197,6 @@ def test_arrays_of_any_shape_and_layout_own_what_they_come_back_with(tmp_path: P
     "wrong",
     [
         Tree(count=1.5),  # type: ignore[arg-type]
-        Tree(flag=None),  # type: ignore[arg-type]
-        Tree(name=None),  # type: ignore[arg-type]
         Tree(colour="r"),  # type: ignore[arg-type]
         Tree(maybe="r"),  # type: ignore[arg-type]
         Tree(free={"a": object()}),
@@ -221,17 +213,17 @@ def test_no_byte_may_be_lost_or_changed_unseen(tmp_path: Path) -> None:
     path = tmp_path / "tree.npz"
     save_values(path, FULL)
     whole = path.read_bytes()
-    damaged = [whole[:length] for length in range(0, len(whole), 7)]
-    damaged += [whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :] for at in range(len(whole))]
-    refusals = []
+    damaged = [whole[:length] for length in range(0, len(whole), 53)]
+    damaged += [whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :] for at in range(0, len(whole), 3)]
+    refusals: list[UserError] = []
     for content in damaged:
         path.write_bytes(content)
         try:
             assert same(load_values(path, Tree), FULL), "a byte that means nothing, such as of a time"
         except UserError as error:
-            refusals.append(str(error))
+            refusals.append(error)
     assert len(refusals) > len(damaged) / 2
-    assert all(refusal.startswith(str(path)) for refusal in refusals)
+    assert {error.key for error in refusals} == {str(path)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +235,7 @@ class Newer:
 @pytest.mark.parametrize(("saved", "asked"), [(leaf(1), Newer), (Newer(leaf(1).numbers, 2), Leaf), (leaf(1), Tree)])
 def test_a_file_of_another_type_is_refused(tmp_path: Path, saved: Any, asked: type) -> None:
     save_values(tmp_path / "it.npz", saved)
-    with pytest.raises(UserError, match=rf"it\.npz does not hold a {asked.__name__} as this version"):
+    with refused("mismatch", tmp_path / "it.npz"):
         load_values(tmp_path / "it.npz", asked)
 
 
@@ -251,12 +243,12 @@ def test_a_file_that_would_run_something_is_refused(tmp_path: Path) -> None:
     """An array of objects is unpickled by whoever allows it."""
     with zipfile.ZipFile(tmp_path / "it.npz", "w") as archive, archive.open("tree.npy", "w") as member:
         np.lib.format.write_array(member, np.array([print], object), allow_pickle=True)
-    with pytest.raises(UserError, match=r"it\.npz is damaged"):
+    with refused("malformed", tmp_path / "it.npz"):
         load_values(tmp_path / "it.npz", Tree)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none\.npz does not exist"):
+    with refused("not_found", tmp_path / "none.npz"):
         load_values(tmp_path / "none.npz", Tree)
 
 
@@ -268,7 +260,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunError, match=r"tree\.npz could not be written: No space left"):
+    with pytest.raises(RunError, match=str(path)):
         save_values(path, Tree())
     assert [one.name for one in tmp_path.iterdir()] == ["tree.npz"]
     assert same(load_values(path, Tree), FULL)
