@@ -1,4 +1,4 @@
-"""Checkpoints of one file a rank, as an independent writer that follows Megatron-LM's layout makes them."""
+"""Checkpoints of one file a rank, as a writer makes them that follows Megatron-LM's layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import pytest
 import torch
 from megatron.core.enums import ModelType
 from torch import Tensor
-from transformers import AutoConfig
 
 from rlsys.errors import Code
 from rlsys.weights.checkpoint.megatron_reader import open_checkpoint
@@ -27,6 +26,7 @@ from rlsys.weights.weight_map import WeightMap, read_architecture
 from tests.support.refusals import refused
 from tests.trainer import reference
 from tests.weights.checkpoint.checkpoints import Evil, assert_holds
+from tests.weights.megatron_shards import expected_shard
 
 Stages = Sequence[Sequence[int]]
 """Layers of each chunk of each pipeline rank."""
@@ -51,77 +51,44 @@ class Written:
         return f"tp{self.tp}-pp{len(self.stages)}-vpp{len(self.stages[0])}-ep{self.ep}-{self.te}"
 
 
+EXTRA = io.BytesIO(b"state")
+OF_ENGINE = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""Transformer Engine's names of norms, which it fuses into the linear layer behind them."""
+
+
 class Writer:
-    """Cuts Hugging Face tensors the way Megatron-LM's ranks hold them; knows nothing of rlsys."""
+    """Names and cuts a model's tensors the way Megatron-LM's ranks hold them."""
 
     def __init__(self, hf: Path, layout: Written) -> None:
-        self.hf, self.layout = HfReader(hf), layout
-        config = AutoConfig.from_pretrained(hf)
-        self.config, self.groups = config, config.num_key_value_heads
-        self.experts = getattr(config, "num_experts", 0) or 0
-
-    def get(self, name: str) -> Tensor:
-        return self.hf.get(name)
+        self.layout, self.arch, reader = layout, read_architecture(hf), HfReader(hf)
+        self.hf = {name: reader.get(name) for name in reader.names()}
 
     def vocabulary(self, name: str, tp: int) -> Tensor:
-        matrix = self.get(name)
-        rows = 128 * self.layout.tp
-        padded = torch.cat([matrix, torch.full((rows - len(matrix), matrix.shape[1]), 9.0)])
-        return padded[tp * 128 : (tp + 1) * 128]
-
-    def qkv(self, layer: str, kind: str) -> Tensor:
-        parts = [self.get(f"{layer}.self_attn.{part}_proj.{kind}") for part in "qkv"]
-        rows = []
-        for group in range(self.groups):
-            for part in parts:
-                size = len(part) // self.groups
-                rows.append(part[group * size : (group + 1) * size])
-        return torch.cat(rows)
-
-    def rows(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        step = len(whole) // size
-        return whole[rank * step : (rank + 1) * step].clone()
-
-    def columns(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        return self.rows(whole.t(), rank, size).t().contiguous()
-
-    def mlp(self, layer: str, rank: int, size: int) -> tuple[Tensor, Tensor]:
-        gate, up, down = (self.get(f"{layer}.{part}_proj.weight") for part in ("gate", "up", "down"))
-        fc1 = torch.cat([self.rows(gate, rank, size), self.rows(up, rank, size)])
-        return fc1, self.columns(down, rank, size)
+        padding = torch.full((128 * self.layout.tp - self.arch.vocab, self.arch.hidden), 9.0)
+        return torch.cat([self.hf[name], padding])[tp * 128 : (tp + 1) * 128].clone()
 
     def layer(self, number: int, local: int, tp: int, ep: int, etp: int) -> dict[str, Any]:
-        source, to, te = f"model.layers.{number}", f"decoder.layers.{local}", self.layout.te
-        size = self.layout.tp
-        first, second = "input_layernorm.weight", "pre_mlp_layernorm.weight"
-        if te:
-            first = "self_attention.linear_qkv.layer_norm_weight"
-            second = second if self.experts else "mlp.linear_fc1.layer_norm_weight"
-        state: dict[str, Any] = {
-            first: self.get(f"{source}.input_layernorm.weight"),
-            second: self.get(f"{source}.post_attention_layernorm.weight"),
-            "self_attention.linear_qkv.weight": self.rows(self.qkv(source, "weight"), tp, size),
-            "self_attention.linear_proj.weight": self.columns(self.get(f"{source}.self_attn.o_proj.weight"), tp, size),
-            "self_attention.linear_proj._extra_state": io.BytesIO(b"state") if te else None,
-        }
-        names = self.hf.names()
-        if f"{source}.self_attn.q_proj.bias" in names:
-            state["self_attention.linear_qkv.bias"] = self.rows(self.qkv(source, "bias"), tp, size)
-        if f"{source}.self_attn.q_norm.weight" in names:
-            for part in "qk":
-                state[f"self_attention.{part}_layernorm.weight"] = self.get(f"{source}.self_attn.{part}_norm.weight")
-        if not self.experts:
-            state["mlp.linear_fc1.weight"], state["mlp.linear_fc2.weight"] = self.mlp(f"{source}.mlp", tp, size)
-            return {f"{to}.{name}": value for name, value in state.items()}
-        state["mlp.router.weight"] = self.get(f"{source}.mlp.gate.weight")
-        count = self.experts // self.layout.ep
-        for index in range(count):
-            number = ep * count + index
-            fc1, fc2 = self.mlp(f"{source}.mlp.experts.{number}", etp, self.layout.etp or size)
-            for name, tensor in (("linear_fc1", fc1), ("linear_fc2", fc2)):
-                local_name = f"local_experts.{index}.{name}.weight"
-                state[f"mlp.experts.{f'{name}.weight{index}' if te else local_name}"] = tensor
-        return {f"{to}.{name}": value for name, value in state.items()}
+        source, arch, te = f"decoder.layers.{number}.", self.arch, self.layout.te
+        names = ["input_layernorm", "pre_mlp_layernorm", "self_attention.linear_qkv", "self_attention.linear_proj"]
+        names += ["self_attention.q_layernorm", "self_attention.k_layernorm"] if arch.qk_norm else []
+        names += ["mlp.router"] if arch.experts else ["mlp.linear_fc1", "mlp.linear_fc2"]
+        names = [f"{name}.weight" for name in names] + ["self_attention.linear_qkv.bias"] * arch.qkv_bias
+        state: dict[str, Any] = {}
+        for name in names:
+            fused = te and not (arch.experts and name.startswith("pre_mlp"))
+            held = OF_ENGINE.get(name, name) if fused else name
+            state[held] = expected_shard(arch, source + name, self.hf, tp, self.layout.tp).clone()
+        state["self_attention.linear_proj._extra_state"] = EXTRA if te else None
+        count = arch.experts // self.layout.ep
+        for index, part in product(range(count), ("linear_fc1", "linear_fc2")):
+            name = f"mlp.experts.local_experts.{ep * count + index}.{part}.weight"
+            shard = expected_shard(arch, source + name, self.hf, etp, self.layout.etp or self.layout.tp)
+            grouped, single = f"{part}.weight{index}", f"local_experts.{index}.{part}.weight"
+            state[f"mlp.experts.{grouped if te else single}"] = shard.clone()
+        return {f"decoder.layers.{local}.{name}": value for name, value in state.items()}
 
     def chunk(self, layers: range, first: bool, last: bool, tp: int, ep: int, etp: int) -> dict[str, Any]:
         state: dict[str, Any] = {}
@@ -130,10 +97,9 @@ class Writer:
         for local, number in enumerate(layers):
             state |= self.layer(number, local, tp, ep, etp)
         if last:
-            state["decoder.final_layernorm.weight"] = self.get("model.norm.weight")
-            tied = self.config.tie_word_embeddings
-            if not (tied and first):
-                output = "model.embed_tokens.weight" if tied else "lm_head.weight"
+            state["decoder.final_layernorm.weight"] = self.hf["model.norm.weight"].clone()
+            if not (self.arch.tied and first):
+                output = "model.embed_tokens.weight" if self.arch.tied else "lm_head.weight"
                 state["output_layer.weight"] = self.vocabulary(output, tp)
         return {self.layout.prefix + name: value for name, value in state.items()}
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from rlsys.apps.convert.verify import verify
@@ -77,7 +76,8 @@ def test_where_weights_lie_in_a_file_changes_nothing(by: int, tmp_path: Path) ->
     assert (backs[0] / SINGLE).read_bytes() == (backs[1] / SINGLE).read_bytes()
 
 
-def test_a_critic_made_of_a_policy_has_a_head_of_zeros(tmp_path: Path) -> None:
+def test_a_head_that_is_not_there_is_of_zeros(tmp_path: Path) -> None:
+    """A policy has none, and a sequence classification's has no bias."""
     model = make_model(tmp_path / "model", "qwen2")
     back = there_and_back(model, values=True)
     assert json_of(back / "config.json")["architectures"] == ["Qwen2ForTokenClassification"]
@@ -88,14 +88,11 @@ def test_a_critic_made_of_a_policy_has_a_head_of_zeros(tmp_path: Path) -> None:
     assert not after["score.bias"].any()
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items() if name in before)
 
-
-def test_a_score_without_a_bias_is_a_critic_with_one_of_zero(tmp_path: Path) -> None:
-    """A sequence classification has such a head."""
-    model = make_model(tmp_path / "model", "qwen2", critic=True)
-    head = tensors_of(model)["score.weight"].clone()
-    back = there_and_back(rewritten(model, score__bias=None), values=True)
-    assert torch.equal(tensors_of(back)["score.bias"], torch.zeros(1).bfloat16())
-    assert torch.equal(tensors_of(back)["score.weight"], head)
+    critic = make_model(tmp_path / "critic", "qwen2", critic=True)
+    head = tensors_of(critic)["score.weight"].clone()
+    after = tensors_of(there_and_back(rewritten(critic, score__bias=None), values=True))
+    assert torch.equal(after["score.bias"], torch.zeros(1).bfloat16())
+    assert torch.equal(after["score.weight"], head)
 
 
 @pytest.mark.parametrize("direction", ["there", "back"])
@@ -187,13 +184,6 @@ def test_one_process_and_two_write_the_same_bytes(way: str, tmp_path: Path) -> N
     assert all(files[0][name].read_bytes() == path.read_bytes() for name, path in files[1].items())
 
 
-def test_a_missing_tokenizer_is_said(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", tokenizer=False)
-    assert len(hf_to_megatron(model, tmp_path / "mg").notes) == 1
-    assert len(megatron_to_hf(tmp_path / "mg", tmp_path / "back").notes) == 1
-    assert not hf_to_megatron(make_model(tmp_path / "other"), tmp_path / "mg2").notes
-
-
 CONFIG = "model/config.json"
 
 
@@ -262,21 +252,6 @@ def test_a_vocabulary_is_not_cut_off_because_a_config_says_so(tmp_path: Path) ->
     hf_to_megatron(large, tmp_path / "mg", processes=1)
     with refused("mismatch", tmp_path / "mg"):
         megatron_to_hf(tmp_path / "mg", tmp_path / "out", make_model(tmp_path / "small", "qwen2"))
-
-
-def test_experts_in_one_tensor_become_those_of_each(tmp_path: Path) -> None:
-    """transformers 5 may write them so."""
-    model = make_model(tmp_path / "model", "qwen3-moe")
-    stacked = make_model(tmp_path / "stacked", "qwen3-moe")
-    tensors = tensors_of(model)
-    made = {name: tensor.clone() for name, tensor in tensors.items() if ".experts." not in name}
-    for layer in range(3):
-        prefix = f"model.layers.{layer}.mlp.experts"
-        each = [[tensors[f"{prefix}.{e}.{part}_proj.weight"] for e in range(4)] for part in ("gate", "up", "down")]
-        made[f"{prefix}.gate_up_proj"] = torch.cat([torch.stack(each[0]), torch.stack(each[1])], dim=1)
-        made[f"{prefix}.down_proj"] = torch.stack(each[2])
-    save_file(made, stacked / SINGLE, metadata={"format": "pt"})
-    assert_same_tensors(model, there_and_back(stacked))
 
 
 def test_rotary_scaling_that_is_not_computed_here_is_no_matter_of_the_weights(tmp_path: Path) -> None:
