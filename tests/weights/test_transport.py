@@ -241,21 +241,6 @@ def test_a_receiver_reads_where_the_sender_wrote(mode: SyncMode, tmp_path: Path)
         assert not arrived.in_host.flags.writeable
 
 
-def test_devices_are_waited_for_before_others_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    share = transport._shared_once
-    monkeypatch.setattr(transport, "await_device", lambda device: events.append(f"wait {device}"))
-    monkeypatch.setattr(transport, "_shared_once", lambda tensor: events.append("share") or share(tensor))
-    both = spec(SyncMode.ipc, 1, tmp_path)
-    sender, receiver = IpcSender(both, CPU), IpcReceiver(replace(both, rank=1), CPU)
-    handle = sender.send(pack_into(sender.room(), some_tensors(1)[0]))
-    assert events == ["wait cpu", "share"]
-    receiver.receive(handle)
-    receiver.release()
-    assert events == ["wait cpu", "share", "wait cpu"]
-    assert receiver._memory is None, "torch frees the memory only when it is let go"
-
-
 def test_memory_of_a_device_is_held_only_while_something_is_under_way(tmp_path: Path) -> None:
     sender = IpcSender(spec(SyncMode.ipc, 1, tmp_path), CPU)
     slots = []

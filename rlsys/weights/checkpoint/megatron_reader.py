@@ -15,6 +15,7 @@ import pickle
 import pickletools
 import re
 from abc import ABC, abstractmethod
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -758,7 +759,8 @@ def _read_file(file: Path) -> _RankFile:
         models.append({re.sub(r"^(?:module\.)+", "", name): locate(tensor) for name, tensor in weights.items()})
     step, settings = loaded.get("iteration"), loaded.get("args")
     # Ranks that there should be, where Megatron's settings lie beside the weights.
-    said = vars(settings) if isinstance(settings, Inert) else {}
+    # Where Megatron is loaded, torch knows their class and makes one.
+    said = vars(settings) if isinstance(settings, Inert | Namespace) else {}
     sizes = {short: said[name] for short, name in _SIZES.items() if isinstance(said.get(name), int)}
     return _RankFile(tuple(models), sizes, step if isinstance(step, int) and 0 <= step < _SHOWN else None)
 

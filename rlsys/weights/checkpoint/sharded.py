@@ -281,7 +281,7 @@ def load(folder: str | Path, sharded_state: dict[str, Any]) -> dict[str, Any]:
         if isinstance(inner, CheckpointingException | KeyError):
             raise _of_another_model(folder, reason) from error
         raise UserError(
-            f"{folder} could not be loaded ({reason}): take an earlier checkpoint.", code="malformed", key=str(folder)
+            f"{folder} could not be loaded: take an earlier checkpoint ({reason}).", code="malformed", key=str(folder)
         ) from error
     for names, what in ((lacking, "lacks"), (set(filter(is_weight, unused)), "has, and the model lacks,")):
         if names:
@@ -292,7 +292,7 @@ def load(folder: str | Path, sharded_state: dict[str, Any]) -> dict[str, Any]:
 
 def _of_another_model(folder: Path, reason: str) -> UserError:
     return UserError(
-        f"{folder} holds a checkpoint of another model ({reason}); give one of this model.",
+        f"{folder} holds a checkpoint of another model; give one of this model ({reason}).",
         code="mismatch",
         key=str(folder),
     )
@@ -418,7 +418,7 @@ def restore_generators(folder: Path, layout: Mapping[str, int] | None) -> bool:
         ) from error
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise UserError(
-            f"{path} is damaged ({error}): take an earlier checkpoint.", code="malformed", key=str(path)
+            f"{path} is damaged: take an earlier checkpoint ({error}).", code="malformed", key=str(path)
         ) from error
     random.setstate(python_state)
     np.random.set_state(numpy_state)

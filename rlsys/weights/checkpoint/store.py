@@ -224,5 +224,5 @@ def read_about(folder: str | Path) -> About:
 
 def _damaged(file: Path, reason: object) -> UserError:
     return UserError(
-        f"{file} is damaged ({reason}): take an earlier checkpoint, or copy it again.", code="malformed", key=str(file)
+        f"{file} is damaged: take an earlier checkpoint, or copy it again ({reason}).", code="malformed", key=str(file)
     )

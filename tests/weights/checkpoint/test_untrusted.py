@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from rlsys.config.schema import ParallelConfig
 from rlsys.errors import Code
@@ -128,12 +128,9 @@ def _outside(folder: Path) -> None:
     change_metadata(folder, leave)
 
 
-STACKED = "decoder.layers.mlp.linear_fc2.weight"
-
-
 def _stack_endlessly(folder: Path) -> None:
     def stack(metadata: Metadata) -> None:
-        stacked: Any = metadata.state_dict_metadata[STACKED]
+        stacked: Any = metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"]
         stacked.size = torch.Size([10**12, *stacked.size[1:]])
         for chunk in stacked.chunks:
             chunk.sizes = torch.Size([10**12, *chunk.sizes[1:]])
@@ -141,27 +138,9 @@ def _stack_endlessly(folder: Path) -> None:
     change_metadata(folder, stack)
 
 
-def _stack_often(folder: Path) -> None:
-    """No chunk has too many, but all together; negative numbers must not count for less than nothing."""
-
-    def stack(metadata: Metadata) -> None:
-        stacked: Any = metadata.state_dict_metadata[STACKED]
-        (first, *_), properties = stacked.chunks, stacked.properties
-        place = metadata.storage_data[MetadataIndex(STACKED, first.offsets)]
-        chunks = []
-        for number, layers in enumerate([-(10**12)] + [1 << 16] * 64):
-            offsets = torch.Size([number * (1 << 16), 0, 0])
-            chunks.append(ChunkStorageMetadata(offsets, torch.Size([layers, *first.sizes[1:]])))
-            metadata.storage_data[MetadataIndex(STACKED, offsets)] = place
-        size = torch.Size([1 << 22, *stacked.size[1:]])
-        metadata.state_dict_metadata[STACKED] = TensorStorageMetadata(properties, size, chunks)
-
-    change_metadata(folder, stack)
-
-
-def _number_endlessly(numbering: bytes) -> Harm:
-    """An empty list that is said to be one of billions of objects: the unpickler would make room for all."""
-    return lambda folder: (folder / ".metadata").write_bytes(b"\x80\x02]" + numbering + b".")
+def _number_endlessly(folder: Path) -> None:
+    """An empty list that is said to be the last of billions of objects: the unpickler would make room for all."""
+    (folder / ".metadata").write_bytes(b"\x80\x02]r\xff\xff\xff\x7f.")
 
 
 def _halved(name: str) -> Harm:
@@ -181,16 +160,14 @@ def _holding(name: str, content: str) -> Harm:
         (_halved(".metadata"), "malformed", ".metadata"),
         (lambda folder: (folder / ".metadata").unlink(), "not_found", ".metadata"),
         (_stack_endlessly, "malformed", ".metadata"),
-        (_stack_often, "malformed", ".metadata"),
-        (_number_endlessly(b"r\xff\xff\xff\x7f"), "malformed", ".metadata"),
-        (_number_endlessly(b"p99999999999\n"), "malformed", ".metadata"),
+        (_number_endlessly, "malformed", ".metadata"),
         (_outside, "unsafe", None),
         (lambda folder: (folder / "metadata.json").unlink(), "malformed", ""),
         (_holding("metadata.json", "[" * 200_000), "malformed", "metadata.json"),
         (_holding("metadata.json", '{"sharded_backend": "zarr"}'), "unsupported", ""),
         (_holding("complete.json", '{"step": "x"}'), "malformed", "complete.json"),
     ],
-    ids=range(14),
+    ids=range(12),
 )
 def test_a_checkpoint_that_is_not_whole_is_refused(
     folder: Path, hf: Path, harm: Harm, code: Code, key: str | None

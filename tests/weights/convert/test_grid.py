@@ -83,8 +83,8 @@ KINDS = {
     "experts-bfloat16": Kind("qwen3-moe", dtype=Dtype.bfloat16),
     "critic-bfloat16": Kind("qwen2", critic=True, dtype=Dtype.bfloat16),
 }
-NORMAL = ("qwen3-moe", Cut(tp=2, pp=2, ep=2))
-"""The point of the normal suite."""
+NORMAL = (("qwen3-moe", Cut(tp=2, pp=2, ep=2)), ("critic", Cut(tp=2, pp=2)))
+"""The points of the normal suite."""
 
 
 def points() -> Iterator[object]:
@@ -95,7 +95,7 @@ def points() -> Iterator[object]:
         cuts = [Cut(*sizes) for sizes in product((1, 2, 4), (1, 2, 3), spreads)]
         cuts = [cut for cut in cuts if cut.processes <= PROCESSES]
         for cut, other in zip(cuts, cuts[1:] + cuts[:1], strict=True):
-            marks = () if (name, cut) == NORMAL else pytest.mark.slow
+            marks = () if (name, cut) in NORMAL else pytest.mark.slow
             yield pytest.param(name, cut, other, id=f"{name}-{cut}", marks=marks)
 
 

@@ -130,7 +130,9 @@ def test_a_conversion_by_two_processes_that_is_killed_goes_on_with_what_is_missi
     until(lambda: not any(alive(worker) for worker in workers))
     letters.log.unlink()
     again = Letters(letters.log)
-    assert run(again, out, 1).kept == len(complete)
+    outcome = run(again, out, 1)
+    assert (outcome.files, outcome.kept, outcome.notes) == (COUNT, len(complete), ("A note.",))
+    assert outcome.nbytes == sum(1000 * (number + 1) for number in range(COUNT))
     assert again.begun() == ["2.bin"]
     run(Letters(tmp_path / "log2"), tmp_path / "whole", 1)
     assert contents(out) == contents(tmp_path / "whole"), "no trace of the kill"
@@ -142,20 +144,6 @@ def alive(pid: int) -> bool:
         return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-def test_files_do_not_depend_on_processes(tmp_path: Path) -> None:
-    made = []
-    for processes in (1, 2):
-        letters, out = Letters(tmp_path / f"log{processes}", crowd=processes), tmp_path / f"out{processes}"
-        outcome = run(letters, out, processes)
-        assert (outcome.files, outcome.kept, outcome.notes) == (COUNT, 0, ("A note.",))
-        assert outcome.nbytes == sum(1000 * (number + 1) for number in range(COUNT))
-        assert (os.getpid() in letters.writers()) == (processes == 1)
-        assert len(letters.writers()) == processes
-        made.append(contents(out))
-    assert made[0] == made[1]
-    assert {path.name for path in tmp_path.iterdir()} == {"log1", "log2", "out1", "out2"}
 
 
 @pytest.mark.parametrize(
