@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 from math import lcm, prod
 from pathlib import Path, PurePosixPath
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -759,8 +759,8 @@ def _read_file(file: Path) -> _RankFile:
         models.append({re.sub(r"^(?:module\.)+", "", name): locate(tensor) for name, tensor in weights.items()})
     step, settings = loaded.get("iteration"), loaded.get("args")
     # Ranks that there should be, where Megatron's settings lie beside the weights.
-    # Where Megatron is loaded, torch knows their class and makes one.
-    said = vars(settings) if isinstance(settings, Inert | Namespace) else {}
+    # Where Megatron is loaded, it has told torch of their classes, and they are not inert.
+    said = vars(settings) if isinstance(settings, Inert | Namespace | SimpleNamespace) else {}
     sizes = {short: said[name] for short, name in _SIZES.items() if isinstance(said.get(name), int)}
     return _RankFile(tuple(models), sizes, step if isinstance(step, int) and 0 <= step < _SHOWN else None)
 

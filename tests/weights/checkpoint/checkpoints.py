@@ -18,35 +18,30 @@ from rlsys.weights.checkpoint.torch_dist_writer import TorchDistWriter
 from rlsys.weights.hf_io import HfReader
 from rlsys.weights.weight_map import Entry, WeightMap, read_architecture
 
-ABOUT = About(step=5)
-
 
 def write(
     folder: Path,
     hf: Path,
     parallel: ParallelConfig | None = None,
     dtype: torch.dtype = torch.float32,
-    values: bool = False,
     file_bytes: int = 1 << 30,
     order: Callable[[list[Any]], list[Any]] = lambda jobs: jobs,
 ) -> TorchDistWriter:
-    """Write a model's weights as a distributed checkpoint; a critic's head is of ones and twos."""
-    reader, weights = HfReader(hf), WeightMap(read_architecture(hf), values=values)
+    """Write a model's weights as a distributed checkpoint."""
+    reader, weights = HfReader(hf), WeightMap(read_architecture(hf))
 
     def parts_of(entry: Entry) -> Sequence[Tensor]:
-        if entry.name.startswith("value_head"):
-            return [torch.ones(1, 64, dtype=dtype) if "weight" in entry.name else torch.full((1,), 2, dtype=dtype)]
         return [reader.get(name).to(dtype) for name in entry.hf]
 
     writer = TorchDistWriter(weights, lambda _: dtype, parallel or ParallelConfig(), file_bytes)
     receipts = [writer.write(folder, job, parts_of) for job in order(writer.files)]
-    writer.finish(folder, json.loads(json.dumps(receipts)), ABOUT)
+    writer.finish(folder, json.loads(json.dumps(receipts)), About(step=5))
     return writer
 
 
-def read(checkpoint: MegatronCheckpoint, hf: Path, values: bool = False) -> dict[str, Tensor]:
+def read(checkpoint: MegatronCheckpoint, hf: Path) -> dict[str, Tensor]:
     """All Hugging Face tensors of a checkpoint of that model."""
-    weights = WeightMap(read_architecture(hf), values=values)
+    weights = WeightMap(read_architecture(hf))
     checkpoint.check(weights)
     return {name: part for entry in weights.entries() for name, part in checkpoint.parts(entry, weights)}
 
