@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 
 from rlsys.errors import Interrupted, RunError, UserError
-from rlsys.weights.convert.conversion import Job, claim, run
+from rlsys.weights.convert.conversion import Job, _receipt_of, claim, run
 from tests.support.paths import PROJECT
 from tests.support.refusals import refused
 
@@ -154,6 +156,7 @@ def alive(pid: int) -> bool:
         (1, "interrupt", Interrupted),
         pytest.param(2, "user", UserError, marks=pytest.mark.slow),
         pytest.param(2, "disk", RunError, marks=pytest.mark.slow),
+        pytest.param(2, "death", RunError, marks=pytest.mark.slow),
     ],
 )
 def test_a_failure_keeps_what_is_complete(
@@ -168,9 +171,12 @@ def test_a_failure_keeps_what_is_complete(
     assert outcome.kept == COUNT - len(letters.begun()) > 0
 
 
-def test_a_process_that_dies_is_a_failure_of_the_run(letters: Letters, tmp_path: Path) -> None:
+@pytest.mark.parametrize("death", [BrokenProcessPool(), MemoryError()], ids=repr)
+def test_a_process_that_dies_is_a_failure_of_the_run(death: Exception) -> None:
+    receipt: Future[None] = Future()
+    receipt.set_exception(death)
     with pytest.raises(RunError, match="memory"):
-        run(Letters(letters.log, fail="3.bin:death"), tmp_path / "out", 2)
+        _receipt_of(receipt)
 
 
 def fail(letters: Letters, out: Path) -> None:
