@@ -40,6 +40,30 @@ def there_and_back(model: Path, parallel: ParallelConfig | None = None, **option
 
 
 @pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"intermediate_size": 128}, "model.layers.0.mlp.gate_proj.weight"),
+        ({"num_hidden_layers": 4, "layer_types": None}, "model.layers.3.input_layernorm.weight"),
+        ({"tie_word_embeddings": True}, "lm_head.weight"),
+    ],
+    ids=["shapes", "layers", "tied"],
+)
+def test_weights_that_are_not_the_configs_are_refused(changes: dict[str, object], key: str, tmp_path: Path) -> None:
+    """A trained output layer is not dropped because a config says that it is the embedding."""
+    model = make_model(tmp_path / "model")
+    hf_to_megatron(model, tmp_path / "mg")
+    reconfigured(model, **changes)
+    with refused("mismatch", key):
+        hf_to_megatron(model, tmp_path / "out")
+    with refused("mismatch", tmp_path / "mg"):
+        megatron_to_hf(tmp_path / "mg", tmp_path / "out", model)
+    for sides in ((tmp_path / "mg", model), (model, tmp_path / "mg")) if key == "lm_head.weight" else ():
+        with refused("mismatch"):
+            verify(*sides, hf=model, logits=False)
+    assert not list(tmp_path.glob("*out*")), "nothing was begun"
+
+
+@pytest.mark.parametrize(
     ("family", "parallel"),
     [
         ("llama", ParallelConfig(tp=4, pp=3)),
@@ -218,30 +242,6 @@ def test_a_broken_config_is_refused(broken: str | None, code: Code, key: str, tm
         with refused(code, key if key == "model_type" else tmp_path / key):
             call()
         assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"intermediate_size": 128}, "model.layers.0.mlp.gate_proj.weight"),
-        ({"num_hidden_layers": 4, "layer_types": None}, "model.layers.3.input_layernorm.weight"),
-        ({"tie_word_embeddings": True}, "lm_head.weight"),
-    ],
-    ids=["shapes", "layers", "tied"],
-)
-def test_weights_that_are_not_the_configs_are_refused(changes: dict[str, object], key: str, tmp_path: Path) -> None:
-    """A trained output layer is not dropped because a config says that it is the embedding."""
-    model = make_model(tmp_path / "model")
-    hf_to_megatron(model, tmp_path / "mg")
-    reconfigured(model, **changes)
-    with refused("mismatch", key):
-        hf_to_megatron(model, tmp_path / "out")
-    with refused("mismatch", tmp_path / "mg"):
-        megatron_to_hf(tmp_path / "mg", tmp_path / "out", model)
-    for sides in ((tmp_path / "mg", model), (model, tmp_path / "mg")) if key == "lm_head.weight" else ():
-        with refused("mismatch"):
-            verify(*sides, hf=model, logits=False)
-    assert not list(tmp_path.glob("*out*")), "nothing was begun"
 
 
 def test_an_embedding_may_be_repeated_but_not_in_another_shape_or_dtype(tmp_path: Path) -> None:
