@@ -195,25 +195,11 @@ def test_the_order_of_export_goes_layer_by_layer() -> None:
     assert [(entry.layer, entry.expert) for entry in entries[1:-2]] == [(n, e) for n in (0, 1) for e in layer]
 
 
-@pytest.mark.parametrize(
-    ("own", "engine", "hf", "expert"),
-    [
-        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", None),
-        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", None),
-        (
-            "mlp.experts.local_experts.13.linear_fc2.weight",
-            "mlp.experts.linear_fc2.weight13",
-            "mlp.experts.13.down_proj.weight",
-            13,
-        ),
-    ],
-)
-def test_transformer_engines_names_mean_the_same_tensors(own: str, engine: str, hf: str, expert: int | None) -> None:
-    weights = WeightMap(replace(MOE, experts=16))
-    entry = weights.entry(f"decoder.layers.3.{own}")
-    assert weights.entry(f"decoder.layers.3.{engine}") == entry
-    found = (entry.name, entry.layer, entry.expert, entry.hf)
-    assert found == (f"decoder.layers.3.{own}", 3, expert, (f"model.layers.3.{hf}",))
+def test_transformer_engines_name_of_an_expert_means_the_same_tensor() -> None:
+    """`tests/weights/checkpoint/test_legacy.py` has all of its names."""
+    entry = WeightMap(replace(MOE, experts=16)).entry("decoder.layers.3.mlp.experts.linear_fc2.weight13")
+    assert entry.name == "decoder.layers.3.mlp.experts.local_experts.13.linear_fc2.weight"
+    assert (entry.layer, entry.expert, entry.hf) == (3, 13, ("model.layers.3.mlp.experts.13.down_proj.weight",))
 
 
 @pytest.mark.parametrize(
