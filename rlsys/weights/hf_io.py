@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.errors import UserError
+from rlsys.errors import Code, UserError
 from rlsys.weights.transport import bytes_of, checksum, write_all
 from rlsys.weights.weight_map import WeightMap
 
@@ -90,7 +90,11 @@ class HfReader:
         index = folder / INDEX
         files = sorted(folder.glob("*.safetensors"))
         if not files and not index.is_file():
-            raise UserError(f"{folder} holds no safetensors; give a folder with a Hugging Face checkpoint.")
+            raise UserError(
+                f"{folder} holds no safetensors; give a folder with a Hugging Face checkpoint.",
+                code="empty" if folder.is_dir() else "not_found",
+                key=str(folder),
+            )
         every = (named for file in files for named in _read_header(file).items())
         self._stored = _once(_indexed(folder, index) if index.is_file() else every)
 
@@ -118,9 +122,11 @@ class HfReader:
         try:
             flat = map_bytes(stored.file, stored.offset, spec.nbytes)
         except OSError as error:
-            raise _unreadable(stored.file, error) from error
+            raise unreadable(stored.file, error) from error
         except ValueError as error:
-            raise UserError(f"{stored.file} has become shorter than it was; get it again.") from error
+            raise UserError(
+                f"{stored.file} has become shorter than it was; get it again.", code="malformed", key=str(stored.file)
+            ) from error
         if stored.offset % spec.dtype.itemsize:
             flat = flat.clone()
         return flat.view(spec.dtype).view(spec.shape)
@@ -143,7 +149,9 @@ def check_repeated(reader: HfReader, weights: WeightMap, source: str | Path) -> 
         if again in reader.names() and checksum("", reader.get(again)) != checksum("", reader.get(name)):
             raise UserError(
                 f"{source} has {again} with other numbers than {name}, and they would be lost, for its config.json "
-                "says that the two are one (tie_word_embeddings); correct that, or use weights and config of one model."
+                "says that the two are one (tie_word_embeddings); correct that, or use weights and config of one model.",
+                code="mismatch",
+                key=again,
             )
 
 
@@ -195,7 +203,9 @@ def _once(found: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
         if name in stored:
             raise UserError(
                 f"{stored[name].file} and {tensor.file} both hold {name}, and nothing says which counts; move the one "
-                "that does not belong to the model away."
+                "that does not belong to the model away.",
+                code="conflict",
+                key=name,
             )
         if len(stored) == _MOST_TENSORS:
             raise _broken(tensor.file, f"with it the model has more than {_MOST_TENSORS:,} tensors")
@@ -222,16 +232,26 @@ def _indexed(folder: Path, index: Path) -> Iterator[tuple[str, _Stored]]:
     if (folder / SINGLE).is_file() and SINGLE not in file_of.values():
         raise UserError(
             f"{folder} has {SINGLE}, which {INDEX} does not name, and programs differ in which they read; move the "
-            "one that does not belong to the model away."
+            "one that does not belong to the model away.",
+            code="conflict",
+            key=str(folder),
         )
     headers: dict[str, dict[str, _Stored]] = {}
     for name, file in file_of.items():
         if file not in headers:
             if not (folder / file).exists():
-                raise UserError(f"{folder / file} is named in {INDEX} but is not there; complete the checkpoint.")
+                raise UserError(
+                    f"{folder / file} is named in {INDEX} but is not there; complete the checkpoint.",
+                    code="not_found",
+                    key=str(folder / file),
+                )
             headers[file] = _read_header(folder / file)
         if name not in headers[file]:
-            raise UserError(f"{folder / file} does not hold {name}, as {INDEX} says; get both again.")
+            raise UserError(
+                f"{folder / file} does not hold {name}, as {INDEX} says; get both again.",
+                code="mismatch",
+                key=str(folder / file),
+            )
         yield name, headers[file][name]
 
 
@@ -241,12 +261,16 @@ def _weight_map(index: Path) -> dict[str, str]:
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = dict(found.items())
     except OSError as error:
-        raise _unreadable(index, error) from error
+        raise unreadable(index, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{index} is damaged; get it again.") from None
+        raise UserError(f"{index} is damaged; get it again.", code="malformed", key=str(index)) from None
     for name, file in files.items():
         if not isinstance(file, str) or Path(file).name != file:
-            raise UserError(f"{index} says that {name} is in {file}, which is no file beside it; get it again.")
+            raise UserError(
+                f"{index} says that {name} is in {file}, which is no file beside it; get it again.",
+                code="unsafe",
+                key=str(index),
+            )
     return files
 
 
@@ -262,7 +286,7 @@ def _read_header(path: Path) -> dict[str, _Stored]:
         start = _LENGTH_BYTES + length
         stored = {name: _stored(path, start, name, entry) for name, entry in header.items()}
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _broken(path, error) from None
     end = max((tensor.offset + tensor.spec.nbytes for tensor in stored.values()), default=start)
@@ -283,8 +307,14 @@ def _stored(path: Path, start: int, name: str, entry: Mapping[str, Any]) -> _Sto
 
 
 def _broken(file: Path, reason: object) -> UserError:
-    return UserError(f"{file} is no whole safetensors file ({reason}); get it again.")
+    return UserError(f"{file} is no whole safetensors file ({reason}); get it again.", code="malformed", key=str(file))
 
 
-def _unreadable(file: Path, error: OSError) -> UserError:
-    return UserError(f"{file} cannot be read ({error.strerror}); make it readable, or get it again.")
+def unreadable(file: Path, error: OSError) -> UserError:
+    """What is said of a file that the system does not let be read."""
+    kinds: dict[type[OSError], Code] = {FileNotFoundError: "not_found", PermissionError: "denied"}
+    return UserError(
+        f"{file} cannot be read ({error.strerror}); make it readable, or get it again.",
+        code=kinds.get(type(error), "malformed"),
+        key=str(file),
+    )

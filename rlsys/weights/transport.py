@@ -177,12 +177,19 @@ def unpack(bucket: Bucket) -> Iterator[tuple[TensorRecord, Tensor]]:
             raise ChecksumError(f"Tensor {record.name} is cut short in transit.")
         pieces.append(piece)
         tensors.append(_typed(piece, getattr(torch, record.dtype), record.shape))
-    on_device = isinstance(bucket.data, Tensor)
-    hashes = map(_joined_hash, names, tensors, hash_pieces(pieces)) if on_device else map(checksum, names, tensors)
-    for record, tensor, found in zip(bucket.records, tensors, hashes, strict=True):
-        if found != record.checksum:
-            raise ChecksumError(f"Tensor {record.name} did not arrive as it was sent.")
-        yield record, tensor
+    if isinstance(bucket.data, Tensor):
+        for record, found in zip(bucket.records, map(_joined_hash, names, tensors, hash_pieces(pieces)), strict=True):
+            _require_same(record, found)
+        yield from zip(bucket.records, tensors, strict=True)
+    else:
+        for record, tensor in zip(bucket.records, tensors, strict=True):
+            _require_same(record, checksum(record.name, tensor))
+            yield record, tensor
+
+
+def _require_same(record: TensorRecord, found: str) -> None:
+    if found != record.checksum:
+        raise ChecksumError(f"Tensor {record.name} did not arrive as it was sent.")
 
 
 def _laid_out(memory: Tensor, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor, int]]:

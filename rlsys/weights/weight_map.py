@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import yaml
 
 from rlsys.config.schema import Dtype
-from rlsys.errors import UserError
+from rlsys.errors import Code, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,15 +157,21 @@ def read_architecture(path: str | Path, folder: Path = FAMILIES, *, weights_only
     """
     file = Path(path) / "config.json"
     if not file.is_file():
-        raise UserError(f"model.path is {path}, which has no config.json; give a Hugging Face model folder.")
+        raise UserError(
+            f"model.path is {path}, which has no config.json; give a Hugging Face model folder.",
+            code="not_found",
+            key="model.path",
+        )
     try:
         config = json.loads(file.read_text())
     except (ValueError, RecursionError) as problem:
-        raise UserError(f"{file} is not JSON ({problem}); copy it from the original model.") from problem
+        raise UserError(
+            f"{file} is not JSON ({problem}); copy it from the original model.", code="malformed", key=str(file)
+        ) from problem
     try:
         return architecture_of(config if isinstance(config, dict) else {}, folder, weights_only=weights_only)
     except UserError as problem:
-        raise UserError(f"{file}: {problem}") from problem
+        raise UserError(f"{file}: {problem}", code=problem.code, key=problem.key) from problem
 
 
 def architecture_of(config: Any, folder: Path = FAMILIES, *, weights_only: bool = False) -> Architecture:
@@ -175,21 +181,28 @@ def architecture_of(config: Any, folder: Path = FAMILIES, *, weights_only: bool 
     kind = keys.get("model_type")
     if kind not in family_names(folder):
         choices = ", ".join(family_names(folder))
-        raise UserError(f"model_type is {kind}, which is not supported; use one of {choices}.")
+        raise UserError(
+            f"model_type is {kind}, which is not supported; use one of {choices}.", code="unsupported", key="model_type"
+        )
     family = _family(kind, folder)
     for key, rule in family["only"].items():
         value = keys.get(key)
         if value is not None and value not in rule["values"] and not (weights_only and rule.get("computes")):
             choices = " or ".join(map(_written, rule["values"])) or "leaving it out"
             raise UserError(
-                f"{key} is {_written(value)}, which means {rule['else']}; that is not supported, only {choices} is."
+                f"{key} is {_written(value)}, which means {rule['else']}; that is not supported, only {choices} is.",
+                code="unsupported",
+                key=key,
             )
     values = {name: _read(keys, source, _FIELDS[name]) for name, source in family["config"].items()}
     values["head_dim"] = values["head_dim"] or values["hidden"] // values["heads"]
     if values["heads"] % values["kv_heads"] or not values["head_dim"]:
+        heads = str(family["config"]["heads"])
         raise UserError(
-            f"{values['heads']} heads, {values['kv_heads']} for keys and values, and a width of {values['hidden']} do "
-            "not divide; copy config.json from the original model."
+            f"{heads} is {values['heads']}, which {values['kv_heads']} heads for keys and values or a width of "
+            f"{values['hidden']} do not fit; copy config.json from the original model.",
+            code="mismatch",
+            key=heads,
         )
     rope = None
     if keys["rope_type"] == "llama3":
@@ -204,7 +217,11 @@ def _rope(keys: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("rope_parameters", "rope_scaling"):
         if found := keys.get(name):
             if not isinstance(found, Mapping):
-                raise UserError(f"{name} is {_written(found)}; give an object, as the original model does.")
+                raise UserError(
+                    f"{name} is {_written(found)}; give an object, as the original model does.",
+                    code="wrong_type",
+                    key=name,
+                )
             return {**found, "rope_type": found.get("rope_type", found.get("type"))}
     return {"rope_type": None}
 
@@ -221,16 +238,21 @@ def _read(keys: Mapping[str, Any], source: Any, kind: type) -> Any:
         value = keys.get(name) if isinstance(name, str) else name
         if value is None:
             continue
+        code: Code = "wrong_type"
         if not isinstance(value, int | float) or isinstance(value, bool) != (kind is bool):
             wanted = "true or false" if kind is bool else "a number"
         elif kind is not bool and not (0 < value < _END and kind(value) == value):
-            wanted = "a number of at least 1" if kind is int else "a number above 0"
+            code, wanted = "out_of_range", "a number of at least 1" if kind is int else "a number above 0"
         else:
             return kind(value)
-        raise UserError(f"{name} is {_written(value)}; give {wanted}, as the original model does.")
+        raise UserError(
+            f"{name} is {_written(value)}; give {wanted}, as the original model does.", code=code, key=str(name)
+        )
     if sources[-1] is None:
         return None
-    raise UserError(f"{sources[0]} is missing; copy config.json from the original model.")
+    raise UserError(
+        f"{sources[0]} is missing; copy config.json from the original model.", code="missing", key=str(sources[0])
+    )
 
 
 def family_names(folder: Path = FAMILIES) -> list[str]:
@@ -294,28 +316,29 @@ def stage_layers(layers: int, pp: int, pp_layers: Sequence[int] | None = None) -
     if pp_layers is None:
         if layers % pp:
             raise UserError(
-                f"pp is {pp}, which does not divide the model's {layers} layers; set pp_layers to {pp} counts."
+                f"pp is {pp}, which does not divide the model's {layers} layers; set pp_layers to {pp} counts.",
+                code="mismatch",
+                key="pp",
             )
         pp_layers = [layers // pp] * pp
     if len(pp_layers) != pp or sum(pp_layers) != layers or min(pp_layers) < 1:
         raise UserError(
-            f"pp_layers is {list(pp_layers)}; give {pp} counts of at least 1 that add up to {layers} layers."
+            f"pp_layers is {list(pp_layers)}; give {pp} counts of at least 1 that add up to {layers} layers.",
+            code="out_of_range",
+            key="pp_layers",
         )
     return list(starmap(range, pairwise(accumulate(pp_layers, initial=0))))
 
 
 def chunk_layers(layers: int, counts: Sequence[Sequence[int]]) -> list[list[range]]:
-    """The global layer numbers of each chunk of a virtual pipeline, [pp rank][virtual rank]. Raises UserError.
+    """The global layer numbers of each chunk of a virtual pipeline, [pp rank][virtual rank]. Raises ValueError.
 
     `counts` [pp][virtual] are the layers of each. A micro-batch passes the first chunk of every rank, then the second
     of every rank and so on (interleaved schedule: Narayanan et al., arXiv:2104.04473, section 2.2).
     """
     virtual = max(map(len, counts))
     if any(len(rank) != virtual for rank in counts) or sum(map(sum, counts)) != layers:
-        raise UserError(
-            f"The pipeline's chunks hold {[list(rank) for rank in counts]} layers; every rank must have as many "
-            f"chunks as the others, and all must add up to {layers} layers."
-        )
+        raise ValueError(f"{counts} are no chunks of a pipeline of {layers} layers.")
     ends = accumulate((rank[chunk] for chunk in range(virtual) for rank in counts), initial=0)
     in_order = list(starmap(range, pairwise(ends)))
     return [[in_order[chunk * len(counts) + rank] for chunk in range(virtual)] for rank in range(len(counts))]
@@ -324,9 +347,11 @@ def chunk_layers(layers: int, counts: Sequence[Sequence[int]]) -> list[list[rang
 def expert_block(experts: int, ep: int, ep_rank: int) -> range:
     """The global numbers of the experts that one expert-parallel rank holds, of a layer. Raises UserError."""
     if not experts and ep > 1:
-        raise UserError(f"ep is {ep}, but the model has no experts; set it to 1.")
+        raise UserError(f"ep is {ep}, but the model has no experts; set it to 1.", code="mismatch", key="ep")
     if experts % ep:
-        raise UserError(f"ep is {ep}, which does not divide the model's {experts} experts; lower ep.")
+        raise UserError(
+            f"ep is {ep}, which does not divide the model's {experts} experts; lower ep.", code="mismatch", key="ep"
+        )
     held = experts // ep
     return range(held * ep_rank, held * (ep_rank + 1))
 
@@ -428,13 +453,19 @@ class WeightMap:
             expected -= (biases if head & found else head) - found
         missing = sorted(expected - found)
         if missing:
-            raise UserError(f"The checkpoint lacks {len(missing)} tensors, first {missing[0]}; is it complete?")
+            raise UserError(
+                f"The checkpoint lacks {len(missing)} tensors, first {missing[0]}; give one that is complete.",
+                code="mismatch",
+                key=missing[0],
+            )
         # Some checkpoints repeat a tied matrix under the output layer's name.
         unknown = sorted(name for name in found - expected - self._of_policy if not _IGNORED.search(name))
         if unknown:
             raise UserError(
                 f"The checkpoint has {len(unknown)} tensors that a {self.architecture.family} model does "
-                f"not have, first {unknown[0]}; use a checkpoint that fits its config.json."
+                f"not have, first {unknown[0]}; use a checkpoint that fits its config.json.",
+                code="mismatch",
+                key=unknown[0],
             )
 
     def shard(self, entry: Entry, parts: Sequence[Tensor], tp_rank: int, tp_size: int) -> Tensor:
@@ -492,7 +523,11 @@ def _piece(whole: Tensor, cut: Cut, tp_rank: int, tp_size: int) -> Tensor:
         return whole
     dimension = 1 if cut is Cut.COLUMNS else 0
     if whole.shape[dimension] % tp_size:
-        raise UserError(f"tp is {tp_size}, which does not divide a dimension of {whole.shape[dimension]}; lower tp.")
+        raise UserError(
+            f"tp is {tp_size}, which does not divide a dimension of {whole.shape[dimension]}; lower tp.",
+            code="mismatch",
+            key="tp",
+        )
     return whole.chunk(tp_size, dim=dimension)[tp_rank]
 
 

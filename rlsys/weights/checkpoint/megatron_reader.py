@@ -15,6 +15,7 @@ import pickle
 import pickletools
 import re
 from abc import ABC, abstractmethod
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -22,7 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 from math import lcm, prod
 from pathlib import Path, PurePosixPath
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -34,7 +35,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from rlsys.errors import UserError
 from rlsys.weights.checkpoint.store import is_complete, read_about
-from rlsys.weights.hf_io import map_bytes
+from rlsys.weights.hf_io import map_bytes, unreadable
 from rlsys.weights.transport import checksum
 from rlsys.weights.weight_map import VOCAB_MULTIPLE, Cut, Entry, WeightMap, chunk_layers
 
@@ -58,28 +59,42 @@ def open_checkpoint(folder: str | Path) -> MegatronCheckpoint:
     if (folder / BACKEND).is_file():
         return TorchDistCheckpoint(folder)
     if (folder / METADATA).is_file():
-        raise UserError(f"{folder} has {METADATA} but no {BACKEND}: it was not written to the end; give another.")
+        raise UserError(
+            f"{folder} has {METADATA} but no {BACKEND}: it was not written to the end; give another.",
+            code="malformed",
+            key=str(folder),
+        )
     if any(folder.glob("mp_rank_*")):
         return LegacyCheckpoint(folder)
     raise UserError(
         f"{folder} holds no checkpoint of Megatron's; give a folder with {BACKEND} or mp_rank_00 in it, such as "
-        ".../global_step_N/actor or .../iter_0000100."
+        ".../global_step_N/actor or .../iter_0000100.",
+        code="empty",
+        key=str(folder),
     )
 
 
 def _resolve(folder: Path) -> Path:
     if not folder.is_dir():
-        raise UserError(f"{folder} is not there; give the folder of a checkpoint.")
+        raise UserError(f"{folder} is not there; give the folder of a checkpoint.", code="not_found", key=str(folder))
     note = folder / _LATEST
     if note.is_file():
         latest = note.read_text().strip()
         named = folder / (f"iter_{int(latest):07d}" if latest.isdecimal() else latest)
         if not named.is_dir() or named.parent != folder:
-            raise UserError(f"{note} names {latest}, but {named} is not there; give the folder of a checkpoint.")
+            raise UserError(
+                f"{note} names {latest}, but {named} is not there; give the folder of a checkpoint.",
+                code="not_found",
+                key=str(named),
+            )
         return named
     saved = sorted(path for path in folder.glob("iter_*") if path.is_dir())
     if len(saved) > 1:
-        raise UserError(f"{folder} holds {len(saved)} checkpoints; give one, such as {saved[-1]}.")
+        raise UserError(
+            f"{folder} holds {len(saved)} checkpoints; give one, such as {saved[-1]}.",
+            code="out_of_range",
+            key=str(folder),
+        )
     return saved[0] if saved else folder
 
 
@@ -136,12 +151,16 @@ class MegatronCheckpoint(ABC):
         if missing:
             raise UserError(
                 f"{self.folder} lacks {len(missing)} weights of this model, first {missing[0]}; give the whole "
-                "checkpoint of a model that fits the config.json."
+                "checkpoint of a model that fits the config.json.",
+                code="mismatch",
+                key=str(self.folder),
             )
         if unknown:
             raise UserError(
                 f"{self.folder} has {len(unknown)} weights that this model does not have, first {unknown[0]}; "
-                "give the config.json of the model that was trained."
+                "give the config.json of the model that was trained.",
+                code="mismatch",
+                key=str(self.folder),
             )
         for entry in entries.values():
             self._check_shape(entry, weights)
@@ -151,7 +170,9 @@ class MegatronCheckpoint(ABC):
             if entry.rule.cut is Cut.VOCAB and rows - vocab >= VOCAB_MULTIPLE * len(self._pieces[name]):
                 raise UserError(
                     f"{self.folder} has a vocabulary of {rows} rows in {name}, and the config.json says {vocab}, which "
-                    "is too few for the rest to be padding; give the config.json of the model that was trained (--hf)."
+                    "is too few for the rest to be padding; give the config.json of the model that was trained (--hf).",
+                    code="mismatch",
+                    key=str(self.folder),
                 )
 
     def check_copies(self, weights: WeightMap) -> None:
@@ -168,7 +189,9 @@ class MegatronCheckpoint(ABC):
                 raise UserError(
                     f"{self.folder} has {copy.name} with other numbers than {original.name}, and they would be lost, "
                     "for the config.json says that the two are one (tie_word_embeddings); give the config.json of the "
-                    "model that was trained."
+                    "model that was trained.",
+                    code="mismatch",
+                    key=str(self.folder),
                 )
 
     def dtype(self, entry: Entry) -> torch.dtype:
@@ -199,7 +222,9 @@ class MegatronCheckpoint(ABC):
         shapes = " and ".join(str(list(shape)) for shape in stored.shapes)
         return UserError(
             f"{self.folder} has {entry.name} of shape {shapes}, which is not this model's; give the config.json of "
-            "the model that was trained, and the files of all its ranks."
+            "the model that was trained, and the files of all its ranks.",
+            code="mismatch",
+            key=str(self.folder),
         )
 
     def _stored_name(self, entry: Entry) -> str:
@@ -207,7 +232,11 @@ class MegatronCheckpoint(ABC):
             name = template.format(layer=entry.layer, expert=entry.expert)
             if name in self.names():
                 return name
-        raise UserError(f"{self.folder} lacks {entry.name}; give the whole checkpoint of this model.")
+        raise UserError(
+            f"{self.folder} lacks {entry.name}; give the whole checkpoint of this model.",
+            code="mismatch",
+            key=str(self.folder),
+        )
 
 
 def _entry(weights: WeightMap, name: str) -> Entry | None:
@@ -257,14 +286,18 @@ class OnDisk:
         nbytes = (sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)) + 1) * itemsize
         try:
             if self.file.stat().st_size < self.offset + nbytes:
-                raise UserError(f"{self.file} is cut short; complete the checkpoint, or copy it again.")
+                raise UserError(
+                    f"{self.file} is cut short; complete the checkpoint, or copy it again.",
+                    code="malformed",
+                    key=str(self.file),
+                )
             if self.offset % itemsize:
                 # Half the memory of a map that is then copied.
                 flat = torch.from_numpy(np.fromfile(self.file, np.uint8, nbytes, offset=self.offset))
             else:
                 flat = map_bytes(self.file, self.offset, nbytes)
         except OSError as error:
-            raise UserError(f"{self.file} cannot be read ({error.strerror}); complete the checkpoint.") from error
+            raise unreadable(self.file, error) from error
         return flat.view(self.dtype).as_strided(self.shape, self.stride)
 
 
@@ -283,24 +316,36 @@ def find_tensors(
     if begins == old:
         raise UserError(
             f"{file} was written by a torch before 1.6, or as that did, which is not read here; load it with torch and "
-            "save it again."
+            "save it again.",
+            code="unsupported",
+            key=str(file),
         )
     try:
         named = get_unsafe_globals_in_checkpoint(stream)
         if refused := sorted(name for name in named if not is_inert(name)):
             raise UserError(
                 f"{file} asks for {refused[0]}, which no checkpoint of weights needs; it is not read, for it could "
-                "run code. Use a checkpoint from a source that you trust."
+                "run code. Use a checkpoint from a source that you trust.",
+                code="unsafe",
+                key=str(file),
             )
         stream.seek(0)
         with safe_globals([(Inert, name) for name in named]):
             loaded = torch.load(stream, map_location="meta", weights_only=True)
     except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError, TypeError, KeyError) as error:
-        raise UserError(f"{file} is damaged or cut short; complete the checkpoint, or copy it again.") from error
+        raise UserError(
+            f"{file} is damaged or cut short; complete the checkpoint, or copy it again.",
+            code="malformed",
+            key=str(file),
+        ) from error
 
     def locate(tensor: Tensor) -> OnDisk:
         if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise UserError(f"{file} has a sparse or quantised tensor, which is not read; give another checkpoint.")
+            raise UserError(
+                f"{file} has a sparse or quantised tensor, which is not read; give another checkpoint.",
+                code="unsupported",
+                key=str(file),
+            )
         storage: Any = tensor.untyped_storage()
         offset = start + storage._checkpoint_offset + tensor.storage_offset() * tensor.dtype.itemsize
         return OnDisk(file, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)
@@ -378,11 +423,23 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         try:
             backend = json.loads((folder / BACKEND).read_text())["sharded_backend"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(f"{folder / BACKEND} is damaged; copy the checkpoint again.") from error
+            raise UserError(
+                f"{folder / BACKEND} is damaged; copy the checkpoint again.",
+                code="malformed",
+                key=str(folder / BACKEND),
+            ) from error
         if backend != "torch_dist":
-            raise UserError(f"{folder} was saved as {backend}, which is not read here; save it as torch_dist.")
+            raise UserError(
+                f"{folder} was saved as {backend}, which is not read here; save it as torch_dist.",
+                code="unsupported",
+                key=str(folder),
+            )
         if not (folder / METADATA).is_file():
-            raise UserError(f"{folder / METADATA} is not there; complete the checkpoint, or copy it again.")
+            raise UserError(
+                f"{folder / METADATA} is not there; complete the checkpoint, or copy it again.",
+                code="not_found",
+                key=str(folder / METADATA),
+            )
         found = read_metadata(folder / METADATA)
         try:
             stored, pieces = _index(folder, found)
@@ -425,7 +482,11 @@ class TorchDistCheckpoint(MegatronCheckpoint):
                 place = self._locate(name, piece, stored.dtype).rows(begin, end)
                 found.append(((first + begin - start, *piece.at[1:]), place))
         if sum(prod(place.shape) for _, place in found) != prod(shape):
-            raise UserError(f"{self.folder / METADATA} does not say where all of {name} is; use another checkpoint.")
+            raise UserError(
+                f"{self.folder / METADATA} does not say where all of {name} is; use another checkpoint.",
+                code="malformed",
+                key=str(self.folder / METADATA),
+            )
         if len(found) == 1:
             return found[0][1].read()
         whole = torch.empty(shape, dtype=stored.dtype)
@@ -437,14 +498,24 @@ class TorchDistCheckpoint(MegatronCheckpoint):
     def _locate(self, name: str, piece: _Piece, dtype: torch.dtype) -> OnDisk:
         file = piece.file
         if not file.is_file():
-            raise UserError(f"{file} is not there, but holds {name}; complete the checkpoint.")
+            raise UserError(
+                f"{file} is not there, but holds {name}; complete the checkpoint.", code="not_found", key=str(file)
+            )
         if file.stat().st_size < piece.start + piece.length:
-            raise UserError(f"{file} is cut short, and {name} was in it; complete the checkpoint, or copy it again.")
+            raise UserError(
+                f"{file} is cut short, and {name} was in it; complete the checkpoint, or copy it again.",
+                code="malformed",
+                key=str(file),
+            )
         with file.open("rb") as stream:
             view: Any = _create_file_view(stream, piece.start, piece.length)
             tensor, locate = find_tensors(file, view, piece.start)
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != piece.sizes or tensor.dtype != dtype:
-            raise UserError(f"{file} does not hold {name} as {METADATA} says; use another checkpoint.")
+            raise UserError(
+                f"{file} does not hold {name} as {METADATA} says; use another checkpoint.",
+                code="mismatch",
+                key=str(file),
+            )
         chunk, axes = locate(tensor), len(piece.within)
         skipped = sum(number * step for number, step in zip(piece.within, chunk.stride, strict=False))
         offset = chunk.offset + skipped * dtype.itemsize
@@ -502,7 +573,9 @@ class _MetadataUnpickler(pickle.Unpickler):
             return found
         raise UserError(
             f"{self._file} asks for {module}.{name}, which is no metadata of tensors; it is not read, for it could run "
-            "code. Use a checkpoint from a source that you trust."
+            "code. Use a checkpoint from a source that you trust.",
+            code="unsafe",
+            key=str(self._file),
         )
 
 
@@ -523,11 +596,19 @@ def check_place(place: Any, key: str) -> None:
     """Raise UserError unless what lies under `key` is in a file of the folder, and neither compressed nor the like."""
     file = place.relative_path
     if Path(file).name != file or getattr(place, "transform_descriptors", None):
-        raise UserError(f"{file} holds {key} in a way that is not read here; use torch_dist as is.")
+        raise UserError(
+            f"{file} holds {key} in a way that is not read here; use torch_dist as is.",
+            code="unsupported" if Path(file).name == file else "unsafe",
+            key=file,
+        )
 
 
 def _damaged(file: Path, reason: object) -> UserError:
-    return UserError(f"{file} is damaged or cut short ({reason}); take another checkpoint, or copy it again.")
+    return UserError(
+        f"{file} is damaged or cut short ({reason}); take another checkpoint, or copy it again.",
+        code="malformed",
+        key=str(file),
+    )
 
 
 def _index(folder: Path, found: metadata.Metadata) -> tuple[dict[str, StoredWeight], dict[str, list[_Piece]]]:
@@ -621,7 +702,11 @@ class LegacyCheckpoint(MegatronCheckpoint):
         for path in sorted(folder.glob("mp_rank_*")):
             if named := _RANK.fullmatch(path.name):
                 if not (path / _RANK_FILE).is_file():
-                    raise UserError(f"{path / _RANK_FILE} is not there; complete the checkpoint, or copy it again.")
+                    raise UserError(
+                        f"{path / _RANK_FILE} is not there; complete the checkpoint, or copy it again.",
+                        code="not_found",
+                        key=str(path / _RANK_FILE),
+                    )
                 files[_Rank(*(int(number or 0) for number in named.groups()))] = _read_file(path / _RANK_FILE)
         files = _with_expert_ranks(dict(sorted(files.items(), key=lambda item: item[0])))
         grid = _grid(folder, files)
@@ -630,7 +715,9 @@ class LegacyCheckpoint(MegatronCheckpoint):
             stored[name] = StoredWeight(tuple(piece.shape for piece in pieces), pieces[0].dtype)
             if len({piece.dtype for piece in pieces}) > 1:
                 raise UserError(
-                    f"{folder} has {name} in different dtypes on different ranks; give a checkpoint of one run."
+                    f"{folder} has {name} in different dtypes on different ranks; give a checkpoint of one run.",
+                    code="mismatch",
+                    key=str(folder),
                 )
         stages = max(len(file.models) for file in files.values())
         layout = f"tp {grid.tp}, pp {grid.pp}, ep {grid.ep}" + (f", {stages} virtual stages" if stages > 1 else "")
@@ -644,21 +731,36 @@ def _read_file(file: Path) -> _RankFile:
     with file.open("rb") as stream:
         loaded, locate = find_tensors(file, stream, is_inert=lambda name: bool(_TOLERATED.fullmatch(name)))
     if not isinstance(loaded, dict):
-        raise UserError(f"{file} holds no checkpoint of Megatron's; give another folder.")
+        raise UserError(
+            f"{file} holds no checkpoint of Megatron's; give another folder.", code="malformed", key=str(file)
+        )
     chunks = {int(named[1] or 0): value for key, value in loaded.items() if (named := _MODEL.fullmatch(str(key)))}
     if not chunks or sorted(chunks) != list(range(len(chunks))):
-        raise UserError(f"{file} holds {', '.join(map(str, loaded))}, but no model; give a checkpoint of a model.")
+        raise UserError(
+            f"{file} holds {', '.join(map(str, loaded))}, but no model; give a checkpoint of a model.",
+            code="malformed",
+            key=str(file),
+        )
     models = []
     for _, chunk in sorted(chunks.items()):
         if not isinstance(chunk, dict) or not all(isinstance(name, str) for name in chunk):
-            raise UserError(f"{file} holds no weights by name where a model should be; give another checkpoint.")
+            raise UserError(
+                f"{file} holds no weights by name where a model should be; give another checkpoint.",
+                code="malformed",
+                key=str(file),
+            )
         if "language_model" in chunk:
-            raise UserError(f"{file} is of Megatron's old models, which are not read; convert it to Megatron-core.")
+            raise UserError(
+                f"{file} is of Megatron's old models, which are not read; convert it to Megatron-core.",
+                code="unsupported",
+                key=str(file),
+            )
         weights = {name: value for name, value in chunk.items() if isinstance(value, Tensor) and is_weight(name)}
         models.append({re.sub(r"^(?:module\.)+", "", name): locate(tensor) for name, tensor in weights.items()})
     step, settings = loaded.get("iteration"), loaded.get("args")
     # Ranks that there should be, where Megatron's settings lie beside the weights.
-    said = vars(settings) if isinstance(settings, Inert) else {}
+    # Where Megatron is loaded, it has told torch of their classes, and they are not inert.
+    said = vars(settings) if isinstance(settings, Inert | Namespace | SimpleNamespace) else {}
     sizes = {short: said[name] for short, name in _SIZES.items() if isinstance(said.get(name), int)}
     return _RankFile(tuple(models), sizes, step if isinstance(step, int) and 0 <= step < _SHOWN else None)
 
@@ -680,7 +782,9 @@ def _grid(folder: Path, files: dict[_Rank, _RankFile]) -> _Grid:
         if size > len(files):
             raise UserError(
                 f"{folder} has the files of {len(files)} ranks, which are too few for "
-                f"{_SIZES[axis]}={min(size, _SHOWN)}; complete the checkpoint, or copy it again."
+                f"{_SIZES[axis]}={min(size, _SHOWN)}; complete the checkpoint, or copy it again.",
+                code="not_found",
+                key=str(folder),
             )
     tp, pp, ep = sizes.values()
     stages = [{(rank.tp, rank.ep) for rank in files if rank.pp == stage} for stage in range(pp)]
@@ -691,7 +795,11 @@ def _grid(folder: Path, files: dict[_Rank, _RankFile]) -> _Grid:
     missing = next(rank for rank in every if rank not in files)
     name = f"mp_rank_{missing.tp:02d}" + (f"_{missing.pp:03d}" if pp > 1 else "")
     name += f"_{missing.ep:03d}" if ep > 1 else ""
-    raise UserError(f"{folder / name / _RANK_FILE} is not there; complete the checkpoint, or copy it again.")
+    raise UserError(
+        f"{folder / name / _RANK_FILE} is not there; complete the checkpoint, or copy it again.",
+        code="not_found",
+        key=str(folder / name / _RANK_FILE),
+    )
 
 
 def _assemble(files: dict[_Rank, _RankFile], grid: _Grid) -> dict[str, list[OnDisk]]:

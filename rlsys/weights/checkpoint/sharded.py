@@ -50,7 +50,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils._pytree import tree_leaves
 
-from rlsys.errors import RunError, UserError
+from rlsys.errors import Code, RunError, UserError
 from rlsys.weights.checkpoint.megatron_reader import (
     BACKEND,
     COMMON,
@@ -165,7 +165,9 @@ def _open(folder: Path) -> None:
     """On the first rank: make `folder`, or refuse it."""
     if dist.get_rank() == 0:
         if is_complete(folder):
-            raise UserError(f"{folder} holds a checkpoint already; save to another folder.")
+            raise UserError(
+                f"{folder} holds a checkpoint already; save to another folder.", code="exists", key=str(folder)
+            )
         folder.mkdir(parents=True, exist_ok=True)
 
 
@@ -278,7 +280,9 @@ def load(folder: str | Path, sharded_state: dict[str, Any]) -> dict[str, Any]:
         reason = (str(inner) or type(inner).__name__).splitlines()[0]
         if isinstance(inner, CheckpointingException | KeyError):
             raise _of_another_model(folder, reason) from error
-        raise UserError(f"{folder} could not be loaded: take an earlier checkpoint. ({reason})") from error
+        raise UserError(
+            f"{folder} could not be loaded: take an earlier checkpoint ({reason}).", code="malformed", key=str(folder)
+        ) from error
     for names, what in ((lacking, "lacks"), (set(filter(is_weight, unused)), "has, and the model lacks,")):
         if names:
             raise _of_another_model(folder, f"it {what} {min(names)}")
@@ -287,7 +291,11 @@ def load(folder: str | Path, sharded_state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_another_model(folder: Path, reason: str) -> UserError:
-    return UserError(f"{folder} holds a checkpoint of another model; give one of this model. ({reason})")
+    return UserError(
+        f"{folder} holds a checkpoint of another model; give one of this model ({reason}).",
+        code="mismatch",
+        key=str(folder),
+    )
 
 
 def require_sound(folder: Path) -> None:
@@ -298,11 +306,11 @@ def require_sound(folder: Path) -> None:
     """
     for name in (BACKEND, COMMON, METADATA):
         if not (folder / name).is_file():
-            raise _unsound(folder / name, "is missing")
+            raise _unsound(folder / name, "is missing", "not_found")
     try:
         json.loads((folder / BACKEND).read_text())
     except (ValueError, RecursionError):
-        raise _unsound(folder / BACKEND, "is damaged") from None
+        raise _unsound(folder / BACKEND, "is damaged", "malformed") from None
     found = read_metadata(folder / METADATA)
     _require_whole(folder, found)
     with (folder / COMMON).open("rb") as stream:
@@ -322,7 +330,9 @@ def require_sound(folder: Path) -> None:
             if LAYER_STATE in key and any(isinstance(leaf, Tensor) and leaf.numel() for leaf in tree_leaves(held)):
                 raise UserError(
                     f"{file} holds {key}, which Transformer Engine would unpickle; it is not read, for it could run "
-                    "code. Use a checkpoint that was saved without FP8."
+                    "code. Use a checkpoint that was saved without FP8.",
+                    code="unsafe",
+                    key=str(file),
                 )
             seen.add(known)
 
@@ -335,13 +345,13 @@ def _require_whole(folder: Path, found: Metadata) -> None:
     for name, end in ends.items():
         file = folder / name
         if not file.is_file():
-            raise _unsound(file, "is missing")
+            raise _unsound(file, "is missing", "not_found")
         if file.stat().st_size < end:
-            raise _unsound(file, f"was cut short, to {file.stat().st_size} bytes")
+            raise _unsound(file, f"was cut short, to {file.stat().st_size} bytes", "malformed")
 
 
-def _unsound(file: Path, what: str) -> UserError:
-    return UserError(f"{file} {what}: take an earlier checkpoint.")
+def _unsound(file: Path, what: str, code: Code) -> UserError:
+    return UserError(f"{file} {what}: take an earlier checkpoint.", code=code, key=str(file))
 
 
 _CPU, _CUDA, _NUMPY, _REST = "torch", "cuda", "numpy", "rest"
@@ -402,10 +412,14 @@ def restore_generators(folder: Path, layout: Mapping[str, int] | None) -> bool:
         on_cpu, on_gpu = states.pop(_CPU), states.pop(_CUDA, None)
     except FileNotFoundError as error:
         raise UserError(
-            f"{path} is missing: the checkpoint lacks the random generators of a process; take an earlier one."
+            f"{path} is missing: the checkpoint lacks the random generators of a process; take an earlier one.",
+            code="not_found",
+            key=str(path),
         ) from error
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} is damaged: take an earlier checkpoint. ({error})") from error
+        raise UserError(
+            f"{path} is damaged: take an earlier checkpoint ({error}).", code="malformed", key=str(path)
+        ) from error
     random.setstate(python_state)
     np.random.set_state(numpy_state)
     torch.set_rng_state(on_cpu)

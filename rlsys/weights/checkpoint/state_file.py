@@ -59,15 +59,21 @@ def load_values(path: Path, kind: type[T]) -> T:
             members = {name: file[name] for name in file.files}
         tree = json.loads(members.pop(_TREE).tobytes())
     except FileNotFoundError as problem:
-        raise UserError(f"{path} does not exist: give a checkpoint that is whole.") from problem
+        raise UserError(
+            f"{path} does not exist: give a checkpoint that is whole.", code="not_found", key=str(path)
+        ) from problem
     except Exception as problem:  # Whatever a damaged file makes its readers raise.
-        raise UserError(f"{path} is damaged ({_first_line(problem)}): take an earlier checkpoint.") from problem
+        raise UserError(
+            f"{path} is damaged ({_first_line(problem)}): take an earlier checkpoint.", code="malformed", key=str(path)
+        ) from problem
     try:
         loaded: T = _decoded(tree, kind, members)
     except (TypeError, ValueError, LookupError, AttributeError) as problem:
         raise UserError(
             f"{path} does not hold a {kind.__name__} as this version of rlsys knows it ({_first_line(problem)}): "
-            "take another checkpoint, or the version that wrote it."
+            "take another checkpoint, or the version that wrote it.",
+            code="mismatch",
+            key=str(path),
         ) from problem
     return loaded
 

@@ -137,23 +137,35 @@ def check(folder: Path) -> None:
     file = folder / MANIFEST
     if not file.is_file():
         raise UserError(
-            f"{folder} is not a checkpoint of a run, for it has no {MANIFEST}: give a folder global_step_N that has."
+            f"{folder} is not a checkpoint of a run, for it has no {MANIFEST}: give a folder global_step_N that has.",
+            code="not_found",
+            key=str(folder),
         )
     try:
         manifest = json.loads(file.read_text())
         sizes = {folder / str(name): int(size) for name, size in manifest["files"].items()}
         sums = {folder / str(name): str(found) for name, found in manifest["sha256"].items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as problem:
-        raise UserError(f"{file} is damaged: take an earlier checkpoint.") from problem
+        raise UserError(f"{file} is damaged: take an earlier checkpoint.", code="malformed", key=str(file)) from problem
     for path, size in sizes.items():
         if not path.is_file():
-            raise UserError(f"{path} is missing, which belongs to the checkpoint: take an earlier one.")
+            raise UserError(
+                f"{path} is missing, which belongs to the checkpoint: take an earlier one.",
+                code="not_found",
+                key=str(path),
+            )
         if path.stat().st_size != size:
             raise UserError(
-                f"{path} has {path.stat().st_size} bytes and not the {size} that were saved: take an earlier checkpoint."
+                f"{path} has {path.stat().st_size} bytes and not the {size} that were saved: take an earlier checkpoint.",
+                code="malformed",
+                key=str(path),
             )
         if path in sums and sha256_of(path) != sums[path]:
-            raise UserError(f"{path} holds other bytes than were saved: take an earlier checkpoint.")
+            raise UserError(
+                f"{path} holds other bytes than were saved: take an earlier checkpoint.",
+                code="malformed",
+                key=str(path),
+            )
 
 
 def _remove(path: Path) -> None:
@@ -194,7 +206,11 @@ def is_complete(folder: str | Path) -> bool:
 def read_about(folder: str | Path) -> About:
     """What the complete checkpoint in `folder` says of itself, as far as this version knows it. Raises UserError."""
     if not is_complete(folder):
-        raise UserError(f"{folder} holds no complete checkpoint; give a folder with {COMPLETE} in it.")
+        raise UserError(
+            f"{folder} holds no complete checkpoint; give a folder with {COMPLETE} in it.",
+            code="not_found",
+            key=str(folder),
+        )
     file = Path(folder) / COMPLETE
     try:
         said = json.loads(file.read_text())
@@ -207,4 +223,6 @@ def read_about(folder: str | Path) -> About:
 
 
 def _damaged(file: Path, reason: object) -> UserError:
-    return UserError(f"{file} is damaged: take an earlier checkpoint, or copy it again. ({reason})")
+    return UserError(
+        f"{file} is damaged: take an earlier checkpoint, or copy it again ({reason}).", code="malformed", key=str(file)
+    )

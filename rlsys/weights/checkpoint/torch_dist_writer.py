@@ -133,7 +133,11 @@ class TorchDistWriter:
         pieces = 2 * tp if cut is Cut.GATE_UP else tp
         size = shape[dimension]
         if size % pieces:
-            raise UserError(f"tp is {self._tp}, which does not divide {entry.name} of {list(shape)}; lower tp.")
+            raise UserError(
+                f"tp is {self._tp}, which does not divide {entry.name} of {list(shape)}; lower tp.",
+                code="mismatch",
+                key="tp",
+            )
         bounds = {piece * (size // pieces) for piece in range(pieces + 1)}
         if cut is Cut.VOCAB:
             # Padding is a piece of its own, so that the matrix need not be copied to a larger one.
@@ -223,7 +227,9 @@ def _dtypes(weights: WeightMap, dtype_of: Callable[[Entry], torch.dtype]) -> dic
         if found[entry.name] != found[like.name]:
             raise UserError(
                 f"{entry.hf[0]} is {found[entry.name]} but {like.hf[0]} is {found[like.name]}, and Megatron has all "
-                "layers in one tensor; ask for one dtype with --dtype."
+                "layers in one tensor; ask for one dtype with --dtype.",
+                code="mismatch",
+                key=entry.hf[0],
             )
     return found
 

@@ -113,7 +113,7 @@ def run(conversion: Conversion, out: Path, processes: int | None = None, show: O
     gave, RunError if a file cannot be written, Interrupted; after them the same call goes on with what is missing.
     """
     if processes is not None and processes < 1:
-        raise UserError(f"processes is {processes}; give 1 or more.")
+        raise UserError(f"processes is {processes}; give 1 or more.", code="out_of_range", key="processes")
     try:
         with claim(out) as draft:
             same = draft.begin(conversion.recipe())
@@ -280,7 +280,9 @@ class ConversionDraft:
             journal = json.loads(path.read_text())
             return {"recipe": journal["recipe"], "files": dict(journal["files"])}
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise UserError(f"{path} is damaged; remove {self._home} to begin anew.") from None
+            raise UserError(
+                f"{path} is damaged; remove {self._home} to begin anew.", code="malformed", key=str(path)
+            ) from None
 
     def _write(self) -> None:
         partial = self._home / f".{_JOURNAL}"
@@ -301,12 +303,20 @@ def claim(out: Path) -> Iterator[ConversionDraft]:
             found = {path.name for path in home.iterdir()} if home.is_dir() else set()
             # A conversion writes the journal before it makes the folder, and renames the folder before the journal goes.
             if found - {LOCK, _JOURNAL, _FOLDER, f".{_JOURNAL}"} or (_FOLDER in found and _JOURNAL not in found):
-                raise UserError(f"{home} was not made by a conversion; move it away, or give another folder.")
+                raise UserError(
+                    f"{home} was not made by a conversion; move it away, or give another folder.",
+                    code="exists",
+                    key=str(home),
+                )
             stack.enter_context(working_folder(home))
         except BlockingIOError:
-            raise UserError(f"Another process converts in {home}; wait for it, or end it.") from None
+            raise UserError(
+                f"Another process converts in {home}; wait for it, or end it.", code="in_use", key=str(home)
+            ) from None
         except OSError as error:
-            raise UserError(f"Nothing can be written to {out} ({error.strerror}); give another folder.") from None
+            raise UserError(
+                f"Nothing can be written to {out} ({error.strerror}); give another folder.", code="denied", key=str(out)
+            ) from None
         draft = ConversionDraft(out, home)
         stack.callback(draft.abandon)
         yield draft
@@ -314,7 +324,9 @@ def claim(out: Path) -> Iterator[ConversionDraft]:
 
 def _refuse(out: Path) -> None:
     if out.exists() or out.is_symlink():
-        raise UserError(f"{out} exists already; give a folder that does not, or remove it first.")
+        raise UserError(
+            f"{out} exists already; give a folder that does not, or remove it first.", code="exists", key=str(out)
+        )
 
 
 def megatron_to_hf(
@@ -333,7 +345,7 @@ def megatron_to_hf(
     `hf_to_megatron` made the checkpoint. The dtype of each tensor is kept unless one is given.
     """
     if shard_bytes < 1:
-        raise UserError(f"shard_bytes is {shard_bytes}; give 1 or more.")
+        raise UserError(f"shard_bytes is {shard_bytes}; give 1 or more.", code="out_of_range", key="shard_bytes")
     opened = open_checkpoint(checkpoint)
     model = model_of(opened.folder, original)
     values = is_critic(opened)
@@ -427,7 +439,7 @@ def hf_to_megatron(
     source, parallel = Path(source), parallel or ParallelConfig()
     for key, size in (("tp", parallel.tp), ("pp", parallel.pp), ("ep", parallel.ep)):
         if size < 1:
-            raise UserError(f"{key} is {size}; give 1 or more.")
+            raise UserError(f"{key} is {size}; give 1 or more.", code="out_of_range", key=key)
     weights = WeightMap(architecture_in(source), values=values)
     reader = HfReader(source)
     check_hf(reader, weights, source, values)
@@ -482,7 +494,9 @@ class ToMegatron:
         if len(found) > 1:
             raise UserError(
                 f"{self.source} has {', '.join(entry.hf)} in {' and '.join(sorted(map(dtype_name, found)))}, and "
-                "they are one tensor in Megatron; give --dtype."
+                "they are one tensor in Megatron; give --dtype.",
+                code="mismatch",
+                key=entry.hf[0],
             )
         return found.pop() if found else most(self.reader.spec(name) for name in self.reader.names())
 

@@ -56,13 +56,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a model folder. Raises UserError if there is none, or it is damaged."""
     path = folder / CONFIG
     if not path.is_file():
-        raise UserError(f"{folder} has no {CONFIG}; give a Hugging Face model folder.")
+        raise UserError(
+            f"{folder} has no {CONFIG}; give a Hugging Face model folder.", code="not_found", key=str(folder)
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({error}); get it again.") from None
+        raise UserError(f"{path} is damaged ({error}); get it again.", code="malformed", key=str(path)) from None
     if not isinstance(config, dict):
-        raise UserError(f"{path} holds no JSON object; get it again.")
+        raise UserError(f"{path} holds no JSON object; get it again.", code="malformed", key=str(path))
     return config
 
 
@@ -98,7 +100,9 @@ def model_of(checkpoint: Path, original: str | Path | None) -> Path:
         return Path(original)
     inside = checkpoint / MODEL
     if not (inside / CONFIG).is_file():
-        raise UserError(f"{checkpoint} does not say what model it is of; give its original with --hf.")
+        raise UserError(
+            f"{checkpoint} does not say what model it is of; give its original with --hf.", code="missing", key="--hf"
+        )
     return inside
 
 
@@ -111,14 +115,16 @@ def is_critic(source: MegatronCheckpoint | HfReader) -> bool:
 def check_hf(reader: HfReader, weights: WeightMap, source: Path, values: bool) -> None:
     """Raise UserError unless `source` holds the tensors of the map; a critic (`values`) may come from a policy."""
     if not values and is_critic(reader):
-        raise UserError(f"{source} is a critic, with a head {_HF_HEAD}; give --values.")
+        raise UserError(f"{source} is a critic, with a head {_HF_HEAD}; give --values.", code="missing", key="--values")
     weights.check_hf_names(reader.names(), headless=values)
     for entry in weights.entries():
         for name, shape in zip(entry.hf, entry.rule.shapes, strict=True):
             if name in reader.names() and reader.spec(name).shape != tuple(shape):
                 raise UserError(
                     f"{source} has {name} of shape {list(reader.spec(name).shape)}, and its {CONFIG} says "
-                    f"{list(shape)}; use weights and config of one model."
+                    f"{list(shape)}; use weights and config of one model.",
+                    code="mismatch",
+                    key=name,
                 )
     check_repeated(reader, weights, source)
 
@@ -132,7 +138,7 @@ def chosen(name: str | None) -> torch.dtype | None:
     if name is None:
         return None
     if name not in WRITTEN:
-        raise UserError(f"dtype is {name}; give one of {', '.join(WRITTEN)}.")
+        raise UserError(f"dtype is {name}; give one of {', '.join(WRITTEN)}.", code="unknown", key="dtype")
     return WRITTEN[name]
 
 
@@ -143,11 +149,17 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     if not tensor.is_floating_point():
         raise UserError(
             f"{name} is {dtype_name(tensor.dtype)}, which another dtype would not say the same in; leave --dtype out, "
-            "or use weights that are not quantised."
+            "or use weights that are not quantised.",
+            code="unsupported",
+            key="--dtype",
         )
     made = tensor.to(dtype)
     if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and bool((made.isinf() & tensor.isfinite()).any()):
-        raise UserError(f"{name} has numbers that {dtype_name(dtype)} cannot hold; give another --dtype.")
+        raise UserError(
+            f"{name} has numbers that {dtype_name(dtype)} cannot hold; give another --dtype.",
+            code="out_of_range",
+            key="--dtype",
+        )
     return made
 
 

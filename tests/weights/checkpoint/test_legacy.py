@@ -1,4 +1,4 @@
-"""Checkpoints of one file a rank, as an independent writer that follows Megatron-LM's layout makes them."""
+"""Checkpoints of one file a rank, as a writer makes them that follows Megatron-LM's layout."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import argparse
 import io
 import os
 import pickle
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,16 +19,20 @@ import pytest
 import torch
 from megatron.core.enums import ModelType
 from torch import Tensor
-from transformers import AutoConfig
+from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
-from rlsys.errors import UserError
-from rlsys.weights.checkpoint.megatron_reader import MegatronCheckpoint, open_checkpoint
+from rlsys.errors import Code
+from rlsys.weights.checkpoint.megatron_reader import open_checkpoint
 from rlsys.weights.hf_io import HfReader
 from rlsys.weights.weight_map import WeightMap, read_architecture
+from tests.support.refusals import refused
 from tests.trainer import reference
+from tests.weights.checkpoint.checkpoints import Evil, assert_holds
+from tests.weights.megatron_shards import expected_shard
 
 Stages = Sequence[Sequence[int]]
 """Layers of each chunk of each pipeline rank."""
+RANK_FILE = "model_optim_rng.pt"
 
 
 @dataclass(frozen=True)
@@ -49,77 +53,44 @@ class Written:
         return f"tp{self.tp}-pp{len(self.stages)}-vpp{len(self.stages[0])}-ep{self.ep}-{self.te}"
 
 
+EXTRA = io.BytesIO(b"state")
+OF_ENGINE = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""Transformer Engine's names of norms, which it fuses into the linear layer behind them."""
+
+
 class Writer:
-    """Cuts Hugging Face tensors the way Megatron-LM's ranks hold them; knows nothing of rlsys."""
+    """Names and cuts a model's tensors the way Megatron-LM's ranks hold them."""
 
     def __init__(self, hf: Path, layout: Written) -> None:
-        self.hf, self.layout = HfReader(hf), layout
-        config = AutoConfig.from_pretrained(hf)
-        self.config, self.groups = config, config.num_key_value_heads
-        self.experts = getattr(config, "num_experts", 0) or 0
-
-    def get(self, name: str) -> Tensor:
-        return self.hf.get(name)
+        self.layout, self.arch, reader = layout, read_architecture(hf), HfReader(hf)
+        self.hf = {name: reader.get(name) for name in reader.names()}
 
     def vocabulary(self, name: str, tp: int) -> Tensor:
-        matrix = self.get(name)
-        rows = 128 * self.layout.tp
-        padded = torch.cat([matrix, torch.full((rows - len(matrix), matrix.shape[1]), 9.0)])
-        return padded[tp * 128 : (tp + 1) * 128]
-
-    def qkv(self, layer: str, kind: str) -> Tensor:
-        parts = [self.get(f"{layer}.self_attn.{part}_proj.{kind}") for part in "qkv"]
-        rows = []
-        for group in range(self.groups):
-            for part in parts:
-                size = len(part) // self.groups
-                rows.append(part[group * size : (group + 1) * size])
-        return torch.cat(rows)
-
-    def rows(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        step = len(whole) // size
-        return whole[rank * step : (rank + 1) * step].clone()
-
-    def columns(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        return self.rows(whole.t(), rank, size).t().contiguous()
-
-    def mlp(self, layer: str, rank: int, size: int) -> tuple[Tensor, Tensor]:
-        gate, up, down = (self.get(f"{layer}.{part}_proj.weight") for part in ("gate", "up", "down"))
-        fc1 = torch.cat([self.rows(gate, rank, size), self.rows(up, rank, size)])
-        return fc1, self.columns(down, rank, size)
+        padding = torch.full((128 * self.layout.tp - self.arch.vocab, self.arch.hidden), 9.0)
+        return torch.cat([self.hf[name], padding])[tp * 128 : (tp + 1) * 128].clone()
 
     def layer(self, number: int, local: int, tp: int, ep: int, etp: int) -> dict[str, Any]:
-        source, to, te = f"model.layers.{number}", f"decoder.layers.{local}", self.layout.te
-        size = self.layout.tp
-        first, second = "input_layernorm.weight", "pre_mlp_layernorm.weight"
-        if te:
-            first = "self_attention.linear_qkv.layer_norm_weight"
-            second = second if self.experts else "mlp.linear_fc1.layer_norm_weight"
-        state: dict[str, Any] = {
-            first: self.get(f"{source}.input_layernorm.weight"),
-            second: self.get(f"{source}.post_attention_layernorm.weight"),
-            "self_attention.linear_qkv.weight": self.rows(self.qkv(source, "weight"), tp, size),
-            "self_attention.linear_proj.weight": self.columns(self.get(f"{source}.self_attn.o_proj.weight"), tp, size),
-            "self_attention.linear_proj._extra_state": io.BytesIO(b"state") if te else None,
-        }
-        names = self.hf.names()
-        if f"{source}.self_attn.q_proj.bias" in names:
-            state["self_attention.linear_qkv.bias"] = self.rows(self.qkv(source, "bias"), tp, size)
-        if f"{source}.self_attn.q_norm.weight" in names:
-            for part in "qk":
-                state[f"self_attention.{part}_layernorm.weight"] = self.get(f"{source}.self_attn.{part}_norm.weight")
-        if not self.experts:
-            state["mlp.linear_fc1.weight"], state["mlp.linear_fc2.weight"] = self.mlp(f"{source}.mlp", tp, size)
-            return {f"{to}.{name}": value for name, value in state.items()}
-        state["mlp.router.weight"] = self.get(f"{source}.mlp.gate.weight")
-        count = self.experts // self.layout.ep
-        for index in range(count):
-            number = ep * count + index
-            fc1, fc2 = self.mlp(f"{source}.mlp.experts.{number}", etp, self.layout.etp or size)
-            for name, tensor in (("linear_fc1", fc1), ("linear_fc2", fc2)):
-                local_name = f"local_experts.{index}.{name}.weight"
-                state[f"mlp.experts.{f'{name}.weight{index}' if te else local_name}"] = tensor
-        return {f"{to}.{name}": value for name, value in state.items()}
+        source, arch, te = f"decoder.layers.{number}.", self.arch, self.layout.te
+        names = ["input_layernorm", "pre_mlp_layernorm", "self_attention.linear_qkv", "self_attention.linear_proj"]
+        names += ["self_attention.q_layernorm", "self_attention.k_layernorm"] if arch.qk_norm else []
+        names += ["mlp.router"] if arch.experts else ["mlp.linear_fc1", "mlp.linear_fc2"]
+        names = [f"{name}.weight" for name in names] + ["self_attention.linear_qkv.bias"] * arch.qkv_bias
+        state: dict[str, Any] = {}
+        for name in names:
+            fused = te and not (arch.experts and name.startswith("pre_mlp"))
+            held = OF_ENGINE.get(name, name) if fused else name
+            state[held] = expected_shard(arch, source + name, self.hf, tp, self.layout.tp).clone()
+        state["self_attention.linear_proj._extra_state"] = EXTRA if te else None
+        count = arch.experts // self.layout.ep
+        for index, part in product(range(count), ("linear_fc1", "linear_fc2")):
+            name = f"mlp.experts.local_experts.{ep * count + index}.{part}.weight"
+            shard = expected_shard(arch, source + name, self.hf, etp, self.layout.etp or self.layout.tp)
+            grouped, single = f"{part}.weight{index}", f"local_experts.{index}.{part}.weight"
+            state[f"mlp.experts.{grouped if te else single}"] = shard.clone()
+        return {f"decoder.layers.{local}.{name}": value for name, value in state.items()}
 
     def chunk(self, layers: range, first: bool, last: bool, tp: int, ep: int, etp: int) -> dict[str, Any]:
         state: dict[str, Any] = {}
@@ -128,10 +99,9 @@ class Writer:
         for local, number in enumerate(layers):
             state |= self.layer(number, local, tp, ep, etp)
         if last:
-            state["decoder.final_layernorm.weight"] = self.get("model.norm.weight")
-            tied = self.config.tie_word_embeddings
-            if not (tied and first):
-                output = "model.embed_tokens.weight" if tied else "lm_head.weight"
+            state["decoder.final_layernorm.weight"] = self.hf["model.norm.weight"].clone()
+            if not (self.arch.tied and first):
+                output = "model.embed_tokens.weight" if self.arch.tied else "lm_head.weight"
                 state["output_layer.weight"] = self.vocabulary(output, tp)
         return {self.layout.prefix + name: value for name, value in state.items()}
 
@@ -193,9 +163,7 @@ def save(folder: Path, layout: Written, models: Mapping[str, Any]) -> None:
         ],
     }
     folder.mkdir(parents=True)
-    content = io.BytesIO()
-    torch.save(state, content)
-    (folder / "model_optim_rng.pt").write_bytes(content.getvalue())
+    torch.save(state, folder / RANK_FILE)
 
 
 @pytest.fixture(scope="module")
@@ -204,30 +172,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     return {name: reference.make_model(make(layers=6), folder / name) for name, make in reference.TINY.items()}
 
 
-def assert_holds(checkpoint: MegatronCheckpoint, hf: Path) -> None:
-    weights, expected = WeightMap(read_architecture(hf)), HfReader(hf)
-    checkpoint.check(weights)
-    found = {name: part for entry in weights.entries() for name, part in checkpoint.parts(entry, weights)}
-    assert found.keys() == expected.names()
-    assert all(torch.equal(part, expected.get(name)) for name, part in found.items())
-    assert {checkpoint.dtype(entry) for entry in weights.entries()} == {torch.float32}
-
-
 UNEVEN_VIRTUAL = ((1, 2), (2, 1))
 
 
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("qwen2", Written(stages=((6,),))),
         ("qwen2", Written(tp=2, stages=UNEVEN_VIRTUAL)),
-        ("qwen2", Written(tp=4, stages=((6,),), te=True)),
         ("llama", Written(stages=((1,), (3,), (2,)), te=True, prefix="module.")),
-        ("qwen3", Written(tp=2, stages=UNEVEN_VIRTUAL, te=True)),
-        ("qwen3_moe", Written(tp=2, stages=UNEVEN_VIRTUAL, ep=2)),
+        ("qwen3", Written(tp=4, stages=((6,),), te=True)),
         ("qwen3_moe", Written(tp=2, stages=UNEVEN_VIRTUAL, ep=2, te=True)),
         ("qwen3_moe", Written(stages=((6,),), ep=4)),
-        ("qwen3_moe", Written(tp=2, stages=((6,),), ep=2, etp=1)),
         ("qwen3_moe", Written(tp=2, stages=((2,), (4,)), ep=4, etp=1, te=True)),
         ("qwen3_moe", Written(tp=4, stages=((6,),), ep=2, etp=2)),
     ],
@@ -243,22 +198,11 @@ def test_every_layout_is_read_bit_for_bit(
     assert_holds(checkpoint, models[family])
 
 
-class Evil:
-    """Makes a folder where its pickle is read with trust."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.mark),)
-
-
 def test_a_file_that_would_run_code_is_refused(models: Mapping[str, Path], tmp_path: Path) -> None:
-    layout = Written(stages=((6,),))
-    folder = write(tmp_path / "good", models["qwen2"], layout)
-    file, mark = folder / "mp_rank_00" / "model_optim_rng.pt", tmp_path / "mark"
+    folder = write(tmp_path / "good", models["qwen2"], Written(stages=((6,),)))
+    file, mark = folder / "mp_rank_00" / RANK_FILE, tmp_path / "mark"
     torch.save({"model": {}, "args": Evil(mark)}, file)
-    with pytest.raises(UserError, match=r"model_optim_rng.pt asks for posix.mkdir.*could run code"):
+    with refused("unsafe", file):
         open_checkpoint(folder)
     assert not mark.exists()
     torch.load(file, weights_only=False)
@@ -273,98 +217,80 @@ def _change(file: Path, how: Callable[[Tensor], Tensor]) -> None:
     torch.save(state, file)
 
 
-def _cut_short(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-1000])
+def _holding(value: object, zipped: bool = True) -> Callable[[Path], object]:
+    return lambda file: torch.save(value, file, _use_new_zipfile_serialization=zipped)
 
 
 @pytest.mark.parametrize(
-    ("harm", "sentence"),
+    ("harm", "code"),
     [
-        (lambda file: file.unlink(), r"mp_rank_01_001/model_optim_rng.pt is not there"),
-        (
-            lambda file: (file.unlink(), file.parent.rmdir()),
-            r"mp_rank_01_001/model_optim_rng.pt is not there",
-        ),
-        (_cut_short, r"mp_rank_01_001/model_optim_rng.pt is damaged or cut short"),
-        (lambda file: file.write_text("no checkpoint"), r"model_optim_rng.pt is damaged or cut short"),
-        (lambda file: torch.save([1], file), r"model_optim_rng.pt holds no checkpoint"),
-        (lambda file: torch.save({"iteration": 1}, file), r"holds iteration, but no model"),
-        (lambda file: torch.save({"model": {"language_model": {}}}, file), r"Megatron's old models"),
-        (lambda file: torch.save({"model": 5}, file), r"no weights by name where a model should be"),
-        (lambda file: torch.save({"model": {5: torch.zeros(1)}}, file), r"no weights by name"),
-        (lambda file: torch.save({"model0": {}, "model1": "x"}, file), r"no weights by name"),
-        (
-            lambda file: torch.save({"model": {"w": torch.eye(3).to_sparse()}}, file),
-            r"has a sparse or quantised tensor",
-        ),
-        (
-            lambda file: torch.save({"model": {}}, file, _use_new_zipfile_serialization=False),
-            r"written by a torch before 1\.6",
-        ),
-        (lambda file: _change(file, torch.Tensor.half), r"in different dtypes on different ranks"),
+        (Path.unlink, "not_found"),
+        (lambda file: shutil.rmtree(file.parent), "not_found"),
+        (lambda file: os.truncate(file, file.stat().st_size - 1000), "malformed"),
+        (_holding([1]), "malformed"),
+        (_holding({"iteration": 1}), "malformed"),
+        (_holding({"model": 5}), "malformed"),
+        (_holding({"model": {5: torch.zeros(1)}}), "malformed"),
+        (_holding({"model0": {}, "model1": "x"}), "malformed"),
+        (_holding({"model": {"language_model": {}}}), "unsupported"),
+        (_holding({"model": {"w": torch.eye(3).to_sparse()}}), "unsupported"),
+        (_holding({"model": {}}, zipped=False), "unsupported"),
     ],
+    ids=range(11),
 )
-def test_a_checkpoint_that_is_not_whole_is_one_sentence(
-    models: Mapping[str, Path], tmp_path: Path, harm: Callable[[Path], object], sentence: str
+def test_a_rank_that_is_not_whole_is_named(
+    models: Mapping[str, Path], tmp_path: Path, harm: Callable[[Path], object], code: Code
 ) -> None:
     folder = write(tmp_path, models["qwen2"], Written(tp=2, stages=((2,), (4,))))
-    harm(folder / "mp_rank_01_001" / "model_optim_rng.pt")
-    with pytest.raises(UserError, match=sentence):
+    file = folder / "mp_rank_01_001" / RANK_FILE
+    harm(file)
+    with refused(code, file):
         open_checkpoint(folder)
 
 
-OPEN_ALL = """
-import resource, sys
-from pathlib import Path
-from rlsys.errors import UserError
-from rlsys.weights.checkpoint.megatron_reader import open_checkpoint
-resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
-for folder in sorted(Path(sys.argv[1]).iterdir()):
-    try:
+def test_ranks_of_different_dtypes_are_refused(models: Mapping[str, Path], tmp_path: Path) -> None:
+    folder = write(tmp_path, models["qwen2"], Written(tp=2, stages=((6,),)))
+    _change(folder / "mp_rank_01" / RANK_FILE, torch.Tensor.half)
+    with refused("mismatch", folder):
         open_checkpoint(folder)
-    except UserError as refused:
-        print(refused)
-"""
 
 
-def test_settings_of_more_ranks_than_there_are_files_are_refused(tmp_path: Path) -> None:
-    """Whatever is said of the ranks: none of them is counted out."""
-    names = [f"{axis}_model_parallel_size" for axis in ("expert", "pipeline", "tensor")]
+@pytest.fixture(params=["with Megatron", "without"])
+def _safe_globals(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Classes that torch makes of a pickle: Megatron tells it of some where it is loaded, of settings too."""
+    known = get_safe_globals()
+    if request.param == "without":
+        clear_safe_globals()
+    yield
+    add_safe_globals(known)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("_safe_globals")
+@pytest.mark.parametrize(("axis", "size"), [("expert", 2), ("pipeline", 10**18), ("tensor", 10**18)])
+@pytest.mark.parametrize("kind", [argparse.Namespace, SimpleNamespace])
+def test_settings_of_more_ranks_than_there_are_files_are_refused(
+    kind: type, axis: str, size: int, tmp_path: Path
+) -> None:
+    """No rank is counted out, however many are said."""
+    (tmp_path / "mp_rank_00").mkdir()
+    settings = kind(**{f"{axis}_model_parallel_size": size})
     weights = {"embedding.word_embeddings.weight": torch.zeros(1)}
-    for name in names:
-        for size in (2, 10**6, 10**18):
-            file = tmp_path / f"{name}-{size:019}" / "mp_rank_00" / "model_optim_rng.pt"
-            file.parent.mkdir(parents=True)
-            torch.save({"model": weights, "args": argparse.Namespace(**{name: size})}, file)
-    child = subprocess.run(
-        [sys.executable, "-c", OPEN_ALL, tmp_path], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert child.returncode == 0, child.stderr
-    said = [f"{name}={size}" for name in names for size in (2, 10**6, 10**18)]
-    assert [part in line for part, line in zip(said, child.stdout.splitlines(), strict=True)] == [True] * 9
-
-
-def test_a_file_that_is_cut_after_it_was_opened_is_one_sentence(models: Mapping[str, Path], tmp_path: Path) -> None:
-    folder = write(tmp_path, models["qwen2"], Written(stages=((6,),)))
-    checkpoint = open_checkpoint(folder)
-    _cut_short(folder / "mp_rank_00" / "model_optim_rng.pt")
-    weights = WeightMap(read_architecture(models["qwen2"]))
-    with (folder / "mp_rank_00" / "model_optim_rng.pt").open("r+b") as file:
-        file.truncate(5000)
-    with pytest.raises(UserError, match=r"model_optim_rng.pt is cut short"):
-        checkpoint.parts(weights.entries()[-1], weights)
+    torch.save({"model": weights, "args": settings}, tmp_path / "mp_rank_00" / RANK_FILE)
+    with refused("not_found", tmp_path) as caught:
+        open_checkpoint(tmp_path)
+    assert f"{axis}_model_parallel_size={size}" in str(caught.value)
 
 
 def test_a_rank_of_another_model_is_refused(models: Mapping[str, Path], tmp_path: Path) -> None:
     folder = write(tmp_path, models["qwen3"], Written(tp=2, stages=((6,),)))
-    checkpoint = open_checkpoint(folder)
-    with pytest.raises(UserError, match=r"has 12 weights that this model does not have, first .*q_layernorm"):
-        checkpoint.check(WeightMap(read_architecture(models["llama"])))
-    file = folder / "mp_rank_01" / "model_optim_rng.pt"
+    with refused("mismatch", folder):
+        open_checkpoint(folder).check(WeightMap(read_architecture(models["llama"])))
+    file = folder / "mp_rank_01" / RANK_FILE
     state = torch.load(file, weights_only=False)
     state["model"]["decoder.layers.2.mlp.linear_fc2.weight"] = torch.zeros(64, 47)
     torch.save(state, file)
-    with pytest.raises(UserError, match=r"layers.2.mlp.linear_fc2.weight of shape \[64, 48\] and \[64, 47\]"):
+    with refused("mismatch", folder):
         open_checkpoint(folder).check(WeightMap(read_architecture(models["qwen3"])))
 
 
@@ -377,22 +303,23 @@ def test_a_vocabulary_that_is_too_large_to_be_padded_is_refused(models: Mapping[
     assert sum(shape[0] for shape in checkpoint.names()["embedding.word_embeddings.weight"].shapes) == rows
     for rank in (0, 1):
         _change(
-            folder / f"mp_rank_0{rank}" / "model_optim_rng.pt",
+            folder / f"mp_rank_0{rank}" / RANK_FILE,
             lambda tensor: torch.cat([tensor, tensor]) if len(tensor) == rows // 2 else tensor,
         )
-    with pytest.raises(UserError, match=r"a vocabulary of 512 rows in embedding.*config.json says 100,.*--hf"):
+    with refused("mismatch", folder):
         open_checkpoint(folder).check(WeightMap(architecture))
 
 
 def test_an_output_layer_that_is_no_copy_is_not_dropped(models: Mapping[str, Path], tmp_path: Path) -> None:
     """The last pipeline stage of a tied model has one, and a config may say tied that is not the model's."""
     folder = write(tmp_path, models["qwen2"], Written(stages=((2,), (4,))))
-    first, last = (folder / f"mp_rank_00_00{stage}" / "model_optim_rng.pt" for stage in (0, 1))
+    first, last = (folder / f"mp_rank_00_00{stage}" / RANK_FILE for stage in (0, 1))
     untied = replace(read_architecture(models["qwen2"]), tied=False)
     tied = WeightMap(replace(untied, tied=True))
     embedding = torch.load(first, weights_only=False)["model"]["embedding.word_embeddings.weight"]
     state = torch.load(last, weights_only=False)
-    for row, differs in ((None, False), (-1, False), (0, True)):
+    # The last row is padding.
+    for row in (None, -1, 0):
         output = embedding.clone()
         if row is not None:
             output[row] += 1
@@ -401,9 +328,7 @@ def test_an_output_layer_that_is_no_copy_is_not_dropped(models: Mapping[str, Pat
         checkpoint = open_checkpoint(folder)
         checkpoint.check(tied)
         checkpoint.check_copies(WeightMap(untied))
-        if not differs:
-            # The last row is padding.
+        if row != 0:
             checkpoint.check_copies(tied)
-            continue
-        with pytest.raises(UserError, match=r"output_layer\.weight with other numbers than embedding.*tie_word"):
-            checkpoint.check_copies(tied)
+    with refused("mismatch", folder):
+        checkpoint.check_copies(tied)

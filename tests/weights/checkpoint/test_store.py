@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.errors import UserError
-from rlsys.weights.checkpoint.store import CheckpointStore, Keep, check, step_of
-from tests.support.paths import PROJECT
-
-ALL = Keep(last=None, every=None, best=False)
+from rlsys.weights.checkpoint.store import About, CheckpointStore, Keep, check, read_about, step_of
+from tests.support.refusals import refused
 
 
 def save(store: CheckpointStore, step: int, text: str = "weights") -> Path:
@@ -26,10 +25,6 @@ def save(store: CheckpointStore, step: int, text: str = "weights") -> Path:
     return store.publish(step)
 
 
-def no_score(_: int) -> None:
-    return None
-
-
 def test_a_checkpoint_is_there_when_it_is_published(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     assert store.saved() == []
@@ -37,89 +32,93 @@ def test_a_checkpoint_is_there_when_it_is_published(tmp_path: Path) -> None:
     (partial / "file").write_text("x")
     assert store.saved() == []
     folder = store.publish(4)
-    assert [one.step for one in store.saved()] == [4]
+    for step in (100, 10):
+        save(store, step)
+    (tmp_path / "checkpoints" / "global_step_best").mkdir()
+    assert [one.step for one in store.saved()] == [4, 10, 100], "in the order of numbers"
     assert folder == store.path(4)
     assert step_of(folder) == 4
     check(folder)
 
 
-def test_saved_are_ordered_by_number_not_by_name(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    for step in (9, 100, 10):
-        save(store, step)
-    (tmp_path / "global_step_best").mkdir()
-    assert [one.step for one in store.saved()] == [9, 10, 100]
+def killed_before(home: Any, call: str, which: int, work: Callable[[], object]) -> bool:
+    """Whether a process that does `work` came to its n-th call of a function, before which it was killed."""
+    pid = os.fork()
+    if pid == 0:
+        original, calls = getattr(home, call), count(1)
+
+        def dying(*args: Any, **options: Any) -> Any:
+            if next(calls) == which:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **options)
+
+        setattr(home, call, dying)
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    assert status in (0, signal.SIGKILL), status
+    return status == signal.SIGKILL
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    save(store, 2, "old")
-    folder = save(store, 2, "new")
-    assert (folder / "actor" / "part").read_text() == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["global_step_2"]
+@pytest.mark.parametrize(("home", "call"), [(Path, "mkdir"), (Path, "rename"), (shutil, "rmtree"), (os, "fsync")])
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(home: Any, call: str, tmp_path: Path) -> None:
+    """A process that saves step 2 again, then 3, and prunes, is killed before its first, second ... last such call."""
 
+    def work() -> None:
+        save(store, 2, "new")
+        save(store, 3)
+        store.prune(Keep(1, None, False), lambda _: None)
 
-@pytest.mark.parametrize("call", ["mkdir", "rename", "rmtree", "fsync"])
-@pytest.mark.parametrize("which", [1, 2, 3])
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(call: str, which: int, tmp_path: Path) -> None:
-    """A process that saves step 2 again, then 3, and prunes, is killed before its n-th call."""
-    store = CheckpointStore(tmp_path)
-    save(store, 1)
-    save(store, 2, "old")
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), call, str(which)],
-        cwd=PROJECT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr
-    store.recover()
-    saved = store.saved()
-    assert saved
-    assert saved[-1].step >= 2, "the newest that was there is lost"
-    for one in saved:
-        check(one.folder)
-    save(store, 7)
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-
-KILLED = """
-import os, shutil, signal, sys
-from pathlib import Path
-from rlsys.weights.checkpoint.store import CheckpointStore, Keep
-from tests.weights.checkpoint.test_store import save
-folder, name, which = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-home = {"mkdir": Path, "rename": Path, "rmtree": shutil, "fsync": os}[name]
-call, left = getattr(home, name), [which]
-def dying(*args, **options):
-    left[0] -= 1
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return call(*args, **options)
-setattr(home, name, dying)
-store = CheckpointStore(folder)
-save(store, 2, "new")
-save(store, 3)
-store.prune(Keep(1, None, False), lambda _: None)
-"""
+    for which in count(1):
+        store = CheckpointStore(tmp_path / str(which))
+        save(store, 1)
+        save(store, 2, "old")
+        killed = killed_before(home, call, which, work)
+        store.recover()
+        saved = store.saved()
+        assert saved[-1].step >= 2, "the newest that was there is lost"
+        for one in saved:
+            check(one.folder)
+        save(store, 7)
+        assert [path.name for path in store.folder.iterdir() if path.name.startswith(".")] == []
+        if not killed:
+            break
+    assert [one.step for one in saved] == [3]
+    assert which > 3
 
 
 def test_what_was_lost_or_cut_is_named(tmp_path: Path) -> None:
     folder = save(CheckpointStore(tmp_path), 1)
     part = folder / "actor" / "part"
     os.truncate(part, 3)
-    with pytest.raises(UserError, match=r"actor/part has 3 bytes and not the 7"):
+    with refused("malformed", part):
         check(folder)
     part.write_text("weighty")
-    with pytest.raises(UserError, match=r"actor/part holds other bytes"):
+    with refused("malformed", part):
         check(folder)
     part.unlink()
-    with pytest.raises(UserError, match=r"actor/part is missing"):
+    with refused("not_found", part):
         check(folder)
     for damage in ("{", "[" * 100_000):
         (folder / "manifest.json").write_text(damage)
-        with pytest.raises(UserError, match=r"manifest.json is damaged"):
+        with refused("malformed", folder / "manifest.json"):
             check(folder)
-    with pytest.raises(UserError, match="not a checkpoint"):
+    with refused("not_found", tmp_path):
         check(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["{", "[" * 100_000, '{"step": "x"}', '{"step": null}', "{}"], ids=range(5))
+def test_a_checkpoint_that_says_nothing_of_itself_is_named(damage: str, tmp_path: Path) -> None:
+    with refused("not_found", tmp_path):
+        read_about(tmp_path)
+    (tmp_path / "complete.json").write_text(damage)
+    with refused("malformed", tmp_path / "complete.json"):
+        read_about(tmp_path)
+    (tmp_path / "complete.json").write_text(About(step=3, optimizer=True, layout={"tp": 2}).to_json())
+    assert read_about(tmp_path) == About(step=3, optimizer=True, layout={"tp": 2})
 
 
 def test_pruning_leaves_what_the_policy_keeps_and_all_that_is_not_ours(tmp_path: Path) -> None:
@@ -129,22 +128,13 @@ def test_pruning_leaves_what_the_policy_keeps_and_all_that_is_not_ours(tmp_path:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "global_step_3_copy").mkdir()
     scores = {2: 0.5, 6: 0.9, 7: 0.9}
-    store.prune(Keep(last=2, every=4, best=True), scores.get)
-    assert [one.step for one in store.saved()] == [4, 7, 8, 9, 10]
+    store.prune(Keep(last=2, every=4, best=True), scores.get, spared={1})
+    assert [one.step for one in store.saved()] == [1, 4, 7, 8, 9, 10]
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert (tmp_path / "global_step_3_copy").is_dir()
 
 
-def test_one_whose_score_is_still_to_come_may_be_the_best(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    for step in (1, 2, 3):
-        save(store, step)
-    store.prune(Keep(last=1, every=None, best=True), {1: 0.5}.get, {2})
-    assert [one.step for one in store.saved()] == [1, 2, 3]
-    store.prune(Keep(last=1, every=None, best=True), {1: 0.5, 2: 0.9}.get)
-    assert [one.step for one in store.saved()] == [2, 3]
-
-
+@settings(max_examples=50)
 @given(
     steps=st.sets(st.integers(1, 60), min_size=1),
     last=st.none() | st.integers(1, 5),
@@ -152,7 +142,7 @@ def test_one_whose_score_is_still_to_come_may_be_the_best(tmp_path: Path) -> Non
     best=st.booleans(),
     scores=st.dictionaries(st.integers(1, 60), st.floats(0, 1)),
 )
-def test_what_is_kept(
+def test_the_last_the_regular_and_the_best_are_kept(
     steps: set[int], last: int | None, every: int | None, best: bool, scores: dict[int, float]
 ) -> None:
     kept = Keep(last, every, best).kept(sorted(steps), scores.get)
@@ -163,7 +153,3 @@ def test_what_is_kept(
         expected = last is None or newer < last or (every is not None and step % every == 0) or wins
         assert (step in kept) == expected
     assert max(steps) in kept
-
-
-def test_all_are_kept_by_default() -> None:
-    assert ALL.kept([1, 2, 3], no_score) == {1, 2, 3}

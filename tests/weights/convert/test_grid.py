@@ -1,155 +1,162 @@
 """The round trip through real process groups: every family under every cut comes back bit for bit.
 
 Hugging Face -> torch_dist, laid out for one cut -> a gloo group of another loads it, says what transformers says and
-saves it -> Hugging Face. The same grid through the map alone, in one process, is in `tests/weights`.
+saves it -> Hugging Face. `tests/weights/test_weight_map.py` has such a grid through the map alone, in one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
-from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
-from typer.testing import CliRunner
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from rlsys.apps.cli.convert import app
-from rlsys.config.schema import Dtype
+from rlsys.algorithms.losses import ValueLoss
+from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
+from rlsys.trainer import mesh
+from rlsys.trainer.actor import Actor, Critic
+from rlsys.trainer.batches import MicroBatch
+from rlsys.trainer.forward import forward
 from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
-from tests.trainer.hosts import hosts
-from tests.weights.convert.grid import Cut, Model, group_of, logits_of
-from tests.weights.convert.models import assert_same_tensors, tensors_of
+from tests.support.ports import free_port
+from tests.trainer import reference
+from tests.trainer.harness import OBJECTIVE, rendezvous, run_group
+from tests.weights.convert.models import assert_same_logits, assert_same_tensors, make_model
 
 PROCESSES = 8
 """Most of one point."""
-MODELS = {
-    "llama": ("llama", False, Dtype.float32),
-    "qwen2-tied": ("qwen2-tied", False, Dtype.float32),
-    "qwen3": ("qwen3", False, Dtype.float32),
-    "qwen3-moe": ("qwen3-moe", False, Dtype.float32),
-    "critic": ("qwen3", True, Dtype.float32),
-    "bfloat16": ("llama-tied", False, Dtype.bfloat16),
-    "experts-bfloat16": ("qwen3-moe", False, Dtype.bfloat16),
-    "critic-bfloat16": ("qwen2", True, Dtype.bfloat16),
+LAYERS = 5
+STAGES = {1: None, 2: [2, 3], 3: [1, 2, 2]}
+"""Layers of each stage, uneven wherever there are several."""
+WIDTH = 48
+"""Tokens of a row: three times the context that the rotary scaling of `models` stretches."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a model is cut."""
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return ParallelConfig(tp=self.tp, pp=self.pp, ep=self.ep, pp_layers=STAGES[self.pp])
+
+    @property
+    def processes(self) -> int:
+        """As few as hold the model and spread its experts."""
+        return self.pp * max(self.tp, self.ep)
+
+    def __str__(self) -> str:
+        return f"tp{self.tp}-pp{self.pp}-ep{self.ep}"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of model; `family` is a key of `models.configs`."""
+
+    family: str
+    critic: bool = False
+    dtype: Dtype = Dtype.float32
+
+    @property
+    def experts(self) -> bool:
+        return "moe" in self.family
+
+
+KINDS = {
+    "llama": Kind("llama"),
+    "qwen2-tied": Kind("qwen2-tied"),
+    "qwen3": Kind("qwen3"),
+    "qwen3-moe": Kind("qwen3-moe"),
+    "critic": Kind("qwen3", critic=True),
+    "bfloat16": Kind("llama-tied", dtype=Dtype.bfloat16),
+    "experts-bfloat16": Kind("qwen3-moe", dtype=Dtype.bfloat16),
+    "critic-bfloat16": Kind("qwen2", critic=True, dtype=Dtype.bfloat16),
 }
-NORMAL = [
-    ("llama", Cut(tp=4), Cut(pp=3)),
-    ("qwen2-tied", Cut(pp=3), Cut(tp=2, pp=2)),
-    ("qwen3-moe", Cut(tp=2, pp=2, ep=2), Cut(tp=2, pp=2, ep=2)),
-    ("critic", Cut(tp=2, pp=2), Cut(tp=4)),
-]
-"""(model, cut of the group, cut that hf2mg laid the checkpoint out for). The models have two query groups."""
+NORMAL = (("qwen3-moe", Cut(tp=2, pp=2, ep=2)), ("critic", Cut(tp=2, pp=2)))
+"""The points of the normal suite."""
 
 
-def grid() -> Iterator[tuple[str, Cut, Cut]]:
-    """All points; each loads what was laid out for the next."""
-    for name, (family, *_) in MODELS.items():
-        spreads = (1, 2) if "moe" in family else (1,)
+def points() -> Iterator[object]:
+    """Every point of the grid (kind, cut of the group, cut that the checkpoint is laid out for): each loads what was laid
+    out for the next."""
+    for name, kind in KINDS.items():
+        spreads = (1, 2) if kind.experts else (1,)
         cuts = [Cut(*sizes) for sizes in product((1, 2, 4), (1, 2, 3), spreads)]
         cuts = [cut for cut in cuts if cut.processes <= PROCESSES]
         for cut, other in zip(cuts, cuts[1:] + cuts[:1], strict=True):
-            yield name, cut, other
+            marks = () if (name, cut) in NORMAL else pytest.mark.slow
+            yield pytest.param(name, cut, other, id=f"{name}-{cut}", marks=marks)
 
 
-def points() -> list[object]:
-    """Those of the normal suite, and the rest."""
-    normal = {(name, cut) for name, cut, _ in NORMAL}
-    rest = [point for point in grid() if point[:2] not in normal]
-    named = {point: f"{point[0]}-{point[1]}" for point in (*NORMAL, *rest)}
-    slow = dict.fromkeys(rest, pytest.mark.slow)
-    return [pytest.param(*point, id=name, marks=slow.get(point, ())) for point, name in named.items()]
+def probe() -> MicroBatch:
+    """Two rows, every token of which but the first is a target."""
+    tokens = np.random.default_rng(5).integers(0, 100, size=(2, WIDTH))
+    tokens[0, :2] = 0, 99
+    mask = np.arange(WIDTH)[None, :].repeat(2, axis=0) > 0
+    return MicroBatch(tokens, np.full(2, WIDTH), mask, np.zeros(tokens.shape, np.float32))
 
 
-@pytest.fixture(scope="module")
-def pipes() -> Iterator[list[Connection]]:
-    with hosts(PROCESSES) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
-    made: dict[str, Model] = {}
-
-    def make(name: str) -> Model:
-        if name not in made:
-            made[name] = Model.make(tmp_path_factory.mktemp("models") / name, *MODELS[name])
-        return made[name]
-
-    return make
+def _load_compute_save(rank: int, world: int, port: int, folder: str, kind: Kind, cut: Cut) -> None:
+    parallel = cut.parallel
+    # Tensor-parallel ranks that hold experts must have it.
+    parallel.sequence_parallel = cut.tp > 1 and kind.experts
+    config = ModelConfig(f"{folder}/model", Layers.local, kind.dtype)
+    common: dict[str, Any] = {"total_steps": 9, "seed": 1}
+    place, adam = rendezvous(rank, world, port), OptimizerConfig()
+    learner: Actor | Critic = (
+        Critic(place, config, parallel, adam, ValueLoss(0.3), **common)
+        if kind.critic
+        else Actor(place, config, parallel, adam, OBJECTIVE, **common)
+    )
+    learner.load(f"{folder}/converted")
+    found = forward(learner._model, [probe()], lambda output, _: output.float().numpy())
+    if found and learner.place.dp == 0:
+        np.save(f"{folder}/columns-{rank}.npy", found[0])
+    learner.begin_save(f"{folder}/saved")
+    learner.finish_save()
+    mesh.stop()
 
 
 @pytest.mark.parametrize(("name", "cut", "laid_out"), points())
-async def test_a_model_goes_through_a_group_and_comes_back(
-    name: str,
-    cut: Cut,
-    laid_out: Cut,
-    pipes: list[Connection],
-    model_of: Callable[[str], Model],
-    tmp_path: Path,
-) -> None:
-    model = model_of(name)
-    converted, saved, back = (tmp_path / folder for folder in ("converted", "saved", "back"))
-    hf_to_megatron(model.folder, converted, parallel=laid_out.parallel, values=model.critic, processes=1)
-    group = await group_of(pipes, model, cut)
-    await group.call("load", str(converted))
-    assert_same_logits(await logits_of(group, model), model)
-    await group.call("save", str(saved))
-    megatron_to_hf(saved, back, model.folder, processes=1)
-    assert_same_tensors(model.folder, back)
+def test_a_model_goes_through_a_group_and_comes_back(name: str, cut: Cut, laid_out: Cut, tmp_path: Path) -> None:
+    kind, model = KINDS[name], tmp_path / "model"
+    make_model(model, kind.family, getattr(torch, kind.dtype), kind.critic, layers=LAYERS)
+    hf_to_megatron(model, tmp_path / "converted", parallel=laid_out.parallel, values=kind.critic, processes=1)
+    run_group(_load_compute_save, cut.processes, free_port(), str(tmp_path), kind, cut)
+    assert_computed(tmp_path, kind)
+    megatron_to_hf(tmp_path / "saved", tmp_path / "back", model, processes=1)
+    assert_same_tensors(model, tmp_path / "back")
 
 
-def assert_same_logits(found: Tensor, model: Model) -> None:
-    """To the rounding of the model's dtype: that which transformers' own have."""
-    exact = model.logits()
-    assert found.shape == exact.shape
-    if model.dtype is Dtype.float32:
-        torch.testing.assert_close(found, exact, rtol=2e-5, atol=5e-5)
+def assert_computed(folder: Path, kind: Kind) -> None:
+    """Assert that the group's logits are transformers', to the rounding of the dtype: that which transformers' own have."""
+    columns = [np.load(file) for file in sorted(folder.glob("columns-*.npy"))]
+    # Every tensor-parallel rank has all the values, but only its part of the vocabulary.
+    whole = columns[0][:, None] if kind.critic else np.concatenate(columns, axis=1)[:, : reference.VOCAB]
+    found, exact = torch.tensor(whole).unflatten(0, (2, WIDTH - 1)), _by_transformers(folder, kind, Dtype.float32)
+    if kind.dtype is Dtype.float32:
+        assert_same_logits(found, exact)
     else:
-        rounding = (model.logits(model.dtype) - exact).norm()
+        rounding = (_by_transformers(folder, kind, kind.dtype) - exact).norm()
         assert rounding < 0.1 * exact.norm()
         assert (found - exact).norm() < 1.5 * rounding
 
 
-async def test_a_trained_checkpoint_is_verified(
-    pipes: list[Connection], model_of: Callable[[str], Model], tmp_path: Path
-) -> None:
-    """What a group at TP 2 has trained and saved, against folders that are it, or not quite."""
-    model = model_of("qwen3")
-    group = await group_of(pipes, model, Cut(tp=2))
-    await group.call("load_hf", str(model.folder))
-    await group.call("train")
-    checkpoint, folder = tmp_path / "checkpoint", tmp_path / "hf"
-    await group.call("save", str(checkpoint))
-    megatron_to_hf(checkpoint, folder, model.folder, processes=1)
-    tensors = tensors_of(folder)
-    before = tensors_of(model.folder)
-    assert not any(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
-
-    def verified(**changed: Tensor) -> tuple[int, str]:
-        save_file({**tensors, **changed}, folder / "model.safetensors", metadata={"format": "pt"})
-        command = ["verify", str(checkpoint), str(folder), "--hf", str(model.folder)]
-        done = CliRunner(env={"COLUMNS": "200"}).invoke(app, command)
-        return done.exit_code, done.output
-
-    assert verified()[0] == 0
-
-    name = "model.layers.3.mlp.down_proj.weight"
-    flipped = tensors[name].clone()
-    flipped.view(torch.int32)[7, 5] ^= 1
-    status, said = verified(**{name: flipped})
-    assert status == 1
-    assert [one for one in tensors if one in said] == [name]
-
-    query, key = (f"model.layers.1.self_attn.{kind}_proj.weight" for kind in "qk")
-    rows = tensors[key].shape[0]
-    swapped = {
-        query: torch.cat([tensors[key], tensors[query][rows:]]),
-        key: tensors[query][:rows].contiguous(),
-    }
-    status, said = verified(**swapped)
-    assert status == 1
-    assert {one for one in tensors if one in said} == {query, key}
+@torch.no_grad()
+def _by_transformers(folder: Path, kind: Kind, dtype: Dtype) -> Tensor:
+    """[row, token but the last, vocabulary or 1] float32 of the probe, computed in `dtype`."""
+    auto = AutoModelForTokenClassification if kind.critic else AutoModelForCausalLM
+    model = auto.from_pretrained(folder / "model", dtype=getattr(torch, dtype)).eval()
+    logits: Tensor = model(torch.tensor(probe().tokens)).logits[:, :-1].float()
+    return logits

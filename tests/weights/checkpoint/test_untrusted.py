@@ -1,0 +1,202 @@
+"""A distributed checkpoint of a stranger: what is damaged is named, and nothing in it is run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from rlsys.config.schema import ParallelConfig
+from rlsys.errors import Code
+from rlsys.weights.checkpoint import sharded
+from rlsys.weights.checkpoint.megatron_reader import open_checkpoint
+from rlsys.weights.checkpoint.sharded import require_sound
+from tests.support.refusals import refused
+from tests.trainer import reference
+from tests.weights.checkpoint.checkpoints import Evil, assert_holds, read, write
+
+Harm = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return reference.make_model(reference.tiny_qwen3(), tmp_path_factory.mktemp("model") / "hf")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory, hf: Path) -> dict[str, bytes]:
+    """The files of a checkpoint."""
+    folder = tmp_path_factory.mktemp("written")
+    write(folder, hf, ParallelConfig(tp=2, pp=2, pp_layers=[1, 2]))
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, written: dict[str, bytes]) -> Path:
+    """A copy of that checkpoint."""
+    copy = tmp_path / "checkpoint"
+    copy.mkdir()
+    for name, content in written.items():
+        (copy / name).write_bytes(content)
+    require_sound(copy)
+    return copy
+
+
+def change_metadata(folder: Path, change: Callable[[Metadata], object]) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def put_object(folder: Path, value: object, key: str = "_extra_state") -> None:
+    """Put `value` in place of what lies under a key."""
+    torch.save(value, folder / "evil.distcp")
+
+    def place_it(metadata: Metadata) -> None:
+        places: dict[Any, Any] = metadata.storage_data
+        place = next(place for at, place in places.items() if key in at.fqn)
+        place.relative_path, place.offset = "evil.distcp", 0
+        place.length = (folder / "evil.distcp").stat().st_size
+
+    change_metadata(folder, place_it)
+
+
+def _in_metadata(folder: Path, evil: Evil) -> None:
+    change_metadata(folder, lambda metadata: setattr(metadata, "planner_data", evil))
+
+
+def _in_common(folder: Path, evil: Evil) -> None:
+    torch.save({"args": evil}, folder / "common.pt")
+
+
+def read_with_trust(folder: Path) -> None:
+    """As Megatron and torch do, what a stranger may have written."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    torch.load(folder / "common.pt", weights_only=False)
+    for place in metadata.storage_data.values():
+        content = (folder / place.relative_path).read_bytes()[place.offset :][: place.length]
+        torch.load(io.BytesIO(content), weights_only=False)
+
+
+@pytest.mark.parametrize(
+    ("harm", "file"),
+    [(_in_metadata, ".metadata"), (_in_common, "common.pt"), (put_object, "evil.distcp")],
+)
+def test_nothing_that_would_run_code_is_loaded_for_training(
+    folder: Path, tmp_path: Path, harm: Callable[[Path, Evil], None], file: str
+) -> None:
+    mark = tmp_path / "mark"
+    harm(folder, Evil(mark))
+    with refused("unsafe", folder / file):
+        sharded.load(folder, {})
+    assert not mark.exists()
+    read_with_trust(folder)
+    assert mark.exists(), "it is one that would have run"
+
+
+def test_nothing_that_would_run_code_is_read_for_conversion(folder: Path, hf: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    put_object(folder, Evil(mark), "decoder.final_layernorm.weight")
+    with refused("unsafe", folder / "evil.distcp"):
+        read(open_checkpoint(folder), hf)
+    _in_metadata(folder, Evil(mark))
+    with refused("unsafe", folder / ".metadata"):
+        open_checkpoint(folder)
+    assert not mark.exists()
+
+
+def test_a_pickle_within_a_layers_state_is_refused(folder: Path) -> None:
+    """Transformer Engine unpickles the bytes of such a tensor; without FP8 it is empty."""
+    put_object(folder, [torch.zeros(0, dtype=torch.uint8)])
+    require_sound(folder)
+    put_object(folder, [torch.frombuffer(bytearray(pickle.dumps(1)), dtype=torch.uint8)])
+    with refused("unsafe", folder / "evil.distcp"):
+        sharded.load(folder, {})
+
+
+def _outside(folder: Path) -> None:
+    def leave(metadata: Metadata) -> None:
+        next(iter(metadata.storage_data.values())).relative_path = "../__0_0.distcp"
+
+    change_metadata(folder, leave)
+
+
+def _stack_endlessly(folder: Path) -> None:
+    def stack(metadata: Metadata) -> None:
+        stacked: Any = metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"]
+        stacked.size = torch.Size([10**12, *stacked.size[1:]])
+        for chunk in stacked.chunks:
+            chunk.sizes = torch.Size([10**12, *chunk.sizes[1:]])
+
+    change_metadata(folder, stack)
+
+
+def _number_endlessly(folder: Path) -> None:
+    """An empty list that is said to be the last of billions of objects: the unpickler would make room for all."""
+    (folder / ".metadata").write_bytes(b"\x80\x02]r\xff\xff\xff\x7f.")
+
+
+def _halved(name: str) -> Harm:
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size // 2)
+
+
+def _holding(name: str, content: str) -> Harm:
+    return lambda folder: (folder / name).write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "code", "key"),
+    [
+        (lambda folder: (folder / "__0_0.distcp").unlink(), "not_found", "__0_0.distcp"),
+        (_halved("__1_0.distcp"), "malformed", "__1_0.distcp"),
+        (lambda folder: (folder / "__0_0.distcp").write_bytes(bytes(10**6)), "malformed", "__0_0.distcp"),
+        (_halved(".metadata"), "malformed", ".metadata"),
+        (lambda folder: (folder / ".metadata").unlink(), "not_found", ".metadata"),
+        (_stack_endlessly, "malformed", ".metadata"),
+        (_number_endlessly, "malformed", ".metadata"),
+        (_outside, "unsafe", None),
+        (lambda folder: (folder / "metadata.json").unlink(), "malformed", ""),
+        (_holding("metadata.json", "[" * 200_000), "malformed", "metadata.json"),
+        (_holding("metadata.json", '{"sharded_backend": "zarr"}'), "unsupported", ""),
+        (_holding("complete.json", '{"step": "x"}'), "malformed", "complete.json"),
+    ],
+    ids=range(12),
+)
+def test_a_checkpoint_that_is_not_whole_is_refused(
+    folder: Path, hf: Path, harm: Harm, code: Code, key: str | None
+) -> None:
+    assert_holds(open_checkpoint(folder), hf)
+    harm(folder)
+    with refused(code, None if key is None else folder / key):
+        read(open_checkpoint(folder), hf)
+
+
+def _two_steps(folder: Path) -> None:
+    for step in (1, 2):
+        (folder / f"iter_{step:07d}").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("make", "code", "key"),
+    [
+        (Path.is_dir, "empty", ""),
+        (_holding("latest_checkpointed_iteration.txt", "7"), "not_found", "iter_0000007"),
+        (_holding("latest_checkpointed_iteration.txt", "²"), "not_found", "²"),
+        (_two_steps, "out_of_range", ""),
+        (Path.rmdir, "not_found", ""),
+    ],
+    ids=range(5),
+)
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, make: Harm, code: Code, key: str) -> None:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    make(folder)
+    with refused(code, folder / key):
+        open_checkpoint(folder)

@@ -1,0 +1,298 @@
+"""The weight map is a bijection, bit for bit, for every family, cut and split, and puts layers and experts where Megatron does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from rlsys.weights.weight_map import (
+    Architecture,
+    ShardLoader,
+    WeightMap,
+    chunk_layers,
+    expert_block,
+    stage_layers,
+)
+from tests.support.refusals import refused
+from tests.weights.megatron_shards import expected_shard
+
+LLAMA = Architecture(
+    family="llama",
+    layers=5,
+    hidden=16,
+    heads=8,
+    kv_heads=2,
+    head_dim=4,
+    ffn=12,
+    vocab=50,
+    tied=False,
+    qkv_bias=False,
+    qk_norm=False,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    max_positions=64,
+)
+QWEN2 = replace(LLAMA, family="qwen2", qkv_bias=True)
+MOE = replace(LLAMA, family="qwen3_moe", qk_norm=True, experts=4, experts_per_token=2, expert_ffn=8)
+FAMILIES = [LLAMA, QWEN2, replace(LLAMA, family="qwen3", qk_norm=True), MOE]
+
+
+def shapes_of(arch: Architecture, values: bool = False) -> dict[str, tuple[int, ...]]:
+    """Names and shapes as transformers gives them."""
+    q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (arch.vocab, arch.hidden),
+        "model.norm.weight": (arch.hidden,),
+    }
+    if values:
+        shapes |= {"score.weight": (1, arch.hidden), "score.bias": (1,)}
+    elif not arch.tied:
+        shapes["lm_head.weight"] = (arch.vocab, arch.hidden)
+    for layer in range(arch.layers):
+        block = f"model.layers.{layer}."
+        for part, rows in (("q", q), ("k", kv), ("v", kv)):
+            shapes[f"{block}self_attn.{part}_proj.weight"] = (rows, arch.hidden)
+            if arch.qkv_bias:
+                shapes[f"{block}self_attn.{part}_proj.bias"] = (rows,)
+        if arch.qk_norm:
+            shapes |= {f"{block}self_attn.{part}_norm.weight": (arch.head_dim,) for part in "qk"}
+        shapes |= {
+            f"{block}self_attn.o_proj.weight": (arch.hidden, q),
+            f"{block}input_layernorm.weight": (arch.hidden,),
+            f"{block}post_attention_layernorm.weight": (arch.hidden,),
+        }
+        if arch.experts:
+            shapes[f"{block}mlp.gate.weight"] = (arch.experts, arch.hidden)
+        width = arch.expert_ffn if arch.experts else arch.ffn
+        for mlp in [f"mlp.experts.{expert}" for expert in range(arch.experts)] or ["mlp"]:
+            shapes |= {f"{block}{mlp}.{part}_proj.weight": (width, arch.hidden) for part in ("gate", "up")}
+            shapes[f"{block}{mlp}.down_proj.weight"] = (arch.hidden, width)
+    return shapes
+
+
+def checkpoint_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Every element has bits of its own; some are an infinity or no number."""
+    sizes = [prod(shape) for shape in shapes.values()]
+    parts = torch.arange(0x7F800000 - 20, 0x7F800000 - 20 + sum(sizes), dtype=torch.int32).view(torch.float32)
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts.split(sizes), strict=True)}
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit, also where they are no numbers."""
+    return torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32))
+
+
+def stage_names(weights: WeightMap, layers: range, first: bool, last: bool, experts: range) -> list[str]:
+    """Megatron tensors of a pipeline stage and expert rank; a tied last stage has a matrix of its own."""
+    entries = weights.entries()
+    held = [entry for entry in entries if entry.layer in layers and (entry.expert is None or entry.expert in experts)]
+    (embedding, *_), after = entries, [entry for entry in entries[1:] if entry.layer is None]
+    ends = after + ([] if first else weights.copies()) if last else []
+    return [entry.name for entry in [*([embedding] if first else []), *held, *ends]]
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[Architecture, int]:
+    """An architecture, and a TP size that divides it or not; it may exceed the query groups."""
+    tp = draw(st.integers(1, 4))
+    unit = draw(st.sampled_from([1, tp]))
+    groups, per_group, layers = (draw(st.integers(1, 3)) for _ in range(3))
+    family = draw(st.sampled_from(FAMILIES))
+    arch = replace(
+        family,
+        layers=layers,
+        hidden=draw(st.integers(1, 9)),
+        heads=groups * per_group,
+        kv_heads=groups,
+        head_dim=draw(st.integers(1, 3)) * unit,
+        ffn=draw(st.integers(1, 5)) * unit,
+        vocab=draw(st.integers(1, 300)),
+        tied=draw(st.booleans()),
+        experts=family.experts and draw(st.sampled_from([2, 4])),
+        expert_ffn=draw(st.integers(1, 5)),
+    )
+    return arch, tp
+
+
+def _divides(arch: Architecture, tp: int) -> bool:
+    """Whether each rank can have as much of every tensor as the others; an expert is not cut."""
+    fused = (arch.heads + 2 * arch.kv_heads) * arch.head_dim
+    cut = [fused, arch.heads * arch.head_dim, tp if arch.experts else arch.ffn]
+    return all(size % tp == 0 for size in cut)
+
+
+@settings(max_examples=50)
+@given(model=models(), values=st.booleans(), data=st.data())
+def test_every_cut_holds_what_megatron_reads_and_comes_back_bit_for_bit(
+    model: tuple[Architecture, int], values: bool, data: st.DataObject
+) -> None:
+    """Whatever order the tensors come in; a size that does not divide is refused."""
+    arch, tp = model
+    weights, checkpoint = WeightMap(arch, values), checkpoint_of(shapes_of(arch, values))
+    assert weights.hf_names() == checkpoint.keys()
+    order = data.draw(st.permutations(sorted(checkpoint)))
+    bounds = data.draw(st.sets(st.integers(1, arch.layers - 1))) if arch.layers > 1 else set()
+    ends = [0, *sorted(bounds), arch.layers]
+    counts = [end - begin for begin, end in pairwise(ends)]
+    ep = data.draw(st.sampled_from([1, 2])) if arch.experts else 1
+    back: dict[str, Tensor] = {}
+    for stage, layers in enumerate(stage_layers(arch.layers, len(counts), counts)):
+        for ep_rank in range(ep):
+            experts = expert_block(arch.experts, ep, ep_rank)
+            names = stage_names(weights, layers, stage == 0, stage == len(counts) - 1, experts)
+            if not _divides(arch, tp):
+                with refused("mismatch", "tp"):
+                    _sharded(weights, names, checkpoint, order, tp)
+                return
+            for name, pieces in _sharded(weights, names, checkpoint, order, tp).items():
+                entry = weights.entry(name)
+                if entry.rule.exported and (entry.expert is not None or ep_rank == 0):
+                    merged = dict(weights.merge(entry, pieces[:1] if entry.expert is not None else pieces))
+                    assert not back.keys() & merged.keys(), "a tensor is exported twice"
+                    back |= merged
+    assert back.keys() == checkpoint.keys()
+    assert [name for name, tensor in checkpoint.items() if not same(back[name], tensor)] == []
+
+
+def _sharded(
+    weights: WeightMap, names: list[str], checkpoint: dict[str, Tensor], order: list[str], tp: int
+) -> dict[str, list[Tensor]]:
+    """The shards of all TP ranks of one stage and expert rank, each compared with what Megatron reads."""
+    shards: dict[str, list[Tensor]] = {name: [] for name in names}
+    arch = weights.architecture
+    for rank in range(tp):
+        loader = ShardLoader(weights, names, rank, tp, lambda name, shard: shards[name].append(shard))
+        wanted = {hf for name in names for hf in weights.entry(name).hf}
+        for number, hf in enumerate(order):
+            assert loader.missing() == sorted(wanted & set(order[number:]))
+            loader.feed(hf, checkpoint[hf])
+        for name in names:
+            entry = weights.entry(name)
+            cut = (rank, tp) if entry.expert is None else (0, 1)
+            assert same(shards[name][rank], expected_shard(arch, name, checkpoint, *cut)), name
+            assert entry.rule.shapes == tuple(tuple(checkpoint[hf].shape) for hf in entry.hf)
+            assert prod(weights.whole_shape(entry, tp)) in (shards[name][rank].numel() * n for n in (1, tp))
+    return shards
+
+
+def test_the_order_of_export_goes_layer_by_layer() -> None:
+    entries = WeightMap(replace(MOE, layers=2, experts=2)).entries()
+    assert entries[0].name == "embedding.word_embeddings.weight"
+    assert [entry.name for entry in entries[-2:]] == ["decoder.final_layernorm.weight", "output_layer.weight"]
+    # Norms, attention, output projection, norms of query and key, and the router: 7; two tensors an expert.
+    layer = [None] * 7 + [0, 0, 1, 1]
+    assert [(entry.layer, entry.expert) for entry in entries[1:-2]] == [(n, e) for n in (0, 1) for e in layer]
+
+
+def test_transformer_engines_name_of_an_expert_means_the_same_tensor() -> None:
+    """`tests/weights/checkpoint/test_legacy.py` has all of its names."""
+    entry = WeightMap(replace(MOE, experts=16)).entry("decoder.layers.3.mlp.experts.linear_fc2.weight13")
+    assert entry.name == "decoder.layers.3.mlp.experts.local_experts.13.linear_fc2.weight"
+    assert (entry.layer, entry.expert, entry.hf) == (3, 13, ("model.layers.3.mlp.experts.13.down_proj.weight",))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decoder.layers.5.input_layernorm.weight",
+        "decoder.layers.0.mlp.experts.linear_fc1.weight4",
+        "decoder.layers.0.mlp.linear_fc1.weight",
+        "value_head.weight",
+    ],
+)
+def test_a_name_that_the_model_has_not_is_unknown(name: str) -> None:
+    with pytest.raises(KeyError):
+        WeightMap(MOE).entry(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (lambda names: names - {"model.norm.weight"}, "model.norm.weight"),
+        (lambda names: names | {"model.layers.0.mlp.extra"}, "model.layers.0.mlp.extra"),
+        (lambda names: names | {"score.weight"}, "score.weight"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(change: Callable[[set[str]], set[str]], key: str) -> None:
+    weights = WeightMap(replace(QWEN2, tied=True))
+    weights.check_hf_names(weights.hf_names() | {"lm_head.weight"})
+    with refused("mismatch", key):
+        weights.check_hf_names(change(weights.hf_names()))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_critic_may_begin_as_a_policy_where_it_is_said(tied: bool) -> None:
+    arch = replace(QWEN2, tied=tied)
+    critic, policy = WeightMap(arch, values=True), WeightMap(arch).hf_names()
+    critic.check_hf_names(policy | {"score.weight", "score.bias"})
+    critic.check_hf_names(policy, headless=True)
+    critic.check_hf_names(policy | {"score.weight"}, headless=True)
+    with refused("mismatch", "score.bias"):
+        critic.check_hf_names(policy)
+    with refused("mismatch", "score.weight"):
+        critic.check_hf_names(policy | {"score.bias"}, headless=True)
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "virtual", "first", "last"),
+    [(12, 2, 3, None, None), (12, 3, 2, 2, 4), (10, 3, 2, 2, None), (8, 4, 1, 1, 3)],
+)
+def test_chunks_are_where_megatron_puts_them(
+    layers: int, pp: int, virtual: int, first: int | None, last: int | None
+) -> None:
+    config = TransformerConfig(
+        num_layers=layers,
+        hidden_size=8,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+        pipeline_dtype=torch.float32,
+    )
+    stages = [None] if virtual == 1 else list(range(virtual))
+    counts = [[get_num_layers_to_build(config, stage, rank) for stage in stages] for rank in range(pp)]
+    chunks = chunk_layers(layers, counts)
+    for rank in range(pp):
+        for stage, held in zip(stages, chunks[rank], strict=True):
+            assert held.start == get_transformer_layer_offset(config, stage, rank)
+    assert sorted(layer for rank in chunks for held in rank for layer in held) == list(range(layers))
+
+
+def test_chunks_may_be_uneven_or_empty() -> None:
+    """Passes go rank 0, rank 1, rank 0, rank 1; the second rank's first chunk is empty."""
+    assert chunk_layers(4, [[2, 1], [0, 1]]) == [[range(2), range(2, 3)], [range(2, 2), range(3, 4)]]
+    with pytest.raises(ValueError, match="4 layers"):
+        chunk_layers(4, [[2, 1], [1]])
+
+
+def test_layers_and_experts_lie_in_blocks() -> None:
+    assert stage_layers(6, 3, [1, 3, 2]) == [range(1), range(1, 4), range(4, 6)]
+    assert stage_layers(6, 2) == [range(3), range(3, 6)]
+    assert [expert_block(6, 3, rank) for rank in range(3)] == [range(2), range(2, 4), range(4, 6)]
+    assert expert_block(0, 1, 0) == range(0)
+
+
+@pytest.mark.parametrize("pp_layers", [[5], [5, 0], [2, 2]])
+def test_stages_that_are_not_the_model_are_refused(pp_layers: list[int]) -> None:
+    with refused("out_of_range", "pp_layers"):
+        stage_layers(5, 2, pp_layers)
+
+
+def test_sizes_that_do_not_divide_the_model_are_refused() -> None:
+    with refused("mismatch", "pp"):
+        stage_layers(5, 2)
+    for experts in (6, 0):
+        with refused("mismatch", "ep"):
+            expert_block(experts, 4, 0)
