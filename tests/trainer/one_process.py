@@ -48,9 +48,9 @@ class Policies:
     reference: Path
 
     @classmethod
-    def make(cls, folder: Path) -> Policies:
+    def make(cls, family: str, folder: Path) -> Policies:
         names = [folder / name for name in ("sampling", "current", "reference")]
-        reference.make_model(reference.tiny_config(layers=2), names[0])
+        reference.make_model(reference.TINY[family](), names[0])
         for seed, (name, scale) in enumerate(zip(names[1:], (0.01, 0.016), strict=True)):
             model = reference.load(names[0])
             torch.manual_seed(seed)
@@ -71,7 +71,7 @@ class Expected:
     divisor: int
     figures: dict[str, float]
     """Of the statistics, reduced."""
-    score_batch_size: dict[str, bool]
+    happens: dict[str, bool]
     """What the case is about -> whether these samples have it."""
 
 
@@ -96,12 +96,12 @@ class OneProcess:
         self.n = len(self.y)
 
     def expected(self, config: AlgorithmConfig) -> Expected:
-        surrogate, figures, score_batch_size = self._surrogate(config)
+        surrogate, figures, happens = self._surrogate(config)
         means = {"policy_loss": self._aggregated(surrogate, config)[0]}
         terms = {"policy": means["policy_loss"]}
         if config.kl_coef:
             kl, about_kl = self._kl(config)
-            score_batch_size |= about_kl
+            happens |= about_kl
             means["kl_loss"] = self._aggregated(kl, config)[0]
             terms["kl"] = config.kl_coef * means["kl_loss"]
         entropy = -(self.log_p.exp() * self.log_p).sum(-1)
@@ -109,18 +109,18 @@ class OneProcess:
         if config.entropy_coef:
             terms["entropy"] = -config.entropy_coef * self._aggregated(entropy, config)[0]
         of_terms = {name: self._gradients(term) for name, term in terms.items()}
-        names = [name for name, _ in self.model.named_parameters()]
         return Expected(
-            gradients={name: torch.stack([of[name] for of in of_terms.values()]).sum(0) for name in names},
+            gradients={name: sum(of[name] for of in of_terms.values()) for name in of_terms["policy"]},
             terms={term: float(vector_norm(flat(of))) for term, of in of_terms.items()},
             divisor=self._aggregated(surrogate, config)[1],
             figures={**figures, **{name: float(value.detach()) for name, value in means.items()}},
-            score_batch_size=score_batch_size,
+            happens=happens,
         )
 
     def _gradients(self, loss: Tensor) -> dict[str, Tensor]:
         names, parameters = zip(*self.model.named_parameters(), strict=True)
-        return dict(zip(names, torch.autograd.grad(loss, parameters, retain_graph=True), strict=True))
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
+        return reference.by_checkpoint_names(zip(names, gradients, strict=True))
 
     def _aggregated(self, losses: Tensor, config: AlgorithmConfig) -> tuple[Tensor, int]:
         """One number, and what it was divided by."""
@@ -158,34 +158,34 @@ class OneProcess:
         counts = {"clip_fraction_low": low, "clip_fraction_high": high}
         if config.dual_clip is not None:
             counts["dual_clip_fraction"] = (advantage < 0) & (ratio > config.dual_clip)
-        score_batch_size = {name: bool(mask.any()) for name, mask in counts.items()}
-        return loss, figures | {name: float(mask.sum()) / self.n for name, mask in counts.items()}, score_batch_size
+        happens = {name: bool(mask.any()) for name, mask in counts.items()}
+        return loss, figures | {name: float(mask.sum()) / self.n for name, mask in counts.items()}, happens
 
     def _kl(self, config: AlgorithmConfig) -> tuple[Tensor, dict[str, bool]]:
-        weight, score_batch_size = torch.ones(()), {}
+        weight, happens = torch.ones(()), {}
         if config.use_kl_iw:
             lower, upper = config.kl_iw_clip_lower or 0.0, config.kl_iw_clip_upper or float("inf")
             ratio = (self.p - self.old).exp().detach()
             weight = ratio.clamp(lower, upper)
-            score_batch_size = {
+            happens = {
                 "weight below": bool((ratio < lower).any()),
                 "weight above": bool((ratio > upper).any()),
             }
         if not config.kl_estimator.startswith("full_"):
-            return weight * self._estimate(config.kl_estimator), score_batch_size
+            return weight * self._estimate(config.kl_estimator), happens
         forward = config.kl_estimator is KlEstimator.full_forward
         first, second = (self.log_r, self.log_p) if forward else (self.log_p, self.log_r)
         shares = first.exp() * (first - second)
         if config.kl_topk_tokens is None:
-            return shares.sum(-1), score_batch_size
+            return shares.sum(-1), happens
         # As the log-prob group saw them: its policy is the one that sampled.
         picks = (self.log_r if forward else self.log_old).topk(config.kl_topk_tokens).indices
         picked = (picks == self.y[:, None]).any(-1)
-        score_batch_size |= {"sampled is picked": bool(picked.any()), "sampled is in the tail": bool((~picked).any())}
+        happens |= {"sampled is picked": bool(picked.any()), "sampled is in the tail": bool((~picked).any())}
         head = shares.gather(1, picks).sum(-1)
         if not config.kl_use_tail_sampling:
-            return head, score_batch_size
-        return head + weight * torch.where(picked, 0.0, self._tail(config.kl_topk_tail, forward)), score_batch_size
+            return head, happens
+        return head + weight * torch.where(picked, 0.0, self._tail(config.kl_topk_tail, forward)), happens
 
     def _estimate(self, estimator: str) -> Tensor:
         log_w, unit = self.r - self.p, (self.p - self.p.detach()).exp()
