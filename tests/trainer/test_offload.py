@@ -271,11 +271,6 @@ def _refusals(group: Group, model: Path, out: Path) -> None:
         "log-prob worker",
     )
     worker.restore()
-    second = worker.compute(STEPS[1])
-    assert second is not None
-    for one, other in zip(first, second, strict=True):
-        assert (one.policy == other.policy).all()
-        assert (one.reference == other.reference).all()
     worker.begin_update()
     for number, bucket in enumerate(buckets):
         worker.take_bucket(bucket)
@@ -291,7 +286,7 @@ def _refusals(group: Group, model: Path, out: Path) -> None:
     assert after is not None
     assert (before[0].policy == after[0].policy).all()
     assert (before[0].policy != first[0].policy).any()
-    assert (before[0].reference == first[0].reference).all()
+    assert (after[0].reference == first[0].reference).all()
 
 
 def test_nothing_works_while_the_memory_is_away(tmp_path: Path) -> None:
