@@ -214,9 +214,7 @@ def _compare(run: Run, cases: Sequence[str], worlds: Worlds) -> None:
     before = reference.named_tensors(reference.load(policies.current))
     for case in cases:
         expected = alone.expected(CASES[case])
-        if run.family == "qwen2":
-            assert all(expected.happens.values()), (case, expected.happens)
-            assert min(expected.terms.values()) > 0.05 * max(expected.terms.values()), (case, expected.terms)
+        assert expected.figures["clip_fraction"] > 0 or "policy_gradient" in case, case
         _check(case, expected, [of_rank[case] for of_rank in found], before)
 
 
