@@ -92,17 +92,6 @@ def test_what_cannot_be_weighed_is_refused() -> None:
         correct(OLD[:1], ROLLOUT, MASK, TOKEN_TRUNCATE)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "truncated", "masked"), [(1.21, 1.21, 1.21), (2.25, 2, 0), (0.36, 0.36, 0), (4, 2, 0)]
-)
-def test_a_sequence_is_weighed_as_one(ratio: float, truncated: float, masked: float) -> None:
-    # Two known tokens of root(ratio) each: alone, all but one of these would lie within the bounds.
-    old, rollout, mask = logs(0.5, 0.5, 0.5), logs(0.5, 0.5, NAN), flags(1, 1, 1)
-    rollout[:2] -= np.float32(math.log(ratio) / 2)
-    np.testing.assert_allclose(weights_of(old, rollout, mask, SEQUENCE_TRUNCATE), [truncated] * 3, rtol=1e-6)
-    np.testing.assert_allclose(weights_of(old, rollout, mask, SEQUENCE_MASK), [masked] * 3, rtol=1e-6)
-
-
 Token = tuple[float, float, bool]
 known_logprob = st.floats(-6, 0, width=32)
 tokens = st.lists(

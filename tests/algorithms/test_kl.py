@@ -35,10 +35,10 @@ FAR = 0.01
 """How far a biased estimator is off, at least, relative to what it should be."""
 
 
-def policies(size: int) -> tuple[Tensor, Tensor]:
+def policies() -> tuple[Tensor, Tensor]:
     """Logits of the policy and log-probs of the other, near enough for no clamp to be met."""
-    draw = torch.Generator().manual_seed(size)
-    logits, other = (0.5 * torch.randn(2, size, generator=draw, dtype=torch.float64)).unbind()
+    draw = torch.Generator().manual_seed(5)
+    logits, other = (0.5 * torch.randn(2, 5, generator=draw, dtype=torch.float64)).unbind()
     return logits.requires_grad_(), torch.log_softmax(other, dim=0)
 
 
@@ -57,10 +57,9 @@ def expected_gradient(estimator: KlEstimator, logits: Tensor, other: Tensor) -> 
     )
 
 
-@pytest.mark.parametrize("size", [5, 6, 7])
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-def test_the_table_holds_by_enumeration(row: Row, size: int) -> None:
-    logits, other = policies(size)
+def test_the_table_holds_by_enumeration(row: Row) -> None:
+    logits, other = policies()
     logprobs = torch.log_softmax(logits, dim=0)
     exact = exact_kl(logprobs, other, row.forward_kl)
     (gradient,) = torch.autograd.grad(exact, logits, retain_graph=True)
@@ -128,10 +127,9 @@ def test_importance_weights_are_bounded_constants() -> None:
         assert not weights.requires_grad
 
 
-@pytest.mark.parametrize("size", [5, 7])
 @pytest.mark.parametrize("name", ["k1", "k3", "k4"])
-def test_a_weighted_sample_of_the_old_policy_stands_for_one_of_the_policy(name: str, size: int) -> None:
-    logits, other = policies(size)
+def test_a_weighted_sample_of_the_old_policy_stands_for_one_of_the_policy(name: str) -> None:
+    logits, other = policies()
     logprobs, old = torch.log_softmax(logits, dim=0), torch.log_softmax(-logits.detach(), dim=0)
     values = estimate(KlEstimator(name), logprobs, other)
     exact = exact_kl(logprobs, other, forward_kl=False)
