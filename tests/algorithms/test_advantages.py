@@ -22,7 +22,6 @@ GRPO = setting("trajectory", "group", "group")
 DR_GRPO = setting("trajectory", "group", "none")
 RLOO = setting("trajectory", "leave_one_out", "none")
 REINFORCE = setting("trajectory", "batch", "none")
-REINFORCE_PP = setting("token", "none", "whiten")
 LITE_PPO = setting("trajectory", "group", "batch")
 PPO = setting("token", "critic", "none")
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from rlsys.config.schema import Dtype, ParallelConfig
+from rlsys.errors import UserError
 from rlsys.trainer.actor import Actor
+from rlsys.weights.checkpoint.store import About, read_about
 from rlsys.weights.convert.conversion import megatron_to_hf
 from rlsys.weights.hf_io import HfReader
 from tests.trainer import reference
@@ -70,3 +72,19 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     converted = HfReader(tmp_path / "hf")
     assert converted.names() == saved.keys()
     assert all(torch.equal(converted.get(name), tensor) for name, tensor in saved.items())
+
+
+def test_what_a_checkpoint_says_of_itself_is_read_whoever_wrote_it(tmp_path: Path) -> None:
+    file = tmp_path / "complete.json"
+    ours = About(3, optimizer=True, version=2, master=True, layout={"tp": 2, "dp": 1})
+    file.write_text(ours.to_json())
+    assert read_about(tmp_path) == ours
+    # Other versions say more, or less.
+    file.write_text('{"step": 5, "optimizer": true, "dtype": "bfloat16", "extra": {}}')
+    assert read_about(tmp_path) == About(step=5, optimizer=True)
+    file.write_text('{"step": 0}')
+    assert read_about(tmp_path) == About(step=0, optimizer=False, version=0, master=False, layout=None)
+    for damaged in ("", "[]", "{}", '{"optimizer": true}', "\0"):
+        file.write_text(damaged)
+        with pytest.raises(UserError, match=r"complete\.json"):
+            read_about(tmp_path)

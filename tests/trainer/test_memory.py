@@ -121,10 +121,7 @@ class Case:
         )
 
 
-QUICK = [
-    Case(Layout(tp=2, sequence_parallel=True, recompute=True)),
-    Case(group="inference"),
-]
+QUICK = Case(Layout(tp=2, sequence_parallel=True, recompute=True))
 LAYOUTS = [
     Layout(),
     Layout(recompute=True),
@@ -151,12 +148,13 @@ GRID = [
     Case(Layout(recompute=True), kl="whole"),
     Case(Layout(pp=2, recompute=True), kl="whole, average", micro_batches=3, dtype=Dtype.bfloat16),
     Case(Layout(recompute=True), kl="top 128"),
+    Case(group="inference"),
     Case(group="inference", kl="top 128"),
     Case(group="inference", kl="sampled, average", dtype=Dtype.bfloat16),
 ]
 
 
-@pytest.mark.parametrize("case", QUICK + [pytest.param(case, marks=pytest.mark.slow) for case in GRID], ids=repr)
+@pytest.mark.parametrize("case", [QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in GRID)], ids=repr)
 def test_a_step_takes_the_bytes_that_are_estimated(case: Case, tmp_path: Path) -> None:
     shape = SHAPES[case.shape](tie_word_embeddings=case.layout.tied)
     if case.group == "inference" or case.kl != "sampled":

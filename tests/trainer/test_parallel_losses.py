@@ -50,7 +50,7 @@ class Run:
 
 LAYOUTS = {
     "dp2": Run(ParallelConfig(), scored=ParallelConfig(tp=2)),
-    "tp2-sp": Run(ParallelConfig(tp=2, sequence_parallel=True), scored=ParallelConfig(pp=2)),
+    "tp2-sp": Run(ParallelConfig(tp=2, sequence_parallel=True), scored=ParallelConfig(pp=2, pp_layers=[1, 2])),
     "pp2-uneven": Run(ParallelConfig(pp=2, pp_layers=[2, 1]), scored=ParallelConfig(cp=2)),
     "cp2": Run(ParallelConfig(cp=2), scored=ParallelConfig()),
     "ep2": Run(ParallelConfig(ep=2), scored=ParallelConfig(tp=2, ep=2, sequence_parallel=True), family="qwen3_moe"),
@@ -58,10 +58,10 @@ LAYOUTS = {
 MORE_LAYOUTS = {
     "tp2": Run(ParallelConfig(tp=2), scored=ParallelConfig()),
     "tp2-cp2": Run(ParallelConfig(tp=2, cp=2, sequence_parallel=True), ParallelConfig(tp=2), 4),
-    "cp2-pp2": Run(ParallelConfig(cp=2, pp=2), ParallelConfig(tp=2, cp=2, sequence_parallel=True), 4),
+    "cp2-pp2": Run(ParallelConfig(cp=2, pp=2, pp_layers=[1, 2]), ParallelConfig(tp=2, cp=2, sequence_parallel=True), 4),
     "cp2-dp2": Run(ParallelConfig(cp=2), ParallelConfig(tp=2), 4),
     "cp4": Run(ParallelConfig(cp=4), ParallelConfig(tp=2), 4),
-    "tp2-pp2-dp2": Run(ParallelConfig(tp=2, pp=2, sequence_parallel=True), ParallelConfig(tp=2), 8),
+    "tp2-pp2-dp2": Run(ParallelConfig(tp=2, pp=2, pp_layers=[2, 1], sequence_parallel=True), ParallelConfig(tp=2), 8),
 }
 
 
