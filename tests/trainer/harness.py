@@ -6,6 +6,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -74,9 +75,13 @@ class Group:
 def forks() -> BaseContext:
     """Makes processes by forking one that has imported Megatron and has no threads.
 
-    A fork takes milliseconds and an import seconds.
+    A fork takes milliseconds and an import seconds. There is one such process at a time: one that has imported something
+    else for other tests ends.
     """
-    multiprocessing.set_forkserver_preload([PRELOADED])
+    server = forkserver._forkserver
+    if server._preload_modules != [PRELOADED]:
+        server._stop()
+        server.set_forkserver_preload([PRELOADED])
     return multiprocessing.get_context("forkserver")
 
 
