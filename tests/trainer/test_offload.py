@@ -22,7 +22,7 @@ from rlsys.config.schema import Dtype, ParallelConfig
 from rlsys.errors import RunError
 from rlsys.trainer.actor import Actor
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
-from rlsys.trainer.offload import HostBlocks, InHostMemory, Offload, Offloaded, switch_figures
+from rlsys.trainer.offload import HostBlocks, InHostMemory, Offload
 from rlsys.weights.transport import open_sender
 from tests.trainer import reference
 from tests.trainer.harness import (
@@ -154,11 +154,6 @@ def test_a_gpu_gets_its_memory_back(tmp_path: Path) -> None:
         memory.restore()
         assert torch.equal(kept.cpu(), expected)
         assert not zeros.any()
-
-
-def test_figures_of_a_group() -> None:
-    parts = [Offloaded(10, 0.5, 100, 90), Offloaded(20, 0.25, 200, 150)]
-    assert switch_figures(parts) == {"bytes": 30, "seconds": 0.5, "rss_before": 300, "rss_after": 240}
 
 
 VARIANTS = {

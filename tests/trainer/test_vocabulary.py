@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlsys.algorithms.kl import Sampled, TopKKl
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
@@ -18,7 +16,6 @@ from rlsys.trainer.model.logprobs import (
     VocabShard,
     divergence_of,
     lay_out,
-    logprobs_at,
     token_logprobs,
     top_tokens,
     whole_vocabulary_kl,
@@ -152,39 +149,6 @@ def test_values_are_laid_out_row_by_row() -> None:
     assert lay_out(values, mask).tolist() == [[0.0, 1.0, 0.0], [0.0, 2.0, 3.0]]
     assert values.grad is not None
     assert values.grad.tolist() == [10.0, 20.0, 30.0]
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest float32 tensor that any operation gave."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for part in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(part, Tensor) and part.dtype is torch.float32:
-                self.elements = max(self.elements, part.numel())
-        return result
-
-
-def test_no_float32_copy_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(vocabulary.CHUNK_ELEMENTS, "cpu", 4 * 256)
-    case = Case(tp=1, vocab=250, columns=256, count=64, k=3, dtype=torch.bfloat16)
-    logits, reference = case.tensors()
-    logits.requires_grad_()
-    shard, targets = VocabShard(None, 0, case.vocab), case.rows()[0]
-    for function in (
-        lambda: token_logprobs(logits, targets, shard, 1.0, with_entropy=True)[1],
-        lambda: logprobs_at(logits, targets[:, None], shard, 1.0),
-        lambda: whole_vocabulary_kl(logits, reference, shard, 1.0, False),
-        lambda: whole_vocabulary_kl(logits, reference, shard, 1.0, True),
-        lambda: top_tokens(logits, shard, 1.0, case.k)[1].requires_grad_(),
-    ):
-        with Largest() as largest:
-            values = function()
-            assert values is not None
-            values.sum().backward()
-        assert 0 < largest.elements <= 4 * 256
 
 
 ARGUMENTS = {name: torch.zeros(2) for name in ("targets", "logprobs", "old_logprobs", "ref_logprobs")} | dict.fromkeys(
