@@ -333,26 +333,6 @@ def test_policies_far_apart_overflow_nowhere(
     assert all(value.isfinite() for value in stats.values())
 
 
-@pytest.mark.parametrize("kind", CLIPPED)
-@pytest.mark.parametrize(
-    ("log_ratio", "kept"), [(19.9, True), (20.1, False), (1e3, False), (-19.9, True), (-20.1, False)]
-)
-def test_past_the_clamp_of_the_log_ratio_a_token_has_no_gradient(
-    kind: PolicyLoss, log_ratio: float, kept: bool
-) -> None:
-    """With the sign of the advantage for which the clip alone would let it through."""
-    advantage = -1.0 if log_ratio > 0 else 1.0
-    logprobs = torch.tensor([[log_ratio - 1.0]], dtype=torch.float64, requires_grad=True)
-    loss, _ = policy_loss(replace(SURROGATE, policy_loss=kind))(
-        logprobs, None, inputs_of(old_logprobs=[-1.0], advantages=[advantage])
-    )
-    loss.backward()
-    ratio = math.exp(min(max(log_ratio, -20), 20))
-    assert logprobs.grad is not None
-    assert float(loss.detach()) == pytest.approx(-ratio * advantage, rel=1e-6)
-    assert float(logprobs.grad) == pytest.approx(-ratio * advantage if kept else 0.0, rel=1e-6)
-
-
 def test_a_divergence_is_the_kl_term_and_gets_its_gradient() -> None:
     config = replace(CONFIG, kl_estimator=KlEstimator("full_reverse"), use_kl_iw=True)
     logprobs, entropy, inputs = at_random(config)

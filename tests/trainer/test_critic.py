@@ -214,37 +214,3 @@ def test_packing_does_not_matter_and_a_fresh_critic_knows_nothing(tmp_path: Path
     policy = reference.make_model(reference.tiny_config(layers=2, tied=False), tmp_path / "policy")
     _classifier(policy, tmp_path / "two_labels", labels=2)
     on_ranks(_alone, 1, policy, _classifier(policy, tmp_path / "model"), tmp_path)
-
-
-CUTS = [ParallelConfig(), ParallelConfig(tp=2), ParallelConfig(pp=2, pp_layers=[1, 2])]
-
-
-def _checkpoint(group: Group, model: Path, out: Path) -> dict[str, Any]:
-    critic = _critic(group, model)
-    critic.load_hf(model)
-    _train(critic, 0)
-    critic.begin_save(out / "checkpoint")
-    critic.finish_save()
-    results = {"saved": critic.compute(_steps()[0])}
-    _train(critic, 1)
-    results["0"] = critic.compute(_steps()[0])
-    for number, cut in enumerate(CUTS):
-        critic = _critic(group, model, cut)
-        assert critic.load(out / "checkpoint") == (number == 0)
-        assert critic.step == 1
-        results[f"loaded{number}"] = critic.compute(_steps()[0])
-        _train(critic, 1)
-        results[f"trained{number}"] = critic.compute(_steps()[0])
-    return results
-
-
-@pytest.mark.slow
-def test_a_checkpoint_continues_under_another_cut(tmp_path: Path) -> None:
-    policy = reference.make_model(reference.tiny_config(tied=False), tmp_path / "policy")
-    ranks = on_ranks(_checkpoint, 2, _classifier(policy, tmp_path / "model"), tmp_path)
-    assert np.abs(ranks[0]["0"][0] - ranks[0]["saved"][0]).max() > 1e-3
-    for number, reporting in enumerate((0, 0, 1)):
-        for name, expected in (("loaded", "saved"), ("trained", "0")):
-            for found, values in zip(ranks[reporting][f"{name}{number}"], ranks[0][expected], strict=True):
-                tolerance = 0.0 if number == 0 else 2e-5
-                np.testing.assert_allclose(found, values, rtol=tolerance, atol=tolerance)

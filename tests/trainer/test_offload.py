@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -287,28 +286,3 @@ def _refusals(group: Group, model: Path, out: Path) -> None:
 def test_nothing_works_while_the_memory_is_away(tmp_path: Path) -> None:
     model = reference.make_model(reference.tiny_config(), tmp_path / "model")
     on_ranks(_refusals, 1, model, tmp_path)
-
-
-def _returns_memory(group: Group, model: Path, out: Path) -> None:
-    actor = group.actor(model, scratch=out)
-    actor.load_hf(model)
-    actor.accumulate(STEPS[0][:1])
-    actor.apply()
-    before = psutil.Process().memory_info().rss
-    away = actor.offload()
-    fall = before - psutil.Process().memory_info().rss
-    there = actor.restore()
-    parameters = sum(t.numel() for t in reference.named_tensors(reference.load(model)).values())
-    # Weights, gradients and two moments of 4 bytes each.
-    assert away.bytes == pytest.approx(16 * parameters, rel=0.01)
-    assert fall >= 0.8 * away.bytes
-    assert away.rss_before - away.rss_after >= 0.8 * away.bytes
-    assert there.rss_after - there.rss_before >= 0.8 * away.bytes
-
-
-@pytest.mark.slow
-def test_the_operating_system_gets_the_memory_back(tmp_path: Path) -> None:
-    config = reference.tiny_config()
-    config.vocab_size, config.hidden_size, config.intermediate_size = 4096, 512, 2048
-    model = reference.make_model(config, tmp_path / "model")
-    on_ranks(_returns_memory, 1, model, tmp_path)

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
-from torch import Tensor
 
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
 from rlsys.config.schema import (
@@ -33,7 +32,7 @@ from rlsys.trainer.actor import Actor
 from rlsys.trainer.log_prob import ReferencePlan
 from rlsys.trainer.model.logprobs import divergence_of
 from rlsys.trainer.offload import Offloaded
-from rlsys.weights.checkpoint.sharded import Written, host_copies
+from rlsys.weights.checkpoint.sharded import Written
 from rlsys.weights.checkpoint.store import is_complete
 from tests.trainer import reference
 from tests.trainer.harness import OBJECTIVE, rendezvous, weights_of
@@ -371,24 +370,3 @@ async def test_random_generators_go_on_in_the_same_layout_alone(
     # Megatron's are seeded by whoever starts a group, the others belong to the process.
     assert [one[0] for one in again] == [one[0] for one in fresh]
     assert [one[1:] for one in again] != [one[1:] for one in expected[0]]
-
-
-def test_copies_are_the_tensors_and_not_their_memory() -> None:
-    base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
-    tensors: list[Tensor] = [
-        base.t(),
-        base[1:3, ::2],
-        torch.tensor(3, dtype=torch.int64),
-        torch.empty(0, 3),
-        base.to(torch.bfloat16).requires_grad_(),
-        torch.tensor([True, False, True]),
-    ]
-    expected = [tensor.detach().clone() for tensor in tensors]
-    copies = host_copies(tensors)
-    base.zero_()
-    for copy, tensor in zip(copies, expected, strict=True):
-        assert copy.dtype == tensor.dtype
-        assert torch.equal(copy, tensor)
-        assert copy.is_contiguous()
-        assert not copy.requires_grad
-    assert host_copies([]) == []
