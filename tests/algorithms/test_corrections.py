@@ -1,4 +1,4 @@
-"""Off-policy weights by hand, against the formulas token by token, and in the loss they are made for."""
+"""Off-policy weights by hand, and against the formulas token by token."""
 
 from __future__ import annotations
 

@@ -91,7 +91,8 @@ class Bench:
         self.finish()
 
     def keeps_a_copy(self) -> bool:
-        """Whether what was saved last is still in memory."""
+        """Whether what was saved last is still in memory, when the thread that wrote it has let go of it."""
+        self._actor._writer._thread.submit(int).result()
         return self._copy() is not None
 
     def load_weights(self, folder: str) -> None:
