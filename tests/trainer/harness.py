@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -94,7 +95,11 @@ def run_group(function: Callable[..., None], world_size: int, *args: Any) -> Non
 def _forked(rank: int, function: Callable[..., None], *args: Any) -> None:
     # An import that fails in the process that is forked would only make every test slow.
     assert PRELOADED in sys.modules
-    function(rank, *args)
+    try:
+        function(rank, *args)
+    except pytest.fail.Exception as failure:
+        # Torch hands on what is an Exception, and of others the exit code alone.
+        raise AssertionError(str(failure)) from failure
 
 
 def on_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
