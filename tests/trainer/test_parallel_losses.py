@@ -221,7 +221,8 @@ def _compare(run: Run, cases: Sequence[str], worlds: Worlds) -> None:
 def _check(case: str, expected: Expected, ranks: list[Result], before: dict[str, Tensor]) -> None:
     figures = reduce_stats([part for _, stats, _ in ranks for part in stats if part])
     compared = {name: figures[name] for name in expected.figures}
-    assert compared == pytest.approx(expected.figures, rel=2e-5, abs=1e-6), case
+    # Of log-probs of some 5 nats in float32, a mean of either sign is known to several units of their last place.
+    assert compared == pytest.approx(expected.figures, rel=2e-5, abs=5e-6), case
     applied, _, weights = ranks[0]
     assert applied.divisor == expected.divisor, case
     norm = float(vector_norm(flat(expected.gradients)))
