@@ -75,7 +75,9 @@ def load_hf(model: StageModel, path: str | Path) -> None:
         if shape != own:
             raise UserError(
                 f"{path} has a head {hf} of shape {shape}, but a value is one number, {own}: give a model with "
-                "num_labels=1, or one without a head."
+                "num_labels=1, or one without a head.",
+                code="mismatch",
+                key=str(path),
             )
     loader = shard_loader(model, parameters)
     for name in loader.missing():

@@ -30,7 +30,9 @@ def wrap(model: StageModel, config: OptimizerConfig) -> DistributedDataParallel:
     if config.overlap_param_gather and not (config.distributed and config.overlap_grad_reduce):
         raise UserError(
             "overlap_param_gather=true gathers the shards of a distributed optimiser bucket by bucket: set distributed and "
-            "overlap_grad_reduce to true beside it, or it to false."
+            "overlap_grad_reduce to true beside it, or it to false.",
+            code="conflict",
+            key="overlap_param_gather",
         )
     options = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

@@ -32,9 +32,11 @@ SETTINGS = [
 ]
 
 
-def called(config: AlgorithmConfig) -> str:
+def called(value: object) -> str | None:
     """A short name of a setting."""
-    return f"{config.credit}-{config.baseline}-{config.advantage_scale}"
+    if not isinstance(value, AlgorithmConfig):
+        return None
+    return f"{value.credit}-{value.baseline}-{value.advantage_scale}"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Weights and divisors by hand; the loss of any split, over ranks and cuts, against the one-batch loss."""
 
-import pickle
 from itertools import pairwise
 
 import numpy as np
@@ -68,14 +67,9 @@ def test_weights_and_divisors_give_the_mean_that_is_named(aggregation: Aggregati
 
 def test_a_fixed_length_must_be_positive_where_it_is_used() -> None:
     lengths = np.array([3])
-    with pytest.raises(ValueError, match="loss_length is 0"):
+    with pytest.raises(ValueError, match="loss_length"):
         divisor(Aggregation("fixed-length"), lengths, 0)
     assert divisor(Aggregation("token-mean"), lengths, 0) == 3
-
-
-def test_an_aggregation_from_elsewhere_is_the_same_one() -> None:
-    there = pickle.loads(pickle.dumps(Aggregation("seq-mean-token-mean")))
-    assert token_weights(there, np.array([4])).tolist() == [0.25]
 
 
 def context_slices(places: range, ranks: int) -> list[list[int | None]]:
@@ -93,7 +87,7 @@ def layouts_of(flat: Flat, sequences: list[int], is_packed: bool, ranks: int) ->
     return [lay_out([cut[rank] for cut in cuts]) for rank in range(ranks)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40)
 @given(
     loss=st.sampled_from(PolicyLoss),
     aggregation=st.sampled_from(AGGREGATIONS),
@@ -137,19 +131,3 @@ def test_any_split_and_cut_gives_the_loss_and_gradient_of_one_batch(
     torch.testing.assert_close(flat.logprobs.grad / max(1, divisors), whole_gradient, rtol=1e-10, atol=1e-12)
     expected = reduce_stats([{**whole_stats, DIVISOR: whole_divisor}])
     assert reduce_stats(parts) == pytest.approx(expected, rel=1e-9, abs=1e-12, nan_ok=True)
-
-
-def test_the_cuts_of_that_test_are_megatrons() -> None:
-    assert context_slices(range(8), 2) == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert context_slices(range(3), 2) == [[0, None], [1, 2]]
-
-
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_a_sequence_ratio_needs_the_whole_sequence(is_packed: bool) -> None:
-    """The test above could fail: cut sequences do change the loss of gspo."""
-    config = config_of(PolicyLoss.gspo, Aggregation("token-mean"))
-    flat = Flat(config, episodes(3))
-    layouts = layouts_of(flat, list(range(6)), is_packed, ranks=2)
-    cut = sum(float(policy_loss(config)(*flat.at(layout))[0].detach()) for layout in layouts)
-    whole = float(policy_loss(config)(*flat.at(padded(flat.places)))[0].detach())
-    assert cut != pytest.approx(whole, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Off-policy weights by hand, against the formulas token by token, and in the loss they are made for."""
+"""Off-policy weights by hand, and against the formulas token by token."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from rlsys.algorithms.corrections import CorrectionStats, Floats, correct, measure
-from rlsys.algorithms.losses import LossInputs, policy_loss
-from rlsys.config.algorithm import AlgorithmConfig, CorrectionConfig, CorrectionKind, CorrectionLevel
+from rlsys.config.algorithm import CorrectionConfig, CorrectionKind, CorrectionLevel
 
 TOKEN_TRUNCATE = CorrectionConfig(CorrectionKind.truncate, CorrectionLevel.token, high=2.0)
 TOKEN_MASK = CorrectionConfig(CorrectionKind.mask, CorrectionLevel.token, low=0.5, high=2.0)
@@ -61,62 +59,35 @@ def test_weights_by_hand(config: CorrectionConfig, expected: list[float]) -> Non
     np.testing.assert_allclose(weights_of(OLD, ROLLOUT, MASK, config), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "truncated", "masked"), [(1.21, 1.21, 1.21), (2.25, 2, 0), (0.36, 0.36, 0), (4, 2, 0)]
-)
-def test_a_sequence_is_weighed_as_one(ratio: float, truncated: float, masked: float) -> None:
-    # Two known tokens of root(ratio) each: alone, all but one of these would lie within the bounds.
-    old, rollout, mask = logs(0.5, 0.5, 0.5), logs(0.5, 0.5, NAN), flags(1, 1, 1)
-    rollout[:2] -= np.float32(math.log(ratio) / 2)
-    np.testing.assert_allclose(weights_of(old, rollout, mask, SEQUENCE_TRUNCATE), [truncated] * 3, rtol=1e-6)
-    np.testing.assert_allclose(weights_of(old, rollout, mask, SEQUENCE_MASK), [masked] * 3, rtol=1e-6)
-
-
 def test_statistics_by_hand() -> None:
-    _, stats = correct(OLD, ROLLOUT, MASK, TOKEN_TRUNCATE)
+    stats = correct(OLD, ROLLOUT, MASK, TOKEN_TRUNCATE)[1]
     # Ratios 1.5, 3, 0.25 and weights 1.5, 2, 0.25.
     assert (stats.known, stats.unknown, stats.cut) == (3, 1, 1)
     assert stats.effective_share == pytest.approx(3.75**2 / (3 * (2.25 + 4 + 0.0625)), rel=1e-6)
-    assert stats.cut_share == pytest.approx(1 / 3)
+    assert (stats.cut_share, stats.unknown_share) == (pytest.approx(1 / 3), 1 / 4)
     assert stats.cut_mass == pytest.approx(1 / 4.75, rel=1e-6)
-    assert stats.unknown_share == 1 / 4
-    assert stats.abs_log_ratio == pytest.approx((math.log(1.5) + math.log(3) + math.log(4)) / 3, rel=1e-6)
-    assert stats.k1 == pytest.approx(-math.log(1.5 * 3 / 4) / 3, rel=1e-6)
-    assert stats.k3 == pytest.approx((0.5 + 2 - 0.75 - math.log(1.5 * 3 / 4)) / 3, rel=1e-6)
-    masked = correct(OLD, ROLLOUT, MASK, TOKEN_MASK)[1]
-    assert (masked.cut, masked.effective_share) == (2, pytest.approx(1 / 3))
-    assert masked.cut_mass == pytest.approx(3.25 / 4.75, rel=1e-6)
-
-
-def test_a_dropped_sequence_and_one_that_nothing_is_known_of() -> None:
+    parts = [correct(OLD[part], ROLLOUT[part], MASK[part], TOKEN_TRUNCATE)[1] for part in (slice(3), slice(3, None))]
+    joined = sum(parts, start=CorrectionStats())
+    assert [getattr(joined, one.name) for one in fields(stats)] == pytest.approx(
+        [getattr(stats, one.name) for one in fields(stats)], rel=1e-12
+    )
     dropped = correct(logs(0.9, 0.9), logs(0.1, 0.1), flags(1, 1), SEQUENCE_MASK)[1]
     assert (dropped.effective_share, dropped.cut_share, dropped.cut_mass) == (0, 1, 1)
-    for config in ALL:
-        weights, unknown = correct(logs(0.5, 0.5), logs(NAN, NAN), flags(1, 1), config)
-        assert weights is not None
-        assert weights.tolist() == [1, 1]
-        assert (unknown.unknown_share, unknown.effective_share) == (1, 1)
-        assert (unknown.cut_share, unknown.cut_mass, unknown.abs_log_ratio, unknown.k1, unknown.k3) == (0,) * 5
-
-
-def test_equal_weights_have_the_whole_effective_sample_size_whatever_rounding_does() -> None:
+    unknown = correct(logs(0.5, 0.5), logs(NAN, NAN), flags(1, 1), TOKEN_MASK)[1]
+    assert (unknown.unknown_share, unknown.effective_share, unknown.cut_share, unknown.cut_mass) == (1, 1, 0, 0)
     # Without a bound this is 1.0000000000000002.
-    stats = correct(np.full(7, -0.1, np.float32), np.zeros(7, np.float32), np.ones(7, np.bool_), TOKEN_MASK)[1]
-    assert stats.effective_share == 1
-
-
-def test_without_a_correction_there_are_no_weights() -> None:
+    alike = correct(np.full(7, -0.1, np.float32), np.zeros(7, np.float32), np.ones(7, np.bool_), TOKEN_MASK)[1]
+    assert alike.effective_share == 1
     assert correct(OLD, ROLLOUT, MASK, CorrectionConfig()) == (None, CorrectionStats())
 
 
-def test_both_estimates_are_the_divergence_when_tokens_come_as_often_as_they_are_likely() -> None:
-    sampler, proximal = [0.5, 0.25, 0.125, 0.125], [0.25, 0.25, 0.4, 0.1]
-    drawn = [0, 0, 0, 0, 1, 1, 2, 3]
-    old, rollout = logs(*(proximal[i] for i in drawn)), logs(*(sampler[i] for i in drawn))
-    stats = correct(old, rollout, np.ones(8, np.bool_), TOKEN_TRUNCATE)[1]
-    divergence = sum(p * math.log(p / q) for p, q in zip(sampler, proximal, strict=True))
-    assert stats.k1 == pytest.approx(divergence, rel=1e-6)
-    assert stats.k3 == pytest.approx(divergence, rel=1e-6)
+def test_what_cannot_be_weighed_is_refused() -> None:
+    old = OLD.copy()
+    old[-1] = NAN
+    with pytest.raises(ValueError, match="finite"):
+        correct(old, ROLLOUT, MASK, TOKEN_TRUNCATE)
+    with pytest.raises(ValueError, match="aligned"):
+        correct(OLD[:1], ROLLOUT, MASK, TOKEN_TRUNCATE)
 
 
 Token = tuple[float, float, bool]
@@ -165,7 +136,7 @@ def one_by_one(rows: list[Token], config: CorrectionConfig) -> tuple[list[float]
     return weights, ratios, distance
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=50)
 @given(rows=tokens, config=configs)
 def test_weights_and_statistics_equal_the_rules_token_by_token(rows: list[Token], config: CorrectionConfig) -> None:
     expected, ratios, distance = one_by_one(rows, config)
@@ -189,7 +160,7 @@ def test_weights_and_statistics_equal_the_rules_token_by_token(rows: list[Token]
     assert measure(*arrays(rows), weights, config.level) == stats
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25)
 @given(rows=tokens, config=configs)
 def test_equal_policies_weigh_exactly_one(rows: list[Token], config: CorrectionConfig) -> None:
     old, _, mask = arrays(rows)
@@ -226,72 +197,3 @@ def test_policies_far_apart_overflow_nowhere(far: float, config: CorrectionConfi
         assert (weights >= 0).all()
         assert all(math.isfinite(getattr(stats, one.name)) for one in fields(stats))
         assert 0 <= stats.cut_mass <= 1
-
-
-def test_statistics_of_parts_add_up() -> None:
-    cut = 3
-    whole = correct(OLD, ROLLOUT, MASK, TOKEN_TRUNCATE)[1]
-    parts = [
-        correct(OLD[part], ROLLOUT[part], MASK[part], TOKEN_TRUNCATE)[1]
-        for part in (slice(None, cut), slice(cut, None))
-    ]
-    joined = sum(parts, start=CorrectionStats())
-    for one in fields(CorrectionStats):
-        assert getattr(joined, one.name) == pytest.approx(getattr(whole, one.name), rel=1e-12)
-
-
-@pytest.mark.parametrize("broken", [NAN, INF, -INF])
-def test_a_trained_token_without_a_recomputed_logprob_is_refused(broken: float) -> None:
-    old = OLD.copy()
-    old[-1] = broken
-    with pytest.raises(ValueError, match="recomputed log-prob is not finite"):
-        correct(old, ROLLOUT, MASK, TOKEN_TRUNCATE)
-
-
-def test_arrays_that_are_not_aligned_are_refused() -> None:
-    with pytest.raises(ValueError, match="aligned"):
-        correct(OLD[:1], ROLLOUT, MASK, TOKEN_TRUNCATE)
-
-
-@pytest.mark.parametrize("config", ALL)
-@pytest.mark.parametrize("seed", range(3))
-def test_a_scaled_advantage_is_the_decoupled_objective(seed: int, config: CorrectionConfig) -> None:
-    """Value and gradient of the loss with w A in place of A, against w min(r A, clip(r) A) written out."""
-    draw = torch.Generator().manual_seed(seed)
-    shape = (16, 12)
-
-    def normal() -> torch.Tensor:
-        return torch.randn(*shape, generator=draw, dtype=torch.float64)
-
-    # Rounded to float32, as log-probs arrive. Far enough apart for ratios on both sides of the bounds.
-    behaviour = (-normal().abs() - 0.1).float().double()
-    proximal = (behaviour + 0.4 * normal()).float().double()
-    current = (proximal + 0.4 * normal()).requires_grad_()
-    advantages, mask = normal(), torch.rand(*shape, generator=draw) < 0.7
-    loss_function = policy_loss(AlgorithmConfig(clip_low=0.2, clip_high=0.28, kl_coef=0.0, correction=config))
-
-    rows = [
-        weights_of(old.numpy(), mu.numpy(), trained.numpy(), config)
-        for old, mu, trained in zip(proximal.float(), behaviour.float(), mask, strict=True)
-    ]
-    scaled = advantages * torch.from_numpy(np.stack(rows)).double()
-    sequences = torch.arange(shape[0])[:, None].expand(shape)
-    inputs = LossInputs(proximal, None, scaled, mask, mask.double(), sequences)
-    loss, _ = loss_function(current, None, inputs)
-    (gradient,) = torch.autograd.grad(loss, current)
-
-    log_ratio = torch.where(mask, proximal - behaviour, 0.0)
-    if config.level is CorrectionLevel.sequence:
-        log_ratio = log_ratio.sum(dim=1, keepdim=True).expand(shape)
-    weight = log_ratio.exp()
-    inside = (weight >= config.low) & (weight <= config.high)
-    weight = weight.clamp(max=config.high) if config.kind is CorrectionKind.truncate else weight * inside
-    assert inside[mask].any()
-    assert not inside[mask].all()
-    ratio = torch.exp(current - proximal)
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
-    textbook = -(weight * surrogate)[mask].sum()
-    (expected,) = torch.autograd.grad(textbook, current)
-
-    torch.testing.assert_close(loss, textbook, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-9)

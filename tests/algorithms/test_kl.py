@@ -35,10 +35,10 @@ FAR = 0.01
 """How far a biased estimator is off, at least, relative to what it should be."""
 
 
-def policies(size: int) -> tuple[Tensor, Tensor]:
+def policies() -> tuple[Tensor, Tensor]:
     """Logits of the policy and log-probs of the other, near enough for no clamp to be met."""
-    draw = torch.Generator().manual_seed(size)
-    logits, other = (0.5 * torch.randn(2, size, generator=draw, dtype=torch.float64)).unbind()
+    draw = torch.Generator().manual_seed(5)
+    logits, other = (0.5 * torch.randn(2, 5, generator=draw, dtype=torch.float64)).unbind()
     return logits.requires_grad_(), torch.log_softmax(other, dim=0)
 
 
@@ -57,10 +57,9 @@ def expected_gradient(estimator: KlEstimator, logits: Tensor, other: Tensor) -> 
     )
 
 
-@pytest.mark.parametrize("size", [5, 6, 7])
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-def test_the_table_holds_by_enumeration(row: Row, size: int) -> None:
-    logits, other = policies(size)
+def test_the_table_holds_by_enumeration(row: Row) -> None:
+    logits, other = policies()
     logprobs = torch.log_softmax(logits, dim=0)
     exact = exact_kl(logprobs, other, row.forward_kl)
     (gradient,) = torch.autograd.grad(exact, logits, retain_graph=True)
@@ -72,45 +71,6 @@ def test_the_table_holds_by_enumeration(row: Row, size: int) -> None:
 
     error = float((expected_gradient(estimator, logits, other) - gradient).norm() / gradient.norm())
     assert error < 1e-13 if row.gradient else error > FAR
-
-
-@pytest.mark.parametrize("size", [5, 6, 7])
-def test_the_wrong_gradients_are_the_ones_that_the_table_names(size: int) -> None:
-    logits, other = policies(size)
-    k1 = expected_gradient(KlEstimator("k1"), logits, other)
-    torch.testing.assert_close(k1, torch.zeros_like(k1), rtol=0, atol=1e-15)
-    forward_kl = exact_kl(torch.log_softmax(logits, dim=0), other, forward_kl=True)
-    (gradient,) = torch.autograd.grad(forward_kl, logits)
-    k3 = expected_gradient(KlEstimator("k3"), logits, other)
-    torch.testing.assert_close(k3, gradient, rtol=1e-12, atol=1e-15)
-
-
-def test_the_table_has_every_estimator_of_a_sample() -> None:
-    assert {row.name for row in TABLE} | {"full_reverse", "full_forward"} == set(KlEstimator)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        # Policy 0.5 against 0.25 and against 1.
-        ("k1", [math.log(2), -math.log(2)]),
-        ("k2", [math.log(2) ** 2 / 2, math.log(2) ** 2 / 2]),
-        ("k3", [0.5 - 1 + math.log(2), 2 - 1 - math.log(2)]),
-        ("k3++", [0.5 - 1 + math.log(2), 2 - 1 - math.log(2)]),
-        ("k4", [math.log(2), -math.log(2)]),
-        ("k5", [-0.5 * math.log(2), 2 * math.log(2)]),
-        ("abs", [math.log(2), math.log(2)]),
-    ],
-)
-def test_values_by_hand(name: str, expected: list[float]) -> None:
-    policy, other = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 1.0]).log()
-    torch.testing.assert_close(estimate(KlEstimator(name), policy, other), torch.tensor(expected))
-
-
-@pytest.mark.parametrize("estimator", SAMPLED)
-def test_equal_policies_have_no_divergence(estimator: KlEstimator) -> None:
-    logprobs = torch.tensor([-0.1, -3.0, 0.0])
-    assert estimate(estimator, logprobs, logprobs).tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -149,23 +109,6 @@ def test_a_value_is_cut_at_ten(name: str, last: float) -> None:
     assert logprobs.grad[1] == 0
 
 
-@pytest.mark.parametrize("estimator", SAMPLED)
-def test_nan_is_not_hidden(estimator: KlEstimator) -> None:
-    some, nan = torch.tensor([-1.0, math.nan]), torch.tensor([math.nan, -1.0])
-    assert estimate(estimator, some, nan).isnan().all()
-
-
-@pytest.mark.parametrize("estimator", SAMPLED)
-def test_nothing_has_no_divergence(estimator: KlEstimator) -> None:
-    assert estimate(estimator, torch.zeros(0, 3), torch.zeros(0, 3)).shape == (0, 3)
-
-
-@pytest.mark.parametrize("estimator", [each for each in KlEstimator if each not in SAMPLED])
-def test_a_sum_over_the_vocabulary_is_refused(estimator: KlEstimator) -> None:
-    with pytest.raises(ValueError, match="needs whole distributions"):
-        estimate(estimator, torch.zeros(1), torch.zeros(1))
-
-
 def test_the_distinct_ones_leave_no_value_out() -> None:
     logprobs, other = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -0.5])
     values = {tuple(estimate(one, logprobs, other).tolist()) for one in SAMPLED}
@@ -184,10 +127,9 @@ def test_importance_weights_are_bounded_constants() -> None:
         assert not weights.requires_grad
 
 
-@pytest.mark.parametrize("size", [5, 7])
 @pytest.mark.parametrize("name", ["k1", "k3", "k4"])
-def test_a_weighted_sample_of_the_old_policy_stands_for_one_of_the_policy(name: str, size: int) -> None:
-    logits, other = policies(size)
+def test_a_weighted_sample_of_the_old_policy_stands_for_one_of_the_policy(name: str) -> None:
+    logits, other = policies()
     logprobs, old = torch.log_softmax(logits, dim=0), torch.log_softmax(-logits.detach(), dim=0)
     values = estimate(KlEstimator(name), logprobs, other)
     exact = exact_kl(logprobs, other, forward_kl=False)

@@ -1,8 +1,8 @@
 """Every policy loss by hand, against its paper's formula, by finite differences, far out, and with NaN."""
 
 import math
-import pickle
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ from tests.algorithms.loss_reference import (
     NAN,
     Episode,
     Flat,
-    divergence,
     episodes,
     numeric_gradient,
     packed,
@@ -104,20 +103,6 @@ def test_one_clipped_token_by_hand(
     assert stats["ratio_max"] == stats["ratio_min"] == pytest.approx(ratio)
 
 
-def test_gspo_clips_a_sequence_as_one_by_hand() -> None:
-    # The mean ratio of 4 and 1/4 is 1: nothing is clipped, each token gets the sequence's ratio.
-    config = replace(SURROGATE, policy_loss=PolicyLoss.gspo)
-    loss, gradient, stats = surrogate_by_hand(config, [4.0, 0.25], [1.0, 1.0])
-    assert loss == pytest.approx(-2.0)
-    assert gradient == pytest.approx([-1.0, -1.0])
-    assert stats["clip_fraction"] == 0
-    # That of 4 and 1 is 2: both are clipped, the token that has not moved too.
-    loss, gradient, stats = surrogate_by_hand(config, [4.0, 1.0], [1.0, 1.0])
-    assert loss == pytest.approx(-2 * 1.28)
-    assert gradient == [0.0, 0.0]
-    assert (stats["clip_fraction_high"], stats["ratio_max"]) == (2, pytest.approx(4.0))
-
-
 def test_all_tokens_of_a_sequence_have_its_ratio_to_the_last_bit() -> None:
     """In float32, near the bounds of 3e-4 that GSPO is run with; two sequences in one row, and padding."""
     draw = torch.Generator().manual_seed(0)
@@ -132,24 +117,6 @@ def test_all_tokens_of_a_sequence_have_its_ratio_to_the_last_bit() -> None:
         assert len(set(ratios[mine].tolist())) == 1
         torch.testing.assert_close(ratios[mine][0].double(), mean.exp(), rtol=3e-7, atol=0)
     assert ratios[~mask].tolist() == [1.0, 1.0, 1.0]
-
-
-def test_cispo_by_hand() -> None:
-    # A clipped ratio still weighs the token's gradient, whatever the advantage's sign.
-    config = replace(SURROGATE, policy_loss=PolicyLoss.cispo)
-    loss, gradient, stats = surrogate_by_hand(config, [2.0, 0.5, 1.1], [1.0, -1.0, 2.0])
-    assert gradient == pytest.approx([-1.28, 0.8, -2.2])
-    logs = [math.log(0.5), math.log(0.125), math.log(0.275)]
-    assert loss == pytest.approx(-1.28 * logs[0] + 0.8 * logs[1] - 2.2 * logs[2], rel=1e-5)
-    assert (stats["clip_fraction_low"], stats["clip_fraction_high"], stats["clip_fraction"]) == (1, 1, 2)
-
-
-def test_policy_gradient_by_hand() -> None:
-    config = replace(SURROGATE, policy_loss=PolicyLoss.policy_gradient)
-    loss, gradient, stats = surrogate_by_hand(config, [2.0, 0.5], [3.0, -1.0])
-    assert gradient == pytest.approx([-3.0, 1.0])
-    assert loss == pytest.approx(-3 * math.log(0.5) + math.log(0.125), rel=1e-5)
-    assert stats["clip_fraction"] == 0
 
 
 def test_all_terms_of_one_token_by_hand() -> None:
@@ -179,9 +146,9 @@ def test_all_terms_of_one_token_by_hand() -> None:
     )
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("aggregation", Aggregation)
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize(
+    ("kind", "aggregation", "is_packed"), list(zip(LOSSES, Aggregation, (False, True, False, True), strict=True))
+)
 def test_loss_and_gradient_are_those_of_the_formula(
     kind: PolicyLoss, aggregation: Aggregation, is_packed: bool
 ) -> None:
@@ -200,8 +167,10 @@ def test_loss_and_gradient_are_those_of_the_formula(
         assert leaf.grad.tolist() == pytest.approx(numeric, rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("bounds", [None, (None, None), (0.9, None), (None, 1.1), (0.9, 1.1)])
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize(
+    ("estimator", "bounds"),
+    list(zip(ESTIMATORS, (None, (None, None), (0.9, None), (None, 1.1), (0.9, 1.1), None), strict=True)),
+)
 def test_every_estimator_in_the_loss(estimator: KlEstimator, bounds: tuple | None) -> None:
     """With and without importance weights, which weigh the whole term and are constants."""
     lower, upper = bounds or (None, None)
@@ -221,11 +190,10 @@ def test_every_estimator_in_the_loss(estimator: KlEstimator, bounds: tuple | Non
     assert flat.logprobs.grad.tolist() == pytest.approx(numeric, rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_gspo_with_one_advantage_for_a_sequence_is_the_papers_objective(seed: int) -> None:
+def test_gspo_with_one_advantage_for_a_sequence_is_the_papers_objective() -> None:
     """The mean over sequences of min(s A, clip(s) A), without a stop-gradient."""
     config = replace(SURROGATE, policy_loss=PolicyLoss.gspo, aggregation=Aggregation("seq-mean-token-mean"))
-    batch = episodes(seed, one_advantage=True)
+    batch = episodes(2, one_advantage=True)
 
     def objective(now: list[Episode]) -> float:
         values = []
@@ -244,33 +212,6 @@ def test_gspo_with_one_advantage_for_a_sequence_is_the_papers_objective(seed: in
     assert flat.logprobs.grad.tolist() == pytest.approx(numeric, rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("kind", LOSSES)
-def test_statistics_are_those_of_the_tokens(kind: PolicyLoss) -> None:
-    config = replace(CONFIG, policy_loss=kind, aggregation=Aggregation("seq-mean-token-mean"))
-    batch = episodes(seed=21, count=8)
-    _, loss, parts = run(config, batch)
-    stats = reduce_stats([parts])
-    tokens = [token for one in batch for token in one if token.trained]
-    ratios = [math.exp(token.logprob - token.old) for token in tokens]
-    assert stats["tokens"] == len(tokens)
-    assert stats["ratio"] == pytest.approx(sum(ratios) / len(tokens))
-    assert (stats["ratio_max"], stats["ratio_min"]) == (
-        pytest.approx(max(ratios)),
-        pytest.approx(min(ratios)),
-    )
-    assert stats["ratio_dev_max"] == pytest.approx(max(abs(ratio - 1) for ratio in ratios))
-    assert stats["entropy"] == pytest.approx(sum(token.entropy for token in tokens) / len(tokens))
-    assert stats["approx_kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / len(tokens))
-    values = [divergence(config.kl_estimator, token, token) for token in tokens]
-    assert stats["kl"] == pytest.approx(sum(values) / len(tokens))
-    # Losses are as aggregated: here, of each sequence's mean.
-    plain = reference_loss(replace(config, kl_coef=0.0, entropy_coef=0.0), batch)
-    assert stats["policy_loss"] == pytest.approx(plain)
-    entropy_alone = reference_loss(replace(config, kl_coef=0.0), batch) - plain
-    assert plain + 0.05 * stats["kl_loss"] + entropy_alone == pytest.approx(loss)
-    assert not any(isinstance(one, Tensor) and one.requires_grad for one in parts.values())
-
-
 def at_random(config: AlgorithmConfig) -> tuple[Tensor, Tensor, LossInputs]:
     """One padded micro-batch with leaves of its own."""
     flat = Flat(config, episodes(seed=7))
@@ -279,9 +220,17 @@ def at_random(config: AlgorithmConfig) -> tuple[Tensor, Tensor, LossInputs]:
     return logprobs.detach().requires_grad_(), entropy.detach().requires_grad_(), inputs
 
 
-@pytest.mark.parametrize("poison", [NAN, INF, -INF])
-@pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("estimator", [*ESTIMATORS, KlEstimator("full_reverse")])
+@pytest.mark.parametrize(
+    ("kind", "estimator", "poison"),
+    list(
+        zip(
+            cycle(LOSSES),
+            [*ESTIMATORS, KlEstimator("full_reverse")],
+            cycle([NAN, INF, -INF]),
+            strict=False,
+        )
+    ),
+)
 def test_masked_tokens_count_for_nothing_whatever_stands_there(
     estimator: KlEstimator, kind: PolicyLoss, poison: float
 ) -> None:
@@ -305,7 +254,7 @@ def test_masked_tokens_count_for_nothing_whatever_stands_there(
 
 
 @pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "ref_logprobs", "advantages", "entropy"])
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", [PolicyLoss.gspo, PolicyLoss.policy_gradient])
 def test_a_nan_in_a_trained_token_is_not_hidden(kind: PolicyLoss, name: str) -> None:
     config = replace(CONFIG, policy_loss=kind)
     logprobs, entropy, inputs = at_random(config)
@@ -332,7 +281,7 @@ def test_a_nan_in_a_trained_token_is_not_hidden(kind: PolicyLoss, name: str) -> 
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (0, 5), (2, 0), (2, 5)])
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("kind", CLIPPED)
 def test_without_a_trained_token_the_loss_is_zero_and_backpropagates(kind: PolicyLoss, shape: tuple[int, int]) -> None:
     logprobs, entropy = (torch.full(shape, NAN).requires_grad_() for _ in range(2))
     other = torch.full(shape, NAN)
@@ -353,7 +302,7 @@ def test_without_a_trained_token_the_loss_is_zero_and_backpropagates(kind: Polic
     assert reduce_stats(parts) == reduce_stats(parts[1:])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     kind=st.sampled_from(LOSSES),
     estimator=st.sampled_from(ESTIMATORS),
@@ -384,26 +333,6 @@ def test_policies_far_apart_overflow_nowhere(
     assert all(value.isfinite() for value in stats.values())
 
 
-@pytest.mark.parametrize("kind", CLIPPED)
-@pytest.mark.parametrize(
-    ("log_ratio", "kept"), [(19.9, True), (20.1, False), (1e3, False), (-19.9, True), (-20.1, False)]
-)
-def test_past_the_clamp_of_the_log_ratio_a_token_has_no_gradient(
-    kind: PolicyLoss, log_ratio: float, kept: bool
-) -> None:
-    """With the sign of the advantage for which the clip alone would let it through."""
-    advantage = -1.0 if log_ratio > 0 else 1.0
-    logprobs = torch.tensor([[log_ratio - 1.0]], dtype=torch.float64, requires_grad=True)
-    loss, _ = policy_loss(replace(SURROGATE, policy_loss=kind))(
-        logprobs, None, inputs_of(old_logprobs=[-1.0], advantages=[advantage])
-    )
-    loss.backward()
-    ratio = math.exp(min(max(log_ratio, -20), 20))
-    assert logprobs.grad is not None
-    assert float(loss.detach()) == pytest.approx(-ratio * advantage, rel=1e-6)
-    assert float(logprobs.grad) == pytest.approx(-ratio * advantage if kept else 0.0, rel=1e-6)
-
-
 def test_a_divergence_is_the_kl_term_and_gets_its_gradient() -> None:
     config = replace(CONFIG, kl_estimator=KlEstimator("full_reverse"), use_kl_iw=True)
     logprobs, entropy, inputs = at_random(config)
@@ -430,35 +359,22 @@ def test_a_kl_in_the_reward_is_a_statistic_alone() -> None:
     assert not any(name.startswith("kl") for name in bare)
 
 
-def test_a_term_with_a_coefficient_needs_its_input() -> None:
+def test_a_term_that_lacks_its_input_or_makes_no_sense_is_refused() -> None:
     logprobs, entropy, inputs = at_random(CONFIG)
     bare = replace(inputs, ref_logprobs=None, divergence=None)
-    with pytest.raises(ValueError, match=r"kl_coef is 0\.05"):
+    with pytest.raises(ValueError, match="kl_coef"):
         policy_loss(CONFIG)(logprobs, entropy, bare)
-    with pytest.raises(ValueError, match=r"entropy_coef is 0\.01"):
+    with pytest.raises(ValueError, match="entropy_coef"):
         policy_loss(CONFIG)(logprobs, None, inputs)
     full = replace(CONFIG, kl_estimator=KlEstimator("full_forward"))
-    with pytest.raises(ValueError, match="full_forward but the batch has no divergence"):
+    with pytest.raises(ValueError, match="full_forward"):
         policy_loss(full)(logprobs, entropy, replace(inputs, divergence=None))
-
-
-def test_what_cannot_be_meant_is_refused() -> None:
-    k1 = replace(CONFIG, kl_estimator=KlEstimator("k1"))
-    with pytest.raises(ValueError, match="kl_estimator=k1 in the loss"):
-        policy_loss(k1)
-    policy_loss(replace(k1, kl_coef=0.0))
-    for kind in set(LOSSES) - {PolicyLoss.ppo}:
-        with pytest.raises(ValueError, match=rf"dual_clip is 3\.0 but policy_loss={kind}"):
-            policy_loss(replace(CONFIG, policy_loss=kind, dual_clip=3.0))
-
-
-@pytest.mark.parametrize("kind", LOSSES)
-def test_the_loss_travels_between_processes(kind: PolicyLoss) -> None:
-    loss = policy_loss(replace(CONFIG, policy_loss=kind))
-    there = pickle.loads(pickle.dumps(loss))
-    assert there == loss
-    batch = at_random(CONFIG)
-    assert torch.equal(there(*batch)[0], loss(*batch)[0])
+    with pytest.raises(ValueError, match="k1"):
+        policy_loss(replace(CONFIG, kl_estimator=KlEstimator("k1")))
+    with pytest.raises(ValueError, match="dual_clip"):
+        policy_loss(replace(CONFIG, policy_loss=PolicyLoss.gspo, dual_clip=3.0))
+    with pytest.raises(ValueError, match="divisor"):
+        reduce_stats([{"tokens": 1.0, "policy_loss": 1.0}])
 
 
 def test_statistics_of_unequal_parts() -> None:
@@ -469,8 +385,3 @@ def test_statistics_of_unequal_parts() -> None:
     means = {"tokens": 4.0, "entropy": 1.0, "policy_loss": 2.0, "ratio_max": 1.3, "ratio_min": 0.8}
     assert reduce_stats(parts) == reduce_stats(parts[::-1]) == means
     assert reduce_stats([]) == {"tokens": 0.0}
-
-
-def test_losses_without_a_divisor_are_refused() -> None:
-    with pytest.raises(ValueError, match="policy_loss but no divisor"):
-        reduce_stats([{"tokens": 1.0, "policy_loss": 1.0}])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsys.algorithms.kl import Sampled, TopKKl, join_parts, logit_gradient, shares, tail
+from rlsys.algorithms.kl import Sampled, TopKKl, join_parts
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator, KlTail
 
 VOCAB = 7
@@ -51,9 +51,9 @@ def expectation(kl: TopKKl, k: int, logits: Tensor, log_r: Tensor, log_old: Tens
     return total.detach(), grad
 
 
-def errors(kl: TopKKl, k: int, on_policy: bool, seed: int = 0) -> tuple[float, float]:
+def errors(kl: TopKKl, k: int, on_policy: bool) -> tuple[float, float]:
     """How far the expected value and the expected gradient are from the KL's own."""
-    logits, log_r, log_old = distributions(seed)
+    logits, log_r, log_old = distributions(0)
     log_p = logits.log_softmax(-1)
     exact = dense(log_p, log_r, kl.config.kl_estimator is KlEstimator.full_forward)
     (exact_grad,) = torch.autograd.grad(exact, logits, retain_graph=True)
@@ -62,18 +62,17 @@ def errors(kl: TopKKl, k: int, on_policy: bool, seed: int = 0) -> tuple[float, f
 
 
 @DIRECTIONS
-@pytest.mark.parametrize("k", [1, 3, VOCAB - 1, VOCAB])
-@pytest.mark.parametrize("seed", range(3))
-def test_exact_tail_is_unbiased_in_value_and_gradient(forward_kl: bool, k: int, seed: int) -> None:
+@pytest.mark.parametrize("k", [1, 3, VOCAB])
+def test_exact_tail_is_unbiased_in_value_and_gradient(forward_kl: bool, k: int) -> None:
     plain = top_k(forward_kl, EXACT, weighted=False)
     weighted = top_k(forward_kl, EXACT, weighted=True)
     for kl, on_policy in ((plain, True), (weighted, True), (weighted, False)):
-        assert max(errors(kl, k, on_policy, seed)) < 1e-12
+        assert max(errors(kl, k, on_policy)) < 1e-12
 
 
 @DIRECTIONS
-@pytest.mark.parametrize("k", [1, 3])
-def test_upstream_tail_is_unbiased_in_value_alone(forward_kl: bool, k: int) -> None:
+def test_upstream_tail_is_unbiased_in_value_alone(forward_kl: bool) -> None:
+    k = 3
     plain = top_k(forward_kl, UPSTREAM, weighted=False)
     weighted = top_k(forward_kl, UPSTREAM, weighted=True)
     for kl, on_policy in ((plain, True), (weighted, False)):
@@ -88,24 +87,6 @@ def test_a_token_that_another_policy_sampled_needs_the_weight(forward_kl: bool) 
     of_value, of_gradient = errors(top_k(forward_kl, EXACT, weighted=False), 3, on_policy=False)
     assert of_value > 0.001
     assert of_gradient > 0.001
-
-
-@DIRECTIONS
-@pytest.mark.parametrize("kind", list(KlTail))
-def test_tail_by_hand(forward_kl: bool, kind: KlTail) -> None:
-    p, r = torch.tensor([0.2, 0.5], dtype=torch.float64), torch.tensor([0.1, 0.5], dtype=torch.float64)
-    logprobs = p.log().requires_grad_()
-    values = tail(Sampled(logprobs, p.log(), r.log(), torch.tensor([False, True])), kind, forward_kl)
-    (grad,) = torch.autograd.grad(values.sum(), logprobs)
-    log_w, w = torch.tensor(0.5).log().item(), 0.5
-    expected = {
-        (False, EXACT): (-log_w, -log_w + 1),
-        (False, UPSTREAM): (-log_w, -log_w),
-        (True, EXACT): (w * log_w, -w),
-        (True, UPSTREAM): (w * log_w, -w + 1),
-    }[forward_kl, kind]
-    assert values.tolist() == pytest.approx([expected[0], 0.0], abs=1e-7)
-    assert grad.tolist() == pytest.approx([expected[1], 0.0], abs=1e-7)
 
 
 def test_head_alone_leaves_the_tail_out() -> None:
@@ -155,20 +136,7 @@ def test_extreme_log_ratios_stay_finite(rows: list[tuple[float, ...]]) -> None:
 
 
 @DIRECTIONS
-def test_whole_vocabulary_value_and_gradient(forward_kl: bool) -> None:
-    logits, log_r, _ = distributions(2)
-    log_p = logits.log_softmax(-1)
-    exact = dense(log_p, log_r, forward_kl)
-    (expected,) = torch.autograd.grad(exact, logits, retain_graph=True)
-    kl = shares(log_p, log_r, forward_kl).sum()
-    torch.testing.assert_close(kl, exact, rtol=0, atol=1e-12)
-    with torch.no_grad():
-        actual = logit_gradient(log_p[None], log_r[None], kl[None], forward_kl)[0]
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
-
-
-@DIRECTIONS
-@pytest.mark.parametrize("cuts", [[VOCAB], [3, 4], [1, 1, 5], [1] * VOCAB])
+@pytest.mark.parametrize("cuts", [[3, 4], [1] * VOCAB])
 def test_parts_join_to_the_whole(forward_kl: bool, cuts: list[int]) -> None:
     logits, log_r, _ = distributions(3)
     log_p = logits.detach().log_softmax(-1)

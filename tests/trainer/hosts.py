@@ -1,13 +1,11 @@
 """Processes for Megatron workers that outlive a test, and groups of them that look like a WorkerGroup.
 
-All processes are forked from one that has imported Megatron, which takes longer than all that small tests do
-with it. There is no Ray: a call blocks until it has been answered, and what it raises in a process fails it
-here, with that process's traceback.
+There is no Ray: a call blocks until it has been answered, and what it raises in a process fails it here, with that
+process's traceback.
 """
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing as mp
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
+
+from rlsys.trainer import mesh
+from tests.support.ports import free_port
+from tests.trainer.harness import forks
 
 ANSWER_S = 120.0
 
@@ -65,7 +67,7 @@ class HostedGroup:
 @contextmanager
 def hosts(count: int) -> Iterator[list[Connection]]:
     """A pipe to each of `count` processes, which are gone at the end."""
-    context = mp.get_context("spawn")
+    context = forks()
     pipes = [context.Pipe() for _ in range(count)]
     nursery = context.Process(target=_fork_all, args=([theirs for _, theirs in pipes],))
     nursery.start()
@@ -83,15 +85,7 @@ _BUILD, _PORT = "build", "port"
 
 
 def _fork_all(pipes: list[Connection]) -> None:
-    """Fork a process for each pipe. This one only waits: it must not have begun to compute when it forks."""
-    for module in (
-        "rlsys.orchestrator.worker_groups",
-        "rlsys.trainer.actor",
-        "rlsys.trainer.log_prob",
-        "tests.trainer.harness",
-    ):
-        importlib.import_module(module)
-
+    """Fork a process for each pipe, and wait for them."""
     context = mp.get_context("fork")
     children = [context.Process(target=_serve, args=(pipes, number)) for number in range(len(pipes))]
     for child in children:
@@ -126,9 +120,6 @@ class _Shell:
     _worker: Any = None
 
     def do(self, method: str, *args: Any) -> Any:
-        from rlsys.trainer import mesh
-        from tests.support.ports import free_port
-
         if method == _PORT:
             return free_port()
         if method == _BUILD:

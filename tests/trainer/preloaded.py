@@ -1,4 +1,11 @@
-"""Imports that all Megatron processes of the tests share; see `tests.trainer.harness.run_group`."""
+"""Imports that all Megatron processes of the tests share; see `tests.trainer.harness.forks`."""
+# ruff: noqa: F401
 
+import hypothesis
+import pytest
+
+import rlsys.orchestrator.weight_sync
+import rlsys.orchestrator.worker_groups
+import rlsys.weights.convert.conversion
 import tests.trainer.harness
-import tests.trainer.reference  # noqa: F401
+import tests.trainer.reference

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -221,13 +221,18 @@ def loss_of(model: torch.nn.Module, batch: MicroBatch, loss: LossFunction = LOSS
 
 def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """As a checkpoint names them: a tied matrix appears once, and every expert by itself."""
+    return by_checkpoint_names((name, parameter.detach()) for name, parameter in model.named_parameters())
+
+
+def by_checkpoint_names(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Parameters of transformers' model, or what is shaped like them, with experts taken apart."""
     tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         experts, _, kind = name.rpartition(".")
         if not experts.endswith("mlp.experts"):
-            tensors[name] = parameter.detach()
+            tensors[name] = parameter
             continue
-        for number, whole in enumerate(parameter.detach()):
+        for number, whole in enumerate(parameter):
             parts = {"gate_proj": whole.chunk(2)[0], "up_proj": whole.chunk(2)[1]}
             for part, tensor in (parts if kind == "gate_up_proj" else {"down_proj": whole}).items():
                 tensors[f"{experts}.{number}.{part}.weight"] = tensor

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
+from rlsys.algorithms.losses import policy_loss
+from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
+from rlsys.config.schema import OptimizerConfig, ParallelConfig
 from rlsys.errors import RunError
-from rlsys.trainer import mesh
-from rlsys.trainer.actor import Actor
+from rlsys.trainer.actor import Objective
 from rlsys.trainer.batches import MicroBatch, collate
-from tests.support.ports import free_port
+from rlsys.trainer.log_prob import ReferencePlan
+from rlsys.trainer.model.logprobs import divergence_of
 from tests.trainer import reference
-from tests.trainer.harness import OBJECTIVE, rendezvous, run_group, weights_of
+from tests.trainer.harness import Group, on_ranks, weights_of
 
 PER_TOKEN = ("tokens", "loss_mask", "advantages", "old_logprobs", "ref_logprobs")
 
@@ -50,64 +52,51 @@ def _widened(batch: MicroBatch) -> MicroBatch:
     return replace(batch, **{name: np.pad(getattr(batch, name), ((0, 0), (0, 5))) for name in PER_TOKEN})
 
 
-def _one_step(rank: int, model: str, calls: list[list[MicroBatch]]) -> dict[str, torch.Tensor]:
-    actor = Actor(
-        rendezvous(rank, 1, free_port()),
-        ModelConfig(model, Layers.local, Dtype.float32),
-        ParallelConfig(),
-        OptimizerConfig(lr=0.1, eps=1.0, clip_grad=1e9),
-        OBJECTIVE,
-        total_steps=1,
-        seed=1,
-    )
+def _one_step(group: Group, model: Path, calls: list[list[MicroBatch]]) -> dict[str, torch.Tensor]:
+    actor = group.actor(model, optimizer=OptimizerConfig(lr=0.1, eps=1.0, clip_grad=1e9))
     actor.load_hf(model)
     for batches in calls:
         actor.accumulate(batches)
     applied = actor.apply()
-    weights = weights_of(actor)
-    mesh.stop()
-    return {**weights, "norm": torch.tensor(applied.grad_norm)}
+    return {**weights_of(actor), "norm": torch.tensor(applied.grad_norm)}
 
 
-def _variants(rank: int, _: int, model: str, out: str) -> None:
+def _variants(group: Group, model: Path) -> dict[str, dict[str, torch.Tensor]]:
     batches = reference.make_batches(4, seed=3)
     rows = [_row(batch, row) for batch in batches for row in range(len(batch.tokens))]
     row = reference.packed(*batches)
     fillers = [collate([], pad_id=0, multiple_of=8, packed=packed) for packed in (False, True)]
     variants = {
         "plain": [batches],
-        "poisoned": [[_poisoned(batch) for batch in batches]],
-        "fillers": [[fillers[0], *batches], fillers],
+        "poisoned and filled": [[fillers[0], *map(_poisoned, batches)], fillers],
         "widened": [[_widened(batch) for batch in batches]],
-        "rows": [rows[:3], rows[3:4], [], rows[4:]],
-        "reversed": [batches[::-1]],
+        "rows, reversed": [rows[4:][::-1], rows[:3], [], rows[3:4]],
         "packed": [[row]],
-        "packed-poisoned": [[_poisoned(row)]],
-        "packed-some": [[reference.packed(*batches[1::-1]), reference.packed(batches[2]), batches[3]]],
+        "packed, poisoned": [[_poisoned(row)]],
+        "some packed": [[reference.packed(*batches[1::-1]), reference.packed(batches[2]), batches[3]]],
     }
-    results = {name: _one_step(rank, model, calls) for name, calls in variants.items()}
-    torch.save(results, f"{out}/results.pt")
-    infinite = replace(batches[0], advantages=np.full_like(batches[0].advantages, np.inf))
-    with pytest.raises(RunError, match="gradient of optimiser step 1"):
-        _one_step(rank, model, [[infinite]])
-    mesh.stop()
+    results = {name: _one_step(group, model, calls) for name, calls in variants.items()}
+    actor = group.actor(model)
     with pytest.raises(ValueError, match="first token"):
-        _one_step(rank, model, [[replace(batches[0], loss_mask=batches[0].tokens >= 0)]])
+        actor.accumulate([replace(batches[0], loss_mask=batches[0].tokens >= 0)])
+    with pytest.raises(ValueError, match="old_logprobs"):
+        actor.accumulate([replace(batches[0], old_logprobs=None)])
+    actor.load_hf(model)
+    actor.accumulate([replace(batches[0], advantages=np.full_like(batches[0].advantages, np.inf))], last=True)
+    with pytest.raises(ValueError, match="apply"):
+        actor.accumulate(batches)
+    with pytest.raises(RunError, match="optimiser step 1"):
+        actor.apply()
+    return results
 
 
 def test_masked_tokens_give_nothing_and_cuts_do_not_matter(tmp_path: Path) -> None:
     model = reference.make_model(reference.tiny_config(layers=2), tmp_path / "model")
-    run_group(_variants, 1, str(model), str(tmp_path))
-    results = torch.load(tmp_path / "results.pt")
+    (results,) = on_ranks(_variants, 1, model)
     plain = results.pop("plain")
-    moved = (
-        (plain["model.norm.weight"] - reference.named_tensors(reference.load(model))["model.norm.weight"]).abs().max()
-    )
-    assert moved > 1e-4
     for name, tensor in plain.items():
-        assert torch.equal(results["poisoned"][name], tensor), name
-        assert torch.equal(results["fillers"][name], tensor), name
-        assert torch.equal(results["packed-poisoned"][name], results["packed"][name]), name
+        assert torch.equal(results["poisoned and filled"][name], tensor), name
+        assert torch.equal(results["packed, poisoned"][name], results["packed"][name]), name
     for variant, tensors in results.items():
         for name, tensor in plain.items():
             torch.testing.assert_close(tensors[name], tensor, rtol=1e-5, atol=1e-6, msg=f"{variant} {name}")
@@ -119,4 +108,61 @@ def _gradient_norm(model: Path) -> float:
     module, batches = reference.load(model), reference.make_batches(4, seed=3)
     total = torch.stack([reference.loss_of(module, batch) for batch in batches]).sum()
     (total / sum(batch.trained_tokens for batch in batches)).backward()
+    return _norm(module)
+
+
+def _norm(module: torch.nn.Module) -> float:
     return float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None]))
+
+
+KL_COEF, TAU = 0.5, 0.5
+WHOLE_VOCABULARY = AlgorithmConfig(kl_coef=KL_COEF, kl_estimator=KlEstimator.full_forward)
+
+
+def _two_steps(group: Group, model: Path, start: Path) -> list[float]:
+    plan = ReferencePlan(TAU, update_period=1, reset_period=None)
+    aim = Objective(
+        policy_loss(WHOLE_VOCABULARY),
+        reference.TEMPERATURE,
+        divergence=divergence_of(WHOLE_VOCABULARY),
+        reference=plan,
+    )
+    adam = OptimizerConfig(lr=0.05, eps=1.0, clip_grad=1e9, weight_decay=0.0)
+    actor = group.actor(model, ParallelConfig(pp=2), adam, aim)
+    actor.load_hf(start)
+    norms = []
+    for step in (1, 2):
+        actor.accumulate(reference.make_batches(4, seed=3))
+        norms.append(actor.apply().grad_norm)
+        actor.end_step(step)
+    return norms
+
+
+def test_a_kl_goes_to_a_reference_that_follows_each_step(tmp_path: Path) -> None:
+    """The reference begins as `model`, the policy elsewhere."""
+    shape = reference.tiny_config(layers=2)
+    model, start = (reference.make_model(shape, tmp_path / str(seed), seed) for seed in (0, 1))
+    found, _ = on_ranks(_two_steps, 2, model, start)
+    policy, anchor, batches = reference.load(start), reference.load(model), reference.make_batches(4, seed=3)
+    surrogate = policy_loss(replace(WHOLE_VOCABULARY, kl_coef=0.0))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.05, eps=1.0, weight_decay=0.0)
+    for norm in found:
+        policy.zero_grad()
+        total = torch.zeros(())
+        for batch in batches:
+            log_p, log_r = (_log_p(one, batch) for one in (policy, anchor))
+            kl = (log_r.exp() * (log_r - log_p)).sum()
+            total = total + reference.loss_of(policy, batch, surrogate) + KL_COEF * kl
+        (total / sum(batch.trained_tokens for batch in batches)).backward()
+        assert norm == pytest.approx(_norm(policy), rel=2e-4)
+        optimizer.step()
+        with torch.no_grad():
+            for ours, theirs in zip(anchor.parameters(), policy.parameters(), strict=True):
+                ours.lerp_(theirs, 1.0 - TAU)
+
+
+def _log_p(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
+    """[trained tokens, vocabulary] in the place of each."""
+    row, column = batch.loss_mask.nonzero()
+    logits = model(torch.tensor(batch.tokens)).logits / reference.TEMPERATURE
+    return torch.log_softmax(logits, dim=-1)[row, column - 1]

@@ -11,25 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.config.schema import Dtype, Layers, LrDecay, ModelConfig, OptimizerConfig
-from rlsys.trainer import mesh
-from rlsys.trainer.actor import Actor
+from rlsys.config.schema import Dtype, LrDecay, OptimizerConfig
 from rlsys.trainer.batches import MicroBatch, collate
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
 from rlsys.trainer.optimizer import learning_rate
 from rlsys.weights.transport import Bucket, ChecksumError, unpack
 from rlsys.weights.weight_map import largest_tensor_bytes
-from tests.support.ports import free_port
 from tests.trainer import reference
-from tests.trainer.harness import (
-    OBJECTIVE,
-    Layout,
-    digest_of,
-    export,
-    rendezvous,
-    run_group,
-    weights_of,
-)
+from tests.trainer.harness import Group, Layout, digest_of, export, local_model, on_ranks, weights_of
 
 STEPS, PER_STEP = 3, 8
 FIXED = ReferencePlan(tau=1.0, update_period=1, reset_period=None)
@@ -46,69 +35,40 @@ CLIP_GRAD = {"llama": 8.0, "qwen2": 8.0, "qwen3": 4.8, "qwen3_moe": 8.0}
 
 
 LAYOUTS = [
-    pytest.param(Layout(distributed=False), "qwen2", id="one-process"),
-    pytest.param(Layout(dp=2, tied=False), "qwen2", id="dp2"),
-    pytest.param(Layout(tp=2, sequence_parallel=True, tied=False), "qwen2", id="tp2-sp"),
-    pytest.param(Layout(pp=2, pp_layers=(1, 2), recompute=True), "qwen2", id="pp2-uneven-tied"),
-    pytest.param(Layout(tp=2, pp=2, pp_layers=(2, 1)), "qwen2", id="tp2-pp2"),
-    pytest.param(
-        Layout(tp=2, pp=2, dp=2, pp_layers=(1, 2), sequence_parallel=True, recompute=True, tied=False),
-        "qwen2",
-        id="tp2-pp2-dp2",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(Layout(pp=3, dp=2), "qwen2", id="pp3-dp2", marks=pytest.mark.slow),
-    # More TP ranks than the two key-value heads.
-    pytest.param(Layout(tp=4), "qwen2", id="tp4", marks=pytest.mark.slow),
-    pytest.param(Layout(tp=4, sequence_parallel=True, tied=False), "qwen3", id="qwen3-tp4-sp", marks=pytest.mark.slow),
-    pytest.param(Layout(tp=2, pp=3, tied=False), "llama", id="llama-tp2-pp3", marks=pytest.mark.slow),
-    pytest.param(Layout(cp=2, recompute=True), "qwen2", id="cp2"),
-    pytest.param(Layout(tp=2, cp=2, sequence_parallel=True, tied=False), "llama", id="llama-tp2-cp2-sp"),
-    pytest.param(Layout(cp=4, distributed=False), "qwen2", id="cp4", marks=pytest.mark.slow),
-    pytest.param(Layout(cp=2, dp=2, tied=False), "qwen3", id="qwen3-cp2-dp2", marks=pytest.mark.slow),
-    pytest.param(Layout(cp=2, pp=2, pp_layers=(2, 1)), "qwen2", id="cp2-pp2-tied", marks=pytest.mark.slow),
-    pytest.param(
-        Layout(tp=2, cp=2, pp=2, pp_layers=(1, 2), sequence_parallel=True, recompute=True),
-        "qwen2",
-        id="tp2-cp2-pp2-sp",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(Layout(dp=2, ep=2, tied=False), "qwen3_moe", id="moe-ep2"),
-    pytest.param(Layout(cp=2, ep=2, tied=False), "qwen3_moe", id="moe-cp2-ep2"),
-    pytest.param(Layout(cp=2, tied=False), "qwen3_moe", id="moe-cp2", marks=pytest.mark.slow),
-    # Experts are spread over tensor, context and data parallel ranks at once, in two copies.
-    pytest.param(
-        Layout(tp=2, cp=2, dp=2, ep=4, sequence_parallel=True, tied=False),
-        "qwen3_moe",
-        id="moe-tp2-cp2-dp2-ep4-sp",
-        marks=pytest.mark.slow,
-    ),
+    pytest.param(Layout(pp=2, pp_layers=(1, 2), recompute=True), "qwen2", id="pp2-uneven-tied-recomputed"),
     pytest.param(Layout(tp=2, ep=2, sequence_parallel=True, tied=False), "qwen3_moe", id="moe-tp2-ep2-sp"),
-    pytest.param(Layout(distributed=False, recompute=True, tied=False), "qwen3_moe", id="moe", marks=pytest.mark.slow),
-    # Experts are in two copies, which see different tokens.
-    pytest.param(
-        Layout(tp=2, sequence_parallel=True, tied=False), "qwen3_moe", id="moe-tp2-sp", marks=pytest.mark.slow
-    ),
-    pytest.param(
-        Layout(pp=2, dp=2, ep=2, pp_layers=(1, 2), tied=False, recompute=True),
-        "qwen3_moe",
-        id="moe-pp2-ep2",
-        marks=pytest.mark.slow,
-    ),
-    # Experts are spread over tensor and data parallel ranks at once; not every one is in two copies.
-    pytest.param(
-        Layout(tp=2, dp=2, ep=4, sequence_parallel=True, distributed=False, tied=False),
-        "qwen3_moe",
-        id="moe-tp2-dp2-ep4-sp",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        Layout(tp=2, pp=2, dp=2, ep=2, pp_layers=(2, 1), sequence_parallel=True, tied=False),
-        "qwen3_moe",
-        id="moe-tp2-pp2-dp2-ep2-sp",
-        marks=pytest.mark.slow,
-    ),
 ]
+MORE_LAYOUTS = {
+    "qwen2": [
+        Layout(distributed=False),
+        Layout(dp=2, tied=False),
+        Layout(tp=2, sequence_parallel=True, tied=False),
+        Layout(tp=2, pp=2, pp_layers=(2, 1)),
+        Layout(tp=2, pp=2, dp=2, pp_layers=(1, 2), sequence_parallel=True, recompute=True, tied=False),
+        Layout(pp=3, dp=2),
+        # More TP ranks than the two key-value heads.
+        Layout(tp=4),
+        Layout(cp=2, recompute=True),
+        Layout(cp=4, distributed=False),
+        Layout(cp=2, pp=2, pp_layers=(2, 1)),
+        Layout(tp=2, cp=2, pp=2, pp_layers=(1, 2), sequence_parallel=True, recompute=True),
+    ],
+    "qwen3": [Layout(tp=4, sequence_parallel=True, tied=False), Layout(cp=2, dp=2, tied=False)],
+    "llama": [Layout(tp=2, pp=3, tied=False), Layout(tp=2, cp=2, sequence_parallel=True, tied=False)],
+    "qwen3_moe": [
+        Layout(distributed=False, recompute=True, tied=False),
+        Layout(dp=2, ep=2, tied=False),
+        Layout(cp=2, ep=2, tied=False),
+        Layout(cp=2, tied=False),
+        # Experts are in two copies, which see different tokens.
+        Layout(tp=2, sequence_parallel=True, tied=False),
+        Layout(pp=2, dp=2, ep=2, pp_layers=(1, 2), tied=False, recompute=True),
+        # Experts are spread over tensor, context and data parallel ranks at once, not every one of them in two copies.
+        Layout(tp=2, dp=2, ep=4, sequence_parallel=True, distributed=False, tied=False),
+        Layout(tp=2, cp=2, dp=2, ep=4, sequence_parallel=True, tied=False),
+        Layout(tp=2, pp=2, dp=2, ep=2, pp_layers=(2, 1), sequence_parallel=True, tied=False),
+    ],
+}
 
 
 def _optimizer(layout: Layout, family: str) -> OptimizerConfig:
@@ -127,60 +87,47 @@ def _half_packed(batches: list[MicroBatch], layout: Layout) -> list[MicroBatch]:
     ]
 
 
-def _in_group(rank: int, world: int, layout: Layout, family: str, model: str, out: str, ports: list[int]) -> None:
-    config = ModelConfig(model, Layers.local, Dtype.float32, layout.recompute)
+def _in_group(group: Group, layout: Layout, family: str, model: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    actor = Actor(
-        rendezvous(rank, world, ports[0]),
-        config,
-        layout.parallel,
-        _optimizer(layout, family),
-        OBJECTIVE,
-        STEPS,
-        seed=1,
-    )
+    actor = group.actor(model, layout.parallel, _optimizer(layout, family), recompute=layout.recompute)
     place = actor.place
     actor.load_hf(model)
     results["initial"] = weights_of(actor)
-    results["applied"], results["stats"] = [], []
+    results["applied"] = []
     for step, batches in enumerate(_steps()):
         mine = _half_packed(batches[place.dp :: place.dp_size], layout)
         # A different number of calls each step: how the batches come in must not matter.
         # One that trains nothing: no rank has a logit to compute, and all must agree on that.
         filler = layout.filler or collate([], pad_id=0, multiple_of=4, packed=bool(step % 2))
         for piece in (mine[:step], [*mine[step : step + 1], filler], mine[step + 1 :]):
-            results["stats"].append(actor.accumulate(piece))
+            actor.accumulate(piece)
         results["applied"].append(actor.apply())
-    buckets = export(actor, largest_tensor_bytes(model, config.dtype))
-    assert rank or len(buckets) > 3
+    buckets = export(actor, largest_tensor_bytes(model, Dtype.float32))
+    assert group.rank or len(buckets) > 3
     results["trained"] = {r.name: t.clone() for b in buckets for r, t in unpack(b)}
     box: list[Any] = [buckets, digest_of(buckets)]
     torch.distributed.broadcast_object_list(box, src=0)
-    mesh.stop()
-    worker = LogProbWorker(rendezvous(rank, world, ports[1]), config, layout.parallel, reference.TEMPERATURE, 1, FIXED)
+    config = local_model(model, recompute=layout.recompute)
+    worker = LogProbWorker(group.meet(), config, layout.parallel, reference.TEMPERATURE, 1, FIXED)
     probe = _half_packed(_steps()[0][:3], layout)
     results["before"] = worker.compute(probe)
-    _update(worker, 1, box[0][:1], box[1], refused="came without")
-    _update(worker, 1, box[0], "0" * 32, refused="digest")
-    with pytest.raises(RuntimeError, match="no complete weights"):
+    _update(worker, 1, box[0][:1], box[1], refused=True)
+    _update(worker, 1, box[0], "0" * 32, refused=True)
+    with pytest.raises(RuntimeError, match="weights"):
         worker.compute(probe)
     with pytest.raises(RuntimeError, match="begin_update"):
         worker.take_bucket(box[0][0])
     _update(worker, 2, box[0], box[1])
     assert worker.version == 2
     results["after"] = worker.compute(probe)
-    mesh.stop()
-    if rank == 0 or place.reports:
-        torch.save(results, f"{out}/rank{rank}.pt")
+    return results
 
 
-def _update(
-    worker: LogProbWorker, version: int, buckets: list[Bucket], digest: str, refused: str | None = None
-) -> None:
+def _update(worker: LogProbWorker, version: int, buckets: list[Bucket], digest: str, refused: bool = False) -> None:
     worker.begin_update()
     for bucket in buckets:
         worker.take_bucket(bucket)
-    with pytest.raises(ChecksumError, match=refused) if refused else nullcontext():
+    with pytest.raises(ChecksumError) if refused else nullcontext():
         worker.finish_update(version, digest)
 
 
@@ -196,11 +143,21 @@ def _of_trained(values: np.ndarray, batch: MicroBatch) -> np.ndarray:
 
 @pytest.mark.parametrize(("layout", "family"), LAYOUTS)
 def test_training_and_logprobs_equal_transformers(layout: Layout, family: str, tmp_path: Path) -> None:
+    _compare(layout, family, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "family"), [(layout, family) for family, layouts in MORE_LAYOUTS.items() for layout in layouts], ids=repr
+)
+def test_training_and_logprobs_equal_transformers_on_any_layout(layout: Layout, family: str, tmp_path: Path) -> None:
+    _compare(layout, family, tmp_path)
+
+
+def _compare(layout: Layout, family: str, tmp_path: Path) -> None:
     model = reference.make_model(reference.TINY[family](tied=layout.tied), tmp_path / "model")
-    ports = [free_port(), free_port()]
-    run_group(_in_group, layout.processes, layout, family, str(model), str(tmp_path), ports)
-    first = torch.load(tmp_path / "rank0.pt", weights_only=False)
-    reporting = torch.load(tmp_path / f"rank{layout.reporting[0]}.pt", weights_only=False)
+    ranks = on_ranks(_in_group, layout.processes, layout, family, model)
+    first, reporting = ranks[0], ranks[layout.reporting[0]]
 
     untrained = reference.load(model)
     expected = reference.named_tensors(untrained)

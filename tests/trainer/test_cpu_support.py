@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from rlsys.trainer import cpu_support
-from tests.trainer.harness import run_group
+from tests.trainer.harness import Group, on_ranks
 
 SOURCE = """
 import torch
@@ -60,7 +60,7 @@ def test_a_function_that_is_gone_or_no_longer_names_a_device_is_an_error(gone: s
         cpu_support.retarget(_module(), frozenset({gone}))
 
 
-def _on_the_real_megatron(_rank: int, _world: int) -> None:
+def _on_the_real_megatron(_: Group) -> None:
     import torch
     from megatron.core.pipeline_parallel import schedules
 
@@ -81,4 +81,4 @@ def _on_the_real_megatron(_rank: int, _world: int) -> None:
 
 
 def test_an_unexpected_megatron_is_refused_and_cuda_left_alone() -> None:
-    run_group(_on_the_real_megatron, 1)
+    on_ranks(_on_the_real_megatron, 1)

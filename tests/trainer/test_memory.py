@@ -42,8 +42,7 @@ from rlsys.trainer.model.layers import kernel_settings
 from rlsys.trainer.model.logprobs import divergence_of
 from rlsys.trainer.offload import gradient_buffers, training_state
 from rlsys.weights.weight_map import read_architecture
-from tests.support.ports import free_port
-from tests.trainer.harness import OBJECTIVE, Layout, rendezvous, run_group
+from tests.trainer.harness import OBJECTIVE, Group, Layout, on_ranks
 from tests.trainer.memory_meter import MemoryMeter
 
 PLAIN = Layout()
@@ -122,14 +121,7 @@ class Case:
         )
 
 
-QUICK = [
-    Case(),
-    Case(Layout(recompute=True, tied=False), "moe", packed=False, dtype=Dtype.bfloat16),
-    Case(Layout(tp=2, sequence_parallel=True, recompute=True)),
-    Case(Layout(pp=2), packed=False, micro_batches=3),
-    Case(group="inference"),
-    Case(Layout(cp=2)),
-]
+QUICK = Case(Layout(tp=2, sequence_parallel=True, recompute=True))
 LAYOUTS = [
     Layout(),
     Layout(recompute=True),
@@ -145,28 +137,31 @@ GRID = [
     *(Case(layout, packed=False, targets=0.02) for layout in LAYOUTS),
     *(Case(replace(layout, tied=False), "llama", "critic") for layout in LAYOUTS),
     *(Case(replace(layout, tied=False), "moe") for layout in LAYOUTS if layout.tp == 1),
+    Case(Layout(recompute=True, tied=False), "moe", packed=False, dtype=Dtype.bfloat16),
     Case(Layout(tp=2, ep=2, sequence_parallel=True, tied=False), "moe"),
     Case(Layout(dp=2, ep=2, recompute=True, tied=False), "moe", dtype=Dtype.bfloat16),
     Case(Layout(tp=2, sequence_parallel=True), group="inference", packed=False),
     Case(Layout(tied=False), "moe", "inference", dtype=Dtype.bfloat16),
+    Case(Layout(pp=2), packed=False, micro_batches=3),
+    Case(Layout(cp=2)),
     Case(Layout(cp=2, recompute=True), dtype=Dtype.bfloat16),
     Case(Layout(recompute=True), kl="whole"),
     Case(Layout(pp=2, recompute=True), kl="whole, average", micro_batches=3, dtype=Dtype.bfloat16),
     Case(Layout(recompute=True), kl="top 128"),
+    Case(group="inference"),
     Case(group="inference", kl="top 128"),
     Case(group="inference", kl="sampled, average", dtype=Dtype.bfloat16),
 ]
 
 
-@pytest.mark.parametrize("case", QUICK, ids=repr)
+@pytest.mark.parametrize("case", [QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in GRID)], ids=repr)
 def test_a_step_takes_the_bytes_that_are_estimated(case: Case, tmp_path: Path) -> None:
-    _compare(case, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", GRID, ids=repr)
-def test_every_layout_takes_the_bytes_that_are_estimated(case: Case, tmp_path: Path) -> None:
-    _compare(case, tmp_path)
+    shape = SHAPES[case.shape](tie_word_embeddings=case.layout.tied)
+    if case.group == "inference" or case.kl != "sampled":
+        AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    else:
+        shape.save_pretrained(tmp_path)
+    on_ranks(_measure, case.layout.processes, tmp_path, case)
 
 
 @pytest.mark.parametrize("fusions", [True, False])
@@ -181,21 +176,11 @@ def test_local_layers_on_a_gpu_are_estimated_with_the_kernels_that_they_get(fusi
     assert rank.fused_rope == settings.get("apply_rope_fusion", False)
 
 
-def _compare(case: Case, folder: Path) -> None:
-    shape = SHAPES[case.shape](tie_word_embeddings=case.layout.tied)
-    if case.group == "inference" or case.kl != "sampled":
-        AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(folder)
-    else:
-        shape.save_pretrained(folder)
-    run_group(_measure, case.layout.processes, free_port(), folder, case)
-
-
-def _measure(rank: int, world_size: int, port: int, folder: Path, case: Case) -> None:
+def _measure(group: Group, folder: Path, case: Case) -> None:
     """Of one process: run the step once to warm up and once under the meter, and compare."""
     layers.causal_lower_right = _unseen(causal_lower_right)
     config = case.config(folder)
-    here = rendezvous(rank, world_size, port)
-    worker = _worker(case, config, here)
+    worker = _worker(case, config, group.meet())
     batch = _batch(case)
     batches = [batch] * case.micro_batches
     _step(worker, batches)
@@ -215,7 +200,6 @@ def _measure(rank: int, world_size: int, port: int, folder: Path, case: Case) ->
     )
     estimate = stage_memory(StageRank(config, read_architecture(config.model.path), case.group, worker.place.pp, load))
     _check(estimate, always, meter.peak)
-    mesh.stop()
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,37 +13,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
 from rlsys.config.schema import (
-    ClusterConfig,
-    Device,
     Dtype,
-    InferenceConfig,
     Layers,
     ModelConfig,
     ParallelConfig,
-    RunConfig,
 )
 from rlsys.errors import RunError
-from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.weight_sync import WeightSync
-from rlsys.orchestrator.worker_groups import InferenceGroup, launch_megatron
 from rlsys.trainer import mesh
 from rlsys.trainer.batches import LogProbs, MicroBatch, collate
-from rlsys.trainer.export import load_hf
-from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, ReferencePolicy, TopkPlan
-from rlsys.trainer.model.stage_model import PolicyModel
+from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, TopkPlan
 from rlsys.trainer.offload import Offloaded
 from rlsys.weights.convert.conversion import megatron_to_hf
 from rlsys.weights.hf_io import HfReader
-from rlsys.weights.transport import BucketHandle, TransportSpec, digest, open_receiver, pack, unpack
-from rlsys.weights.weight_map import read_architecture
+from rlsys.weights.transport import pack
 from tests.trainer import reference
 from tests.trainer.harness import digest_of, rendezvous, weights_of
 from tests.trainer.hosts import HostedGroup, hosts
 
-ONE, TP2_PP2, DP2 = ParallelConfig(), ParallelConfig(tp=2, pp=2, pp_layers=[1, 2]), ParallelConfig()
-SIZES = {"one": (ONE, 1), "tp2 pp2": (TP2_PP2, 4), "dp2": (DP2, 2)}
+ONE, TP2, PP2 = ParallelConfig(), ParallelConfig(tp=2), ParallelConfig(pp=2, pp_layers=[1, 2])
+TP2_PP2 = replace(PP2, tp=2)
+SIZES = {"one": (ONE, 1), "tp2": (TP2, 2), "dp2": (ONE, 2), "tp2 pp2": (TP2_PP2, 4)}
+ANY_SIZE = ["tp2", *(pytest.param(size, marks=pytest.mark.slow) for size in ("one", "dp2", "tp2 pp2"))]
 AVERAGE = ReferencePlan(tau=0.9, update_period=2, reset_period=None)
 FIXED = replace(AVERAGE, tau=1.0)
 TORCH = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
@@ -122,24 +112,11 @@ class Bench:
         place = self._worker.place
         return self._worker.compute(batches[place.dp :: place.dp_size])
 
-    def refuses(self) -> list[str]:
-        """What is said by each call that needs a reference."""
-        said = []
+    def refuses(self, kind: type[Exception]) -> None:
+        """Every call that needs a reference."""
         for call in (lambda: self.save(""), lambda: self.load(""), self.reference):
-            try:
+            with pytest.raises(kind, match="reference"):
                 call()
-            except (RunError, RuntimeError) as error:
-                said.append(f"{type(error).__name__}: {error}")
-        return said
-
-    def anchor_bytes(self, plan: ReferencePlan) -> tuple[int, int]:
-        """Of the weights, and of all that a reference with `plan` takes."""
-        architecture = read_architecture(self._model)
-        model = PolicyModel(architecture, self._config, ONE, self._worker.place)
-        load_hf(model, self._model)
-        anchor = ReferencePolicy(model, plan)
-        weights = sum(parameter.nbytes for parameter in model.parameters.values())
-        return weights, sum(tensor.nbytes for tensor in anchor.tensors())
 
     def convert(self, checkpoint: str, out: str) -> None:
         """The last thing that is asked for."""
@@ -175,7 +152,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name].float()) for name in one)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ANY_SIZE)
 async def test_a_float32_average_is_the_float64_loops(size: str, model: str, pipes: list[Connection]) -> None:
     group = await start(pipes, size, model, AVERAGE)
     assert same(await reference_of(group), policy(model, 0, Dtype.float32))
@@ -188,7 +165,7 @@ async def test_a_float32_average_is_the_float64_loops(size: str, model: str, pip
 
 async def test_a_bfloat16_average_moves_although_no_step_of_it_can_be_seen(model: str, pipes: list[Connection]) -> None:
     drift, versions = 1e-4, 40
-    group = await start(pipes, "tp2 pp2", model, replace(AVERAGE, update_period=1), Dtype.bfloat16)
+    group = await start(pipes, "tp2", model, replace(AVERAGE, update_period=1), Dtype.bfloat16)
     await group.call("updates", 1, versions, drift)
     found = await reference_of(group)
     plan = replace(AVERAGE, update_period=1)
@@ -209,8 +186,14 @@ async def test_a_bfloat16_average_moves_although_no_step_of_it_can_be_seen(model
     assert naively_equal < 0.7 * count
 
 
-@pytest.mark.parametrize("dtype", Dtype)
-@pytest.mark.parametrize(("size", "other"), [("tp2 pp2", "dp2"), ("one", "tp2 pp2")])
+@pytest.mark.parametrize(
+    ("size", "other", "dtype"),
+    [
+        ("tp2", "dp2", Dtype.bfloat16),
+        pytest.param("tp2 pp2", "dp2", Dtype.float32, marks=pytest.mark.slow),
+        pytest.param("one", "tp2 pp2", Dtype.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 async def test_a_reference_goes_on_under_another_cut(
     size: str, other: str, dtype: Dtype, model: str, pipes: list[Connection], tmp_path: Path
 ) -> None:
@@ -249,10 +232,8 @@ async def test_a_checkpoint_without_a_master_begins_one(model: str, pipes: list[
     group = await start(pipes, "one", model, plan, Dtype.bfloat16)
     await group.call("updates", 1, 4, drift)
     await group.call("save", folder)
-    with pytest.raises(AssertionError, match=r"UserError: .* already"):
-        await group.call("save", folder)
     assert same(await reference_of(group), policy(model, 3, Dtype.bfloat16, drift))
-    group = await start(pipes, "tp2 pp2", model, AVERAGE, Dtype.bfloat16)
+    group = await start(pipes, "tp2", model, AVERAGE, Dtype.bfloat16)
     await group.call("load", folder)
     await group.call("updates", 4, 4, drift)
     old, new = (policy(model, version, Dtype.bfloat16, drift) for version in (3, 4))
@@ -267,13 +248,20 @@ def test_what_is_due_goes_by_the_version() -> None:
     assert ReferencePlan(1.0, 1, None).kept_at(7) == 1
 
 
-@pytest.mark.parametrize("plan", [replace(AVERAGE, reset_period=4), replace(FIXED, reset_period=3), FIXED], ids=repr)
-@pytest.mark.parametrize("dtype", Dtype)
+@pytest.mark.parametrize(
+    ("plan", "dtype"),
+    [
+        (replace(AVERAGE, reset_period=4), Dtype.bfloat16),
+        (replace(FIXED, reset_period=3), Dtype.float32),
+        (FIXED, Dtype.float32),
+    ],
+    ids=repr,
+)
 async def test_each_version_does_what_is_due_and_no_more(
     plan: ReferencePlan, dtype: Dtype, model: str, pipes: list[Connection]
 ) -> None:
     group = await start(pipes, "one", model, plan, dtype)
-    for version in range(13):
+    for version in range(9):
         await group.call("update", version)
         found, exact = await reference_of(group), averaged(model, dtype, plan, version, 0.02)
         for name, tensor in exact.items():
@@ -291,22 +279,14 @@ async def test_only_an_average_in_bfloat16_takes_memory_beyond_its_weights(
     model: str, pipes: list[Connection], tmp_path: Path
 ) -> None:
     away = {}
-    for dtype, plan, whole in (
-        (Dtype.bfloat16, FIXED, 1),
-        (Dtype.bfloat16, replace(FIXED, reset_period=2), 1),
-        (Dtype.bfloat16, AVERAGE, 3),
-        (Dtype.float32, AVERAGE, 1),
-    ):
-        group = await start(pipes, "one", model, plan, dtype)
-        ((weights, all_of_it),) = await group.call("anchor_bytes", plan)
-        assert all_of_it == whole * weights
-        away[dtype, plan] = (await group.call("offload", str(tmp_path)))[0].bytes
-        assert (await group.call("refuses"))[0] == [
-            f"RunError: The log-prob worker is offloaded and cannot {purpose} the reference: restore it first."
-            for purpose in ("save", "load", "export")
-        ]
-    # All but the ends of tensors.
-    assert away[Dtype.bfloat16, AVERAGE] - away[Dtype.bfloat16, FIXED] > weights / 2
+    for plan in (FIXED, replace(FIXED, reset_period=2), AVERAGE):
+        group = await start(pipes, "one", model, plan, Dtype.bfloat16)
+        away[plan] = (await group.call("offload", str(tmp_path)))[0].bytes
+        await group.call("refuses", RunError)
+    weights = sum(tensor.nbytes for tensor in policy(model, 0, Dtype.bfloat16).values())
+    # Of policy and reference, and of a master of twice the size, all but the ends of tensors.
+    assert away[FIXED] == away[replace(FIXED, reset_period=2)] <= 2 * weights
+    assert weights < away[AVERAGE] - away[FIXED] <= 2.2 * weights
 
 
 async def test_without_a_reference_nothing_is_kept_of_one(model: str, pipes: list[Connection]) -> None:
@@ -314,11 +294,8 @@ async def test_without_a_reference_nothing_is_kept_of_one(model: str, pipes: lis
     ((found, *_),) = await group.call("compute", reference.make_batches(1))
     assert found.reference is None
     assert found.picks is None
-    assert (await group.call("refuses"))[0] == [
-        f"RuntimeError: The log-prob worker has no reference and cannot {purpose} the reference."
-        for purpose in ("save", "load", "export")
-    ]
-    with pytest.raises(AssertionError, match=r"ValueError: .* there is none"):
+    await group.call("refuses", RuntimeError)
+    with pytest.raises(AssertionError, match="ValueError"):
         await start(pipes, "one", model, None, Dtype.float32, TopkPlan(3, forward=True))
 
 
@@ -335,7 +312,7 @@ def dense(model: Path, batch: MicroBatch, padded: Sequence[MicroBatch]) -> Tenso
     return found
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ANY_SIZE)
 @pytest.mark.parametrize("forward", [False, True], ids=["reverse", "forward"])
 async def test_picks_are_those_of_the_whole_vocabulary(
     forward: bool, size: str, model: str, pipes: list[Connection], tmp_path: Path
@@ -378,87 +355,3 @@ async def test_picks_are_those_of_the_whole_vocabulary(
         assert not torch.allclose(of_policy, of_reference, atol=0.05)
     assert results[3] is not None
     assert results[3].picks[0].shape == results[3].picks[1].shape == (0, k)
-
-
-@pytest.mark.parametrize("size", ["tp2 pp2", "dp2"])
-async def test_log_probs_of_an_average_are_those_of_one_process(
-    size: str, model: str, pipes: list[Connection], tmp_path: Path
-) -> None:
-    batches = reference.make_batches(4)
-    found = {}
-    for cut in (size, "one"):
-        group = await start(pipes, cut, model, AVERAGE)
-        await group.call("updates", 1, 6)
-        if cut == size:
-            await group.call("save", str(tmp_path / "reference"))
-        answers = [answer for answer in await group.call("compute", batches) if answer is not None]
-        found[cut] = {}
-        for rank, answer in enumerate(answers):
-            found[cut] |= dict(zip(range(rank, len(batches), len(answers)), answer, strict=True))
-    group = await start(pipes, "one", model, AVERAGE)
-    await group.call("load", str(tmp_path / "reference"))
-    (loaded,) = await group.call("compute", batches)
-    for number in range(len(batches)):
-        one, other = found["one"][number].reference, found[size][number].reference
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
-        np.testing.assert_array_equal(one, loaded[number].reference)
-        assert np.abs(one - found["one"][number].policy).max() > 0.01
-
-
-class Taker:
-    """A group of one process that takes weights: this one."""
-
-    workers: Any = SimpleNamespace(ranks=[SimpleNamespace(name="taker rank 0")])
-    living = (0,)
-
-    def __init__(self) -> None:
-        self.weights: dict[str, Tensor] = {}
-        self.version = -1
-        self._checksums: dict[str, str] = {}
-
-    async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
-        self._end = open_receiver(specs[0])
-
-    async def begin_update(self, _: int) -> None:
-        self.weights, self._checksums = {}, {}
-
-    async def load_bucket(self, handle: BucketHandle) -> None:
-        for record, tensor in unpack(self._end.receive(handle)):
-            self.weights[record.name] = tensor.clone()
-            self._checksums[record.name] = record.checksum
-
-    async def finish_update(self, version: int, expected: str) -> None:
-        assert digest(self._checksums) == expected
-        self.version = version
-
-
-async def test_the_inference_group_hands_the_reference_out(model: str, pipes: list[Connection], tmp_path: Path) -> None:
-    """As a driver does it, with the processes of a run."""
-    cluster = ClusterConfig(device=Device.cpu, sync_bucket_bytes=100_000)
-    config = RunConfig(
-        output_dir=str(tmp_path),
-        model=ModelConfig(model, Layers.local, Dtype.float32),
-        inference=InferenceConfig(parallel=TP2_PP2),
-        cluster=cluster,
-        algorithm=AlgorithmConfig(
-            kl_estimator=KlEstimator.full_reverse,
-            kl_topk_tokens=5,
-            ref_policy_ema_tau=0.9,
-            ref_policy_ema_update_period=2,
-        ),
-    )
-    inference, taker = HostedGroup("inference", pipes), Taker()
-    await launch_megatron(inference, "inference", config)  # type: ignore[arg-type]
-    sync = WeightSync(inference, [taker], cluster, tmp_path, Tracer("driver"))  # type: ignore[arg-type]
-    await sync.open()
-    await sync.send(13)
-    assert taker.version == 13
-    assert same({name: one.float() for name, one in taker.weights.items()}, policy(model, 0, Dtype.float32))
-    checkpoints = InferenceGroup(inference, None, Tracer("inference")).reference  # type: ignore[arg-type]
-    await checkpoints.begin_save(tmp_path / "saved")
-    await checkpoints.finish_save()
-    assert not await checkpoints.saving()
-    assert await checkpoints.load(tmp_path / "saved")
-    answers = await inference.call("compute", reference.make_batches(2))
-    (results,) = [answer for answer in answers if answer is not None]
-    assert [result.picks[0].shape[1] for result in results] == [5, 5]

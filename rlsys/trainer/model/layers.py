@@ -70,7 +70,11 @@ def choose_layers(layers: Layers, here: Capabilities) -> Layers:
         return here.layers
     if layers is Layers.te and here.layers is not Layers.te:
         lacks = "there is no GPU" if here.transformer_engine else "transformer_engine is not installed"
-        raise UserError(f"model.layers is te but {lacks}; install what is missing or use local.")
+        raise UserError(
+            f"model.layers is te but {lacks}; install what is missing or use local.",
+            code="not_installed",
+            key="model.layers",
+        )
     return layers
 
 
@@ -78,7 +82,11 @@ def kernel_settings(model: ModelConfig, layers: Layers, here: Capabilities) -> d
     """Fields of Megatron's TransformerConfig; `layers` is resolved. Raises UserError for FP8 that cannot be."""
     te = layers is Layers.te
     if model.fp8 and not te:
-        raise UserError("model.fp8 is true but the layers are not Transformer Engine's; set it to false.")
+        raise UserError(
+            "model.fp8 is true but the layers are not Transformer Engine's; set it to false.",
+            code="conflict",
+            key="model.fp8",
+        )
     if not here.cuda_devices:
         return {"batch_p2p_comm": False}  # Which gloo has not.
     fusions = {
@@ -150,13 +158,21 @@ def _check_tp(architecture: Architecture, parallel: ParallelConfig) -> None:
     cut = {"attention heads": architecture.heads} | ({} if architecture.experts else {"MLP width": architecture.ffn})
     for key, size in cut.items():
         if size % tp:
-            raise UserError(f"tp is {tp}, which does not divide the model's {size} {key}; lower it.")
+            raise UserError(
+                f"tp is {tp}, which does not divide the model's {size} {key}; lower it.", code="mismatch", key="tp"
+            )
     if max(tp, kv_heads) % min(tp, kv_heads):
-        raise UserError(f"tp is {tp} and the model has {kv_heads} key-value heads: one must divide the other.")
+        raise UserError(
+            f"tp is {tp} and the model has {kv_heads} key-value heads: one must divide the other.",
+            code="mismatch",
+            key="tp",
+        )
     if architecture.experts and tp > 1 and not parallel.sequence_parallel:
         raise UserError(
             f"tp is {tp} and the model has experts: set sequence_parallel to true, or every one of the {tp} ranks would "
-            "send all tokens to the experts."
+            "send all tokens to the experts.",
+            code="conflict",
+            key="sequence_parallel",
         )
 
 

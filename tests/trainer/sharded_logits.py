@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
@@ -21,7 +19,7 @@ from rlsys.trainer.model.logprobs import (
     top_tokens,
     whole_vocabulary_kl,
 )
-from tests.support.ports import free_port
+from tests.trainer.harness import Group
 
 DIRECTIONS = (KlEstimator.full_reverse, KlEstimator.full_forward)
 Results = dict[str, Tensor]
@@ -110,24 +108,13 @@ def everything(case: Case, shard: VocabShard) -> Results:
     return results
 
 
-def on_ranks(cases: Sequence[Case], folder: Path) -> list[list[Results]]:
-    """`everything` of each case, of each of its TP ranks."""
-    size = max(case.tp for case in cases)
-    mp.spawn(_rank, (size, free_port(), cases, folder), nprocs=size)
-    of_ranks = [torch.load(folder / f"{rank}.pt") for rank in range(size)]
-    return [[of_ranks[rank][index] for rank in range(case.tp)] for index, case in enumerate(cases)]
-
-
-def _rank(rank: int, size: int, port: int, cases: Sequence[Case], folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-    groups = {tp: dist.new_group(range(tp)) for tp in sorted({case.tp for case in cases})}
-    results: dict[int, Results] = {}
-    for index, case in enumerate(cases):
-        if rank < case.tp:
-            start = rank * case.columns
-            shard = VocabShard(groups[case.tp], start, min(max(case.vocab - start, 0), case.columns))
-            vocabulary.CHUNK_ELEMENTS["cpu"] = case.chunk_rows * case.columns
-            results[index] = everything(case, shard)
-    torch.save(results, folder / f"{rank}.pt")
-    dist.destroy_process_group()
+def sharded(group: Group, cases: Sequence[Case]) -> list[Results]:
+    """`everything` of each case, on one of as many TP ranks as there are processes."""
+    found = []
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{group.ports[0]}", rank=group.rank, world_size=group.world)
+    for case in cases:
+        start = group.rank * case.columns
+        shard = VocabShard(dist.group.WORLD, start, min(max(case.vocab - start, 0), case.columns))
+        vocabulary.CHUNK_ELEMENTS["cpu"] = case.chunk_rows * case.columns
+        found.append(everything(case, shard))
+    return found

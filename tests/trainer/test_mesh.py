@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from rlsys.config.schema import ParallelConfig
-from rlsys.errors import UserError
+from rlsys.errors import Code
 from rlsys.trainer.mesh import place_of
+from rlsys.trainer.model.stage_model import PolicyModel
+from rlsys.weights.weight_map import read_architecture
+from tests.support.refusals import refused
+from tests.trainer import reference
+from tests.trainer.harness import local_model
 
 
 def test_tensor_parallel_is_fastest_then_data_then_pipeline() -> None:
@@ -39,14 +46,29 @@ def test_experts_are_spread_over_neighbours_of_a_stage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "sentence"),
+    ("parallel", "code", "key"),
     [
-        (ParallelConfig(tp=3), "tp x cp x pp is 3, which does not divide the group's 8 processes"),
-        (ParallelConfig(tp=2, cp=3), "tp x cp x pp is 6, which does not divide the group's 8 processes"),
-        (ParallelConfig(pp=2, ep=3), "ep is 3, which does not divide the 4 processes of a pipeline stage"),
-        (ParallelConfig(sequence_parallel=True), "sequence_parallel is true but tp is 1"),
+        (ParallelConfig(tp=3), "mismatch", "tp x cp x pp"),
+        (ParallelConfig(tp=2, cp=3), "mismatch", "tp x cp x pp"),
+        (ParallelConfig(pp=2, ep=3), "mismatch", "ep"),
+        (ParallelConfig(sequence_parallel=True), "conflict", "sequence_parallel"),
     ],
 )
-def test_impossible_cuts_are_refused(parallel: ParallelConfig, sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
+def test_cuts_that_do_not_fit_the_processes_are_refused(parallel: ParallelConfig, code: Code, key: str) -> None:
+    with refused(code, key):
         place_of(0, 8, parallel)
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel", "code", "key"),
+    [
+        ("qwen3_moe", ParallelConfig(tp=2), "conflict", "sequence_parallel"),
+        ("qwen3", ParallelConfig(tp=8), "mismatch", "tp"),
+    ],
+)
+def test_cuts_that_the_model_forbids_are_refused(
+    family: str, parallel: ParallelConfig, code: Code, key: str, tmp_path: Path
+) -> None:
+    model = reference.make_model(reference.TINY[family](layers=1), tmp_path)
+    with refused(code, key):
+        PolicyModel(read_architecture(model), local_model(model), parallel, place_of(0, 8, parallel))

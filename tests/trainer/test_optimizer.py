@@ -1,4 +1,4 @@
-"""Sums and gathers that travel beside computation change nothing: gradients and weights are those without them."""
+"""Sums and gathers that travel beside computation change nothing; the learning rate is the one that was asked for."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
-from rlsys.errors import UserError
-from rlsys.trainer import mesh
+from rlsys.config.schema import LrDecay, OptimizerConfig
 from rlsys.trainer import optimizer as adam
 from rlsys.trainer.actor import Actor
-from tests.support.ports import free_port
+from tests.support.refusals import refused
 from tests.trainer import reference
-from tests.trainer.harness import OBJECTIVE, Layout, rendezvous, run_group, weights_of
+from tests.trainer.harness import Group, Layout, on_ranks, weights_of
 
 SMALL_BUCKET = 4000
 """Numbers in a bucket, so that a small model has several."""
@@ -38,7 +36,6 @@ LAYOUTS = {
     "dp2-experts": Layout(dp=2, ep=2),
     "dp2-tp2-sequence-parallel": Layout(dp=2, tp=2, sequence_parallel=True),
 }
-QUICK = ("dp2", "pp2", "dp2-experts")
 
 
 class _Watched:
@@ -53,11 +50,9 @@ class _Watched:
         return sum(one.grad_reduce_handle is not None for one in self._buckets)
 
 
-def _trained(rank: int, port: int, layout: Layout, model: str, way: OptimizerConfig, told: bool) -> dict[str, Any]:
+def _trained(group: Group, layout: Layout, model: Path, way: OptimizerConfig, told: bool) -> dict[str, Any]:
     """`STEPS` steps, each of several calls; with `told` the learner hears which is the last."""
-    settings = ModelConfig(model, Layers.local, Dtype.float32, recompute=layout.recompute)
-    meeting = rendezvous(rank, layout.processes, port)
-    actor = Actor(meeting, settings, layout.parallel, way, OBJECTIVE, total_steps=STEPS, seed=1)
+    actor = group.actor(model, layout.parallel, way, recompute=layout.recompute)
     actor.load_hf(model)
     watched = _Watched(actor)
     norms, under_way = [], []
@@ -68,32 +63,24 @@ def _trained(rank: int, port: int, layout: Layout, model: str, way: OptimizerCon
             actor.accumulate(call, last=told and number == len(calls))
             under_way.append(watched.under_way())
         norms.append(actor.apply().grad_norm)
-    weights = weights_of(actor)
-    mesh.stop()
-    return {"norms": norms, "under_way": under_way, "weights": weights, "buckets": watched.buckets}
+    return {"norms": norms, "under_way": under_way, "weights": weights_of(actor), "buckets": watched.buckets}
 
 
-def _in_group(rank: int, _: int, ports: list[int], layout: Layout, model: str, out: str) -> None:
+def _in_group(group: Group, layout: Layout, model: Path) -> dict[str, Any]:
     small = functools.partial(adam.DistributedDataParallelConfig, bucket_size=SMALL_BUCKET)
     adam.DistributedDataParallelConfig = small  # type: ignore[misc, assignment]
-    results = {
-        name: _trained(rank, port, layout, model, way, told=True)
-        for (name, way), port in zip(WAYS.items(), ports, strict=False)
-    }
-    results["never-told"] = _trained(rank, ports[-1], layout, model, WAYS["distributed-both"], told=False)
-    torch.save(results, f"{out}/{rank}.pt")
+    results = {name: _trained(group, layout, model, way, told=True) for name, way in WAYS.items()}
+    return results | {"never-told": _trained(group, layout, model, WAYS["distributed-both"], told=False)}
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+    "name", [name if name == "dp2" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
 def test_overlapped_steps_are_those_without(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     make = reference.tiny_qwen3_moe if layout.ep > 1 else reference.tiny_config
     model = reference.make_model(make(layers=2, tied=layout.tied), tmp_path / "model")
-    ports = [free_port() for _ in range(len(WAYS) + 1)]
-    run_group(_in_group, layout.processes, ports, layout, str(model), str(tmp_path))
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(layout.processes)]
+    ranks = on_ranks(_in_group, layout.processes, layout, model)
     plain = ranks[0]["plain"]
     before = reference.named_tensors(reference.load(model))
     assert any((plain["weights"][key] - tensor).abs().max() > 1e-3 for key, tensor in before.items())
@@ -116,25 +103,25 @@ def _overlaps_when_it_should(results: dict[str, Any]) -> None:
         assert last_calls == [0, *[found["buckets"] if overlaps else 0] * (STEPS - 1)], way
 
 
-def _refused(rank: int, _: int, model: str) -> None:
-    settings = ModelConfig(model, Layers.local, Dtype.float32)
-
-    def actor(way: OptimizerConfig) -> Actor:
-        meeting = rendezvous(rank, 1, free_port())
-        return Actor(meeting, settings, ParallelConfig(), way, OBJECTIVE, total_steps=1, seed=1)
-
-    for lacks in ({"overlap_grad_reduce": True, "distributed": False}, {"overlap_grad_reduce": False}):
-        with pytest.raises(UserError, match="overlap_param_gather=true"):
-            actor(replace(PLAIN, overlap_param_gather=True, **lacks))
-        mesh.stop()
-    learner = actor(PLAIN)
-    learner.load_hf(model)
-    learner.accumulate(reference.make_batches(1), last=True)
-    with pytest.raises(ValueError, match="call apply before more"):
-        learner.accumulate(reference.make_batches(1))
-    mesh.stop()
+@pytest.mark.parametrize("lacks", [{"overlap_grad_reduce": True, "distributed": False}, {"overlap_grad_reduce": False}])
+def test_gathering_beside_computation_needs_what_it_gathers_by(lacks: dict[str, bool]) -> None:
+    nothing: Any = None
+    with refused("conflict", "overlap_param_gather"):
+        adam.wrap(nothing, replace(PLAIN, overlap_param_gather=True, **lacks))
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    model = reference.make_model(reference.tiny_config(layers=1), tmp_path / "model")
-    run_group(_refused, 1, str(model))
+@pytest.mark.parametrize(
+    ("decay", "warmup_fraction", "expected"),
+    [
+        (LrDecay.constant, 0.0, [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        (LrDecay.constant, 1 / 3, [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        (LrDecay.linear, 1 / 3, [0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2]),
+        (LrDecay.cosine, 1 / 3, [0.5, 1.0, 1.0, 0.882843, 0.6, 0.317157, 0.2]),
+    ],
+)
+def test_a_rate_warms_up_and_decays_to_its_lowest(
+    decay: LrDecay, warmup_fraction: float, expected: list[float]
+) -> None:
+    """By hand, for six steps and one past their end."""
+    config = OptimizerConfig(lr=1.0, min_lr=0.2, decay=decay, warmup_fraction=warmup_fraction)
+    assert [adam.learning_rate(step, 6, config) for step in range(7)] == pytest.approx(expected, abs=1e-6)
