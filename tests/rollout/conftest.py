@@ -1,4 +1,7 @@
-"""One worker on one real engine for all tests of this folder."""
+"""One worker on one real engine for all tests of this folder.
+
+Not for a whole session: SGLang ends all children of a process, also those of another engine that a later test starts.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,8 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
         before = set(psutil.Process().children(recursive=True))
         root, handlers = logging.getLogger(), list(logging.getLogger().handlers)
         await worker.start()
-        assert (root.handlers, root.isEnabledFor(logging.WARNING)) == (handlers, True), "what is logged here stays"
+        assert set(handlers) <= set(root.handlers), "SGLang takes no handler away"
+        assert root.isEnabledFor(logging.WARNING)
         started = set(psutil.Process().children(recursive=True)) - before
         assert started
         yield Bench(worker, rollout, words, first, second, search)
