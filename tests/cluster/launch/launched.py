@@ -75,7 +75,7 @@ class Launched:
 
     def leaves_nothing(self) -> bool:
         """Whether no process and none of its folders are left on its host."""
-        wait_until(lambda: not self.host.processes(), 10, self)
+        wait_until(lambda: not self.host.processes(), 60, self)
         return "rlsys-" not in self.host.run("ls", "/tmp")
 
 
