@@ -116,7 +116,7 @@ def test_without_a_head_a_machine_gives_up(hosts: Hosts, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_machine_that_loses_power_ends_the_run_and_is_named(hosts: Hosts, tmp_path: Path) -> None:
-    head, worker = under_way(hosts, tmp_path)
+    head, _ = under_way(hosts, tmp_path)
     hosts[1].power_off()
     assert head.wait() == 1
     assert f"node 1 (node-1, {hosts[1].address}) is lost" in head.said()
