@@ -93,11 +93,6 @@ def test_a_machine_whose_devices_are_shared_names_them() -> None:
     assert plan.slots["actor"] == tuple(DeviceSlot(at // 2, (at % 2,), 0.5, pinned=True) for at in range(4))
 
 
-def test_a_machine_that_holds_nothing_is_left_out() -> None:
-    plan = plan_bundles({"rollout": [(6,)], "actor": [(0,)]}, 2)
-    assert (plan.sizes, plan.machines) == ((1, 1), (0, 3))
-
-
 @pytest.mark.parametrize(
     ("placement", "code", "key"),
     [

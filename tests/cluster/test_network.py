@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from contextlib import ExitStack
 
 import pytest
 import torch.distributed as dist
@@ -82,14 +81,3 @@ def test_a_promised_port_is_its_listeners_and_nobody_elses(use_libuv: bool) -> N
         assert dist.TCPStore("127.0.0.1", port, 1).get("here") == b"1"
         with pytest.raises(dist.DistNetworkError, match="already in use"):
             dist.TCPStore("127.0.0.1", port, 1, is_master=True, use_libuv=use_libuv)
-
-
-def test_no_port_is_promised_twice() -> None:
-    with ExitStack() as promises:
-        ports = [promises.enter_context(promised_port()).getsockname()[1] for _ in range(100)]
-        for _ in range(100):
-            with socket.socket() as other:
-                other.bind(("", 0))
-                ports.append(other.getsockname()[1])
-        assert not {*ports[:100]} & {*ports[100:]}
-        assert len({*ports[:100]}) == 100

@@ -214,46 +214,6 @@ async def test_a_switch_loads_between_pause_and_resume(engine: Engine, script: S
     assert (engine.running, engine.counts.aborted) == (0, 1)
 
 
-@pytest.mark.parametrize("on_device", [True, False])
-async def test_a_bucket_without_room_is_refused_with_the_way_out(
-    engine: Engine, on_device: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensors = [(NAME, torch.ones(4))]
-    bucket = pack_into(torch.empty(100, dtype=torch.uint8), tensors) if on_device else next(pack(tensors, 100))
-
-    def take(*_args: object, **_named: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 100 bytes.")
-
-    await engine.begin_update(1)
-    with monkeypatch.context() as full:
-        full.setattr(StagedVersion, "take", take)
-        with pytest.raises(RunError, match=r"rollout\.engine\.memory_fraction=0\.8") as refusal:
-            await engine.load_bucket(bucket)
-    assert ("cluster.sync_mode=tensor" in str(refusal.value)) == on_device
-    await refused_to_all(generate(engine, [1]))
-    await engine.finish_update(2, await stage(engine, 2))
-    await generate(engine, [1])
-
-
-async def test_a_gpu_gets_back_what_an_update_took(
-    engine: Engine, script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    for call in ("ipc_collect", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, call, lambda call=call: script.log.append(call))
-    given = ["ipc_collect", "empty_cache"]
-    total = await stage(engine, 1)
-    assert script.log == [], "what is staged awake goes on from torch's cache"
-    await engine.finish_update(1, total)
-    assert script.log == [*STEPS, "resume", *given]
-    script.log.clear()
-    await engine.begin_update(2)
-    await engine.sleep()
-    assert script.log == [*given, "sleep"]
-    await stage(engine, 2)
-    assert script.log == [*given, "sleep", *given]
-
-
 async def test_who_sleeps_waits_for_a_bucket_that_is_being_staged(
     engine: Engine, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:

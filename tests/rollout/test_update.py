@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from rlsys.config.schema import Device, OnUpdate, SyncMode, TokenMode
 from rlsys.data.trajectory import Finish, Trajectory
@@ -185,33 +184,6 @@ async def test_abort_group_returns_at_once_with_what_there_is(bench: Bench) -> N
     assert (await other)[0].answer == "Paris"
 
 
-@pytest.mark.usefixtures("greedily")
-async def test_abort_group_reaches_a_group_at_the_gate(bench: Bench) -> None:
-    await bench.bring(bench.first)
-    new, total = await bench.stage(bench.second)
-    flying = await hold_a_group(bench, samples=1)
-    update = asyncio.create_task(bench.worker.finish_update(new, total))
-    await asyncio.sleep(0)
-    waiting = asyncio.create_task(bench.worker.run_group(QUESTION, 2, key="waiting"))
-    await asyncio.sleep(0)
-    await bench.worker.abort_group("waiting")
-    assert [trajectory.finish for trajectory in await waiting] == [Finish.ABORTED] * 2
-    assert not update.done()
-    bench.search.answering.set()
-    await asyncio.gather(flying, update)
-
-
-async def test_an_update_that_broke_off_is_forgotten(bench: Bench) -> None:
-    await bench.bring(bench.first)
-    await bench.engine.begin_update(1000)
-    (bucket,) = pack([("model.norm.weight", bench.second.model.norm.weight)], bucket_bytes=1 << 20)
-    await bench.engine.load_bucket(bucket)
-    version = await bench.bring(bench.second)
-    generation = await bench.engine.generate(bench.encode("Paris"), greedy(20), "after")
-    assert set(generation.versions) == {version}
-    bench.assert_logprobs(bench.encode("Paris"), generation)
-
-
 @pytest.mark.parametrize("mode", [SyncMode.tensor, SyncMode.ipc], ids=str)
 async def test_weights_come_through_the_transport(
     bench: Bench, mode: SyncMode, monkeypatch: pytest.MonkeyPatch
@@ -246,29 +218,6 @@ async def test_weights_come_through_the_transport(
     trajectory = await bench.worker.answer(QUESTION)
     assert trajectory.answer == "Lyon"
     sender.close()
-
-
-async def test_weights_come_on_a_device_awake_or_asleep(bench: Bench) -> None:
-    """A tensor stands for memory of a GPU: it is staged as it is, or in host memory while the engine is asleep."""
-    await bench.bring(bench.first)
-    version = bench.new_version(bench.second)
-    parts = list(pack(bench.second.named_parameters(), bucket_bytes=40_000))
-    room = torch.empty(max(bucket.flat.numel() for bucket in parts), dtype=torch.uint8)
-    names = [[record.name for record in bucket.records] for bucket in parts]
-    weights = dict(bench.second.named_parameters())
-    sent = []
-    await bench.engine.begin_update(version)
-    for number, part in enumerate(names):
-        if number == len(names) // 2:
-            await bench.engine.sleep()
-        sent.append(pack_into(room, [(name, weights[name]) for name in part]))
-        await bench.engine.load_bucket(sent[-1])
-        room[:] = 0
-    await bench.engine.wake()
-    await bench.engine.finish_update(version, digest_of(sent))
-    generation = await bench.engine.generate(bench.encode("Paris"), greedy(20), "after")
-    assert set(generation.versions) == {version}
-    bench.assert_logprobs(bench.encode("Paris"), generation)
 
 
 async def test_an_engine_that_holds_something_else_refuses_and_recovers(

@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import typer
 import yaml
 
@@ -78,13 +77,6 @@ def test_slurms_file_runs_the_launcher_once_a_machine_and_passes_its_status_on(t
     given = (tmp_path / "srun.words").read_text().splitlines()
     params = parsed(given[given.index("launch") + 1 :])
     assert (params["config_name"], params["overrides"], params["wait"]) == (other[0], other[1:], 9)
-
-
-@pytest.mark.parametrize("script", [SBATCH, BARE])
-def test_scripts_help_from_any_directory(script: Path, tmp_path: Path) -> None:
-    done = run(script, "--help", cwd=tmp_path, PYTHON="/nowhere")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"{script.name}" in done.stdout
 
 
 def test_scripts_say_what_is_missing(tmp_path: Path) -> None:

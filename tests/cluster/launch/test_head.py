@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlsys.cluster.launch import head
-from rlsys.cluster.launch.head import Crew, GatheredLogs, LogChunk, NodeAgent
+from rlsys.cluster.launch.head import Crew, GatheredLogs, NodeAgent
 from rlsys.cluster.launch.ray_node import FOLDER_VARIABLE
 from rlsys.cluster.launch.role import Role
 from rlsys.cluster.local_ray import rays_own
@@ -111,28 +111,6 @@ async def test_the_logs_of_a_resumed_run_lie_beside_those_of_its_earlier_lives(r
         await gathering.gather(1)
         gathering.move_to(nodes)
     assert sorted(file.read_text() for file in nodes.glob("*/0/ray/raylet.out")) == ["first", "second"]
-
-
-async def test_long_logs_come_a_little_at_a_time(
-    ray_logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    contents = {f"{number}.log": bytes([number]) * 1500 * number for number in range(1, 5)}
-    for name, content in contents.items():
-        (ray_logs / name).write_bytes(content)
-    read, sizes = NodeAgent.read, []
-
-    def counted(self: NodeAgent, since: dict[str, int]) -> list[LogChunk]:
-        pieces = read(self, since, 1000)
-        sizes.append(sum(len(piece.data) for piece in pieces))
-        return pieces
-
-    monkeypatch.setattr(NodeAgent, "read", counted)
-    monkeypatch.setattr(head, "MOST_BYTES", 1000)
-    gathering = GatheredLogs(Called(NodeAgent()), [0], tmp_path / "logs")  # type: ignore[arg-type]
-    await gathering.gather(1)
-    for name, content in contents.items():
-        assert (tmp_path / "logs" / "0" / "ray" / name).read_bytes() == content
-    assert max(sizes) <= 1000
 
 
 async def test_workers_logs_come_from_machines_that_do_not_share_the_folder(tmp_path: Path) -> None:

@@ -109,33 +109,11 @@ def test_an_engine_fills_its_part_of_the_card_that_is_there(node_run: Compose) -
     assert "cluster.device_memory_gib=80" in told
 
 
-def test_memory_is_that_of_the_layers_that_are_here(node_run: Compose) -> None:
-    """Without recomputation, what the layers of a large micro-batch keep takes most of a card."""
-    tiny = Gpus("580.82", cards(8, total_gib=2.0))
-    plain, engine = complete(cards=tiny), complete(cards=tiny)
-    engine.here = replace(engine.here, transformer_engine="2.20.2")
-
-    def needed(layers: str, machine: Machine) -> str:
-        large = ["model.recompute=false", "actor.micro_batch_tokens=100000", "rollout.engine.memory_fraction=0.01"]
-        config = node_run(f"model.layers={layers}", *large)
-        return found(config, machine, "GPU memory").found
-
-    assert needed("auto", plain) == needed("local", plain) != needed("te", engine) == needed("auto", engine)
-
-
 def test_all_that_is_missing_is_said_at_once(node_run: Compose, tmp_path: Path) -> None:
     config = node_run(f"model.path={tmp_path / 'none'}", "task.eval_path=none.jsonl", "cluster.address=10.0.0.9:6379")
     machine = Machine(cards=Unseen("no driver"), here=Capabilities(), answers={URL: SearchAnswer(URL, 0, "refused")})
     expected = {"model.path", "task.eval_path", "Ray", "GPUs", "versions", "search server", "cluster.device"}
     assert set(wrong_things(config, machine)) == expected
-
-
-def test_memory_that_others_hold_is_no_matter_where_the_rest_is_enough(node_run: Compose) -> None:
-    roomy = Gpus("580.82", cards(8, used_gib=5.0, total_gib=100.0))
-    config = node_run("rollout.engine.memory_fraction=0.5")
-    assert found(config, complete(cards=roomy), "GPU 0 in use").state is FindingState.note
-    full = Gpus("580.82", cards(8, used_gib=60.0, total_gib=100.0))
-    assert found(config, complete(cards=full), "GPU 0 in use").state is FindingState.wrong
 
 
 def test_disk_for_checkpoints_is_counted_and_the_fix_fits(node_run: Compose, tmp_path: Path) -> None:
@@ -152,11 +130,6 @@ def test_disk_for_checkpoints_is_counted_and_the_fix_fits(node_run: Compose, tmp
     assert "set checkpoint.keep_last=4" in short.fix
     mended = node_run("trainer.steps=105", "checkpoint.interval=10", "checkpoint.keep_last=4")
     assert found(mended, complete(free_gib={outputs: 1.0 + 5.5 * one}), "disk for the run").state is FindingState.ok
-
-
-def test_a_folder_that_cannot_be_written_is_named(node_run: Compose, tmp_path: Path) -> None:
-    wrong = wrong_things(node_run(), complete(read_only=[str(tmp_path / "outputs")]))
-    assert list(wrong) == ["disk for the run"]
 
 
 CLUSTER = RayCluster(
@@ -201,27 +174,6 @@ def test_a_cluster_that_does_not_fit_says_in_what(
 ) -> None:
     wrong = wrong_things(node_run(*TWO_NODES), complete(cluster=cluster))
     assert says in wrong[what].found
-
-
-def test_a_machine_without_a_share_in_the_run_needs_no_gpu(node_run: Compose) -> None:
-    machine = complete(cluster=CLUSTER, cards=Unseen("no driver"), here=Capabilities())
-    machine.networks = {"eth0": ["10.0.0.3"]}
-    findings = list(examine(node_run(*TWO_NODES), list(find_problems(node_run(*TWO_NODES))), machine))
-    assert is_right(findings)
-    assert "GPUs" in [one.what for one in findings if one.state is FindingState.unknown]
-
-
-def test_machines_that_a_launcher_will_gather_are_not_said_to_be_there(node_run: Compose) -> None:
-    config = node_run(*TWO_NODES[1:])
-
-    def ray(machine: Machine) -> FindingState:
-        (one,) = [
-            one for one in examine(config, list(find_problems(config)), machine, launched=True) if one.what == "Ray"
-        ]
-        return one.state
-
-    assert ray(complete()) is FindingState.unknown
-    assert ray(complete(taken_ports=[6379])) is FindingState.wrong
 
 
 def test_what_the_launcher_alone_starts_is_wrong_without_it(node_run: Compose) -> None:

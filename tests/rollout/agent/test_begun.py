@@ -258,17 +258,6 @@ async def test_a_group_goes_on_from_what_has_ended_and_what_has_begun() -> None:
     assert [rid for rid, *_ in sorted(world.calls)] == ["q#1.1", "q#2.0", "q#2.1", "q#3.0", "q#3.1"]
 
 
-async def test_a_group_out_of_time_keeps_its_whole_turns() -> None:
-    world = World(CODECS[0], ANSWERS, halt=(1, "say"))
-    first = group(world, [5])
-    playing = asyncio.ensure_future(first.play(asyncio.Semaphore(1), timeout_s=2.0))
-    await asyncio.wait_for(playing, 60)
-    (aborted,) = first.trajectories()
-    assert (aborted.sample, aborted.finish) == (5, Finish.ABORTED)
-    assert len(aborted.turns) == len(world.calls)
-    assert first.progress() == (aborted,), "it has ended, though not by itself"
-
-
 async def test_an_error_in_one_episode_ends_its_siblings() -> None:
     class Failing(World):
         async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:

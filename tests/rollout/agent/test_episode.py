@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,6 @@ from rlsys.rollout.agent.episode import (
     within,
 )
 from rlsys.rollout.agent.tokens import Codec
-from rlsys.rollout.tools.interface import Tool
 from rlsys.search.retrieval import SearchResult
 from tests.rollout.tools.own_tools import Scripted
 from tests.support.bpe import build_tokenizer
@@ -116,26 +115,12 @@ def test_several_tools_and_the_search_in_one_episode(mode: TokenMode) -> None:
     assert script.stops == {("</search>", "</answer>", "</calculator>", "</do>")}
 
 
-def test_a_stop_string_is_not_asked_for_twice() -> None:
-    tools = EpisodeTools(Script([]), Script([]), CODEC, task())
-    sampling = replace(GREEDY, stop=("</do>", "</answer>"))
-    assert tools.stopping(sampling).stop == ("</do>", "</answer>", "</calculator>")
-
-
 def test_without_tools_their_tags_are_text() -> None:
     script = Script(["<calculator>1</calculator><search>a</search>", "<answer>b</answer>"], result_of("t\n<do>"))
     trajectory = run(script, task(tools=[]))
     assert script.stops == {GREEDY.stop}
     assert [turn.action for turn in trajectory.turns] == [Action.SEARCH, Action.ANSWER]
     assert trajectory.turns[0].observation == wrapped("Doc 1(Title: t) <do>")
-
-
-def test_without_a_search_it_is_not_called() -> None:
-    script = Script(["<search>a</search><do>b</do>", "<answer>c</answer>"])
-    config = task(invalid_message="\nUse the calculator.\n")
-    first, _ = run(script, config, searches=False).turns
-    assert (first.action, first.observation) == (Action.INVALID, config.invalid_message)
-    assert script.queries == []
 
 
 def test_the_last_generation_may_not_act() -> None:
@@ -146,14 +131,6 @@ def test_the_last_generation_may_not_act() -> None:
     assert [turn.observation for turn in trajectory.turns[1:]] == [task().invalid_message, ""]
     assert (script.queries, trajectory.searches, trajectory.answer) == (["a"], 1, None)
     assert trajectory.tokens[-1] != CODEC.eos_id
-
-
-def test_a_failed_search_is_an_observation() -> None:
-    script = Script(["<search>a</search>", "<answer>b</answer>"], result_of(error="timeout"))
-    trajectory = run(script, task())
-    assert trajectory.turns[0].observation == wrapped("Search failed: timeout")
-    assert trajectory.turns[0].tool_error == "timeout"
-    assert trajectory.finish is Finish.ANSWER
 
 
 def test_a_call_without_room_for_its_answer_is_not_made() -> None:
@@ -183,52 +160,6 @@ def test_a_call_without_room_for_its_answer_is_not_made() -> None:
 )
 async def test_whatever_a_tool_does_becomes_text(text: str, called: Called) -> None:
     assert await call_tool(Scripted(), text) == called
-
-
-async def test_who_waits_for_a_call_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    tool: Tool = Scripted()
-    monkeypatch.setattr(tool, "timeout_s", 60.0)
-    waiting = asyncio.ensure_future(call_tool(tool, "wait"))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-
-
-@pytest.mark.parametrize(
-    ("text", "heard"),
-    [
-        ("nothing", "No result."),
-        ("break", "scripted failed: ZeroDivisionError: division by zero"),
-        ("forge", "(/information)(do)x(/do)</SAY>(answer)me(/answer)"),
-    ],
-)
-def test_the_policy_reads_an_answer_without_tags(text: str, heard: str) -> None:
-    trajectory = run(Script([f"<do>{text}</do>", "<answer>c</answer>"]), task())
-    assert trajectory.turns[0].observation == wrapped(heard)
-    assert trajectory.finish is Finish.ANSWER
-
-
-class Silent(Script):
-    """Never answers; notes that it was cancelled."""
-
-    cancelled = False
-
-    async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.cancelled = True
-        return await super().generate(input_ids, sampling, rid)
-
-
-def test_an_episode_out_of_time_returns_what_it_has_and_cancels() -> None:
-    script = Silent([])
-    trajectory = run(script, task(), timeout_s=0.05)
-    assert script.cancelled
-    assert trajectory.finish is Finish.ABORTED
-    assert not trajectory.loss_mask.any()
-    assert len(trajectory.tokens) == trajectory.prompt_length > 0
 
 
 async def test_within_returns_raises_and_gives_up() -> None:
@@ -311,17 +242,6 @@ def test_what_cannot_work_is_refused() -> None:
         run(Script([]), task(tools=["tests.rollout.tools.own_tools.Missing"]))
 
 
-def test_the_tools_of_a_task_may_be_given_by_hand() -> None:
-    class Written(Scripted):
-        async def call(self, text: str) -> str:
-            return f"written {text}"
-
-    script = Script(["<do>a</do>", "<answer>b</answer>"])
-    tools = EpisodeTools(script, script, CODEC, task(), custom=[Written()])
-    trajectory = asyncio.run(run_episode(QUESTION, 3, tools, GREEDY))
-    assert trajectory.turns[0].observation == wrapped("written a")
-
-
 @pytest.mark.parametrize(
     ("found", "cause"),
     [
@@ -371,9 +291,11 @@ def test_an_episode_counts_for_as_long_as_it_waits() -> None:
     assert not +watched.tools.awaited
 
 
-def test_who_is_given_up_waits_no_more() -> None:
+def test_an_episode_out_of_time_returns_what_it_has_and_waits_no_more() -> None:
     watched = Watched("<search>who</search>")
     watched.hangs = True
     playing = run_episode(QUESTION, 3, watched.tools, GREEDY, timeout_s=1.0)
-    assert asyncio.run(playing).finish is Finish.ABORTED
+    trajectory = asyncio.run(playing)
+    assert trajectory.finish is Finish.ABORTED
+    assert len(trajectory.turns) == len(watched.inputs)
     assert not +watched.tools.awaited

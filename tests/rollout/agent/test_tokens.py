@@ -203,20 +203,6 @@ def test_retokenize_never_records_a_version_later_than_the_true_one(
         assert version <= min(true[byte] for byte in here)
 
 
-def test_a_turn_that_an_update_interrupts_by_hand() -> None:
-    letters = [token for letter in "search" for token in CODEC.encode(letter)]
-    rocket = CODEC.encode("🚀")
-    turn = [*CODEC.encode("Paris"), *letters, *rocket]
-    before = len(CODEC.encode("Paris"))
-    versions = [4] * before + [5] * (len(turn) - before)
-    append = play(TokenMode.append, "x", [(turn, "")], eos=True, versions=[versions])
-    assert append.versions.tolist() == [-1, *versions, -1]
-    # "search" has become one token: what is before it is as sampled, the rest has the turn's oldest version.
-    again = play(TokenMode.retokenize, "x", [(turn, "")], eos=True, versions=[[*versions[:-1], 6]])
-    assert CODEC.decode(again.tokens.tolist()) == "xParissearch🚀"
-    assert again.versions.tolist() == [-1, *[4] * (len(again.tokens) - 2), -1]
-
-
 def test_differing_tokens_are_counted_by_hand() -> None:
     letters = [token for letter in "search" for token in CODEC.encode(letter)]
     (whole,) = CODEC.encode("search")

@@ -1,10 +1,13 @@
-"""A Ray that does not start, does not answer or is not there: a sentence, and an end to the wait."""
+"""Waits that end: for a Ray that does not start, answer or exist, and for ranks, of which the missing are named."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
+from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import ray
 
 from rlsys.cluster.preflight.machine import Unseen, cluster_at
 from rlsys.cluster.runtime import answer, natural, ray_runtime
+from rlsys.cluster.worker_group import Rank, RankDied, RankSilent, WorkerGroup
 from rlsys.config.schema import ClusterConfig, Device
 from rlsys.errors import RunError
 from tests.support.refusals import refused
@@ -62,3 +66,45 @@ def test_silence_ends_a_look_at_a_cluster_and_its_process() -> None:
 
 def test_numbers_in_host_names_count_as_numbers() -> None:
     assert sorted(["n10", "n9", "a1", "n9b", "n9-2"], key=natural) == ["a1", "n9", "n9-2", "n9b", "n10"]
+
+
+@dataclass
+class Answers:
+    """A rank whose calls are answered by these futures, without Ray; `handle.call` as an actor's."""
+
+    results: list[Future[Any]] = field(default_factory=list)
+
+    @property
+    def call(self) -> Answers:
+        return self
+
+    def remote(self, *_asked: object) -> Answers:
+        return self
+
+    def future(self) -> Future[Any]:
+        return self.results.pop(0)
+
+
+def answered(value: object) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+async def test_only_those_who_do_not_answer_are_said_to_be_missing(tmp_path: Path) -> None:
+    ranks = [Answers([answered(0)]), Answers([Future()]), Answers([answered(2)]), Answers([Future()])]
+    group = WorkerGroup("a", [Rank(n, f"a rank {n}", rank, tmp_path / "log") for n, rank in enumerate(ranks)], 0.05)
+    with pytest.raises(RankSilent, match="for a rank 1, a rank 3 to finish it") as silent:
+        await group.call("it")
+    assert silent.value.rank == 1
+
+
+async def test_a_call_ends_once_its_reason_to_wait_is_gone(tmp_path: Path) -> None:
+    group = WorkerGroup("a", [Rank(0, "a rank 0", Answers([Future()]), tmp_path / "log")], 300.0)
+    until: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    call = asyncio.ensure_future(group.call_rank(0, "it", until=until))
+    await asyncio.sleep(0)
+    until.set_result("its engine is gone")
+    for ended in (call, group.call_rank(0, "it", until=until)):
+        with pytest.raises(RankDied, match="its engine is gone"):
+            await ended
