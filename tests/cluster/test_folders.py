@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -30,18 +29,6 @@ def test_a_long_folder_for_temporary_files_is_left_for_the_common_one(
     monkeypatch.setattr(folders, "_COMMON", tmp_path / "not there")
     with refused("out_of_range", "TMPDIR"):
         ray_parent()
-
-
-def test_the_longest_socket_fits_the_system() -> None:
-    with ray_folder() as folder:
-        names = rays_own(folder).parts[-2:]
-        assert [*map(len, names)] == [*map(len, folders._LONGEST.split("/")[:2])]
-        with socket.socket(socket.AF_UNIX) as probe, pytest.raises(OSError, match="too long"):
-            probe.bind("/" + "x" * folders.MOST_BYTES)
-        with socket.socket(socket.AF_UNIX) as probe:
-            name = str(folder / "s")
-            probe.bind(name.ljust(folders.MOST_BYTES, "s"))
-    assert not folder.exists()
 
 
 def test_only_this_user_enters_a_folder_and_those_of_the_killed_go_with_the_next(

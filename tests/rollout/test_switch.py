@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable
+from functools import partialmethod
 from typing import Any
 
 import psutil
@@ -49,6 +50,8 @@ class Script:
             raise self.failure
         return not self.refuses, "it would not"
 
+    begin_update, end_update = partialmethod(_step, "begin_update"), partialmethod(_step, "end_update")
+
     async def pause(self) -> None:
         self.paused = True
         await self._step("pause")
@@ -57,17 +60,11 @@ class Script:
         await self._step("resume")
         self.paused = False
 
-    async def begin_update(self) -> tuple[bool, str]:
-        return await self._step("begin_update")
-
     async def load_bucket(self, bucket: Bucket, *_args: int, **_named: int) -> tuple[bool, str]:
         assert self.paused
         for record, tensor in unpack(bucket):
             self.holds[record.name] = sha256_prefix(tensor + 1 if self.stray else tensor)
         return await self._step("load_bucket")
-
-    async def end_update(self) -> tuple[bool, str]:
-        return await self._step("end_update")
 
     async def checksums(self) -> tuple[tuple[bool, str], list[dict[str, str]]]:
         return await self._step("checksums"), [dict(self.holds)]
@@ -239,27 +236,3 @@ async def test_who_sleeps_waits_for_a_bucket_that_is_being_staged(
     may_end.set()
     await asyncio.gather(staging, sleeping)
     assert (left, script.log) == (["16 bytes"], ["sleep"])
-
-
-async def test_versions_that_do_not_cover_the_tokens_are_an_error(
-    engine: Engine, script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokens = [(-0.5, token, None) for token in range(5)]
-
-    def answer(*spans: tuple[str, int, int]) -> None:
-        meta = {
-            "id": "r", "output_token_logprobs": tokens, "finish_reason": {"type": "stop"}, "weight_version": "9",
-            "weight_versions": [dict(zip(("version", "start", "end"), span, strict=True)) for span in spans],
-        }  # fmt: skip
-
-        async def generate(**_options: object) -> dict[str, Any]:
-            return {"meta_info": meta}
-
-        monkeypatch.setattr(script, "async_generate", generate)
-
-    answer(("3", 0, 2), ("4", 2, 5))
-    generation = await engine.generate([1], SAMPLING, "r")
-    assert generation.versions == [3, 3, 4, 4, 4]
-    answer(("3", 0, 2), ("4", 2, 4))
-    with pytest.raises(RunError, match="4 of the 5"):
-        await engine.generate([1], SAMPLING, "r")

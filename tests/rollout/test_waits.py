@@ -16,7 +16,7 @@ from rlsys.config.schema import Device, Dtype, EngineConfig
 from rlsys.errors import RunError
 from rlsys.rollout import sglang_cpu
 from rlsys.rollout.agent.episode import EngineDied
-from rlsys.rollout.engine import DrainLock, Engine, Liveness, read_stream
+from rlsys.rollout.engine import DrainLock, Engine, Liveness, as_generation, read_stream
 from tests.support.tiny_models import POLICY
 
 DELAYS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=8)
@@ -136,3 +136,15 @@ async def test_a_refusal_and_an_empty_stream_are_raised() -> None:
         await read_stream(stream(part(1), refused), lambda _: None)
     with pytest.raises(RunError):
         await read_stream(stream(), lambda _: None)
+
+
+def test_versions_that_do_not_cover_the_tokens_are_an_error() -> None:
+    def answer(*spans: tuple[str, int, int]) -> dict[str, Any]:
+        output = part(1, 2, 3, 4, 5, finish={"type": "stop"})
+        versions = [dict(zip(("version", "start", "end"), span, strict=True)) for span in spans]
+        output["meta_info"] |= {"id": "r", "weight_version": "9", "weight_versions": versions}
+        return output
+
+    assert as_generation(answer(("3", 0, 2), ("4", 2, 5))).versions == [3, 3, 4, 4, 4]
+    with pytest.raises(RunError, match="4 of the 5"):
+        as_generation(answer(("3", 0, 2), ("4", 2, 4)))

@@ -30,7 +30,6 @@ SLURM = {"SLURM_NODEID": "2", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "gpu[09
     ("environment", "flags", "expected"),
     [
         ({}, {}, Role(0, 1, "", 6379)),
-        ({}, {"rank": 1, "nodes": 2, "head": "a"}, Role(1, 2, "a", 6379)),
         ({}, {"rank": 1, "nodes": 2, "head": "10.0.0.1:7000"}, Role(1, 2, "10.0.0.1", 7000)),
         ({"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "a"}, {}, Role(1, 3, "a", 6379)),
         (
@@ -38,7 +37,6 @@ SLURM = {"SLURM_NODEID": "2", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "gpu[09
             {},
             Role(1, 2, "a", 29500),
         ),
-        ({"NODE_RANK": "1", "NNODES": "2", "MASTER_ADDR": "a"}, {"head": "b"}, Role(1, 2, "b", 6379)),
         (SLURM, {}, Role(2, 4, "gpu09", 6379, ("gpu09", "gpu10", "gpu11", "big"))),
         (
             {**SLURM, "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NODELIST": "gpu[10-11],big"},
@@ -92,7 +90,6 @@ def test_a_machine_is_named_as_far_as_it_is_known() -> None:
 @pytest.mark.parametrize(
     ("listed", "hosts"),
     [
-        ("a", ["a"]),
         ("a,b-3", ["a", "b-3"]),
         ("n[1-3]", ["n1", "n2", "n3"]),
         ("n[008-010,2]x,m", ["n008x", "n009x", "n010x", "n2x", "m"]),

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import closing
 from pathlib import Path
 
-import orjson
 import pytest
 
 from rlsys.cluster.local_ray import promised_port
 from rlsys.cluster.preflight.machine import ThisMachine, Unseen, read_gpus
 from rlsys.config.schema import SearchConfig
+from tests.support.tiny import search_server
 
 CARDS = """\
 0, GPU-aaa, NVIDIA H100 80GB HBM3, 81559, 4, 580.82.07
@@ -48,11 +45,6 @@ def test_cards_and_those_on_them_are_read() -> None:
 )
 def test_visible_cards_are_those_that_cuda_would_take(visible: str, indices: list[int]) -> None:
     assert [card.index for card in read_gpus(CARDS, "", visible).cards] == indices
-
-
-def test_text_that_is_no_table_is_not_guessed_at() -> None:
-    with pytest.raises(Unseen, match="nvidia-smi"):
-        read_gpus("No devices were found", "", None)
 
 
 @pytest.mark.parametrize(
@@ -97,45 +89,9 @@ def test_nobody_at_the_address_of_a_cluster_is_said_without_ray() -> None:
     assert isinstance(seen, Unseen)
 
 
-@contextmanager
-def served(status: int, answer: object) -> Iterator[str]:
-    """A search server that says one thing."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(orjson.dumps(answer))
-
-        def log_message(self, *_: object) -> None:
-            """Silence."""
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-HIT = {"document": {"id": "1", "contents": "text"}, "score": 1.0}
-
-
-def test_each_server_is_asked_and_each_says_its_own() -> None:
-    with served(200, {"result": [[HIT, HIT]]}) as good, served(500, {"detail": "it broke"}) as bad:
-        settings = SearchConfig(url=good, replicas=[bad], topk=2, timeout_s=300)
-        first, second = ThisMachine().search(settings, "Who?")
-    assert (first.url, first.passages, first.error) == (good, 2, "")
-    assert (second.url, second.passages) == (bad, 0)
-    assert "it broke" in second.error
-
-
-def test_a_server_that_is_silent_ends_the_wait() -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        (answer,) = ThisMachine().search(SearchConfig(url=url, timeout_s=0.2), "Who?")
-    assert (answer.passages, bool(answer.error)) == (0, True)
+def test_each_search_server_is_asked_and_each_says_its_own() -> None:
+    with search_server() as good, closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        other = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        first, second = ThisMachine().search(SearchConfig(url=good.url, replicas=[other], topk=1, timeout_s=3), "Who?")
+    assert (first.url, first.passages, first.error, good.asked) == (good.url, 1, "", ["Who?"])
+    assert (second.url, second.passages, bool(second.error)) == (other, 0, True)

@@ -115,14 +115,6 @@ def test_several_tools_and_the_search_in_one_episode(mode: TokenMode) -> None:
     assert script.stops == {("</search>", "</answer>", "</calculator>", "</do>")}
 
 
-def test_without_tools_their_tags_are_text() -> None:
-    script = Script(["<calculator>1</calculator><search>a</search>", "<answer>b</answer>"], result_of("t\n<do>"))
-    trajectory = run(script, task(tools=[]))
-    assert script.stops == {GREEDY.stop}
-    assert [turn.action for turn in trajectory.turns] == [Action.SEARCH, Action.ANSWER]
-    assert trajectory.turns[0].observation == wrapped("Doc 1(Title: t) <do>")
-
-
 def test_the_last_generation_may_not_act() -> None:
     script = Script(["<search>a</search>", "hm", "<search>c</search>"])
     trajectory = run(script, task(max_turns=2))
@@ -183,14 +175,6 @@ async def test_within_returns_raises_and_gives_up() -> None:
         await within(fail())
     assert await within(wait(), timeout_s=0.01) is None
     assert cancelled == [True]
-
-
-def test_the_budget_of_a_turn_and_of_the_whole() -> None:
-    trajectory = run(Script(["x " * 200] * 3), task(max_turn_tokens=7, max_turns=2))
-    assert [turn.generated_tokens for turn in trajectory.turns] == [7, 7, 7]
-    short = run(Script(["x " * 200]), task(max_total_tokens=30))
-    assert short.finish is Finish.TOKEN_LIMIT
-    assert len(short.tokens) <= 30
 
 
 WORDS = ["search", "answer", "do", "calculator"]

@@ -203,16 +203,6 @@ def test_retokenize_never_records_a_version_later_than_the_true_one(
         assert version <= min(true[byte] for byte in here)
 
 
-def test_differing_tokens_are_counted_by_hand() -> None:
-    letters = [token for letter in "search" for token in CODEC.encode(letter)]
-    (whole,) = CODEC.encode("search")
-    assert len(letters) == 6
-    record = play(TokenMode.retokenize, "x", [([*letters, *CODEC.encode("🚀")], "")], eos=True)
-    assert record.tokens.tolist() == [*CODEC.encode("x"), whole, *CODEC.encode("🚀"), CODEC.eos_id]
-    assert record.tokens_differing == 1
-    assert np.isnan(record.rollout_logprobs).all()
-
-
 SOME = st.lists(st.integers(0, 4), max_size=24)
 
 
@@ -276,17 +266,6 @@ def test_append_cuts_after_the_token_that_completes_the_tag() -> None:
     output = [*kept, closing, *CODEC.encode("Paris")]
     context.add_turn(sampled_by(0, [], output), "q</search>")
     assert context.input_ids() == [*CODEC.encode("x"), *kept, closing]
-
-
-@pytest.mark.parametrize("mode", TokenMode)
-def test_the_limit_holds_and_a_truncation_is_told(mode: TokenMode) -> None:
-    context = open_context(mode, CODEC, "x")
-    output = CODEC.encode("Paris 東京")
-    inputs = context.input_ids()
-    context.add_turn(sampled_by(0, inputs, output), "Paris 東京")
-    record = context.close(True, limit=2)
-    assert record.truncated
-    assert len(record.tokens) == len(record.loss_mask) == len(record.versions) == 2
 
 
 def test_offsets_without_white_space_never_train_an_observation() -> None:
