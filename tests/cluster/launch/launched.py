@@ -41,15 +41,7 @@ class Launched:
         self.host = host
         self.log = folder / f"launch-{rank}.log"
         where = ["--rank", str(rank), "--nodes", "2", "--head", head.address]
-        command = [
-            sys.executable,
-            "-m",
-            "rlsys.apps.cli.main",
-            "launch",
-            "--config-name",
-            "searchr1_tiny_cpu",
-            *where,
-        ]
+        command = [sys.executable, "-m", "rlsys.apps.cli.main", "launch", "--config-name", "searchr1_tiny_cpu", *where]
         self._process = host.start(
             [*command, f"output_dir={folder}/outputs", *SETTINGS, *arguments],
             self.log,

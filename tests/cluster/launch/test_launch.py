@@ -64,12 +64,12 @@ def test_a_machine_that_does_not_come_is_named(hosts: Hosts, tmp_path: Path) -> 
     # Where Ray's own client server, which nobody needs, would listen.
     taken = hosts[0].start([sys.executable, "-c", TAKES_A_PORT, "10001"], tmp_path / "taken.log")
     wait_until(lambda: (tmp_path / "taken.log").read_text(), 60)
-    (head,) = launch(hosts, tmp_path, "--wait", "40", ranks=(0,))
+    (head,) = launch(hosts, tmp_path, "--wait", "120", ranks=(0,))
     assert head.wait() == 1
     for process in psutil.Process(taken.pid).children():
         process.kill()
     taken.wait(60)
-    assert f"node 1 did not come to {hosts[0].address}:6379 within 40 s (1 of 2 machines are there)" in head.said()
+    assert re.search(rf"node 1 .*{hosts[0].address}:6379.*1 of 2", head.said())
     assert head.leaves_nothing()
     assert not (tmp_path / "outputs").exists()
 
@@ -130,7 +130,7 @@ def test_a_machine_whose_cable_is_pulled_is_named_and_ends_by_itself(hosts: Host
     hosts.cut(1)
     assert [head.wait(), worker.wait()] == [1, 1]
     assert f"node 1 (node-1, {hosts[1].address}) is lost" in head.said()
-    assert "is lost: it has answered nothing for 20 s" in worker.said()
+    assert f"{hosts[0].address}:6379 is lost" in worker.said()
     assert list(tmp_path.glob(LOGS))
     assert head.leaves_nothing()
     assert worker.leaves_nothing()
