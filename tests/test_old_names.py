@@ -40,7 +40,7 @@ def test_an_old_name_is_the_same_module_and_warns_once() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("first", ["rlsys.api.trainer", "rlsys.apps.api.trainer"])
+@pytest.mark.parametrize("first", ["rlsys.api.trainer", pytest.param("rlsys.apps.api.trainer", marks=pytest.mark.slow)])
 def test_the_order_of_imports_is_all_one(first: str) -> None:
     code = f"import {first}; from rlsys.api import SearchR1Trainer as a; from rlsys import SearchR1Trainer as b; assert a is b"
     done = run("-c", code)
@@ -56,8 +56,8 @@ def test_a_config_may_name_a_tool_by_its_old_path() -> None:
 
 
 def test_the_command_line_runs_by_its_old_name() -> None:
-    done = run("-m", "rlsys.cli.main", "doctor", "--for", "no-such-config")
+    done = run("-m", "rlsys.cli.main", "doctor", "--json")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "no-such-config" in done.stderr
+    assert "--json" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Warning" not in done.stderr

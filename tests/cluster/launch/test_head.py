@@ -23,8 +23,8 @@ from tests.support.refusals import refused
 ROLE = Role(0, 3, "a", 6379, ("a", "b", "c"))
 
 
-def machine(rank: int, host: str, came_with_rank: bool = True) -> Machine:
-    return Machine(rank, came_with_rank, host, f"10.0.0.{ord(host)}", host, f"node-{rank}", {})
+def machine(rank: int, host: str) -> Machine:
+    return Machine(rank, True, host, f"10.0.0.{rank}", f"{rank + 1:056x}", f"node-{rank}", {})
 
 
 async def assembled(monkeypatch: pytest.MonkeyPatch, *there: Machine) -> list[Machine]:
@@ -51,7 +51,7 @@ async def test_machines_that_are_lost_are_named(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(head, "lost", lambda _known: [])
     await crew.require_all()
     monkeypatch.setattr(head, "lost", lambda known: known[1:])
-    with pytest.raises(RunError, match=r"node 1 \(b, 10\.0\.0\.98\) is lost"):
+    with pytest.raises(RunError, match=r"node 1 \(b, 10\.0\.0\.1\) is lost"):
         await crew.require_all()
 
 
