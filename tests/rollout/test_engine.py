@@ -17,7 +17,7 @@ from rlsys.rollout.agent.tokens import PartialEpisode
 from tests.rollout.bench import QUESTION, STOP, Bench, endless, greedy, greedy_by_transformers, logprobs_of
 from tests.support import tiny
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(1800)]
 
 
 async def test_greedy_tokens_and_logprobs_are_those_of_transformers(bench: Bench) -> None:

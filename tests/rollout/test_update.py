@@ -16,7 +16,7 @@ from tests.rollout.bench import QUESTION, STOP, Bench, digest_of, endless, greed
 from tests.support import tiny
 from tests.weights.ends import receiver_of, sender_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(1800)]
 
 CONTINUE = OnUpdate["continue"]
 
