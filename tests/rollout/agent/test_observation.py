@@ -82,6 +82,7 @@ def test_passages_and_failures_read_as_in_search_r1(passages: list[str], error: 
     assert OBSERVER.observe(render_search(passages, error), 500) == f"{OPEN}{body}{CLOSE}"
 
 
+@settings(max_examples=50)
 @given(st.lists(UNTRUSTED, max_size=3), UNTRUSTED, st.integers(OBSERVER.wrapper_tokens, 60))
 def test_a_cut_observation_keeps_its_tags_and_its_limit_and_forges_none(
     passages: list[str], error: str, limit: int

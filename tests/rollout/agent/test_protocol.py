@@ -67,6 +67,7 @@ def by_hand(text: str, acts: Iterable[str]) -> tuple[str, str]:
     return "invalid", ""
 
 
+@settings(max_examples=50)
 @given(TEXTS, st.sampled_from([PLAIN, WITH_TOOLS]))
 def test_parsing_agrees_with_a_reading_by_hand(text: str, rules: TurnRules) -> None:
     tools = TOOLS if rules is WITH_TOOLS else {}

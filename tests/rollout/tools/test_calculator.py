@@ -7,7 +7,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.rollout.tools.calculator import DIGITS, MOST_CHARS, Calculator, spelled, value_of
@@ -26,18 +26,21 @@ EXPRESSIONS = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(EXPRESSIONS)
 def test_sums_and_products_are_exact(made: tuple[str, Fraction]) -> None:
     text, expected = made
     assert value_of(text) == expected
 
 
+@settings(max_examples=50)
 @given(st.integers(-50, 50), st.integers(-50, 50).filter(bool), st.sampled_from(["//", "%", "/"]))
 def test_divisions_are_those_of_python(left: int, right: int, sign: str) -> None:
     expected = Fraction(left, right) if sign == "/" else {"//": left // right, "%": left % right}[sign]
     assert value_of(f"({left}) {sign} ({right})") == expected
 
 
+@settings(max_examples=50)
 @given(st.fractions().filter(lambda one: one.denominator > 1))
 def test_a_result_is_rounded_to_its_digits(value: Fraction) -> None:
     assert abs(Fraction(Decimal(spelled(value))) - value) <= abs(value) * Fraction(1, 2 * 10 ** (DIGITS - 1))
@@ -89,6 +92,7 @@ def test_anything_else_is_refused_to_the_policy(text: str) -> None:
         value_of(text)
 
 
+@settings(max_examples=50)
 @given(st.text("0123456789.+-*/%() eE^\n\t", max_size=40))
 def test_any_text_has_a_value_or_a_reason(text: str) -> None:
     try:
