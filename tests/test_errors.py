@@ -1,26 +1,30 @@
-"""Which error of a group is shown."""
+"""The error of a group that is shown, and errors that cross processes."""
 
 from __future__ import annotations
 
+import pickle
+
+import pytest
+
 from rlsys.errors import RunError, UserError, root_cause
 
-
-def test_a_single_error_is_its_own_cause() -> None:
-    error = ValueError("alone")
-    assert root_cause(error) is error
+WANTED, OTHER, FIRST = RunError("actor rank 1 is gone"), UserError("second", code="missing", key="a"), KeyError("x")
 
 
-def test_what_is_made_for_people_comes_before_what_is_not() -> None:
-    wanted = RunError("actor rank 1 is gone")
-    group = BaseExceptionGroup("stages", [KeyError("x"), ExceptionGroup("inner", [OSError(), wanted])])
-    assert root_cause(group) is wanted
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (FIRST, FIRST),
+        (BaseExceptionGroup("stages", [FIRST, ExceptionGroup("inner", [OSError(), WANTED])]), WANTED),
+        (ExceptionGroup("both", [ExceptionGroup("inner", [WANTED]), OTHER]), WANTED),
+        (ExceptionGroup("all", [ExceptionGroup("inner", [FIRST]), OSError()]), FIRST),
+    ],
+    ids=["alone", "for people", "the first of several", "none for people"],
+)
+def test_the_first_error_that_is_made_for_people_is_shown(error: BaseException, shown: BaseException) -> None:
+    assert root_cause(error) is shown
 
 
-def test_of_several_the_first_is_shown() -> None:
-    first, second = UserError("first"), RunError("second")
-    assert root_cause(ExceptionGroup("both", [ExceptionGroup("inner", [first]), second])) is first
-
-
-def test_without_one_for_people_the_first_of_all_is_shown() -> None:
-    first = KeyError("first")
-    assert root_cause(ExceptionGroup("all", [ExceptionGroup("inner", [first]), OSError()])) is first
+def test_an_error_keeps_its_code_and_key_on_its_way_to_another_process() -> None:
+    arrived = pickle.loads(pickle.dumps(OTHER))
+    assert (type(arrived), str(arrived), arrived.code, arrived.key) == (UserError, "second", "missing", "a")

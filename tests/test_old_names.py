@@ -21,11 +21,18 @@ import rlsys.rollout.tools.interface as interface
 import rlsys.rollout.tools.calculator as calculator
 assert rlsys.tools.interface is interface and ToolError is interface.ToolError and Calculator is calculator.Calculator
 assert interface.__spec__.name == interface.__name__ == "rlsys.rollout.tools.interface"
+for never in ("rlsys.tools.nothing", "rlsys.nothing"):
+    try:
+        __import__(never)
+    except ModuleNotFoundError as error:
+        assert error.name == never, error.name
+    else:
+        raise AssertionError(never)
 """
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_an_old_name_is_the_same_module_and_warns_once() -> None:
@@ -33,7 +40,7 @@ def test_an_old_name_is_the_same_module_and_warns_once() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("first", ["rlsys.api.trainer", "rlsys.apps.api.trainer"])
+@pytest.mark.parametrize("first", ["rlsys.api.trainer", pytest.param("rlsys.apps.api.trainer", marks=pytest.mark.slow)])
 def test_the_order_of_imports_is_all_one(first: str) -> None:
     code = f"import {first}; from rlsys.api import SearchR1Trainer as a; from rlsys import SearchR1Trainer as b; assert a is b"
     done = run("-c", code)
@@ -49,14 +56,8 @@ def test_a_config_may_name_a_tool_by_its_old_path() -> None:
 
 
 def test_the_command_line_runs_by_its_old_name() -> None:
-    done = run("-m", "rlsys.cli.main", "doctor", "--for", "no-such-config")
+    done = run("-m", "rlsys.cli.main", "doctor", "--json")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "no-such-config" in done.stderr
+    assert "--json" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Warning" not in done.stderr
-
-
-def test_what_never_was_is_not_found() -> None:
-    done = run("-c", "import rlsys.tools.nothing")
-    assert "No module named 'rlsys.tools.nothing'" in done.stderr
-    assert "No module named 'rlsys.nothing'" in run("-c", "import rlsys.nothing").stderr

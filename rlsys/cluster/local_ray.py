@@ -72,7 +72,9 @@ def require_token(environment: Mapping[str, str], *, make: bool) -> dict[str, st
         _log.warning(told, MODE)
         return {}
     if mode != "token":
-        raise UserError(f"{MODE}={mode} in the environment: set it to token or disabled, or unset it.")
+        raise UserError(
+            f"{MODE}={mode} in the environment: set it to token or disabled, or unset it.", code="unknown", key=MODE
+        )
     if not environment.get(_TOKEN):
         given = environment.get("RAY_AUTH_TOKEN_PATH")
         _require_file(Path(given) if given else token_file(), make=make and not given)
@@ -137,9 +139,11 @@ def _require_file(file: Path, *, make: bool) -> None:
         raise UserError(
             f"Ray's token {file} cannot be {'made' if make else 'read'} ({problem.strerror}): "
             + ("make the folder writable" if make else "copy the one of the head there, readable by you alone")
-            + f", or set {_TOKEN}."
+            + f", or set {_TOKEN}.",
+            code="not_found" if isinstance(problem, FileNotFoundError) else "denied",
+            key=str(file),
         ) from None
-    raise UserError(f"Ray's token {file} is empty: remove the file, or set {_TOKEN}.")
+    raise UserError(f"Ray's token {file} is empty: remove the file, or set {_TOKEN}.", code="empty", key=str(file))
 
 
 def ray_parent() -> Path:
@@ -153,7 +157,9 @@ def ray_parent() -> Path:
             return folder
     raise UserError(
         f"TMPDIR={wanted} is too long for Ray's sockets, and {_COMMON} cannot be written: set TMPDIR to a folder "
-        f"whose path has at most {MOST_BYTES - len(_LONGEST) - 1} bytes."
+        f"whose path has at most {MOST_BYTES - len(_LONGEST) - 1} bytes.",
+        code="out_of_range",
+        key="TMPDIR",
     )
 
 
@@ -225,7 +231,11 @@ def address_here(host: str) -> str:
         meant = [str(entry[4][0]) for entry in socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_STREAM)]
     except OSError as problem:
         if not named:
-            raise UserError(f"--head {host} has no IPv4 address ({problem}): give one of {', '.join(own)}.") from None
+            raise UserError(
+                f"--head {host} has no IPv4 address ({problem}): give one of {', '.join(own)}.",
+                code="unknown",
+                key="--head",
+            ) from None
         meant = []
     outer = [address for address in own if not address.startswith(_LOOPBACK)]
     if here := [address for address in meant if address in outer]:
@@ -233,7 +243,9 @@ def address_here(host: str) -> str:
     if not named and not all(address.startswith(_LOOPBACK) for address in meant):
         raise UserError(
             f"--head {host} is {', '.join(meant)}, and this machine of rank 0 has {', '.join(own)}: give one of "
-            "these on every machine, or start rank 0 on that one."
+            "these on every machine, or start rank 0 on that one.",
+            code="mismatch",
+            key="--head",
         )
     with suppress(OSError):  # Of a network without a way out.
         return address_towards(_OUTSIDE)
@@ -241,7 +253,9 @@ def address_here(host: str) -> str:
         return outer[0]
     raise UserError(
         f"--head {host} is this machine, which has no IPv4 address that others could reach it by: connect it, or "
-        "run on one machine."
+        "run on one machine.",
+        code="unreachable",
+        key="--head",
     )
 
 

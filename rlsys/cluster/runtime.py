@@ -250,7 +250,9 @@ def _joined(address: str) -> AbstractContextManager[None]:
     except OSError as problem:
         raise UserError(
             f"cluster.address={address}: no Ray cluster answers there ({problem.strerror or problem}); start one "
-            "with `ray start --head`, or set cluster.address=null for a local one."
+            "with `ray start --head`, or set cluster.address=null for a local one.",
+            code="unreachable",
+            key="cluster.address",
         ) from problem
     return joined(address)
 

@@ -159,7 +159,9 @@ class Engine:
         if task.max_total_tokens > self._context_tokens:
             raise UserError(
                 f"task.max_total_tokens={task.max_total_tokens} is more than the {self._context_tokens} tokens that the "
-                f"model at {self._model_path} and rollout.engine.kv_cache_tokens allow; lower it."
+                f"model at {self._model_path} and rollout.engine.kv_cache_tokens allow; lower it.",
+                code="out_of_range",
+                key="task.max_total_tokens",
             )
 
     async def start(self) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import stat
-import subprocess
-import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from rlsys.cluster.local_ray import MODE, require_token, token_file
-from rlsys.errors import UserError
+from tests.support.refusals import refused
 
 TOKEN = {MODE: "token"}
 
@@ -37,30 +37,30 @@ def test_a_token_is_made_once_for_the_user_alone() -> None:
     assert len(token) == 64
     assert int(token, 16) >> 192, "random to the first byte, but for one in 2^64"
     assert (_mode(token_file()), _mode(token_file().parent)) == (0o600, 0o700)
+    token_file().chmod(0o644)
     assert require_token({}, make=True) == require_token({}, make=False) == TOKEN
     assert token_file().read_text() == token
+    assert _mode(token_file()) == 0o600, "closed again to others"
     assert [*token_file().parent.iterdir()] == [token_file()]
 
 
-def test_processes_that_make_a_token_at_once_end_with_one() -> None:
-    code = "from rlsys.cluster.local_ray import *; require_token({}, make=True); print(token_file().read_text())"
-    children = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(6)]
-    said = {child.communicate(timeout=60)[0] for child in children}
-    assert said == {token_file().read_text() + "\n"}
+def test_those_who_make_a_token_at_once_end_with_one() -> None:
+    together = threading.Barrier(8, timeout=60)
 
+    def make(_number: int) -> str:
+        together.wait()
+        require_token({}, make=True)
+        return token_file().read_text()
 
-def test_a_token_that_others_could_read_is_closed_to_them() -> None:
-    token_file().parent.mkdir()
-    token_file().write_text("x" * 64)
-    token_file().chmod(0o644)
-    require_token({}, make=False)
-    assert _mode(token_file()) == 0o600
+    with ThreadPoolExecutor(8) as pool:
+        made = set(pool.map(make, range(8)))
+    assert made == {token_file().read_text()}
 
 
 def test_a_token_in_the_environment_needs_no_file(tmp_path: Path) -> None:
     assert require_token({"RAY_AUTH_TOKEN": "t"}, make=False) == TOKEN
     elsewhere = tmp_path / "elsewhere"
-    with pytest.raises(UserError, match="elsewhere"):
+    with refused("not_found", elsewhere):
         require_token({"RAY_AUTH_TOKEN_PATH": str(elsewhere)}, make=True)
     assert not elsewhere.exists(), "a file that the user names is the user's"
     elsewhere.write_text("t")
@@ -69,19 +69,19 @@ def test_a_token_in_the_environment_needs_no_file(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_a_token_may_not_join() -> None:
-    with pytest.raises(UserError, match=str(token_file())):
+    with refused("not_found", token_file()):
         require_token({}, make=False)
-    with pytest.raises(UserError, match=str(token_file())):
+    with refused("not_found", token_file()):
         require_token(TOKEN, make=False)
     token_file().parent.mkdir()
     token_file().touch()
-    with pytest.raises(UserError, match="empty"):
+    with refused("empty", token_file()):
         require_token({}, make=True)
 
 
 def test_a_home_that_cannot_be_written_is_told() -> None:
     token_file().parent.write_text("in the way")
-    with pytest.raises(UserError, match="RAY_AUTH_TOKEN"):
+    with refused("denied", token_file()):
         require_token({}, make=True)
 
 
@@ -90,5 +90,5 @@ def test_no_token_is_asked_for_only_where_the_user_says_so(caplog: pytest.LogCap
         assert require_token({MODE: "disabled"}, make=True) == {}
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert not token_file().exists()
-    with pytest.raises(UserError, match=f"{MODE}=none"):
+    with refused("unknown", MODE):
         require_token({MODE: "none"}, make=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 
 from rlsys.cluster import local_ray as folders
 from rlsys.cluster.local_ray import ray_folder, ray_parent, rays_own
-from rlsys.errors import UserError
+from tests.support.refusals import refused
 
 
 def test_a_long_folder_for_temporary_files_is_left_for_the_common_one(
@@ -28,20 +27,8 @@ def test_a_long_folder_for_temporary_files_is_left_for_the_common_one(
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     assert ray_parent() == Path("/tmp")
     monkeypatch.setattr(folders, "_COMMON", tmp_path / "not there")
-    with pytest.raises(UserError, match=r"TMPDIR=.*longlong is too long for Ray's sockets, .* at most \d\d bytes"):
+    with refused("out_of_range", "TMPDIR"):
         ray_parent()
-
-
-def test_the_longest_socket_fits_the_system() -> None:
-    with ray_folder() as folder:
-        names = rays_own(folder).parts[-2:]
-        assert [*map(len, names)] == [*map(len, folders._LONGEST.split("/")[:2])]
-        with socket.socket(socket.AF_UNIX) as probe, pytest.raises(OSError, match="too long"):
-            probe.bind("/" + "x" * folders.MOST_BYTES)
-        with socket.socket(socket.AF_UNIX) as probe:
-            name = str(folder / "s")
-            probe.bind(name.ljust(folders.MOST_BYTES, "s"))
-    assert not folder.exists()
 
 
 def test_only_this_user_enters_a_folder_and_those_of_the_killed_go_with_the_next(
@@ -69,7 +56,7 @@ def test_only_this_user_enters_a_folder_and_those_of_the_killed_go_with_the_next
         assert not made[1].exists()
 
 
-def test_a_ends_with_parent_command_ends_with_a_parent_that_is_killed() -> None:
+def test_a_command_ends_with_a_parent_that_is_killed() -> None:
     parent = subprocess.Popen(
         [
             sys.executable,
@@ -85,7 +72,7 @@ def test_a_ends_with_parent_command_ends_with_a_parent_that_is_killed() -> None:
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
     parent.send_signal(signal.SIGKILL)
-    parent.wait(10)
+    parent.wait(60)
     parent.stdout.close()
-    gone, _ = psutil.wait_procs([child], timeout=10)
+    gone, _ = psutil.wait_procs([child], timeout=60)
     assert gone

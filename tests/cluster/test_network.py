@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from contextlib import ExitStack
 
 import pytest
 import torch.distributed as dist
@@ -17,8 +16,7 @@ from rlsys.cluster.local_ray import (
     own_addresses,
     promised_port,
 )
-from rlsys.cluster.runtime import natural
-from rlsys.errors import UserError
+from tests.support.refusals import refused
 
 ADDRESSES = {"127.0.0.1": "lo", "10.0.0.7": "ib0", "192.168.1.5": "eth0"}
 
@@ -37,9 +35,9 @@ def test_addresses_of_this_machine() -> None:
     assert own_addresses()["127.0.0.1"] == "lo"
     assert address_towards("127.0.0.1") == "127.0.0.1"
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        assert answers("127.0.0.1", port, 1)
-    assert not answers("127.0.0.1", port, 1)
+        assert answers("127.0.0.1", server.getsockname()[1], 60)
+    with promised_port() as nobody:
+        assert not answers("127.0.0.1", nobody.getsockname()[1], 60)
 
 
 @pytest.mark.parametrize("host", ["127.0.1.1", "127.0.0.1", "localhost", socket.gethostname()])
@@ -57,23 +55,19 @@ def test_this_machine_by_whatever_name_has_an_address_for_others(host: str, monk
     monkeypatch.setattr("rlsys.cluster.local_ray.address_towards", no_way)
     assert address_here(host) == "10.0.0.7", "the first"
     monkeypatch.setattr("rlsys.cluster.local_ray.own_addresses", lambda: {"127.0.0.1": "lo", "fd00::1": "eth0"})
-    with pytest.raises(UserError, match="no IPv4 address that others could reach"):
+    with refused("unreachable", "--head"):
         address_here(host)
 
 
 def test_an_address_of_this_machine_is_taken_and_anothers_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlsys.cluster.local_ray.own_addresses", lambda: ADDRESSES)
     assert address_here("192.168.1.5") == "192.168.1.5"
-    with pytest.raises(UserError, match=r"--head 10\.9\.9\.9 is 10\.9\.9\.9, and this machine of rank 0 has 127"):
+    with refused("mismatch", "--head"):
         address_here("10.9.9.9")
-    with pytest.raises(UserError, match=r"--head fd00::1 has no IPv4 address"):
+    with refused("unknown", "--head"):
         address_here("fd00::1")
     with pytest.raises(socket.gaierror):
         address_towards("::1")
-
-
-def test_numbers_in_host_names_count_as_numbers() -> None:
-    assert sorted(["n10", "n9", "a1", "n9b", "n9-2"], key=natural) == ["a1", "n9", "n9-2", "n9b", "n10"]
 
 
 @pytest.mark.parametrize("use_libuv", [True, False])
@@ -87,14 +81,3 @@ def test_a_promised_port_is_its_listeners_and_nobody_elses(use_libuv: bool) -> N
         assert dist.TCPStore("127.0.0.1", port, 1).get("here") == b"1"
         with pytest.raises(dist.DistNetworkError, match="already in use"):
             dist.TCPStore("127.0.0.1", port, 1, is_master=True, use_libuv=use_libuv)
-
-
-def test_no_port_is_promised_twice() -> None:
-    with ExitStack() as promises:
-        ports = [promises.enter_context(promised_port()).getsockname()[1] for _ in range(500)]
-        for _ in range(500):
-            with socket.socket() as other:
-                other.bind(("", 0))
-                ports.append(other.getsockname()[1])
-        assert not {*ports[:500]} & {*ports[500:]}
-        assert len({*ports[:500]}) == 500

@@ -1,147 +1,159 @@
-"""Real Ray: order, time-outs and deaths, each named; nothing left behind."""
+"""One real Ray: order, time-outs and deaths, each named; devices that are shared; a look from outside; nothing left."""
 
 from __future__ import annotations
 
 import asyncio
-import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from rlsys.cluster import runtime, worker_group
 from rlsys.cluster.planning.placement import DeviceSlot, plan_bundles
+from rlsys.cluster.preflight.machine import Unseen, cluster_at
 from rlsys.cluster.runtime import ray_runtime
 from rlsys.cluster.worker_group import RankDied, RankSilent, WorkerGroup
 from rlsys.config.schema import ClusterConfig, Device
-from rlsys.errors import RunError, UserError
+from rlsys.errors import RunError
 from tests.cluster.toy import Toy
+from tests.support.refusals import refused
 
-CLUSTER = ClusterConfig(device=Device.cpu, threads=1, start_timeout_s=60, call_timeout_s=60)
-
-
-async def _check_calls(group: WorkerGroup) -> None:
-    await group.call("add", 1)
-    pending = [group.call("add", value) for value in range(2, 6)]
-    last = (await asyncio.gather(*pending))[-1]
-    assert last == [(0, [1, 2, 3, 4, 5]), (1, [1, 2, 3, 4, 5])]
-    assert await group.call_each("add", [(10,), (20,)]) == [
-        (0, [1, 2, 3, 4, 5, 10]),
-        (1, [1, 2, 3, 4, 5, 20]),
-    ]
+CLUSTER = ClusterConfig(device=Device.cpu, threads=1, start_timeout_s=300, call_timeout_s=300)
+SEATS = [DeviceSlot(bundle, (0,), 1.0, pinned=False) for bundle in (0, 1)]
+orphans: list[int] = []
+"""Processes that workers have started and not ended."""
 
 
-async def _check_failures(group: WorkerGroup) -> list[int]:
-    with pytest.raises(RankSilent, match=r"toy rank 1 to finish sleep") as late:
-        await group.call("sleep", 2.0, timeout_s=0.3)
-    assert late.value.rank == 1
-    await asyncio.sleep(2.0)
-    children = await group.call("spawn")
-    started = time.monotonic()
-    with pytest.raises(
-        RunError, match="toy rank 1 failed to finish raise_on: ValueError: the tensor is upside"
-    ) as raised:
-        await group.call("raise_on", 1)
-    assert not isinstance(raised.value, RankDied)
-    with pytest.raises(
-        RankDied, match=r"(?s)toy rank 1 died before it could finish die_on\..*about to fall over"
-    ) as died:
-        await group.call("die_on", 1)
-    assert died.value.rank == 1
-    assert time.monotonic() - started < 28, "a failure must not wait for the ranks that hang"
-    return children
+@pytest.fixture(scope="module")
+def bundles() -> Iterator[PlacementGroup]:
+    """Three bundles of one CPU, in a Ray that also counts four GPUs, which are not there."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime.ray, "init", partial(ray.init, num_gpus=4))
+        with ray_runtime(CLUSTER, [1, 1, 1]) as made:
+            yield made
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    assert not [child.name() for child in left if child.status() != psutil.STATUS_ZOMBIE]
+    assert not [pid for pid in orphans if psutil.pid_exists(pid)], "orphans of a dead worker are ended too"
 
 
-async def _check_sharing(bundles: PlacementGroup, log_dir: Path) -> None:
-    """Three groups on the one slot of the last bundle start, and work at the same time."""
+@asynccontextmanager
+async def group_of(bundles: PlacementGroup, seats: list[DeviceSlot], log_dir: Path) -> AsyncIterator[WorkerGroup]:
+    group = WorkerGroup.launch("toy", bundles, seats, CLUSTER, log_dir)
+    try:
+        await group.build(Toy, [(rank,) for rank in range(len(seats))], timeout_s=300)
+        yield group
+    finally:
+        group.kill()
+
+
+async def test_calls_are_carried_out_in_order_on_every_rank(bundles: PlacementGroup, tmp_path: Path) -> None:
+    async with group_of(bundles, SEATS, tmp_path) as group:
+        host, port = await group.free_address(300)
+        assert host
+        assert 0 < port < 65536
+        last = (await asyncio.gather(*(group.call("add", value) for value in range(5))))[-1]
+        assert last == [(rank, [0, 1, 2, 3, 4]) for rank in (0, 1)]
+        assert await group.call_each("add", [(10,), (20,)]) == [(0, [0, 1, 2, 3, 4, 10]), (1, [0, 1, 2, 3, 4, 20])]
+
+
+async def test_failures_silence_and_death_are_named_and_told_apart(
+    bundles: PlacementGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure does not wait for the ranks that never answer: this test would not end."""
+    async with group_of(bundles, SEATS, tmp_path) as group:
+        with refused("out_of_range", "some.key"):
+            await group.call("refuse")
+        with pytest.raises(RankSilent, match="toy rank 1") as late:
+            await group.call_rank(1, "wait_for", tmp_path / "go", timeout_s=0.1)
+        assert late.value.rank == 1
+        (tmp_path / "go").touch()
+        orphans.extend(await group.call("spawn"))
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_group, "DEATH_S", 0.1)
+            with pytest.raises(RunError, match=r"toy rank 1 .*the tensor is upside down") as raised:
+                await group.call("raise_on", 1)
+        assert not isinstance(raised.value, RankDied)
+        with pytest.raises(RankDied, match=r"(?s)toy rank 1 .*about to fall over") as died:
+            await group.call("die_on", 1)
+        assert died.value.rank == 1
+
+
+async def test_of_a_death_that_makes_others_fail_first_it_is_the_death_that_is_told(
+    bundles: PlacementGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_group, "DEATH_S", 300.0)
+    async with group_of(bundles, SEATS, tmp_path) as group:
+        with pytest.raises(RankDied) as died:
+            await group.call("lose", 1, tmp_path / "failed")
+        assert died.value.rank == 1
+
+
+async def test_groups_share_a_slot_and_die_alone(bundles: PlacementGroup, tmp_path: Path) -> None:
     plan = plan_bundles({name: [(2,)] for name in ("first", "second", "third")})
     groups = [
-        WorkerGroup.launch(name, bundles, [replace(seat, bundle=2)], CLUSTER, log_dir)
+        WorkerGroup.launch(name, bundles, [replace(seat, bundle=2)], CLUSTER, tmp_path)
         for name, (seat,) in plan.slots.items()
     ]
-    await asyncio.gather(*(group.build(Toy, [(0,)], timeout_s=60) for group in groups))
+    await asyncio.gather(*(group.build(Toy, [(0,)], timeout_s=300) for group in groups))
     assert await asyncio.gather(*(group.call("add", 7) for group in groups)) == [[(0, [7])]] * 3
     waiting = asyncio.ensure_future(groups[0].call("raise_on", 1))
     await asyncio.sleep(0)
     groups[0].kill_rank(0)
-    with pytest.raises(RankDied, match="first rank 0 died"):
+    with pytest.raises(RankDied, match="first rank 0"):
         await waiting
     assert await groups[1].call("add", 8) == [(0, [7, 8])]
-    whole = WorkerGroup.launch("whole", bundles, [DeviceSlot(2, (0,), 1.0, pinned=False)], CLUSTER, log_dir)
-    with pytest.raises(RankSilent, match="waited 1 s for whole rank 0 to start"):
-        await whole.build(Toy, [(0,)], timeout_s=1)
+    whole = WorkerGroup.launch("whole", bundles, [DeviceSlot(2, (0,), 1.0, pinned=False)], CLUSTER, tmp_path)
+    with pytest.raises(RankSilent, match="whole rank 0"):
+        await whole.build(Toy, [(0,)], timeout_s=0.5)
+    for group in (*groups, whole):
+        group.kill()
 
 
-async def _check_bereaved(bundles: PlacementGroup, seats: list[DeviceSlot], log_dir: Path) -> None:
-    """Of a death that makes others fail first, it is the death that is told."""
-    pair = WorkerGroup.launch("pair", bundles, seats, CLUSTER, log_dir)
-    await pair.build(Toy, [(0,), (1,)], timeout_s=60)
-    with pytest.raises(RankDied, match="pair rank 1 died before it could finish lose"):
-        await pair.call("lose", 1)
-
-
-def test_group_calls_failures_and_clean_end(tmp_path: Path) -> None:
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
-
-    children: list[int] = []
-
-    async def scenario() -> None:
-        with ray_runtime(CLUSTER, [1, 1, 1]) as bundles:
-            seats = [DeviceSlot(bundle, (0,), 1.0, pinned=False) for bundle in (0, 1)]
-            group = WorkerGroup.launch("toy", bundles, seats, CLUSTER, tmp_path)
-            await group.build(Toy, [(0,), (1,)], timeout_s=60)
-            host, port = await group.free_address(10)
-            assert host
-            assert 0 < port < 65536
-            await _check_calls(group)
-            children.extend(await _check_failures(group))
-            group.kill()
-            await _check_bereaved(bundles, seats, tmp_path)
-            await _check_sharing(bundles, tmp_path)
-
-    asyncio.run(scenario())
-    left = [c for c in psutil.Process().children(recursive=True) if c.pid not in before]
-    assert not [pid for pid in children if psutil.pid_exists(pid)], "orphans of a dead worker are ended too"
-    assert not [c.name() for c in left if c.status() != psutil.STATUS_ZOMBIE]
-
-
-def test_processes_that_share_several_gpus_have_the_ones_they_hold(tmp_path: Path) -> None:
-    """Ray counts four GPUs that are not there; what it would tell CUDA is what counts."""
-    cluster = ClusterConfig(device=Device.gpu, threads=1, start_timeout_s=60, call_timeout_s=60)
-    holdings = {"engine": [(1, 2)], "actor": [(0,), (1,), (2,)], "inference": [(0,), (2,), (1,)]}
+@pytest.mark.usefixtures("bundles")
+async def test_processes_that_share_several_gpus_have_the_ones_they_hold(tmp_path: Path) -> None:
+    """CUDA goes by what Ray tells it."""
+    cluster = replace(CLUSTER, device=Device.gpu)
+    holdings = {"engine": [(0, 1)], "inference": [(1,), (0,)]}
     plan = plan_bundles(holdings)
-    assert plan.sizes == (1, 2)
-
-    async def scenario() -> dict[str, list[str]]:
-        bundles = placement_group([{"GPU": size} for size in plan.sizes])
-        assert bundles.wait(60)
-        groups = {
-            name: WorkerGroup.launch(name, bundles, seats, cluster, tmp_path) for name, seats in plan.slots.items()
-        }
-        for name, group in groups.items():
-            await group.build(Toy, [(rank,) for rank in range(len(holdings[name]))], timeout_s=60)
-        return {name: await group.call("visible_gpus") for name, group in groups.items()}
-
-    ray.init(address="local", num_cpus=1, num_gpus=4, include_dashboard=False, log_to_driver=False)
-    try:
-        seen = asyncio.run(scenario())
-    finally:
-        ray.shutdown()
-    zero, one, two = seen["actor"]
-    assert len({zero, one, two}) == 3, "three processes of a group, three GPUs"
-    assert seen["engine"] == [f"{one},{two}"]
-    assert seen["inference"] == [zero, two, one]
+    assert plan.sizes == (2,)
+    of_gpus = placement_group([{"GPU": size} for size in plan.sizes])
+    assert of_gpus.wait(300)
+    groups = {name: WorkerGroup.launch(name, of_gpus, seats, cluster, tmp_path) for name, seats in plan.slots.items()}
+    seen = {}
+    for name, group in groups.items():
+        await group.build(Toy, [(rank,) for rank in range(len(holdings[name]))], timeout_s=300)
+        seen[name] = await group.call("visible_gpus")
+    for group in groups.values():
+        group.kill()
+    remove_placement_group(of_gpus)
+    one, zero = seen["inference"]
+    assert zero != one
+    assert seen["engine"] == [f"{zero},{one}"]
 
 
-def test_too_few_devices_is_a_sentence() -> None:
-    cluster = ClusterConfig(device=Device.gpu, start_timeout_s=2)
-    with pytest.raises(RunError, match="did not give 2 gpu slots within 2 s"), ray_runtime(cluster, [2]):
+@pytest.mark.usefixtures("bundles")
+def test_too_few_devices_are_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_local", lambda *_: nullcontext())
+    cluster = ClusterConfig(device=Device.gpu, start_timeout_s=1)
+    with pytest.raises(RunError, match=r"5 gpu .*it has 4"), ray_runtime(cluster, [5]):
         pass
 
 
-def test_no_cluster_at_the_address_is_a_sentence() -> None:
-    cluster = ClusterConfig(device=Device.cpu, address="127.0.0.1:1")
-    with pytest.raises(UserError, match=r"cluster.address=127.0.0.1:1"), ray_runtime(cluster, [1]):
-        pass
+@pytest.mark.usefixtures("bundles")
+def test_a_cluster_is_seen_from_outside_with_its_token_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = ray.get_runtime_context().gcs_address
+    seen = cluster_at(address, 300)
+    (node,) = seen.nodes
+    assert node.address == address.rpartition(":")[0]
+    assert node.resources["CPU"] == 3
+    assert seen.free.get("CPU", 0) == 0, "the bundles have them"
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(Unseen):
+        cluster_at(address, 300)

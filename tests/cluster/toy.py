@@ -1,4 +1,4 @@
-"""Workers small enough to reason about, for the cluster's tests."""
+"""A worker small enough to reason about, for the cluster's tests."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+from rlsys.errors import UserError
 
 
 class Toy:
-    """Answers, sleeps, raises or dies, as told."""
+    """Answers, waits, raises or dies, as told."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -20,19 +23,23 @@ class Toy:
         self.calls.append(value)
         return self.rank, list(self.calls)
 
-    def sleep(self, seconds: float) -> None:
-        """Rank 1 is slow."""
-        if self.rank == 1:
-            time.sleep(seconds)
+    def wait_for(self, file: Path) -> None:
+        """Rank 1 does not answer before the file is there."""
+        while self.rank == 1 and not file.exists():
+            time.sleep(0.02)
 
     def raise_on(self, rank: int) -> None:
-        """Fail on one rank, while the others wait."""
+        """Fail on one rank, while the others never answer."""
         if self.rank == rank:
             raise ValueError("the tensor is upside down")
-        time.sleep(30)
+        time.sleep(3600)
+
+    def refuse(self) -> None:
+        """A mistake of the user's that shows in a worker."""
+        raise UserError("some.key=3 must be 2.", code="out_of_range", key="some.key")
 
     def visible_gpus(self) -> str:
-        """What CUDA would see."""
+        """The GPUs that CUDA would see."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "all")
 
     def spawn(self) -> int:
@@ -40,15 +47,18 @@ class Toy:
         return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
 
     def die_on(self, rank: int) -> None:
-        """End the process without a word to Ray, while the others wait."""
+        """End the process without a word to Ray, while the others never answer."""
         if self.rank == rank:
             print("about to fall over", file=sys.stderr, flush=True)
             os._exit(3)
-        time.sleep(30)
+        time.sleep(3600)
 
-    def lose(self, rank: int) -> None:
-        """End the process of one rank a second after the others have failed for it."""
+    def lose(self, rank: int, file: Path) -> None:
+        """The process of one rank ends after the others have failed for it."""
         if self.rank != rank:
+            file.touch()
             raise ConnectionError("closed by peer")
-        time.sleep(1)
+        while not file.exists():
+            time.sleep(0.02)
+        time.sleep(0.5)
         os._exit(3)

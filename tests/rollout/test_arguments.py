@@ -1,7 +1,8 @@
-"""What SGLang is started with, on a GPU too, which the arguments do not need."""
+"""The arguments that SGLang is started with, on a GPU too, which they do not need; and what is refused before."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,15 @@ from typing import Any
 import pytest
 from transformers import PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
-from rlsys.config.schema import Device, EngineConfig
+from rlsys.config.schema import Device, EngineConfig, RolloutConfig, SamplingConfig, SearchConfig, TaskConfig
+from rlsys.errors import Code
 from rlsys.rollout import sglang_cpu
-from rlsys.rollout.engine import Engine
+from rlsys.rollout.agent.episode import TurnSampling, evaluation_sampling, training_sampling
+from rlsys.rollout.cpu_standins import sgl_kernel
+from rlsys.rollout.engine import Engine, RolloutWorker
 from tests.support import tiny
+from tests.support.refusals import refused
+from tests.support.tiny_models import POLICY
 
 DENSE, EXPERTS = Qwen2Config(), Qwen3MoeConfig()
 CONFIG = EngineConfig(tp=2, memory_fraction=0.6)
@@ -37,10 +43,9 @@ def test_a_gpu_gets_sglangs_own_choices_but_for_experts(tmp_path: Path) -> None:
     assert experts == {**dense, "model_path": experts["model_path"], "moe_runner_backend": "triton"}
 
 
-@pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
-def test_cuda_graphs_can_be_off(model: PretrainedConfig, tmp_path: Path) -> None:
-    on = arguments(tmp_path, model, CONFIG, Device.gpu)
-    off = arguments(tmp_path, model, replace(CONFIG, cuda_graphs=False), Device.gpu)
+def test_cuda_graphs_can_be_off(tmp_path: Path) -> None:
+    on = arguments(tmp_path, EXPERTS, CONFIG, Device.gpu)
+    off = arguments(tmp_path, EXPERTS, replace(CONFIG, cuda_graphs=False), Device.gpu)
     assert off == {**on, **NO_GRAPHS}
 
 
@@ -65,3 +70,39 @@ def test_sglang_knows_every_argument_and_value(tmp_path: Path) -> None:
         assert given.keys() <= known
     assert "triton" in MOE_RUNNER_BACKEND_CHOICES
     assert set(NO_GRAPHS.values()) == {Backend.DISABLED}
+
+
+@pytest.mark.parametrize(
+    ("code", "key", "task", "search"),
+    [
+        ("out_of_range", "task.max_total_tokens", {"max_total_tokens": 1001}, SearchConfig(url="http://127.0.0.1:1")),
+        ("missing", "search.url", {}, SearchConfig()),
+        ("missing", "search.token_env", {}, SearchConfig(url="http://127.0.0.1:1", token_env="RLSYS_NO_TOKEN_HERE")),
+    ],
+)
+def test_a_worker_that_could_not_work_is_refused(
+    code: Code, key: str, task: dict[str, int], search: SearchConfig
+) -> None:
+    rollout = RolloutConfig(engine=EngineConfig(kv_cache_tokens=1000))
+    config = TaskConfig(train_path="", eval_path="", **{"max_total_tokens": 1000, **task})
+    with refused(code, key):
+        RolloutWorker(str(POLICY), rollout, config, search, Device.cpu, seed=0)
+
+
+def test_a_stand_in_raises_when_it_is_called_and_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match=r"sgl_kernel\.rmsnorm"):
+        sgl_kernel.rmsnorm()
+    monkeypatch.setattr(sys, "path", ["first"])
+    sglang_cpu.prepare(Device.gpu)
+    assert sys.path == ["first"]
+    sglang_cpu.prepare(Device.cpu)
+    sglang_cpu.prepare(Device.cpu)
+    assert sys.path == ["first", str(sglang_cpu.STANDINS)]
+
+
+def test_answers_have_a_temperature_of_their_own_and_the_whole_vocabulary() -> None:
+    rollouts = SamplingConfig(temperature=0.7, top_p=0.9, top_k=20, stop=["</a>"])
+    as_trained = TurnSampling(0.7, 0.9, 20, ("</a>",))
+    assert training_sampling(rollouts) == as_trained
+    assert evaluation_sampling(rollouts, 0.5, as_rollouts=False) == TurnSampling(0.5, 1.0, -1, ("</a>",))
+    assert evaluation_sampling(rollouts, 0.0, as_rollouts=True) == as_trained

@@ -14,23 +14,15 @@ from rlsys.data.trajectory import Action, Finish
 from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import Generation, TurnSampling
 from rlsys.rollout.agent.tokens import PartialEpisode
-from tests.rollout.bench import (
-    QUESTION,
-    STOP,
-    Bench,
-    endless,
-    greedy,
-    greedy_by_transformers,
-    logprobs_of,
-)
+from tests.rollout.bench import QUESTION, STOP, Bench, endless, greedy, greedy_by_transformers, logprobs_of
 from tests.support import tiny
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(1800)]
 
 
 async def test_greedy_tokens_and_logprobs_are_those_of_transformers(bench: Bench) -> None:
     version = await bench.bring(bench.first)
-    for text in ("Paris", "<search> Lyon", tiny.FIRST.prompt[:20], "zzz ü 東京"):
+    for text in (tiny.FIRST.prompt[:20], "zzz ü 東京"):
         ids = bench.encode(text)
         generation = await bench.engine.generate(ids, greedy(48), "greedy")
         assert generation.token_ids == greedy_by_transformers(bench.first, ids, 48)
@@ -38,12 +30,17 @@ async def test_greedy_tokens_and_logprobs_are_those_of_transformers(bench: Bench
         bench.assert_logprobs(ids, generation)
 
 
-async def test_sampled_logprobs_are_scaled_by_the_temperature(bench: Bench) -> None:
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, -1), (0.6, -1), (0.6, 3)])
+async def test_sampled_logprobs_are_of_the_whole_vocabulary_at_the_temperature(
+    bench: Bench, top_p: float, top_k: int
+) -> None:
+    """`rlsys.report.drift` builds on it."""
     await bench.bring(bench.first)
     ids = bench.encode("France is")
-    generation = await bench.engine.generate(ids, TurnSampling(temperature=1.7, max_new_tokens=40), "hot")
-    reference = logprobs_of(bench.first, [*ids, *generation.token_ids], temperature=1.7)[len(ids) - 1 :]
-    np.testing.assert_allclose(generation.logprobs, reference, atol=1e-4)
+    sampling = TurnSampling(temperature=1.7, top_p=top_p, top_k=top_k, max_new_tokens=60)
+    generation = await bench.engine.generate(ids, sampling, "hot")
+    whole = logprobs_of(bench.first, [*ids, *generation.token_ids], temperature=1.7)[len(ids) - 1 :]
+    np.testing.assert_allclose(generation.logprobs, whole, atol=1e-4)
 
 
 async def test_a_stop_string_ends_the_turn_in_the_engine(bench: Bench) -> None:
@@ -63,7 +60,8 @@ async def test_a_group_searches_answers_and_reuses_its_prefix(bench: Bench) -> N
     asked = len(bench.search.asked)
     group = await bench.worker.run_group(QUESTION, n_samples=5)
     assert [trajectory.sample for trajectory in group] == list(range(5))
-    best = await bench.worker.answer(QUESTION)
+    best = await bench.worker.answer(QUESTION, sample=5)
+    assert best.sample == 5
     assert len(bench.search.asked) > asked
     assert best.finish is Finish.ANSWER
     assert best.answer == "Paris"
@@ -80,28 +78,6 @@ async def test_a_group_searches_answers_and_reuses_its_prefix(bench: Bench) -> N
             trajectory.rollout_logprobs[1:][compared], reference[torch.from_numpy(compared)], atol=1e-4
         )
     assert bench.worker.metrics()["cached_fraction"] > 0
-
-
-async def test_answers_are_drawn_at_the_temperature_that_is_asked_for(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await bench.bring(bench.first)
-    drawn: list[TurnSampling] = []
-    generate = bench.engine.generate
-
-    async def watched(input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
-        drawn.append(sampling)
-        return await generate(input_ids, sampling, rid)
-
-    monkeypatch.setattr(bench.engine, "generate", watched)
-    monkeypatch.setattr(bench.rollout.sampling, "top_p", 0.9)
-    answer = await bench.worker.answer(QUESTION, 5, 0.3)
-    assert answer.sample == 5
-    assert {(one.temperature, one.top_p) for one in drawn} == {(0.3, 1.0)}
-    monkeypatch.setattr(bench.worker, "_sampled_answers", True)
-    drawn.clear()
-    await bench.worker.answer(QUESTION)
-    assert {(one.temperature, one.top_p) for one in drawn} == {(bench.rollout.sampling.temperature, 0.9)}
 
 
 async def test_a_group_that_was_taken_out_goes_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,11 +125,13 @@ async def test_append_mode_scores_every_sampled_token(bench: Bench, monkeypatch:
         )
 
 
-async def test_abort_returns_what_there_is(bench: Bench) -> None:
+async def test_an_abort_returns_what_there_is_and_until_then_the_engine_stays_awake(bench: Bench) -> None:
     await bench.bring(endless(bench.first, bench.words))
     ids = bench.encode("zzz")
     long = asyncio.create_task(bench.engine.generate(ids, greedy(4000), "long"))
     await bench.until_generating(requests=1)
+    with pytest.raises(RunError, match="1 requests"):
+        await bench.worker.sleep()
     bench.engine._sglang.abort_all()
     generation = await long
     assert generation.finish == "abort"
@@ -178,26 +156,6 @@ async def test_an_episode_out_of_time_is_returned_and_frees_the_engine(
     assert bench.worker.metrics()["requests_running"] == 0
 
 
-async def test_an_engine_that_ignores_an_abort_does_not_keep_the_group(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await bench.bring(bench.first)
-    let_go = asyncio.Event()
-
-    async def deaf(**_asked: object) -> None:
-        while not let_go.is_set():
-            try:
-                await let_go.wait()
-            except asyncio.CancelledError:
-                continue
-
-    monkeypatch.setattr(bench.engine._sglang.engine, "async_generate", deaf)
-    monkeypatch.setattr(bench.rollout, "episode_timeout_s", 0.2)
-    group = await bench.worker.run_group(QUESTION, n_samples=2)
-    assert [trajectory.finish for trajectory in group] == [Finish.ABORTED] * 2
-    let_go.set()
-
-
 async def test_asleep_it_refuses_and_awake_it_is_as_before(bench: Bench) -> None:
     await bench.bring(bench.first)
     ids = bench.encode(tiny.FIRST.prompt)
@@ -206,10 +164,10 @@ async def test_asleep_it_refuses_and_awake_it_is_as_before(bench: Bench) -> None
     assert again.cached_tokens > 0
     for _ in range(2):
         await bench.worker.sleep()
-    with pytest.raises(RunError, match="asleep; wake it first"):
+    with pytest.raises(RunError, match="asleep"):
         await bench.worker.run_group(QUESTION, n_samples=2)
     version, total = await bench.stage(bench.second)
-    with pytest.raises(RunError, match=f"wake it first. Version {version} stays staged"):
+    with pytest.raises(RunError, match=f"Version {version} stays staged"):
         await bench.worker.finish_update(version, total)
     for _ in range(2):
         await bench.worker.wake()
@@ -220,18 +178,6 @@ async def test_asleep_it_refuses_and_awake_it_is_as_before(bench: Bench) -> None
     switched = await bench.engine.generate(ids, greedy(48), "switched")
     assert switched.token_ids == greedy_by_transformers(bench.second, ids, 48)
     assert bench.worker.metrics()["asleep_frees_memory"] == 0.0
-
-
-async def test_it_does_not_fall_asleep_over_its_work(bench: Bench) -> None:
-    await bench.bring(endless(bench.first, bench.words))
-    long = asyncio.create_task(bench.engine.generate(bench.encode("zzz"), greedy(4000), "long"))
-    await bench.until_generating(requests=1)
-    with pytest.raises(RunError, match="sent to sleep while 1 requests ran"):
-        await bench.worker.sleep()
-    bench.engine._sglang.abort_all()
-    assert (await long).finish == "abort"
-    await bench.worker.sleep()
-    await bench.worker.wake()
 
 
 async def test_who_listens_hears_every_token_as_it_comes(bench: Bench) -> None:
@@ -247,17 +193,3 @@ async def test_who_listens_hears_every_token_as_it_comes(bench: Bench) -> None:
     lengths = [len(part) for part in heard]
     assert lengths == sorted(lengths)
     assert len(set(lengths)) > len(alone.token_ids) / 2, "SGLang holds back only what may become a stop string"
-
-
-async def test_who_listens_and_leaves_ends_the_request(bench: Bench) -> None:
-    await bench.bring(endless(bench.first, bench.words))
-    heard: list[list[int]] = []
-    long = asyncio.create_task(bench.engine.generate(bench.encode("zzz"), greedy(4000), "long", heard.append))
-    while len(heard) < 20:
-        await asyncio.sleep(0.01)
-    long.cancel()
-    await asyncio.gather(long, return_exceptions=True)
-    while bench.engine._sglang._manager.rid_to_state:
-        await asyncio.sleep(0.01)
-    assert bench.engine.running == 0
-    assert len(heard[-1]) < 4000

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from pathlib import Path
+from collections.abc import Awaitable
+from functools import partialmethod
 from typing import Any
 
 import psutil
@@ -16,7 +17,7 @@ from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import EngineDied, TurnSampling
 from rlsys.rollout.engine import Engine, Liveness, StagedVersion, sha256_prefix
 from rlsys.weights.transport import Bucket, digest, pack, pack_into, unpack
-from tests.support import tiny
+from tests.support.tiny_models import POLICY
 
 NAME = "model.norm.weight"
 SAMPLING = TurnSampling(temperature=0.0, max_new_tokens=1)
@@ -30,6 +31,8 @@ class Script:
         self.broken = ""
         self.failure: Exception | None = None
         self.refuses = False
+        self.stray = False
+        """It loads other values than it is given."""
         self.holds: dict[str, str] = {}
         self.reach: asyncio.Event | None = None
         self.paused = False
@@ -47,6 +50,8 @@ class Script:
             raise self.failure
         return not self.refuses, "it would not"
 
+    begin_update, end_update = partialmethod(_step, "begin_update"), partialmethod(_step, "end_update")
+
     async def pause(self) -> None:
         self.paused = True
         await self._step("pause")
@@ -55,17 +60,11 @@ class Script:
         await self._step("resume")
         self.paused = False
 
-    async def begin_update(self) -> tuple[bool, str]:
-        return await self._step("begin_update")
-
     async def load_bucket(self, bucket: Bucket, *_args: int, **_named: int) -> tuple[bool, str]:
         assert self.paused
         for record, tensor in unpack(bucket):
-            self.holds[record.name] = sha256_prefix(tensor)
+            self.holds[record.name] = sha256_prefix(tensor + 1 if self.stray else tensor)
         return await self._step("load_bucket")
-
-    async def end_update(self) -> tuple[bool, str]:
-        return await self._step("end_update")
 
     async def checksums(self) -> tuple[tuple[bool, str], list[dict[str, str]]]:
         return await self._step("checksums"), [dict(self.holds)]
@@ -87,13 +86,17 @@ class Script:
 
 
 @pytest.fixture
-async def engine(tmp_path: Path) -> Engine:
-    words = tiny.tokenizer()
-    path = tiny.save(tiny.train(tiny.FIRST, words, seed=0, steps=0), words, tmp_path)
-    engine = Engine(path, EngineConfig(dtype=Dtype.float32), Device.cpu, seed=0)
+async def engine() -> Engine:
+    engine = Engine(str(POLICY), EngineConfig(dtype=Dtype.float32), Device.cpu, seed=0)
     engine._process = Script()  # type: ignore[assignment]
     engine._liveness = Liveness("The engine", [])
     return engine
+
+
+@pytest.fixture
+def script(engine: Engine) -> Script:
+    assert isinstance(engine._process, Script)
+    return engine._process
 
 
 async def stage(engine: Engine, version: int) -> str:
@@ -110,13 +113,28 @@ def generate(engine: Engine, ids: list[int]) -> asyncio.Task[object]:
 STEPS = ["pause", "begin_update", "load_bucket", "end_update", "checksums"]
 
 
+async def refused_to_all(*asked: Awaitable[object]) -> None:
+    for call in asked:
+        with pytest.raises(RunError, match="refused a weight update"):
+            await asyncio.wait_for(call, timeout=60)
+
+
 @pytest.mark.parametrize(
     ("step", "failure"),
-    [(step, failure) for step in STEPS for failure in ("error", "cancellation")]
-    + [(step, "refusal") for step in STEPS if step != "pause"],  # A pause is not answered.
+    [
+        ("pause", "error"),
+        ("pause", "cancellation"),
+        ("begin_update", "refusal"),
+        ("load_bucket", "error"),
+        ("load_bucket", "cancellation"),
+        ("end_update", "refusal"),
+        ("checksums", "cancellation"),
+        ("checksums", "refusal"),
+    ],
 )
-async def test_a_switch_that_breaks_refuses_all_and_another_heals(engine: Engine, step: str, failure: str) -> None:
-    script: Script = engine._process  # type: ignore[assignment]
+async def test_a_switch_that_breaks_refuses_all_and_another_heals(
+    engine: Engine, script: Script, step: str, failure: str
+) -> None:
     script.broken, script.refuses = step, failure == "refusal"
     script.failure = ValueError("boom") if failure == "error" else None
     script.reach = asyncio.Event() if failure == "cancellation" else None
@@ -128,15 +146,13 @@ async def test_a_switch_that_breaks_refuses_all_and_another_heals(engine: Engine
     if script.reach is not None:
         await script.reach.wait()
         assert not waiting.done()
-        with pytest.raises(RunError, match="version 2 began before the last one had ended"):
+        with pytest.raises(RunError, match="version 2"):
             await engine.begin_update(2)
         update.cancel()
     expected = {"refusal": RunError, "error": ValueError, "cancellation": asyncio.CancelledError}[failure]
     with pytest.raises(expected):
         await update
-    for refused in (running, waiting, generate(engine, [1])):
-        with pytest.raises(RunError, match="refused a weight update"):
-            await asyncio.wait_for(refused, timeout=5)
+    await refused_to_all(running, waiting, generate(engine, [1]))
     assert script.log[-2:] == ["abort_all", "resume"]
     assert not script.paused
     assert (engine.version, engine.running, engine.counts.updates) == (0, 0, 0)
@@ -146,9 +162,29 @@ async def test_a_switch_that_breaks_refuses_all_and_another_heals(engine: Engine
     assert (engine.version, engine.counts.updates) == (2, 1)
 
 
-async def test_who_dies_in_a_switch_is_dead_to_all_and_not_refusing(engine: Engine) -> None:
-    script: Script = engine._process  # type: ignore[assignment]
-    sglang = psutil.Popen(["sleep", "60"])
+@pytest.mark.parametrize("wrong", ["digest", "bucket", "tensor"])
+async def test_an_update_that_is_not_what_was_sent_is_refused_to_all(
+    engine: Engine, script: Script, wrong: str
+) -> None:
+    running = generate(engine, [0])
+    total = await stage(engine, 1)
+    await asyncio.sleep(0)
+    (bucket,) = pack([(NAME, torch.ones(4))], bucket_bytes=100)
+    bucket.data[0] ^= 1
+    script.stray = wrong == "tensor"
+    finish = engine.finish_update(1, total if wrong == "tensor" else "")
+    with pytest.raises(RunError):
+        await (engine.load_bucket(bucket) if wrong == "bucket" else finish)
+    finish.close()
+    script.stray = False
+    await refused_to_all(running, generate(engine, [1]))
+    assert engine.version == 0
+    await engine.finish_update(2, await stage(engine, 2))
+    await generate(engine, [1])
+
+
+async def test_who_dies_in_a_switch_is_dead_to_all_and_not_refusing(engine: Engine, script: Script) -> None:
+    sglang = psutil.Popen(["sleep", "600"])
     engine._liveness = Liveness("The engine", [sglang])
     script.broken, script.reach = "load_bucket", asyncio.Event()
     running = generate(engine, [0])
@@ -158,13 +194,12 @@ async def test_who_dies_in_a_switch_is_dead_to_all_and_not_refusing(engine: Engi
     await asyncio.sleep(0)
     sglang.kill()
     for told in (running, update, waiting, generate(engine, [0])):
-        with pytest.raises(EngineDied, match=f"process {sglang.pid} is gone"):
-            await asyncio.wait_for(told, timeout=5)
+        with pytest.raises(EngineDied, match=str(sglang.pid)):
+            await asyncio.wait_for(told, timeout=60)
     sglang.wait()
 
 
-async def test_a_switch_loads_between_pause_and_resume(engine: Engine) -> None:
-    script: Script = engine._process  # type: ignore[assignment]
+async def test_a_switch_loads_between_pause_and_resume(engine: Engine, script: Script) -> None:
     running = generate(engine, [0])
     await engine.finish_update(1, await stage(engine, 1))
     assert script.log == [*STEPS, "resume"]
@@ -176,57 +211,15 @@ async def test_a_switch_loads_between_pause_and_resume(engine: Engine) -> None:
     assert (engine.running, engine.counts.aborted) == (0, 1)
 
 
-@pytest.mark.parametrize("on_device", [True, False])
-async def test_a_bucket_without_room_is_refused_with_the_way_out(
-    engine: Engine, on_device: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensors = [(NAME, torch.ones(4))]
-    bucket = pack_into(torch.empty(100, dtype=torch.uint8), tensors) if on_device else next(pack(tensors, 100))
-
-    def take(*_args: object, **_named: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 100 bytes.")
-
-    await engine.begin_update(1)
-    with monkeypatch.context() as full:
-        full.setattr(StagedVersion, "take", take)
-        with pytest.raises(RunError, match=r"version 1 .* no room .* Tried to allocate 100 bytes") as refused:
-            await engine.load_bucket(bucket)
-    assert "lower rollout.engine.memory_fraction=0.8" in str(refused.value)
-    assert ("cluster.sync_mode=tensor" in str(refused.value)) == on_device
-    with pytest.raises(RunError, match="no room"):
-        await generate(engine, [1])
-    await engine.finish_update(2, await stage(engine, 2))
-    await generate(engine, [1])
-
-
-async def test_a_gpu_gets_back_what_an_update_took(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    script: Script = engine._process  # type: ignore[assignment]
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    for call in ("ipc_collect", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, call, lambda call=call: script.log.append(call))
-    given = ["ipc_collect", "empty_cache"]
-    total = await stage(engine, 1)
-    assert script.log == [], "what is staged awake goes on from torch's cache"
-    await engine.finish_update(1, total)
-    assert script.log == [*STEPS, "resume", *given]
-    script.log.clear()
-    await engine.begin_update(2)
-    await engine.sleep()
-    assert script.log == [*given, "sleep"]
-    await stage(engine, 2)
-    assert script.log == [*given, "sleep", *given]
-
-
 async def test_who_sleeps_waits_for_a_bucket_that_is_being_staged(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script: Script = engine._process  # type: ignore[assignment]
     begun, may_end = threading.Event(), threading.Event()
     taken = StagedVersion.take
 
     def take(self: StagedVersion, bucket: Bucket, to_host: bool = False) -> None:
         begun.set()
-        assert may_end.wait(5)
+        assert may_end.wait(60)
         taken(self, bucket, to_host)
 
     monkeypatch.setattr(StagedVersion, "take", take)
@@ -235,7 +228,7 @@ async def test_who_sleeps_waits_for_a_bucket_that_is_being_staged(
     left: list[str] = []
     monkeypatch.setattr(StagedVersion, "leave_device", lambda update: left.append(f"{update.nbytes} bytes"))
     staging = asyncio.create_task(engine.load_bucket(bucket))
-    await asyncio.to_thread(begun.wait, 5)
+    await asyncio.to_thread(begun.wait, 60)
     sleeping = asyncio.create_task(engine.sleep())
     for _ in range(10):
         await asyncio.sleep(0)
@@ -243,28 +236,3 @@ async def test_who_sleeps_waits_for_a_bucket_that_is_being_staged(
     may_end.set()
     await asyncio.gather(staging, sleeping)
     assert (left, script.log) == (["16 bytes"], ["sleep"])
-
-
-async def test_versions_that_do_not_cover_the_tokens_are_an_error(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script: Script = engine._process  # type: ignore[assignment]
-    tokens = [(-0.5, token, None) for token in range(5)]
-
-    def answer(*spans: tuple[str, int, int]) -> None:
-        meta = {
-            "id": "r", "output_token_logprobs": tokens, "finish_reason": {"type": "stop"}, "weight_version": "9",
-            "weight_versions": [dict(zip(("version", "start", "end"), span, strict=True)) for span in spans],
-        }  # fmt: skip
-
-        async def generate(**_options: object) -> dict[str, Any]:
-            return {"meta_info": meta}
-
-        monkeypatch.setattr(script, "async_generate", generate)
-
-    answer(("3", 0, 2), ("4", 2, 5))
-    generation = await engine.generate([1], SAMPLING, "r")
-    assert generation.versions == [3, 3, 4, 4, 4]
-    answer(("3", 0, 2), ("4", 2, 4))
-    with pytest.raises(RunError, match="versions for 4 of the 5 tokens"):
-        await engine.generate([1], SAMPLING, "r")

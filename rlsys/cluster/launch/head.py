@@ -59,7 +59,11 @@ async def lead(task: LaunchTask, role: Role, notify: Notify) -> int:
     outer = "" if only_here else address_here(role.host)
     host = outer if role.nodes > 1 else _LOOPBACK
     if answers(host, role.port, LOOK_S):
-        raise UserError(f"--head: port {role.port} of {host} is taken already: end what uses it, or give another.")
+        raise UserError(
+            f"--head: port {role.port} of {host} is taken already: end what uses it, or give another.",
+            code="in_use",
+            key="--head",
+        )
     notify(f"node 0 starts Ray at {host}:{role.port}")
     until = time.monotonic() + task.wait_s
     arguments = ["--head", "--port", str(role.port), "--node-ip-address", host]
@@ -172,7 +176,11 @@ async def _assemble(
         for machine in there:
             if machine.came_with_rank and given.setdefault(machine.rank, machine) is not machine:
                 both = f"{given[machine.rank]} and on {machine}"
-                raise UserError(f"--rank {machine.rank} was given on {both}: give every machine its own.")
+                raise UserError(
+                    f"--rank {machine.rank} was given on {both}: give every machine its own.",
+                    code="conflict",
+                    key="--rank",
+                )
         # Those that came without a rank take the places that are left.
         missing = sorted({*range(role.nodes)} - {machine.rank for machine in there})
         if not missing:

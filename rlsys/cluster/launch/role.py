@@ -78,15 +78,23 @@ def find_role(
         raise UserError(
             f"--rank: which of the {nodes} machines is this? Give --rank 0 on the head and "
             f"{'--rank 1 on the other' if nodes == 2 else f'--rank 1 to {nodes - 1} on the others'}, "
-            f"or set one of {', '.join(_RANKS)}."
+            f"or set one of {', '.join(_RANKS)}.",
+            code="missing",
+            key="--rank",
         )
     rank = rank or 0
     if not 0 <= rank < nodes:
-        raise UserError(f"--rank {rank} is not a machine of --nodes {nodes}: ranks go from 0 to {nodes - 1}.")
+        raise UserError(
+            f"--rank {rank} is not a machine of --nodes {nodes}: ranks go from 0 to {nodes - 1}.",
+            code="out_of_range",
+            key="--rank",
+        )
     host, port = _head(head, environment, names)
     if not host and nodes > 1:
         raise UserError(
-            "--head: where is the machine of rank 0? Give --head HOST[:PORT] on every machine, or set MASTER_ADDR."
+            "--head: where is the machine of rank 0? Give --head HOST[:PORT] on every machine, or set MASTER_ADDR.",
+            code="missing",
+            key="--head",
         )
     return Role(rank, nodes, host, port, names)
 
@@ -95,7 +103,11 @@ def machine_count(given: int | None, wanted: int) -> int:
     """Count the machines: as many as are given, else as the config wants. Raises UserError for fewer."""
     if given is None or given >= wanted:
         return given or wanted
-    raise UserError(f"--nodes {given} is fewer than cluster.nodes={wanted}: start as many, or take a config for fewer.")
+    raise UserError(
+        f"--nodes {given} is fewer than cluster.nodes={wanted}: start as many, or take a config for fewer.",
+        code="conflict",
+        key="--nodes",
+    )
 
 
 def expand_hosts(listed: str) -> Iterator[str]:
@@ -117,7 +129,9 @@ def check_searching(config: RunConfig) -> None:
     nodes, url = config.cluster.search.nodes, config.search.url
     if nodes and needs_server(config.search) and url is not None:
         raise UserError(
-            f"search.url={url} and cluster.search.nodes={nodes} both say who answers searches: leave one out."
+            f"search.url={url} and cluster.search.nodes={nodes} both say who answers searches: leave one out.",
+            code="conflict",
+            key="cluster.search.nodes",
         )
 
 
@@ -134,7 +148,9 @@ def serving_positions(config: RunConfig, hosts: Sequence[tuple[int, str]]) -> li
         if position is None:
             there = ", ".join(f"{rank} ({host})" for rank, host in hosts)
             raise UserError(
-                f"cluster.search.nodes: there is no machine {wanted} among {there}; give a rank or a host name."
+                f"cluster.search.nodes: there is no machine {wanted} among {there}; give a rank or a host name.",
+                code="unknown",
+                key="cluster.search.nodes",
             )
         positions.append(position)
     return positions
@@ -153,10 +169,12 @@ def search_settings(
 
 def _head(head: str | None, environment: Mapping[str, str], names: Sequence[str]) -> tuple[str, int]:
     master = environment.get("MASTER_ADDR", "")
-    given, host = (f"--head {head}", head) if head is not None else (f"MASTER_ADDR={master}", master)
+    key, separator, host = ("MASTER_ADDR", "=", master) if head is None else ("--head", " ", head)
     if host.count(":") > 1:
         raise UserError(
-            f"{given} is an IPv6 address, and machines meet over IPv4: give the machine's name or its IPv4 address."
+            f"{key}{separator}{host} is an IPv6 address, and machines meet over IPv4: give the machine's name or its IPv4 address.",
+            code="unsupported",
+            key=key,
         )
     if head is None and master:
         return master, _number(environment, ("MASTER_PORT",)) or RAY_PORT
@@ -164,10 +182,14 @@ def _head(head: str | None, environment: Mapping[str, str], names: Sequence[str]
         return (names[0] if names else ""), RAY_PORT
     parts = re.fullmatch(r"([^:]+)(?::(\d+))?", head)
     if parts is None:
-        raise UserError(f"--head {head} is not HOST or HOST:PORT.")
+        raise UserError(
+            f"--head {head} is not HOST or HOST:PORT: give the machine of rank 0.", code="malformed", key="--head"
+        )
     port = int(parts[2] or RAY_PORT)
     if not 0 < port < 65536:
-        raise UserError(f"--head {head}: a port is from 1 to 65535.")
+        raise UserError(
+            f"--head {head}: a port is from 1 to 65535, so give one of these.", code="out_of_range", key="--head"
+        )
     return parts[1], port
 
 
@@ -176,6 +198,10 @@ def _number(environment: Mapping[str, str], variables: Sequence[str]) -> int | N
     for variable in variables:
         if text := environment.get(variable):
             if not text.isdigit():
-                raise UserError(f"{variable}={text} in the environment is not a number: set it right, or unset it.")
+                raise UserError(
+                    f"{variable}={text} in the environment is not a number: set it right, or unset it.",
+                    code="wrong_type",
+                    key=variable,
+                )
             return int(text)
     return None

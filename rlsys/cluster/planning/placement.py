@@ -42,13 +42,17 @@ def parse_ranks(text: str, key: str) -> Ranks:
     for part in str(text).split(","):
         match = _PART.fullmatch(part.strip())
         if match is None:
-            raise UserError(f'{key}="{text}" is not a list of ranks: write e.g. "0-3" or "0,2-3".')
+            raise UserError(
+                f'{key}="{text}" is not a list of ranks: write e.g. "0-3" or "0,2-3".', code="malformed", key=key
+            )
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
-            raise UserError(f'{key}="{text}" counts down from {first} to {last}: write "{last}-{first}".')
+            raise UserError(
+                f'{key}="{text}" counts down from {first} to {last}: write "{last}-{first}".', code="malformed", key=key
+            )
         ranks.extend(range(first, last + 1))
     if len(set(ranks)) != len(ranks):
-        raise UserError(f'{key}="{text}" names a rank twice: name each rank once.')
+        raise UserError(f'{key}="{text}" names a rank twice: name each rank once.', code="malformed", key=key)
     return tuple(ranks)
 
 
@@ -56,13 +60,17 @@ def parse_placement(placement: Mapping[str, str], with_critic: bool = False) -> 
     """Ranks of every group; all must be placed but the critic, where there is one, and no other."""
     groups = (*GROUPS, CRITIC)
     if unknown := sorted(set(placement) - set(groups)):
-        raise UserError(f"cluster.placement.{unknown[0]} is not a group: the groups are {', '.join(groups)}.")
+        key = f"cluster.placement.{unknown[0]}"
+        raise UserError(f"{key} is not a group: the groups are {', '.join(groups)}.", code="unknown", key=key)
     if missing := [group for group in GROUPS if group not in placement]:
-        raise UserError(f"cluster.placement.{missing[0]} is missing: give the group's device ranks.")
+        key = f"cluster.placement.{missing[0]}"
+        raise UserError(f"{key} is missing: give the group's device ranks.", code="missing", key=key)
     if CRITIC in placement and not with_critic:
         raise UserError(
             "cluster.placement.critic is given but algorithm.baseline is not critic: leave it out, or set "
-            "algorithm.baseline=critic."
+            "algorithm.baseline=critic.",
+            code="conflict",
+            key="cluster.placement.critic",
         )
     placed = (group for group in groups if group in placement)
     ranks = {group: parse_ranks(placement[group], f"cluster.placement.{group}") for group in placed}

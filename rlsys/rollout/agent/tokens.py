@@ -57,10 +57,16 @@ class Codec:
         name = getattr(tokenizer, "name_or_path", "")
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
-                f"The tokenizer of {name!r} gives no character offsets; use a fast tokenizer (tokenizer.json)."
+                f"The tokenizer of {name!r} gives no character offsets; use a fast tokenizer (tokenizer.json).",
+                code="unsupported",
+                key=name or "tokenizer",
             )
         if tokenizer.eos_token_id is None:
-            raise UserError(f"The tokenizer of {name!r} has no end-of-sequence token; set eos_token in its config.")
+            raise UserError(
+                f"The tokenizer of {name!r} has no end-of-sequence token; set eos_token in its config.",
+                code="missing",
+                key=name or "tokenizer",
+            )
         self._tokenizer = tokenizer
         self.eos_id: int = tokenizer.eos_token_id
         self.special_ids: frozenset[int] = frozenset(tokenizer.all_special_ids)

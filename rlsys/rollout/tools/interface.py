@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, cast
 
 from rlsys.config.schema import TaskConfig
-from rlsys.errors import UserError
+from rlsys.errors import Code, UserError
 
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
@@ -58,19 +58,20 @@ def find_tool(path: str) -> type[Any]:
     """The class called `path`. Imports its module; raises UserError with one sentence where it is no tool."""
     module_name, _, attribute = path.rpartition(".")
     if not module_name:
-        raise UserError(f"task.tools: {path!r} is no dotted name: write it like package.module.Class.")
+        raise _problem(f"{path!r} is no dotted name: write it like package.module.Class.", "malformed")
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        raise UserError(
-            f"task.tools: {module_name} cannot be imported ({_one_line(error)}): mend it, or put the folder that holds it "
-            "into PYTHONPATH."
+        raise _problem(
+            f"{module_name} cannot be imported ({_one_line(error)}): mend it, or put the folder that holds it into "
+            "PYTHONPATH.",
+            "user_code",
         ) from error
     found = getattr(module, attribute, None)
     if not inspect.isclass(found):
-        raise UserError(f"task.tools: {module_name} has no class {attribute}: define it, or mend the name.")
+        raise _problem(f"{module_name} has no class {attribute}: define it, or mend the name.", "unknown")
     if wrong := next(_faults(found), None):
-        raise UserError(f"task.tools: {path} {wrong}; see docs/tools.md.")
+        raise _problem(f"{path} {wrong}; see docs/tools.md.", "user_code")
     return found
 
 
@@ -80,14 +81,18 @@ def tool_tags(paths: Sequence[str]) -> dict[str, str]:
 
 
 def open_tools(task: TaskConfig) -> tuple[Tool, ...]:
-    """Make each tool of `task`. Raises UserError with one line for each problem."""
-    if problems := list(check_tools(task)):
-        raise UserError("\n".join(problems))
+    """Make each tool of `task`. Raises UserError with one line for each problem, and the code of the first."""
+    if problems := list(_problems(task)):
+        raise UserError("\n".join(map(str, problems)), code=problems[0].code, key=problems[0].key)
     return tuple(_made(path) for path in task.tools)
 
 
 def check_tools(task: TaskConfig) -> Iterator[str]:
     """One sentence for each problem of `task.tools`."""
+    return map(str, _problems(task))
+
+
+def _problems(task: TaskConfig) -> Iterator[UserError]:
     tags = task.tags
     taken = {"think": "reasoning", tags.search.lower(): "task.tags.search", tags.answer.lower(): "task.tags.answer"}
     taken[tags.information.lower()] = "task.tags.information"
@@ -96,12 +101,13 @@ def check_tools(task: TaskConfig) -> Iterator[str]:
         try:
             tool = find_tool(path)
         except UserError as problem:
-            yield str(problem)
+            yield problem
             continue
         if tool.name in names:
-            yield f"task.tools: {path} has the name {tool.name}, as {names[tool.name]} has: rename one, or leave it out."
+            sentence = f"{path} has the name {tool.name}, as {names[tool.name]} has: rename one, or leave it out."
+            yield _problem(sentence, "conflict")
         elif owner := taken.get(tool.tag.lower()):
-            yield f"task.tools: {path} has the tag {tool.tag}, which is that of {owner}: rename one."
+            yield _problem(f"{path} has the tag {tool.tag}, which is that of {owner}: rename one.", "conflict")
         names.setdefault(tool.name, path)
         taken.setdefault(tool.tag.lower(), path)
 
@@ -122,7 +128,11 @@ def _made(path: str) -> Tool:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"task.tools: {path} cannot be made ({_one_line(error)}): mend its __init__.") from error
+        raise _problem(f"{path} cannot be made ({_one_line(error)}): mend its __init__.", "user_code") from error
+
+
+def _problem(sentence: str, code: Code) -> UserError:
+    return UserError(f"task.tools: {sentence}", code=code, key="task.tools")
 
 
 def _faults(found: type) -> Iterator[str]:

@@ -45,11 +45,17 @@ def search_metrics(tool: SearchClient | CassetteTool) -> dict[str, float]:
 def open_client(search: SearchConfig, *, topk: int) -> SearchClient:
     """A client of the servers that the config names. Raises UserError where it names none."""
     if search.url is None:
-        raise UserError("search.url is null, so a rollout worker has no server; start one and name it.")
+        raise UserError(
+            "search.url is null, so a rollout worker has no server; start one and name it.",
+            code="missing",
+            key="search.url",
+        )
     token = None if search.token_env is None else os.environ.get(search.token_env)
     if search.token_env is not None and not token:
         raise UserError(
-            f"search.token_env={search.token_env} is not set on {socket.gethostname()}: export the servers' token there."
+            f"search.token_env={search.token_env} is not set on {socket.gethostname()}: export the servers' token there.",
+            code="missing",
+            key="search.token_env",
         )
     return SearchClient(
         [search.url, *search.replicas],

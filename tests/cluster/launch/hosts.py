@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -26,16 +27,14 @@ _INIT = "import signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); prin
 _ALONE = ("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
+@dataclass
 class Host:
     """One of the hosts."""
 
-    def __init__(self, name: str, address: str, first: psutil.Process, port: str) -> None:
-        self.name = name
-        self.address = address
-        self._first = first
-        self._port = port
-        """Its end of the cable at the bridge."""
-        self._cut = False
+    address: str
+    _first: psutil.Process
+    _port: str
+    """Its end of the cable at the bridge."""
 
     def start(self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         """Start a command there, in the project's folder; its output goes to `log`."""
@@ -70,27 +69,23 @@ class Host:
         self._first.kill()
         self._first.wait(10)
 
-    def cut(self, switch: psutil.Process) -> None:
-        """Pull the cable: packets are lost, connections stay as they are."""
-        subprocess.run(["nsenter", "-t", str(switch.pid), "-n", "ip", "link", "set", self._port, "down"], check=True)
-
     def _enter(self) -> list[str]:
         return ["nsenter", "-t", str(self._first.pid), "--net", "--mount", "--uts", "--pid"]
 
 
+@dataclass
 class Hosts:
     """Hosts that reach each other."""
 
-    def __init__(self, hosts: Sequence[Host], switch: psutil.Process) -> None:
-        self.all = tuple(hosts)
-        self._switch = switch
+    _all: Sequence[Host]
+    _switch: psutil.Process
 
     def __getitem__(self, index: int) -> Host:
-        return self.all[index]
+        return self._all[index]
 
     def cut(self, index: int) -> None:
-        """Pull the cable of one host."""
-        self.all[index].cut(self._switch)
+        """Pull the cable of one host: packets are lost, connections stay as they are."""
+        _in(self._switch, f"ip link set {self[index]._port} down")
 
 
 @contextmanager
@@ -111,7 +106,7 @@ def namespaced_hosts(count: int, folder: Path) -> Iterator[Hosts]:
                 f"ip link set port{number} master bridge up",
             )
             _in(first, f"ip addr add {address}/24 dev eth0 && ip link set eth0 up && ip link set lo up")
-            hosts.append(Host(name, address, first, f"port{number}"))
+            hosts.append(Host(address, first, f"port{number}"))
         yield Hosts(hosts, switch)
 
 

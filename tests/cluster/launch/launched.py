@@ -41,15 +41,7 @@ class Launched:
         self.host = host
         self.log = folder / f"launch-{rank}.log"
         where = ["--rank", str(rank), "--nodes", "2", "--head", head.address]
-        command = [
-            sys.executable,
-            "-m",
-            "rlsys.apps.cli.main",
-            "launch",
-            "--config-name",
-            "searchr1_tiny_cpu",
-            *where,
-        ]
+        command = [sys.executable, "-m", "rlsys.apps.cli.main", "launch", "--config-name", "searchr1_tiny_cpu", *where]
         self._process = host.start(
             [*command, f"output_dir={folder}/outputs", *SETTINGS, *arguments],
             self.log,
@@ -75,7 +67,7 @@ class Launched:
 
     def leaves_nothing(self) -> bool:
         """Whether no process and none of its folders are left on its host."""
-        wait_until(lambda: not self.host.processes(), 10, self)
+        wait_until(lambda: not self.host.processes(), 60, self)
         return "rlsys-" not in self.host.run("ls", "/tmp")
 
 

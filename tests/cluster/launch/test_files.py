@@ -8,12 +8,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import typer
 import yaml
 
 from rlsys.apps.cli.training import launch as command
-from rlsys.cluster.launch.role import check_searching, find_role, serving_positions
+from rlsys.cluster.launch.role import check_searching, serving_positions
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
 from tests.support.paths import PROJECT
@@ -43,7 +42,7 @@ def composed(params: dict[str, Any]) -> RunConfig:
 def run(script: Path, *words: str, cwd: Path, **settings: str) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     return subprocess.run(
-        ["bash", str(script), *words], cwd=cwd, env=kept | settings, capture_output=True, text=True, timeout=60,
+        ["bash", str(script), *words], cwd=cwd, env=kept | settings, capture_output=True, text=True, timeout=600,
         check=False,
     )  # fmt: skip
 
@@ -71,44 +70,23 @@ def test_slurms_file_runs_the_launcher_once_a_machine_and_passes_its_status_on(t
     # The file's own number of machines is that of its own config.
     assert f"#SBATCH --nodes={config.cluster.nodes}\n" in SBATCH.read_text()
     assert f"#SBATCH --gpus-per-node={config.cluster.devices_per_node}\n" in SBATCH.read_text()
-    other = run(
-        SBATCH,
-        "searchr1_tiny_cpu",
-        "trainer.steps=3",
-        cwd=tmp_path,
-        PATH=path,
-        SLURM_JOB_ID="1",
-        WAIT_S="9",
-        PYTHON=str(python),
+    other = ["searchr1_tiny_cpu", "trainer.steps=3"]
+    assert (
+        run(SBATCH, *other, cwd=tmp_path, PATH=path, SLURM_JOB_ID="1", WAIT_S="9", PYTHON=str(python)).returncode == 7
     )
-    assert other.returncode == 7
     given = (tmp_path / "srun.words").read_text().splitlines()
     params = parsed(given[given.index("launch") + 1 :])
-    assert (params["config_name"], params["overrides"], params["wait"]) == (
-        "searchr1_tiny_cpu", ["trainer.steps=3"], 9,
-    )  # fmt: skip
-
-
-def test_what_slurm_sets_makes_a_role() -> None:
-    found = find_role({"SLURM_NODEID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}, 2)
-    assert (found.rank, found.nodes, found.host) == (1, 2, "n1")
-
-
-@pytest.mark.parametrize("script", [SBATCH, BARE])
-def test_scripts_help_from_any_directory(script: Path, tmp_path: Path) -> None:
-    done = run(script, "--help", cwd=tmp_path, PYTHON="/nowhere")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"{script.name}" in done.stdout
+    assert (params["config_name"], params["overrides"], params["wait"]) == (other[0], other[1:], 9)
 
 
 def test_scripts_say_what_is_missing(tmp_path: Path) -> None:
     outside = run(SBATCH, cwd=tmp_path)
-    assert outside.returncode == 2
-    assert "give it to sbatch" in outside.stderr
+    assert (outside.returncode, outside.stdout) == (2, "")
+    assert "sbatch" in outside.stderr
     for script, settings in ((BARE, {}), (SBATCH, {"SLURM_JOB_ID": "1"})):
         lacking = run(script, "--config-name", "x", cwd=tmp_path, PYTHON="/nowhere", **settings)
         assert (lacking.returncode, lacking.stdout) == (2, "")
-        assert "PYTHON=/nowhere lacks what rlsys needs" in lacking.stderr
+        assert "PYTHON=/nowhere" in lacking.stderr
 
 
 def test_the_kubernetes_job_has_the_machines_that_its_config_needs() -> None:
@@ -121,9 +99,7 @@ def test_the_kubernetes_job_has_the_machines_that_its_config_needs() -> None:
     config = composed(params)
     assert config.search.url is None
     cluster = job["spec"]["rayClusterSpec"]
-    assert cluster["authOptions"] == {"mode": "token"}, (
-        "the dashboard, at which code can be run, is for all pods to see"
-    )
+    assert cluster["authOptions"] == {"mode": "token"}, "all pods see the dashboard, at which code can be run"
     (workers,) = cluster["workerGroupSpecs"]
     assert 1 + workers["replicas"] == config.cluster.nodes
     for group in (cluster["headGroupSpec"], workers):

@@ -1,4 +1,4 @@
-"""Which machine this is: from flags, from the environment, and what is refused."""
+"""A machine's role, from flags or from the environment, and the machines that serve searches."""
 
 from __future__ import annotations
 
@@ -10,8 +10,18 @@ from rich.console import Console
 
 from examples.searchr1.tiny.demo import prepare_world
 from rlsys.apps.cli.training import launch as command
-from rlsys.cluster.launch.role import Role, expand_hosts, find_role
-from rlsys.errors import UserError
+from rlsys.cluster.launch.role import (
+    Role,
+    check_searching,
+    expand_hosts,
+    find_role,
+    search_settings,
+    serving_positions,
+)
+from rlsys.config.compose import load_config
+from rlsys.config.schema import CassetteConfig, ClusterConfig, RunConfig, SearchConfig, SearchNodesConfig
+from rlsys.errors import Code
+from tests.support.refusals import refused
 
 SLURM = {"SLURM_NODEID": "2", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "gpu[09-11],big"}
 
@@ -20,7 +30,6 @@ SLURM = {"SLURM_NODEID": "2", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "gpu[09
     ("environment", "flags", "expected"),
     [
         ({}, {}, Role(0, 1, "", 6379)),
-        ({}, {"rank": 1, "nodes": 2, "head": "a"}, Role(1, 2, "a", 6379)),
         ({}, {"rank": 1, "nodes": 2, "head": "10.0.0.1:7000"}, Role(1, 2, "10.0.0.1", 7000)),
         ({"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "a"}, {}, Role(1, 3, "a", 6379)),
         (
@@ -28,7 +37,6 @@ SLURM = {"SLURM_NODEID": "2", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "gpu[09
             {},
             Role(1, 2, "a", 29500),
         ),
-        ({"NODE_RANK": "1", "NNODES": "2", "MASTER_ADDR": "a"}, {"head": "b"}, Role(1, 2, "b", 6379)),
         (SLURM, {}, Role(2, 4, "gpu09", 6379, ("gpu09", "gpu10", "gpu11", "big"))),
         (
             {**SLURM, "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NODELIST": "gpu[10-11],big"},
@@ -45,36 +53,33 @@ def test_flags_go_before_the_environment(
 
 
 @pytest.mark.parametrize(
-    ("environment", "wanted", "flags", "said"),
+    ("environment", "wanted", "flags", "code", "key"),
     [
-        ({}, 2, {}, "--rank: which of the 2 machines is this"),
-        ({}, 2, {}, "--rank 0 on the head and --rank 1 on the other, or"),
-        ({}, 3, {}, "--rank 0 on the head and --rank 1 to 2 on the others, or"),
-        ({}, 1, {"nodes": 0}, "--nodes 0 is fewer than cluster.nodes=1"),
-        ({}, 2, {"rank": 0, "head": "[fd00::1]:7000"}, "an IPv6 address"),
-        ({"MASTER_ADDR": "fd00::1"}, 2, {"rank": 0}, "MASTER_ADDR=fd00::1 is an IPv6 address"),
-        ({}, 2, {"rank": 1}, "--head: where is the machine of rank 0"),
-        ({}, 2, {"rank": 2, "head": "a"}, "--rank 2 is not a machine of --nodes 2"),
-        ({}, 1, {"rank": -1}, "--rank -1 is not a machine"),
-        ({}, 4, {"rank": 1, "nodes": 2, "head": "a"}, "--nodes 2 is fewer than cluster.nodes=4"),
-        ({"RANK": "first"}, 2, {}, "RANK=first in the environment is not a number"),
-        ({}, 2, {"rank": 0, "head": "a:b"}, "--head a:b is not HOST or HOST:PORT"),
-        ({}, 2, {"rank": 0, "head": "a:0"}, "a port is from 1 to 65535"),
+        ({}, 2, {}, "missing", "--rank"),
+        ({}, 1, {"nodes": 0}, "conflict", "--nodes"),
+        ({}, 4, {"rank": 1, "nodes": 2, "head": "a"}, "conflict", "--nodes"),
+        ({}, 2, {"rank": 0, "head": "[fd00::1]:7000"}, "unsupported", "--head"),
+        ({"MASTER_ADDR": "fd00::1"}, 2, {"rank": 0}, "unsupported", "MASTER_ADDR"),
+        ({}, 2, {"rank": 1}, "missing", "--head"),
+        ({}, 2, {"rank": 2, "head": "a"}, "out_of_range", "--rank"),
+        ({}, 1, {"rank": -1}, "out_of_range", "--rank"),
+        ({"RANK": "first"}, 2, {}, "wrong_type", "RANK"),
+        ({}, 2, {"rank": 0, "head": "a:b"}, "malformed", "--head"),
+        ({}, 2, {"rank": 0, "head": "a:0"}, "out_of_range", "--head"),
     ],
 )
-def test_what_does_not_fit_is_a_sentence(
-    environment: Mapping[str, str], wanted: int, flags: Mapping[str, Any], said: str
+def test_a_role_that_does_not_fit_is_refused(
+    environment: Mapping[str, str], wanted: int, flags: Mapping[str, Any], code: Code, key: str
 ) -> None:
-    with pytest.raises(UserError, match=said):
+    with refused(code, key):
         find_role(environment, wanted, **flags)
 
 
 def test_a_cluster_that_runs_needs_as_many_machines() -> None:
     prepare_world(Console(quiet=True))
     settings = ["cluster.nodes=2", "cluster.devices_per_node=2", "cluster.sync_mode=broadcast"]
-    for nodes in (0, 1):
-        with pytest.raises(UserError, match=f"--nodes {nodes} is fewer than cluster.nodes=2"):
-            command("searchr1_tiny_cpu", settings, None, nodes, None, None, 1.0, "127.0.0.1:1", False)
+    with refused("conflict", "--nodes"):
+        command("searchr1_tiny_cpu", settings, None, 1, None, None, 1.0, "127.0.0.1:1", False)
 
 
 def test_a_machine_is_named_as_far_as_it_is_known() -> None:
@@ -85,7 +90,6 @@ def test_a_machine_is_named_as_far_as_it_is_known() -> None:
 @pytest.mark.parametrize(
     ("listed", "hosts"),
     [
-        ("a", ["a"]),
         ("a,b-3", ["a", "b-3"]),
         ("n[1-3]", ["n1", "n2", "n3"]),
         ("n[008-010,2]x,m", ["n008x", "n009x", "n010x", "n2x", "m"]),
@@ -95,3 +99,40 @@ def test_a_machine_is_named_as_far_as_it_is_known() -> None:
 )
 def test_slurms_short_form_is_spelt_out(listed: str, hosts: list[str]) -> None:
     assert list(expand_hosts(listed)) == hosts
+
+
+HOSTS = [(0, "gpu-a"), (1, "gpu-b.example.org"), (12, "1")]
+
+
+def run_of(nodes: list[str], **search: object) -> RunConfig:
+    return RunConfig(
+        cluster=ClusterConfig(search=SearchNodesConfig(nodes=nodes)),
+        search=SearchConfig(**{"index": "somewhere", **search}),
+    )
+
+
+def test_machines_are_found_by_rank_and_by_host_name() -> None:
+    assert serving_positions(run_of(["12", "gpu-b", "gpu-a"]), HOSTS) == [2, 1, 0]
+    assert serving_positions(run_of(["gpu-b.example.org"]), HOSTS) == [1]
+    assert serving_positions(run_of(["1"]), HOSTS) == [1], "a rank goes before a host of that name"
+    assert serving_positions(run_of([]), HOSTS) == []
+    played = run_of(["0"], cassette=CassetteConfig(path="calls.jsonl"))
+    assert serving_positions(played, HOSTS) == [], "a played cassette needs no server"
+    with refused("unknown", "cluster.search.nodes"):
+        serving_positions(run_of(["gpu-c"]), HOSTS)
+
+
+def test_servers_that_nobody_would_use_are_refused() -> None:
+    check_searching(run_of([]))
+    check_searching(run_of(["0"]))
+    with refused("conflict", "cluster.search.nodes"):
+        check_searching(run_of(["0"], url="http://a:1"))
+
+
+@pytest.mark.parametrize("urls", [["http://10.0.0.1:8000"], ["http://a:1", "http://b:2", "http://[fd00::1]:3"]])
+def test_the_settings_are_what_the_config_then_says(urls: list[str]) -> None:
+    settings = search_settings(SearchConfig(), urls, {"RLSYS_SEARCH_TOKEN": "s3cret"})
+    search = load_config("searchr1_tiny_cpu", settings).search
+    assert [search.url, *search.replicas] == urls
+    assert search.token_env == "RLSYS_SEARCH_TOKEN"
+    assert load_config("searchr1_tiny_cpu", search_settings(SearchConfig(), urls, {})).search.token_env is None

@@ -57,36 +57,39 @@ def test_where_all_is_there_nothing_is_wrong(node_run: Compose) -> None:
     assert machine.asked == ["Who wrote it?"], "a server is asked a question of the run's own"
 
 
-TAKEN_AWAY: list[tuple[str, Callable[[], Machine], str, str]] = [
-    ("GPUs", lambda: complete(cards=Gpus("580.82", cards(4))), "4 of 8", "CUDA_VISIBLE_DEVICES"),
-    ("GPUs", lambda: complete(cards=Unseen("no driver")), "no driver", "NVIDIA"),
-    ("CUDA driver", lambda: complete(cards=Gpus("570.1", cards(8))), "needs 580", "install driver 580"),
-    ("GPU memory", lambda: complete(cards=Gpus("580.82", cards(8, total_gib=0.001))), "of 0.0 GiB of a card", "lower "),
-    (
-        "GPU 0 in use",
+TAKEN_AWAY: dict[str, tuple[Callable[[], Machine], str, str]] = {
+    "few cards": (lambda: complete(cards=Gpus("580.82", cards(4))), "GPUs", "4 of 8"),
+    "no driver": (lambda: complete(cards=Unseen("no driver")), "GPUs", "no driver"),
+    "an old driver": (lambda: complete(cards=Gpus("570.1", cards(8))), "CUDA driver", "580"),
+    "small cards": (lambda: complete(cards=Gpus("580.82", cards(8, total_gib=0.001))), "GPU memory", "of 0.0 GiB"),
+    "a tenant": (
         lambda: complete(cards=Gpus("580.82", cards(8, used_gib=70), (GpuProcess("GPU-0", 7, "python", 69.0),))),
+        "GPU 0 in use",
         "python (process 7, 69.0 GiB)",
-        "end it",
     ),
-    ("NCCL_SOCKET_IFNAME", lambda: complete(environment={"NCCL_SOCKET_IFNAME": "ib"}), "eth0, lo", "unset"),
-    ("/dev/shm", lambda: complete(free_gib={"/dev/shm": 0.06}), "NCCL wants 1", "--shm-size"),
-    ("disk for Ray", lambda: complete(free_gib={"/tmp": 80.0}), "96% full", "TMPDIR"),
-    ("search server", lambda: complete(answers={URL: SearchAnswer(URL, 0, "refused")}), "refused", "--port 8000"),
-    ("search server", lambda: complete(answers={URL: SearchAnswer(URL, 1)}), "1 of search.topk=3", "search.topk=1"),
-    ("versions", lambda: replace(complete(), packages={**(complete().packages or {}), "megatron-core": "0.15.0"}), "megatron-core 0.15.0", "requirements/gpu.txt"),
-]  # fmt: skip
+    "an interface": (
+        lambda: complete(environment={"NCCL_SOCKET_IFNAME": "ib"}),
+        "NCCL_SOCKET_IFNAME",
+        "eth0, lo",
+    ),
+    "shared memory": (lambda: complete(free_gib={"/dev/shm": 0.06}), "/dev/shm", "0.1 GiB"),
+    "a full disk": (lambda: complete(free_gib={"/tmp": 80.0}), "disk for Ray", "96% full"),
+    "a server": (lambda: complete(answers={URL: SearchAnswer(URL, 0, "refused")}), "search server", "refused"),
+    "passages": (lambda: complete(answers={URL: SearchAnswer(URL, 1)}), "search server", "1 of search.topk=3"),
+    "a version": (
+        lambda: replace(complete(), packages={**(complete().packages or {}), "megatron-core": "0.15.0"}),
+        "versions",
+        "megatron-core 0.15.0",
+    ),
+}
 
 
-@pytest.mark.parametrize(("what", "machine", "says", "fix"), TAKEN_AWAY)
-def test_what_is_missing_is_the_one_thing_that_is_wrong(
-    node_run: Compose,
-    monkeypatch: pytest.MonkeyPatch,
-    what: str,
-    machine: Callable[[], Machine],
-    says: str,
-    fix: str,
+@pytest.mark.parametrize("missing", TAKEN_AWAY)
+def test_the_thing_that_is_missing_is_the_one_thing_that_is_wrong(
+    node_run: Compose, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/tmp")
+    machine, what, says = TAKEN_AWAY[missing]
     wrong = {
         key: one
         for key, one in wrong_things(node_run(), machine()).items()
@@ -94,7 +97,7 @@ def test_what_is_missing_is_the_one_thing_that_is_wrong(
     }
     assert set(wrong) == {what}
     assert says in wrong[what].found
-    assert fix in wrong[what].fix
+    assert wrong[what].fix
 
 
 def test_an_engine_fills_its_part_of_the_card_that_is_there(node_run: Compose) -> None:
@@ -102,27 +105,8 @@ def test_an_engine_fills_its_part_of_the_card_that_is_there(node_run: Compose) -
     small = complete(cards=Gpus("580.82", cards(8, total_gib=40.0)))
     assert wrong_things(node_run("rollout.engine.memory_fraction=0.8"), small) == {}
     told = found(node_run("rollout.engine.memory_fraction=0.8"), small, "GPU memory").found
-    assert told.startswith("rollout take about 32.0 of 40.0 GiB")
-    assert "not of cluster.device_memory_gib=80" in told
-    assert "device_memory_gib" not in found(node_run(), complete(), "GPU memory").found
-
-
-def test_memory_is_that_of_the_layers_that_are_here(node_run: Compose) -> None:
-    """Without recomputation, what the layers of a large micro-batch keep takes most of a card."""
-    tiny = Gpus("580.82", cards(8, total_gib=2.0))
-    plain, engine = complete(cards=tiny), complete(cards=tiny)
-    engine.here = replace(engine.here, transformer_engine="2.20.2")
-
-    def needed(layers: str, machine: Machine) -> str:
-        words = [
-            "model.recompute=false",
-            "actor.micro_batch_tokens=100000",
-            "rollout.engine.memory_fraction=0.01",
-        ]
-        config = node_run(f"model.layers={layers}", *words)
-        return found(config, machine, "GPU memory").found
-
-    assert needed("auto", plain) == needed("local", plain) != needed("te", engine) == needed("auto", engine)
+    assert "32.0 of 40.0 GiB" in told
+    assert "cluster.device_memory_gib=80" in told
 
 
 def test_all_that_is_missing_is_said_at_once(node_run: Compose, tmp_path: Path) -> None:
@@ -130,14 +114,6 @@ def test_all_that_is_missing_is_said_at_once(node_run: Compose, tmp_path: Path) 
     machine = Machine(cards=Unseen("no driver"), here=Capabilities(), answers={URL: SearchAnswer(URL, 0, "refused")})
     expected = {"model.path", "task.eval_path", "Ray", "GPUs", "versions", "search server", "cluster.device"}
     assert set(wrong_things(config, machine)) == expected
-
-
-def test_memory_that_others_hold_is_no_matter_where_the_rest_is_enough(node_run: Compose) -> None:
-    roomy = Gpus("580.82", cards(8, used_gib=5.0, total_gib=100.0))
-    config = node_run("rollout.engine.memory_fraction=0.5")
-    assert found(config, complete(cards=roomy), "GPU 0 in use").state is FindingState.note
-    full = Gpus("580.82", cards(8, used_gib=60.0, total_gib=100.0))
-    assert found(config, complete(cards=full), "GPU 0 in use").state is FindingState.wrong
 
 
 def test_disk_for_checkpoints_is_counted_and_the_fix_fits(node_run: Compose, tmp_path: Path) -> None:
@@ -154,11 +130,6 @@ def test_disk_for_checkpoints_is_counted_and_the_fix_fits(node_run: Compose, tmp
     assert "set checkpoint.keep_last=4" in short.fix
     mended = node_run("trainer.steps=105", "checkpoint.interval=10", "checkpoint.keep_last=4")
     assert found(mended, complete(free_gib={outputs: 1.0 + 5.5 * one}), "disk for the run").state is FindingState.ok
-
-
-def test_a_folder_that_cannot_be_written_is_named(node_run: Compose, tmp_path: Path) -> None:
-    wrong = wrong_things(node_run(), complete(read_only=[str(tmp_path / "outputs")]))
-    assert list(wrong) == ["disk for the run"]
 
 
 CLUSTER = RayCluster(
@@ -184,7 +155,7 @@ def test_a_cluster_that_fits_is_right_and_what_is_on_other_machines_is_unknown(n
     ("cluster", "what", "says"),
     [
         (RayCluster(CLUSTER.nodes[:1], {"GPU": 8.0}), "Ray", "1 of 2 machines"),
-        (RayCluster(CLUSTER.nodes, {"GPU": 4.0}), "Ray's GPUs", "4 are free and 16 are wanted"),
+        (RayCluster(CLUSTER.nodes, {"GPU": 4.0}), "Ray's GPUs", "4 are free"),
         (
             RayCluster((CLUSTER.nodes[0], RayMachine("10.0.0.2", {"GPU": 2.0})), {"GPU": 10.0}),
             "Ray's GPUs",
@@ -193,9 +164,9 @@ def test_a_cluster_that_fits_is_right_and_what_is_on_other_machines_is_unknown(n
         (
             RayCluster((RayMachine("10.0.0.1", {"GPU": 12.0}), RayMachine("10.0.0.2", {"GPU": 4.0})), {"GPU": 16.0}),
             "Ray's GPUs",
-            "10.0.0.2 has fewer",
+            "10.0.0.2",
         ),
-        (Unseen("nobody listens there"), "Ray", "cluster.address=10.0.0.1:6379: nobody listens"),
+        (Unseen("nobody listens there"), "Ray", "cluster.address=10.0.0.1:6379"),
     ],
 )
 def test_a_cluster_that_does_not_fit_says_in_what(
@@ -205,32 +176,10 @@ def test_a_cluster_that_does_not_fit_says_in_what(
     assert says in wrong[what].found
 
 
-def test_a_machine_without_a_share_in_the_run_needs_no_gpu(node_run: Compose) -> None:
-    machine = complete(cluster=CLUSTER, cards=Unseen("no driver"), here=Capabilities())
-    machine.networks = {"eth0": ["10.0.0.3"]}
-    findings = list(examine(node_run(*TWO_NODES), list(find_problems(node_run(*TWO_NODES))), machine))
-    assert is_right(findings)
-    assert "GPUs" in [one.what for one in findings if one.state is FindingState.unknown]
-
-
-def test_machines_that_a_launcher_will_gather_are_not_said_to_be_there(node_run: Compose) -> None:
-    config = node_run(*TWO_NODES[1:])
-
-    def ray(machine: Machine) -> FindingState:
-        (one,) = [
-            one for one in examine(config, list(find_problems(config)), machine, launched=True) if one.what == "Ray"
-        ]
-        return one.state
-
-    assert ray(complete()) is FindingState.unknown
-    assert ray(complete(taken_ports=[6379])) is FindingState.wrong
-
-
 def test_what_the_launcher_alone_starts_is_wrong_without_it(node_run: Compose) -> None:
     config = node_run(*TWO_NODES[1:-1], "search.url=null", "search.index=none", "cluster.search.nodes=['1']")
     wrong = wrong_things(config, complete())
     assert set(wrong) == {"cluster.address", "cluster.search.nodes"}
-    assert all("`rlsys launch`" in one.found for one in wrong.values())
     assert is_right(examine(config, list(find_problems(config)), complete(), launched=True))
     # What the launcher adds.
     added = ("cluster.address=10.0.0.1:6379", "search.url=http://10.0.0.2:8000")
@@ -238,12 +187,8 @@ def test_what_the_launcher_alone_starts_is_wrong_without_it(node_run: Compose) -
     assert wrong_things(launched, complete(cluster=CLUSTER)) == {}
 
 
-def test_an_address_that_means_another_machine_elsewhere_is_refused(node_run: Compose) -> None:
-    wrong = wrong_things(node_run(*TWO_NODES[:-1]), complete(cluster=CLUSTER))
-    assert "their own machine" in wrong["search server"].found
-
-
-def test_servers_that_differ_are_said(node_run: Compose) -> None:
+def test_servers_that_differ_or_are_another_machine_elsewhere_are_wrong(node_run: Compose) -> None:
+    assert set(wrong_things(node_run(*TWO_NODES[:-1]), complete(cluster=CLUSTER))) == {"search server"}
     config = node_run("search.replicas=[http://10.0.0.2:8000]")
     wrong = wrong_things(config, complete(differs="they serve different things"))
     assert wrong["search server"].found == "they serve different things"
@@ -261,15 +206,8 @@ def test_an_index_that_is_cut_short_is_found(node_run: Compose, tmp_path: Path) 
 
 
 def test_a_run_without_a_search_needs_no_server(node_run: Compose, tmp_path: Path) -> None:
-    alone = [
-        "search.enabled=false",
-        "task.invalid_message=no",
-        "search.url=null",
-        f"search.index={tmp_path}/no",
-    ]
-    said = found(node_run(*alone), complete(), "search server")
-    assert (said.state, said.found) == (FindingState.ok, "none is needed, search.enabled is false")
-    assert wrong_things(node_run(*alone), complete()) == {}
+    none = ["search.enabled=false", "task.invalid_message=no", "search.url=null", f"search.index={tmp_path}/no"]
+    assert wrong_things(node_run(*none), complete()) == {}
 
 
 def test_an_index_that_another_machine_serves_need_not_be_here(node_run: Compose, tmp_path: Path) -> None:
@@ -277,14 +215,3 @@ def test_an_index_that_another_machine_serves_need_not_be_here(node_run: Compose
     served = node_run(*TWO_NODES[1:], *elsewhere, "cluster.search.nodes=['1']")
     assert found(served, complete(), "search.index").state is FindingState.unknown
     assert "search.index" in wrong_things(node_run(*elsewhere), complete())
-
-
-def test_a_folder_too_deep_for_rays_sockets_is_replaced_or_refused(
-    node_run: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deep = tmp_path / ("a" * 100)
-    deep.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(deep))
-    assert "in /tmp" in found(node_run(), complete(), "disk for Ray").found
-    monkeypatch.setattr("rlsys.cluster.local_ray._COMMON", deep)
-    assert "too long for Ray's sockets" in wrong_things(node_run(), complete())["disk for Ray"].found

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from contextlib import closing
 from pathlib import Path
 
-import orjson
 import pytest
 
+from rlsys.cluster.local_ray import promised_port
 from rlsys.cluster.preflight.machine import ThisMachine, Unseen, read_gpus
 from rlsys.config.schema import SearchConfig
+from tests.support.tiny import search_server
 
 CARDS = """\
 0, GPU-aaa, NVIDIA H100 80GB HBM3, 81559, 4, 580.82.07
@@ -49,23 +47,23 @@ def test_visible_cards_are_those_that_cuda_would_take(visible: str, indices: lis
     assert [card.index for card in read_gpus(CARDS, "", visible).cards] == indices
 
 
-def test_text_that_is_no_table_is_not_guessed_at() -> None:
-    with pytest.raises(Unseen, match="not understood"):
-        read_gpus("No devices were found", "", None)
-
-
-def test_a_machine_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Unseen, match="no NVIDIA driver"):
-        ThisMachine().gpus()
-
-
-def test_a_driver_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = tmp_path / "nvidia-smi"
-    script.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(Unseen, match="library version mismatch"):
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("", "nvidia-smi"),
+        ("echo 'Driver/library version mismatch'\nexit 18\n", "Driver/library version mismatch"),
+        ("exec sleep 600\n", "driver"),
+    ],
+)
+def test_a_driver_that_is_absent_broken_or_silent_gives_no_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, said: str
+) -> None:
+    if script:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if script else str(tmp_path))
+    monkeypatch.setattr("rlsys.cluster.preflight.machine._DRIVER_S", 0.2 if "sleep" in script else 300)
+    with pytest.raises(Unseen, match=said):
         ThisMachine().gpus()
 
 
@@ -74,74 +72,26 @@ def test_the_disk_of_a_folder_that_is_not_there_is_that_of_its_parent(tmp_path: 
     assert disk.folder == tmp_path
     assert 0 < disk.free_gib < disk.total_gib
     (tmp_path / "file").write_text("")
-    with pytest.raises(Unseen, match="is a file"):
+    with pytest.raises(Unseen):
         ThisMachine().disk(tmp_path / "file")
 
 
 def test_a_taken_port_is_seen() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        port = server.getsockname()[1]
-        assert not ThisMachine().port_is_free(port)
-    assert ThisMachine().port_is_free(port)
+        assert not ThisMachine().port_is_free(server.getsockname()[1])
+    with promised_port() as free:
+        assert ThisMachine().port_is_free(free.getsockname()[1])
 
 
 def test_nobody_at_the_address_of_a_cluster_is_said_without_ray() -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        port = server.getsockname()[1]
-    seen = ThisMachine().ray(f"127.0.0.1:{port}")
+    with promised_port() as nobody:
+        seen = ThisMachine().ray(f"127.0.0.1:{nobody.getsockname()[1]}")
     assert isinstance(seen, Unseen)
-    assert "nobody listens" in str(seen)
 
 
-@contextmanager
-def served(status: int, answer: object) -> Iterator[str]:
-    """A search server that says one thing."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(orjson.dumps(answer))
-
-        def log_message(self, *_: object) -> None:
-            """Silence."""
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-HIT = {"document": {"id": "1", "contents": "text"}, "score": 1.0}
-
-
-def test_each_server_is_asked_and_each_says_its_own() -> None:
-    with served(200, {"result": [[HIT, HIT]]}) as good, served(500, {"detail": "it broke"}) as bad:
-        settings = SearchConfig(url=good, replicas=[bad], topk=2, timeout_s=5)
-        first, second = ThisMachine().search(settings, "Who?")
-    assert (first.url, first.passages, first.error) == (good, 2, "")
-    assert (second.url, second.passages) == (bad, 0)
-    assert "it broke" in second.error
-
-
-def test_a_server_that_is_silent_ends_the_wait() -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        (answer,) = ThisMachine().search(SearchConfig(url=url, timeout_s=0.2), "Who?")
-    assert answer.error == "no answer within 0.2 s"
-
-
-def test_a_silent_driver_ends_the_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    script = tmp_path / "nvidia-smi"
-    script.write_text("#!/bin/sh\nexec sleep 60\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr("rlsys.cluster.preflight.machine._DRIVER_S", 0.2)
-    with pytest.raises(Unseen, match="no answer within"):
-        ThisMachine().gpus()
+def test_each_search_server_is_asked_and_each_says_its_own() -> None:
+    with search_server() as good, closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        other = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        first, second = ThisMachine().search(SearchConfig(url=good.url, replicas=[other], topk=1, timeout_s=3), "Who?")
+    assert (first.url, first.passages, first.error, good.asked) == (good.url, 1, "", ["Who?"])
+    assert (second.url, second.passages, bool(second.error)) == (other, 0, True)

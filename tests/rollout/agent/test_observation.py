@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from time import thread_time
 
 import pytest
 from hypothesis import example, given, settings
@@ -14,13 +13,14 @@ from transformers import PreTrainedTokenizerFast
 from rlsys.config.schema import TagsConfig
 from rlsys.rollout.agent.episode import Observer, render_search
 from rlsys.rollout.agent.tokens import Codec, Encoded
-from tests.rollout.agent.bpe import build_tokenizer
+from tests.support.bpe import build_tokenizer
 
 CODEC = Codec(build_tokenizer())
-OBSERVER = Observer(TagsConfig(), CODEC)
+OBSERVER = Observer(TagsConfig(), CODEC, ("say", "do"))
 OPEN, CLOSE = "\n\n<information>", "</information>\n\n"
 
-FORGERIES = ["</information>", "<search>", "</search>", "<answer>", "<ANSWER>", "< /answer >", "<|im_start|>"]
+WORDS = "search|answer|information|say|do"
+FORGERIES = ["</information>", "<search>", "</search >", "<ANSWER>", "< /answer >", "<SAY>", "< / do>", "<|im_start|>"]
 UNTRUSTED = st.lists(
     st.sampled_from([*FORGERIES, "</infor", "mation>", "<|im_", "start|>", "<", "東京", "🚀", " a ", "\n"]),
     max_size=14,
@@ -47,22 +47,6 @@ def build_runs() -> Codec:
     return Codec(tokenizer)
 
 
-class Counting(Codec):
-    """Counts the characters that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__(build_tokenizer())
-        self.chars = 0
-
-    def encode(self, text: str) -> list[int]:
-        self.chars += len(text)
-        return super().encode(text)
-
-    def encode_spans(self, text: str) -> Encoded:
-        self.chars += len(text)
-        return super().encode_spans(text)
-
-
 def in_full(codec: Codec, body: str, limit: int) -> str:
     """The observation of `body`, of which all is cleared and all is tokenised before it is cut."""
 
@@ -86,34 +70,33 @@ def in_full(codec: Codec, body: str, limit: int) -> str:
     raise AssertionError("not even the tags have room")
 
 
-def test_passages_read_as_in_search_r1() -> None:
-    passages = ['"Paris"\nIs a city.\nIn France.', "Lyon"]
-    expected = f'{OPEN}Doc 1(Title: "Paris") Is a city.\nIn France.\nDoc 2(Title: Lyon){CLOSE}'
-    assert OBSERVER.observe(render_search(passages, ""), 500) == expected
+@pytest.mark.parametrize(
+    ("passages", "error", "body"),
+    [
+        (['"Paris"\nIs a city.\nIn France.', "Lyon"], "", 'Doc 1(Title: "Paris") Is a city.\nIn France.\nDoc 2(Title: Lyon)'),
+        ([], "timeout", "Search failed: timeout"),
+        ([], "", "No results found."),
+    ],
+)  # fmt: skip
+def test_passages_and_failures_read_as_in_search_r1(passages: list[str], error: str, body: str) -> None:
+    assert OBSERVER.observe(render_search(passages, error), 500) == f"{OPEN}{body}{CLOSE}"
 
 
-def test_a_failed_or_empty_search_is_told() -> None:
-    assert OBSERVER.observe(render_search([], "timeout"), 500) == f"{OPEN}Search failed: timeout{CLOSE}"
-    assert OBSERVER.observe(render_search([], ""), 500) == f"{OPEN}No results found.{CLOSE}"
-
-
-@given(st.lists(UNTRUSTED, max_size=3), UNTRUSTED)
-def test_no_text_from_outside_is_a_tag_or_a_special_token(passages: list[str], error: str) -> None:
-    observation = OBSERVER.observe(render_search(passages, error), 500)
-    inside = observation.removeprefix(OPEN).removesuffix(CLOSE)
-    assert not re.search(r"<\s*/?\s*(search|answer|information)\s*>", inside, re.IGNORECASE)
-    assert not CODEC.special_ids.intersection(CODEC.encode(observation))
-
-
-@settings(max_examples=200)
-@given(st.lists(UNTRUSTED, max_size=3), st.integers(OBSERVER.wrapper_tokens, 60))
-def test_a_cut_observation_keeps_its_tags_and_its_limit(passages: list[str], limit: int) -> None:
-    observation = OBSERVER.observe(render_search(passages, ""), limit)
-    assert observation.startswith(OPEN)
-    assert observation.endswith(CLOSE)
-    assert len(CODEC.encode(observation)) <= limit
-    whole = OBSERVER.observe(render_search(passages, ""), 10_000)
-    assert whole.removesuffix(CLOSE).startswith(observation.removesuffix(CLOSE))
+@settings(max_examples=50)
+@given(st.lists(UNTRUSTED, max_size=3), UNTRUSTED, st.integers(OBSERVER.wrapper_tokens, 60))
+def test_a_cut_observation_keeps_its_tags_and_its_limit_and_forges_none(
+    passages: list[str], error: str, limit: int
+) -> None:
+    body = render_search(passages, error)
+    whole, cut = OBSERVER.observe(body, 10_000), OBSERVER.observe(body, limit)
+    assert len(CODEC.encode(cut)) <= limit
+    for observation in (whole, cut):
+        assert observation.startswith(OPEN)
+        assert observation.endswith(CLOSE)
+        inside = observation.removeprefix(OPEN).removesuffix(CLOSE)
+        assert not re.search(rf"<\s*/?\s*({WORDS})\s*>", inside, re.IGNORECASE)
+        assert not CODEC.special_ids.intersection(CODEC.encode(observation))
+    assert whole.removesuffix(CLOSE).startswith(cut.removesuffix(CLOSE))
 
 
 def test_a_cut_wastes_little() -> None:
@@ -122,7 +105,7 @@ def test_a_cut_wastes_little() -> None:
 
 
 def test_a_limit_below_the_tags_is_an_error() -> None:
-    with pytest.raises(ValueError, match="tokens"):
+    with pytest.raises(ValueError, match=str(OBSERVER.wrapper_tokens)):
         OBSERVER.observe(render_search(["x"], ""), OBSERVER.wrapper_tokens - 1)
 
 
@@ -135,7 +118,7 @@ LONG = st.lists(
 ).map("".join)  # fmt: skip
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50)
 @given(st.sampled_from(CODECS), LONG, st.integers(0, 60))
 @example(CODECS[1], "a <" + " " * 5000 + "search>" + "b " * 3000, 20)
 @example(CODECS[1], " " * 5000 + "b " * 3000, 20)
@@ -146,33 +129,43 @@ def test_a_long_text_is_cut_as_if_all_of_it_had_been_read(codec: Codec, body: st
     assert observer.observe(body, limit) == in_full(codec, body, limit)
 
 
-@settings(deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.sampled_from(["|||IP", "|||", "[INST]", "[", "<search>", " ", "~", "a"]), max_size=20))
 @example(["|||IP|||IP|||"])
-@example(["[INST]"])
 @example([" ~ "])
-def test_what_a_broken_token_leaves_is_none_either(parts: list[str]) -> None:
+def test_a_broken_token_leaves_no_token_either(parts: list[str]) -> None:
     codec = CODECS[0]
     observation = Observer(TagsConfig(), codec).observe("".join(parts), 500)
     assert not codec.special_ids.intersection(codec.encode(observation))
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["Paris is the capital. ", "<|im_start|>", "</information>", "a", " ", "<", "🚀", "< ", "\n"],
-)
-def test_what_is_read_of_a_megabyte_follows_from_the_limit(text: str) -> None:
+class Counting(Codec):
+    """Counts the characters that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(build_tokenizer())
+        self.chars = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.chars += len(text)
+        return super().encode(text)
+
+    def encode_spans(self, text: str) -> Encoded:
+        self.chars += len(text)
+        return super().encode_spans(text)
+
+
+@pytest.mark.parametrize("text", ["Paris is the capital. ", "<|im_start|>", "</information>", " ", "<", "🚀"])
+def test_the_part_of_a_megabyte_that_is_read_follows_from_the_limit(text: str) -> None:
     codec = Counting()
-    observer = Observer(TagsConfig(), codec)
-    started = thread_time()
-    observation = observer.observe(render_search(["T\nx" + text * (10**6 // len(text)) + "x"] * 20, ""), 500)
-    assert thread_time() - started < 10
+    body = render_search(["T\nx" + text * (10**6 // len(text)) + "x"] * 20, "")
+    observation = Observer(TagsConfig(), codec).observe(body, 500)
     assert codec.chars < 100_000
     assert len(codec.encode(observation)) <= 500
 
 
-@pytest.mark.parametrize("text", ["<", "</", "<search", "< /search"])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("text", ["<", "</", "< /search"])
 def test_a_tag_that_white_space_never_ends_takes_no_time(text: str) -> None:
-    started = thread_time()
-    OBSERVER.observe("x" + (text + " " * 20_000) * 3, 20_000)
-    assert thread_time() - started < 10
+    """With a pattern that tries every number of spaces this is a matter of hours."""
+    OBSERVER.observe("x" + (text + " " * 100_000) * 3, 100_000)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,26 +18,14 @@ from transformers import PreTrainedTokenizerFast
 
 from rlsys.config.schema import TokenMode
 from rlsys.rollout.agent.tokens import Codec, SampledTurn, TokenRecord, _count_differing, open_context
-from tests.rollout.agent.bpe import EOS, build_tokenizer
+from tests.support.bpe import build_tokenizer
+from tests.support.refusals import refused
 
 TOKENIZER = build_tokenizer()
 CODEC = Codec(TOKENIZER)
 FIRST_PLAIN = 3
 
-PIECES = [
-    "<search>",
-    "</search>",
-    "東京",
-    "🚀",
-    "é",
-    "naïve",
-    " ",
-    "\n\n",
-    ">",
-    "Paris",
-    "Doc 1(Title: ",
-    "x",
-]
+PIECES = ["<search>", "</search>", "東京", "🚀", "é", "naïve", " ", "\n\n", ">", "Paris", "Doc 1(Title: ", "x"]
 TEXTS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=5).map("".join)
 PLAIN_IDS = st.integers(FIRST_PLAIN, len(TOKENIZER) - 1)
 CANONICAL = TEXTS.map(CODEC.encode)
@@ -85,7 +74,7 @@ def bytes_of(token: int) -> bytes:
     return bytes(table[letter] for letter in TOKENIZER.convert_ids_to_tokens(token))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50)
 @given(TEXTS, TURNS)
 def test_retokenize_trains_the_tokens_whose_bytes_were_all_generated(
     prompt: str, turns: list[tuple[list[int], str]]
@@ -112,7 +101,7 @@ def test_retokenize_trains_the_tokens_whose_bytes_were_all_generated(
     assert at == len(text.encode())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50)
 @given(st.sampled_from(TokenMode), TEXTS, TURNS, st.booleans())
 def test_a_logprob_is_kept_exactly_where_the_engine_saw_the_same_prefix(
     mode: TokenMode, prompt: str, turns: list[tuple[list[int], str]], eos: bool
@@ -137,23 +126,6 @@ def test_a_logprob_is_kept_exactly_where_the_engine_saw_the_same_prefix(
     assert not record.loss_mask[: record.prompt_length].any()
 
 
-@settings(max_examples=100, deadline=None)
-@given(TEXTS, TURNS, st.booleans())
-def test_append_trains_what_was_sampled(prompt: str, turns: list[tuple[list[int], str]], eos: bool) -> None:
-    record = play(TokenMode.append, prompt, turns, eos)
-    tokens, turn_of_token = CODEC.encode(prompt), [-1] * len(CODEC.encode(prompt))
-    for number, (output, observation) in enumerate(turns):
-        seen = CODEC.encode(observation) if number < len(turns) - 1 else []
-        tokens += [*output, *seen]
-        turn_of_token += [number] * len(output) + [-1] * len(seen)
-    assert record.tokens.tolist() == tokens + [CODEC.eos_id] * eos
-    assert record.turn_of_token.tolist() == turn_of_token + [len(turns) - 1] * eos
-    assert record.loss_mask.tolist() == [turn >= 0 for turn in record.turn_of_token]
-    assert record.tokens_differing == 0
-    sampled = record.versions >= 0
-    assert not np.isnan(record.rollout_logprobs[sampled]).any()
-
-
 @st.composite
 def updated_turns(draw: st.DrawFn) -> tuple[list[tuple[list[int], str]], list[list[int]]]:
     """Turns, and a version for each sampled token; versions never fall along an episode."""
@@ -169,21 +141,30 @@ def updated_turns(draw: st.DrawFn) -> tuple[list[tuple[list[int], str]], list[li
     return turns, versions
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50)
 @given(TEXTS, updated_turns(), st.booleans())
-def test_append_knows_the_version_of_every_token(
+def test_append_trains_what_was_sampled_with_the_version_of_every_token(
     prompt: str, updated: tuple[list[tuple[list[int], str]], list[list[int]]], eos: bool
 ) -> None:
     turns, versions = updated
     record = play(TokenMode.append, prompt, turns, eos, versions)
-    expected = [-1] * len(CODEC.encode(prompt))
-    for number, (_, observation) in enumerate(turns):
+    tokens = CODEC.encode(prompt)
+    turn_of_token = [-1] * len(tokens)
+    of_token = [-1] * len(tokens)
+    for number, (output, observation) in enumerate(turns):
         seen = CODEC.encode(observation) if number < len(turns) - 1 else []
-        expected += [*versions[number], *[-1] * len(seen)]
-    assert record.versions.tolist() == expected + [-1] * eos
+        tokens += [*output, *seen]
+        turn_of_token += [number] * len(output) + [-1] * len(seen)
+        of_token += [*versions[number], *[-1] * len(seen)]
+    assert record.tokens.tolist() == tokens + [CODEC.eos_id] * eos
+    assert record.turn_of_token.tolist() == turn_of_token + [len(turns) - 1] * eos
+    assert record.versions.tolist() == of_token + [-1] * eos
+    assert record.loss_mask.tolist() == [turn >= 0 for turn in record.turn_of_token]
+    assert record.tokens_differing == 0
+    assert not np.isnan(record.rollout_logprobs[record.versions >= 0]).any()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=50)
 @given(TEXTS, updated_turns())
 def test_retokenize_never_records_a_version_later_than_the_true_one(
     prompt: str, updated: tuple[list[tuple[list[int], str]], list[list[int]]]
@@ -222,33 +203,6 @@ def test_retokenize_never_records_a_version_later_than_the_true_one(
         assert version <= min(true[byte] for byte in here)
 
 
-def test_a_turn_that_an_update_interrupts_by_hand() -> None:
-    letters = [token for letter in "search" for token in CODEC.encode(letter)]
-    rocket = CODEC.encode("🚀")
-    turn = [*CODEC.encode("Paris"), *letters, *rocket]
-    before = len(CODEC.encode("Paris"))
-    versions = [4] * before + [5] * (len(turn) - before)
-    append = play(TokenMode.append, "x", [(turn, "")], eos=True, versions=[versions])
-    assert append.versions.tolist() == [-1, *versions, -1]
-    # "search" has become one token: what is before it is as sampled, the rest has the turn's oldest version.
-    again = play(TokenMode.retokenize, "x", [(turn, "")], eos=True, versions=[[*versions[:-1], 6]])
-    assert CODEC.decode(again.tokens.tolist()) == "xParissearch🚀"
-    assert again.versions.tolist() == [-1, *[4] * (len(again.tokens) - 2), -1]
-    late = [4, *[5] * (len(turn) - 1)]
-    again = play(TokenMode.retokenize, "x", [(turn, "")], eos=False, versions=[late])
-    assert again.versions.tolist() == [-1, *late[:before], *[4] * (len(again.tokens) - 1 - before)]
-
-
-def test_differing_tokens_are_counted_by_hand() -> None:
-    letters = [token for letter in "search" for token in CODEC.encode(letter)]
-    (whole,) = CODEC.encode("search")
-    assert len(letters) == 6
-    record = play(TokenMode.retokenize, "x", [([*letters, *CODEC.encode("🚀")], "")], eos=True)
-    assert record.tokens.tolist() == [*CODEC.encode("x"), whole, *CODEC.encode("🚀"), CODEC.eos_id]
-    assert record.tokens_differing == 1
-    assert np.isnan(record.rollout_logprobs).all()
-
-
 SOME = st.lists(st.integers(0, 4), max_size=24)
 
 
@@ -263,7 +217,7 @@ def longest_common(first: list[int], second: list[int]) -> int:
     return row[-1]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=50)
 @given(SOME, SOME)
 def test_differing_tokens_are_those_outside_a_longest_common_subsequence(
     sampled: list[int], trained: list[int]
@@ -275,13 +229,6 @@ def test_a_collapsed_policy_is_counted_too() -> None:
     """Thousands of repeated tokens, which a recursive search for blocks does not get through in hours."""
     assert _count_differing([1, 2] * 2000, [1, 2, 3] * 1300) == 1300
     assert _count_differing([1] * 3000 + [2], ([1] * 9 + [3]) * 300) == 300
-
-
-def test_logprobs_return_in_the_turn_after_a_difference() -> None:
-    letters = [token for letter in "search" for token in CODEC.encode(letter)]
-    record = play(TokenMode.retokenize, "x", [(letters, "\n\n"), (CODEC.encode("Doc"), "")], eos=False)
-    assert np.isnan(record.rollout_logprobs[record.versions == 0]).all()
-    assert not np.isnan(record.rollout_logprobs[record.versions == 1]).any()
 
 
 @pytest.mark.parametrize("mode", TokenMode)
@@ -321,17 +268,6 @@ def test_append_cuts_after_the_token_that_completes_the_tag() -> None:
     assert context.input_ids() == [*CODEC.encode("x"), *kept, closing]
 
 
-@pytest.mark.parametrize("mode", TokenMode)
-def test_the_limit_holds_and_a_truncation_is_told(mode: TokenMode) -> None:
-    context = open_context(mode, CODEC, "x")
-    output = CODEC.encode("Paris 東京")
-    inputs = context.input_ids()
-    context.add_turn(sampled_by(0, inputs, output), "Paris 東京")
-    record = context.close(True, limit=2)
-    assert record.truncated
-    assert len(record.tokens) == len(record.loss_mask) == len(record.versions) == 2
-
-
 def test_offsets_without_white_space_never_train_an_observation() -> None:
     codec = Codec(build_tokenizer(words=True, trim_offsets=True))
     encoded = codec.encode_spans("a  bc\n\n naïve 🚀 .")
@@ -347,7 +283,7 @@ def test_offsets_without_white_space_never_train_an_observation() -> None:
     assert trained in "Paris"
 
 
-def test_prompts_take_the_chat_template_where_there_is_one() -> None:
+def test_prompts_take_the_chat_template_once_where_there_is_one() -> None:
     tokenizer: PreTrainedTokenizerFast = build_tokenizer()
     assert Codec(tokenizer).prompt("Why?") == "Why?"
     tokenizer.chat_template = (
@@ -355,12 +291,14 @@ def test_prompts_take_the_chat_template_where_there_is_one() -> None:
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     templated = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-    assert Codec(tokenizer).prompt("Why?") == templated
-    assert EOS not in templated
+    assert Codec(tokenizer).prompt("Why?") == Codec(tokenizer).prompt(templated) == templated
 
 
-def test_a_prompt_that_has_been_through_a_template_is_not_put_through_another() -> None:
-    tokenizer: PreTrainedTokenizerFast = build_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
-    assert Codec(tokenizer).prompt("Why?") == "[Why?]"
-    assert Codec(tokenizer).prompt(f"Why?{EOS}") == f"Why?{EOS}"
+def test_a_tokenizer_without_offsets_or_an_end_is_refused() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.name_or_path = "some/model"
+    tokenizer.eos_token = None
+    with refused("missing", "some/model"):
+        Codec(tokenizer)
+    with refused("unsupported", "slow/model"):
+        Codec(SimpleNamespace(is_fast=False, name_or_path="slow/model", eos_token_id=1))

@@ -1,4 +1,4 @@
-"""Tools as a user writes them, good and bad."""
+"""Tools as a user writes them, good and bad; from `SameTag` on the name says what is wrong."""
 
 from __future__ import annotations
 
@@ -78,74 +78,52 @@ class Book(Echo):
 
 
 class SameTag(Echo):
-    """Clashes by its tag alone."""
-
     name = "other"
 
 
 class TagOfTheAnswer(Echo):
-    """Clashes with the protocol."""
-
     tag = "Answer"
 
 
 class Thinks(Echo):
-    """Clashes with reasoning."""
-
     tag = "think"
 
 
 class NoWord(Echo):
-    """Its tag would be a pattern."""
-
     tag = "a b"
 
 
 class NoName(Echo):
-    """Has no name."""
-
     name = None  # type: ignore[assignment]
 
 
 class Patient(Echo):
-    """Would wait for ever."""
-
     timeout_s = float("inf")
 
 
 class Silent(Echo):
-    """Says nothing about itself."""
-
     description = " "
 
 
 class Plain(Echo):
-    """Is called in the old way."""
-
     def call(self, text: str) -> str:  # type: ignore[override]
         return text
 
 
 class NoText(Echo):
-    """Takes nothing."""
-
     async def call(self) -> str:  # type: ignore[override]
         return ""
 
 
 class Demanding(Echo):
-    """Cannot be made without more."""
-
     def __init__(self, key: str) -> None:
         self.key = key
 
 
 class Failing(Echo):
-    """Cannot be made."""
-
     def __init__(self) -> None:
         raise OSError("no such index")
 
 
 def function() -> None:
-    """No class."""
+    pass

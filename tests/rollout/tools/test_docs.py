@@ -11,9 +11,7 @@ import yaml
 
 from rlsys.config.schema import TaskConfig, schema_keys
 from rlsys.rollout.agent.episode import call_tool, render_call
-from rlsys.rollout.tools.calculator import Calculator
 from rlsys.rollout.tools.interface import check_tools, open_tools
-from tests.orchestrator.rewards.episodes import episode, question
 from tests.support.paths import PROJECT
 
 PAGE = (PROJECT / "docs/tools.md").read_text(encoding="utf-8")
@@ -45,17 +43,3 @@ async def test_the_example_answers_and_fails_as_the_page_says() -> None:
     assert (await call_tool(tool, "etude")).text.startswith("a short piece")
     failed = await call_tool(tool, "xyz")
     assert render_call(tool.name, failed.text, failed.error) == "dictionary failed: xyz is in no dictionary"
-
-
-async def test_the_first_example_is_true() -> None:
-    shown = re.search(r"<calculator>(.*?)</calculator>\s*<information>(.*?)</information>", PAGE, re.DOTALL)
-    assert shown is not None
-    assert await Calculator().call(shown[1].strip()) == shown[2]
-
-
-def test_the_price_of_a_call_falls_on_its_turn() -> None:
-    scope: dict[str, object] = {}
-    exec(blocks("python")[1], scope)
-    said = episode(("<sum>1</sum>", "1"), ("<search>a</search>", "b"), "<answer>c</answer>", tools={"sum": "sum"})
-    assert scope["call_price"](question("c"), said) == [1.0, 0.0, 0.0]  # type: ignore[operator]
-    assert scope["call_price"](question("c"), episode()) == 0.0  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Tools by their dotted names, and the sentence for what is none."""
+"""Tools by their dotted names, and classes that are none."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from rlsys.config.schema import TagsConfig, TaskConfig
-from rlsys.errors import UserError
+from rlsys.errors import Code
 from rlsys.rollout.tools.calculator import Calculator
 from rlsys.rollout.tools.interface import Tool, check_tools, described, find_tool, open_tools, tool_tags
 from tests.rollout.tools.own_tools import Echo
+from tests.support.refusals import refused
 
 HERE = "tests.rollout.tools.own_tools"
 CALCULATOR = "rlsys.rollout.tools.calculator.Calculator"
@@ -21,77 +22,72 @@ def task(*tools: str, tags: TagsConfig | None = None) -> TaskConfig:
 
 
 def test_tools_are_found_and_made_in_order() -> None:
-    made = open_tools(task(f"{HERE}.Echo", CALCULATOR))
+    made: tuple[Tool, ...] = open_tools(task(f"{HERE}.Echo", CALCULATOR))
     assert [type(one) for one in made] == [Echo, Calculator]
     assert tool_tags([f"{HERE}.Echo", CALCULATOR]) == {"echo": "say", "calculator": "calculator"}
     assert open_tools(task()) == ()
     assert list(check_tools(task(f"{HERE}.Echo", f"{HERE}.Scripted", CALCULATOR))) == []
 
 
-def test_the_type_checker_takes_them_for_tools() -> None:
-    tools: list[Tool] = [Calculator(), Echo()]
-    assert [tool.timeout_s for tool in tools] == [1.0, 5.0]
-
-
 @pytest.mark.parametrize(
-    ("path", "why"),
+    ("code", "path", "why"),
     [
-        ("Calculator", "is no dotted name"),
-        ("", "is no dotted name"),
-        ("no_such_package.Tool", "no_such_package cannot be imported (ModuleNotFoundError"),
-        ("tests.rollout.tools.broken.Tool", "cannot be imported"),
-        (f"{HERE}.Missing", "has no class Missing"),
-        (f"{HERE}.function", "has no class function"),
-        (f"{HERE}.NoWord", "has tag='a b'"),
-        (f"{HERE}.NoName", "has name=None"),
-        (f"{HERE}.Patient", "has timeout_s=inf"),
-        (f"{HERE}.Silent", "has description=' '"),
-        (f"{HERE}.Plain", "has no async method call"),
-        (f"{HERE}.NoText", "does not take one text"),
-        (f"{HERE}.Demanding", "needs arguments to be made"),
-        (f"{HERE}.TagOfTheAnswer", "tag Answer, which is that of task.tags.answer"),
-        (f"{HERE}.Thinks", "tag think, which is that of reasoning"),
+        ("malformed", "Calculator", "Calculator"),
+        ("malformed", "", "''"),
+        ("user_code", "no_such_package.Tool", "ModuleNotFoundError"),
+        ("unknown", f"{HERE}.Missing", "Missing"),
+        ("unknown", f"{HERE}.function", "function"),
+        ("user_code", f"{HERE}.NoWord", "tag='a b'"),
+        ("user_code", f"{HERE}.NoName", "name=None"),
+        ("user_code", f"{HERE}.Patient", "timeout_s=inf"),
+        ("user_code", f"{HERE}.Silent", "description=' '"),
+        ("user_code", f"{HERE}.Plain", "async"),
+        ("user_code", f"{HERE}.NoText", "one text"),
+        ("user_code", f"{HERE}.Demanding", "arguments"),
+        ("conflict", f"{HERE}.TagOfTheAnswer", "task.tags.answer"),
+        ("conflict", f"{HERE}.Thinks", "reasoning"),
     ],
 )
-def test_what_is_no_tool_is_one_sentence(path: str, why: str) -> None:
+def test_each_thing_that_is_no_tool_is_refused_with_its_reason(code: Code, path: str, why: str) -> None:
     (sentence,) = check_tools(task(path))
-    assert sentence.startswith("task.tools: ")
     assert why in sentence
-    assert sentence.endswith(".")
-    assert "\n" not in sentence
-    with pytest.raises(UserError):
+    with refused(code, "task.tools"):
         open_tools(task(path))
 
 
-def test_tools_that_clash_are_named() -> None:
-    (twice,) = check_tools(task(f"{HERE}.Echo", f"{HERE}.Echo"))
-    assert f"has the name echo, as {HERE}.Echo has" in twice
-    (tag,) = check_tools(task(f"{HERE}.Echo", f"{HERE}.SameTag"))
-    assert f"has the tag say, which is that of {HERE}.Echo" in tag
-    (renamed,) = check_tools(task(f"{HERE}.Echo", tags=TagsConfig(information="SAY")))
-    assert "task.tags.information" in renamed
+@pytest.mark.parametrize(
+    ("paths", "tags", "named"),
+    [
+        ([f"{HERE}.Echo", f"{HERE}.Echo"], TagsConfig(), f"{HERE}.Echo"),
+        ([f"{HERE}.Echo", f"{HERE}.SameTag"], TagsConfig(), f"{HERE}.Echo"),
+        ([f"{HERE}.Echo"], TagsConfig(information="SAY"), "task.tags.information"),
+    ],
+)
+def test_tools_that_clash_are_named(paths: list[str], tags: TagsConfig, named: str) -> None:
+    with refused("conflict", "task.tools") as caught:
+        open_tools(task(*paths, tags=tags))
+    assert named in str(caught.value)
 
 
 def test_all_problems_are_told_at_once() -> None:
-    with pytest.raises(UserError) as caught:
+    with refused("user_code", "task.tools") as caught:
         open_tools(task(f"{HERE}.Plain", f"{HERE}.Missing", CALCULATOR))
     assert len(str(caught.value).splitlines()) == 2
 
 
-def test_a_module_that_breaks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_or_a_class_that_breaks_is_quoted_on_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_tool_module.py").write_text("raise RuntimeError('line one\\nline two')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match=r"broken_tool_module cannot be imported \(RuntimeError: line one line two\)"):
+    with refused("user_code", "task.tools") as caught:
         find_tool("broken_tool_module.Tool")
-
-
-def test_a_tool_that_cannot_be_made_is_named() -> None:
-    with pytest.raises(UserError, match=r"Failing cannot be made \(OSError: no such index\)"):
+    assert "RuntimeError: line one line two" in str(caught.value)
+    with refused("user_code", "task.tools") as caught:
         open_tools(task(f"{HERE}.Failing"))
+    assert "OSError: no such index" in str(caught.value)
 
 
 def test_a_prompt_tells_of_each_tool() -> None:
     assert described([]) == ""
     first, second = described([f"{HERE}.Echo", CALCULATOR]).split(". ")
-    assert first.startswith("You can hear an echo by <say> text </say> and")
-    assert "<calculator> text </calculator>" in second
+    assert "<say>" in first
+    assert "<calculator>" in second

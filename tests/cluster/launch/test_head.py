@@ -1,18 +1,63 @@
-"""Logs are copied as they grow, each byte once, whatever their names and sizes."""
+"""The first machine: who has come, who is missing or lost, and logs that are copied as they grow, each byte once."""
 
 from __future__ import annotations
 
 import json
+import socket
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlsys.cluster.launch.head import GatheredLogs, LogChunk, NodeAgent
+from rlsys.cluster.launch import head
+from rlsys.cluster.launch.head import Crew, GatheredLogs, NodeAgent
 from rlsys.cluster.launch.ray_node import FOLDER_VARIABLE
+from rlsys.cluster.launch.role import Role
 from rlsys.cluster.local_ray import rays_own
+from rlsys.cluster.runtime import Machine
 from rlsys.cluster.worker_group import RankSilent
 from rlsys.errors import RunError
+from tests.support.refusals import refused
+
+ROLE = Role(0, 3, "a", 6379, ("a", "b", "c"))
+
+
+def machine(rank: int, host: str) -> Machine:
+    return Machine(rank, True, host, f"10.0.0.{rank}", f"{rank + 1:056x}", f"node-{rank}", {})
+
+
+async def assembled(monkeypatch: pytest.MonkeyPatch, *there: Machine) -> list[Machine]:
+    """`there` when all of a run of three machines have come, with no time to wait for more."""
+    monkeypatch.setattr(head, "machines", lambda: list(there))
+    return await head._assemble(ROLE, "a:6379", 60.0, 0.0, None, print)
+
+
+async def test_machines_that_do_not_come_are_named_and_ranks_given_twice_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    a, b, c = (machine(rank, host) for rank, host in enumerate("abc"))
+    assert await assembled(monkeypatch, a, b, c) == [a, b, c]
+    with pytest.raises(RunError, match=r"node 1 \(b\) and node 2 \(c\)"):
+        await assembled(monkeypatch, a)
+    with refused("conflict", "--rank"):
+        await assembled(monkeypatch, a, b, machine(1, "c"))
+
+
+async def test_machines_that_are_lost_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(head, "remote_shell", lambda *_: None)
+    a, b = machine(0, "a"), machine(1, "b")
+    crew = Crew(None, [a, b], tmp_path, None, print)  # type: ignore[arg-type]
+    monkeypatch.setattr(head, "lost", lambda _known: [])
+    await crew.require_all()
+    monkeypatch.setattr(head, "lost", lambda known: known[1:])
+    with pytest.raises(RunError, match=r"node 1 \(b, 10\.0\.0\.1\) is lost"):
+        await crew.require_all()
+
+
+async def test_a_port_of_the_head_that_is_taken_is_refused() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken, refused("in_use", "--head"):
+        await head.lead(None, Role(0, 1, "127.0.0.1", taken.getsockname()[1]), print)  # type: ignore[arg-type]
 
 
 class Called:
@@ -37,8 +82,7 @@ def ray_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def test_logs_grow_move_and_begin_anew(ray_logs: Path, tmp_path: Path) -> None:
-    called = Called(NodeAgent())
-    gathering = GatheredLogs(called, [3], tmp_path / "first")  # type: ignore[arg-type]
+    gathering = GatheredLogs(Called(NodeAgent()), [3], tmp_path / "first")  # type: ignore[arg-type]
     (ray_logs / "raylet.out").write_bytes(b"one\n")
     (ray_logs / "events").mkdir()
     (ray_logs / "events" / "e.log").write_bytes(b"\xff\x00")
@@ -61,37 +105,12 @@ async def test_logs_grow_move_and_begin_anew(ray_logs: Path, tmp_path: Path) -> 
 
 async def test_the_logs_of_a_resumed_run_lie_beside_those_of_its_earlier_lives(ray_logs: Path, tmp_path: Path) -> None:
     nodes = tmp_path / "run" / "logs" / "nodes"
-    for life in range(3):
-        (ray_logs / "raylet.out").write_text(f"life {life}")
-        gathering = GatheredLogs(Called(NodeAgent()), [0], tmp_path / f"first-{life}")  # type: ignore[arg-type]
+    for life in ("first", "second"):
+        (ray_logs / "raylet.out").write_text(life)
+        gathering = GatheredLogs(Called(NodeAgent()), [0], tmp_path / life)  # type: ignore[arg-type]
         await gathering.gather(1)
         gathering.move_to(nodes)
-    assert sorted(file.read_text() for file in nodes.glob("*/0/ray/raylet.out")) == [
-        "life 0", "life 1", "life 2",
-    ]  # fmt: skip
-    assert len(list(nodes.iterdir())) == 3
-
-
-async def test_long_logs_come_a_little_at_a_time(
-    ray_logs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    contents = {f"{number}.log": bytes([number]) * 1500 * number for number in range(1, 5)}
-    for name, content in contents.items():
-        (ray_logs / name).write_bytes(content)
-    read, biggest = NodeAgent.read, []
-
-    def counted(self: NodeAgent, since: dict[str, int]) -> list[LogChunk]:
-        pieces = read(self, since, 1000)
-        biggest.append(sum(len(piece.data) for piece in pieces))
-        return pieces
-
-    monkeypatch.setattr(NodeAgent, "read", counted)
-    monkeypatch.setattr("rlsys.cluster.launch.head.MOST_BYTES", 1000)
-    gathering = GatheredLogs(Called(NodeAgent()), [0], tmp_path / "logs")  # type: ignore[arg-type]
-    await gathering.gather(1)
-    for name, content in contents.items():
-        assert (tmp_path / "logs" / "0" / "ray" / name).read_bytes() == content
-    assert max(biggest) <= 1000
+    assert sorted(file.read_text() for file in nodes.glob("*/0/ray/raylet.out")) == ["first", "second"]
 
 
 async def test_workers_logs_come_from_machines_that_do_not_share_the_folder(tmp_path: Path) -> None:
@@ -118,36 +137,24 @@ async def test_who_is_silent_is_told_and_keeps_nobody_else_from_being_read(ray_l
     assert (tmp_path / "logs" / "1" / "ray" / "a.log").read_text() == "a"
 
 
-def test_the_end_is_told_to_the_machines_launcher(tmp_path: Path) -> None:
-    agent = NodeAgent()
-    agent.close(3, "it is over")
-    assert json.loads((tmp_path / "ray" / "end.json").read_text()) == {"status": 3, "sentence": "it is over"}
-    assert not list((tmp_path / "ray").glob("rlsys-node-*"))
-
-
 def test_the_end_is_told_before_the_search_server_takes_its_time(tmp_path: Path) -> None:
-    agent = NodeAgent()
-    told = []
+    agent, told = NodeAgent(), []
 
     class Server:
         def close(self) -> None:
-            told.append((tmp_path / "ray" / "end.json").is_file())
+            told.append(json.loads((tmp_path / "ray" / "end.json").read_text()))
 
     agent._server = Server()  # type: ignore[assignment]
-    agent.close(0, "it is over")
-    assert told == [True]
+    agent.close(3, "it is over")
+    assert told == [{"status": 3, "sentence": "it is over"}]
+    assert not list((tmp_path / "ray").glob("rlsys-node-*"))
 
 
-def test_a_machine_says_what_is_wrong_with_it(tmp_path: Path) -> None:
-    arguments = [
-        "doctor",
-        "--for",
-        "searchr1_tiny_cpu",
-        f"model.path={tmp_path}/nothing",
-        "search.index=nowhere",
-    ]
-    wrong = NodeAgent().examine(arguments, 60)
+def test_a_machine_says_what_is_wrong_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["doctor", "--for", "searchr1_tiny_cpu", f"model.path={tmp_path}/nothing", "search.index=nowhere"]
+    wrong = NodeAgent().examine(arguments, 600)
     assert any(one.startswith("model.path: ") for one in wrong)
     assert not any(one.startswith(("search", "task")) for one in wrong), "the head looks at these"
-    with pytest.raises(RunError, match=r"the preflight ended with status 2: .*not_there"):
-        NodeAgent().examine(["doctor", "--for", "not_there"], 60)
+    monkeypatch.setattr(head.sys, "executable", "false")
+    with pytest.raises(RunError, match="status 1"):
+        NodeAgent().examine(arguments, 600)

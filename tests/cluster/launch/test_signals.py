@@ -1,0 +1,117 @@
+"""Signals to a launcher, and a head that is silent, lost or not there yet."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from rlsys.apps.running import run_to_end
+from rlsys.cluster.launch import ray_node as worker
+from rlsys.cluster.launch.ray_node import Ending, RayNode
+from rlsys.cluster.launch.role import Role
+from rlsys.cluster.local_ray import promised_port
+from rlsys.errors import Interrupted, RunError
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_loss_of_the_terminal_is_an_interruption_but_under_nohup() -> None:
+    closed = []
+
+    async def work(wait_s: float) -> str:
+        os.kill(os.getpid(), signal.SIGHUP)
+        try:
+            await asyncio.sleep(wait_s)
+        finally:
+            closed.append(True)
+        return "done"
+
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert run_to_end(work(0.1)) == "done"
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with pytest.raises(Interrupted):
+        run_to_end(work(600))
+    assert closed == [True, True]
+
+
+class Node:
+    """Stands for Ray on the machine."""
+
+    told: Ending | None = None
+
+    def ending(self) -> Ending | None:
+        return self.told
+
+    def require_alive(self) -> None:
+        pass
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("then", ["head", "time", "again"])
+async def test_sigterm_leaves_when_the_head_says_so_or_in_time_or_at_the_second(
+    then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "LOOK_S", 0.02)
+    monkeypatch.setattr(worker, "LOST_S", 600.0)
+    monkeypatch.setattr(worker, "FAREWELL_S", 0.2 if then == "time" else 600.0)
+    node, said, before = Node(), list[str](), signal.getsignal(signal.SIGTERM)
+    with closing(socket.create_server(("127.0.0.1", 0))) as head:
+        role = Role(1, 2, "127.0.0.1", head.getsockname()[1])
+        stay = asyncio.create_task(worker._stay(role, node, said.append))  # type: ignore[arg-type]
+        await until(lambda: signal.getsignal(signal.SIGTERM) != before)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: said)
+        if then == "head":
+            assert not stay.done()
+            node.told = Ending(130, "the run was interrupted")
+            assert await stay == node.told
+        else:
+            if then == "again":
+                os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(asyncio.CancelledError):
+                await stay
+    assert len(said) == 1
+    asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+
+
+async def test_a_head_that_is_silent_or_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "LOOK_S", 0.02)
+    monkeypatch.setattr(worker, "LOST_S", 0.1)
+    with promised_port() as nobody:
+        role = Role(1, 2, "127.0.0.1", nobody.getsockname()[1])
+        named = f"127.0.0.1:{role.port} is lost"
+        with pytest.raises(RunError, match=named):
+            await asyncio.wait_for(worker._stay(role, Node(), print), 60)  # type: ignore[arg-type]
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+        with pytest.raises(RunError, match=f"node 1 .*127.0.0.1:{role.port}"):
+            await asyncio.wait_for(worker._await_head(role, wait_s=0.05), 60)
+
+
+def test_a_ray_that_has_ended_is_quoted_and_other_tokens_are_explained(tmp_path: Path) -> None:
+    (tmp_path / "ray-start.log").write_text("first\nInvalidAuthToken")
+    ended = subprocess.Popen(["sh", "-c", "exit 3"])
+    ended.wait()
+    with pytest.raises(RunError, match=r"(?s)status 3.*RAY_AUTH_TOKEN.*InvalidAuthToken"):
+        RayNode(ended, tmp_path).require_alive()
+    assert RayNode(ended, tmp_path).ending() is None
+    worker.tell_ending(tmp_path, 3, "it is over")
+    assert RayNode(ended, tmp_path).ending() == Ending(3, "it is over")

@@ -1,0 +1,110 @@
+"""Waits that end: for a Ray that does not start, answer or exist, and for ranks, of which the missing are named."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from rlsys.cluster.preflight.machine import Unseen, cluster_at
+from rlsys.cluster.runtime import answer, natural, ray_runtime
+from rlsys.cluster.worker_group import Rank, RankDied, RankSilent, WorkerGroup
+from rlsys.config.schema import ClusterConfig, Device
+from rlsys.errors import RunError
+from tests.support.refusals import refused
+
+
+def test_a_ray_that_does_not_start_is_tried_again_and_then_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tries: list[dict[str, Any]] = []
+
+    def slow(**options: Any) -> None:
+        tries.append(options)
+        raise Exception("The current node timed out during startup.")  # noqa: TRY002 (as Ray does)
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(ray, "init", slow)
+    runtime = ray_runtime(ClusterConfig(device=Device.cpu), [1])
+    with pytest.raises(RunError, match="timed out during startup"):
+        runtime.__enter__()
+    assert [options["address"] for options in tries] == ["local"] * 3
+
+
+def test_a_cluster_where_nobody_listens_is_refused() -> None:
+    runtime = ray_runtime(ClusterConfig(device=Device.cpu, address="127.0.0.1:1"), [1])
+    with refused("unreachable", "cluster.address"):
+        runtime.__enter__()
+
+
+async def test_an_answer_a_refusal_and_silence_are_told_apart() -> None:
+    assert await answer(lambda: 3, 300) == 3
+
+    def refuse() -> None:
+        raise RuntimeError("no such node")
+
+    with pytest.raises(RunError, match="no such node"):
+        await answer(refuse, 300)
+    never = threading.Event()
+    with pytest.raises(RunError, match="the head of the Ray cluster"):
+        await answer(never.wait, 0.05)
+    never.set()
+
+
+def test_silence_ends_a_look_at_a_cluster_and_its_process() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent, pytest.raises(Unseen):
+        cluster_at(f"127.0.0.1:{silent.getsockname()[1]}", 1)
+
+
+def test_numbers_in_host_names_count_as_numbers() -> None:
+    assert sorted(["n10", "n9", "a1", "n9b", "n9-2"], key=natural) == ["a1", "n9", "n9-2", "n9b", "n10"]
+
+
+@dataclass
+class Answers:
+    """A rank whose calls are answered by these futures, without Ray; `handle.call` as an actor's."""
+
+    results: list[Future[Any]] = field(default_factory=list)
+
+    @property
+    def call(self) -> Answers:
+        return self
+
+    def remote(self, *_asked: object) -> Answers:
+        return self
+
+    def future(self) -> Future[Any]:
+        return self.results.pop(0)
+
+
+def answered(value: object) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+async def test_only_those_who_do_not_answer_are_said_to_be_missing(tmp_path: Path) -> None:
+    ranks = [Answers([answered(0)]), Answers([Future()]), Answers([answered(2)]), Answers([Future()])]
+    group = WorkerGroup("a", [Rank(n, f"a rank {n}", rank, tmp_path / "log") for n, rank in enumerate(ranks)], 0.05)
+    with pytest.raises(RankSilent, match="for a rank 1, a rank 3 to finish it") as silent:
+        await group.call("it")
+    assert silent.value.rank == 1
+
+
+async def test_a_call_ends_once_its_reason_to_wait_is_gone(tmp_path: Path) -> None:
+    group = WorkerGroup("a", [Rank(0, "a rank 0", Answers([Future()]), tmp_path / "log")], 300.0)
+    until: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    call = asyncio.ensure_future(group.call_rank(0, "it", until=until))
+    await asyncio.sleep(0)
+    until.set_result("its engine is gone")
+    for ended in (call, group.call_rank(0, "it", until=until)):
+        with pytest.raises(RankDied, match="its engine is gone"):
+            await ended

@@ -1,0 +1,150 @@
+"""The waits of an engine: its gate, its processes, its start and its streamed answers; none is for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import AsyncIterator
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.config.schema import Device, Dtype, EngineConfig
+from rlsys.errors import RunError
+from rlsys.rollout import sglang_cpu
+from rlsys.rollout.agent.episode import EngineDied
+from rlsys.rollout.engine import DrainLock, Engine, Liveness, as_generation, read_stream
+from tests.support.tiny_models import POLICY
+
+DELAYS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=8)
+"""Turns of the event loop before and after something begins."""
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@settings(max_examples=50)
+@given(DELAYS, st.lists(st.tuples(st.integers(0, 8), st.integers(0, 4)), max_size=3))
+def test_nobody_is_inside_a_closed_gate_and_everybody_gets_through(
+    visits: list[tuple[int, int]], closings: list[tuple[int, int]]
+) -> None:
+    inside: set[int] = set()
+    through: list[int] = []
+
+    async def visit(gate: DrainLock, name: int, delay: int, stay: int) -> None:
+        await turns(delay)
+        async with gate.inside():
+            inside.add(name)
+            await turns(stay)
+            inside.remove(name)
+        through.append(name)
+
+    async def close(gate: DrainLock, delay: int, stay: int) -> None:
+        await turns(delay)
+        async with gate.closed():
+            for _ in range(stay + 1):
+                assert not inside
+                await asyncio.sleep(0)
+
+    async def play() -> None:
+        gate = DrainLock()
+        visitors = [visit(gate, name, *visit_) for name, visit_ in enumerate(visits)]
+        await asyncio.gather(*(close(gate, *closing) for closing in closings), *visitors)
+
+    asyncio.run(asyncio.wait_for(play(), timeout=60))
+    assert sorted(through) == list(range(len(visits)))
+
+
+async def test_a_gate_opens_again_after_a_failure_and_after_a_closing_that_was_given_up() -> None:
+    gate = DrainLock()
+    with pytest.raises(ZeroDivisionError):
+        async with gate.closed():
+            raise ZeroDivisionError
+    async with gate.inside():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01), gate.closed():
+                raise AssertionError("closed with somebody inside")
+    async with asyncio.timeout(60), gate.inside():
+        pass
+
+
+async def test_a_killed_process_ends_the_wait_and_an_answer_passes() -> None:
+    child = subprocess.Popen(["sleep", "600"])
+    liveness = Liveness("the sleeper", [psutil.Process(child.pid)])
+
+    async def answer() -> int:
+        await asyncio.sleep(0)
+        return 7
+
+    assert await liveness.guard(answer()) == 7
+    waiting = asyncio.ensure_future(liveness.guard(asyncio.sleep(600)))
+    await asyncio.sleep(0)
+    child.kill()
+    with pytest.raises(EngineDied, match=rf"the sleeper .* {child.pid} "):
+        await asyncio.wait_for(waiting, timeout=60)
+    child.wait()
+    liveness.stop()
+
+
+async def test_a_start_out_of_time_ends_what_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(dtype=Dtype.float32, start_timeout_s=0.05)
+    engine = Engine(str(POLICY), config, Device.cpu, seed=0)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def launch() -> None:
+        started.append(subprocess.Popen(["sleep", "600"]))
+        started[0].wait()
+
+    monkeypatch.setattr(engine, "_launch", launch)
+    monkeypatch.setattr(sglang_cpu, "prepare", lambda _device: None)
+    with pytest.raises(RunError, match=str(POLICY)):
+        await engine.start()
+    assert [child.returncode for child in started] == [-9]
+
+
+def part(*tokens: int, finish: dict[str, Any] | None = None) -> dict[str, Any]:
+    """As SGLang repeats what it has said so far."""
+    logprobs = [(-0.5, token, None) for token in tokens]
+    return {"meta_info": {"output_token_logprobs": logprobs, "finish_reason": finish}}
+
+
+async def stream(*parts: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def told() -> AsyncIterator[dict[str, Any]]:
+        for part in parts:
+            yield part
+
+    return told()
+
+
+@pytest.mark.parametrize("finish", [{"type": "stop"}, {"type": "abort", "message": "Aborted", "status_code": None}])
+async def test_the_last_part_of_a_stream_is_the_answer_and_all_are_heard(finish: dict[str, Any]) -> None:
+    heard: list[list[int]] = []
+    last = part(1, 2, 3, finish=finish)
+    assert await read_stream(stream(part(1), last), heard.append) == last
+    assert heard == [[1], [1, 2, 3]]
+
+
+async def test_a_refusal_and_an_empty_stream_are_raised() -> None:
+    reason = {"type": "abort", "message": "The input is too long.", "status_code": 400}
+    refused = {"meta_info": {"finish_reason": reason}}
+    with pytest.raises(RunError, match=r"The input is too long"):
+        await read_stream(stream(part(1), refused), lambda _: None)
+    with pytest.raises(RunError):
+        await read_stream(stream(), lambda _: None)
+
+
+def test_versions_that_do_not_cover_the_tokens_are_an_error() -> None:
+    def answer(*spans: tuple[str, int, int]) -> dict[str, Any]:
+        output = part(1, 2, 3, 4, 5, finish={"type": "stop"})
+        versions = [dict(zip(("version", "start", "end"), span, strict=True)) for span in spans]
+        output["meta_info"] |= {"id": "r", "weight_version": "9", "weight_versions": versions}
+        return output
+
+    assert as_generation(answer(("3", 0, 2), ("4", 2, 5))).versions == [3, 3, 4, 4, 4]
+    with pytest.raises(RunError, match="4 of the 5"):
+        as_generation(answer(("3", 0, 2), ("4", 2, 4)))
