@@ -75,6 +75,10 @@ def test_minilm_equals_sentence_transformers(encoder: Encoder) -> None:
     np.testing.assert_allclose(encoder.encode_queries(TEXTS), reference, atol=1e-4)
     np.testing.assert_allclose(encoder.encode_passages(TEXTS), reference, atol=1e-4)
     assert encoder.encode_queries([]).shape == (0, 384)
+    half = Encoder.load("minilm", dtype="bfloat16").encode_queries(TEXTS)
+    assert half.dtype == np.float32
+    np.testing.assert_allclose(half, reference, atol=0.03)
+    np.testing.assert_allclose(np.linalg.norm(half, axis=1), 1, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +87,7 @@ def test_minilm_equals_sentence_transformers(encoder: Encoder) -> None:
         ("e5", "query: ", "passage: ", False, True),
         ("multilingual-e5-instruct", f"{TASK}\nQuery: ", "", False, True),
         ("bge", BGE_PREFIX, "", True, True),
-        ("bge-m3", "", "", True, True),
         ("contriever", "", "", False, False),
-        ("gte", "", "", False, True),
         ("gte-modernbert", "", "", True, True),
     ],
 )
@@ -226,13 +228,6 @@ def test_texts_that_are_no_text_are_encoded_all_the_same(encoder: Encoder) -> No
     np.testing.assert_allclose(encoder.encode_passages(["a\udc80b"]), encoder.encode_passages(["a?b"]), atol=1e-6)
 
 
-def test_half_precision_gives_almost_the_same_vectors_in_float32(encoder: Encoder) -> None:
-    vectors = Encoder.load("minilm", dtype="bfloat16").encode_queries(TEXTS)
-    assert vectors.dtype == np.float32
-    np.testing.assert_allclose(vectors, encoder.encode_queries(TEXTS), atol=0.03)
-    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("options", "code", "key"),
     [
@@ -269,6 +264,12 @@ def cut_weights(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:100])
 
 
+def flip_a_bit(folder: Path) -> None:
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+
+
 def remove_vocabulary(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     (folder / "vocab.txt").unlink(missing_ok=True)
@@ -292,20 +293,16 @@ def make_reranker(folder: Path) -> None:
         (remove_vocabulary, "not_found"),
         (empty, "malformed"),
         (make_reranker, "unsupported"),
+        (flip_a_bit, None),
     ],
 )
-def test_a_folder_that_holds_no_whole_encoder_is_refused(
-    copy: Path, damage: Callable[[Path], None], code: Code
+def test_a_folder_that_holds_no_whole_encoder_is_refused_and_other_weights_have_another_checksum(
+    copy: Path, damage: Callable[[Path], None], code: Code | None
 ) -> None:
+    before = Encoder.load(str(copy)).facts.checksum
     damage(copy)
+    if code is None:
+        assert Encoder.load(str(copy)).facts.checksum != before
+        return
     with refused(code, copy):
         Encoder.load(str(copy))
-
-
-def test_the_checksum_tells_weights_apart(saved: str, copy: Path) -> None:
-    before = Encoder.load(saved, "e5").facts.checksum
-    assert Encoder.load(str(copy)).facts.checksum == before
-    weights = bytearray((copy / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (copy / "model.safetensors").write_bytes(weights)
-    assert Encoder.load(str(copy)).facts.checksum != before

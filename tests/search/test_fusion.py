@@ -136,16 +136,6 @@ def test_a_build_that_fails_in_the_second_part_keeps_the_first(tmp_path: Path, s
     assert not (tmp_path / "out").exists()
 
 
-def test_what_a_killed_build_of_another_kind_left_is_not_published(tmp_path: Path, spec: EncoderSpec) -> None:
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text('{"id": "0", "contents": "a word"}\n')
-    left = tmp_path / ".out.building" / "index"
-    left.mkdir(parents=True)
-    (left / "embeddings.npy").write_text("of a dense index")
-    assert build_hybrid(Corpus.open(corpus), spec, tmp_path / "out")
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"dense", "bm25", "manifest.json"}
-
-
 def test_parts_that_do_not_fit_together_are_refused_and_leave_no_process(
     copy: Path, corpus_path: Path, tmp_path: Path
 ) -> None:

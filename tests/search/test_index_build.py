@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import multiprocessing
@@ -15,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from rlsys.errors import Code, RunError
 from rlsys.search.corpus import Corpus
@@ -24,7 +22,8 @@ from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index import dense
 from rlsys.search.index.dense import BuildOptions, ChunkWriter, DenseIndex, Embeddings, build
 from rlsys.search.index.folder import claim_draft, new_array
-from rlsys.search.index.make import make_index, progress_lines, recipe, shown
+from rlsys.search.index.lexical import build_lexical
+from rlsys.search.index.make import make_index, progress_lines, recipe
 from tests.search.index_edits import Stages
 from tests.search.tiny_encoders import bert, save
 from tests.support.refusals import refused
@@ -99,15 +98,11 @@ def test_a_build_that_was_killed_ends_as_one_that_was_not(
     assert stages.seen == {"encode": (done, 200), "train": (0, 200), "add": (0, 200)}
     after = embeddings_of(out)
     assert after[:done].tobytes() == before[:done].tobytes()
-    np.testing.assert_allclose(after, embeddings_of(whole), atol=1e-5)
+    texts = [passage["contents"] for passage in corpus.fetch(range(200))]
+    for ended in (after, embeddings_of(whole)):
+        np.testing.assert_allclose(ended, Encoder.load(spec.name).encode_passages(texts), atol=1e-5)
     assert DenseIndex.open(out).vectors.rows == 200
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
-
-
-def test_embeddings_are_those_of_the_encoder(whole: Path, corpus: Corpus, spec: EncoderSpec) -> None:
-    stored, rows = embeddings_of(whole), [0, CHUNK - 1, CHUNK, 199]
-    texts = [passage["contents"] for passage in corpus.fetch(rows)]
-    np.testing.assert_allclose(stored[rows], Encoder.load(spec.name).encode_passages(texts), atol=1e-5)
 
 
 def test_an_interrupted_build_continues_and_a_draft_of_other_inputs_is_thrown_away(
@@ -275,14 +270,6 @@ def test_progress_without_a_terminal_is_a_line_now_and_then() -> None:
     ]
 
 
-def test_progress_on_a_terminal_is_a_bar_with_counts() -> None:
-    file = io.StringIO()
-    with shown(Console(file=file, force_terminal=True, width=120)) as progress:
-        progress("encode", 4000, 10_000)
-        progress("encode", 7000, 10_000)
-    assert "7000/10000" in file.getvalue().replace(" ", "")
-
-
 def test_make_index_replaces_an_index_of_other_inputs_only_when_told(
     corpus: Corpus, spec: EncoderSpec, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -321,21 +308,27 @@ def test_a_recipe_for_which_its_kind_has_no_use_is_refused(
         recipe(kind, settings)
 
 
-@pytest.mark.parametrize("size", [100, 9_000, 12_840])
+def build_as(kind: str, corpus: Corpus, spec: EncoderSpec, out: Path) -> bool:
+    if kind == "bm25":
+        return build_lexical(corpus, out)
+    return build(corpus, spec, out, BuildOptions(embeddings_dtype="float16"))
+
+
+@pytest.mark.parametrize(("kind", "size"), [("dense", 100), ("dense", 9_000), ("dense", 12_840), ("bm25", 5_000)])
 def test_a_disk_that_fills_up_is_named_and_the_build_goes_on_later(
-    corpus: Corpus, spec: EncoderSpec, tmp_path: Path, size: int
+    corpus: Corpus, spec: EncoderSpec, tmp_path: Path, kind: str, size: int
 ) -> None:
     """The embeddings take 6,528 bytes and the FAISS file 12,845, of which it writes the last few as it closes."""
-    out, options = tmp_path / "index", BuildOptions(embeddings_dtype="float16")
+    out = tmp_path / "index"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
         with pytest.raises(RunError) as told:
-            build(corpus, spec, out, options)
+            build_as(kind, corpus, spec, out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert str(out) in str(told.value)
     assert str(told.value).isprintable()
     assert not list(tmp_path.rglob("manifest.json"))
-    assert build(corpus, spec, out, options)
-    assert DenseIndex.open(out).vectors.rows == 200
+    assert build_as(kind, corpus, spec, out)
+    assert (out / "manifest.json").is_file()

@@ -6,7 +6,6 @@ import base64
 import json
 import shutil
 import socket
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -104,15 +103,6 @@ def test_hits_are_the_passages_that_bm25_ranks_first(
     retriever.close()
 
 
-def test_the_index_is_made_as_anserini_has_it(fake: FakeElastic, corpus: Corpus, tmp_path: Path) -> None:
-    load(corpus, tmp_path / "out", fake, k1=1.2, b=0.75)
-    made = fake.indices["wiki"]
-    assert made["settings"]["similarity"]["default"] == {"type": "BM25", "k1": 1.2, "b": 0.75}
-    assert made["settings"]["number_of_shards"] == 1
-    assert made["mappings"]["properties"]["contents"] == {"type": "text", "analyzer": "english"}
-    assert made["mappings"]["dynamic"] is False
-
-
 def test_loading_twice_sends_once(fake: FakeElastic, corpus: Corpus, tmp_path: Path) -> None:
     assert load(corpus, tmp_path / "out", fake)
     assert not load(corpus, tmp_path / "out", fake)
@@ -149,12 +139,6 @@ def test_rejected_documents_and_lost_connections_are_tried_again(
     fake.drop = 100
     with pytest.raises(RunError, match=fake.url):
         retriever.find(["passage 5"], 1)
-
-
-def test_a_document_that_is_refused_is_named(fake: FakeElastic, corpus: Corpus, tmp_path: Path) -> None:
-    fake.poison = "123"
-    with pytest.raises(RunError, match="row 123 "):
-        load(corpus, tmp_path / "out", fake)
 
 
 def test_an_index_of_other_things_is_neither_touched_nor_searched(
@@ -269,18 +253,6 @@ def test_a_server_of_the_other_kind_or_version_is_refused(corpus: Corpus, tmp_pa
                 build(old, engine)
         with refused("unknown", "engine"):
             build(old, "solr")
-
-
-@pytest.mark.parametrize(
-    ("kind", "module", "package"),
-    [("elasticsearch", "elasticsearch", "elasticsearch"), ("opensearch", "opensearchpy", "opensearch-py")],
-)
-def test_a_missing_client_is_named(
-    kind: str, module: str, package: str, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    with refused("not_installed", package):
-        build_remote(corpus, tmp_path / "out", "http://127.0.0.1:9200", "wiki", kind)
 
 
 @pytest.mark.parametrize(("change", "code"), [({"kind": "bm25"}, "mismatch"), ({"url": None}, "malformed")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -117,11 +116,6 @@ def test_named_fields_are_taken(tmp_path: Path) -> None:
     assert passages == [{"id": "k", "contents": '"A b"\nyes', "text": "no", "source": "in.jsonl"}]
 
 
-def test_a_title_field_is_not_said_twice(tmp_path: Path) -> None:
-    source = write(tmp_path / "in.jsonl", [{"title": "T", "contents": '"T"\nbody'}, {"title": "T", "text": '"U"\nx'}])
-    assert [p["contents"] for p in run(tmp_path, source)[0]] == ['"T"\nbody', '"T"\n"U"\nx']
-
-
 def test_duplicates_are_dropped_when_asked(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", [{"text": "same"}, {"text": "same"}, {"title": "T", "text": "same"}])
     assert len(run(tmp_path, source)[0]) == 3
@@ -144,12 +138,6 @@ def test_tokens_are_those_of_the_encoder(tmp_path: Path) -> None:
     assert max(counts) <= 40
     assert sum(counts) == len(tokenizer.tokenize(text))
     assert min(counts[:-1]) > 40 - len(tokenizer.tokenize(text)) // 8, "a chunk holds as many sentences as fit"
-
-
-def test_values_of_parquet_that_json_lacks_become_text(tmp_path: Path) -> None:
-    path = tmp_path / "in.parquet"
-    parquet.write_table(pa.table({"text": ["a"], "day": [datetime.date(2024, 5, 1)], "n": [None]}), path)
-    assert run(tmp_path, path)[0][0]["day"] == "2024-05-01"
 
 
 @pytest.mark.parametrize(
