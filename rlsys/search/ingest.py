@@ -55,6 +55,7 @@ _TEXT_FIELDS = ("contents", "text", "content", "body")
 _PARQUET_ROWS = 256
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?)^(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL | re.MULTILINE)
 _FRONT_MATTER_CHARS = 1 << 15  # longer front matter is text: YAML is read slowly
+_FRONT_MATTER_BRACKETS = 400  # front matter with more is text: the time of nested ones grows with their square
 _TITLE_CHARS = 200
 """A longer title of front matter is cut, and a longer heading is text: every passage repeats those above it."""
 _NO_TITLE = ("", "~", "null", "Null", "NULL")
@@ -315,6 +316,8 @@ def _split_front_matter(source: str) -> tuple[str, str]:
     """Its title, "" if there is none, and the document without it."""
     match = _FRONT_MATTER.match(source)
     if match is None or len(match[1]) > _FRONT_MATTER_CHARS:
+        return "", source
+    if match[1].count("[") + match[1].count("{") > _FRONT_MATTER_BRACKETS:
         return "", source
     try:
         title = _front_title(match[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.fusion import HybridRetriever, build_hybrid, fuse
 from rlsys.search.index.lexical import LexicalOptions, build_lexical
-from rlsys.search.retrieval import Hit
 from rlsys.search.server.command import open_retriever
 from tests.search.conftest import encoder_workers
 from tests.search.tiny_encoders import bert, save
@@ -48,44 +46,6 @@ def test_scores_equal_exact_fractions_in_any_order_of_the_rankings(lists: list[l
     assert dict(fused) == dict(fuse(random.sample(lists, len(lists)), topk=100))
 
 
-class Fixed:
-    """A retriever that finds the same ids for every query."""
-
-    def __init__(self, ids: Sequence[str], checksum: str = "c", parallel: int = 1) -> None:
-        self.ids, self.checksum, self.parallel = ids, checksum, parallel
-        self.asked: list[int] = []
-        self.closed = False
-
-    def prepare(self, queries: Sequence[str]) -> int:
-        return len(queries)
-
-    def find(self, prepared: int, topk: int) -> list[list[Hit]]:
-        self.asked.append(topk)
-        return [[Hit(9.0, {"id": i, "contents": f"text {i}"}) for i in self.ids[:topk]]] * prepared
-
-    def describe(self) -> dict[str, Any]:
-        return {"passages": 5, "corpus_sha256": self.checksum}
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_hits_of_both_sides_are_fused() -> None:
-    dense, lexical = Fixed(["a", "b", "c"], parallel=4), Fixed(["c", "d"], parallel=2)
-    hybrid = HybridRetriever(dense, lexical, candidates=2)
-    one, two = hybrid.find(hybrid.prepare(["q", "p"]), 2)
-    first = [Hit(1 / 61, {"id": "a", "contents": "text a"}), Hit(1 / 61, {"id": "c", "contents": "text c"})]
-    assert one == two == first
-    (hits,) = hybrid.find(hybrid.prepare(["q"]), 3)  # more than the candidates
-    assert hits[0] == Hit(1 / 63 + 1 / 61, {"id": "c", "contents": "text c"})
-    assert dense.asked == lexical.asked == [2, 3]
-    assert hybrid.parallel == 2
-    hybrid.close()
-    assert (dense.closed, lexical.closed) == (True, True)
-    with refused("mismatch", "corpus_sha256"):
-        HybridRetriever(Fixed("a", "one"), Fixed("a", "two"))
-
-
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> EncoderSpec:
     """An encoder of 16 dimensions."""
@@ -113,6 +73,8 @@ def test_an_opened_hybrid_fuses_its_two_parts(hybrid_dir: Path, queries: list[st
         expected = {key: sum(1 / (61 + side.index(key)) for side in ids if key in side) for key in {*ids[0], *ids[1]}}
         assert [hit.score for hit in hits] == pytest.approx(sorted(expected.values())[:-6:-1])
         assert [expected[hit.document["id"]] for hit in hits] == pytest.approx([hit.score for hit in hits])
+    wide = hybrid.find(hybrid.prepare(queries), 50)
+    assert [hits[:5] for hits in wide] == hybrid.find(hybrid.prepare(queries), 5)
 
 
 def test_only_the_part_that_changes_is_built_again(copy: Path, corpus_path: Path, spec: EncoderSpec) -> None:

@@ -23,7 +23,7 @@ from rlsys.search.index import dense
 from rlsys.search.index.dense import BuildOptions, ChunkWriter, DenseIndex, Embeddings, build
 from rlsys.search.index.folder import claim_draft, new_array
 from rlsys.search.index.lexical import build_lexical
-from rlsys.search.index.make import make_index, progress_lines, recipe
+from rlsys.search.index.make import make_index, recipe
 from tests.search.index_edits import Stages
 from tests.search.tiny_encoders import bert, save
 from tests.support.refusals import refused
@@ -218,16 +218,6 @@ def test_whenever_a_build_was_killed_there_is_a_whole_index_after(
     assert left == {str(place(name).relative_to(tmp_path)): text for name, text in after.items()}
 
 
-def test_a_corpus_that_changes_after_the_build_is_refused(corpus: Corpus, spec: EncoderSpec, tmp_path: Path) -> None:
-    given, out = Path(shutil.copy(corpus.path, tmp_path / "corpus.jsonl")), tmp_path / "index"
-    assert build(Corpus.open(given), spec, out)
-    assert (out / "corpus.jsonl").samefile(given)
-    with given.open("a") as file:
-        file.write('{"id": "new", "contents": "added in place"}\n')
-    with refused("mismatch", out / "corpus.jsonl"):
-        DenseIndex.open(out)
-
-
 def test_vectors_that_are_not_numbers_are_not_stored(tmp_path: Path) -> None:
     new_array(tmp_path / "e.npy", (100, 4), np.dtype("float16")).flush()
     embeddings = Embeddings.open(tmp_path / "e.npy", 100, 4, "float16")
@@ -238,36 +228,6 @@ def test_vectors_that_are_not_numbers_are_not_stored(tmp_path: Path) -> None:
     assert writer.missing() == [0, 1]
     writer.put(1, np.ones_like(vectors))
     assert ChunkWriter(embeddings, tmp_path / "done").missing() == [0]
-
-
-def test_a_sample_is_drawn_without_repetition_and_the_same_each_time(tmp_path: Path) -> None:
-    stored = np.arange(40_000, dtype=np.float32).reshape(10_000, 4)
-    np.save(tmp_path / "e.npy", stored)
-    embeddings = Embeddings.open(tmp_path / "e.npy", 10_000, 4, "float32")
-    sample = embeddings.sample(500, seed=1)
-    assert len(np.unique(sample[:, 0])) == 500
-    assert set(map(tuple, sample.tolist())) <= set(map(tuple, stored.tolist()))
-    np.testing.assert_array_equal(sample, embeddings.sample(500, seed=1))
-    assert (sample != embeddings.sample(500, seed=2)).any()
-    np.testing.assert_array_equal(embeddings.sample(20_000, seed=1), stored)
-    with refused("mismatch", tmp_path / "e.npy"):
-        Embeddings.open(tmp_path / "e.npy", 10_000, 5, "float32")
-
-
-def test_progress_without_a_terminal_is_a_line_now_and_then() -> None:
-    now, lines = 0.0, list[str]()
-    report = progress_lines(lines.append, lambda: now)
-    report("encode", 4000, 10_000)
-    for second in range(1, 31):
-        now = second
-        report("encode", 4000 + 200 * second, 10_000)
-    figures = [[word for word in line.split() if word[0].isdigit()] for line in lines]
-    assert figures == [
-        ["10,000", "4,000"],
-        ["6,000", "10,000", "200/s,", "20"],
-        ["8,000", "10,000", "200/s,", "10"],
-        ["10,000", "10,000", "200/s"],
-    ]
 
 
 def test_make_index_replaces_an_index_of_other_inputs_only_when_told(
@@ -288,24 +248,13 @@ def test_make_index_replaces_an_index_of_other_inputs_only_when_told(
         with refused("exists", out):
             make_index(kind, path, out, recipe(kind, settings), replace=False)
     assert make_index("bm25", corpus.path, out, replace=True)
+    for settings, code, key in (({"encoder": "minilm"}, "conflict", "encoder"), ({"k": 1}, "conflict", "k")):
+        with refused(code, key):
+            recipe("bm25", settings)
+    with refused("unknown", "kind"):
+        recipe("bm52", {})
     with refused("missing", "url"):
         make_index("opensearch", corpus.path, tmp_path / "remote")
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "code", "key"),
-    [
-        ("bm52", {}, "unknown", "kind"),
-        ("bm25", {"encoder": "minilm"}, "conflict", "encoder"),
-        ("dense", {"workers": 0}, "out_of_range", "workers"),
-        ("dense", {"embeddings_dtype": "int8"}, "unknown", "embeddings_dtype"),
-    ],
-)
-def test_a_recipe_for_which_its_kind_has_no_use_is_refused(
-    kind: str, settings: dict[str, Any], code: Code, key: str
-) -> None:
-    with refused(code, key):
-        recipe(kind, settings)
 
 
 def build_as(kind: str, corpus: Corpus, spec: EncoderSpec, out: Path) -> bool:

@@ -12,12 +12,10 @@ import numpy as np
 import pytest
 
 from rlsys.errors import Code
-from rlsys.search.index import dense as module
 from rlsys.search.index.dense import (
     FaissSettings,
     SearchOptions,
     Vectors,
-    gpu_count,
     least_train_rows,
     new_index,
     reserve,
@@ -209,17 +207,3 @@ def test_training_works_with_the_least_rows_and_fails_with_fewer(faiss_type: str
     if least > 1:
         with pytest.raises(RuntimeError):
             new_index(faiss_type, DIMENSION).train(stored[: least - 1])
-
-
-def test_gpus_are_refused_where_there_are_none_and_for_what_faiss_keeps_on_the_cpu(
-    written: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flat, graph = written("PCA48,IVF4,SQ8"), written("HNSW16")
-    if gpu_count() == 0:
-        code: Code = "no_room" if hasattr(faiss, "StandardGpuResources") else "not_installed"
-        with refused(code, "faiss_gpu"):
-            Vectors.open(flat, SearchOptions(faiss_gpu=True))
-    monkeypatch.setattr(module, "gpu_count", lambda: 1)
-    with refused("unsupported", "faiss_gpu"):
-        Vectors.open(graph, SearchOptions(faiss_gpu=True))
-    module.require_gpu(faiss.read_index(str(flat)))

@@ -95,13 +95,6 @@ async def test_what_nobody_waits_for_is_not_read_any_more() -> None:
     assert reader.closed
 
 
-async def test_a_reader_that_cannot_start_is_an_error_at_once() -> None:
-    pages = pages_of(Reader())
-    with pytest.raises(RunError):
-        await pages.fetch([*slow(0, 2), "broken", "fast"])
-    pages.close()
-
-
 async def test_a_free_slot_goes_to_the_lowest_rank_and_then_to_who_came_first() -> None:
     slots, order = RankedSlots(1), []
     go_on = asyncio.Event()
