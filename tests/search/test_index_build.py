@@ -87,7 +87,7 @@ def test_a_build_that_was_killed_ends_as_one_that_was_not(
 ) -> None:
     out, options, stages = tmp_path / "index", BuildOptions("IVF4,Flat"), Stages()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rlsys.search.index.dense", "rlsys.search.encoders.encoder"])
+    context.set_forkserver_preload([__name__])
     process = context.Process(target=build_and_die, args=(corpus.path, spec, out, options, stage, done))
     process.start()
     process.join(300)
