@@ -6,6 +6,7 @@ import shutil
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -13,10 +14,10 @@ from hypothesis import strategies as st
 
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.spec import EncoderSpec
+from rlsys.search.index.dense import VectorRetriever
 from rlsys.search.index.fusion import HybridRetriever, build_hybrid, fuse
 from rlsys.search.index.lexical import LexicalOptions, build_lexical
 from rlsys.search.server.command import open_retriever
-from tests.search.conftest import encoder_workers
 from tests.search.tiny_encoders import bert, save
 from tests.support.refusals import refused
 
@@ -98,10 +99,8 @@ def test_a_build_that_fails_in_the_second_part_keeps_the_first(tmp_path: Path, s
     assert not (tmp_path / "out").exists()
 
 
-def test_parts_that_do_not_fit_together_are_refused_and_leave_no_process(
-    copy: Path, corpus_path: Path, tmp_path: Path
-) -> None:
-    shorter, before = tmp_path / "shorter.jsonl", encoder_workers()
+def test_parts_that_do_not_fit_together_are_refused_and_closed(copy: Path, corpus_path: Path, tmp_path: Path) -> None:
+    shorter = tmp_path / "shorter.jsonl"
     shorter.write_text("".join(corpus_path.read_text().splitlines(keepends=True)[:5]))
     build_lexical(Corpus.open(shorter), copy / "bm25")
     with refused("mismatch", "corpus_sha256"):
@@ -109,6 +108,6 @@ def test_parts_that_do_not_fit_together_are_refused_and_leave_no_process(
     with refused("mismatch", copy / "dense"):
         HybridRetriever.open(copy / "dense")
     shutil.rmtree(copy / "bm25")
-    with refused("not_found", copy / "bm25") as kept:
-        HybridRetriever.open(copy, own_process=True)
-    assert encoder_workers() == before, kept
+    with patch.object(VectorRetriever, "close") as closed, refused("not_found", copy / "bm25"):
+        HybridRetriever.open(copy)
+    closed.assert_called_once()
