@@ -63,7 +63,7 @@ def assert_encodes(
     """Every query and every passage has the `expected` vector of its prefixed text."""
     for prefix, encode in ((query_prefix, encoder.encode_queries), (passage_prefix, encoder.encode_passages)):
         for text, vector in zip(TEXTS, encode(TEXTS), strict=True):
-            np.testing.assert_allclose(vector, expected(prefix + text), atol=1e-5)
+            np.testing.assert_allclose(vector, expected(prefix + text), rtol=1e-5, atol=1e-5)
 
 
 def test_minilm_equals_sentence_transformers(encoder: Encoder) -> None:
