@@ -74,8 +74,8 @@ def test_an_opened_hybrid_fuses_its_two_parts(hybrid_dir: Path, queries: list[st
         expected = {key: sum(1 / (61 + side.index(key)) for side in ids if key in side) for key in {*ids[0], *ids[1]}}
         assert [hit.score for hit in hits] == pytest.approx(sorted(expected.values())[:-6:-1])
         assert [expected[hit.document["id"]] for hit in hits] == pytest.approx([hit.score for hit in hits])
-    wide = hybrid.find(hybrid.prepare(queries), 50)
-    assert [hits[:5] for hits in wide] == hybrid.find(hybrid.prepare(queries), 5)
+    ready = hybrid.prepare(queries)
+    assert [hits[:5] for hits in hybrid.find(ready, 50)] == hybrid.find(ready, 5)
 
 
 def test_only_the_part_that_changes_is_built_again(copy: Path, corpus_path: Path, spec: EncoderSpec) -> None:

