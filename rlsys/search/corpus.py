@@ -78,9 +78,15 @@ class JsonLines:
         name, head = f"{self.what} {path}", os.pread(file.fileno(), 8, 0)
         for magic, (kind, remedy) in _FOREIGN.items():
             if head.startswith(magic):
-                raise UserError(f"{name} is {kind}, and only jsonl can be read in place: {remedy}")
+                raise UserError(
+                    f"{name} is {kind}, and only jsonl can be read in place: {remedy}.",
+                    code="unsupported",
+                    key=str(path),
+                )
         size = os.fstat(file.fileno()).st_size
-        found = open_sidecar(file, path, "offsets", lambda source, write: _write_offsets(source, write, name, size))
+        found = open_sidecar(
+            file, path, "offsets", lambda source, write: _write_offsets(source, write, path, size, self.what)
+        )
         self.path = path
         self.checksum: str = found.facts["sha256"]
         """SHA-256 of the whole file, in hex, from when it was last read through."""
@@ -97,11 +103,15 @@ class JsonLines:
         """
         path = Path(path)
         if not path.is_file():
-            raise UserError(f"{cls.what} {path} is not a file: give a jsonl file")
+            raise UserError(f"{cls.what} {path} is not a file: give a jsonl file.", code="not_found", key=str(path))
         try:
             file = path.open("rb", buffering=0)
         except OSError as error:
-            raise UserError(f"{cls.what} {path} cannot be read ({error.strerror}): check its permissions") from None
+            raise UserError(
+                f"{cls.what} {path} cannot be read ({error.strerror}): check its permissions.",
+                code="denied",
+                key=str(path),
+            ) from None
         with file:
             return cls(file, path)
 
@@ -143,9 +153,17 @@ class JsonLines:
         try:
             parsed = orjson.loads(self._data[start:end])
         except orjson.JSONDecodeError as error:
-            raise UserError(f"{self.where(row)} is not JSON ({error}): write one JSON object a line") from None
+            raise UserError(
+                f"{self.where(row)} is not JSON ({error}): write one JSON object a line.",
+                code="malformed",
+                key=str(self.path),
+            ) from None
         if not isinstance(parsed, dict):
-            raise UserError(f"{self.where(row)} is not an object: write one JSON object a line")
+            raise UserError(
+                f"{self.where(row)} is not an object: write one JSON object a line.",
+                code="malformed",
+                key=str(self.path),
+            )
         return parsed
 
 
@@ -159,9 +177,17 @@ class Corpus(JsonLines):
         passages = super().fetch(rows)
         for row, passage in zip(rows, passages, strict=True):
             if not isinstance(passage.get("contents"), str):
-                raise UserError(f"{self.where(row)} has no text in `contents`: it must be a string")
+                raise UserError(
+                    f"{self.where(row)} has no text in `contents`: it must be a string.",
+                    code="malformed",
+                    key=str(self.path),
+                )
             if not isinstance(passage.get("id"), str | int):
-                raise UserError(f"{self.where(row)} has no `id`: it must be a string or an integer")
+                raise UserError(
+                    f"{self.where(row)} has no `id`: it must be a string or an integer.",
+                    code="malformed",
+                    key=str(self.path),
+                )
         return passages
 
 
@@ -174,7 +200,7 @@ def _prefetch(data: mmap.mmap, starts: NDArray[np.int64], ends: NDArray[np.int64
         data.madvise(mmap.MADV_WILLNEED, first * mmap.PAGESIZE, (last - first + 1) * mmap.PAGESIZE)
 
 
-def _write_offsets(source: BinaryIO, write: OnArray, name: str, size: int) -> Mapping[str, Any]:
+def _write_offsets(source: BinaryIO, write: OnArray, path: Path, size: int, what: str) -> Mapping[str, Any]:
     """Write where each row starts, with the end of the last one appended ([rows + 1]).
 
     A line's end is written once text is seen behind it; those that wait at the end are of blank lines, but for the
@@ -197,7 +223,7 @@ def _write_offsets(source: BinaryIO, write: OnArray, name: str, size: int) -> Ma
             write(waiting[:settled])
             waiting, rows, done = waiting[settled:], rows + settled, done + len(block)
     if not text_end:
-        raise UserError(f"{name} is empty: it needs one JSON object a line")
+        raise UserError(f"{what} {path} is empty: it needs one JSON object a line.", code="empty", key=str(path))
     write(waiting[:1] if waiting.size else np.array([done], dtype=_OFFSET))
     return {"rows": rows, "sha256": digest.hexdigest()}
 
@@ -299,7 +325,9 @@ def _fill(file: BinaryIO, source: BinaryIO, path: Path, stamp: Mapping[str, Any]
     source.seek(0)
     facts = make(source, write)
     if _stamp(source) != stamp:
-        raise UserError(f"{path} changed while it was read: open it again when it is complete")
+        raise UserError(
+            f"{path} changed while it was read: open it again when it is complete.", code="in_use", key=str(path)
+        )
     digest.update(orjson.dumps(facts))
     header = {"version": _VERSION, "source": stamp, "facts": facts, "xxh3": digest.hexdigest()}
     file.seek(0)
@@ -383,7 +411,11 @@ def _write_urls(lines: JsonLines, write: OnArray) -> Mapping[str, Any]:
         for row, page in enumerate(pages, first * _CHUNK_ROWS):
             for key in ("url", "contents"):
                 if not isinstance(page.get(key), str):
-                    raise UserError(f"{lines.where(row)} has no text in `{key}`: it must be a string")
+                    raise UserError(
+                        f"{lines.where(row)} has no text in `{key}`: it must be a string.",
+                        code="malformed",
+                        key=str(lines.path),
+                    )
         keys.append(_hashes([page_key(page["url"]) for page in pages]))
     hashes = np.concatenate(keys)
     order = np.argsort(hashes, kind="stable")

@@ -55,6 +55,7 @@ _TEXT_FIELDS = ("contents", "text", "content", "body")
 _PARQUET_ROWS = 256
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?)^(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL | re.MULTILINE)
 _FRONT_MATTER_CHARS = 1 << 15  # longer front matter is text: YAML is read slowly
+_FRONT_MATTER_BRACKETS = 400  # front matter with more is text: the time of nested ones grows with their square
 _TITLE_CHARS = 200
 """A longer title of front matter is cut, and a longer heading is text: every passage repeats those above it."""
 _NO_TITLE = ("", "~", "null", "Null", "NULL")
@@ -127,12 +128,20 @@ def find_files(sources: Iterable[Path], out: Path) -> Iterator[File | Skipped]:
         if source.is_dir():
             yield from _walk(source, source, out.resolve())
         elif not source.is_file():
-            raise UserError(f"source {source} does not exist: give a file or a folder of documents")
+            raise UserError(
+                f"source {source} does not exist: give a file or a folder of documents.",
+                code="not_found",
+                key=str(source),
+            )
         elif source.resolve() == out.resolve():
-            raise UserError(f"{source} is both a source and the output: write to another file")
+            raise UserError(
+                f"{source} is both a source and the output: write to another file.", code="conflict", key=str(source)
+            )
         elif source.suffix.lower() not in _KINDS:
             trouble = f"source {source} is of no kind that can be read ({', '.join(_KINDS)})"
-            raise UserError(f"{trouble}: convert it, or rename it if it is one of them")
+            raise UserError(
+                f"{trouble}: convert it, or rename it if it is one of them.", code="unsupported", key=str(source)
+            )
         else:
             yield File(source, source.name)
 
@@ -170,15 +179,19 @@ def read(file: File, names: Fields) -> Iterator[Document | Skipped]:
         if not number:
             yield Skipped(file.name, "empty")
     except OSError as problem:
-        raise UserError(f"{file.path} cannot be read ({problem.strerror}): make it readable") from problem
+        raise UserError(
+            f"{file.path} cannot be read ({problem.strerror}): make it readable.", code="denied", key=str(file.path)
+        ) from problem
 
 
 def _text_document(file: File, kind: str) -> Document | Skipped:
     data = file.path.read_bytes().removeprefix(codecs.BOM_UTF8)
     if b"\0" in data:
         reason = f"{file.path} is binary (byte {data.index(0)} is zero)"
-        raise UserError(f"{reason}: take it out of the folder, or save it as UTF-8")
-    text, title = _decode(data, str(file.path)).replace("\r\n", "\n"), Path(file.name).stem
+        raise UserError(
+            f"{reason}: take it out of the folder, or save it as UTF-8.", code="malformed", key=str(file.path)
+        )
+    text, title = _decode(data, file.path, str(file.path)).replace("\r\n", "\n"), Path(file.name).stem
     if not text.strip():
         return Skipped(file.name, "empty")
     parts = list(sections(text, title)) if kind == MARKDOWN else [Section(title, text)]
@@ -187,12 +200,14 @@ def _text_document(file: File, kind: str) -> Document | Skipped:
     return Document(file.name, parts, file.name, str(file.path))
 
 
-def _decode(data: bytes, where: str) -> str:
+def _decode(data: bytes, path: Path, where: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as problem:
         trouble = f"{where} is not UTF-8 at byte {problem.start} (0x{data[problem.start]:02x})"
-        raise UserError(f"{trouble}: convert it, for example with `iconv -f latin1 -t utf-8`") from problem
+        raise UserError(
+            f"{trouble}: convert it, for example with `iconv -f latin1 -t utf-8`.", code="malformed", key=str(path)
+        ) from problem
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -202,9 +217,11 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 continue
             where = f"{path} line {number}"
             try:
-                yield number, orjson.loads(_decode(line.removeprefix(codecs.BOM_UTF8), where))
+                yield number, orjson.loads(_decode(line.removeprefix(codecs.BOM_UTF8), path, where))
             except orjson.JSONDecodeError as problem:
-                raise UserError(f"{where} is not JSON ({problem}): mend the line") from problem
+                raise UserError(
+                    f"{where} is not JSON ({problem}): mend the line.", code="malformed", key=str(path)
+                ) from problem
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -217,27 +234,45 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
             yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
     except pyarrow.ArrowException as problem:
         reason = str(problem).splitlines()[0]
-        raise UserError(f"{path} cannot be read as parquet ({reason}): write it again") from problem
+        raise UserError(
+            f"{path} cannot be read as parquet ({reason}): write it again.", code="malformed", key=str(path)
+        ) from problem
 
 
 def _row_document(file: File, place: str, number: int, row: Any, names: Fields) -> Document | Skipped:
     where = f"{file.path} {place}"
     if not isinstance(row, dict):
-        raise UserError(f"{where} is not an object: write one with a text field, such as {{'text': ...}}")
+        raise UserError(
+            f"{where} is not an object: write one with a text field, such as {{'text': ...}}.",
+            code="malformed",
+            key=str(file.path),
+        )
     text_field = _field(row, names.text, _TEXT_FIELDS, where, "text")
     title_field = _field(row, names.title, ("title",), where, "title")
     id_field = _field(row, names.id, ("id", "_id"), where, "id")
     if text_field is None:
         trouble = f"{where} has none of the fields {', '.join(_TEXT_FIELDS)}"
-        raise UserError(f"{trouble}, only {', '.join(map(str, row)) or 'nothing'}: say which one holds the text")
+        raise UserError(
+            f"{trouble}, only {', '.join(map(str, row)) or 'nothing'}: say which one holds the text.",
+            code="missing",
+            key=str(file.path),
+        )
     text = row[text_field]
     if not isinstance(text, str):
-        raise UserError(f"{where} has no text in {text_field!r} but {type(text).__name__}: it must be a string")
+        raise UserError(
+            f"{where} has no text in {text_field!r} but {type(text).__name__}: it must be a string.",
+            code="wrong_type",
+            key=str(file.path),
+        )
     if not text.strip():
         return Skipped(f"{file.name} {place}", "empty text")
     identity = f"{file.name}:{number}" if id_field is None else row[id_field]
     if not isinstance(identity, str | int) or isinstance(identity, bool) or identity == "":
-        raise UserError(f"{where} has {identity!r} in {id_field!r}: an id must be a string or an integer")
+        raise UserError(
+            f"{where} has {identity!r} in {id_field!r}: an id must be a string or an integer.",
+            code="wrong_type",
+            key=str(file.path),
+        )
     title = "" if title_field is None or row[title_field] is None else " ".join(str(row[title_field]).split())
     first, _, rest = text.partition("\n")
     quoted = re.fullmatch(r'\s*"(.+)"\s*', first)  # contents that start with a title line in double quotes
@@ -250,7 +285,9 @@ def _row_document(file: File, place: str, number: int, row: Any, names: Fields) 
 
 def _field(row: Mapping[str, Any], named: str, usual: Sequence[str], where: str, what: str) -> str | None:
     if named and named not in row:
-        raise UserError(f"{where} lacks the {what} field {named!r}: it has {', '.join(map(str, row))}")
+        raise UserError(
+            f"{where} lacks the {what} field {named!r}: it has {', '.join(map(str, row))}.", code="unknown", key=named
+        )
     return named or next((name for name in usual if name in row), None)
 
 
@@ -279,6 +316,8 @@ def _split_front_matter(source: str) -> tuple[str, str]:
     """Its title, "" if there is none, and the document without it."""
     match = _FRONT_MATTER.match(source)
     if match is None or len(match[1]) > _FRONT_MATTER_CHARS:
+        return "", source
+    if match[1].count("[") + match[1].count("{") > _FRONT_MATTER_BRACKETS:
         return "", source
     try:
         title = _front_title(match[1])
@@ -470,9 +509,13 @@ class Chunking:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise UserError(f"size {self.size} holds no word: give 1 or more")
+            raise UserError(f"size {self.size} holds no word: give 1 or more.", code="out_of_range", key="size")
         if not 0 <= self.overlap < self.size:
-            raise UserError(f"overlap {self.overlap} must be 0 or more, and less than size {self.size}")
+            raise UserError(
+                f"overlap {self.overlap} must be 0 or more, and less than size {self.size}.",
+                code="out_of_range",
+                key="overlap",
+            )
 
 
 @dataclass(slots=True)
@@ -492,7 +535,11 @@ class Summary:
         passed = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
         told = f" (passed over: {passed})" if passed else ""
         kinds = "give text, Markdown, jsonl or parquet files"
-        raise UserError(f"{', '.join(map(str, sources))} holds no document{told}: {kinds}")
+        raise UserError(
+            f"{', '.join(map(str, sources))} holds no document{told}: {kinds}.",
+            code="empty",
+            key=", ".join(map(str, sources)),
+        )
 
     def rows(self) -> list[tuple[str, str]]:
         """Names and values for people; what was skipped is grouped by reason, with up to three names."""
@@ -533,7 +580,9 @@ def ingest(
             if not writer.summary.passages:
                 writer.summary.refuse(sources)
     except OSError as problem:
-        raise UserError(f"{out} cannot be written ({problem.strerror}): give another place") from problem
+        raise UserError(
+            f"{out} cannot be written ({problem.strerror}): give another place.", code="denied", key=str(out)
+        ) from problem
     return writer.summary
 
 
@@ -545,7 +594,9 @@ def token_costs(name: str) -> Costs:
 
     path = resolve_folder(name) / "tokenizer.json"
     if not path.is_file():
-        raise UserError(f"tokenizer {name!r} has no {path}: give a folder with a tokenizer.json")
+        raise UserError(
+            f"tokenizer {name!r} has no {path}: give a folder with a tokenizer.json.", code="not_found", key=name
+        )
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -583,7 +634,11 @@ class _Writer:
         if repeated + sum(len(title) for title, _ in passages[1:]) > _REPEATED_BYTES:  # it would fill the disk
             problem = f"{document.where} makes {len(passages)} passages that all repeat its title and its other fields"
             most = f"more than {_REPEATED_BYTES >> 20} MiB"
-            raise UserError(f"{problem}, which takes {most}: shorten these, or give a larger size")
+            raise UserError(
+                f"{problem}, which takes {most}: shorten these, or give a larger size.",
+                code="out_of_range",
+                key=document.source,
+            )
         for number, (title, text) in enumerate(passages, start=1):
             contents = f'"{title}"\n{text}'
             if self._drop_duplicates and not _add(self._contents, contents):
@@ -592,7 +647,11 @@ class _Writer:
             passage_id = document.id if len(passages) == 1 else f"{document.id}#{number}"
             if not _add(self._ids, str(passage_id)):
                 reason = f"{document.where} makes a second passage with id {passage_id!r}"
-                raise UserError(f"{reason}: give every document an id of its own, or name another id field")
+                raise UserError(
+                    f"{reason}: give every document an id of its own, or name another id field.",
+                    code="conflict",
+                    key=str(passage_id),
+                )
             words = len(find_words(text))
             self.summary.passages += 1
             self.summary.words += words
@@ -607,7 +666,9 @@ def _line(document: Document, passage_id: str | int, contents: str) -> bytes:
         return orjson.dumps(passage, default=_plain, option=orjson.OPT_APPEND_NEWLINE)
     except TypeError as problem:
         trouble = f"{document.where} holds what JSON cannot ({problem})"
-        raise UserError(f"{trouble}: take that field out of the row") from problem
+        raise UserError(
+            f"{trouble}: take that field out of the row.", code="unsupported", key=document.source
+        ) from problem
 
 
 def _plain(value: Any) -> str:

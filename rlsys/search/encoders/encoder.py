@@ -114,10 +114,16 @@ def _architecture(name: str, folder: Path) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UserError(f"model {name!r} cannot be loaded from {folder}: {_first_line(error)}") from error
+        raise UserError(
+            f"model {name!r} cannot be loaded from {folder}: {_first_line(error)}.", code="malformed", key=name
+        ) from error
     named = config.architectures or []
     if any("SequenceClassification" in architecture for architecture in named):
-        raise UserError(f"model {name!r} scores pairs ({named[0]}): it is a reranker and gives no vectors")
+        raise UserError(
+            f"model {name!r} scores pairs ({named[0]}): give an encoder, as a reranker makes no vectors.",
+            code="unsupported",
+            key=name,
+        )
     return transformers.DPRContextEncoder if "DPRContextEncoder" in named else transformers.AutoModel
 
 
@@ -131,7 +137,7 @@ def load_model(
     """
     place = _resolve_device(device)
     if dtype not in (None, *_DTYPES):
-        raise UserError(f"dtype {dtype!r} is unknown: choose one of {', '.join(_DTYPES)}")
+        raise UserError(f"dtype {dtype!r} is unknown: choose one of {', '.join(_DTYPES)}.", code="unknown", key="dtype")
     precision = _DTYPES[dtype or ("float32" if place.type == "cpu" else "float16")]
     folder = resolve_folder(name)
     transformers.utils.logging.disable_progress_bar()
@@ -142,18 +148,28 @@ def load_model(
             folder, dtype=precision, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"model {name!r} cannot be loaded from {folder}: {_first_line(error)}") from error
+        raise UserError(
+            f"model {name!r} cannot be loaded from {folder}: {_first_line(error)}.", code="malformed", key=name
+        ) from error
     lacking = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
     if lacking := {key for key in lacking if dispensable is None or dispensable not in key}:
         problem = f"model {name!r} lacks {len(lacking)} weights, {min(lacking)} among them"
-        raise UserError(f"{problem}: check that {folder} holds the model that its config.json names")
+        raise UserError(
+            f"{problem}: check that {folder} holds the model that its config.json names.", code="mismatch", key=name
+        )
     # Without a vocabulary transformers makes a tokenizer that takes every word for unknown.
     names = sorted(tokenizer.vocab_files_names.values())
     if not any((folder / file).is_file() for file in names):
-        raise UserError(f"model {name!r} has no tokenizer: {folder} holds none of {', '.join(names)}")
+        raise UserError(
+            f"model {name!r} has no tokenizer: {folder} holds none of {', '.join(names)}.", code="not_found", key=name
+        )
     most = min([tokenizer.model_max_length, *_positions(model)])
     if not 1 <= max_tokens <= most:
-        raise UserError(f"max_tokens {max_tokens} is out of range: model {name!r} takes 1 to {most}")
+        raise UserError(
+            f"max_tokens {max_tokens} is out of range: model {name!r} takes 1 to {most}.",
+            code="out_of_range",
+            key="max_tokens",
+        )
     model.config.use_cache = False
     model = model.eval().to(place)
     if place.type == "cpu":
@@ -172,17 +188,19 @@ def _resolve_device(device: str) -> torch.device:
     except RuntimeError:
         resolved = torch.device("meta")
     if resolved.type not in ("cpu", "cuda"):
-        raise UserError(f"device {device!r} is unknown: give cpu, cuda or cuda:N")
+        raise UserError(f"device {device!r} is unknown: give cpu, cuda or cuda:N.", code="unknown", key="device")
     count = torch.cuda.device_count() if resolved.type == "cuda" else 0
     if resolved.type == "cuda" and count <= (resolved.index or 0):
         sees = f"only cuda:0 to cuda:{count - 1}" if count else "no GPU"
         problem = f"device {device}: torch sees {sees}; give another device, or check the driver (`nvidia-smi`)"
-        raise UserError(f"{problem}, CUDA_VISIBLE_DEVICES and that torch is built for CUDA")
+        raise UserError(
+            f"{problem}, CUDA_VISIBLE_DEVICES and that torch is built for CUDA.", code="no_room", key="device"
+        )
     return resolved
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+    return str(error).strip().partition("\n")[0].rstrip(".")
 
 
 def _positions(model: torch.nn.Module) -> list[int]:
@@ -214,7 +232,11 @@ class Reranker:
         loaded = load_model(name, architecture, max_tokens, device, dtype)
         labels = loaded.model.config.num_labels
         if labels > 2:
-            raise UserError(f"model {name!r} has {labels} labels: a reranker has one, or two (no and yes)")
+            raise UserError(
+                f"model {name!r} has {labels} labels: give a reranker of one, or of two (no and yes).",
+                code="unsupported",
+                key=name,
+            )
         return cls(name, loaded, max_tokens)
 
     def scores(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
@@ -259,7 +281,11 @@ def _has_sigmoid(name: str, loaded: LoadedModel) -> bool:
     )
     kind = str(named).rsplit(".", 1)[-1]
     if kind not in ("Sigmoid", "Identity"):
-        raise UserError(f"model {name!r} has the activation {named}: only Sigmoid and Identity are supported")
+        raise UserError(
+            f"model {name!r} has the activation {named}: give one with Sigmoid or Identity.",
+            code="unsupported",
+            key=name,
+        )
     return kind == "Sigmoid"
 
 

@@ -159,7 +159,7 @@ class EncoderPool:
 
     def __init__(self, spec: EncoderSpec, workers: int) -> None:
         if workers < 1:
-            raise UserError(f"workers {workers} is out of range: give 1 or more")
+            raise UserError(f"workers {workers} is out of range: give 1 or more.", code="out_of_range", key="workers")
         devices = _devices(spec.device)
         self.devices = [devices[rank % len(devices)] for rank in range(workers)]
         """The device of each worker."""

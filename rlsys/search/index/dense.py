@@ -145,7 +145,9 @@ class DenseIndex(NamedTuple):
         if held != (manifest.rows, manifest.rows, manifest.dimension):
             raise UserError(
                 f"{folder} holds {vectors.rows} vectors of {vectors.dimension} for {len(corpus)} passages, its "
-                f"manifest says {manifest.rows} of {manifest.dimension}: build the index again"
+                f"manifest says {manifest.rows} of {manifest.dimension}: build the index again.",
+                code="mismatch",
+                key=str(folder),
             )
         return cls(manifest, corpus, vectors)
 
@@ -215,7 +217,7 @@ class VectorRetriever:
 def _require_dimension(facts: EncoderFacts, dimension: int, held_by: str | Path, whose: str) -> None:
     if facts.dimension != dimension:
         problem = f"encoder {facts.name!r} gives vectors of {facts.dimension}, {held_by} holds vectors of {dimension}"
-        raise UserError(f"{problem}: give the encoder {whose}")
+        raise UserError(f"{problem}: give the encoder {whose}.", code="mismatch", key=facts.name)
 
 
 def _require_weights(facts: EncoderFacts, made: Manifest, folder: str | Path, *, named: bool) -> None:
@@ -223,7 +225,11 @@ def _require_weights(facts: EncoderFacts, made: Manifest, folder: str | Path, *,
     if facts.checksum != made.encoder_sha256:
         if not named or made.family not in _TWO_ENCODERS:
             problem = f"the weights of encoder {facts.name!r} are not those that {folder} was built with"
-            raise UserError(f"{problem}: give the encoder that belongs to it, or build the index again")
+            raise UserError(
+                f"{problem}: give the encoder that belongs to it, or build the index again.",
+                code="mismatch",
+                key=facts.name,
+            )
         _log.info("queries are encoded by %s, passages were by %s", facts.name, made.encoder)
 
 
@@ -242,12 +248,18 @@ def open_prebuilt(
     """
     index_file = Path(index_file)
     if not index_file.is_file():
-        raise UserError(f"FAISS index {index_file} is not a file: give the one that belongs to the corpus")
+        raise UserError(
+            f"FAISS index {index_file} is not a file: give the one that belongs to the corpus.",
+            code="not_found",
+            key=str(index_file),
+        )
     passages = Corpus.open(corpus)
     vectors = Vectors.open(index_file, options)
     if vectors.rows != len(passages):
         problem = f"{index_file} holds {vectors.rows} vectors, {corpus} has {len(passages)} passages"
-        raise UserError(f"{problem}: give the corpus that the index was built from, unchanged")
+        raise UserError(
+            f"{problem}: give the corpus that the index was built from, unchanged.", code="mismatch", key=str(corpus)
+        )
     loaded = open_encoder(encoder, own_process=own_process)
     facts = loaded.facts
     try:
@@ -283,9 +295,15 @@ class BuildOptions:
 
     def __post_init__(self) -> None:
         if self.embeddings_dtype not in DTYPES:
-            raise UserError(f"embeddings dtype {self.embeddings_dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
+            raise UserError(
+                f"embeddings dtype {self.embeddings_dtype!r} is unknown: choose one of {', '.join(DTYPES)}.",
+                code="unknown",
+                key="embeddings_dtype",
+            )
         if self.workers < 1:
-            raise UserError(f"workers {self.workers} is out of range: give 1 or more")
+            raise UserError(
+                f"workers {self.workers} is out of range: give 1 or more.", code="out_of_range", key="workers"
+            )
 
 
 def build(
@@ -342,7 +360,9 @@ def _plan(corpus: Corpus, spec: EncoderSpec, options: BuildOptions) -> Manifest:
     if most < least:
         raise UserError(
             f"FAISS type {options.faiss_type!r} learns from {least} vectors at least, here are {most} "
-            f"(passages: {len(corpus)}, max_train_rows: {options.max_train_rows}): give a smaller type, such as Flat"
+            f"(passages: {len(corpus)}, max_train_rows: {options.max_train_rows}): give a smaller type, such as Flat.",
+            code="mismatch",
+            key="faiss_type",
         )
     settings = settle(index, FaissSettings(options.nprobe, options.ef_search), faiss_type=options.faiss_type)
     return Manifest(
@@ -411,7 +431,11 @@ def _filled(planned: Manifest, embeddings: Embeddings, options: BuildOptions, pr
             index.train(embeddings.sample(count, _SEED))
         except RuntimeError as error:
             problem = f"FAISS cannot train {planned.faiss_type!r} on {count} vectors ({error})"
-            raise UserError(f"{problem}: build again with another type; what is encoded stays") from None
+            raise UserError(
+                f"{problem}: build again with another type; what is encoded stays.",
+                code="unsupported",
+                key="faiss_type",
+            ) from None
         progress("train", count, count)
     progress("add", 0, planned.rows)
     reserve(index, planned.rows)
@@ -442,10 +466,12 @@ class Embeddings:
         try:
             mapped = np.lib.format.open_memmap(path, mode="r")
         except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read ({error}): remove it and build again") from None
+            raise UserError(
+                f"{path} cannot be read ({error}): remove it and build again.", code="malformed", key=str(path)
+            ) from None
         if (mapped.shape, mapped.dtype) != ((rows, dimension), np.dtype(dtype)):
             problem = f"{path} holds {list(mapped.shape)} of {mapped.dtype}, not {[rows, dimension]} of {dtype}"
-            raise UserError(f"{problem}: remove it and build again")
+            raise UserError(f"{problem}: remove it and build again.", code="mismatch", key=str(path))
         return cls(path, rows, dimension, mapped.dtype, int(mapped.offset))
 
     def blocks(self) -> Iterator[Floats]:
@@ -549,12 +575,12 @@ def new_index(faiss_type: str, dimension: int) -> faiss.Index:
             f"FAISS type {faiss_type!r} is not one for inner products of {dimension} dimensions ({_reason(error)})"
         )
         remedy = "give a string of faiss.index_factory, such as Flat, HNSW64 or IVF1024,Flat"
-        raise UserError(f"{problem}: {remedy}") from None
+        raise UserError(f"{problem}: {remedy}.", code="unknown", key="faiss_type") from None
     layers = list(_layers(index))
     if whole := [_name(layer) for layer in layers if _name(layer) in _WHOLE]:
         problem = f"FAISS type {faiss_type!r} ({whole[0]}) cannot be filled block by block with rows in their order"
-        raise UserError(f"{problem}: give another one, such as HNSW64")
-    _require_inner_product(index, f"FAISS type {faiss_type!r}")
+        raise UserError(f"{problem}: give another one, such as HNSW64.", code="unsupported", key="faiss_type")
+    _require_inner_product(index, f"FAISS type {faiss_type!r}", "faiss_type")
     for layer in layers:
         if hasattr(layer, "hnsw"):
             layer.hnsw.efConstruction = EF_CONSTRUCTION
@@ -589,13 +615,19 @@ def settle(
         ("ef_search", asked.ef_search, _NEVER if graph else None),
     ):
         if value is not None and most is None:
-            raise UserError(f"{key}={value} is given, but an index of FAISS type {faiss_type!r} has none: leave it out")
+            raise UserError(
+                f"{key}={value} is given, but an index of FAISS type {faiss_type!r} has none: leave it out.",
+                code="conflict",
+                key=key,
+            )
         if value is not None and most is not None and not 1 <= value <= most:
             most_text = "as many as there are passages" if most == _NEVER else most
-            raise UserError(f"{key}={value} is out of range: give 1 to {most_text}")
+            raise UserError(f"{key}={value} is out of range: give 1 to {most_text}.", code="out_of_range", key=key)
     for key, value in asdict(recorded).items():
         if value is not None and not 1 <= value <= _NEVER:
-            raise UserError(f"the manifest's {key}={value} is out of range: build the index again")
+            raise UserError(
+                f"the manifest's {key}={value} is out of range: build the index again.", code="out_of_range", key=key
+            )
     nprobe = None if nlist is None else min(nlist, max(_MIN_NPROBE, math.isqrt(nlist)))
     ef_search = asked.ef_search or recorded.ef_search or (EF_SEARCH if graph else None)
     return FaissSettings(asked.nprobe or recorded.nprobe or nprobe, ef_search)
@@ -635,10 +667,14 @@ class Vectors:
         try:
             index = faiss.read_index(str(path), _MMAP if options.mmap else 0)
         except RuntimeError as error:
-            raise UserError(f"{path} is missing or damaged ({_reason(error)}): build the index again") from None
-        _require_inner_product(index, str(path))
+            raise UserError(
+                f"{path} is missing or damaged ({_reason(error)}): build the index again.",
+                code="malformed" if path.is_file() else "not_found",
+                key=str(path),
+            ) from None
+        _require_inner_product(index, str(path), str(path))
         if options.depth < 1:
-            raise UserError(f"depth {options.depth} is out of range: give 1 or more")
+            raise UserError(f"depth {options.depth} is out of range: give 1 or more.", code="out_of_range", key="depth")
         if options.faiss_gpu:
             require_gpu(index)
         name = faiss_type or _name(faiss.downcast_index(index))
@@ -675,17 +711,30 @@ def gpu_count() -> int:
 def require_gpu(index: faiss.Index) -> None:
     """Raise UserError unless this FAISS has a GPU to use and the index can be put there."""
     if gpu_count() == 0:
-        has = "sees no GPU" if hasattr(faiss, "StandardGpuResources") else "is built without GPU support"
-        raise UserError(f"faiss_gpu is asked for, but this FAISS {has}: install faiss-gpu-cu12, or leave it out")
+        knows = hasattr(faiss, "StandardGpuResources")
+        has = "sees no GPU" if knows else "is built without GPU support"
+        raise UserError(
+            f"faiss_gpu is asked for, but this FAISS {has}: install faiss-gpu-cu12, or leave it out.",
+            code="no_room" if knows else "not_installed",
+            key="faiss_gpu",
+        )
     if held := [_name(layer) for layer in _layers(index) if _name(layer) not in _GPU]:
         problem = f"faiss_gpu is asked for, but FAISS keeps {held[0]} on the CPU"
-        raise UserError(f"{problem}: leave it out, or build a type such as Flat or IVF4096,SQ8")
+        raise UserError(
+            f"{problem}: leave it out, or build a type such as Flat or IVF4096,SQ8.",
+            code="unsupported",
+            key="faiss_gpu",
+        )
 
 
-def _require_inner_product(index: faiss.Index, what: str) -> None:
+def _require_inner_product(index: faiss.Index, what: str, key: str) -> None:
     for layer in _layers(index):
         if layer.metric_type != faiss.METRIC_INNER_PRODUCT:
-            raise UserError(f"{what} ({_name(layer)}) does not rank by inner products: give another one")
+            raise UserError(
+                f"{what} ({_name(layer)}) does not rank by inner products: give another one.",
+                code="unsupported",
+                key=key,
+            )
 
 
 def _layers(index: faiss.Index) -> Iterator[Any]:

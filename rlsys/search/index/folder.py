@@ -48,17 +48,27 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
     """All keys of the folder's manifest. Raises UserError when there is none of this format."""
     path = Path(folder) / MANIFEST_FILE
     if not path.is_file():
-        raise UserError(f"{folder} is not an index (no {MANIFEST_FILE}): make one with `rlsys search index`")
+        raise UserError(
+            f"{folder} is not an index (no {MANIFEST_FILE}): make one with `rlsys search index`.",
+            code="not_found",
+            key=str(folder),
+        )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON ({error}): build the index again") from None
+        raise UserError(
+            f"{path} is not JSON ({error}): build the index again.", code="malformed", key=str(path)
+        ) from None
     written = values.get("format", 1) if isinstance(values, dict) else None
     if written != FORMAT:
         problem = f"{path} has format {written}, this version of rlsys reads {FORMAT}"
-        raise UserError(f"{problem}: build the index again, or serve it with the version that built it")
+        raise UserError(
+            f"{problem}: build the index again, or serve it with the version that built it.",
+            code="unsupported",
+            key=str(path),
+        )
     if not isinstance(values.get("kind"), str):
-        raise UserError(f"{path} names no kind of index: build the index again")
+        raise UserError(f"{path} names no kind of index: build the index again.", code="malformed", key=str(path))
     return values
 
 
@@ -66,7 +76,7 @@ def read_values(folder: str | Path, kinds: Iterable[str], wanted: str) -> dict[s
     """The manifest's keys but format and kind. Raises UserError, which names what is `wanted`, for other kinds."""
     values = read_manifest(folder)
     if (kind := values.pop("kind")) not in kinds:
-        raise UserError(f"{folder} is an index of kind {kind!r}, not {wanted}")
+        raise UserError(f"{folder} is an index of kind {kind!r}, not {wanted}.", code="mismatch", key=str(folder))
     del values["format"]
     return values
 
@@ -79,7 +89,11 @@ def typed(made: type[T], values: Any, folder: str | Path) -> T:
     bad = {key for key in given if key not in types or not _is_a(given[key], types[key])}
     if wrong := sorted(bad | (needed - given.keys())):
         problem = f"{Path(folder) / MANIFEST_FILE} does not hold its keys (missing, unknown or of the wrong type"
-        raise UserError(f"{problem}: {', '.join(wrong)}): build the index again")
+        raise UserError(
+            f"{problem}: {', '.join(wrong)}): build the index again.",
+            code="malformed",
+            key=str(Path(folder) / MANIFEST_FILE),
+        )
     return made(**given)
 
 
@@ -153,7 +167,7 @@ class IndexDraft:
 def refuse_foreign(out: Path) -> None:
     """Raise UserError for what is no index at `out`."""
     if out.exists() and not (out / MANIFEST_FILE).is_file() and (out.is_file() or any(out.iterdir())):
-        raise UserError(f"{out} is there and is no index: give an empty or a new folder")
+        raise UserError(f"{out} is there and is no index: give an empty or a new folder.", code="exists", key=str(out))
 
 
 @contextmanager
@@ -168,9 +182,13 @@ def claim_draft(out: Path) -> Iterator[IndexDraft]:
         try:
             stack.enter_context(working_folder(home))
         except BlockingIOError:
-            raise UserError(f"another process builds an index in {home}: wait for it, or end it") from None
+            raise UserError(
+                f"another process builds an index in {home}: wait for it, or end it.", code="in_use", key=str(home)
+            ) from None
         except OSError as error:
-            raise UserError(f"an index cannot be built at {home} ({error}): choose another place") from None
+            raise UserError(
+                f"an index cannot be built at {home} ({error}): choose another place.", code="denied", key=str(home)
+            ) from None
         draft = IndexDraft(out, home)
         try:
             draft.recover()
@@ -232,7 +250,9 @@ def add_corpus(corpus: Corpus, folder: Path) -> None:
     """Put the corpus into an index, and read it there: it may have changed since it was opened."""
     link(corpus.path, folder / CORPUS_FILE)
     if Corpus.open(folder / CORPUS_FILE).checksum != corpus.checksum:
-        raise UserError(f"{corpus.path} has changed while its index was built: build it again")
+        raise UserError(
+            f"{corpus.path} has changed while its index was built: build it again.", code="in_use", key=str(corpus.path)
+        )
 
 
 def open_corpus(folder: Path, checksum: str) -> Corpus:
@@ -240,7 +260,7 @@ def open_corpus(folder: Path, checksum: str) -> Corpus:
     corpus = Corpus.open(folder / CORPUS_FILE)
     if corpus.checksum != checksum:
         problem = f"{corpus.path} has changed since {folder} was built"
-        raise UserError(f"{problem}: build the index again or restore the file")
+        raise UserError(f"{problem}: build the index again or restore the file.", code="mismatch", key=str(corpus.path))
     return corpus
 
 

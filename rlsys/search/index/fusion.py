@@ -111,7 +111,7 @@ class HybridRetriever:
         first, second = (described.get("corpus_sha256") for described in self._described.values())
         if first is None or first != second:
             problem = f"a hybrid needs two indexes of one corpus, these have the checksums {first} and {second}"
-            raise UserError(f"{problem}: build both from the same file")
+            raise UserError(f"{problem}: build both from the same file.", code="mismatch", key="corpus_sha256")
 
     @classmethod
     def open(cls, folder: str | Path, **dense: Any) -> HybridRetriever:
@@ -122,7 +122,11 @@ class HybridRetriever:
             vectors = on_failure.enter_context(closing(VectorRetriever.open(folder / DENSE, **dense)))
             opened = cls(vectors, on_failure.enter_context(closing(LexicalRetriever.open(folder / BM25))))
             if opened.describe()["corpus_sha256"] != manifest.get("corpus_sha256"):
-                raise UserError(f"the parts of {folder} are not of the manifest's corpus: build the index again")
+                raise UserError(
+                    f"the parts of {folder} are not of the manifest's corpus: build the index again.",
+                    code="mismatch",
+                    key=str(folder),
+                )
             on_failure.pop_all()
         return opened
 

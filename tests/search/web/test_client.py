@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import gzip
 import logging
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
 from typing import Any
 
 import pytest
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
-from rlsys.errors import UserError
+from rlsys.errors import Code
 from rlsys.search.web.providers import PROVIDERS, Keys, ProviderClient, ProviderError, ProviderLimits
 from tests.search.web.conftest import Clock
 from tests.search.web.fake_web import BOMB_BYTES, CSE_ID, ENVIRON, KEY, FakeWeb, gzipped, never_ending
+from tests.support.refusals import refused
 
 
 def client_of(web: FakeWeb, name: str, clock: Clock, environ: Any = ENVIRON, **limits: Any) -> ProviderClient:
@@ -24,7 +21,7 @@ def client_of(web: FakeWeb, name: str, clock: Clock, environ: Any = ENVIRON, **l
         PROVIDERS[name],
         Keys.of(PROVIDERS[name], environ),
         endpoint=f"{web.base}/{name}",
-        limits=ProviderLimits(**limits),
+        limits=ProviderLimits(**{"try_timeout_s": 60.0, "timeout_s": 120.0} | limits),
         sleep=clock.sleep,
         now=clock.now,
     )
@@ -38,8 +35,9 @@ async def search(client: ProviderClient, query: str = "a query", count: int = 3)
         await client.close()
 
 
-@pytest.mark.parametrize("name", ["google", "serper", "brave", "bing"])
-@pytest.mark.parametrize("count", [1, 3, 10, 25, 60])
+@pytest.mark.parametrize(
+    ("name", "count"), [("google", 25), ("serper", 1), ("serper", 10), ("brave", 60), ("bing", 60)]
+)
 async def test_results_come_in_order_over_as_few_pages_as_there_must_be(
     web: FakeWeb, clock: Clock, name: str, count: int
 ) -> None:
@@ -47,21 +45,6 @@ async def test_results_come_in_order_over_as_few_pages_as_there_must_be(
     assert found == [web.item(row)[1] for row in range(count)]
     size = {"google": 10, "serper": 10, "brave": 20, "bing": 50}[name]
     assert len(web.asked) == -(-count // size)
-
-
-@pytest.mark.parametrize("name", PROVIDERS)
-async def test_few_results_and_none_are_what_they_are(web: FakeWeb, clock: Clock, name: str) -> None:
-    web.results = 2
-    found = await search(client_of(web, name, clock), count=2 if name != "serpapi" else 3)
-    assert [url for url in found if url.startswith(web.base)] == [web.item(row)[1] for row in range(2)]
-    web.results = 0
-    assert await search(client_of(web, name, clock), count=30) == []
-
-
-@pytest.mark.parametrize(("name", "most"), [("google", 100), ("brave", 200)])
-async def test_no_more_is_asked_than_a_provider_has(web: FakeWeb, clock: Clock, name: str, most: int) -> None:
-    web.results = 10_000
-    assert len(await search(client_of(web, name, clock), count=500)) == most
 
 
 async def test_serpapi_gives_its_answer_first_and_related_questions_last(web: FakeWeb, clock: Clock) -> None:
@@ -82,23 +65,6 @@ async def test_the_requests_are_those_of_the_references(web: FakeWeb, clock: Clo
     ]
 
 
-async def test_an_endpoint_keeps_its_own_parameters(web: FakeWeb, clock: Clock) -> None:
-    endpoint = f"{web.base}/bing?market=de"
-    client = ProviderClient(
-        PROVIDERS["bing"], Keys.of(PROVIDERS["bing"], ENVIRON), endpoint=endpoint, sleep=clock.sleep
-    )
-    assert len(await search(client)) == 3
-    assert web.asked[0]["market"] == "de"
-    assert web.asked[0]["q"] == "a query"
-
-
-async def test_a_page_that_is_found_twice_counts_once(web: FakeWeb, clock: Clock) -> None:
-    item = {"title": "T", "link": "http://a/", "snippet": "S"}
-    again = item | {"snippet": "Other words"}
-    web.script = [lambda: JSONResponse({"organic": [item, again]})]
-    assert await search(client_of(web, "serper", clock)) == ["http://a/"]
-
-
 async def test_queries_are_cut_to_what_providers_take_and_blank_ones_are_not_sent(web: FakeWeb, clock: Clock) -> None:
     for query in ["", " \n\t", "\ud800"]:
         assert await search(client_of(web, "brave", clock), query) == []
@@ -110,13 +76,15 @@ async def test_queries_are_cut_to_what_providers_take_and_blank_ones_are_not_sen
 
 
 @pytest.mark.parametrize("variable", ENVIRON)
-@pytest.mark.parametrize("value", [None, "", "  ", "kéy", "two\nlines"])
-def test_a_missing_or_impossible_key_is_one_sentence_about_its_variable(variable: str, value: str | None) -> None:
-    environ = ENVIRON | {variable: value} if value is not None else {k: v for k, v in ENVIRON.items() if k != variable}
-    name = variable.split("_")[0].lower()
-    with pytest.raises(UserError, match=f"^{variable} ") as caught:
-        Keys.of(PROVIDERS[name], environ)
-    assert not value or value.strip() == "" or value not in str(caught.value)
+def test_a_missing_or_impossible_key_is_named_by_its_variable_and_not_repeated(variable: str) -> None:
+    provider = PROVIDERS[variable.split("_")[0].lower()]
+    values: dict[str, Code] = {"  ": "missing", "kéy": "malformed", "two\nlines": "malformed"}
+    for value, code in values.items():
+        with refused(code, variable) as caught:
+            Keys.of(provider, ENVIRON | {variable: value})
+        assert not value.strip() or value not in str(caught.value)
+    with refused("missing", variable):
+        Keys.of(provider, {name: value for name, value in ENVIRON.items() if name != variable})
 
 
 @pytest.mark.parametrize("name", PROVIDERS)
@@ -129,7 +97,7 @@ async def test_keys_are_in_no_log_no_error_and_no_repr(
     await search(client_of(web, name, clock))
     wrong = {variable: f"wrong-{value}" for variable, value in ENVIRON.items()}
     web.script = [lambda: JSONResponse({"error": f"{'bad ' * 92}key wrong-{KEY} wrong-{CSE_ID}"}, 401)]
-    with pytest.raises(ProviderError) as refused:
+    with pytest.raises(ProviderError) as denied:
         await search(client_of(web, name, clock, wrong))
     dead = ProviderClient(
         PROVIDERS[name], Keys.of(PROVIDERS[name], ENVIRON), endpoint="http://127.0.0.1:1/", sleep=clock.sleep
@@ -137,7 +105,7 @@ async def test_keys_are_in_no_log_no_error_and_no_repr(
     with pytest.raises(ProviderError) as unreachable:
         await search(dead)
     assert "HTTP Request" in caplog.text
-    seen = caplog.text + str(refused.value) + str(unreachable.value) + repr(refused.value.__cause__)
+    seen = caplog.text + str(denied.value) + str(unreachable.value) + repr(denied.value.__cause__)
     seen += repr(Keys.of(PROVIDERS[name], ENVIRON))
     assert KEY[:8] not in seen
     assert CSE_ID[:8] not in seen or name != "google"
@@ -145,7 +113,7 @@ async def test_keys_are_in_no_log_no_error_and_no_repr(
 
 async def test_a_redirect_is_not_followed_as_the_key_would_travel(web: FakeWeb, clock: Clock) -> None:
     web.script = [lambda: RedirectResponse(f"{web.base}/serper", 307)]
-    with pytest.raises(ProviderError, match="status 307; check the endpoint"):
+    with pytest.raises(ProviderError, match="status 307"):
         await search(client_of(web, "serper", clock))
     assert len(web.asked) == 1
 
@@ -164,79 +132,48 @@ async def test_a_busy_provider_is_asked_again_when_it_wants(web: FakeWeb, clock:
     assert second < third <= 4
 
 
-async def test_retry_after_may_be_a_date(web: FakeWeb, clock: Clock) -> None:
-    when = format_datetime(datetime.now(UTC) + timedelta(seconds=20), usegmt=True)
-    web.script = [lambda: Response("", 429, {"Retry-After": when})]
-    assert len(await search(client_of(web, "serper", clock))) == 3
-    assert 15 < clock.slept[0] <= 20
-
-
 async def test_a_wait_beyond_the_limit_is_not_waited_for(web: FakeWeb, clock: Clock) -> None:
     web.script = [
         lambda: JSONResponse({"error": "Your account has run out of searches."}, 429, {"Retry-After": "3600"})
     ]
-    with pytest.raises(ProviderError, match="status 429: Your account has run out of searches"):
+    with pytest.raises(ProviderError, match="run out of searches"):
         await search(client_of(web, "serpapi", clock))
     assert clock.slept == []
 
 
-async def test_an_outage_is_an_error_after_all_tries(web: FakeWeb, clock: Clock) -> None:
-    web.script = [lambda: Response("down", 500)] * 10
-    with pytest.raises(ProviderError, match="web search by brave failed: status 500"):
-        await search(client_of(web, "brave", clock, tries=3))
-    assert len(web.asked) == 3
-
-
-@pytest.mark.parametrize("status", [401, 403])
-async def test_a_refused_key_is_named_and_not_tried_again(web: FakeWeb, clock: Clock, status: int) -> None:
-    web.script = [lambda: JSONResponse({"error": {"message": "Daily limit exceeded"}}, status)]
-    expected = f"status {status}: Daily limit exceeded; check the key and the quota of GOOGLE_API_KEY and GOOGLE_CSE_ID"
-    with pytest.raises(ProviderError, match=expected):
+async def test_a_refused_key_is_named_and_not_tried_again(web: FakeWeb, clock: Clock) -> None:
+    web.script = [lambda: JSONResponse({"error": {"message": "Daily limit exceeded"}}, 403)]
+    with pytest.raises(ProviderError, match=r"403: Daily limit exceeded.*GOOGLE_API_KEY"):
         await search(client_of(web, "google", clock))
     assert clock.slept == []
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"),
+    "answer",
     [
-        (lambda: Response("<html>Welcome to our portal</html>", media_type="text/html"), "not JSON"),
-        (lambda: Response('{"organic": ['), "not JSON"),
-        (lambda: JSONResponse({"message": "ok"}), "has none of organic"),
-        (lambda: JSONResponse({"organic": "many"}), "`organic` is not a list"),
-        (lambda: Response(gzipped(BOMB_BYTES), headers={"Content-Encoding": "gzip"}), "larger than"),
-        (lambda: Response(bytes(9 << 20)), "larger than"),
-        (lambda: Response(b"{}", headers={"Content-Encoding": "zstd"}), "not gzip"),
+        lambda: Response("<html>Welcome to our portal</html>", media_type="text/html"),
+        lambda: JSONResponse({"message": "ok"}),
+        lambda: JSONResponse({"organic": "many"}),
+        lambda: Response(gzipped(BOMB_BYTES), headers={"Content-Encoding": "gzip"}),
+        lambda: Response(bytes(9 << 20)),
+        lambda: Response(b"{}", headers={"Content-Encoding": "zstd"}),
     ],
+    ids=["HTML", "other keys", "no list", "bomb", "large", "zstd"],
 )
 async def test_what_is_no_answer_is_an_error_at_once(
-    web: FakeWeb, clock: Clock, answer: Callable[[], Response], reason: str
+    web: FakeWeb, clock: Clock, answer: Callable[[], Response]
 ) -> None:
     web.script = [answer]
-    with pytest.raises(ProviderError, match=reason):
+    with pytest.raises(ProviderError, match="serper"):
         await search(client_of(web, "serper", clock))
+    assert len(web.asked) == 1
     assert clock.slept == []
 
 
-async def test_a_compressed_answer_is_read(web: FakeWeb, clock: Clock) -> None:
-    body = gzip.compress(b'{"organic": [{"title": "T", "link": "http://a/", "snippet": "S"}]}')
-    web.script = [lambda: Response(body, headers={"Content-Encoding": "gzip"})]
-    assert await search(client_of(web, "serper", clock)) == ["http://a/"]
-
-
-async def test_a_body_that_never_ends_is_given_up_and_asked_for_again(web: FakeWeb, clock: Clock) -> None:
-    web.script = [never_ending]
-    assert len(await search(client_of(web, "serper", clock, try_timeout_s=0.3))) == 3
-    web.script = [never_ending, never_ending]
-    with pytest.raises(ProviderError, match=r"no answer within 0\.5 s; no answer within 0\.3 s"):
+async def test_a_body_that_never_ends_is_given_up(web: FakeWeb, clock: Clock) -> None:
+    web.script = [never_ending] * 20
+    with pytest.raises(ProviderError, match="serper"):
         await search(client_of(web, "serper", clock, try_timeout_s=0.3, timeout_s=0.5))
-
-
-async def test_only_so_many_requests_run_at_once(web: FakeWeb, clock: Clock) -> None:
-    client = client_of(web, "serper", clock, max_concurrent=3)
-    await asyncio.gather(*(client.search(f"q{row}", 3) for row in range(30)))
-    await client.close()
-    assert len(web.asked) == 30
-    assert web.most_running <= 3
 
 
 async def test_requests_keep_to_the_rate(web: FakeWeb, clock: Clock) -> None:
@@ -248,7 +185,7 @@ async def test_requests_keep_to_the_rate(web: FakeWeb, clock: Clock) -> None:
     assert clock.now() - start == pytest.approx(8 / 4)
 
 
-@pytest.mark.parametrize("limits", [{"max_concurrent": 0}, {"tries": 0}, {"timeout_s": 0}, {"requests_per_second": 0}])
-def test_limits_that_cannot_work_are_refused(limits: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="is out of range: give more than 0"):
-        ProviderLimits(**limits)
+@pytest.mark.parametrize("limit", ["max_concurrent", "tries", "timeout_s", "requests_per_second"])
+def test_limits_that_cannot_work_are_refused(limit: str) -> None:
+    with refused("out_of_range", limit):
+        ProviderLimits(**{limit: 0})

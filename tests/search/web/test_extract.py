@@ -7,10 +7,10 @@ import resource
 import unicodedata
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.search.web.extract import MAX_TEXT_CHARS, clean, decode, extract
+from rlsys.search.web.extract import clean, decode, extract
 from rlsys.search.web.web_search import Fetched, Workers, best_passage, passages
 from tests.search.conftest import children_of
 from tests.search.web.fake_web import HTML
@@ -49,27 +49,18 @@ def test_plain_text_is_taken_as_it_is() -> None:
     assert (page.title, page.text) == ("", "One[1m <b>\ntwo three")
 
 
-def test_text_is_bounded() -> None:
-    page = extract(b"word " * 1_000_000, "text/plain", None)
-    assert page is not None
-    assert MAX_TEXT_CHARS - 5 <= len(page.text) <= MAX_TEXT_CHARS
-
-
 @pytest.mark.parametrize(
     ("body", "charset", "text"),
     [
         ("größer".encode(), None, "größer"),
         ("größer".encode("latin-1"), None, "größer"),
         ("“x”".encode("cp1252"), "iso-8859-1", "“x”"),
-        ("größer".encode("latin-1"), "ISO-8859-1", "größer"),
         ("東京".encode("shift_jis"), "Shift_JIS", "東京"),
         ("東京".encode(), "no-such-charset", "東京"),
         (b"\xef\xbb\xbf" + "東京".encode(), "shift_jis", "東京"),
         ("\ufeff東京".encode("utf-16-le"), None, "東京"),
         (b"\xff\xfeab\xff", "utf-8", "扡�"),
         (b"abc", "zlib_codec", "abc"),
-        (b"abc", "hex", "abc"),
-        (b"abc", "rot13", "abc"),
         (b"abc", "\x00", "abc"),
         (b"a\xffc", "utf-8", "a�c"),
     ],
@@ -78,12 +69,7 @@ def test_charsets(body: bytes, charset: str | None, text: str) -> None:
     assert decode(body, charset) == text
 
 
-def test_a_page_may_declare_its_charset() -> None:
-    for meta in ('<meta charset="shift_jis">', "<META http-equiv=x content='text/html; charset=Shift_JIS'>"):
-        assert decode((meta + "東京").encode("shift_jis"), None).endswith("東京")
-        assert decode((meta + "東京").encode(), "utf-8").endswith("東京")
-
-
+@settings(max_examples=50)
 @given(st.text(st.characters()))
 def test_clean_text_has_no_controls_and_can_be_sent(text: str) -> None:
     cleaned = clean(text)
@@ -94,69 +80,46 @@ def test_clean_text_has_no_controls_and_can_be_sent(text: str) -> None:
     assert all(line.strip() == line != "" for line in cleaned.split("\n")) or cleaned == ""
 
 
+@settings(max_examples=50)
 @given(st.binary(max_size=200), st.sampled_from([None, "utf-8", "utf-16", "utf-7", "big5", "idna", "punycode"]))
 def test_any_bytes_are_text(body: bytes, charset: str | None) -> None:
     assert isinstance(decode(body, charset), str)
 
 
-async def test_workers_read_pages_and_survive_hostile_ones() -> None:
-    workers = Workers(2, job_timeout_s=2.0)
-    good = Fetched(HTML.encode(), "text/html", "utf-8")
-    deep = Fetched(b"<html><body>" + b"<div>" * 100_000 + b"text", "text/html", None)
-    try:
-        endless = Fetched(ENDLESS.encode(), "text/html", None)
-        pages = await asyncio.gather(*(workers.read(page) for page in (good, endless, deep, good)))
-        assert pages[1] is None
-        assert pages[0] == pages[3] == extract(HTML.encode(), "text/html", "utf-8")
-        assert await workers.read(good) == pages[0]
-    finally:
-        await workers.close()
-
-
-async def test_a_cancelled_reading_ends_its_process() -> None:
-    workers = Workers(1, job_timeout_s=60)
-    try:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await workers.read(Fetched(ENDLESS.encode(), "text/html", None))
-        assert await workers.read(Fetched(HTML.encode(), "text/html", None)) is not None
-    finally:
-        await workers.close()
-
-
-async def test_workers_do_not_see_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_meets_a_hostile_page_ends_and_the_next_page_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SERPER_API_KEY", "hidden-from-workers")
-    workers = Workers(1, 5.0, {"SERPER_API_KEY"})
+    workers = Workers(1, job_timeout_s=0.3, hidden={"SERPER_API_KEY"})
+    good, endless = Fetched(HTML.encode(), "text/html", "utf-8"), Fetched(ENDLESS.encode(), "text/html", None)
     try:
-        await workers.read(Fetched(b"text", "text/plain", None))
+        assert await workers.read(endless) is None
+        workers._job_timeout_s = 300.0  # of those that are started from now on
+        assert await workers.read(good) == extract(HTML.encode(), "text/html", "utf-8")
         (worker,) = children_of("rlsys.search.web.extract")
         assert "PATH" in worker.environ()
         assert "SERPER_API_KEY" not in worker.environ()
-    finally:
-        await workers.close()
-
-
-async def test_a_worker_cannot_take_all_memory_or_write_what_it_held() -> None:
-    workers = Workers(1, 5.0)
-    try:
-        await workers.read(Fetched(b"text", "text/plain", None))
-        (worker,) = children_of("rlsys.search.web.extract")
         assert worker.rlimit(resource.RLIMIT_AS) == (2 * 1024**3, 2 * 1024**3)
         assert worker.rlimit(resource.RLIMIT_CORE) == (0, 0)
+        await workers.read(Fetched(b"<html><body>" + b"<div>" * 100_000 + b"text", "text/html", None))
+        reading = asyncio.create_task(workers.read(endless))
+        await asyncio.sleep(0.1)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert not worker.is_running()
+        assert await workers.read(good) is not None
     finally:
         await workers.close()
 
 
+@settings(max_examples=50)
 @given(st.lists(st.lists(st.sampled_from("abcde"), max_size=30).map(" ".join), max_size=8), st.integers(1, 20))
 def test_passages_keep_every_word_in_order_within_their_length(paragraphs: list[str], words: int) -> None:
     text = "\n".join(paragraphs)
     found = passages(text, words)
     assert " ".join(found).split() == text.split()
     assert all(1 <= len(passage.split()) <= words for passage in found)
-
-
-def test_paragraphs_are_not_cut_where_they_fit() -> None:
-    assert passages("a b\nc d e\nf\ng h i j k", 5) == ["a b\nc d e", "f", "g h i j k"]
 
 
 def test_the_best_passage_has_the_rarest_words_of_the_query() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.search.web.web_search import GuardedTransport, Policy, Resolver, UrlRefused
@@ -28,50 +28,31 @@ def answering(*answers: list[str]) -> Resolver:
     return resolver
 
 
-PUBLIC = [
-    "8.8.8.8",
-    "1.1.1.1",
-    "100.63.255.255",
-    "100.128.0.1",
-    "172.15.0.1",
-    "172.32.0.1",
-    "223.255.255.255",
-]
-PUBLIC += [
-    "2606:4700:4700::1111",
-    "2001:4860:4860::8888",
-    "64:ff9b::808:808",
-    "2002:808:808::1",
-    "::ffff:8.8.8.8",
-]
-PRIVATE = ["127.0.0.1", "127.255.255.254", "0.0.0.0", "0.1.2.3", "10.0.0.1", "172.16.0.1", "172.31.255.255"]
-PRIVATE += ["192.168.1.1", "169.254.169.254", "100.64.0.1", "100.127.255.255", "192.0.0.8", "192.0.2.1"]
-PRIVATE += ["198.18.0.1", "198.51.100.1", "203.0.113.1", "224.0.0.1", "239.255.255.250", "240.0.0.1"]
-PRIVATE += [
-    "255.255.255.255",
-    "192.88.99.1",
-    "::",
-    "::1",
-    "fe80::1",
-    "fe80::1%1",
-    "2606:4700::1%1",
-    "fec0::1",
-]
-PRIVATE += ["fc00::1", "fd00:ec2::254", "ff02::1", "2001::1", "2001:db8::1", "3fff::1", "100::1", "5f00::1"]
-PRIVATE += ["::ffff:127.0.0.1", "::ffff:10.0.0.1", "::127.0.0.1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe"]
-PRIVATE += ["64:ff9b:1::1", "2002:7f00:1::", "2002:c0a8:101::1", "2001:0:4136:e378:8000:63bf:3fff:fdd2"]
+def port_of(web: FakeWeb) -> int:
+    port = httpx.URL(web.base).port
+    assert port is not None
+    return port
 
 
-@pytest.mark.parametrize("address", PUBLIC)
-def test_public_addresses_are_permitted(address: str) -> None:
-    assert Policy().permits(ipaddress.ip_address(address))
+PUBLIC = """
+8.8.8.8 1.1.1.1 100.63.255.255 100.128.0.1 172.15.0.1 172.32.0.1 223.255.255.255
+2606:4700:4700::1111 2001:4860:4860::8888 64:ff9b::808:808 2002:808:808::1 ::ffff:8.8.8.8
+"""
+OTHER = """
+127.0.0.1 127.255.255.254 0.0.0.0 0.1.2.3 10.0.0.1 172.16.0.1 172.31.255.255 192.168.1.1 169.254.169.254 100.64.0.1
+100.127.255.255 192.0.0.8 192.0.2.1 198.18.0.1 198.51.100.1 203.0.113.1 224.0.0.1 239.255.255.250 240.0.0.1
+255.255.255.255 192.88.99.1 :: ::1 fe80::1 fe80::1%1 2606:4700::1%1 fec0::1 fc00::1 fd00:ec2::254 ff02::1 2001::1
+2001:db8::1 3fff::1 100::1 5f00::1 ::ffff:127.0.0.1 ::ffff:10.0.0.1 ::127.0.0.1 64:ff9b::7f00:1 64:ff9b::a9fe:a9fe
+64:ff9b:1::1 2002:7f00:1:: 2002:c0a8:101::1 2001:0:4136:e378:8000:63bf:3fff:fdd2
+"""
 
 
-@pytest.mark.parametrize("address", PRIVATE)
-def test_other_addresses_are_not(address: str) -> None:
-    assert not Policy().permits(ipaddress.ip_address(address))
+def test_public_addresses_are_permitted_and_no_others() -> None:
+    permitted = [text for text in (PUBLIC + OTHER).split() if Policy().permits(ipaddress.ip_address(text))]
+    assert permitted == PUBLIC.split()
 
 
+@settings(max_examples=50)
 @given(st.ip_addresses(v=4) | st.ip_addresses(v=6))
 def test_nothing_is_permitted_that_the_standard_library_calls_private(
     address: ipaddress.IPv4Address | ipaddress.IPv6Address,
@@ -81,6 +62,7 @@ def test_nothing_is_permitted_that_the_standard_library_calls_private(
         assert not address.is_multicast
 
 
+@settings(max_examples=50)
 @given(st.ip_addresses(v=4))
 def test_an_address_within_an_address_is_judged_alike(inner: ipaddress.IPv4Address) -> None:
     mapped = ipaddress.IPv6Address(f"::ffff:{inner}")
@@ -90,30 +72,8 @@ def test_an_address_within_an_address_is_judged_alike(inner: ipaddress.IPv4Addre
     assert [Policy().permits(outer) for outer in (mapped, nat64, six_to_four)] == [expected] * 3
 
 
-@pytest.mark.parametrize(
-    ("url", "reason"),
-    [
-        ("ftp://example.com/", "scheme 'ftp'"),
-        ("file:///etc/passwd", "scheme 'file'"),
-        ("http://user@example.com/", "user name"),
-        ("http://user:secret@example.com/", "user name"),
-        ("http://example.com:22/", "port 22"),
-        ("http://example.com:0/", "port 0"),
-        ("http://2130706433/", "unusual form"),
-        ("http://0x7f000001/", "unusual form"),
-        ("http://0x7f.1/", "unusual form"),
-        ("http://127.1/", "unusual form"),
-        ("http://1.2.3.4.5/", "unusual form"),
-    ],
-)
-def test_urls_that_are_refused_before_anything_is_resolved(url: str, reason: str) -> None:
-    with pytest.raises(UrlRefused, match=reason):
-        Policy().check(httpx.URL(url))
-
-
 async def test_a_name_with_one_private_address_is_refused_without_a_connection(web: FakeWeb) -> None:
-    port = httpx.URL(web.base).port
-    assert port is not None
+    port = port_of(web)
     transport = GuardedTransport(
         Policy(frozenset({port})), max_connections=1, resolver=answering(["93.184.216.34", "127.0.0.1"])
     )
@@ -128,19 +88,17 @@ async def test_a_name_with_one_private_address_is_refused_without_a_connection(w
     ["127.0.0.1", "127.0.0.1.", "127。0。0。1", "[::1]", "[::ffff:127.0.0.1]", "localhost", "LOCALHOST"],
 )
 async def test_this_machine_is_refused_under_all_its_names(web: FakeWeb, host: str) -> None:
-    port = httpx.URL(web.base).port
-    assert port is not None
+    port = port_of(web)
     transport = GuardedTransport(Policy(frozenset({port})), max_connections=1)
     async with httpx.AsyncClient(transport=transport) as client:
-        with pytest.raises(UrlRefused, match="not on the public internet"):
+        with pytest.raises(UrlRefused, match="is at "):
             await client.get(f"http://{host}:{port}/page/html")
     assert web.fetched == []
 
 
 async def test_a_name_that_changes_its_answer_is_connected_to_as_it_was_checked(web: FakeWeb) -> None:
     """Nobody listens at 127.0.0.2, so a second look-up before the connection would show."""
-    port = httpx.URL(web.base).port
-    assert port is not None
+    port = port_of(web)
     only = Policy(frozenset({port}), frozenset({ipaddress.ip_network("127.0.0.1/32")}))
     rebinding = answering(["127.0.0.1"], ["127.0.0.2"])
     transport = GuardedTransport(only, max_connections=1, resolver=rebinding)
@@ -151,8 +109,7 @@ async def test_a_name_that_changes_its_answer_is_connected_to_as_it_was_checked(
 
 
 async def test_the_server_sees_the_name_and_the_second_address_is_tried(web: FakeWeb) -> None:
-    port = httpx.URL(web.base).port
-    assert port is not None
+    port = port_of(web)
     loopback = Policy(frozenset({port}), frozenset({ipaddress.ip_network("127.0.0.0/8")}))
     transport = GuardedTransport(loopback, max_connections=1, resolver=answering(["127.0.0.3", "127.0.0.1"]))
     async with httpx.AsyncClient(transport=transport) as client:

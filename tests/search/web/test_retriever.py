@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 from starlette.responses import Response
 
-from rlsys.errors import UserError
-from rlsys.search.server.asgi import create_app
+from rlsys.errors import Code
 from rlsys.search.web.providers import ProviderError, ProviderLimits
-from rlsys.search.web.web_search import WebRetriever, open_web
-from tests.search.conftest import serving
+from rlsys.search.web.web_search import FetchLimits, WebRetriever, open_web
 from tests.search.web.fake_web import ENVIRON, KEY, FakeWeb
 from tests.search.web.test_fetch import local
-from tests.support.ports import free_port
+from tests.support.refusals import refused
 
 
 def opened(web: FakeWeb, name: str = "serper", **options: Any) -> WebRetriever:
-    options.setdefault("limits", ProviderLimits(tries=1))
+    options.setdefault("limits", ProviderLimits(tries=1, try_timeout_s=60.0, timeout_s=60.0))
+    options.setdefault("fetch_limits", FetchLimits(timeout_s=60.0))
     return open_web(name, endpoint=f"{web.base}/{name}", environ=ENVIRON, policy=local(web), **options)
 
 
@@ -81,51 +78,16 @@ def test_an_outage_is_an_error_and_what_was_paid_for_is_kept(web: FakeWeb) -> No
     retriever.close()
 
 
-def test_the_server_says_that_a_provider_is_down(web: FakeWeb) -> None:
-    retriever = opened(web)
-    asked = {"queries": ["who"], "topk": 1, "return_scores": True}
-    with serving(create_app(retriever), free_port()) as url:
-        web.script = [lambda: Response("", 500)]
-        down = httpx.post(f"{url}/retrieve", json=asked)
-        assert down.status_code == 503
-        assert "web search by serper failed" in down.json()["detail"]
-        title, page, snippet = web.item(0)
-        document = {"id": page, "contents": f'"{title}"\n{snippet}', "url": page}
-        up = httpx.post(f"{url}/retrieve", json=asked)
-        assert up.json() == {"result": [[{"document": document, "score": 1.0}]]}
-        health = httpx.get(f"{url}/health")
-        assert health.json()["provider"] == "serper"
-        assert KEY not in health.text + up.text + down.text
-    retriever.close()
-
-
-def test_threads_may_find_at_once(web: FakeWeb) -> None:
-    retriever = opened(web)
-    with ThreadPoolExecutor(8) as threads:
-        answers = list(threads.map(lambda row: found(retriever, [f"q{row}"], 2), range(24)))
-    assert all(answer == answers[0] for answer in answers)
-    assert len(web.asked) == 24
-    retriever.close()
-
-
 @pytest.mark.parametrize(
-    ("provider", "options", "message"),
+    ("provider", "options", "code", "key"),
     [
-        ("yahoo", {}, "provider 'yahoo' is unknown: choose one of google, serpapi, serper, brave, bing"),
-        ("serper", {"environ": {}}, "SERPER_API_KEY is not set"),
-        (
-            "serper",
-            {"environ": ENVIRON, "endpoint": "localhost:80"},
-            "endpoint 'localhost:80' is not an address",
-        ),
-        (
-            "serper",
-            {"environ": ENVIRON, "endpoint": "http://[::1"},
-            r"endpoint 'http://\[::1' is not an address",
-        ),
-        ("serper", {"environ": ENVIRON, "passage_words": 0}, "passage_words=0"),
+        ("yahoo", {}, "unknown", "provider"),
+        ("serper", {"environ": {}}, "missing", "SERPER_API_KEY"),
+        ("serper", {"endpoint": "localhost:80"}, "malformed", "endpoint"),
+        ("serper", {"endpoint": "http://[::1"}, "malformed", "endpoint"),
+        ("serper", {"passage_words": 0}, "out_of_range", "passage_words"),
     ],
 )
-def test_mistakes_are_one_sentence(provider: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        open_web(provider, **options)
+def test_settings_that_cannot_be_used_are_refused(provider: str, options: dict[str, Any], code: Code, key: str) -> None:
+    with refused(code, key):
+        open_web(provider, **{"environ": ENVIRON} | options)

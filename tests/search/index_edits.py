@@ -1,0 +1,45 @@
+"""Changes of an index folder that do not fit the rest of it, and the stages that a build reports."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Edit = Callable[[Path], object]
+"""Changes the index in a folder."""
+
+
+def edit_json(name: str, **changes: Any) -> Edit:
+    """Sets keys of the JSON file `name`."""
+
+    def edit(folder: Path) -> None:
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+def edit_manifest(**changes: Any) -> Edit:
+    return edit_json("manifest.json", **changes)
+
+
+def edit_corpus(folder: Path) -> None:
+    path = folder / "corpus.jsonl"
+    text = path.read_text()
+    path.unlink()  # it may be a link to the corpus of other tests
+    path.write_text(text.replace("capital", "Capital", 1))
+
+
+class Stages:
+    """What a build reports: every stage with its first and its last count."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, tuple[int, int]] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        assert done <= total
+        first, last = self.seen.get(stage, (done, done))
+        assert last <= done
+        self.seen[stage] = (first, done)

