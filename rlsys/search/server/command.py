@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlsys.errors import RunError, UserError
+from rlsys.errors import Code, RunError, UserError
 from rlsys.search.address import (
     DEFAULT_HOST,
     DEFAULT_PORT,
@@ -158,7 +158,7 @@ def _run(
 
 def _check_threads(threads: int | None) -> None:
     if threads is not None and threads < 1:
-        raise UserError(f"threads {threads} is out of range: give 1 or more")
+        raise UserError(f"--threads {threads} is out of range: give 1 or more.", code="out_of_range", key="--threads")
 
 
 def _load_index(given: argparse.Namespace) -> tuple[Retriever, PageSource | None]:
@@ -168,14 +168,18 @@ def _load_index(given: argparse.Namespace) -> tuple[Retriever, PageSource | None
     made = {key: getattr(given, key) for key in _MADE if getattr(given, key) is not None}
     if given.index.is_file():
         if given.corpus is None or given.encoder is None:
-            problem = f"{given.index} is a FAISS file, which holds vectors alone: give --corpus"
-            raise UserError(f"{problem}, the passages that it was built from, and --encoder, what it was built with")
+            problem = f"{given.index} is a FAISS file, which holds vectors alone"
+            remedy = "give --corpus, the passages that it was built from, and --encoder, what it was built with"
+            key = "--corpus" if given.corpus is None else "--encoder"
+            raise UserError(f"{problem}: {remedy}.", code="missing", key=key)
         spec = EncoderSpec(given.encoder, device=given.device or "cpu", dtype=given.dtype, **made)
         options = SearchOptions(depth=depth, **{key: value for key, value in searching.items() if value is not None})
         return open_prebuilt(given.index, given.corpus, spec, options, own_process=True), pages
     for key in (*made, *(["corpus"] if given.corpus else [])):
-        problem = f"--{key.replace('_', '-')} is for a FAISS file from elsewhere, and {given.index} is not a file"
-        raise UserError(f"{problem}: leave it out, a folder knows how it was built")
+        flag = f"--{key.replace('_', '-')}"
+        problem = f"{flag} is for a FAISS file from elsewhere, and {given.index} is not a file"
+        reason = f"{problem}: leave it out, a folder knows how it was built."
+        raise UserError(reason, code="conflict", key=flag)
 
     deeper = {"depth": depth} if depth > DEPTH else {}
     chosen = {"encoder": given.encoder, "device": given.device, "dtype": given.dtype}
@@ -225,7 +229,7 @@ def serve_parts(
     """
     limits = limits or ServerLimits()
     if not 1 <= topk <= limits.max_topk:
-        raise UserError(f"topk {topk} is out of range: give 1 to {limits.max_topk}")
+        raise UserError(f"topk {topk} is out of range: give 1 to {limits.max_topk}.", code="out_of_range", key="topk")
     if threading.current_thread() is threading.main_thread():
         # uvicorn raises a signal that ended it again; SIGTERM must not end the process before all is closed.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -246,8 +250,9 @@ def serve_parts(
         try:
             sock.listen(config.backlog)
         except OSError as error:
-            reason = f"{address}:{number} was taken while the index was loaded ({error}): choose another port"
-            raise UserError(reason) from None
+            place = f"{address}:{number}"
+            reason = f"{place} was taken while the index was loaded ({error}): choose another port."
+            raise UserError(reason, code="in_use", key=place) from None
         if token is None and not local:
             _log.warning(_OPEN, address, TOKEN_VARIABLE, DEFAULT_HOST)
         _log.info("serving %s at http://%s:%d", name, address, number)
@@ -286,11 +291,14 @@ def read_token(file: str | Path | None, environment: Mapping[str, str] = os.envi
     try:
         text = environment.get(TOKEN_VARIABLE) if file is None else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"token file {file} cannot be read: {error}") from None
+        codes: dict[type[Exception], Code] = {UnicodeDecodeError: "malformed", PermissionError: "denied"}
+        reason = f"token file {file} cannot be read ({error}): give a text file with the token alone."
+        raise UserError(reason, code=codes.get(type(error), "not_found"), key=str(file)) from None
     token = None if text is None else text.strip()
     if token is not None and not re.fullmatch("[!-~]+", token):
-        where = TOKEN_VARIABLE if file is None else f"token file {file}"
-        raise UserError(f"{where} holds no token: give visible ASCII characters without spaces")
+        where = TOKEN_VARIABLE if file is None else str(file)
+        reason = f"{where} holds no token: give visible ASCII characters without spaces."
+        raise UserError(reason, code="malformed", key=where)
     return token
 
 
@@ -325,7 +333,8 @@ def open_retriever(folder: str | Path, *, own_process: bool = False, **options: 
 
         return HybridRetriever.open(folder, **dense)
     if names := [*loading, *given]:
-        raise UserError(f"{folder} is an index of kind {kind!r}, which has no {', '.join(names)}: leave it out")
+        reason = f"{folder} is an index of kind {kind!r}, which has no {', '.join(names)}: leave it out."
+        raise UserError(reason, code="conflict", key=names[0])
     if kind == BM25:
         from rlsys.search.index.lexical import LexicalRetriever
 
@@ -334,4 +343,5 @@ def open_retriever(folder: str | Path, *, own_process: bool = False, **options: 
         from rlsys.search.index.remote import RemoteRetriever
 
         return RemoteRetriever.open(folder)
-    raise UserError(f"{folder} is an index of kind {kind!r}, which this version of rlsys does not know: upgrade it")
+    reason = f"{folder} is an index of kind {kind!r}, which this version of rlsys does not know: upgrade it."
+    raise UserError(reason, code="unsupported", key=str(folder))
