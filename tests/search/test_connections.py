@@ -1,4 +1,4 @@
-"""Which connections a server keeps, and for how long."""
+"""Limits of connections: their number, their heads and their time."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def server_of(most: int = 64) -> AsyncIterator[Server]:
 async def ended(streams: Streams) -> bool:
     """Whether the server has closed the connection; what it sent before is lost."""
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while await streams[0].read(1 << 20):
                 pass
     except ConnectionError:
@@ -88,7 +88,7 @@ async def ended(streams: Streams) -> bool:
 
 
 async def answered(streams: Streams) -> bytes:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         return await streams[0].readline()
 
 
@@ -185,7 +185,7 @@ async def test_many_requests_on_one_connection_each_have_the_whole_limit() -> No
         reader, writer = await server.opened()
         for _ in range(5):
             writer.write(HEAD + b"X: " + b"a" * (HEAD_BYTES - 100) + b"\r\nContent-Length: 2\r\n\r\n{}")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 assert (await reader.readuntil(b"xx")).startswith(b"HTTP/1.1 200")
 
 
@@ -194,7 +194,7 @@ async def test_one_request_may_follow_another_before_its_answer_and_no_more() ->
         server.may_answer.clear()
         reader, writer = await server.opened(2 * (HEAD + b"\r\n"))
         server.may_answer.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             for _ in range(2):
                 assert (await reader.readuntil(b"xx")).startswith(b"HTTP/1.1 200")
         writer.close()

@@ -1,4 +1,4 @@
-"""What hostile requests cost the servers: search, watch and chat as processes, over real sockets.
+"""The cost of hostile requests for the servers: search, watch and chat as processes, over real sockets.
 
 The promise: 100 MB of any head or body cost a server less than 100 MB of memory and 2 s of CPU time, and it answers others
 meanwhile. CPU time, not the clock, so that it holds on a machine that has other work.
@@ -7,14 +7,14 @@ meanwhile. CPU time, not the clock, so that it holds on a machine that has other
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 
 import pytest
 
 from rlsys.search.address import TOKEN_VARIABLE
 from rlsys.search.server.contract import ServerLimits
-from tests.search.hostile import FILES, FULL, MOST_BYTES, Cost, attacked
+from tests.search.victims import FILES, FULL, MOST_BYTES, Cost, attacked
 
 MOST_MB, MOST_CPU_S, MOST_WAIT_CPU_S = 100, 2.0, 1.0
 PIECE = 1 << 16
@@ -66,10 +66,10 @@ ROUTES = {
 }
 
 
-def attacks(server: str) -> dict[str, Attack]:
-    """Heads and bodies without an end, by name."""
+def attacks(routes: Sequence[bytes]) -> dict[str, Attack]:
+    """Heads without an end, and bodies for each route, by name."""
     found = {f"head of {name}": endless(*parts) for name, parts in HEADS.items()}
-    for route in ROUTES[server]:
+    for route in routes:
         for name, (head, again) in BODIES.items():
             found[f"{route.split()[0:2]} with {name}"] = endless(route + head, again)
     return found
@@ -81,6 +81,14 @@ def assert_cheap(cost: Cost, what: str) -> None:
     assert cost.worst_health_cpu_s < MOST_WAIT_CPU_S, (what, cost)
 
 
+def test_requests_that_never_end_are_cut() -> None:
+    with attacked("search", "/health") as victim:
+        for name, attack in attacks(ROUTES["search"][1:2]).items():
+            assert_cheap(victim.suffer(attack), name)
+        assert_cheap(victim.suffer(endless(*HEADS["a header"]), connections=100), "a header, of many")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("server", "health", "environment"),
     [
@@ -91,9 +99,9 @@ def assert_cheap(cost: Cost, what: str) -> None:
     ],
     ids=["search", "search with a token", "watch", "chat"],
 )
-def test_what_never_ends_is_cut(server: str, health: str, environment: dict[str, str]) -> None:
+def test_every_route_of_every_server_cuts_them(server: str, health: str, environment: dict[str, str]) -> None:
     with attacked(server, health, **environment) as victim:
-        for name, attack in attacks(server).items():
+        for name, attack in attacks(ROUTES[server]).items():
             assert_cheap(victim.suffer(attack), name)
         for name in ("a header", "headers", "requests before their answers"):
             assert_cheap(victim.suffer(endless(*HEADS[name]), connections=100), f"{name}, of many")
@@ -149,15 +157,30 @@ def sent(route: bytes, body: bytes) -> Attack:
 LIMITS = ServerLimits()
 
 
-@pytest.mark.parametrize("size", [700_000, LIMITS.max_body_bytes])
-def test_json_that_is_worse_than_it_looks(size: int) -> None:
-    """Below the limit of values, where all of it is parsed, and at that of bytes."""
+FEW = ("a list of 1,", "a list of {},", "fields", "depth", "a number", "a text without an end", "documents of [],")
+
+
+def assert_answered(size: int, names: Collection[str] | None) -> None:
+    """A body of each of `names`, or of all, costs little and is answered."""
     with attacked("search", "/health", **{FULL: "1"}) as victim:
         for route, name, body in bodies(size):
-            assert len(body) <= LIMITS.max_body_bytes
-            cost = victim.suffer(sent(route, body))
-            assert_cheap(cost, f"{route.decode()}: {name}")
-            assert cost.answer.startswith((b"HTTP/1.1 200", b"HTTP/1.1 4")), (route, name, cost)
+            if names is None or name in names:
+                assert len(body) <= LIMITS.max_body_bytes
+                cost = victim.suffer(sent(route, body))
+                assert_cheap(cost, f"{route.decode()}: {name}")
+                assert cost.answer.startswith((b"HTTP/1.1 200", b"HTTP/1.1 4")), (route, name, cost)
+
+
+def test_json_that_is_worse_than_it_looks_is_answered() -> None:
+    """Below the limit of values, where all of it is parsed."""
+    assert_answered(700_000, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [700_000, LIMITS.max_body_bytes])
+def test_all_json_that_is_worse_than_it_looks_is_answered(size: int) -> None:
+    """Below the limit of values, and at that of bytes."""
+    assert_answered(size, None)
 
 
 def test_connections_that_say_nothing_keep_nobody_out() -> None:
@@ -169,7 +192,7 @@ def test_connections_that_say_nothing_keep_nobody_out() -> None:
             victim.health()
 
 
-def test_what_a_server_does_not_have_is_said_before_a_body_is_read() -> None:
+def test_a_part_that_a_server_lacks_is_named_before_a_body_is_read() -> None:
     with attacked("search", "/health") as victim:
         for route in (b"/rerank", b"/access"):
             cost = victim.suffer(sent(route, b"[" * LIMITS.max_body_bytes))
