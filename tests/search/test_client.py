@@ -88,7 +88,7 @@ async def test_a_server_is_killed_under_load_and_comes_back(tmp_path: Path) -> N
     first = GatedServer(tmp_path / "first.log", port=port)
     with serving(create_app(Gated())) as other:
         try:
-            await asyncio.to_thread(first.wait_healthy, 60)
+            await asyncio.to_thread(first.wait_healthy, 120)
             async with (
                 SearchClient(first.url, retries=1000, max_coalesced=4) as alone,
                 SearchClient([first.url, other], retries=3, max_coalesced=4) as both,

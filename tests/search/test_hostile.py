@@ -7,7 +7,7 @@ meanwhile. CPU time, not the clock, so that it holds on a machine that has other
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
 import pytest
@@ -39,7 +39,6 @@ CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
 UPGRADE = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AA==\r\n\r\n"
 HEADS = {
     "a header": (GET + b"X: ", b"a"),
-    "a name": (GET, b"a"),
     "headers": (GET, b"a:\r\n"),
     "long headers": (GET, b"a: " + b"a" * 5000 + b"\r\n"),
     "a URL": (b"GET /", b"a"),
@@ -113,35 +112,24 @@ def filled(begin: bytes, again: bytes, end: bytes, size: int) -> bytes:
     return begin + again * ((size - len(begin) - len(end)) // len(again)) + end
 
 
-def fields(size: int, value: bytes) -> bytes:
-    return b",".join(b'"%06x":%s' % (number, value) for number in range(size // (10 + len(value)) - 20))
-
-
 def bodies(size: int) -> Iterator[tuple[bytes, str, bytes]]:
     """Route, name and bytes of JSON that is worse than it looks, in about so many bytes."""
-    yield b"/access", "a list of numbers", filled(b'{"urls":[', b"1,", b"1]}", size)
     route, begin = b"/retrieve", b'{"queries":'
-    for again in (b"1,", b"[],", b"{},", b'"",', b"[[]],", b'{"a":1},', b"1.5e300,"):
+    for again in (b"1,", b"{},", b'"",', b"[[]],"):
         yield route, f"a list of {again.decode()}", filled(begin + b"[", again, b'""]}', size)
-    yield route, "fields", begin + b'["a"],' + fields(size, b"1") + b"}"
-    yield route, "fields of objects", begin + b'["a"],' + fields(size, b"{}") + b"}"
+    fields = b",".join(b'"%06x":{}' % number for number in range(size // 12 - 20))
+    yield route, "fields", begin + b'["a"],' + fields + b"}"
     yield route, "a field again and again", filled(begin + b"[]", b"," + begin[1:] + b"[]", b"}", size)
     yield route, "depth", filled(begin, b"[", b"", size)
-    yield route, "depth of objects", filled(b"", begin, b"", size)
     yield route, "a number", filled(b'{"topk":', b"9", b',"queries":["a"]}', size)
-    yield route, "a text", filled(begin + b'["', b"a", '🗼"]}'.encode(), size)
     yield route, "texts", filled(begin + b"[", b'"' + b"a" * 8192 + '🗼",'.encode(), b'""]}', size)
-    yield route, "an escaped text", filled(begin + b'["', b'\\"', b'"]}', size)
     yield route, "a text without an end", filled(begin + b'["', b'\\"', b"", size)
-    yield route, "a long key", filled(b'{"', b"\\n", b'":1,' + begin[1:] + b'["a"]}', size)
     yield route, "space", filled(begin, b" ", b'["a"]}', size)
     begin = b'{"queries":["a"],"documents":['
-    for again in (b"1,", b"[],", b"{},", b'"",', b'["",1],', b'[{"a":[]}],'):
+    for again in (b"[],", b'["",1],', b'[{"a":[]}],'):
         yield b"/rerank", f"lists of {again.decode()}", filled(begin, again, b"[]]}", size)
-        yield b"/rerank", f"documents of {again.decode()}", filled(begin + b"[", again, b'""]]}', size)
         inner = begin + b'[{"contents":"","a":['
         yield b"/rerank", f"a document of {again.decode()}", filled(inner, again, b'""]}]]}', size)
-    yield b"/rerank", "a field's objects", begin + b'[{"contents":"",' + fields(size, b"{}") + b"}]]}"
     yield b"/rerank", "a wide text", filled(begin + b'["', b"a", '🗼"]]}'.encode(), size)
 
 
@@ -157,30 +145,15 @@ def sent(route: bytes, body: bytes) -> Attack:
 LIMITS = ServerLimits()
 
 
-FEW = ("a list of 1,", "a list of {},", "fields", "depth", "a number", "a text without an end", "documents of [],")
-
-
-def assert_answered(size: int, names: Collection[str] | None) -> None:
-    """A body of each of `names`, or of all, costs little and is answered."""
+@pytest.mark.parametrize("size", [700_000, pytest.param(LIMITS.max_body_bytes, marks=pytest.mark.slow)])
+def test_json_that_is_worse_than_it_looks_is_answered(size: int) -> None:
+    """Below the limit of values, where all of it is parsed, and at that of bytes."""
     with attacked("search", "/health", **{FULL: "1"}) as victim:
         for route, name, body in bodies(size):
-            if names is None or name in names:
-                assert len(body) <= LIMITS.max_body_bytes
-                cost = victim.suffer(sent(route, body))
-                assert_cheap(cost, f"{route.decode()}: {name}")
-                assert cost.answer.startswith((b"HTTP/1.1 200", b"HTTP/1.1 4")), (route, name, cost)
-
-
-def test_json_that_is_worse_than_it_looks_is_answered() -> None:
-    """Below the limit of values, where all of it is parsed."""
-    assert_answered(700_000, FEW)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [700_000, LIMITS.max_body_bytes])
-def test_all_json_that_is_worse_than_it_looks_is_answered(size: int) -> None:
-    """Below the limit of values, and at that of bytes."""
-    assert_answered(size, None)
+            assert len(body) <= LIMITS.max_body_bytes
+            cost = victim.suffer(sent(route, body))
+            assert_cheap(cost, f"{route.decode()}: {name}")
+            assert cost.answer.startswith((b"HTTP/1.1 200", b"HTTP/1.1 4")), (route, name, cost)
 
 
 def test_connections_that_say_nothing_keep_nobody_out() -> None:

@@ -32,7 +32,7 @@ from .gated_server import GatedServer, started
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -47,9 +47,9 @@ def is_over(process: psutil.Process) -> bool:
 
 def test_close_leaves_no_process_and_frees_the_port(tmp_path: Path) -> None:
     with GatedServer(tmp_path / "logs" / "server.log") as server:
-        server.wait_healthy(60)
+        server.wait_healthy(120)
         body = {"queries": ["Mali"]}
-        assert len(requests.post(f"{server.url}/retrieve", json=body, timeout=60).json()["result"][0]) == 3
+        assert len(requests.post(f"{server.url}/retrieve", json=body, timeout=120).json()["result"][0]) == 3
         port = int(server.url.rsplit(":", 1)[1])
     assert not psutil.pid_exists(server.pid)
     bind("127.0.0.1", port).close()
@@ -61,7 +61,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
         SearchServer(tmp_path / "nowhere", tmp_path / "server.log") as server,
         pytest.raises(RunError, match="status 2") as failed,
     ):
-        server.wait_healthy(60)
+        server.wait_healthy(120)
     assert str(tmp_path / "nowhere") in str(failed.value), "the end of the log"
 
 
@@ -69,7 +69,7 @@ def test_a_server_that_is_killed_is_noticed(tmp_path: Path) -> None:
     with GatedServer(tmp_path / "server.log") as server:
         os.kill(server.pid, signal.SIGKILL)
         with pytest.raises(RunError, match="status -9"):
-            server.wait_healthy(60)
+            server.wait_healthy(120)
 
 
 def test_a_server_that_hangs_is_named_after_the_time_limit_and_ended_by_close(
@@ -88,7 +88,7 @@ def test_the_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path; from tests.search.gated_server import GatedServer\n"
         f"server = GatedServer(Path({str(tmp_path / 'server.log')!r}))\n"
-        "server.wait_healthy(60); print(server.pid, flush=True); time.sleep(600)"
+        "server.wait_healthy(120); print(server.pid, flush=True); time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
@@ -118,7 +118,7 @@ def searching(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 def health(url: str) -> dict[str, Any] | None:
     try:
-        return requests.get(f"{url}/health", timeout=60).json()
+        return requests.get(f"{url}/health", timeout=120).json()
     except requests.ConnectionError:
         return None
 
@@ -142,7 +142,7 @@ def test_a_signal_lets_requests_end_and_closes_the_retriever(number: int) -> Non
         process.stdin.flush()
         for query, answer in (("first", first), ("second", second)):
             assert answer.result().json()["result"][0][0]["id"] == f"{query}/0"
-        output, log = process.communicate(timeout=60)
+        output, log = process.communicate(timeout=120)
     assert (output, process.returncode) == ("finding\nclosed\n", 0)
     assert "Traceback" not in log
 
@@ -152,7 +152,7 @@ def test_a_search_that_hangs_and_a_body_on_its_way_are_turned_away_and_the_serve
         assert process.stdout is not None
         hung = pool.submit(search, url, "hung")
         assert process.stdout.readline() == "finding\n"
-        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=60) as sender:
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=120) as sender:
             sender.sendall(b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             assert health(url) is not None
             process.terminate()

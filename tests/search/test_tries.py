@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -135,40 +136,23 @@ def test_a_bad_replica_costs_no_search_and_is_then_left_alone(bad: Behind) -> No
     assert len(bad.asked) < 40, "no more than was under way at once, and one after each probe"
 
 
-def test_searches_are_spread_by_what_is_in_flight() -> None:
-    """While a fast replica answers in a tenth of the time, it gets ten times as much."""
-    slow, fast = Behind(takes_s=1.0), Behind(takes_s=0.1)
-
-    async def work() -> None:
-        async with over(ScriptedWire(a=slow, b=fast), max_concurrent=8) as client:
-            assert all_found(await ask(client, 440))
-
-    run_virtually(work())
-    assert len(fast.asked) / len(slow.asked) == pytest.approx(10, rel=0.2)
-
-
-def test_nonsense_is_not_asked_for_twice() -> None:
-    servers = {name: Behind(body=b"<html>") for name in "abc"}
-
-    async def work() -> None:
-        async with over(ScriptedWire(**servers)) as client:
-            result = await client.search("Mali")
-            assert result.failure is Failure.broken
-
-    run_virtually(work())
-    assert [len(server.asked) for server in servers.values()] == [1, 1, 1]
-    assert {server.asked[0] for server in servers.values()} == {0.0}, "at once, one after the other"
-
-
-def test_a_wrong_token_is_tried_once() -> None:
-    servers = {name: Behind(status=401) for name in "ab"}
+@pytest.mark.parametrize(
+    ("bad", "failure", "tries"),
+    [(Behind(body=b"<html>"), Failure.broken, 3), (Behind(status=401), Failure.denied, 1)],
+    ids=["nonsense", "wrong token"],
+)
+def test_no_server_is_asked_again_for_nonsense_and_none_after_a_wrong_token(
+    bad: Behind, failure: Failure, tries: int
+) -> None:
+    servers = {name: replace(bad, asked=[]) for name in "abc"}
 
     async def work() -> SearchResult:
         async with over(ScriptedWire(**servers)) as client:
             return await client.search("Mali")
 
-    assert run_virtually(work()).failure is Failure.denied
-    assert sum(len(server.asked) for server in servers.values()) == 1
+    assert run_virtually(work()).failure is failure
+    assert sum(len(server.asked) for server in servers.values()) == tries
+    assert all(server.asked in ([], [0.0]) for server in servers.values()), "at once, one after the other"
 
 
 def test_a_dead_replica_is_probed_ever_less_and_used_again_when_it_answers() -> None:
