@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from rlsys.search.dynamic_batching import Batcher, BatcherClosed, QueueFull
 from tests.orchestrator.pipeline.virtual_time import now, run_virtually
 
+from .scripted import virtually
+
 
 class Doubler:
     """Doubles the items of each batch in `takes_s`, and keeps what it saw."""
@@ -58,103 +60,87 @@ def test_every_item_gets_its_own_result_in_order_and_within_limits(
     assert run.most_running <= max_running
 
 
-def test_items_that_come_while_a_batch_runs_go_together() -> None:
+@virtually
+async def test_items_that_come_while_a_batch_runs_go_together() -> None:
     run = Doubler(takes_s=10)
-
-    async def work() -> None:
-        batching = batcher(run)
-        futures = batching.submit([0])
-        for item in (1, 2, 3):
-            await asyncio.sleep(1)
-            futures += batching.submit([item])
-        await asyncio.gather(*futures)
-
-    run_virtually(work())
+    batching = batcher(run)
+    futures = batching.submit([0])
+    for item in (1, 2, 3):
+        await asyncio.sleep(1)
+        futures += batching.submit([item])
+    await asyncio.gather(*futures)
     assert run.batches == [[0], [1, 2, 3]]
 
 
-def test_cancelled_items_never_run_and_take_no_place_in_a_full_queue() -> None:
+@virtually
+async def test_cancelled_items_never_run_and_take_no_place_in_a_full_queue() -> None:
     run = Doubler(takes_s=10)
-
-    async def work() -> None:
-        batching = batcher(run, max_batch=1, max_pending=2)
-        running = batching.submit([0])
-        await asyncio.sleep(1)
-        gone, stays = batching.submit([1, 2])
-        gone.cancel()
-        (new,) = batching.submit([3])
-        assert await asyncio.gather(*running, stays, new) == [0, 4, 6]
-
-    run_virtually(work())
+    batching = batcher(run, max_batch=1, max_pending=2)
+    running = batching.submit([0])
+    await asyncio.sleep(1)
+    gone, stays = batching.submit([1, 2])
+    gone.cancel()
+    (new,) = batching.submit([3])
+    assert await asyncio.gather(*running, stays, new) == [0, 4, 6]
     assert run.batches == [[0], [2], [3]]
 
 
-def test_a_full_queue_takes_all_of_a_submission_or_nothing() -> None:
-    async def work() -> None:
-        batching = batcher(Doubler(), max_pending=3)
-        taken = batching.submit([1, 2])
-        with pytest.raises(QueueFull):
-            batching.submit([3, 4])
-        assert batching.pending == 2
-        assert await asyncio.gather(*taken) == [2, 4]
-
-    run_virtually(work())
+@virtually
+async def test_a_full_queue_takes_all_of_a_submission_or_nothing() -> None:
+    batching = batcher(Doubler(), max_pending=3)
+    taken = batching.submit([1, 2])
+    with pytest.raises(QueueFull):
+        batching.submit([3, 4])
+    assert batching.pending == 2
+    assert await asyncio.gather(*taken) == [2, 4]
 
 
-def test_a_failed_batch_fails_its_items_alone() -> None:
+@virtually
+async def test_a_failed_batch_fails_its_items_alone() -> None:
     async def run(items: list[int]) -> list[int]:
         if 1 in items:
             raise RuntimeError("broken")
         return items if 5 not in items else []
 
-    async def work() -> list[Any]:
-        return await asyncio.gather(*batcher(run, max_batch=2).submit([1, 2, 3, 4, 5]), return_exceptions=True)
-
-    kinds = [type(result) for result in run_virtually(work())]
-    assert kinds == [RuntimeError, RuntimeError, int, int, ValueError]
+    results = await asyncio.gather(*batcher(run, max_batch=2).submit([1, 2, 3, 4, 5]), return_exceptions=True)
+    assert [type(result) for result in results] == [RuntimeError, RuntimeError, int, int, ValueError]
 
 
-def test_close_resolves_what_runs_and_what_waits() -> None:
-    async def work() -> None:
-        batching = batcher(Doubler(takes_s=1e6), max_batch=1)
-        futures = batching.submit([1, 2])
-        await asyncio.sleep(1)
-        await batching.close()
-        await batching.close()
-        results = await asyncio.gather(*futures, return_exceptions=True)
-        assert [type(result) for result in results] == [BatcherClosed, BatcherClosed]
-        with pytest.raises(BatcherClosed):
-            batching.submit([3])
-        assert now() == 1
-
-    run_virtually(work())
+@virtually
+async def test_close_resolves_what_runs_and_what_waits() -> None:
+    batching = batcher(Doubler(takes_s=1e6), max_batch=1)
+    futures = batching.submit([1, 2])
+    await asyncio.sleep(1)
+    await batching.close()
+    await batching.close()
+    results = await asyncio.gather(*futures, return_exceptions=True)
+    assert [type(result) for result in results] == [BatcherClosed, BatcherClosed]
+    with pytest.raises(BatcherClosed):
+        batching.submit([3])
+    assert now() == 1
 
 
-def test_a_batch_that_passes_its_place_on_lets_the_next_one_start() -> None:
+@virtually
+async def test_a_batch_that_passes_its_place_on_lets_the_next_one_start() -> None:
     begun: dict[int, float] = {}
 
-    async def work() -> None:
-        async def run(items: list[int]) -> list[int]:
-            begun[items[0]] = now()
-            await asyncio.sleep(1)
-            batching.pass_on()
-            await asyncio.sleep(10)
-            return items
+    async def run(items: list[int]) -> list[int]:
+        begun[items[0]] = now()
+        await asyncio.sleep(1)
+        batching.pass_on()
+        await asyncio.sleep(10)
+        return items
 
-        batching = batcher(run, max_batch=1, max_wait_s=0)
-        assert await asyncio.gather(*batching.submit([1, 2, 3])) == [1, 2, 3]
-
-    run_virtually(work())
+    batching = batcher(run, max_batch=1, max_wait_s=0)
+    assert await asyncio.gather(*batching.submit([1, 2, 3])) == [1, 2, 3]
     assert begun == {1: 0, 2: 1, 3: 2}
 
 
-def test_an_item_that_was_alone_twice_does_not_wait_for_company() -> None:
-    async def work() -> list[float]:
-        batching, waits = batcher(Doubler(), max_batch=2, max_wait_s=0.25), []
-        for items in ([1], [2], [3], [4, 5], [6]):
-            began = now()
-            await asyncio.gather(*batching.submit(items))
-            waits.append(now() - began)
-        return waits
-
-    assert run_virtually(work()) == [0.25, 0.25, 0, 0, 0.25]
+@virtually
+async def test_an_item_that_was_alone_twice_does_not_wait_for_company() -> None:
+    batching, waits = batcher(Doubler(), max_batch=2, max_wait_s=0.25), []
+    for items in ([1], [2], [3], [4, 5], [6]):
+        began = now()
+        await asyncio.gather(*batching.submit(items))
+        waits.append(now() - began)
+    assert waits == [0.25, 0.25, 0, 0, 0.25]

@@ -21,7 +21,7 @@ from rlsys.search.retrieval import Failure, Passage, SearchResult
 from tests.orchestrator.pipeline.virtual_time import now, run_virtually
 from tests.support.refusals import refused
 
-from .scripted import EXTEND, RECORD, REPLAY, Script, found, rows, tool, written
+from .scripted import EXTEND, RECORD, REPLAY, Script, found, rows, tool, virtually, written
 
 asyQUERIES = st.sampled_from(["Mali", " Mali\n", "Chad", 'a "quoted"\nline', "São Tomé", "\ud800 half", "", " "])
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -136,22 +136,19 @@ def test_played_calls_take_the_recorded_times(scale: float, tmp_path: Path) -> N
     assert run_virtually(play()) == took, "neither the run nor the order of the lines changes a delay"
 
 
-def test_a_miss_takes_the_servers_time_once_and_is_drawn_later(tmp_path: Path) -> None:
+@virtually
+async def test_a_miss_takes_the_servers_time_once_and_is_drawn_later(tmp_path: Path) -> None:
     path = written(tmp_path / "tape.jsonl", [4.0])
-
-    async def extend() -> list[float]:
-        script = Script(takes_s=[32.0])
-        async with tool(path, EXTEND, script) as extender:
-            took = []
-            for query in ("Mali", "Chad", "Chad", "Chad"):
-                started = now()
-                await extender.search(query)
-                took.append(now() - started)
-            assert script.asked == ["Chad"]
-            assert search_metrics(extender) == {"search_hits": 3, "search_misses": 1, "search_recorded": 1}
-        return took
-
-    mali, miss, *hits = run_virtually(extend())
+    script = Script(takes_s=[32.0])
+    took = []
+    async with tool(path, EXTEND, script) as extender:
+        for query in ("Mali", "Chad", "Chad", "Chad"):
+            started = now()
+            await extender.search(query)
+            took.append(now() - started)
+        assert script.asked == ["Chad"]
+        assert search_metrics(extender) == {"search_hits": 3, "search_misses": 1, "search_recorded": 1}
+    mali, miss, *hits = took
     assert mali == 4.0
     assert miss == 32.0 + 0.5, "the first miss also asks the server what it serves"
     assert sorted(hits) == [4.0, 32.0]
@@ -161,39 +158,28 @@ def test_a_miss_takes_the_servers_time_once_and_is_drawn_later(tmp_path: Path) -
 # ---- the modes
 
 
-def test_a_query_that_is_not_on_the_cassette_is_a_failed_search(tmp_path: Path) -> None:
-    async def play() -> None:
-        async with tool(written(tmp_path / "tape.jsonl", [1.0]), REPLAY) as player:
-            result = await player.search("Chad </search>")
-            assert result.passages == ()
-            assert result.failure is Failure.not_recorded
-            assert "'Chad </search>'" in result.error
-            assert len((await player.search("x" * 9000)).error) < 200
-            assert player.counts.misses == 2
-
-    run_virtually(play())
+@virtually
+async def test_a_query_that_is_not_on_the_cassette_is_a_failed_search(tmp_path: Path) -> None:
+    async with tool(written(tmp_path / "tape.jsonl", [1.0]), REPLAY) as player:
+        result = await player.search("Chad </search>")
+        assert result.passages == ()
+        assert result.failure is Failure.not_recorded
+        assert "'Chad </search>'" in result.error
+        assert len((await player.search("x" * 9000)).error) < 200
+        assert player.counts.misses == 2
 
 
-def test_extending_keeps_what_worked_and_asks_again_what_did_not(tmp_path: Path) -> None:
+@virtually
+async def test_extending_keeps_what_worked_and_asks_again_what_did_not(tmp_path: Path) -> None:
     path = tmp_path / "tape.jsonl"
     failed = SearchResult(error="no answer")
-
-    async def record() -> None:
-        async with tool(path, RECORD, Script({"Mali": failed})) as recorder:
-            assert await recorder.search("Mali") == failed
-
-    async def extend() -> None:
-        script = Script({"Chad": failed})
-        async with tool(path, EXTEND, script) as extender:
-            assert await extender.search("Mali") == found("Mali")
-            assert await extender.search("Chad") == failed
-            assert await extender.search("Chad") == failed
-            assert await extender.search("Mali") == found("Mali")
-        assert script.asked == ["Mali", "Chad", "Chad"]
-        assert script.closed
-
-    run_virtually(record())
-    run_virtually(extend())
+    async with tool(path, RECORD, Script({"Mali": failed})) as recorder:
+        assert await recorder.search("Mali") == failed
+    script = Script({"Chad": failed})
+    async with tool(path, EXTEND, script) as extender:
+        for query, result in (("Mali", found("Mali")), ("Chad", failed), ("Chad", failed), ("Mali", found("Mali"))):
+            assert await extender.search(query) == result
+    assert (script.asked, script.closed) == (["Mali", "Chad", "Chad"], True)
     cassette = Cassette.read(path)
     assert cassette.answers == {"Mali": found("Mali")}
     assert (len(cassette.latencies_s), cassette.errors) == (2, 1)
@@ -273,12 +259,9 @@ def test_an_older_cassette_that_says_less_of_its_server_is_continued(tmp_path: P
     assert run_virtually(ask(REPLAY, None)) == found("Mali")
 
 
-def test_a_server_without_health_is_recorded(tmp_path: Path) -> None:
-    async def record() -> SearchResult:
-        async with tool(tmp_path / "tape.jsonl", RECORD, Script(serves=None)) as recorder:
-            return await recorder.search("Mali")
-
-    result = run_virtually(record())
+@virtually
+async def test_a_server_without_health_is_recorded(tmp_path: Path) -> None:
+    async with tool(tmp_path / "tape.jsonl", RECORD, Script(serves=None)) as recorder:
+        result = await recorder.search("Mali")
     cassette = Cassette.read(tmp_path / "tape.jsonl")
-    assert cassette.header == Header(3, {})
-    assert cassette.answers == {"Mali": result}
+    assert (cassette.header, cassette.answers) == (Header(3, {}), {"Mali": result})

@@ -21,7 +21,7 @@ from rlsys.search.cassette import Cassette, CassetteFile, Header, RecordedCall
 from rlsys.search.retrieval import SearchResult
 from tests.orchestrator.pipeline.virtual_time import run_virtually
 
-from .scripted import EXTEND, RECORD, Script, found, rows, tool, written
+from .scripted import EXTEND, RECORD, Script, found, rows, tool, virtually, written
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -53,17 +53,15 @@ def test_a_torn_end_costs_its_own_line_only(
     assert Cassette.read(path).answers == {query: found(query) for query in [*kept, "Togo"]}
 
 
-def test_a_cancelled_search_is_not_recorded_and_disturbs_no_other(tmp_path: Path) -> None:
-    async def record() -> None:
-        async with tool(tmp_path / "tape.jsonl", RECORD, Script(takes_s=[1.0, 1.0, 3.0])) as recorder:
-            first, second, third = (asyncio.create_task(recorder.search(q)) for q in ("Mali", "Chad", "Togo"))
-            await asyncio.sleep(1.2)  # the first two have their answers, and one asks for the health
-            first.cancel()
-            await second
-            third.cancel()
-            await asyncio.gather(first, third, return_exceptions=True)
-
-    run_virtually(record())
+@virtually
+async def test_a_cancelled_search_is_not_recorded_and_disturbs_no_other(tmp_path: Path) -> None:
+    async with tool(tmp_path / "tape.jsonl", RECORD, Script(takes_s=[1.0, 1.0, 3.0])) as recorder:
+        first, second, third = (asyncio.create_task(recorder.search(q)) for q in ("Mali", "Chad", "Togo"))
+        await asyncio.sleep(1.2)  # the first two have their answers, and one asks for the health
+        first.cancel()
+        await second
+        third.cancel()
+        await asyncio.gather(first, third, return_exceptions=True)
     assert list(Cassette.read(tmp_path / "tape.jsonl").answers) == ["Chad"]
 
 
@@ -92,19 +90,16 @@ def test_calls_in_flight_at_the_close_are_answered_and_not_recorded(
         assert list(Cassette.read(path).answers) == recorded
 
 
-def test_a_full_disk_ends_the_run_and_costs_the_cassette_nothing(tmp_path: Path) -> None:
+@virtually
+async def test_a_full_disk_ends_the_run_and_costs_the_cassette_nothing(tmp_path: Path) -> None:
     path = written(tmp_path / "tape.jsonl", [1.0])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    async def extend() -> None:
-        async with tool(path, EXTEND, Script()) as extender:
-            await extender.search("Chad")
-
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, before[1]))
     try:
         for _ in range(2):  # a part of the line fits, then nothing
-            with pytest.raises(RunError, match=r"tape\.jsonl"):
-                run_virtually(extend())
+            async with tool(path, EXTEND, Script()) as extender:
+                with pytest.raises(RunError, match=r"tape\.jsonl"):
+                    await extender.search("Chad")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert Cassette.read(path).answers == {"Mali": found("Mali")}

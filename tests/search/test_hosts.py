@@ -38,6 +38,7 @@ from .gated import Gated
         ("127.0.0.1.evil.example", False),
         ("evil.example:127.0.0.1", False),
         ("[evil.example]", False),
+        ("not-gpu7.lab", False),
         ("", False),
     ],
 )
