@@ -36,6 +36,7 @@ def test_ppo_learns_values_first_and_the_policy_with_them(tmp_path: Path) -> Non
     assert checkpoints(run, 3) == {"actor", "critic"}
 
 
+@pytest.mark.slow
 def test_ema_pg_moves_its_reference_and_asks_it(tmp_path: Path) -> None:
     run = Finished(
         tmp_path,

@@ -46,8 +46,6 @@ BILLIONS = {
     "qwen3-30b-a3b": 30.53,
 }
 """Parameters as the models' cards have them."""
-QUICK = ("searchr1_qwen2.5_32b_8node_ppo", "searchr1_qwen3_30b_a3b_4node")
-"""Whose miniatures every test run starts: a critic, stages, tensor and context parallelism; experts over engines."""
 REWARD = f"{even_tokens.__module__}.{even_tokens.__name__}"
 
 
@@ -288,13 +286,10 @@ def train(config: RunConfig, folder: Path) -> Ran:
     return Ran(rows, json.loads((run / "summary.json").read_text()))
 
 
-def quick_or_slow(experiment: str) -> Any:
-    return pytest.param(experiment, marks=[] if experiment in QUICK else [pytest.mark.slow])
-
-
+@pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("experiment", [*map(quick_or_slow, EXPERIMENTS)])
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_the_miniature_trains(experiment: str, ran: Callable[[str], Ran]) -> None:
     run = ran(experiment)
     assert run.summary["steps"] == len(run.rows) == 2

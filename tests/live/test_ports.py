@@ -187,6 +187,7 @@ def knock(port: Port, row: Row) -> None:
         assert " 200 " not in http_status(port), port
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "launch"])
 def test_a_run_lets_no_stranger_in(command: str, tmp_path: Path) -> None:
     home, log = tmp_path / "home", tmp_path / "log"
@@ -208,6 +209,7 @@ def test_a_run_lets_no_stranger_in(command: str, tmp_path: Path) -> None:
     assert {row.process for row in stale} <= {row.process for row in known} | NOT_ALWAYS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "words"),
     [

@@ -28,7 +28,7 @@ RUN = [
     "resume=auto",
 ]
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 def start(outputs: Path, log: Path) -> subprocess.Popen[bytes]:
@@ -81,8 +81,8 @@ def test_every_prompt_is_trained_or_dropped_once_across_a_kill(tmp_path: Path) -
     assert [row["step"] for row in rows(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))
     ends = rows(folder / "prompts.jsonl")
     prompt_groups = Counter(row["ticket"] for row in ends)
-    assert set(prompt_groups.values()) == {1}, "a prompt_group has ended twice"
-    assert set(prompt_groups) == set(range(max(prompt_groups) + 1)), "a prompt_group is lost"
+    assert set(prompt_groups.values()) == {1}, "a prompt group has ended twice"
+    assert set(prompt_groups) == set(range(max(prompt_groups) + 1)), "a prompt group is lost"
     trained = Counter(row["uid"] for row in ends if row["end"] == "trained")
     assert sum(trained.values()) == STEPS * GROUPS
     assert set(trained.values()) == {1}, "the world has more prompts than are trained: each comes once"

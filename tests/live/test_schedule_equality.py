@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,6 +174,12 @@ def outcome(bench: Bench) -> Callable[..., Outcome]:
     return functools.cache(bench.run)
 
 
+def cases(*quick: Case, slow: Sequence[Case] = ()) -> list[Any]:
+    """Parameters of a test: `slow` cases belong to the full suite."""
+    marked = [(case, ()) for case in quick] + [(case, pytest.mark.slow) for case in slow]
+    return [pytest.param(case, marks=marks, id=NAMES[case]) for case, marks in marked]
+
+
 def distance(one: Outcome, other: Outcome) -> float:
     """The largest difference of any parameter."""
     return largest_difference(one.weights, other.weights)
@@ -189,7 +196,7 @@ def shares(trained: Sequence[Sequence[str]], case: Case) -> list[frozenset[str]]
     return [frozenset(step[begin:end]) for step in trained for begin, end in cuts]
 
 
-@pytest.mark.parametrize("case", [PLAIN, BATCH, TWO, UNEVEN, FIXED], ids=NAMES.get)
+@pytest.mark.parametrize("case", cases(TWO, BATCH, slow=(PLAIN, UNEVEN, FIXED)))
 def test_schedule_and_arrival_make_no_difference(case: Case, bench: Bench, outcome: Callable[..., Outcome]) -> None:
     base, again = (outcome(case, SEQUENTIAL, case.arrivals(seed)) for seed in (0, 1))
     pipelined = [outcome(case, PIPELINED, case.arrivals(seed)) for seed in (1, 2)]
@@ -209,7 +216,7 @@ def test_schedule_and_arrival_make_no_difference(case: Case, bench: Bench, outco
     assert len(orders) == 1 + len(pipelined), "every run is to train in an order of its own"
 
 
-@pytest.mark.parametrize("case", [PLAIN, TWO], ids=NAMES.get)
+@pytest.mark.parametrize("case", cases(TWO, slow=(PLAIN,)))
 def test_async_without_staleness_is_pipelined(case: Case, outcome: Callable[..., Outcome]) -> None:
     pipelined, free = (outcome(case, schedule, case.arrivals(1)) for schedule in (PIPELINED, ASYNC))
     assert free.events == pipelined.events
@@ -217,13 +224,13 @@ def test_async_without_staleness_is_pipelined(case: Case, outcome: Callable[...,
     assert distance(free, pipelined) == 0.0
 
 
-@pytest.mark.parametrize("case", [PLAIN, UNEVEN], ids=NAMES.get)
+@pytest.mark.parametrize("case", cases(PLAIN, slow=(UNEVEN,)))
 def test_two_ranks_and_rectangles_make_no_difference(case: Case, outcome: Callable[..., Outcome]) -> None:
     other = outcome(case, PIPELINED, case.arrivals(1), actor_ranks=2, packing=Packing.padded)
     assert distance(other, outcome(case, SEQUENTIAL, case.arrivals(0))) <= TOLERANCE
 
 
-@pytest.mark.parametrize("case", [BATCH, TWO, UNEVEN, BY_SEQUENCE, FIXED], ids=NAMES.get)
+@pytest.mark.parametrize("case", cases(BATCH, TWO, slow=(UNEVEN, BY_SEQUENCE, FIXED)))
 def test_the_parameters_are_those_of_transformers(case: Case, bench: Bench, outcome: Callable[..., Outcome]) -> None:
     """Each mini-batch as one batch, trained on by transformers and torch's AdamW."""
     initial = reference.load(bench.model)

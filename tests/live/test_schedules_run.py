@@ -12,6 +12,7 @@ from tests.support.runs import Finished, train
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
+@pytest.mark.slow
 def test_an_async_run_mixes_versions_within_its_bound(tmp_path: Path) -> None:
     run = Finished(
         tmp_path,

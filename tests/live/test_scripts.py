@@ -307,6 +307,7 @@ def filled_in(name: str, world: Path, **paths: str) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_rlinfs_walk_through_works_line_by_line(world: Path, server: str) -> None:
     paths = {"train_data_paths": f"{world}/train.jsonl", "val_data_paths": f"{world}/train.jsonl"}
     config = filled_in("qwen2.5-3b-tool-1node.yaml", world, model_path=str(POLICY), **paths)

@@ -17,7 +17,7 @@ from tests.rollout.tools.test_docs import blocks
 from tests.support import tiny
 from tests.support.runs import Finished
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(600)]
 
 PROMPT = "Question: What is six by seven?\n"
 SEARCH = (f"<search> {tiny.QUERY} </search>", tiny.OBSERVATION)

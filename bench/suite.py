@@ -1,0 +1,166 @@
+"""Runs the default suite ten times under different conditions, to see that it holds on any CPU, load and order.
+
+    python -m bench.suite [--only avx2 --only random-1]      # hours on two cores
+
+Runs under load share the cores with eight busy processes. Prints a table and writes outputs/bench/suite.json after each run:
+seconds, cases, failures by name, and the most memory that the tests used together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+from xml.etree import ElementTree
+
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+
+RESULT = Path("outputs/bench/suite.json")
+WORKERS, BUSY = 3, 8
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a run is done under."""
+
+    name: str
+    capability: str = ""
+    """Value of ATEN_CPU_CAPABILITY, which chooses torch's kernels; empty for the best that the CPU has."""
+    busy: int = 0
+    """Processes that compute beside the tests."""
+    seed: int | None = None
+    """Seed of a random order of files and tests."""
+
+
+CONDITIONS = (
+    *(Condition(f"plain-{number}") for number in (1, 2)),
+    *(Condition(f"load-{number}", busy=BUSY) for number in (1, 2, 3)),
+    *(Condition(name, capability=name) for name in ("default", "avx2", "avx512")),
+    *(Condition(f"random-{seed}", seed=seed) for seed in (1, 2)),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Figures of one run of the suite."""
+
+    condition: str
+    seconds: float
+    passed: int
+    skipped: int
+    failed: tuple[str, ...]
+    peak_gib: float
+    """Proportional set size of all processes of the tests, at its highest."""
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Keep `count` processes computing."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+class Memory:
+    """Highest sum of the memory of a process and all that it has started, looked at every other second."""
+
+    def __init__(self, root: int) -> None:
+        self.peak_bytes = 0
+        self._root, self._over = psutil.Process(root), threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(2):
+            used = 0
+            with suppress(psutil.Error):
+                for process in [self._root, *self._root.children(recursive=True)]:
+                    with suppress(psutil.Error):
+                        used += process.memory_full_info().pss
+            self.peak_bytes = max(self.peak_bytes, used)
+
+
+def run(condition: Condition) -> Outcome:
+    """Run the default suite once."""
+    order = [] if condition.seed is None else ["-p", "randomly", f"--randomly-seed={condition.seed}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if condition.capability:
+        environment["ATEN_CPU_CAPABILITY"] = condition.capability
+    with TemporaryDirectory() as scratch, busy(condition.busy):
+        report = Path(scratch) / "junit.xml"
+        begun = time.monotonic()
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-n",
+                str(WORKERS),
+                "--dist",
+                "loadgroup",
+                "--no-loadscope-reorder",
+                "-m",
+                "not slow",
+                f"--junitxml={report}",
+                *order,
+            ],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+        )
+        memory = Memory(process.pid)
+        process.wait()
+        memory.close()
+        seconds = time.monotonic() - begun
+        cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    failed = [one for one in cases if one.find("failure") is not None or one.find("error") is not None]
+    skipped = [one for one in cases if one.find("skipped") is not None]
+    names = tuple(f"{one.get('classname')}::{one.get('name')}" for one in failed)
+    passed = len(cases) - len(failed) - len(skipped)
+    return Outcome(condition.name, round(seconds), passed, len(skipped), names, round(memory.peak_bytes / 2**30, 1))
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="Names of conditions; all by default.")] = None,
+) -> None:
+    """Run the suite under each condition, show and write down how it went."""
+    console, outcomes = Console(width=140), []
+    table = Table("condition", "s", "passed", "skipped", "failed", "GiB")
+    for condition in CONDITIONS:
+        if only and condition.name not in only:
+            continue
+        outcome = run(condition)
+        outcomes.append(outcome)
+        table.add_row(
+            outcome.condition,
+            f"{outcome.seconds:.0f}",
+            *(str(outcome.passed), str(outcome.skipped), "\n".join(outcome.failed) or "0", f"{outcome.peak_gib}"),
+        )
+        RESULT.parent.mkdir(parents=True, exist_ok=True)
+        RESULT.write_text(json.dumps([asdict(one) for one in outcomes], indent=1))
+        console.print(outcome)
+    console.print(table)
+    raise SystemExit(any(one.failed for one in outcomes))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,86 @@
+"""Every sentence that rlsys says to a user about a mistake, read for its form."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import get_args
+
+import pytest
+
+from rlsys.errors import Code
+from tests.support.paths import PROJECT
+
+SOURCES = sorted(file for room in ("rlsys", "examples", "scripts") for file in (PROJECT / room).rglob("*.py"))
+HOLE = "\0"
+"""Stands for what is filled in when the error is raised."""
+
+
+def calls() -> Iterator[tuple[str, ast.Call]]:
+    """Every call of UserError or of a class made from it, with its place."""
+    for file in SOURCES:
+        tree = ast.parse(file.read_text())
+        made = {
+            node.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef) and any("UserError" in ast.unparse(base) for base in node.bases)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in {"UserError", *made}:
+                yield f"{file.relative_to(PROJECT)}:{node.lineno}", node
+
+
+def text_of(node: ast.expr) -> str:
+    """The sentence, with holes for what is filled in; empty for one that is made elsewhere."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(text_of(part) if isinstance(part, ast.Constant) else HOLE for part in parts)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return (text_of(left) or HOLE) + (text_of(right) or HOLE)
+    return ""
+
+
+def problems_of(sentence: str) -> Iterator[str]:
+    """Faults in the form of a sentence."""
+    if not sentence.endswith((".", HOLE)):
+        yield "ends without a period"
+    if "\n" in sentence:
+        yield "is more than a line"
+    if "!" in sentence or "please" in sentence.lower():
+        yield "pleads"
+    if "  " in sentence:
+        yield "has two spaces"
+    if len(sentence.split()) < 3 and HOLE not in sentence:
+        yield "says too little"
+
+
+def test_every_message_is_one_plain_sentence_with_a_code_and_a_key() -> None:
+    found = list(calls())
+    assert len(found) > 300, "all are looked at"
+    faults = []
+    for place, call in found:
+        given = {keyword.arg: keyword.value for keyword in call.keywords}
+        if None not in given and not {"code", "key"} <= given.keys() and call.args:
+            faults.append(f"{place}: has no code or no key")
+        code = given.get("code")
+        if isinstance(code, ast.Constant) and code.value not in get_args(Code):
+            faults.append(f"{place}: has the unknown code {code.value}")
+        sentence = text_of(call.args[0]) if call.args else ""
+        faults += [f"{place}: {problem}: {sentence}" for problem in problems_of(sentence) if sentence]
+    assert faults == []
+
+
+@pytest.mark.parametrize(
+    ("sentence", "fault"),
+    [
+        ("trainer.steps=0 must be at least 1", "ends without a period"),
+        ("Give a\nnumber.", "is more than a line"),
+        ("Please give a number.", "pleads"),
+        ("Wrong  value given.", "has two spaces"),
+        ("Wrong.", "says too little"),
+    ],
+)
+def test_a_fault_of_form_is_seen(sentence: str, fault: str) -> None:
+    assert list(problems_of(sentence)) == [fault]
