@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.errors import Code, RunError
+from rlsys.errors import Code
 from rlsys.search.cassette import Cassette, CassetteTool
 from rlsys.search.client import SearchClient
 from rlsys.search.retrieval import Failure, SearchResult
@@ -62,24 +62,6 @@ async def test_searches_of_one_moment_share_requests_and_blank_ones_are_not_sent
     assert front.posts == posts
     assert blank.failure is Failure.blank
     assert all(right(f"country {row % 9}", result) for row, result in enumerate(results))
-
-
-async def test_a_server_that_starts_late_dies_and_comes_back() -> None:
-    port = free_port()
-    async with SearchClient(f"http://127.0.0.1:{port}", retries=1000) as client:
-        early = asyncio.create_task(client.search("early"))
-        async with asyncio.timeout(60):
-            while client.counts.retries == 0:
-                await asyncio.sleep(0.01)
-        for _ in range(2):
-            with serving(create_app(Gated()), port):
-                assert right("Mali", await client.search("Mali"))
-                assert right("early", await early)
-    async with SearchClient(f"http://127.0.0.1:{port}", retries=1) as client:
-        assert (await client.search("Mali")).failure is Failure.unavailable
-        assert client.counts.requests == 2
-        with pytest.raises(RunError):
-            await client.health()
 
 
 async def test_a_server_is_killed_under_load_and_comes_back(tmp_path: Path) -> None:

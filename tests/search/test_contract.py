@@ -100,19 +100,13 @@ def described() -> Any:
     return schemathesis.openapi.from_asgi("/openapi.json", app)
 
 
-BOTH = list(schemathesis.GenerationMode)
-ONLY_VALID = [schemathesis.GenerationMode.POSITIVE]
-
-
-@pytest.mark.parametrize(
-    ("path", "method", "mode"),
-    [
-        *((path, "POST", mode) for path in ("/retrieve", "/rerank", "/access") for mode in BOTH),
-        *((path, "GET", mode) for path in ("/health", "/metrics") for mode in ONLY_VALID),
-    ],
-)
-def test_the_description_is_true(described: Any, path: str, method: str, mode: schemathesis.GenerationMode) -> None:
+@pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
+@pytest.mark.parametrize("path", ["/retrieve", "/rerank", "/access", "/health", "/metrics"])
+def test_the_description_is_true(described: Any, path: str, mode: schemathesis.GenerationMode) -> None:
     """All of schemathesis' checks: valid bodies are answered as described, invalid ones refused, never a 500."""
+    method = "GET" if path in ("/health", "/metrics") else "POST"
+    if mode.is_negative and method == "GET":
+        return  # Nothing to send that could be wrong.
 
     @seed(0)
     @settings(

@@ -33,21 +33,7 @@ async def pending(client: httpx.AsyncClient, queries: int) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_a_batch_is_prepared_while_another_is_found() -> None:
-    gated = Gated(find_open=False)
-    async with in_process(gated, ONE_BY_ONE) as client:
-        first = ask(client, "a")
-        await until(lambda: gated.finding == 1)
-        second = ask(client, "b")
-        await until(lambda: gated.seen == [["a"], ["b"]])
-        assert gated.found == [(["a"], 3)]
-        gated.may_find.set()
-        assert ids(await first) == [["a/0", "a/1", "a/2"]]
-        assert ids(await second) == [["b/0", "b/1", "b/2"]]
-    assert gated.threads == {"prepare_0", "find_0"}
-
-
-async def test_prepared_batches_do_not_pile_up_before_a_slow_search() -> None:
+async def test_one_batch_is_prepared_while_another_is_found_and_no_more() -> None:
     gated = Gated(find_open=False)
     async with in_process(gated, ServerLimits(max_batch=4, cache_entries=0)) as client:
         tasks = [ask(client, "a")]
@@ -58,8 +44,9 @@ async def test_prepared_batches_do_not_pile_up_before_a_slow_search() -> None:
         await pending(client, 4)
         assert gated.seen == [["a"], ["b"]], "one is found, one is prepared and waits, the rest is no batch yet"
         gated.may_find.set()
-        await asyncio.gather(*tasks)
+        assert [ids(answer)[0][0] for answer in await asyncio.gather(*tasks)] == [f"{query}/0" for query in "abcdef"]
     assert gated.seen == [["a"], ["b"], ["c", "d", "e", "f"]]
+    assert gated.threads == {"prepare_0", "find_0"}, "nothing is computed on the event loop"
 
 
 async def test_as_many_searches_run_at_once_as_the_retriever_allows() -> None:
@@ -99,9 +86,8 @@ async def test_a_full_queue_turns_away_and_recovers() -> None:
         await pending(client, 2)
         refused = await ask(client, "d")
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        assert (await ask(client, "e", "f", "g")).status_code == 422, (
-            "more than will ever fit is not told to come again"
-        )
+        never = await ask(client, "e", "f", "g")
+        assert never.status_code == 422, "what never fits is not told to come again"
         gated.may_prepare.set()
         assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200] * 3
         assert (await ask(client, "d")).status_code == 200
