@@ -66,4 +66,4 @@ def _load(given: argparse.Namespace) -> tuple[Gated, None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run_alone(main))

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import requests
 
-from rlsys.errors import RunError, UserError
+from rlsys.errors import Code, RunError
 from rlsys.search.address import TOKEN_VARIABLE, bind
 from rlsys.search.server import command
 from rlsys.search.server.command import Parts, read_token, serve_index
@@ -198,14 +198,6 @@ def test_flags_reach_the_server(served: list[dict[str, Any]], tmp_path: Path, mo
     assert settings["index"] == {"folder": tmp_path, "own_process": True, "nprobe": 9, "mmap": True, "depth": 2000}
 
 
-def refusal(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> UserError:
-    """The error that the command prints before it exits with status 2."""
-    said: list[UserError] = []
-    monkeypatch.setattr(command, "print", lambda error, **_: said.append(error), raising=False)
-    assert serve_index(arguments) == 2
-    return said[0]
-
-
 @pytest.mark.parametrize(
     ("flags", "code", "key"),
     [
@@ -220,13 +212,11 @@ def refusal(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> UserError:
         (["FOLDER", "--request-timeout-s=nan"], "out_of_range", "request_timeout_s"),
     ],
 )
-def test_flags_that_do_not_fit_are_refused(
-    flags: list[str], code: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_that_do_not_fit_are_refused(flags: list[str], code: Code, key: str, tmp_path: Path) -> None:
     (tmp_path / "index.faiss").touch()
     paths = {"FILE": str(tmp_path / "index.faiss"), "FOLDER": str(tmp_path)}
-    error = refusal([paths.get(flag, flag) for flag in flags] + ["--port", "0"], monkeypatch)
-    assert (error.code, error.key) == (code, key)
+    with refused(code, key):
+        serve_index([*(paths.get(flag, flag) for flag in flags), "--port", "0"])
 
 
 def test_an_index_of_an_unknown_kind_and_options_that_a_kind_has_not_are_refused(

@@ -4,7 +4,7 @@ Everything is loaded, then the port answers, until a signal or the parent's end.
 in work are answered, or after `_SHUTDOWN_S` turned away with 503; the threads end and the retriever is closed. A thread
 that does not end, because a model or another server hangs, ends with the process after `_FORCE_S`.
 
-Contract: a user's mistake is one sentence and status 2, a server elsewhere that does not answer one and status 1.
+Contract: a user's mistake is a UserError, a server elsewhere that does not answer a RunError.
 """
 
 from __future__ import annotations
@@ -139,21 +139,26 @@ def _run(
         reranker = None if given.reranker is None else load_reranker(given.reranker, given.device or "cpu")
         return Parts(retriever, reranker, pages)
 
+    _check_threads(given.threads)
+    serve_parts(
+        parts,
+        name=str(getattr(given, subject)),
+        **{key: getattr(given, key) for key in ("host", "port", "topk")},
+        limits=ServerLimits(**{field.name: getattr(given, field.name) for field in fields(ServerLimits)}),
+        token=read_token(given.token_file),
+        allowed_hosts=given.allowed_host,
+        listener=None if given.listener_fd is None else socket.socket(fileno=given.listener_fd),
+    )
+    return 0
+
+
+def run_alone(serve: Callable[[], int]) -> int:
+    """The exit status of a process that only serves: an error is one sentence, and 2 for the user's, else 1."""
     try:
-        _check_threads(given.threads)
-        serve_parts(
-            parts,
-            name=str(getattr(given, subject)),
-            **{key: getattr(given, key) for key in ("host", "port", "topk")},
-            limits=ServerLimits(**{field.name: getattr(given, field.name) for field in fields(ServerLimits)}),
-            token=read_token(given.token_file),
-            allowed_hosts=given.allowed_host,
-            listener=None if given.listener_fd is None else socket.socket(fileno=given.listener_fd),
-        )
+        return serve()
     except (UserError, RunError) as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
-    return 0
 
 
 def _check_threads(threads: int | None) -> None:
