@@ -89,7 +89,7 @@ SERVES = {"passages": 7, "encoder": "e"}
 
 @dataclass
 class Behind:
-    """What one url answers to the requests that reach it from now on, under a virtual clock."""
+    """The answers of one url to the requests that reach it from now on, under a virtual clock."""
 
     takes_s: float = 0.0
     status: int = 200

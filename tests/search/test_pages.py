@@ -89,7 +89,7 @@ def test_no_other_url_finds_it(tmp_path: Path, url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["doc 17", "http://[broken", "urn:isbn:0451450523"])
-def test_what_is_no_web_address_is_compared_as_it_is(tmp_path: Path, url: str) -> None:
+def test_a_url_that_is_no_web_address_is_compared_as_it_is(tmp_path: Path, url: str) -> None:
     store = PageStore(write(tmp_path / "pages.jsonl", [page(url)]))
     assert found(store, url, f" {url} ", url.upper()) == ["text", "text", None]
 

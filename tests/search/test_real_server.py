@@ -25,7 +25,7 @@ from .scripted import rows
 
 Reference = tuple[Any, Any]
 TOLERANCE = 1e-5
-"""Of scores up to 1, sums of 384 products in float32, by two libraries."""
+"""Difference of two scores up to 1: sums of 384 products in float32, by two libraries."""
 
 
 @pytest.fixture(scope="module")

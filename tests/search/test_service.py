@@ -164,7 +164,9 @@ async def test_a_fault_of_the_retriever_is_503_and_the_next_request_works(monkey
     ("value", "status"),
     [("\ud800", 200), (1 << 80, 200), (b"bytes", 503), ({1: float("nan"), 2: 1 << 80}, 503)],
 )
-async def test_what_json_can_say_is_answered(monkeypatch: pytest.MonkeyPatch, value: Any, status: int) -> None:
+async def test_values_that_json_can_hold_are_answered_and_others_are_503(
+    monkeypatch: pytest.MonkeyPatch, value: Any, status: int
+) -> None:
     gated = Gated()
     monkeypatch.setattr(gated, "find", lambda prepared, _: [[Hit(1.0, {"contents": value})]] * len(prepared))
     async with in_process(gated, ServerLimits()) as client:

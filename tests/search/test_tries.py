@@ -269,7 +269,7 @@ EVENTS = st.lists(st.tuples(st.integers(0, 2), st.floats(0, 30), TROUBLE), max_s
 def test_whatever_happens_each_search_gets_its_own_answer(
     events: list[tuple[int, float, dict[str, Any]]], seed: int, good: bool, hedged: bool
 ) -> None:
-    """Where one of three servers stays well, no search fails, and without retries."""
+    """No search fails where one of three servers stays well (`good`), also without retries."""
     lots = Random(seed)
     servers = [Behind(takes_s=0.1) for _ in range(3)]
 

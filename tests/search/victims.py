@@ -35,7 +35,7 @@ _END_S = 120
 
 @dataclass(frozen=True)
 class Cost:
-    """What an attack took from a server."""
+    """Resources that an attack took from a server."""
 
     memory_mb: float
     """Growth of its memory at its worst moment."""
