@@ -7,12 +7,13 @@ names cannot be taken in this way.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from rlsys.errors import UserError
+from rlsys.errors import Code, UserError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,6 +22,7 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 DEFAULT_TOPK = 3
 TOKEN_VARIABLE = "RLSYS_SEARCH_TOKEN"  # environment variable with the bearer token that a server asks for
+_BIND_CODES: dict[int, Code] = {errno.EADDRINUSE: "in_use", errno.EACCES: "denied"}
 _INNER = (".local", ".localdomain", ".internal", ".lan", ".svc")
 
 
@@ -41,9 +43,15 @@ def bind(host: str, port: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
-    except (OSError, OverflowError) as error:
+    except OverflowError:
         sock.close()
-        raise UserError(f"cannot serve at {host}:{port} ({error}): choose another host or port") from None
+        reason = f"cannot serve at {host}:{port}: choose a port of 0 to 65535."
+        raise UserError(reason, code="out_of_range", key=f"{host}:{port}") from None
+    except OSError as error:
+        sock.close()
+        place, code = f"{host}:{port}", _BIND_CODES.get(error.errno or 0, "not_found")
+        reason = f"cannot serve at {place} ({error}): choose another host or port."
+        raise UserError(reason, code=code, key=place) from None
     return sock
 
 

@@ -64,20 +64,23 @@ class Header:
         """The header of the cassette at `path`. Raises UserError where there is no cassette."""
         if not path.is_file():
             reason = f"there is no cassette at {path}"
-            raise UserError(f"{reason}: record one with search.cassette.mode=record, or give another path.")
+            remedy = "record one with search.cassette.mode=record, or give another path"
+            raise UserError(f"{reason}: {remedy}.", code="not_found", key=str(path))
         with path.open("rb") as file:
             row = _parsed(file.readline())
         match row:
             case {"rlsys_cassette": int(made), "topk": int(topk), "server": dict(server)} if made == FORMAT:
                 return cls(topk, server)
         reason = f"{path} is not a cassette of format {FORMAT}"
-        raise UserError(f"{reason}: give a file that search.cassette.mode=record has made.")
+        remedy = "give a file that search.cassette.mode=record has made"
+        raise UserError(f"{reason}: {remedy}.", code="malformed", key=str(path))
 
     def require_topk(self, topk: int, path: Path) -> None:
         """Raise UserError for another number of passages."""
         if self.topk != topk:
             problem = f"the cassette {path} was recorded with search.topk={self.topk}, not {topk}"
-            raise UserError(f"{problem}: set it to that, or record another cassette.")
+            reason = f"{problem}: set it to that, or record another cassette."
+            raise UserError(reason, code="mismatch", key="search.topk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,7 @@ class Cassette:
             for number, line in enumerate(file, start=2):
                 row = _parsed(line)
                 if row is not None:
-                    cassette._take(row, f"line {number} of {path}")
+                    cassette._take(row, number, path)
                 elif line.strip():
                     torn += 1
         cassette.latencies_s.sort()
@@ -143,7 +146,7 @@ class Cassette:
         """The least latency that `share` of the calls do not exceed (nearest rank), in seconds."""
         return self.latencies_s[max(0, math.ceil(share * len(self.latencies_s)) - 1)]
 
-    def _take(self, row: Any, where: str) -> None:
+    def _take(self, row: Any, number: int, path: Path) -> None:
         try:
             query, latency_s, error = str(row["query"]), float(row["latency_s"]), str(row.get("error", ""))
             failure = Failure(row["failure"]) if "failure" in row else None
@@ -152,7 +155,8 @@ class Cassette:
             if not 0 <= latency_s < math.inf:
                 raise ValueError(f"latency_s={latency_s}")  # noqa: TRY301  one sentence for all that is wrong
         except (AttributeError, KeyError, TypeError, ValueError) as problem:
-            raise UserError(f"{where} is not a search call ({problem!r}): record the cassette anew.") from None
+            reason = f"line {number} of {path} is not a search call ({problem!r}): record the cassette anew."
+            raise UserError(reason, code="malformed", key=str(path)) from None
         self.latencies_s.append(latency_s)
         if error or passages is not None:
             self._learn(query, SearchResult(found, error, failure))
@@ -196,7 +200,7 @@ class CassetteFile:
         if keys := differences(written.server, header.server):
             recorded, serves = (listed(server, keys) for server in (written.server, header.server))
             problem = f"the cassette {path} was recorded from a server of {recorded}, search.url serves {serves}"
-            raise UserError(f"{problem}: record another cassette.")
+            raise UserError(f"{problem}: record another cassette.", code="mismatch", key=str(path))
         self._file = os.open(path, os.O_RDWR | os.O_APPEND)
         with self._alone():
             if os.pread(self._file, 1, os.fstat(self._file).st_size - 1) != b"\n":
@@ -259,7 +263,7 @@ class CassetteTool(AbstractAsyncContextManager["CassetteTool"]):
             raise ValueError(f"{mode} with {server}: a server is there to be recorded, and for nothing else")
         if mode == "record" and path.exists():
             problem = f"search.cassette.mode=record would mix with what {path} holds"
-            raise UserError(f"{problem}: delete it or use mode=extend.")
+            raise UserError(f"{problem}: delete it or use mode=extend.", code="exists", key=str(path))
         self.counts = Counts()
         self._path, self._mode, self._latency_scale, self._server = path, mode, latency_scale, server
         self._asked: Counter[str] = Counter()

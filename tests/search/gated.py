@@ -39,7 +39,7 @@ class Gated:
     def prepare(self, queries: Sequence[str]) -> Any:
         self.seen.append(list(queries))
         self.threads.add(threading.current_thread().name)
-        assert self.may_prepare.wait(30)
+        assert self.may_prepare.wait(60)
         if "poison" in queries:
             raise RuntimeError("broken")
         return list(queries)
@@ -50,7 +50,7 @@ class Gated:
             self.threads.add(threading.current_thread().name)
             self.finding += 1
             self.most_finding = max(self.most_finding, self.finding)
-        assert self.may_find.wait(30)
+        assert self.may_find.wait(60)
         with self._lock:
             self.finding -= 1
         return [
@@ -66,7 +66,7 @@ class Gated:
 
 
 class Lengths:
-    """A reranker whose score is the length of the text, and -1 for a text of another query's."""
+    """A reranker whose score is the length of the text."""
 
     def __init__(self) -> None:
         self.pairs: list[tuple[str, str]] = []
@@ -89,6 +89,9 @@ class Pages:
     async def fetch(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
         return [self.known.get(url) for url in urls]
 
+    def close(self) -> None:
+        pass
+
 
 @asynccontextmanager
 async def in_process(
@@ -106,6 +109,6 @@ async def in_process(
 
 async def until(condition: Callable[[], bool]) -> None:
     """Give the loop and the threads their turns until `condition` holds."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,19 @@ from rlsys.errors import RunError
 from rlsys.search.cassette import CassetteFile, CassetteTool, Header, RecordedCall
 from rlsys.search.retrieval import Passage, SearchResult
 from rlsys.search.wire import NoReplyError, Reply
-from tests.orchestrator.pipeline.virtual_time import now
+from tests.orchestrator.pipeline.virtual_time import now, run_virtually
 
 RECORD, REPLAY, EXTEND = CassetteMode.record, CassetteMode.replay, CassetteMode.extend
+
+
+def virtually(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """The test on a loop with a virtual clock."""
+
+    @wraps(test)
+    def run(*args: Any, **named: Any) -> None:
+        run_virtually(test(*args, **named))
+
+    return run
 
 
 @dataclass
@@ -78,7 +89,7 @@ SERVES = {"passages": 7, "encoder": "e"}
 
 @dataclass
 class Behind:
-    """What one url answers to the requests that reach it from now on, under a virtual clock."""
+    """The answers of one url to the requests that reach it from now on, under a virtual clock."""
 
     takes_s: float = 0.0
     status: int = 200

@@ -14,45 +14,22 @@ from hypothesis import strategies as st
 
 from rlsys.config.derived import needs_server
 from rlsys.config.schema import CassetteConfig, CassetteMode, SearchConfig
-from rlsys.errors import UserError
+from rlsys.errors import Code, UserError
 from rlsys.rollout.tools.search_tool import open_tool, search_metrics
 from rlsys.search.cassette import Cassette, Header, RecordedCall, drawn_rank
-from rlsys.search.client import SearchClient
-from rlsys.search.index.dense import VectorRetriever
-from rlsys.search.retrieval import Failure, Passage, SearchResult, served
-from rlsys.search.server.asgi import create_app
-from rlsys.search.server_process import SearchServer
+from rlsys.search.retrieval import Failure, Passage, SearchResult
 from tests.orchestrator.pipeline.virtual_time import now, run_virtually
-from tests.support.ports import free_port
+from tests.support.refusals import refused
 
-from .conftest import serving
-from .scripted import EXTEND, RECORD, REPLAY, Script, found, rows, tool, written
+from .scripted import EXTEND, RECORD, REPLAY, Script, found, rows, tool, virtually, written
 
-# ---- what is played is what was recorded
-
-
-async def test_searches_of_a_real_server_are_played_without_it(
-    server: SearchServer, queries: list[str], tmp_path: Path
-) -> None:
-    search = SearchConfig(url=server.url, topk=2)
-    search.cassette = CassetteConfig(str(tmp_path / "new" / "tape.jsonl"), RECORD)
-    async with open_tool(search) as recorder:
-        live = await asyncio.gather(*map(recorder.search, queries[:20] * 2))
-        assert search_metrics(recorder) == {"search_hits": 0, "search_misses": 40, "search_recorded": 40}
-    async with SearchClient(server.url, topk=2) as client:
-        assert live[:20] == await asyncio.gather(*map(client.search, queries[:20]))
-        health = await client.health()
-
-    search.url, search.cassette = None, CassetteConfig(search.cassette.path, REPLAY, latency_scale=0)
-    async with open_tool(search) as player:
-        assert await asyncio.gather(*map(player.search, queries[:20] * 2)) == live
-        assert search_metrics(player) == {"search_hits": 40, "search_misses": 0, "search_recorded": 0}
-    header, *calls = rows(tmp_path / "new" / "tape.jsonl")
-    assert header == {"rlsys_cassette": 1, "topk": 2, "server": served(health)}
-    assert {"kind", "passages", "corpus_sha256", "encoder", "faiss_type"} <= header["server"].keys() <= health.keys()
-    assert "queries" not in header["server"]
-    assert len(calls) == 40
-    assert sum("passages" in call for call in calls) == 20, "passages are stored once a query"
+asyQUERIES = st.sampled_from(["Mali", " Mali\n", "Chad", 'a "quoted"\nline', "São Tomé", "\ud800 half", "", " "])
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+PASSAGES = st.lists(st.builds(Passage, TEXT, TEXT, st.floats(allow_nan=False, allow_infinity=False)), max_size=3)
+RESULTS = st.one_of(
+    st.builds(SearchResult, PASSAGES.map(tuple)),
+    st.builds(SearchResult, error=st.just("no answer"), failure=st.sampled_from([None, *Failure])),
+)
 
 
 QUERIES = st.sampled_from(["Mali", " Mali\n", "Chad", 'a "quoted"\nline', "São Tomé", "\ud800 half", "", " "])
@@ -64,7 +41,7 @@ RESULTS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(asks=st.lists(st.tuples(QUERIES, RESULTS), max_size=12))
 def test_any_recording_plays_as_a_dictionary_would(asks: list[tuple[str, SearchResult]], tmp_path: Path) -> None:
     """The reference: the first result of a query that worked, else its first failure."""
@@ -100,6 +77,7 @@ def test_any_recording_plays_as_a_dictionary_would(asks: list[tuple[str, SearchR
 # ---- how long it takes
 
 
+@settings(max_examples=50)
 @given(query=st.text(), first=st.integers(0, 10**6), count=st.integers(1, 300))
 def test_as_many_asks_as_latencies_draw_each_latency_once(query: str, first: int, count: int) -> None:
     query = query.encode("utf-8", "replace").decode()
@@ -107,6 +85,7 @@ def test_as_many_asks_as_latencies_draw_each_latency_once(query: str, first: int
     assert sorted(ranks) == list(range(count))
 
 
+@settings(max_examples=50)
 @given(query=TEXT, first=st.integers(0, 10**6), count=st.integers(2000, 9000))
 def test_a_few_asks_of_a_query_draw_from_every_quarter(query: str, first: int, count: int) -> None:
     """Eight draws at random would miss a quarter in 4 of 10 tries: 4 * 0.75**8."""
@@ -115,13 +94,16 @@ def test_a_few_asks_of_a_query_draw_from_every_quarter(query: str, first: int, c
 
 
 def test_queries_that_are_asked_once_draw_from_the_whole_distribution() -> None:
-    """20,000 draws of 10 ranks: a fair share is 2000 with a standard deviation of 42."""
-    drawn = Counter(drawn_rank(f"query {number}", 0, 10) for number in range(20_000))
+    """5,000 draws of 10 ranks: a fair share is 500 with a standard deviation of 21."""
+    drawn = Counter(drawn_rank(f"query {number}", 0, 10) for number in range(5_000))
     assert set(drawn) == set(range(10))
-    assert all(abs(count - 2000) < 5 * 42 for count in drawn.values())
+    assert all(abs(count - 500) < 5 * 21 for count in drawn.values())
 
 
-@given(latencies=st.lists(st.floats(0, 100), min_size=1), share=st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]))
+@settings(max_examples=50)
+@given(
+    latencies=st.lists(st.floats(0, 100), min_size=1, max_size=20), share=st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0])
+)
 def test_a_quantile_is_the_least_latency_that_so_many_calls_keep(latencies: list[float], share: float) -> None:
     cassette = Cassette(Header(3))
     for latency_s in latencies:
@@ -130,7 +112,7 @@ def test_a_quantile_is_the_least_latency_that_so_many_calls_keep(latencies: list
     assert cassette.quantile_s(share) == min(enough)
 
 
-@pytest.mark.parametrize("scale", [0.0, 1.0, 2.5])
+@pytest.mark.parametrize("scale", [0.0, 2.5])
 def test_played_calls_take_the_recorded_times(scale: float, tmp_path: Path) -> None:
     latencies = [0.25, 4.0, 0.5, 0.5, 1.0]
     path = written(tmp_path / "tape.jsonl", latencies)
@@ -154,22 +136,19 @@ def test_played_calls_take_the_recorded_times(scale: float, tmp_path: Path) -> N
     assert run_virtually(play()) == took, "neither the run nor the order of the lines changes a delay"
 
 
-def test_a_miss_takes_the_servers_time_once_and_is_drawn_later(tmp_path: Path) -> None:
+@virtually
+async def test_a_miss_takes_the_servers_time_once_and_is_drawn_later(tmp_path: Path) -> None:
     path = written(tmp_path / "tape.jsonl", [4.0])
-
-    async def extend() -> list[float]:
-        script = Script(takes_s=[32.0])
-        async with tool(path, EXTEND, script) as extender:
-            took = []
-            for query in ("Mali", "Chad", "Chad", "Chad"):
-                started = now()
-                await extender.search(query)
-                took.append(now() - started)
-            assert script.asked == ["Chad"]
-            assert search_metrics(extender) == {"search_hits": 3, "search_misses": 1, "search_recorded": 1}
-        return took
-
-    mali, miss, *hits = run_virtually(extend())
+    script = Script(takes_s=[32.0])
+    took = []
+    async with tool(path, EXTEND, script) as extender:
+        for query in ("Mali", "Chad", "Chad", "Chad"):
+            started = now()
+            await extender.search(query)
+            took.append(now() - started)
+        assert script.asked == ["Chad"]
+        assert search_metrics(extender) == {"search_hits": 3, "search_misses": 1, "search_recorded": 1}
+    mali, miss, *hits = took
     assert mali == 4.0
     assert miss == 32.0 + 0.5, "the first miss also asks the server what it serves"
     assert sorted(hits) == [4.0, 32.0]
@@ -179,141 +158,87 @@ def test_a_miss_takes_the_servers_time_once_and_is_drawn_later(tmp_path: Path) -
 # ---- the modes
 
 
-def test_a_query_that_is_not_on_the_cassette_is_a_failed_search(tmp_path: Path) -> None:
-    async def play() -> None:
-        async with tool(written(tmp_path / "tape.jsonl", [1.0]), REPLAY) as player:
-            result = await player.search("Chad </search>")
-            assert result.passages == ()
-            assert result.failure is Failure.not_recorded
-            assert "'Chad </search>'" in result.error
-            assert "replay" in result.error
-            assert len((await player.search("x" * 9000)).error) < 200
-            assert player.counts.misses == 2
-
-    run_virtually(play())
+@virtually
+async def test_a_query_that_is_not_on_the_cassette_is_a_failed_search(tmp_path: Path) -> None:
+    async with tool(written(tmp_path / "tape.jsonl", [1.0]), REPLAY) as player:
+        result = await player.search("Chad </search>")
+        assert result.passages == ()
+        assert result.failure is Failure.not_recorded
+        assert "'Chad </search>'" in result.error
+        assert len((await player.search("x" * 9000)).error) < 200
+        assert player.counts.misses == 2
 
 
-def test_extending_keeps_what_worked_and_asks_again_what_did_not(tmp_path: Path) -> None:
+@virtually
+async def test_extending_keeps_what_worked_and_asks_again_what_did_not(tmp_path: Path) -> None:
     path = tmp_path / "tape.jsonl"
     failed = SearchResult(error="no answer")
-
-    async def record() -> None:
-        async with tool(path, RECORD, Script({"Mali": failed})) as recorder:
-            assert await recorder.search("Mali") == failed
-
-    async def extend() -> None:
-        script = Script({"Chad": failed})
-        async with tool(path, EXTEND, script) as extender:
-            assert await extender.search("Mali") == found("Mali")
-            assert await extender.search("Chad") == failed
-            assert await extender.search("Chad") == failed
-            assert await extender.search("Mali") == found("Mali")
-        assert script.asked == ["Mali", "Chad", "Chad"]
-        assert script.closed
-
-    run_virtually(record())
-    run_virtually(extend())
+    async with tool(path, RECORD, Script({"Mali": failed})) as recorder:
+        assert await recorder.search("Mali") == failed
+    script = Script({"Chad": failed})
+    async with tool(path, EXTEND, script) as extender:
+        for query, result in (("Mali", found("Mali")), ("Chad", failed), ("Chad", failed), ("Mali", found("Mali"))):
+            assert await extender.search(query) == result
+    assert (script.asked, script.closed) == (["Mali", "Chad", "Chad"], True)
     cassette = Cassette.read(path)
     assert cassette.answers == {"Mali": found("Mali")}
     assert (len(cassette.latencies_s), cassette.errors) == (2, 1)
 
 
-def test_extending_nothing_is_recording(tmp_path: Path) -> None:
-    async def extend() -> None:
-        async with tool(tmp_path / "tape.jsonl", EXTEND, Script(takes_s=[2.0])) as extender:
-            await asyncio.gather(*map(extender.search, ["Mali", "Chad"]))
-            started = now()
-            assert await extender.search("Mali") == found("Mali")
-            assert now() - started == 2.0
-
-    run_virtually(extend())
-    assert set(Cassette.read(tmp_path / "tape.jsonl").answers) == {"Mali", "Chad"}
-
-
-@pytest.mark.parametrize(
-    ("cassette", "needed"),
-    [
-        (CassetteConfig(), True),
-        (CassetteConfig("tape.jsonl", RECORD), True),
-        (CassetteConfig("tape.jsonl", EXTEND), True),
-        (CassetteConfig("tape.jsonl", REPLAY), False),
-    ],
-)
-def test_only_replaying_needs_no_server(cassette: CassetteConfig, needed: bool, tmp_path: Path) -> None:
-    if cassette.path:
-        cassette.path = str(tmp_path / cassette.path)
-    search = SearchConfig(cassette=cassette)
-    assert needs_server(search) == needed
-    with pytest.raises(UserError, match=r"search\.url is null" if needed else "there is no cassette"):
-        open_tool(search)
-
-
-async def test_without_a_cassette_the_tool_is_the_client(server: SearchServer) -> None:
-    async with open_tool(SearchConfig(url=server.url, topk=2)) as client:
-        assert isinstance(client, SearchClient)
-        assert len((await client.search("Mali")).passages) == 2
-        metrics = search_metrics(client)
-        assert (metrics["search_requests"], metrics["search_retries"]) == (1, 0)
+def test_only_replaying_needs_no_server(tmp_path: Path) -> None:
+    for mode, needed in ((RECORD, True), (EXTEND, True), (REPLAY, False)):
+        search = SearchConfig(cassette=CassetteConfig(str(tmp_path / "tape.jsonl"), mode))
+        assert needs_server(search) == needed
+        with pytest.raises(UserError):
+            open_tool(search)
 
 
 # ---- what is refused
 
 
+HEADER = b'{"rlsys_cassette": 1, "topk": 3, "server": {}}\n'
+
+
 @pytest.mark.parametrize(
-    ("content", "mode", "sentence"),
+    ("content", "mode", "code"),
     [
-        (None, REPLAY, r"there is no cassette at .*tape\.jsonl: record one"),
-        (b"", REPLAY, "is not a cassette of format 1"),
-        (b'{"query": "Mali"}\n', EXTEND, "is not a cassette of format 1"),
-        (b'{"rlsys_cassette": 2, "topk": 3, "server": {}}\n', REPLAY, "is not a cassette of format 1"),
-        (b"\x80\x00\xff", REPLAY, "is not a cassette of format 1"),
-        (b'{"rlsys_cassette": 1, "topk": 5, "server": {}}\n', REPLAY, r"search\.topk=5, not 3: set it"),
-        (b'{"rlsys_cassette": 1, "topk": 5, "server": {}}\n', EXTEND, r"search\.topk=5, not 3: set it"),
-        (b'{"rlsys_cassette": 1, "topk": 3, "server": {}}\n', RECORD, "delete it or use mode=extend"),
-        (
-            b'{"rlsys_cassette": 1, "topk": 3, "server": {}}\n{"query": "M"}\n',
-            REPLAY,
-            "line 2 of .*latency_s",
-        ),
-        (
-            b'{"rlsys_cassette": 1, "topk": 3, "server": {}}\n{"query": "M", "latency_s": -1}\n',
-            REPLAY,
-            "line 2 of .*latency_s=-1",
-        ),
-        (
-            b'{"rlsys_cassette": 1, "topk": 3, "server": {}}\n'
-            b'{"query": "M", "latency_s": 1, "error": "no", "failure": "tired"}\n',
-            REPLAY,
-            "line 2 of .*tired",
-        ),
+        (None, REPLAY, "not_found"),
+        (b"", REPLAY, "malformed"),
+        (b'{"query": "Mali"}\n', EXTEND, "malformed"),
+        (HEADER.replace(b"1", b"2", 1), REPLAY, "malformed"),
+        (b"\x80\x00\xff", REPLAY, "malformed"),
+        (HEADER.replace(b"3", b"5"), REPLAY, "mismatch"),
+        (HEADER.replace(b"3", b"5"), EXTEND, "mismatch"),
+        (HEADER, RECORD, "exists"),
+        (HEADER + b'{"query": "M"}\n', REPLAY, "malformed"),
+        (HEADER + b'{"query": "M", "latency_s": -1}\n', REPLAY, "malformed"),
+        (HEADER + b'{"query": "M", "latency_s": 1, "error": "no", "failure": "tired"}\n', REPLAY, "malformed"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_one_sentence(
-    content: bytes | None, mode: CassetteMode, sentence: str, tmp_path: Path
+def test_a_file_that_cannot_be_used_is_refused_and_left_as_it_is(
+    content: bytes | None, mode: CassetteMode, code: Code, tmp_path: Path
 ) -> None:
     path = tmp_path / "tape.jsonl"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(UserError, match=sentence) as refused:
+    with refused(code, "search.topk" if code == "mismatch" else path) as error:
         tool(path, mode, None if mode is REPLAY else Script())
-    assert len(str(refused.value).splitlines()) == 1
-    assert str(path) in str(refused.value)
+    assert str(path) in str(error.value)
     assert content is None or path.read_bytes() == content
 
 
 def test_a_server_of_something_else_does_not_continue_a_cassette(tmp_path: Path) -> None:
     path = written(tmp_path / "tape.jsonl", [1.0])
 
-    async def extend(serves: Mapping[str, Any] | None) -> None:
+    async def extend(serves: Mapping[str, Any] | None) -> int:
         async with tool(path, EXTEND, Script(serves=serves)) as extender:
             await extender.search("Chad")
+        return len(rows(path))
 
-    with pytest.raises(UserError, match=r"from a server of encoder=e, search\.url serves encoder=f: record"):
+    with refused("mismatch", path):
         run_virtually(extend({"encoder": "f"}))
-    assert len(rows(path)) == 2
-    run_virtually(extend(None))
-    run_virtually(extend({"encoder": "e", "queries": 9}))
-    assert len(rows(path)) == 3
+    assert run_virtually(extend(None)) == 3, "nothing was added by the other one; one that says nothing may go on"
+    assert run_virtually(extend({"encoder": "e", "queries": 9})) == 3
 
 
 def test_an_older_cassette_that_says_less_of_its_server_is_continued(tmp_path: Path) -> None:
@@ -328,36 +253,15 @@ def test_an_older_cassette_that_says_less_of_its_server_is_continued(tmp_path: P
 
     assert run_virtually(ask(REPLAY, None)) == SearchResult(error="no answer from there")
     serves = {"kind": "dense", "passages": 7, "encoder": "e", "corpus_sha256": "c"}
-    with pytest.raises(UserError, match=r"of passages=7, search\.url serves passages=8: record"):
+    with refused("mismatch", path):
         run_virtually(ask(EXTEND, Script(serves=serves | {"passages": 8})))
     assert run_virtually(ask(EXTEND, Script(serves=serves))) == found("Mali")
     assert run_virtually(ask(REPLAY, None)) == found("Mali")
 
 
-def test_servers_of_other_corpora_do_not_mix_on_a_cassette(tmp_path: Path) -> None:
-    path = tmp_path / "tape.jsonl"
-    serves = {"passages": 7, "corpus_sha256": "c"}
-
-    async def ask(query: str, **serves: object) -> None:
-        async with tool(path, EXTEND, Script(serves=serves)) as asked:
-            await asked.search(query)
-
-    run_virtually(ask("Mali", **serves))
-    with pytest.raises(UserError, match=r"of corpus_sha256=c, .* corpus_sha256=d"):
-        run_virtually(ask("Chad", **serves | {"corpus_sha256": "d"}))
-    assert rows(path)[0]["server"] == serves
-
-
-async def test_a_server_without_health_is_recorded(retriever: VectorRetriever, tmp_path: Path) -> None:
-    app = create_app(retriever)
-
-    async def retrieve_alone(scope: Any, receive: Any, send: Any) -> None:
-        await app(scope | {"path": "/nothing"} if scope.get("path") == "/health" else scope, receive, send)
-
-    with serving(retrieve_alone, free_port()) as url:
-        search = SearchConfig(url=url, cassette=CassetteConfig(str(tmp_path / "tape.jsonl"), RECORD))
-        async with open_tool(search) as recorder:
-            result = await recorder.search("Mali")
+@virtually
+async def test_a_server_without_health_is_recorded(tmp_path: Path) -> None:
+    async with tool(tmp_path / "tape.jsonl", RECORD, Script(serves=None)) as recorder:
+        result = await recorder.search("Mali")
     cassette = Cassette.read(tmp_path / "tape.jsonl")
-    assert cassette.header == Header(3, {})
-    assert cassette.answers == {"Mali": result}
+    assert (cassette.header, cassette.answers) == (Header(3, {}), {"Mali": result})

@@ -1,28 +1,29 @@
-"""Which connections a server keeps, and for how long."""
+"""Limits of connections: their number, their heads and their time."""
 
 from __future__ import annotations
 
 import asyncio
 import resource
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from rlsys.search import connections
 from rlsys.search.address import bind
-from rlsys.search.connections import (
-    FLUSH_S,
-    HEAD_BYTES,
-    HEAD_S,
-    MOST_HEADERS,
-    Connections,
-    LimitedConfig,
-    LimitedServer,
-)
+from rlsys.search.connections import HEAD_BYTES, MOST_HEADERS, Connections, LimitedConfig, LimitedServer
 
+HEAD_S, FLUSH_S = 3600.0, 7200.0
+"""In place of the server's own limits: a test on a busy machine may take longer than those."""
 HEAD = b"GET / HTTP/1.1\r\nHost: a\r\n"
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", HEAD_S)
+    monkeypatch.setattr(connections, "FLUSH_S", FLUSH_S)
 
 
 class Server:
@@ -76,19 +77,16 @@ async def server_of(most: int = 64) -> AsyncIterator[Server]:
         yield server
 
 
-async def ended(streams: Streams) -> bool:
-    """Whether the server has closed the connection; what it sent before is lost."""
-    try:
-        async with asyncio.timeout(20):
+async def end_of(streams: Streams) -> None:
+    """Wait until the server has closed the connection; what it sent before is lost."""
+    with suppress(ConnectionError):
+        async with asyncio.timeout(60):
             while await streams[0].read(1 << 20):
                 pass
-    except ConnectionError:
-        return True
-    return True
 
 
 async def answered(streams: Streams) -> bytes:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         return await streams[0].readline()
 
 
@@ -110,12 +108,12 @@ async def test_late_heads_are_ended_and_requests_in_work_are_not() -> None:
         server.may_answer.clear()
         working = await server.opened(HEAD + b"\r\n")
         assert server.begun == 3
-        server.end_late(HEAD_S - 1)
+        server.end_late(HEAD_S / 2)
         assert await is_open(silent)
         assert await is_open(half)
         server.end_late(HEAD_S + 1)
         for late in (silent, half, idle):
-            assert await ended(late)
+            await end_of(late)
         server.may_answer.set()
         slow_body[1].write(b"}")
         for kept in (slow_body, working):
@@ -138,12 +136,13 @@ async def test_the_connection_that_has_waited_longest_makes_room() -> None:
         first, second, third = [await server.opened(sent) for sent in (b"", HEAD, b"")]
         second[1].write(b"\r\n")
         assert (await answered(second)).startswith(b"HTTP/1.1 200")
-        await server.opened()
-        assert await ended(first)
+        fourth = await server.opened()
+        await end_of(first)
         assert await is_open(third)
+        assert await is_open(fourth)
         fifth = await server.opened(HEAD + b"\r\n")
         assert (await answered(fifth)).startswith(b"HTTP/1.1 200")
-        assert await ended(third)
+        await end_of(third)
 
 
 async def test_requests_in_work_make_no_room() -> None:
@@ -174,19 +173,14 @@ async def test_requests_in_work_make_no_room() -> None:
         (b"nonsense\r\n\r\n", b"400"),
     ],
 )  # fmt: skip
-async def test_heads_up_to_a_limit(sent: bytes, status: bytes) -> None:
-    async with server_of() as server:
-        streams = await server.opened(sent)
-        assert (await answered(streams)).split()[1] == status
-
-
-async def test_many_requests_on_one_connection_each_have_the_whole_limit() -> None:
+async def test_each_request_has_a_head_up_to_a_limit(sent: bytes, status: bytes) -> None:
     async with server_of() as server:
         reader, writer = await server.opened()
-        for _ in range(5):
-            writer.write(HEAD + b"X: " + b"a" * (HEAD_BYTES - 100) + b"\r\nContent-Length: 2\r\n\r\n{}")
-            async with asyncio.timeout(20):
-                assert (await reader.readuntil(b"xx")).startswith(b"HTTP/1.1 200")
+        for _ in range(3 if status == b"200" else 1):
+            writer.write(sent)
+            async with asyncio.timeout(60):
+                assert (await reader.readuntil(b"\r\n\r\n")).split()[1] == status
+                await reader.readexactly(2)
 
 
 async def test_one_request_may_follow_another_before_its_answer_and_no_more() -> None:
@@ -194,12 +188,12 @@ async def test_one_request_may_follow_another_before_its_answer_and_no_more() ->
         server.may_answer.clear()
         reader, writer = await server.opened(2 * (HEAD + b"\r\n"))
         server.may_answer.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             for _ in range(2):
                 assert (await reader.readuntil(b"xx")).startswith(b"HTTP/1.1 200")
         writer.close()
         server.may_answer.clear()
-        assert await ended(await server.opened(3 * (HEAD + b"\r\n")))
+        await end_of(await server.opened(3 * (HEAD + b"\r\n")))
 
 
 def test_connections_leave_files_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:

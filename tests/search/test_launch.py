@@ -1,44 +1,55 @@
-"""Real processes: what is started is healthy, explained or gone."""
+"""Server processes: one that is started is healthy, explained or gone, and its command refuses what cannot be served."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import requests
 
-from rlsys.errors import RunError, UserError
-from rlsys.search.address import bind
-from rlsys.search.server.command import TOKEN_VARIABLE, read_token, serve_index
+from rlsys.errors import Code, RunError
+from rlsys.search.address import TOKEN_VARIABLE, bind
+from rlsys.search.server import command
+from rlsys.search.server.command import Parts, read_token, serve_index
+from rlsys.search.server.contract import ServerLimits
 from rlsys.search.server_process import SearchServer
 from tests.support.ports import free_port
+from tests.support.refusals import refused
+
+from .gated import Gated
+from .gated_server import GatedServer, started
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    return condition()
 
 
-def test_close_leaves_no_process_and_frees_the_port(index_dir: Path, tmp_path: Path) -> None:
-    with SearchServer(index_dir, tmp_path / "logs" / "server.log", topk=1, threads=1) as server:
-        with pytest.raises(RunError, match=r"did not answer within 0\.2 s; its log .*server\.log"):
-            server.wait_healthy(0.2)
-        server.wait_healthy(90)
-        assert b"OMP_NUM_THREADS=1\0" in Path(f"/proc/{server.pid}/environ").read_bytes()
+def is_over(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+# ---- a handle of a process
+
+
+def test_close_leaves_no_process_and_frees_the_port(tmp_path: Path) -> None:
+    with GatedServer(tmp_path / "logs" / "server.log") as server:
+        server.wait_healthy(120)
         body = {"queries": ["Mali"]}
-        assert len(requests.post(f"{server.url}/retrieve", json=body, timeout=30).json()["result"][0]) == 1
+        assert len(requests.post(f"{server.url}/retrieve", json=body, timeout=120).json()["result"][0]) == 3
         port = int(server.url.rsplit(":", 1)[1])
     assert not psutil.pid_exists(server.pid)
     bind("127.0.0.1", port).close()
@@ -47,34 +58,37 @@ def test_close_leaves_no_process_and_frees_the_port(index_dir: Path, tmp_path: P
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     with (
-        SearchServer(tmp_path, tmp_path / "server.log") as server,
-        pytest.raises(RunError, match=r"status 2; its log .*\n.* is not an index"),
+        SearchServer(tmp_path / "nowhere", tmp_path / "server.log") as server,
+        pytest.raises(RunError, match="status 2") as failed,
     ):
-        server.wait_healthy(60)
+        server.wait_healthy(120)
+    assert str(tmp_path / "nowhere") in str(failed.value), "the end of the log"
 
 
-def test_a_server_that_is_killed_is_noticed(index_dir: Path, tmp_path: Path) -> None:
-    with SearchServer(index_dir, tmp_path / "server.log") as server:
+def test_a_server_that_is_killed_is_noticed(tmp_path: Path) -> None:
+    with GatedServer(tmp_path / "server.log") as server:
         os.kill(server.pid, signal.SIGKILL)
-        with pytest.raises(RunError, match=r"status -9; its log .* is empty"):
-            server.wait_healthy(60)
+        with pytest.raises(RunError, match="status -9"):
+            server.wait_healthy(120)
 
 
-def test_close_ends_a_server_that_does_not_listen_to_reason(
-    index_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_server_that_hangs_is_named_after_the_time_limit_and_ended_by_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlsys.search.server_process._TERMINATE_S", 0.2)
-    server = SearchServer(index_dir, tmp_path / "server.log")
+    server = GatedServer(tmp_path / "server.log")
     os.kill(server.pid, signal.SIGSTOP)
+    with pytest.raises(RunError, match=r"server\.log"):
+        server.wait_healthy(0.2)
     server.close()
     assert not psutil.pid_exists(server.pid)
 
 
-def test_the_server_ends_when_its_parent_is_killed(index_dir: Path, tmp_path: Path) -> None:
+def test_the_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     script = (
-        "import sys, time; from rlsys.search.server_process import SearchServer\n"
-        f"server = SearchServer({str(index_dir)!r}, {str(tmp_path / 'server.log')!r}, threads=1)\n"
-        "server.wait_healthy(90); print(server.pid, flush=True); time.sleep(90)"
+        "import sys, time; from pathlib import Path; from tests.search.gated_server import GatedServer\n"
+        f"server = GatedServer(Path({str(tmp_path / 'server.log')!r}))\n"
+        "server.wait_healthy(120); print(server.pid, flush=True); time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
@@ -83,65 +97,138 @@ def test_the_server_ends_when_its_parent_is_killed(index_dir: Path, tmp_path: Pa
     finally:
         parent.kill()
         parent.wait()
-    assert wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 20)
+    wait_until(lambda: is_over(child))
 
 
-def test_a_taken_port_and_a_bad_topk_are_refused(index_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with bind("127.0.0.1", 0) as taken:
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert serve_index([str(index_dir), "--port", str(port)]) == 2
-    assert re.match(rf"cannot serve at 127.0.0.1:{port} .*choose another", capsys.readouterr().err)
-    assert serve_index([str(index_dir), "--topk", "0"]) == 2
-    assert "topk 0 is out of range" in capsys.readouterr().err
+# ---- the end of a process
 
 
-def test_a_faiss_file_from_elsewhere_needs_its_corpus_and_encoder_and_a_folder_takes_neither(
-    index_dir: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    vectors, corpus = index_dir / "index.faiss", index_dir / "corpus.jsonl"
-    for flags, said in (
-        ([str(vectors)], "give --corpus"),
-        ([str(vectors), "--corpus", str(corpus)], "--encoder"),
-        ([str(index_dir), "--corpus", str(corpus)], "--corpus is for a FAISS file"),
-        ([str(index_dir), "--query-prefix", "query: "], "--query-prefix is for a FAISS file"),
-    ):
-        assert serve_index([*flags, "--port", "0"]) == 2
-        error = capsys.readouterr().err
-        assert said in error
-        assert len(error.splitlines()) == 1
+@contextmanager
+def searching(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server process, and its address."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with started("--port", str(port), *options) as process:
+        try:
+            wait_until(lambda: health(url) is not None)
+            yield process, url
+        finally:
+            process.kill()
 
 
-def test_a_faiss_file_from_elsewhere_is_served_with_flags(index_dir: Path, tmp_path: Path) -> None:
-    vectors, corpus = index_dir / "index.faiss", index_dir / "corpus.jsonl"
-    flags = ("--corpus", str(corpus), "--encoder", "minilm")
-    with SearchServer(vectors, tmp_path / "log", options=flags) as server:
-        server.wait_healthy(90)
-        asked = {"queries": ["What is the capital of Mali?"], "topk": 1}
-        found = requests.post(f"{server.url}/retrieve", json=asked, timeout=30).json()
-    assert "Bamako" in found["result"][0][0]["contents"]
-    assert "does not say what it was encoded with" in (tmp_path / "log").read_text()
+def health(url: str) -> dict[str, Any] | None:
+    try:
+        return requests.get(f"{url}/health", timeout=120).json()
+    except requests.ConnectionError:
+        return None
 
 
-def test_options_reach_the_server(index_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def search(url: str, query: str) -> requests.Response:
+    return requests.post(f"{url}/retrieve", json={"queries": [query]}, timeout=120)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_requests_end_and_closes_the_retriever(number: int) -> None:
+    with searching("--shutdown-s", "60", "--force-s", "120") as (process, url), ThreadPoolExecutor(2) as pool:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        first = pool.submit(search, url, "first")
+        assert process.stdout.readline() == "finding\n"
+        second = pool.submit(search, url, "second")
+        wait_until(lambda: (health(url) or {}).get("queries") == 2)
+        process.send_signal(number)
+        wait_until(lambda: health(url) is None)
+        process.stdin.write("\n\n")
+        process.stdin.flush()
+        for query, answer in (("first", first), ("second", second)):
+            assert answer.result().json()["result"][0][0]["id"] == f"{query}/0"
+        output, log = process.communicate(timeout=120)
+    assert (output, process.returncode) == ("finding\nclosed\n", 0)
+    assert "Traceback" not in log
+
+
+def test_a_search_that_hangs_and_a_body_on_its_way_are_turned_away_and_the_server_ends() -> None:
+    with searching("--shutdown-s", "0.5", "--force-s", "2") as (process, url), ThreadPoolExecutor(1) as pool:
+        assert process.stdout is not None
+        hung = pool.submit(search, url, "hung")
+        assert process.stdout.readline() == "finding\n"
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=120) as sender:
+            sender.sendall(b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+            assert health(url) is not None
+            process.terminate()
+            assert b" 503 " in sender.recv(1000).partition(b"\r\n")[0]
+        assert hung.result().status_code == 503
+        assert process.stdout.read() == "closed\n"
+        assert process.wait(60) == 1
+
+
+# ---- the command
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Settings of the servers that the command would have run, and what they opened."""
+    found: list[dict[str, Any]] = []
+
+    def serve(load: Callable[[], Parts], **settings: Any) -> None:
+        found.append(settings)
+        found[-1]["parts"] = load()
+
+    def opened(folder: Path, **options: Any) -> Gated:
+        found[-1]["index"] = {"folder": folder} | {key: value for key, value in options.items() if value is not None}
+        return Gated()
+
+    monkeypatch.setattr(command, "serve_parts", serve)
+    monkeypatch.setattr(command, "open_retriever", opened)
+    return found
+
+
+def test_flags_reach_the_server(served: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = tmp_path / "pages.jsonl"
     pages.write_text('{"url": "https://a.example/", "contents": "a page"}\n')
-    monkeypatch.setenv("RLSYS_SEARCH_TOKEN", "s3cret")
-    options = ["--pages", str(pages), "--max-topk", "2", "--cache-entries", "0"]
-    with SearchServer(index_dir, tmp_path / "server.log", topk=1, threads=1, options=options) as server:
-        server.wait_healthy(90)
-        assert requests.get(f"{server.url}/health", timeout=30).json() == {"status": "ok"}
-        assert requests.post(f"{server.url}/retrieve", json={"queries": ["a"]}, timeout=30).status_code == 401
-        session = requests.Session()
-        session.headers["Authorization"] = "Bearer s3cret"
-        answer = session.post(f"{server.url}/access", json={"urls": ["https://a.example/"]}, timeout=30)
-        assert answer.json() == {"result": [{"url": "https://a.example/", "contents": "a page"}]}
-        refused = session.post(f"{server.url}/retrieve", json={"queries": ["a"], "topk": 3}, timeout=30)
-        assert refused.json()["detail"] == "topk: 3 is out of range; send 1 to 2"
-        assert session.get(f"{server.url}/health", timeout=30).json()["pages"] is True
+    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
+    flags = "--topk 1 --max-topk 2000 --cache-entries 0 --port 7 --allowed-host a --allowed-host b --nprobe 9 --mmap"
+    assert serve_index([str(tmp_path), "--pages", str(pages), *flags.split()]) == 0
+    (settings,) = served
+    assert settings["limits"] == ServerLimits(max_topk=2000, cache_entries=0)
+    assert (settings["topk"], settings["port"], settings["token"]) == (1, 7, "s3cret")
+    assert settings["allowed_hosts"] == ["a", "b"]
+    assert settings["parts"].pages.find(["https://a.example/"])[0]["contents"] == "a page"
+    # As deep as the server may be asked.
+    assert settings["index"] == {"folder": tmp_path, "own_process": True, "nprobe": 9, "mmap": True, "depth": 2000}
 
 
-def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "code", "key"),
+    [
+        (["FILE"], "missing", "--corpus"),
+        (["FILE", "--corpus", "passages.jsonl"], "missing", "--encoder"),
+        (["FOLDER", "--corpus", "passages.jsonl"], "conflict", "--corpus"),
+        (["FOLDER", "--query-prefix", "query: "], "conflict", "--query-prefix"),
+        (["FOLDER", "--topk", "0"], "out_of_range", "topk"),
+        (["FOLDER", "--threads", "0"], "out_of_range", "--threads"),
+        (["FOLDER", "--max-batch=0"], "out_of_range", "max_batch"),
+        (["FOLDER", "--max-pending=-1"], "out_of_range", "max_pending"),
+        (["FOLDER", "--request-timeout-s=nan"], "out_of_range", "request_timeout_s"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(flags: list[str], code: Code, key: str, tmp_path: Path) -> None:
+    (tmp_path / "index.faiss").touch()
+    paths = {"FILE": str(tmp_path / "index.faiss"), "FOLDER": str(tmp_path)}
+    with refused(code, key):
+        serve_index([*(paths.get(flag, flag) for flag in flags), "--port", "0"])
+
+
+def test_an_index_of_an_unknown_kind_and_options_that_a_kind_has_not_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind, code, key in (("tape", "unsupported", str(tmp_path)), ("bm25", "conflict", "nprobe")):
+        monkeypatch.setattr(command, "read_manifest", lambda _, kind=kind: {"kind": kind})
+        with refused(code, key):
+            command.open_retriever(tmp_path, nprobe=3 if kind == "bm25" else None)
+
+
+def test_a_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("of-the-file\n")
     assert read_token(file, {TOKEN_VARIABLE: "of-the-environment"}) == "of-the-file"
@@ -149,108 +236,12 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
     assert read_token(None, {}) is None
     for text in ("", " \n", "two words", "naïve"):
         file.write_text(text)
-        with pytest.raises(UserError, match=r"token file .* holds no token"):
+        with refused("malformed", file):
             read_token(file, {})
-        with pytest.raises(UserError, match=f"{TOKEN_VARIABLE} holds no token"):
+        with refused("malformed", TOKEN_VARIABLE):
             read_token(None, {TOKEN_VARIABLE: text})
-    with pytest.raises(UserError, match="cannot be read"):
+    file.write_bytes(b"\xff\xff")
+    with refused("malformed", file):
+        read_token(file, {})
+    with refused("not_found", tmp_path / "missing"):
         read_token(tmp_path / "missing", {})
-
-
-SLOW = """
-import sys, time
-from rlsys.search.server.contract import ServerLimits
-from rlsys.search.server.command import Parts, serve_parts
-
-class Slow:
-    parallel = 1
-    def prepare(self, queries): return list(queries)
-    def find(self, queries, topk):
-        print("finding", flush=True)
-        time.sleep(float(queries[0]))
-        return [[] for _ in queries]
-    def describe(self): return {}
-    def close(self): print("closed", flush=True)
-
-serve_parts(lambda: Parts(Slow()), name="slow", host=sys.argv[1], port=int(sys.argv[2]), limits=ServerLimits(max_batch=1))
-"""
-
-
-def start_slow(host: str, port: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", SLOW, host, str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    url = f"http://127.0.0.1:{port}/health"
-    assert wait_until(lambda: answers(url), 60)
-    return process
-
-
-def answers(url: str) -> bool:
-    try:
-        return requests.get(url, timeout=5).ok
-    except requests.ConnectionError:
-        return False
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_requests_end_turns_waiting_ones_away_and_closes_the_retriever(number: int) -> None:
-    port = free_port()
-    process = start_slow("127.0.0.1", port)
-    assert process.stdout is not None
-    url = f"http://127.0.0.1:{port}/retrieve"
-    with ThreadPoolExecutor(2) as pool:
-        in_time = pool.submit(requests.post, url, json={"queries": ["1"]}, timeout=30)
-        assert process.stdout.readline() == "finding\n"
-        # Found after the time that a shutdown gives it.
-        too_late = pool.submit(requests.post, url, json={"queries": ["6"]}, timeout=30)
-        time.sleep(0.2)
-        process.send_signal(number)
-        began = time.monotonic()
-        assert (in_time.result().status_code, in_time.result().json()) == (200, {"result": [[]]})
-        assert too_late.result().status_code == 503
-        assert time.monotonic() - began < 6
-        assert too_late.result().json()["detail"] == "the server is shutting down"
-    output, log = process.communicate(timeout=30)
-    assert output.endswith("closed\n")
-    assert process.returncode == 0
-    assert "Traceback" not in log
-
-
-def test_a_search_that_hangs_does_not_keep_the_server_alive() -> None:
-    port = free_port()
-    process = start_slow("127.0.0.1", port)
-    assert process.stdout is not None
-    with ThreadPoolExecutor(1) as pool:
-        url = f"http://127.0.0.1:{port}/retrieve"
-        hung = pool.submit(requests.post, url, json={"queries": ["1000"]}, timeout=30)
-        assert process.stdout.readline() == "finding\n"
-        process.terminate()
-        output, log = process.communicate(timeout=30)
-        assert hung.result().status_code == 503
-    assert (process.returncode, output) == (1, "closed\n")
-    assert "ended by force" in log
-
-
-def test_a_body_that_is_still_on_its_way_when_the_server_ends_is_turned_away() -> None:
-    port = free_port()
-    process = start_slow("127.0.0.1", port)
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as sender:
-        sender.sendall(b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
-        assert wait_until(lambda: requests.get(f"http://127.0.0.1:{port}/health", timeout=5).ok, 20)
-        process.terminate()
-        assert b" 503 " in sender.recv(1000).partition(b"\r\n")[0]
-    assert "Traceback" not in process.communicate(timeout=30)[1]
-
-
-@pytest.mark.parametrize("limit", ["--max-batch=0", "--max-pending=-1", "--request-timeout-s=nan"])
-def test_a_limit_that_bounds_nothing_is_refused(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert serve_index(["somewhere", limit]) == 2
-    name = limit.split("=")[0].removeprefix("--").replace("-", "_")
-    assert capsys.readouterr().err.startswith(f"{name} ")
-
-
-@pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("0.0.0.0", True)])
-def test_an_open_address_without_a_token_is_warned_of(host: str, warned: bool) -> None:
-    process = start_slow(host, free_port())
-    process.terminate()
-    log = process.communicate(timeout=30)[1]
-    assert ("can be reached from other machines" in log) == warned

@@ -6,7 +6,7 @@ from collections import Counter
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -117,6 +117,7 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
+TestHistories.settings = settings(max_examples=40, stateful_step_count=40)
 
 
 def test_equals_are_chosen_by_lot() -> None:
@@ -127,10 +128,9 @@ def test_equals_are_chosen_by_lot() -> None:
     assert all(abs(count - 1000) < 5 * 26 for count in chosen.values())
 
 
-def test_of_suspects_the_one_that_failed_the_longest_ago_is_asked() -> None:
-    replicas = Replicas(URLS, Random(0))
-    trail = SearchRequest()
-    order = []
+def test_suspects_are_asked_in_turns() -> None:
+    """First the one whose failure is the longest ago."""
+    replicas, trail, order = Replicas(URLS, Random(0)), SearchRequest(), []
     for _ in range(9):
         replica = replicas.pick(trail)
         assert replica is not None
@@ -142,9 +142,10 @@ def test_of_suspects_the_one_that_failed_the_longest_ago_is_asked() -> None:
     assert order == order[:3] * 3
 
 
-@given(spends=st.lists(st.booleans(), max_size=300), every=st.integers(1, 30), most=st.integers(1, 10))
+@settings(max_examples=50)
+@given(spends=st.lists(st.booleans(), max_size=100), every=st.integers(1, 30), most=st.integers(1, 10))
 def test_hedges_keep_their_share_at_any_moment(spends: list[bool], every: int, most: int) -> None:
-    """Of any stretch of requests, no more are hedged than were saved up before it, and its own share."""
+    """No stretch of requests has more hedges than were saved up before it, and its own share."""
     budget = HedgeBudget(every, most)
     taken = [0]
     for spend in spends:
@@ -158,10 +159,6 @@ def test_hedges_keep_their_share_at_any_moment(spends: list[bool], every: int, m
 def test_hedges_are_saved_up_to_the_most() -> None:
     budget = HedgeBudget(20, 3)
     assert [budget.take(), budget.take()] == [True, False]
-    for _ in range(20):
-        assert not budget.take()
-        budget.earn()
-    assert [budget.take(), budget.take()] == [True, False]
     for _ in range(500):
         budget.earn()
     assert [budget.take() for _ in range(5)] == [True] * 3 + [False] * 2
@@ -173,14 +170,13 @@ def test_hedges_are_saved_up_to_the_most() -> None:
         ({}, {"encoder": "e"}, []),
         ({"encoder": "e", "passages": 7}, {"encoder": "e", "kind": "dense"}, []),
         ({"encoder": "e", "passages": 7}, {"passages": 8, "encoder": "f"}, ["encoder", "passages"]),
-        ({"corpus_sha256": "1"}, {"corpus_sha256": "2"}, ["corpus_sha256"]),
     ],
 )
-def test_only_what_both_say_can_differ(one: dict[str, object], other: dict[str, object], keys: list[str]) -> None:
+def test_servers_differ_in_what_both_say(one: dict[str, object], other: dict[str, object], keys: list[str]) -> None:
     assert differences(one, other) == keys
     assert sorted(differences(other, one)) == keys
 
 
-def test_of_a_health_what_counts_searches_is_no_identity() -> None:
+def test_counts_of_searches_are_no_part_of_what_is_served() -> None:
     health = {"status": "ok", "kind": "dense", "passages": 7, "faiss_type": "Flat", "queries": 9, "cached": 1}
     assert served(health) == {"kind": "dense", "passages": 7, "faiss_type": "Flat"}

@@ -1,4 +1,4 @@
-"""What the server does with many requests at once: stages, batches, limits, faults; in one event loop."""
+"""A server under many requests at once: stages, batches, limits, faults and its counts, in one event loop."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import asyncio
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from rlsys.search.index.dense import VectorRetriever
 from rlsys.search.retrieval import Hit
 from rlsys.search.server.contract import SMALL_BODY_BYTES, ServerLimits
 from rlsys.search.server.service import HitCache
@@ -29,26 +28,12 @@ def ids(answer: httpx.Response) -> list[list[str]]:
 
 
 async def pending(client: httpx.AsyncClient, queries: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await client.get("/health")).json()["pending"] < queries:
             await asyncio.sleep(0.001)
 
 
-async def test_a_batch_is_prepared_while_another_is_found() -> None:
-    gated = Gated(find_open=False)
-    async with in_process(gated, ONE_BY_ONE) as client:
-        first = ask(client, "a")
-        await until(lambda: gated.finding == 1)
-        second = ask(client, "b")
-        await until(lambda: gated.seen == [["a"], ["b"]])
-        assert gated.found == [(["a"], 3)]
-        gated.may_find.set()
-        assert ids(await first) == [["a/0", "a/1", "a/2"]]
-        assert ids(await second) == [["b/0", "b/1", "b/2"]]
-    assert gated.threads == {"prepare_0", "find_0"}
-
-
-async def test_prepared_batches_do_not_pile_up_before_a_slow_search() -> None:
+async def test_one_batch_is_prepared_while_another_is_found_and_no_more() -> None:
     gated = Gated(find_open=False)
     async with in_process(gated, ServerLimits(max_batch=4, cache_entries=0)) as client:
         tasks = [ask(client, "a")]
@@ -59,8 +44,9 @@ async def test_prepared_batches_do_not_pile_up_before_a_slow_search() -> None:
         await pending(client, 4)
         assert gated.seen == [["a"], ["b"]], "one is found, one is prepared and waits, the rest is no batch yet"
         gated.may_find.set()
-        await asyncio.gather(*tasks)
+        assert [ids(answer)[0][0] for answer in await asyncio.gather(*tasks)] == [f"{query}/0" for query in "abcdef"]
     assert gated.seen == [["a"], ["b"], ["c", "d", "e", "f"]]
+    assert gated.threads == {"prepare_0", "find_0"}, "nothing is computed on the event loop"
 
 
 async def test_as_many_searches_run_at_once_as_the_retriever_allows() -> None:
@@ -91,20 +77,6 @@ async def test_requests_that_come_during_a_search_share_the_next_one() -> None:
     assert gated.found[1:] == [([f"q{row}" for row in range(20) if row % 4 == topk - 1], topk) for topk in (1, 2, 3, 4)]
 
 
-async def test_an_answer_does_not_depend_on_its_batch(
-    retriever: VectorRetriever, queries: list[str], brute_force: tuple[Any, Any]
-) -> None:
-    order = brute_force[1]
-    async with in_process(retriever, ServerLimits(cache_entries=0, max_batch=64)) as client:
-        asked = [ask(client, query, topk=1 + row % 5, return_scores=True) for row, query in enumerate(queries)]
-        together = [answer.json()["result"][0] for answer in await asyncio.gather(*asked)]
-        alone = (await ask(client, queries[7], topk=3, return_scores=True)).json()["result"][0]
-    for row, line in enumerate(together):
-        assert [hit["document"]["id"] for hit in line] == [f"c{place}" for place in order[row, : 1 + row % 5]]
-    assert [hit["document"] for hit in alone] == [hit["document"] for hit in together[7]]
-    np.testing.assert_allclose([hit["score"] for hit in alone], [hit["score"] for hit in together[7]], atol=1e-6)
-
-
 async def test_a_full_queue_turns_away_and_recovers() -> None:
     gated = Gated(prepare_open=False)
     async with in_process(gated, ServerLimits(max_pending=2, max_batch=1)) as client:
@@ -114,9 +86,8 @@ async def test_a_full_queue_turns_away_and_recovers() -> None:
         await pending(client, 2)
         refused = await ask(client, "d")
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        assert "pending: 2" in refused.json()["detail"]
         never = await ask(client, "e", "f", "g")
-        assert (never.status_code, never.json()["detail"]) == (422, "queries: 3 are too many; send at most 2")
+        assert never.status_code == 422, "what never fits is not told to come again"
         gated.may_prepare.set()
         assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200] * 3
         assert (await ask(client, "d")).status_code == 200
@@ -161,41 +132,41 @@ async def test_a_body_has_values_up_to_a_limit(values: int) -> None:
     texts = [*map(str, range(values - 4)), '", [{1, 2}], \\"']
     async with in_process(Gated(), ServerLimits(max_values=10)) as client:
         answer = await ask(client, *texts)
-        assert (answer.status_code, "10 values" in answer.text) == ((200, False) if values == 10 else (422, True))
+        assert answer.status_code == (200 if values == 10 else 422)
 
 
 async def test_a_request_that_takes_too_long_is_given_up_and_not_searched() -> None:
     gated = Gated(prepare_open=False)
     async with in_process(gated, ServerLimits(request_timeout_s=0.05, max_batch=1)) as client:
-        late = await asyncio.gather(ask(client, "running"), ask(client, "waiting"))
-        assert [answer.status_code for answer in late] == [503, 503]
-        assert late[0].headers["retry-after"] == "1"
-        assert "no answer within 0.05 s" in late[0].json()["detail"]
+        tasks = ask(client, "running"), ask(client, "waiting")
+        await until(lambda: gated.seen == [["running"]])
+        for late in await asyncio.gather(*tasks):
+            assert (late.status_code, late.headers["retry-after"]) == (503, "1")
         gated.may_prepare.set()
     assert gated.seen == [["running"]]
 
 
-async def test_a_fault_of_the_retriever_is_503_and_the_next_request_works() -> None:
-    gated = Gated()
+async def test_a_fault_of_the_retriever_is_503_and_the_next_request_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    gated, find = Gated(), Gated.find
+
+    def lose_a_line(prepared: list[str], topk: int) -> list[list[Hit]]:
+        return find(gated, prepared, topk)[: len(prepared) - ("b" in prepared)]
+
+    monkeypatch.setattr(gated, "find", lose_a_line)
     async with in_process(gated, ServerLimits()) as client:
-        failed = await ask(client, "poison")
-        assert (failed.status_code, failed.headers["retry-after"]) == (503, "1")
-        assert "the search failed (RuntimeError)" in failed.json()["detail"]
+        for queries in (["poison"], ["a", "b"]):
+            failed = await ask(client, *queries)
+            assert (failed.status_code, failed.headers["retry-after"]) == (503, "1")
         assert ids(await ask(client, "fine")) == [["fine/0", "fine/1", "fine/2"]]
-
-
-async def test_a_retriever_that_loses_a_line_is_a_fault_not_a_mix_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    gated = Gated()
-    monkeypatch.setattr(gated, "find", lambda prepared, _: [[]] * (len(prepared) - 1))
-    async with in_process(gated, ServerLimits()) as client:
-        assert (await ask(client, "a", "b")).status_code == 503
 
 
 @pytest.mark.parametrize(
     ("value", "status"),
     [("\ud800", 200), (1 << 80, 200), (b"bytes", 503), ({1: float("nan"), 2: 1 << 80}, 503)],
 )
-async def test_what_json_can_say_is_answered(monkeypatch: pytest.MonkeyPatch, value: Any, status: int) -> None:
+async def test_values_that_json_can_hold_are_answered_and_others_are_503(
+    monkeypatch: pytest.MonkeyPatch, value: Any, status: int
+) -> None:
     gated = Gated()
     monkeypatch.setattr(gated, "find", lambda prepared, _: [[Hit(1.0, {"contents": value})]] * len(prepared))
     async with in_process(gated, ServerLimits()) as client:
@@ -203,8 +174,6 @@ async def test_what_json_can_say_is_answered(monkeypatch: pytest.MonkeyPatch, va
     assert answer.status_code == status
     if status == 200:
         assert answer.json()["result"] == [[{"contents": value}]]
-    else:
-        assert "cannot be written as JSON" in answer.json()["detail"]
 
 
 async def test_closing_answers_those_who_wait() -> None:
@@ -212,19 +181,18 @@ async def test_closing_answers_those_who_wait() -> None:
     async with in_process(gated, ONE_BY_ONE) as client:
         running, waiting = ask(client, "a"), ask(client, "b")
         await until(lambda: len(gated.seen) == 1)
-        asyncio.get_running_loop().call_later(0.05, gated.may_prepare.set)
+        waiting.add_done_callback(lambda _: gated.may_prepare.set())  # The server's end waits for its threads.
     for answer in await asyncio.gather(running, waiting):
-        assert (answer.status_code, answer.json()["detail"]) == (503, "the server is shutting down")
-        assert answer.headers["retry-after"] == "1"
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
 
 
-async def test_the_cache_is_by_query_and_topk_and_can_be_off() -> None:
-    for entries, searched in ((16, 2), (0, 3)):
-        gated = Gated()
-        async with in_process(gated, ServerLimits(cache_entries=entries)) as client:
-            for topk in (1, 2, 1):
-                assert ids(await ask(client, "a", topk=topk)) == [[f"a/{rank}" for rank in range(topk)]]
-        assert len(gated.found) == searched
+@pytest.mark.parametrize(("entries", "searched"), [(16, 2), (0, 3)])
+async def test_the_cache_is_by_query_and_topk_and_can_be_off(entries: int, searched: int) -> None:
+    gated = Gated()
+    async with in_process(gated, ServerLimits(cache_entries=entries)) as client:
+        for topk in (1, 2, 1):
+            assert ids(await ask(client, "a", topk=topk)) == [[f"a/{rank}" for rank in range(topk)]]
+    assert len(gated.found) == searched
 
 
 def test_the_cache_forgets_what_was_not_asked_for_longest_and_bounds_passages() -> None:
@@ -266,8 +234,7 @@ async def test_rerank_gives_each_query_its_own_documents_in_order() -> None:
     assert plain["result"] == [[{"contents": "cccc", "id": 2}], [], ["xx"]]
     own = [("q", "bb"), ("q", "a"), ("q", "cccc"), ("s", "xx"), ("s", "yy"), ("s", "z")]
     assert reranker.pairs == own * 2
-    assert (wrong.status_code, "3 lists for 1 queries" in wrong.json()["detail"]) == (422, True)
-    assert textless.json()["detail"] == "documents.0.0: an object needs `contents`, a string"
+    assert (wrong.status_code, textless.status_code) == (422, 422)
 
 
 async def test_retrieve_with_rerank_orders_the_candidates() -> None:
@@ -286,42 +253,68 @@ async def test_retrieve_with_rerank_orders_the_candidates() -> None:
     assert [(hit["document"]["id"], hit["score"]) for hit in hits] == [("a/9", 9.0), ("a/8", 8.0)]
     assert ids(more) == [[f"b/{rank}" for rank in reversed(range(12))]]
     assert [topk for _, topk in gated.found] == [10, 12]
-    assert (beyond.status_code, "50 pairs to rerank are too many" in beyond.json()["detail"]) == (422, True)
-
-
-async def test_access_gives_pages_in_order_and_null() -> None:
-    urls = ["https://b.example/", "https://nowhere.example/", "https://a.example/"]
-    async with in_process(Gated(), ServerLimits(), pages=Pages()) as client:
-        answer = await client.post("/access", json={"urls": urls})
-    assert answer.json() == {"result": [Pages.known[urls[0]], None, Pages.known[urls[2]]]}
-
-
-async def test_health_says_what_is_loaded() -> None:
-    async with in_process(Gated(), ServerLimits(), reranker=Lengths(), pages=Pages()) as client:
-        health = (await client.get("/health")).json()
-    assert health.items() >= {"kind": "gated", "passages": 7, "reranker": {"model": "lengths"}, "pages": True}.items()
-    assert health["uptime_s"] >= 0
+    assert beyond.status_code == 422
 
 
 TOKEN = "s3cret"
 
 
-@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer wrong", "Basic s3cret", "s3cret", "Bearer s3cret2"])
+@pytest.mark.parametrize("header", [None, "Bearer", "Basic s3cret", "s3cret", "Bearer s3cret2", "Bearer s3cre"])
 async def test_without_the_token_only_health_answers_and_says_little(header: str | None) -> None:
     gated = Gated()
-    headers = {} if header is None else {"Authorization": header}
-    async with in_process(gated, ServerLimits(), token=TOKEN, pages=Pages()) as client:
-        client.headers.update(headers)
+    async with in_process(gated, token=TOKEN, pages=Pages()) as client:
+        client.headers.update({} if header is None else {"Authorization": header})
         assert (await client.get("/health")).json() == {"status": "ok"}
         for answer in (await ask(client, "a"), await client.get("/metrics"), await client.get("/nothing")):
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
-            assert "bearer token" in answer.json()["detail"]
-    assert gated.seen == []
-
-
-async def test_with_the_token_everything_answers() -> None:
-    async with in_process(Gated(), ServerLimits(), token=TOKEN) as client:
+        assert gated.seen == []
         client.headers["Authorization"] = f"bearer {TOKEN}"
         assert (await ask(client, "a")).status_code == 200
         assert (await client.get("/health")).json()["passages"] == 7
         assert (await client.get("/metrics")).status_code == 200
+
+
+# ---- counts
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+async def scrape(client: httpx.AsyncClient) -> Samples:
+    answer = await client.get("/metrics")
+    return {
+        (sample.name.removeprefix("rlsys_search_"), tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+        if sample.name.startswith("rlsys_search_")
+    }
+
+
+async def test_every_request_query_batch_and_stage_is_counted() -> None:
+    """Two applications of a process count on their own."""
+    async with in_process(Gated()) as other, in_process(Gated(), reranker=Lengths(), pages=Pages()) as client:
+        for queries in (["a", "b", "c"], ["a"], ["a", "a"], ["d"]):
+            assert (await ask(client, *queries)).status_code == 200
+        assert (await ask(client)).status_code == 422
+        assert (await ask(client, "poison")).status_code == 503
+        assert (await client.post("/access", json={"urls": ["https://a.example/"]})).status_code == 200
+        body = {"queries": ["q", "r"], "documents": [["x", "y"], ["z"]]}
+        assert (await client.post("/rerank", json=body)).status_code == 200
+        assert (await client.get("/made/up/path")).status_code == 404
+        samples = await scrape(client)
+        assert (await scrape(other))["queries_total", ()] == 0
+    requests = {tuple(dict(key[1]).values()): value for key, value in samples.items() if key[0] == "requests_total"}
+    assert requests == {
+        ("/retrieve", "200"): 4,
+        ("/retrieve", "422"): 1,
+        ("/retrieve", "503"): 1,
+        ("/access", "200"): 1,
+        ("/rerank", "200"): 1,
+        ("other", "404"): 1,
+    }
+    numbers = {name: value for (name, labels), value in samples.items() if not labels}
+    expected = {"queries_total": 8, "cached_total": 3, "batches_total": 3, "batch_queries_sum": 5, "pairs_total": 3}
+    assert numbers.items() >= expected.items()
+    counted = {
+        dict(labels)["stage"]: value for (name, labels), value in samples.items() if name == "stage_seconds_count"
+    }
+    assert counted == {"prepare": 3, "find": 2, "rerank": 1, "pages": 1}

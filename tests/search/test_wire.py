@@ -1,9 +1,12 @@
-"""What a search server sends is bounded: its answer, its passages, what it says about a failure, where it leads."""
+"""Answers of servers that are not trusted: what is read of them, how much, and what each means."""
 
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import zlib
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import orjson
@@ -11,10 +14,190 @@ import pytest
 
 from rlsys.search.client import SearchClient
 from rlsys.search.retrieval import Failure
-from rlsys.search.wire import Fault, HttpWire, ReplicaVerdict, Reply, passages_of
-from tests.search.conftest import serving
+from rlsys.search.wire import BodyError, Encoding, Fault, HttpWire, ReplicaVerdict, Reply, passages_of, read_body
 from tests.support.hostile import answer_of_child, hostile_server
-from tests.support.ports import free_port
+from tests.support.serving import serving
+
+LIMIT = 1000
+
+
+class Blocks:
+    """The blocks of a body, of which it counts the bytes that were taken."""
+
+    def __init__(self, blocks: Iterable[bytes]) -> None:
+        self._blocks = blocks
+        self.taken = 0
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for block in self._blocks:
+            self.taken += len(block)
+            yield block
+
+
+async def read(blocks: Blocks, encoding: str | None = None, accepted: Encoding = Encoding.gzip) -> bytes:
+    headers = {} if encoding is None else {"content-encoding": encoding}
+    return await read_body(headers, aiter(blocks), LIMIT, accepted)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "accepted"), [(None, Encoding.identity), ("", Encoding.gzip), (" Identity ", Encoding.identity)]
+)
+async def test_a_plain_body_is_as_it_was_sent(encoding: str | None, accepted: Encoding) -> None:
+    assert await read(Blocks([b"a" * 400, b"", b"b" * 600]), encoding, accepted) == b"a" * 400 + b"b" * 600
+
+
+@pytest.mark.parametrize("encoding", ["x-gzip", "GZIP"])
+async def test_gzip_is_decoded_in_whatever_blocks_it_comes(encoding: str) -> None:
+    packed = gzip.compress(b"text " * 200)
+    for size in (1, 7, len(packed)):
+        blocks = Blocks([packed[start : start + size] for start in range(0, len(packed), size)])
+        assert await read(blocks, encoding) == b"text " * 200
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "gzip, gzip", "x" * 10_000])
+async def test_an_encoding_that_was_not_asked_for_is_refused_unread(encoding: str) -> None:
+    blocks = Blocks([gzip.compress(b"text")])
+    with pytest.raises(BodyError) as error:
+        await read(blocks, encoding, Encoding.identity)
+    assert blocks.taken == 0
+    assert len(str(error.value)) < 100
+
+
+def nothing_in_gzip() -> Iterable[bytes]:
+    """A body that is 50 MB long and never becomes a byte of text: empty blocks of deflate."""
+    packer = zlib.compressobj(wbits=zlib.MAX_WBITS | 16)
+    yield packer.compress(b"") + packer.flush(zlib.Z_FULL_FLUSH)
+    empty = packer.flush(zlib.Z_FULL_FLUSH) or b"\x00\x00\x00\xff\xff"
+    for _ in range(100_000):
+        yield empty * 100
+
+
+@pytest.mark.parametrize(
+    ("blocks", "encoding", "most"),
+    [
+        ([b"x" * 100] * 100_000, None, LIMIT + 100),
+        ([gzip.compress(bytes(1 << 20))], "gzip", 1 << 20),
+        (nothing_in_gzip(), "gzip", LIMIT + 500),
+    ],
+    ids=["plain", "bomb", "nothing"],
+)
+async def test_no_more_than_the_limit_and_a_block_is_read_of_a_body(
+    blocks: Iterable[bytes], encoding: str | None, most: int
+) -> None:
+    counted = Blocks(blocks)
+    with pytest.raises(BodyError):
+        await read(counted, encoding)
+    assert counted.taken <= most
+
+
+def hits(*contents: str) -> bytes:
+    line = [{"document": {"id": str(row), "contents": text}, "score": 1.0} for row, text in enumerate(contents)]
+    return orjson.dumps({"result": [line]})
+
+
+DEEP = b"[" * 1000 + b"]" * 1000
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "failure", "verdict", "divisible"),
+    [
+        (503, b'{"detail": "full"}', Failure.unavailable, ReplicaVerdict.busy, False),
+        (429, b"slow down", Failure.unavailable, ReplicaVerdict.busy, False),
+        (500, b"<html>\n<p>two lines", Failure.broken, ReplicaVerdict.lost, True),
+        (500, b'{"detail": ' + DEEP + b"}", Failure.broken, ReplicaVerdict.lost, True),
+        (404, b'{"detail": "Not Found"}', Failure.broken, ReplicaVerdict.lost, False),
+        (307, b"", Failure.broken, ReplicaVerdict.lost, False),
+        (401, b'{"detail": "no token"}', Failure.denied, ReplicaVerdict.answered, False),
+        (422, b'{"detail": ["no JSON"]}', Failure.rejected, ReplicaVerdict.answered, True),
+        (200, b"<html>", Failure.broken, ReplicaVerdict.lost, False),
+        (200, b'{"results": []}', Failure.broken, ReplicaVerdict.lost, False),
+        (200, b'{"result": []}', Failure.broken, ReplicaVerdict.lost, False),
+        (200, b'{"result": [{}]}', Failure.broken, ReplicaVerdict.lost, False),
+        (200, b'{"result": [[{"id": "1", "contents": "a"}]]}', Failure.broken, ReplicaVerdict.lost, False),
+        (200, b'{"result": [[{"document": {"id": 1, "contents": null}, "score": 1}]]}', Failure.broken,
+         ReplicaVerdict.lost, False),
+        (200, b'{"result": [[{"document": {"id": ' + DEEP + b', "contents": ""}, "score": 1}]]}', Failure.broken,
+         ReplicaVerdict.lost, False),
+        (200, b'{"result": [[{"document": {"id": 1, "contents": ""}, "score": "' + b"x" * 1_000_000 + b'"}]]}',
+         Failure.broken, ReplicaVerdict.lost, False),
+    ],
+)  # fmt: skip
+def test_an_answer_without_passages_is_a_typed_fault_of_one_short_sentence(
+    status: int, body: bytes, failure: Failure, verdict: ReplicaVerdict, divisible: bool
+) -> None:
+    with pytest.raises(Fault) as caught:
+        passages_of(Reply(status, body), 1, 3)
+    fault = caught.value
+    assert (fault.failure, fault.verdict, fault.divisible) == (failure, verdict, divisible)
+    assert len(str(fault)) < 400
+    assert len(str(fault).splitlines()) == 1
+
+
+def test_passages_have_a_length_and_a_number() -> None:
+    reply = Reply(200, hits("short", "y" * 65_536, "z" * 1_000_000, "one more"))
+    (passages,) = passages_of(reply, 1, 3)
+    assert [len(passage.contents) for passage in passages] == [5, 65_536, 65_536]
+
+
+# ---- over real sockets
+
+
+class Told:
+    """An application that notes its requests and answers all by `status`, `headers` and `body`."""
+
+    def __init__(self, body: bytes = b"", status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self._body, self._status = body, status
+        self._headers = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+        self.asked: list[dict[str, str]] = []
+
+    async def __call__(self, scope: Any, _receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        self.asked.append(headers | {"path": scope["path"]})
+        await send({"type": "http.response.start", "status": self._status, "headers": self._headers})
+        await send({"type": "http.response.body", "body": self._body})
+
+
+async def test_searches_and_probes_carry_the_token_and_ask_for_no_compression() -> None:
+    told = Told(hits("one"))
+    with serving(told) as url:
+        async with SearchClient(url, token="a b&c") as client:
+            assert (await client.search("Mali")).failure is None
+            await client.health()
+        async with SearchClient(url) as client:
+            await client.search("Mali")
+    sent = [(asked["path"], asked.get("authorization"), asked["accept-encoding"]) for asked in told.asked]
+    assert sent == [
+        ("/retrieve", "Bearer a b&c", "identity"),
+        ("/health", "Bearer a b&c", "identity"),
+        ("/retrieve", None, "identity"),
+    ]
+
+
+@pytest.mark.parametrize("method", ["get", "post"])
+async def test_an_answer_that_leads_elsewhere_is_not_followed(method: str) -> None:
+    elsewhere = Told(hits("from elsewhere"))
+    with serving(elsewhere) as there:
+        for status in (301, 307):
+            with serving(Told(status=status, headers={"Location": there})) as here:
+                wire = HttpWire("secret")
+                reply = await (wire.get(here) if method == "get" else wire.post(here, b"{}"))
+                await wire.close()
+                assert reply.status == status
+    assert elsewhere.asked == []
+
+
+async def test_a_busy_server_that_says_too_much_is_still_busy() -> None:
+    with serving(Told(b"x" * 100_000, 503, {"Retry-After": "7"})) as url:
+        wire = HttpWire()
+        reply = await wire.post(url, b"{}")
+        await wire.close()
+    assert (reply.body, reply.refused != "") == (b"", True)
+    with pytest.raises(Fault) as fault:
+        passages_of(reply, 1, 3)
+    assert (fault.value.verdict, fault.value.retry_after_s) == (ReplicaVerdict.busy, 7.0)
+
 
 SEARCHES = """
 import sys
@@ -33,117 +216,31 @@ asyncio.run(main())
 """
 
 
-class Told:
-    """An application that notes its requests and answers all by `status`, `headers` and `body`."""
-
-    def __init__(self, body: bytes = b"", status: int = 200, headers: dict[str, str] | None = None) -> None:
-        self._body = body
-        self._status = status
-        self._headers = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
-        self.asked: list[dict[str, str]] = []
-
-    async def __call__(self, scope: Any, _receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return
-        self.asked.append({name.decode(): value.decode() for name, value in scope["headers"]})
-        await send({"type": "http.response.start", "status": self._status, "headers": self._headers})
-        await send({"type": "http.response.body", "body": self._body})
-
-
-def found(*contents: str) -> bytes:
-    hits = [{"document": {"id": str(row), "contents": text}, "score": 1.0} for row, text in enumerate(contents)]
-    return orjson.dumps({"result": [hits]})
-
-
 def test_a_hostile_answer_costs_a_search_and_little_memory() -> None:
-    kinds = ("bomb", "body", "failure", "line", "drip", "deep")
+    kinds = dict.fromkeys(("bomb", "body", "failure", "deep"), Failure.broken)
+    kinds |= dict.fromkeys(("line", "drip"), Failure.unavailable)
     with hostile_server() as hostile:
         seen, grown_mib = answer_of_child(SEARCHES, hostile.url, *kinds)
-    assert {kind: failure for kind, (failure, *_) in seen.items()} == {
-        "bomb": Failure.broken,
-        "body": Failure.broken,
-        "failure": Failure.broken,
-        "line": Failure.unavailable,
-        "drip": Failure.unavailable,
-        "deep": Failure.broken,
-    }
+    assert {kind: failure for kind, (failure, *_) in seen.items()} == kinds
     for _, chars, lines, requests in seen.values():
         assert 0 < chars < 500
         assert (lines, requests) == (0, 1)
     assert grown_mib < 100
 
 
-@pytest.mark.parametrize("method", ["get", "post"])
-async def test_an_answer_that_leads_elsewhere_is_not_followed(method: str) -> None:
-    elsewhere = Told(found("from elsewhere"))
-    with serving(elsewhere, free_port()) as there:
-        for status in (301, 302, 303, 307, 308):
-            with serving(Told(status=status, headers={"Location": there}), free_port()) as here:
-                wire = HttpWire("secret")
-                reply = await (wire.get(here) if method == "get" else wire.post(here, b"{}"))
-                await wire.close()
-                assert reply.status == status
-    assert elsewhere.asked == []
-
-
-async def test_no_compression_is_asked_for() -> None:
-    told = Told(found("one"))
-    with serving(told, free_port()) as url:
-        async with SearchClient(url) as client:
-            assert (await client.search("Mali")).failure is None
-    assert [headers["accept-encoding"] for headers in told.asked] == ["identity"]
-
-
-async def test_a_busy_server_that_says_too_much_is_still_busy() -> None:
-    with serving(Told(b"x" * 100_000, 503, {"Retry-After": "7"}), free_port()) as url:
-        wire = HttpWire()
-        reply = await wire.post(url, b"{}")
-        await wire.close()
-    assert (reply.body, reply.refused != "") == (b"", True)
-    with pytest.raises(Fault) as fault:
-        passages_of(reply, 1, 3)
-    assert (fault.value.verdict, fault.value.retry_after_s) == (ReplicaVerdict.busy, 7.0)
-
-
 async def test_searches_whose_answer_is_too_large_together_are_asked_apart() -> None:
-    text = "x" * 60_000
+    asked: list[int] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            asked = json.loads((await receive())["body"])
-            hit = {"document": {"id": "1", "contents": text}, "score": 1.0}
-            body = orjson.dumps({"result": [[hit] * 50 for _ in asked["queries"]]})
+            queries = json.loads((await receive())["body"])["queries"]
+            asked.append(len(queries))
+            hit = {"document": {"id": "1", "contents": "x" * 60_000}, "score": 1.0}
             await send({"type": "http.response.start", "status": 200, "headers": []})
-            await send({"type": "http.response.body", "body": body})
+            await send({"type": "http.response.body", "body": orjson.dumps({"result": [[hit] * 50] * len(queries)})})
 
-    with serving(app, free_port()) as url:
-        async with SearchClient(url, topk=50, coalesce_ms=200) as client:
+    with serving(app) as url:
+        async with SearchClient(url, topk=50, max_coalesced=4) as client:
             results = await asyncio.gather(*(client.search(f"country {row}") for row in range(4)))
     assert [len(result.passages) for result in results] == [50] * 4
-
-
-def test_passages_have_a_length_and_a_number() -> None:
-    reply = Reply(200, found("short", "y" * 65_536, "z" * 1_000_000, "one more"))
-    (passages,) = passages_of(reply, 1, 3)
-    assert [len(passage.contents) for passage in passages] == [5, 65_536, 65_536]
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"result": [[{"document": {"id": ' + b"[" * 1000 + b"]" * 1000 + b', "contents": ""}, "score": 1}]]}',
-        b'{"result": [[{"document": {"id": 1, "contents": ""}, "score": "' + b"x" * 1_000_000 + b'"}]]}',
-    ],
-)
-def test_nonsense_is_a_short_sentence(body: bytes) -> None:
-    with pytest.raises(Fault) as fault:
-        passages_of(Reply(200, body), 1, 3)
-    assert fault.value.failure is Failure.broken
-    assert len(str(fault.value)) < 400
-
-
-def test_a_deep_sentence_about_a_failure_is_none() -> None:
-    with pytest.raises(Fault) as fault:
-        passages_of(Reply(500, b'{"detail": ' + b"[" * 1000 + b"]" * 1000 + b"}"), 1, 3)
-    assert fault.value.failure is Failure.broken
-    assert len(str(fault.value)) < 400
+    assert asked == [4, 2, 2]

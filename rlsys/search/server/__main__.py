@@ -2,7 +2,7 @@
 
 import sys
 
-from rlsys.search.server.command import serve_index
+from rlsys.search.server.command import run_alone, serve_index
 
 if __name__ == "__main__":
-    sys.exit(serve_index())
+    sys.exit(run_alone(serve_index))

@@ -4,7 +4,7 @@ Everything is loaded, then the port answers, until a signal or the parent's end.
 in work are answered, or after `_SHUTDOWN_S` turned away with 503; the threads end and the retriever is closed. A thread
 that does not end, because a model or another server hangs, ends with the process after `_FORCE_S`.
 
-Contract: a user's mistake is one sentence and status 2, a server elsewhere that does not answer one and status 1.
+Contract: a user's mistake is a UserError, a server elsewhere that does not answer a RunError.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlsys.errors import RunError, UserError
+from rlsys.errors import Code, RunError, UserError
 from rlsys.search.address import (
     DEFAULT_HOST,
     DEFAULT_PORT,
@@ -139,26 +139,31 @@ def _run(
         reranker = None if given.reranker is None else load_reranker(given.reranker, given.device or "cpu")
         return Parts(retriever, reranker, pages)
 
+    _check_threads(given.threads)
+    serve_parts(
+        parts,
+        name=str(getattr(given, subject)),
+        **{key: getattr(given, key) for key in ("host", "port", "topk")},
+        limits=ServerLimits(**{field.name: getattr(given, field.name) for field in fields(ServerLimits)}),
+        token=read_token(given.token_file),
+        allowed_hosts=given.allowed_host,
+        listener=None if given.listener_fd is None else socket.socket(fileno=given.listener_fd),
+    )
+    return 0
+
+
+def run_alone(serve: Callable[[], int]) -> int:
+    """The exit status of a process that only serves: an error is one sentence, and 2 for the user's, else 1."""
     try:
-        _check_threads(given.threads)
-        serve_parts(
-            parts,
-            name=str(getattr(given, subject)),
-            **{key: getattr(given, key) for key in ("host", "port", "topk")},
-            limits=ServerLimits(**{field.name: getattr(given, field.name) for field in fields(ServerLimits)}),
-            token=read_token(given.token_file),
-            allowed_hosts=given.allowed_host,
-            listener=None if given.listener_fd is None else socket.socket(fileno=given.listener_fd),
-        )
+        return serve()
     except (UserError, RunError) as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
-    return 0
 
 
 def _check_threads(threads: int | None) -> None:
     if threads is not None and threads < 1:
-        raise UserError(f"threads {threads} is out of range: give 1 or more")
+        raise UserError(f"--threads {threads} is out of range: give 1 or more.", code="out_of_range", key="--threads")
 
 
 def _load_index(given: argparse.Namespace) -> tuple[Retriever, PageSource | None]:
@@ -168,14 +173,18 @@ def _load_index(given: argparse.Namespace) -> tuple[Retriever, PageSource | None
     made = {key: getattr(given, key) for key in _MADE if getattr(given, key) is not None}
     if given.index.is_file():
         if given.corpus is None or given.encoder is None:
-            problem = f"{given.index} is a FAISS file, which holds vectors alone: give --corpus"
-            raise UserError(f"{problem}, the passages that it was built from, and --encoder, what it was built with")
+            problem = f"{given.index} is a FAISS file, which holds vectors alone"
+            remedy = "give --corpus, the passages that it was built from, and --encoder, what it was built with"
+            key = "--corpus" if given.corpus is None else "--encoder"
+            raise UserError(f"{problem}: {remedy}.", code="missing", key=key)
         spec = EncoderSpec(given.encoder, device=given.device or "cpu", dtype=given.dtype, **made)
         options = SearchOptions(depth=depth, **{key: value for key, value in searching.items() if value is not None})
         return open_prebuilt(given.index, given.corpus, spec, options, own_process=True), pages
     for key in (*made, *(["corpus"] if given.corpus else [])):
-        problem = f"--{key.replace('_', '-')} is for a FAISS file from elsewhere, and {given.index} is not a file"
-        raise UserError(f"{problem}: leave it out, a folder knows how it was built")
+        flag = f"--{key.replace('_', '-')}"
+        problem = f"{flag} is for a FAISS file from elsewhere, and {given.index} is not a file"
+        reason = f"{problem}: leave it out, a folder knows how it was built."
+        raise UserError(reason, code="conflict", key=flag)
 
     deeper = {"depth": depth} if depth > DEPTH else {}
     chosen = {"encoder": given.encoder, "device": given.device, "dtype": given.dtype}
@@ -225,7 +234,7 @@ def serve_parts(
     """
     limits = limits or ServerLimits()
     if not 1 <= topk <= limits.max_topk:
-        raise UserError(f"topk {topk} is out of range: give 1 to {limits.max_topk}")
+        raise UserError(f"topk {topk} is out of range: give 1 to {limits.max_topk}.", code="out_of_range", key="topk")
     if threading.current_thread() is threading.main_thread():
         # uvicorn raises a signal that ended it again; SIGTERM must not end the process before all is closed.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -246,8 +255,9 @@ def serve_parts(
         try:
             sock.listen(config.backlog)
         except OSError as error:
-            reason = f"{address}:{number} was taken while the index was loaded ({error}): choose another port"
-            raise UserError(reason) from None
+            place = f"{address}:{number}"
+            reason = f"{place} was taken while the index was loaded ({error}): choose another port."
+            raise UserError(reason, code="in_use", key=place) from None
         if token is None and not local:
             _log.warning(_OPEN, address, TOKEN_VARIABLE, DEFAULT_HOST)
         _log.info("serving %s at http://%s:%d", name, address, number)
@@ -286,11 +296,14 @@ def read_token(file: str | Path | None, environment: Mapping[str, str] = os.envi
     try:
         text = environment.get(TOKEN_VARIABLE) if file is None else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"token file {file} cannot be read: {error}") from None
+        codes: dict[type[Exception], Code] = {UnicodeDecodeError: "malformed", PermissionError: "denied"}
+        reason = f"token file {file} cannot be read ({error}): give a text file with the token alone."
+        raise UserError(reason, code=codes.get(type(error), "not_found"), key=str(file)) from None
     token = None if text is None else text.strip()
     if token is not None and not re.fullmatch("[!-~]+", token):
-        where = TOKEN_VARIABLE if file is None else f"token file {file}"
-        raise UserError(f"{where} holds no token: give visible ASCII characters without spaces")
+        where = TOKEN_VARIABLE if file is None else str(file)
+        reason = f"{where} holds no token: give visible ASCII characters without spaces."
+        raise UserError(reason, code="malformed", key=where)
     return token
 
 
@@ -325,7 +338,8 @@ def open_retriever(folder: str | Path, *, own_process: bool = False, **options: 
 
         return HybridRetriever.open(folder, **dense)
     if names := [*loading, *given]:
-        raise UserError(f"{folder} is an index of kind {kind!r}, which has no {', '.join(names)}: leave it out")
+        reason = f"{folder} is an index of kind {kind!r}, which has no {', '.join(names)}: leave it out."
+        raise UserError(reason, code="conflict", key=names[0])
     if kind == BM25:
         from rlsys.search.index.lexical import LexicalRetriever
 
@@ -334,4 +348,5 @@ def open_retriever(folder: str | Path, *, own_process: bool = False, **options: 
         from rlsys.search.index.remote import RemoteRetriever
 
         return RemoteRetriever.open(folder)
-    raise UserError(f"{folder} is an index of kind {kind!r}, which this version of rlsys does not know: upgrade it")
+    reason = f"{folder} is an index of kind {kind!r}, which this version of rlsys does not know: upgrade it."
+    raise UserError(reason, code="unsupported", key=str(folder))

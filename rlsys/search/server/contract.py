@@ -69,7 +69,8 @@ class ServerLimits:
             value = getattr(self, field.name)
             zero = field.name in ("max_wait_ms", "cache_entries")
             if not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
-                raise UserError(f"{field.name} {value} is out of range: give {'0 or more' if zero else 'more than 0'}")
+                reason = f"{field.name} {value} is out of range: give {'0 or more' if zero else 'more than 0'}."
+                raise UserError(reason, code="out_of_range", key=field.name)
 
 
 _AS_MANY = Field(description="As many lists as queries.")

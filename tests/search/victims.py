@@ -1,4 +1,4 @@
-"""The servers of rlsys as processes under attack: `python -m tests.search.hostile search PORT` is one of them.
+"""The servers of rlsys as processes under attack: `python -m tests.search.victims search PORT` is one of them.
 
 `attacked` runs one, and its `Victim` measures what an attack costs it.
 """
@@ -25,25 +25,23 @@ from rlsys.search.address import bind
 from tests.support.ports import free_port
 
 MOST_BYTES = 100_000_000
-"""What an attack sends, unless the server hangs up."""
+"""Bytes that an attack sends, unless the server hangs up."""
 FULL = "WITH_RERANKER_AND_PAGES"
 """Environment variable of a search server that has them."""
 FILES = "MOST_OPEN_FILES"
 """Environment variable of a server that may open no more."""
-_END_S = 60
+_END_S = 120
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What an attack took from a server."""
+    """Resources that an attack took from a server."""
 
     memory_mb: float
     """Growth of its memory at its worst moment."""
     cpu_s: float
     worst_health_cpu_s: float
     """CPU time that it spent while one GET waited: its event loop stood still for no more than that."""
-    healthy: int
-    """GETs answered during the attack."""
     answer: bytes
 
 
@@ -97,7 +95,7 @@ class Victim:
             waits.append(self.health())
         thread.join()
         waits.append(self.health())
-        return Cost(_peak_mb(proc) - memory, self.cpu_s() - cpu_s, max(waits), len(waits), b"".join(answers)[:2000])
+        return Cost(_peak_mb(proc) - memory, self.cpu_s() - cpu_s, max(waits), b"".join(answers)[:2000])
 
 
 def _peak_mb(proc: Path) -> float:
@@ -106,7 +104,7 @@ def _peak_mb(proc: Path) -> float:
 
 
 def _send(port: int, attack: Callable[[], Iterator[bytes]], connections: int) -> Iterator[bytes]:
-    """What comes back for an attack in each of so many connections, of which together send `MOST_BYTES`."""
+    """The answer to an attack in each of so many connections, which together send `MOST_BYTES`."""
     share = MOST_BYTES // connections
     opened = [socket.create_connection(("127.0.0.1", port), timeout=_END_S) for _ in range(connections)]
     try:
@@ -132,7 +130,7 @@ def _send(port: int, attack: Callable[[], Iterator[bytes]], connections: int) ->
 def attacked(kind: str, health: str, **environment: str) -> Iterator[Victim]:
     """A victim of a kind that this module runs."""
     port = free_port()
-    command = [sys.executable, "-m", "tests.search.hostile", kind, str(port)]
+    command = [sys.executable, "-m", "tests.search.victims", kind, str(port)]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=os.environ | environment) as process:
         try:
             yield Victim(process, f"http://127.0.0.1:{port}", health)
@@ -145,12 +143,8 @@ def run_search(port: int) -> None:
     from rlsys.search.server.command import Parts, read_token, serve_parts
     from tests.search.gated import Gated, Lengths, Pages
 
-    class _ClosablePages(Pages):
-        def close(self) -> None:
-            pass
-
     serve_parts(
-        lambda: Parts(Gated(), Lengths(), _ClosablePages()) if FULL in os.environ else Parts(Gated()),
+        lambda: Parts(Gated(), Lengths(), Pages()) if FULL in os.environ else Parts(Gated()),
         name="victim",
         port=port,
         token=read_token(None),
