@@ -37,7 +37,7 @@ class UserError(Exception):
     and the code, and exits with status 2.
     """
 
-    def __init__(self, sentence: str, *, code: Code = "malformed", key: str = "") -> None:
+    def __init__(self, sentence: str, *, code: Code, key: str) -> None:
         super().__init__(sentence)
         self.code, self.key = code, key
 

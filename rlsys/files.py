@@ -215,7 +215,9 @@ def claim(run_dir: Path) -> Iterator[None]:
         except BlockingIOError as problem:
             raise Claimed(
                 f"{run_dir} is of a run that still goes on: end that one first, or branch from one of its earlier "
-                "checkpoints with resume=PATH."
+                "checkpoints with resume=PATH.",
+                code="in_use",
+                key=str(run_dir),
             ) from problem
         yield
 

@@ -9,7 +9,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from rlsys.cluster.planning.placement import (
@@ -42,7 +41,7 @@ from rlsys.config.schema import (
     free_maps,
     schema_keys,
 )
-from rlsys.errors import Code, UserError
+from rlsys.errors import UserError
 from rlsys.orchestrator.rewards.reward import check_terms
 from rlsys.rollout.tools.interface import check_tools
 from rlsys.search.address import is_url
@@ -50,13 +49,6 @@ from rlsys.weights.weight_map import largest_tensor_bytes, read_architecture
 
 Ranks = dict[str, tuple[int, ...]]
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-
-
-@dataclass(frozen=True, slots=True)
-class CodedProblem(Problem):
-    """A problem with its code; one without is a conflict."""
-
-    code: Code = "conflict"
 
 
 def validate(config: RunConfig, ignored: tuple[str, ...] = ()) -> None:
@@ -67,8 +59,7 @@ def validate(config: RunConfig, ignored: tuple[str, ...] = ()) -> None:
     problems = [problem for problem in find_problems(config) if not problem.key.startswith(ignored)]
     if problems:
         sentences = "\n".join(problem.sentence for problem in problems)
-        code = problems[0].code if isinstance(problems[0], CodedProblem) else "conflict"
-        raise UserError(sentences, code=code, key=problems[0].key)
+        raise UserError(sentences, code=problems[0].code, key=problems[0].key)
 
 
 def find_problems(config: RunConfig) -> Iterator[Problem]:
@@ -83,12 +74,12 @@ def find_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _all_but_memory(config: RunConfig) -> Iterator[Problem]:
     for key, sentence in out_of_range(config):
-        yield CodedProblem(key, sentence, "out_of_range")
+        yield Problem(key, sentence, "out_of_range")
     yield from _batches(config)
     yield from _contradictions(config)
     yield from (Problem("algorithm", sentence) for sentence in algorithm_problems(config))
     for problem in check_terms(config.reward, config.task):
-        yield CodedProblem(problem.key, str(problem), problem.code)
+        yield Problem(problem.key, str(problem), problem.code)
     yield from _tools(config)
     yield from _checkpoints(config)
     yield from _sync(config)
@@ -129,7 +120,7 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
     try:
         ranks = parse_placement(config.cluster.placement, has_critic(config.algorithm))
     except UserError as problem:
-        yield CodedProblem(problem.key or "cluster.placement", str(problem), problem.code)
+        yield Problem(problem.key or "cluster.placement", str(problem), problem.code)
         return
     yield from _placement(config, ranks)
     yield from machine_problems(config, ranks)
@@ -137,7 +128,7 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
         check_shape(config.model.path)
         architecture = read_architecture(config.model.path)
     except UserError as problem:
-        yield CodedProblem("model.path", str(problem), problem.code)
+        yield Problem("model.path", str(problem), problem.code)
         return
     for group, settings in megatron_groups(config).items():
         yield from parallel_problems(group, settings.parallel, len(ranks[group]), architecture)
@@ -145,7 +136,7 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
     yield from engine_problems(config, len(ranks["rollout"]), architecture)
     picks = config.algorithm.kl_topk_tokens
     if picks is not None and picks > architecture.vocab:
-        yield CodedProblem(
+        yield Problem(
             "algorithm.kl_topk_tokens",
             f"algorithm.kl_topk_tokens={picks} is above the model's {architecture.vocab} tokens: lower it, or set it to null for "
             "the whole vocabulary.",
@@ -153,7 +144,7 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
         )
     largest = largest_tensor_bytes(config.model.path, config.model.dtype)
     if config.cluster.sync_bucket_bytes < largest:
-        yield CodedProblem(
+        yield Problem(
             "cluster.sync_bucket_bytes",
             f"cluster.sync_bucket_bytes={config.cluster.sync_bucket_bytes} is below the {largest} bytes of the model's "
             "largest tensor: raise it to that at least.",
@@ -231,7 +222,7 @@ def _optimizers(config: RunConfig) -> Iterator[Problem]:
 def _paths(config: RunConfig) -> Iterator[Problem]:
     for key, path in (("task.train_path", config.task.train_path), ("task.eval_path", config.task.eval_path)):
         if not Path(path).is_file():
-            yield CodedProblem(
+            yield Problem(
                 key,
                 f"{key}={path} does not exist: prepare the data first, or give the path of a jsonl or parquet file.",
                 "not_found",
@@ -239,19 +230,19 @@ def _paths(config: RunConfig) -> Iterator[Problem]:
     cassette = config.search.cassette
     if cassette.path is None:
         if cassette.mode is not CassetteMode.replay:
-            yield CodedProblem(
+            yield Problem(
                 "search.cassette.mode",
                 f"search.cassette.mode={cassette.mode} needs a file: give search.cassette.path.",
                 "missing",
             )
     elif cassette.mode is CassetteMode.replay and not Path(cassette.path).is_file():
-        yield CodedProblem(
+        yield Problem(
             "search.cassette.path",
             f"search.cassette.path={cassette.path} does not exist: record it with search.cassette.mode=record.",
             "not_found",
         )
     elif cassette.mode is CassetteMode.record and Path(cassette.path).exists():
-        yield CodedProblem(
+        yield Problem(
             "search.cassette.mode",
             f"search.cassette.mode=record would mix with what search.cassette.path={cassette.path} holds: delete it, "
             "or use search.cassette.mode=extend.",
@@ -279,13 +270,13 @@ def _search(config: RunConfig) -> Iterator[Problem]:
     # The index of cluster.search.nodes is on those machines.
     if search.url is None and needs_server(search) and not config.cluster.search.nodes:
         if search.index is None:
-            yield CodedProblem(
+            yield Problem(
                 "search.url",
                 "search.url and search.index are both null: give a running server or an index folder.",
                 "missing",
             )
         elif not (Path(search.index) / "manifest.json").is_file():
-            yield CodedProblem(
+            yield Problem(
                 "search.index",
                 f"search.index={search.index} is not an index: make one with `rlsys search index`, or "
                 "give search.url of a running server.",
@@ -307,14 +298,14 @@ def _search(config: RunConfig) -> Iterator[Problem]:
         )
     for key, url in (("search.url", search.url), *(("search.replicas", url) for url in search.replicas)):
         if url is not None and not is_url(url):
-            yield CodedProblem(key, f"{key}={url} is not an address: write it like http://127.0.0.1:8000.", "malformed")
+            yield Problem(key, f"{key}={url} is not an address: write it like http://127.0.0.1:8000.", "malformed")
     twice = [url for url, times in Counter([search.url, *search.replicas]).items() if times > 1]
     if twice:
         yield Problem.of(
             f"search.replicas={list(search.replicas)} name {twice[0]} once too often: name every server once."
         )
     if search.token_env is not None and not os.environ.get(search.token_env):
-        yield CodedProblem(
+        yield Problem(
             "search.token_env",
             f"search.token_env={search.token_env} is not set in the environment: export the servers' token as "
             f"{search.token_env}, or set search.token_env to null.",
@@ -333,7 +324,7 @@ def _checkpoints(config: RunConfig) -> Iterator[Problem]:
     known, maps = {*schema_keys()}, tuple(f"{key}." for key in free_maps())
     unknown = [key for key in settings.may_differ if key not in known and not key.startswith(maps)]
     if unknown:
-        yield CodedProblem(
+        yield Problem(
             "checkpoint.may_differ",
             f"checkpoint.may_differ names {unknown[0]}, which is no key: see docs/configuration.md.",
             "unknown",

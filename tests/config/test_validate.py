@@ -19,7 +19,7 @@ from rlsys.config.bounds import limits_of, out_of_range
 from rlsys.config.derived import needs_server
 from rlsys.config.schema import RunConfig, leaf_types, schema_groups, schema_keys
 from rlsys.errors import Code, UserError
-from rlsys.orchestrator.validate import CodedProblem, find_problems, validate
+from rlsys.orchestrator.validate import find_problems, validate
 from tests.config.conftest import SHAPE
 from tests.support.refusals import refused
 
@@ -101,7 +101,7 @@ def test_every_problem_is_listed_at_once_by_key_and_code(
 ) -> None:
     config = tiny_run(*"|".join(spoilt).split("|"))
     found = list(find_problems(config))
-    codes = {one.key: one.code if isinstance(one, CodedProblem) else "conflict" for one in found}
+    codes = {one.key: one.code for one in found}
     assert codes == codes | dict(spoilt.values())
     assert len({one.sentence for one in found}) == len(found)
     with refused(codes[found[0].key], found[0].key) as caught:
