@@ -119,9 +119,12 @@ def test_a_client_that_leaves_ends_the_episode() -> None:
         until(lambda: script.cancelled == 1)
 
 
-async def test_a_client_that_leaves_while_an_event_is_sent_ends_the_episode() -> None:
-    """The server waits to send one event and holds the next, when it hears that the client has gone."""
-    app = create_app(opened(Script(codec(), (SEARCHES, ANSWERS), halt_after=8), Shelf()), frozenset())
+async def test_a_client_that_leaves_while_an_event_is_sent_ends_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server holds an event, when it hears that the client has gone; no garbage collector closes its source."""
+    stream, held = web._stream, list[Any]()
+    monkeypatch.setattr(web, "_stream", lambda *given: held.append(stream(*given)) or held[-1])
+    script = Script(codec(), (SEARCHES, ANSWERS), halt_after=8)
+    app = create_app(opened(script, Shelf()), frozenset())
     sending, left = asyncio.Event(), asyncio.Event()
     requests = iter([{"type": "http.request", "body": b'{"question": "Who?"}', "more_body": False}])
 
@@ -129,6 +132,9 @@ async def test_a_client_that_leaves_while_an_event_is_sent_ends_the_episode() ->
         if (request := next(requests, None)) is not None:
             return request
         await sending.wait()
+        await script.halted.wait()  # There are further events by now.
+        for _ in range(100):
+            await asyncio.sleep(0)
         left.set()
         return {"type": "http.disconnect"}
 
