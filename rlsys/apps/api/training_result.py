@@ -21,9 +21,8 @@ from typing import Any
 
 from rlsys.apps.api.arguments import Data, RunSettings, note, quoted, read_data
 from rlsys.apps.api.retrievers import SearchBackend
-from rlsys.apps.error_texts import without_code
 from rlsys.apps.evaluation.results import ANSWERS, RESULTS
-from rlsys.errors import RunError, UserError
+from rlsys.errors import RunError, UserError, without_code
 from rlsys.files import limited_lines, open_regular, read_regular
 from rlsys.observe.records import METRICS, read_object
 from rlsys.observe.run_folder import open_run, section

@@ -18,12 +18,11 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlsys.apps.error_texts import code_of, in_one
 from rlsys.apps.evaluation.evaluation_inputs import Model, as_error, is_about
 from rlsys.config.compose import as_dict, load_config, typed
 from rlsys.config.schema import CassetteConfig, RunConfig, SearchConfig, TaskConfig, free_maps, schema_keys
 from rlsys.data.question import Question, Template, as_asked, own_template, read_questions, search_prompt
-from rlsys.errors import UserError
+from rlsys.errors import UserError, code_of, in_one
 from rlsys.files import read_yaml
 from rlsys.observe.environment import RUN
 from rlsys.observe.records import METRICS

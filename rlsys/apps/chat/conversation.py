@@ -29,13 +29,12 @@ from rich.console import Console
 from transformers.utils import logging
 
 from rlsys.apps.chat.chat_settings import ChatSettings
-from rlsys.apps.error_texts import code_of
 from rlsys.apps.evaluation.evaluation_inputs import EngineName, Model, as_hf
 from rlsys.apps.evaluation.execution import UnusedSearch, open_codec, open_generator
 from rlsys.config.schema import Device, RunConfig, TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish
-from rlsys.errors import Code, RunError, UserError
+from rlsys.errors import Code, RunError, UserError, code_of
 from rlsys.orchestrator.search_server import serving, silent
 from rlsys.rollout.agent import episode
 from rlsys.rollout.agent.episode import (

@@ -22,9 +22,8 @@ from rich.text import Text
 from rlsys.apps.chat import conversation as chat
 from rlsys.apps.chat.chat_settings import ChatSettings
 from rlsys.apps.chat.conversation import Conversation, Event, Failed, Kind, opened_in_terminal
-from rlsys.apps.error_texts import with_code
 from rlsys.apps.evaluation.evaluation_inputs import EngineName, Model
-from rlsys.errors import RunError
+from rlsys.errors import RunError, with_code
 from rlsys.observe.samples import visible
 
 STYLES = dict(zip(Kind, ("", "dim", "bold cyan", "bold green", "bold magenta"), strict=True))

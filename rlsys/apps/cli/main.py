@@ -12,8 +12,7 @@ from collections.abc import Callable
 import typer
 
 from rlsys.apps.cli import chat, convert, data, doctor, evaluate, own, runs, search, training
-from rlsys.apps.error_texts import code_of, with_code
-from rlsys.errors import Interrupted, RunError, UserError, root_cause
+from rlsys.errors import Interrupted, RunError, UserError, code_of, root_cause, with_code
 
 STATUS = {UserError: 2, RunError: 1, Interrupted: 130}
 

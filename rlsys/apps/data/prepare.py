@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlsys.apps.error_texts import in_one
 from rlsys.data.question import Question, Template, question_of, read_rows, search_prompt
-from rlsys.errors import UserError
+from rlsys.errors import UserError, in_one
 from rlsys.files import sha256_of, write_atomically
 
 Row = TypeVar("Row")

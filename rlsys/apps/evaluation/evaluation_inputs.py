@@ -17,10 +17,9 @@ from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from rlsys.apps.data.prepare import SETS
-from rlsys.apps.error_texts import in_one
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question, read_questions
-from rlsys.errors import RunError, UserError
+from rlsys.errors import RunError, UserError, in_one
 from rlsys.files import read_yaml
 from rlsys.orchestrator.evaluation.heldout import whole_batches
 from rlsys.orchestrator.resume import CHECKPOINTS, RUN_CONFIG
@@ -130,8 +129,8 @@ def _attempt(find: Callable[[], T], problems: list[UserError | RunError]) -> T |
 
 
 def as_error(problem: Problem) -> UserError:
-    """What is wrong with a config, to be raised."""
-    return UserError(problem.sentence, code=getattr(problem, "code", "conflict"), key=problem.key)
+    """The problem as an error to raise."""
+    return UserError(problem.sentence, code=problem.code, key=problem.key)
 
 
 def is_about(problem: Problem, *keys: str) -> bool:

@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlsys.errors import Code, RunError, UserError
+from rlsys.errors import Code, RunError, UserError, code_of, with_code
 from rlsys.search.address import (
     DEFAULT_HOST,
     DEFAULT_PORT,
@@ -157,7 +157,7 @@ def run_alone(serve: Callable[[], int]) -> int:
     try:
         return serve()
     except (UserError, RunError) as error:
-        print(error, file=sys.stderr)
+        print(with_code(error, code_of(error)), file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
 
 

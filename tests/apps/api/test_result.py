@@ -76,8 +76,12 @@ def test_an_interrupt_ends_the_command_first_which_has_time_to_close(tmp_path: P
 @pytest.mark.parametrize(
     ("said", "status", "expected"),
     [
-        ("the disk is full. [no_room]", 2, UserError("rlsys convert: the disk is full.", code="no_room")),
-        ("Usage: [OPTIONS]", 2, UserError("rlsys convert: Usage: [OPTIONS]", code="malformed")),
+        (
+            "the disk is full. [no_room]",
+            2,
+            UserError("rlsys convert: the disk is full.", code="no_room", key="convert"),
+        ),
+        ("Usage: [OPTIONS]", 2, UserError("rlsys convert: Usage: [OPTIONS]", code="malformed", key="convert")),
         ("the disk is full.", 1, RunError("rlsys convert: the disk is full.")),
     ],
 )
