@@ -19,6 +19,7 @@ SHARED = {"bench": "SGLang engine"}
 """Fixtures that are too expensive to be made by every worker: all tests that take one run on the same worker."""
 
 
+@pytest.hookimpl(tryfirst=True)  # Before xdist reads the groups.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the tests, and give those of one file, or of one shared fixture, to the same worker."""
     items.sort(key=lambda item: [not item.nodeid.startswith(folder) for folder in LONGEST_FIRST])
