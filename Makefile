@@ -4,7 +4,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 # Processes that run tests: three keep two cores busy, since tests of servers and runs wait a good part of their time.
 WORKERS ?= 3
-PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=20
+PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 .PHONY: setup demo test test-full lint format docs
 

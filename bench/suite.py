@@ -117,7 +117,7 @@ def run(condition: Condition) -> Outcome:
                 "-n",
                 str(WORKERS),
                 "--dist",
-                "loadgroup",
+                "loadfile",
                 "--no-loadscope-reorder",
                 "-m",
                 "not slow",

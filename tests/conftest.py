@@ -6,8 +6,11 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 # The time that an example takes depends on how busy the machine is, not on the code.
 settings.register_profile("rlsys", deadline=None)
@@ -15,14 +18,24 @@ settings.load_profile("rlsys")
 
 LONGEST_FIRST = ("tests/live/", "tests/trainer/", "tests/rollout/", "tests/cluster/")
 """Folders whose tests start first, so that no worker is left with a long one at the end."""
-SHARED = {"bench": "SGLang engine"}
-"""Fixtures that are too expensive to be made by every worker: all tests that take one run on the same worker."""
+ONE_WORKER = {"tests/rollout"}
+"""Folders whose files share an SGLang engine, and run on one worker."""
 
 
-@pytest.hookimpl(tryfirst=True)  # Before xdist reads the groups.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests, and give those of one file, or of one shared fixture, to the same worker."""
+    """Put the longest first."""
     items.sort(key=lambda item: [not item.nodeid.startswith(folder) for folder in LONGEST_FIRST])
-    for item in items:
-        taken = [name for fixture, name in SHARED.items() if fixture in getattr(item, "fixturenames", ())]
-        item.add_marker(pytest.mark.xdist_group(taken[0] if taken else item.nodeid.partition("::")[0]))
+
+
+class ByFile(LoadScopeScheduling):
+    """Gives the tests of a file, or of a folder that shares an engine, to one worker."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        folder = file.rpartition("/")[0]
+        return folder if folder in ONE_WORKER else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    """Take the scheduler above in place of xdist's."""
+    return ByFile(config, log)
