@@ -102,7 +102,7 @@ class Memory:
 
 def run(condition: Condition) -> Outcome:
     """Run the default suite once."""
-    order = [] if condition.seed is None else ["-p", "randomly", f"--randomly-seed={condition.seed}"]
+    order = [] if condition.seed is None else [f"--order-seed={condition.seed}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if condition.capability:
         environment["ATEN_CPU_CAPABILITY"] = condition.capability

@@ -1,6 +1,7 @@
 """Settings that must come before any other import of a test, and the order in which workers take the tests."""
 
 import os
+import random
 
 # On a few cores, threads of torch and of an engine's processes only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,9 +23,18 @@ ONE_WORKER = {"tests/rollout"}
 """Folders whose files share an SGLang engine, and run on one worker."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest first."""
-    items.sort(key=lambda item: [not item.nodeid.startswith(folder) for folder in LONGEST_FIRST])
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that shuffles the tests."""
+    parser.addoption("--order-seed", type=int, help="Run the tests in the random order of this seed.")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the longest first, or all in random order."""
+    seed = config.getoption("--order-seed")
+    if seed is None:
+        items.sort(key=lambda item: [not item.nodeid.startswith(folder) for folder in LONGEST_FIRST])
+    else:
+        random.Random(seed).shuffle(items)
 
 
 class ByFile(LoadScopeScheduling):

@@ -75,6 +75,7 @@ ATTACK = """
 import resource, signal, sys
 from pathlib import Path
 from examples.searchr1.unpack import unpack
+from rlsys.errors import RunError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 27, 1 << 27))
 resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))

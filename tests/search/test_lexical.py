@@ -270,6 +270,7 @@ DAMAGED: list[Edit] = [
 ]
 READS_EACH = """
 import sys
+from rlsys.errors import RunError, UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.index.lexical import LexicalRetriever
 

@@ -285,7 +285,9 @@ async def test_only_an_average_in_bfloat16_takes_memory_beyond_its_weights(
         await group.call("refuses", RunError)
     weights = sum(tensor.nbytes for tensor in policy(model, 0, Dtype.bfloat16).values())
     # Of policy and reference, and of a master of twice the size, all but the ends of tensors.
-    assert away[FIXED] == away[replace(FIXED, reset_period=2)] <= 2 * weights
+    plain, reset = away[FIXED], away[replace(FIXED, reset_period=2)]
+    assert max(plain, reset) <= 2 * weights
+    assert abs(plain - reset) <= 0.05 * weights, "whole pages are given back: where tensors begin decides on their ends"
     assert weights < away[AVERAGE] - away[FIXED] <= 2.2 * weights
 
 

@@ -73,11 +73,12 @@ async def test_sigterm_leaves_when_the_head_says_so_or_in_time_or_at_the_second(
     monkeypatch.setattr(worker, "LOOK_S", 0.02)
     monkeypatch.setattr(worker, "LOST_S", 600.0)
     monkeypatch.setattr(worker, "FAREWELL_S", 0.2 if then == "time" else 600.0)
-    node, said, before = Node(), list[str](), signal.getsignal(signal.SIGTERM)
+    node, said = Node(), list[str]()
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Another test may have left asyncio's own.
     with closing(socket.create_server(("127.0.0.1", 0))) as head:
         role = Role(1, 2, "127.0.0.1", head.getsockname()[1])
         stay = asyncio.create_task(worker._stay(role, node, said.append))  # type: ignore[arg-type]
-        await until(lambda: signal.getsignal(signal.SIGTERM) != before)
+        await until(lambda: signal.getsignal(signal.SIGTERM) != signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
         await until(lambda: said)
         if then == "head":
@@ -91,6 +92,7 @@ async def test_sigterm_leaves_when_the_head_says_so_or_in_time_or_at_the_second(
                 await stay
     assert len(said) == 1
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, before)
 
 
 async def test_a_head_that_is_silent_or_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
