@@ -307,7 +307,7 @@ def _is_not(key: str, value: Any, words: str, code: Code = "wrong_type") -> User
 
 
 def _in_words(problem: Exception, file: Path) -> UserError:
-    """What the parsers object to in `file` or an override, in one line that names the key, the value and what to do."""
+    """Say in one line what the parsers refuse in `file` or an override: it names the key, the value and what to do."""
     if isinstance(problem, yaml.MarkedYAMLError) and problem.problem_mark is not None:
         mark = problem.problem_mark
         sentence = f"{mark.name}, line {mark.line + 1} is not YAML ({problem.problem}): mend the line."

@@ -311,7 +311,7 @@ def _broken(file: Path, reason: object) -> UserError:
 
 
 def unreadable(file: Path, error: OSError) -> UserError:
-    """What is said of a file that the system does not let be read."""
+    """Make the error for a file that the system does not let be read."""
     kinds: dict[type[OSError], Code] = {FileNotFoundError: "not_found", PermissionError: "denied"}
     return UserError(
         f"{file} cannot be read ({error.strerror}); make it readable, or get it again.",

@@ -149,11 +149,11 @@ class Failed:
     reason: str
     code: Code | None = None
     key: str = ""
-    """Of a user's mistake."""
+    """Key of a user's mistake, as in `UserError`."""
 
     @classmethod
     def of(cls, problem: UserError | RunError) -> Failed:
-        """Of what was raised."""
+        """Make the event of an error that was raised."""
         return cls(str(problem), code_of(problem), problem.key if isinstance(problem, UserError) else "")
 
 
