@@ -6,8 +6,6 @@ import gzip
 import json
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,7 @@ import torch
 
 from rlsys.observe.kept import kept_file, kept_steps
 from rlsys.weights.checkpoint.store import check
-from tests.support.paths import PROJECT
-from tests.support.recorded_run import GROUPS, MOMENTS, NAME, STEPS
+from tests.support.recorded_run import GROUPS, MOMENTS, NAME, STEPS, ended
 from tests.trainer import reference
 
 OF_THE_CLOCK = re.compile(r"time$|time/|idle/|mfu|tokens_per_s|sync/|_s$|_gbps|throughput")
@@ -40,13 +37,6 @@ class Ended:
         return {key: value for key, value in json.loads(line).items() if not OF_THE_CLOCK.search(key)}
 
 
-def run(model: Path, outputs: Path, *fate: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.support.recorded_run", str(model), str(outputs), *map(str, fate)]
-    return subprocess.run(
-        command, cwd=PROJECT, capture_output=True, text=True, timeout=240, check=False, start_new_session=True
-    )
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return reference.make_model(reference.tiny_config(), tmp_path_factory.mktemp("model") / "model")
@@ -55,8 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     outputs = tmp_path_factory.mktemp("uninterrupted")
-    done = run(model, outputs)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert ended(model, outputs) == 0
     return Ended(outputs)
 
 
@@ -73,47 +62,40 @@ def test_what_the_run_does(uninterrupted: Ended) -> None:
     assert set(uninterrupted.evaluations) >= {"step_000000.json", "step_000002.json", "step_000004.json"}
 
 
-SHORT = {"applied": 2, "publishing": 1}
-"""Moments of the short suite; at which of them the run dies."""
+MID_STEP = "applied"
+"""Between two of a step's optimiser steps, if it is the second after a checkpoint: the default suite's moment."""
+FATES = [pytest.param(MID_STEP, 2, id=MID_STEP)]
+FATES += [pytest.param(moment, 1, id=moment, marks=pytest.mark.slow) for moment in MOMENTS if moment != MID_STEP]
 
 
-def fates() -> list[Any]:
-    """Every moment of a step."""
-    return [
-        pytest.param(moment, SHORT.get(moment, 1), marks=() if moment in SHORT else pytest.mark.slow, id=moment)
-        for moment in MOMENTS
-    ]
-
-
-@pytest.mark.timeout(500)
-@pytest.mark.parametrize(("moment", "count"), fates())
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("moment", "count"), FATES)
 def test_a_killed_run_ends_as_the_uninterrupted_one(
     moment: str, count: int, model: Path, uninterrupted: Ended, tmp_path: Path
 ) -> None:
-    killed = run(model, tmp_path, moment, count)
-    assert killed.returncode == -signal.SIGKILL, killed.stdout + killed.stderr
+    assert ended(model, tmp_path, moment, count) == -signal.SIGKILL
     saved = [int(path.name.rpartition("_")[2]) for path in tmp_path.glob("*/checkpoints/global_step_*")]
     assert saved, "there is nothing to go on from"
     (folder,) = tmp_path.glob(f"{NAME}-*")
     assert kept_steps(folder)[: max(saved)] == [*range(1, max(saved) + 1)], "a checkpoint's steps are kept"
-    done = run(model, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    ended = Ended(tmp_path)
-    assert ended.weights.keys() == uninterrupted.weights.keys()
+    assert ended(model, tmp_path) == 0
+    again = Ended(tmp_path)
+    assert again.weights.keys() == uninterrupted.weights.keys()
     for name, tensor in uninterrupted.weights.items():
-        assert torch.equal(ended.weights[name], tensor), name
-    assert ended.rows == uninterrupted.rows
-    assert ended.prompts == uninterrupted.prompts
-    assert ended.evaluations == uninterrupted.evaluations
-    assert ended.kept == uninterrupted.kept
-    assert [path.name for path in ended.checkpoints] == [path.name for path in uninterrupted.checkpoints]
-    for folder in ended.checkpoints:
+        assert torch.equal(again.weights[name], tensor), name
+    assert again.rows == uninterrupted.rows
+    assert again.prompts == uninterrupted.prompts
+    assert again.evaluations == uninterrupted.evaluations
+    assert again.kept == uninterrupted.kept
+    assert [path.name for path in again.checkpoints] == [path.name for path in uninterrupted.checkpoints]
+    for folder in again.checkpoints:
         check(folder)
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_anew_would_be_noticed(model: Path, uninterrupted: Ended, tmp_path: Path) -> None:
     """The comparison above fails for a run that forgets its checkpoint's optimiser."""
-    run(model, tmp_path, "published", 1)
+    assert ended(model, tmp_path, "published") == -signal.SIGKILL
     (folder,) = tmp_path.glob(f"{NAME}-*")
     newest = max((folder / "checkpoints").glob("global_step_*"))
     state = newest / "actor" / "complete.json"
@@ -123,6 +105,5 @@ def test_a_run_that_begins_anew_would_be_noticed(model: Path, uninterrupted: End
     manifest = json.loads((newest / "manifest.json").read_text())
     del manifest["files"]["actor/complete.json"], manifest["sha256"]["actor/complete.json"]
     (newest / "manifest.json").write_text(json.dumps(manifest))
-    done = run(model, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert ended(model, tmp_path) == 0
     assert Ended(tmp_path).rows != uninterrupted.rows

@@ -1,9 +1,7 @@
 """A run of the real driver, Megatron workers and checkpoints on recorded episodes, which may kill itself on the way.
 
-    python -m tests.support.recorded_run MODEL OUTPUTS [MOMENT COUNT]
-
 It trains a few steps in sequence, where the same episodes make the same run to the bit, saves after every step, and goes
-on from what is there. At the COUNTth MOMENT after its first checkpoint it kills itself and all its processes, as a machine
+on from what is there. At the `count`th `moment` after its first checkpoint it kills itself and all its processes, as a machine
 does that goes down.
 """
 
@@ -14,7 +12,6 @@ import functools
 import io
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -64,10 +61,12 @@ from rlsys.weights.checkpoint.store import CheckpointStore, Keep
 from tests.orchestrator.pipeline.recorded import RIGHT, Recording, Shape, record
 from tests.support.scheduled import Arrivals, Learner, NoSearch, Outcome, Playback, Scorer, make_sharder
 from tests.trainer import reference
+from tests.trainer.harness import forks
 from tests.trainer.hosts import ANSWER_S, HostedGroup, hosts
 
 STEPS, GROUPS, SAMPLES = 4, 4, 3
 SEED = 5
+LIMIT_S = 400.0
 NAME = "recorded"
 MOMENTS = (
     "episode",
@@ -325,15 +324,24 @@ def _session(
     )
 
 
-def main(model: Path, outputs: Path, moment: str | None, count: int) -> None:
+def train_recorded(model: Path, outputs: Path, moment: str | None, count: int) -> None:
     """Run to the end, or to the moment."""
     config, fate = settings(model, outputs), Fate(moment, count)
     origin = find_origin(config, print)
     run_dir = folder_of(config, origin)
     with hosts(3) as pipes:
         asyncio.run(train(config, run_dir, origin, functools.partial(opened, pipes, fate)))
-    print(f"done in {run_dir}")
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), *(sys.argv[3:4] or [None]), int((sys.argv[4:5] or ["1"])[0]))
+def ended(model: Path, outputs: Path, moment: str | None = None, count: int = 1) -> int:
+    """Run in a process group of its own; its exit code, negative for the signal that killed it."""
+    process = forks().Process(target=_alone, args=(model, outputs, moment, count))
+    process.start()
+    process.join(LIMIT_S)
+    assert process.exitcode is not None, "the run has not ended"
+    return process.exitcode
+
+
+def _alone(*arguments: Any) -> None:
+    os.setsid()
+    train_recorded(*arguments)

@@ -77,8 +77,10 @@ def forks() -> BaseContext:
     """Makes processes by forking one that has imported Megatron and has no threads.
 
     A fork takes milliseconds and an import seconds. There is one such process at a time: one that has imported something
-    else for other tests ends.
+    else for other tests ends. A process that was made so forks itself.
     """
+    if PRELOADED in sys.modules:
+        return multiprocessing.get_context("fork")
     server = forkserver._forkserver
     if server._preload_modules != [PRELOADED]:
         server._stop()

@@ -69,7 +69,7 @@ def hosts(count: int) -> Iterator[list[Connection]]:
     """A pipe to each of `count` processes, which are gone at the end."""
     context = forks()
     pipes = [context.Pipe() for _ in range(count)]
-    nursery = context.Process(target=_fork_all, args=([theirs for _, theirs in pipes],))
+    nursery = context.Process(target=_fork_all, args=(pipes,))
     nursery.start()
     for _, theirs in pipes:
         theirs.close()
@@ -84,9 +84,11 @@ def hosts(count: int) -> Iterator[list[Connection]]:
 _BUILD, _PORT = "build", "port"
 
 
-def _fork_all(pipes: list[Connection]) -> None:
+def _fork_all(both_ends: list[tuple[Connection, Connection]]) -> None:
     """Fork a process for each pipe, and wait for them."""
-    context = mp.get_context("fork")
+    context, pipes = mp.get_context("fork"), [theirs for _, theirs in both_ends]
+    for ours, _ in both_ends:  # A process that holds an end of its own would not see the other side close it.
+        ours.close()
     children = [context.Process(target=_serve, args=(pipes, number)) for number in range(len(pipes))]
     for child in children:
         child.start()
