@@ -64,6 +64,11 @@ def module_name(file: Path) -> str:
 MODULES = {module_name(file): file for file in FILES}
 
 
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
 def imported(nodes: Iterator[ast.AST], package: str) -> set[str]:
     """Full names that import statements ask for; of `from a import b` both a and a.b."""
     names = set()
@@ -103,7 +108,7 @@ def loads(module: str) -> frozenset[str]:
             continue
         seen.add(current)
         waiting += [parent for parent in parents(current) if parent not in seen]
-        tree = ast.parse(MODULES[current].read_text())
+        tree = tree_of(current)
         for name in imported(at_module_level(tree), package_of(current)):
             if name in MODULES:
                 waiting.append(name)
@@ -125,8 +130,8 @@ def belongs(name: str, library: str) -> bool:
 @pytest.mark.parametrize("library", HOME)
 def test_a_library_is_imported_only_at_home(library: str) -> None:
     users = set()
-    for module, file in MODULES.items():
-        names = imported(ast.walk(ast.parse(file.read_text())), package_of(module))
+    for module in MODULES:
+        names = imported(ast.walk(tree_of(module)), package_of(module))
         if any(belongs(name, library) for name in names):
             users.add(module)
     strangers = {module for module in users if room_of(module) not in HOME[library]}
@@ -153,10 +158,11 @@ def room_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def neighbours(module: str) -> set[str]:
+@cache
+def neighbours(module: str) -> frozenset[str]:
     """Modules of rlsys that `module` imports, function bodies and all; the package itself where it is asked for a name."""
-    names = imported(ast.walk(ast.parse(MODULES[module].read_text())), package_of(module))
-    return {name for name in names if name in MODULES} - {module, "rlsys"}
+    names = imported(ast.walk(tree_of(module)), package_of(module))
+    return frozenset(name for name in names if name in MODULES) - {module, "rlsys"}
 
 
 def test_rooms_are_few() -> None:
@@ -216,8 +222,8 @@ def test_heavy_imports_are_seen_through_a_chain() -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     arrows = {}
-    for module, file in MODULES.items():
-        names = imported(at_module_level(ast.parse(file.read_text())), package_of(module))
+    for module in MODULES:
+        names = imported(at_module_level(tree_of(module)), package_of(module))
         arrows[module] = {name for name in names if name in MODULES} - {module, "rlsys"}
     while arrows:
         leaves = {module for module, targets in arrows.items() if not targets & set(arrows)}
@@ -227,20 +233,19 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def test_functions_are_short() -> None:
     long = {}
-    for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text())):
+    for module in MODULES:
+        for node in ast.walk(tree_of(module)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
                 if (lines := node.end_lineno - node.lineno + 1) > LONGEST_FUNCTION:
-                    long[f"{file}:{node.name}"] = lines
+                    long[f"{module}:{node.name}"] = lines
     assert long == {}
 
 
 def test_every_module_says_what_it_is() -> None:
-    silent = [
-        str(file) for file in FILES if file.name != "__init__.py" and not ast.get_docstring(ast.parse(file.read_text()))
-    ]
-    assert silent == []
+    assert [
+        module for module in MODULES if package_of(module) != module and not ast.get_docstring(tree_of(module))
+    ] == []
 
 
 def test_nothing_is_left_to_do_later() -> None:

@@ -18,6 +18,7 @@ def checkpoints(run: Finished, step: int) -> set[str]:
     return {path.name for path in folder.iterdir()} - {"data", "manifest.json"}
 
 
+@pytest.mark.slow
 def test_ppo_learns_values_first_and_the_policy_with_them(tmp_path: Path) -> None:
     run = Finished(tmp_path, "algorithm=ppo", "trainer.steps=3", "critic.warmup_steps=1")
     first, *others = run.rows

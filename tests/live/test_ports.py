@@ -233,12 +233,3 @@ def test_a_server_is_reached_from_its_machine_alone(command: str, words: list[st
         check(command, seen)
         (page,) = answering()
         assert http_status(page), "it is up"
-
-
-def test_a_port_that_is_open_to_all_is_seen() -> None:
-    with socket.create_server(("0.0.0.0", 0)) as server:
-        number = server.getsockname()[1]
-        (mine,) = (port for port in listening(psutil.Process()) if port.number == number)
-        assert not is_loopback(mine.ip)
-        with pytest.raises(AssertionError, match="not in the table"):
-            row_of(mine, "train", table())
