@@ -1,28 +1,30 @@
-"""Losses of policy and critic as sums over trained tokens, their statistics, and how the tokens become one number.
+"""Losses of policy and critic as sums over trained tokens, their statistics, and their aggregation.
 
-The policy's loss is a weighted sum, the critic's a plain one:
+Both losses are sums over tokens, divided once by a divisor that is itself a sum (the critic's weights are 1):
 
     loss = sum_t w_t l_t / sum of divisors
 
-Statistics are sums, maxima and minima. Whoever accumulates micro-batches divides once, by the sum of their divisors over
-all ranks (`divisor`; of the critic's loss, the number of trained tokens). A token's weight depends on its own sequence
-alone. So the result is that of one batch for any split into micro-batches and ranks, and for any cut of a sequence over
-ranks, except with `gspo`, whose ratio is the sequence's. Whoever cuts a sequence takes its weight from the whole of it and
-counts its divisor once. A sequence without a trained token counts nowhere.
+A micro-batch contributes its part of both sums; the caller that accumulates micro-batches divides once, by the divisors
+of all micro-batches and ranks (`divisor`; for the critic, the number of trained tokens). Example, `token-mean` over two
+micro-batches of 2 and 1 trained tokens with losses (1, 2) and (6): (1 + 2 + 6) / (2 + 1) = 3, not the mean 3.75 of means.
 
-Invariant: a masked token adds nothing to a loss and gets a gradient of exactly zero, whatever stands in its place in any
-input, NaN and infinity included. A trained token that is NaN makes the loss NaN: it is not hidden here, nor in the maxima
-and minima.
+A token's weight depends on its own sequence alone, so the result equals that of a single batch for any split into
+micro-batches and ranks, and for any cut of a sequence over ranks, except with `gspo`, whose ratio belongs to the whole
+sequence. Code that cuts a sequence takes its weight from the whole sequence and counts its divisor once. A sequence
+without a trained token contributes nothing.
+
+Invariant: a masked token adds nothing to a loss and gets a gradient of exactly zero whatever its inputs are, NaN and
+infinity included. A NaN at a trained token makes the loss NaN: neither the loss nor maxima and minima hide it.
 
 With r the ratio of new to old policy, its logarithm clamped to +-20, and A the advantage, the policy losses are
 
-    ppo              max(-r A, -clip(r, 1 - low, 1 + high) A), and no more than -c A where A < 0
-    gspo             that without c; r is the sequence's: exp(mean of its trained tokens' log r)
+    ppo              max(-r A, -clip(r, 1 - low, 1 + high) A), and at most -c A where A < 0
+    gspo             ppo without c; r is the sequence's: exp(mean of its trained tokens' log r)
     cispo            -sg(clip(r, 1 - low, 1 + high)) A log pi
     policy_gradient  -A log pi
 
-Sources: PPO (arXiv 1707.06347), eq. 7; bounds that differ: DAPO (arXiv 2503.14476); the bound c, dual clip:
-Ye et al. (arXiv 1912.09729); GSPO (arXiv 2507.18071); CISPO: MiniMax-M1 (arXiv 2506.13585); REINFORCE (Williams, 1992).
+Sources: PPO (arXiv 1707.06347), eq. 7; unequal bounds: DAPO (arXiv 2503.14476); the bound c, dual clip: Ye et al.
+(arXiv 1912.09729); GSPO (arXiv 2507.18071); CISPO: MiniMax-M1 (arXiv 2506.13585); REINFORCE (Williams, 1992).
 Aggregations: `token-mean`: DAPO, over the mini-batch instead of the group. `seq-mean-token-mean`: GRPO (arXiv
 2402.03300), eq. 3. `seq-mean-token-sum`: the log-prob of the whole sequence, REINFORCE and RLOO (arXiv 2402.14740).
 `fixed-length`: Dr. GRPO (arXiv 2503.20783), whose constant keeps the scale of a mean and favours no length.

@@ -1,14 +1,15 @@
-"""Takes a new policy version from the actor to everybody who holds a copy, in two phases.
+"""Distributes a new weight version from the actor to every process that holds a copy, in two phases.
 
-- `push`: every receiver gets all buckets. The next one is gathered while the last one is received. The
-  sender's weights must not change meanwhile: the caller's affair. Receivers that use a version as soon as
-  they hold it (`immediate`: the inference group) finish here.
-- `activate`: the others, which hold the version aside and go on with the last one, begin to use it. That may
-  take long, for they may let their work end first; the next transfer waits for it.
+    actor --push--> all receivers          bucket n + 1 is gathered while bucket n is received
+                    inference group        uses the version as soon as the push ends (`immediate`)
+                    rollout engines        keep generating with the old version until `activate`
 
-Both ends hash every tensor; a receiver that does not hold what was sent refuses the version and the run ends.
-The bytes go by a transport (`cluster.sync_mode`), which is opened anew when a receiver has died; what passes
-through here is small. The sender may also be the inference group, whose processes hand the reference out.
+`push` sends every bucket to every receiver; the caller must not change the sender's weights meanwhile. `activate` makes
+the engines switch, which may take long if they first finish their episodes; the next push waits for it.
+
+Invariant: a receiver uses a version only if all its tensors hash to what the sender hashed; on a mismatch it refuses the
+version and the run ends. Bucket bytes travel over a transport (`cluster.sync_mode`) that is reopened after a receiver
+dies; only small handles pass through this module. To distribute the reference policy, the inference group is the sender.
 """
 
 from __future__ import annotations

@@ -1,19 +1,23 @@
-"""The log-prob worker: forward only, with the policy's newest weights and the reference.
+"""Log-prob worker: forward passes of the newest policy weights and of the reference policy.
 
-Invariants: log-probs come from one whole version whose digest is the actor's, or not at all: between the first bucket
-of an update and its end, after an update that failed and while the memory is offloaded, `compute` refuses. The
-reference follows the policy at the end of an update, from the weights that came with it.
+Invariants:
+- Log-probs come from one complete weight version whose digest equals the actor's. `compute` raises between the first
+  bucket of an update and its end, after a failed update, and while the weights are offloaded.
+- The reference policy changes only at the end of an update, computed from the weights of that update.
 
-The reference policy is fixed, now and then set to the policy, or an exponential moving average of it. Its `follow`
-comes after each step and goes by the step's version alone; every process does the same with its own shards, and nothing
-travels. A version that was followed before, or is 0, changes nothing. At another one that is
+The reference policy is fixed, is reset to the policy, or is an exponential moving average of it. `follow` runs after each
+step and depends on the version number alone: every process updates its own shards and nothing is communicated. Version 0
+and versions already followed change nothing. Otherwise, at version v:
 
-- a multiple of `reset_period`, the reference becomes the policy, and else at
-- a multiple of `update_period`, with tau below 1, it moves: ref <- tau ref + (1 - tau) policy.
+    v % reset_period == 0                    ref = policy
+    v % update_period == 0 and tau < 1       ref = tau ref + (1 - tau) policy
 
-An average is kept in float32 (the master), and a bfloat16 model is its rounding: added to bfloat16 weights themselves,
-most of what a policy moves in a few steps would be rounded away. The weights of a float32 model are their own master,
-and a reference that is no average has none.
+    update_period=2, reset_period=6:   v  1  2    3  4    5  6
+                                          -  ema  -  ema  -  reset
+
+The average is kept in float32 (the master copy) and a bfloat16 model is its rounding: in bfloat16 itself, most of what a
+policy moves in a few steps would be rounded away. A float32 model is its own master copy; a reference that is not an
+average has none.
 """
 
 from __future__ import annotations

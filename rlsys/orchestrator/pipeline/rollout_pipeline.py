@@ -1,16 +1,24 @@
-"""Rollouts and log-probs, running ahead of training as far as the scheduler lets them.
+"""Moves prompt groups from prompt to training batch: rollout, reward, scoring, hand-over.
 
-Contract: `run` rolls and scores until `stop`; meanwhile the driver `take`s scored groups, oldest first, trains
-on them, and says when a step is closed and when the engines have a new version. All decisions are the
-scheduler's; this module carries them out: it starts and cancels episodes, has their groups rewarded, hands groups
-from stage to stage and gives prompts back. A stage that fails ends `run` with its error: run it in the task
-group of those who `take`. Between two steps `state` says all that is under way; another pipeline goes on from it.
+The scheduler decides, this module acts: it starts and cancels episodes, has finished groups rewarded and scored, returns
+prompts of dropped groups to the source, and hands scored groups to the learners.
 
-Invariants: a group is rewarded, scored and handed out at most once; a cancelled group's episodes, or what
-rewards them, have ended before `run` does; a group that is being rewarded keeps no room in the engines; what
-the scheduler dooms is dropped at once; when `run` has ended, every prompt is trained, dropped for good or back in
-the source; the state of a pipeline that resumes a state, and has not run yet, is that state. Runs on asyncio alone, so
-that it can be tested under any clock and interleaving.
+    prompt source -> roll out -> reward -> score -> take     the driver trains, closes the step, publishes the version
+                     engines     CPU       Megatron
+
+`run` works until `stop`; meanwhile the driver calls `take` for scored groups (oldest first), closes steps and publishes
+weight versions. Run it in the task group of the caller of `take`: an error in any stage ends `run` with that error.
+Between two steps `state` holds everything in flight, and another pipeline can resume from it.
+
+Invariants:
+- A group is rewarded, scored and handed over at most once.
+- `run` returns only after the episodes and rewards of every cancelled group have ended.
+- A group that is being rewarded holds no engine slot.
+- A group that becomes unschedulable is dropped at once.
+- After `run`, every prompt is trained, dropped for good, or back in the source.
+- A pipeline that resumed from a state and has not run yet returns that same state.
+
+Depends on asyncio alone, so tests run it under a virtual clock and any interleaving.
 """
 
 from __future__ import annotations

@@ -1,23 +1,28 @@
-"""Schedules prompt groups under a staleness bound: which may begin, go on, be trained. Pure: no clock, no tasks, no Ray.
+"""Schedules prompt groups under a staleness bound. Pure: no clock, no tasks, no Ray.
 
-A prompt group is one try at one prompt:
+A prompt group is one attempt at one prompt: its n episodes, from admission to training.
 
-    rolling -> ready -> taken -> trained          a step takes `groups_per_step` groups, then it is closed
-        \\-------\\--------\\----> dropped          with a reason; most give the prompt back to the source
+    admit -> rolling -> ready -> taken -> trained     a step takes `groups_per_step` groups, then closes
+                \\---------\\-------\\---> dropped      with a reason; most reasons return the prompt to the source
 
-Versions count closed steps. The actor trains step s from version s to version s + 1; `published` is the
-newest version that every engine has. Staleness of a group is the actor's version minus the version of
-the group's oldest token. A step has a place for each group that it still lacks; a group may have a place in
-any step up to `max_staleness` after the version of its oldest token.
+Versions count closed steps: step s trains from version s to version s + 1, and `published` is the newest version that
+every engine has. The staleness of a group is the actor's version minus the version of the group's oldest token. A group
+may be trained in any step up to `max_staleness` after its oldest token's version.
+
+Example: two groups a step, `max_staleness=1`, the actor at version 3.
+
+    g0, g1  ready, oldest token 2   fill step 3, the last step that may train them
+    g2      ready, oldest token 2   no step is left: unschedulable, dropped as surplus, its prompt returned
+    g3      ready, oldest token 3   may be trained in step 3 or 4, and has a place in step 4
 
 Invariants, derived in docs/pipeline.md:
-- A prompt group is trained or dropped, once.
+- A prompt group is either trained or dropped, exactly once.
 - A group is taken only while its staleness is at most `max_staleness`.
 - At most (max_staleness + 1) x groups_per_step + spare prompt groups are outstanding.
-- Once the `unschedulable` are dropped, every ready group has a place.
-- While nothing is taken, dropped or published, admission ends: nothing runs ahead without bound.
+- Once unschedulable groups are dropped, every ready group fits into some step.
+- While nothing is taken, dropped or published, admission stops: rollouts cannot run ahead without bound.
 - A step can always be filled: a drop makes room for a new prompt group.
-- A scheduler that resumes a state decides everything as the one that the state is of.
+- A scheduler restored from a state makes the same decisions as the one that saved it.
 """
 
 from __future__ import annotations

@@ -1,20 +1,27 @@
-"""Keeps the tokens of an episode: those that are trained, and their relation to those that the engine sampled.
+"""Records the tokens of an episode and which of them are trained.
 
-Two modes. `retokenize`: the context is text; each turn and the training sequence tokenise all of it anew, and a token is
-trained only if it lies wholly within generated text. `append`: sampled ids are kept up to and including the token that
-completes the stop tag; observations are tokenised alone and appended.
+Token modes: `retokenize` keeps the context as text and tokenises it anew for each turn and for training; a token is
+trained only if it lies wholly within generated text. `append` keeps the sampled ids up to the token that completes the
+stop tag, and appends observations tokenised on their own.
+
+Example: prompt P, the engine samples two tokens, a search returns one token O, the engine samples one more.
+
+    tokens             P    a    b    O    c
+    loss_mask          0    1    1    0    1
+    turn_of_token     -1    0    0   -1    1
+    versions          -1    7    7   -1    8        version 8 arrived during the search
+    rollout_logprobs  nan  -.3  -.9  nan  -.1
 
 Invariants, in both modes:
-- No token that holds a character of the prompt or of an observation is trained.
-- `rollout_logprobs[t]` is a number only where the engine sampled `tokens[t]` after exactly
-  `tokens[:t]`; so it may be compared with a recomputed log-prob. Elsewhere it is NaN.
-- `turn_of_token` names the turn of every trained token, and no other's.
-- A version is set exactly where a token is trained and was generated; an end-of-sequence token that was
-  added without being sampled is trained with version -1 and no log-prob.
-- A version is never later than the true one, so what bounds the age of recorded versions bounds the age
-  of the tokens. It is exact for a token that is the sampled one at its place: in `append` mode always, in
-  `retokenize` mode where it and all tokens before it are those of the engine's call. Any other token that
-  a turn generated has the oldest version of that turn.
+- No token that contains a character of the prompt or of an observation is trained.
+- `rollout_logprobs[t]` is a number only if the engine sampled `tokens[t]` after exactly `tokens[:t]`, so that it can be
+  compared with a recomputed log-prob; elsewhere it is NaN.
+- `turn_of_token` holds the turn of every trained token, and -1 elsewhere.
+- A version is set exactly where a token is trained and was generated. An end-of-sequence token that was added, not
+  sampled, is trained with version -1 and without a log-prob.
+- A recorded version is never later than the true one, so a bound on recorded staleness bounds the true staleness. It is
+  exact where the token is the one sampled at its place: always in `append` mode, and in `retokenize` mode if it and all
+  tokens before it equal those of the engine's call. Any other generated token has the oldest version of its turn.
 """
 
 from __future__ import annotations

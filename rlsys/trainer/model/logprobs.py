@@ -1,13 +1,15 @@
-"""Log-probs, entropy and KL of tokens from logits that are cut along the vocabulary.
+"""Log-probs, entropy and KL of target tokens from logits sharded along the vocabulary.
 
-Contract: row i of a result speaks of row i of the logits [targets, local vocabulary], the same target on all TP ranks;
-columns are the rank's tokens, then padding, which has no probability. Both models' logits are taken at the sampling
-temperature, which divides them in `scaled` and nowhere else. Gradients flow into the policy's logits, each TP rank's
-into its own columns, and never into the reference.
+Row i of every result belongs to row i of the logits [targets, local vocabulary]; all TP ranks pass the same targets. The
+columns are the rank's tokens, then padding with probability 0. Logits are divided by the sampling temperature in `scaled`
+and nowhere else.
 
-The vocabulary is never gathered: a few numbers of each target travel between TP ranks, once for all targets. No float32
-copy of all logits is made, in neither direction: targets are worked off in chunks, and the backward pass recomputes
-what it needs from the saved logits.
+    TP rank 0   logits of tokens 0 .. v/2        each rank reduces its columns to a few numbers a target
+    TP rank 1   logits of tokens v/2 .. v        (maximum, sum of exponentials, target logit), which are all-reduced
+
+The full vocabulary is never gathered. No float32 copy of all logits exists in either direction: targets are processed in
+chunks, and the backward pass recomputes from the saved logits what it needs. Gradients flow into the policy's logits,
+on each TP rank into its own columns, and never into the reference's.
 """
 
 from __future__ import annotations
