@@ -11,14 +11,15 @@ import torch
 
 from rlsys.algorithms.losses import policy_loss
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
-from rlsys.config.schema import OptimizerConfig, ParallelConfig
+from rlsys.config.schema import OptimizerConfig
 from rlsys.errors import RunError
 from rlsys.trainer.actor import Objective
 from rlsys.trainer.batches import MicroBatch, collate
 from rlsys.trainer.log_prob import ReferencePlan
 from rlsys.trainer.model.logprobs import divergence_of
+from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
-from tests.trainer.harness import Group, on_ranks, weights_of
+from tests.trainer.harness import make_actor, weights_of
 
 PER_TOKEN = ("tokens", "loss_mask", "advantages", "old_logprobs", "ref_logprobs")
 
@@ -31,29 +32,12 @@ def _poisoned(batch: MicroBatch) -> MicroBatch:
     """Other values wherever nothing is trained: in every per-token array, and as tokens of the padding."""
     held = batch.lengths.sum() if batch.packed else batch.lengths[:, None]
     padding = np.arange(batch.tokens.shape[1])[None] >= held
-    values = [np.where(batch.loss_mask, array, np.nan).astype(np.float32) for array in _floats(batch)]
-    return replace(
-        batch,
-        tokens=np.where(padding, 99 - batch.tokens, batch.tokens),
-        advantages=values[0],
-        old_logprobs=values[1],
-        ref_logprobs=values[2],
-    )
-
-
-def _floats(batch: MicroBatch) -> list[np.ndarray]:
-    assert batch.old_logprobs is not None
-    assert batch.ref_logprobs is not None
-    return [batch.advantages, batch.old_logprobs, batch.ref_logprobs]
-
-
-def _widened(batch: MicroBatch) -> MicroBatch:
-    """Five columns of padding more."""
-    return replace(batch, **{name: np.pad(getattr(batch, name), ((0, 0), (0, 5))) for name in PER_TOKEN})
+    floats = {name: np.where(batch.loss_mask, getattr(batch, name), np.float32(np.nan)) for name in PER_TOKEN[2:]}
+    return replace(batch, tokens=np.where(padding, 99 - batch.tokens, batch.tokens), **floats)
 
 
 def _one_step(group: Group, model: Path, calls: list[list[MicroBatch]]) -> dict[str, torch.Tensor]:
-    actor = group.actor(model, optimizer=OptimizerConfig(lr=0.1, eps=1.0, clip_grad=1e9))
+    actor = make_actor(group, model, optimizer=OptimizerConfig(lr=0.1, eps=1.0, clip_grad=1e9))
     actor.load_hf(model)
     for batches in calls:
         actor.accumulate(batches)
@@ -69,14 +53,13 @@ def _variants(group: Group, model: Path) -> dict[str, dict[str, torch.Tensor]]:
     variants = {
         "plain": [batches],
         "poisoned and filled": [[fillers[0], *map(_poisoned, batches)], fillers],
-        "widened": [[_widened(batch) for batch in batches]],
         "rows, reversed": [rows[4:][::-1], rows[:3], [], rows[3:4]],
         "packed": [[row]],
         "packed, poisoned": [[_poisoned(row)]],
         "some packed": [[reference.packed(*batches[1::-1]), reference.packed(batches[2]), batches[3]]],
     }
     results = {name: _one_step(group, model, calls) for name, calls in variants.items()}
-    actor = group.actor(model)
+    actor = make_actor(group, model)
     with pytest.raises(ValueError, match="first token"):
         actor.accumulate([replace(batches[0], loss_mask=batches[0].tokens >= 0)])
     with pytest.raises(ValueError, match="old_logprobs"):
@@ -128,7 +111,7 @@ def _two_steps(group: Group, model: Path, start: Path) -> list[float]:
         reference=plan,
     )
     adam = OptimizerConfig(lr=0.05, eps=1.0, clip_grad=1e9, weight_decay=0.0)
-    actor = group.actor(model, ParallelConfig(pp=2), adam, aim)
+    actor = make_actor(group, model, None, adam, aim)
     actor.load_hf(start)
     norms = []
     for step in (1, 2):
@@ -142,7 +125,7 @@ def test_a_kl_goes_to_a_reference_that_follows_each_step(tmp_path: Path) -> None
     """The reference begins as `model`, the policy elsewhere."""
     shape = reference.tiny_config(layers=2)
     model, start = (reference.make_model(shape, tmp_path / str(seed), seed) for seed in (0, 1))
-    found, _ = on_ranks(_two_steps, 2, model, start)
+    (found,) = on_ranks(_two_steps, 1, model, start)
     policy, anchor, batches = reference.load(start), reference.load(model), reference.make_batches(4, seed=3)
     surrogate = policy_loss(replace(WHOLE_VOCABULARY, kl_coef=0.0))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.05, eps=1.0, weight_decay=0.0)

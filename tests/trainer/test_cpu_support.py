@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from rlsys.trainer import cpu_support
-from tests.trainer.harness import Group, on_ranks
+from tests.support.megatron_processes import Group, fresh, on_ranks
 
 SOURCE = """
 import torch
@@ -81,4 +81,5 @@ def _on_the_real_megatron(_: Group) -> None:
 
 
 def test_an_unexpected_megatron_is_refused_and_cuda_left_alone() -> None:
-    on_ranks(_on_the_real_megatron, 1)
+    with fresh(1) as hosts:
+        on_ranks(_on_the_real_megatron, 1, hosts=hosts)

@@ -16,13 +16,14 @@ from rlsys.trainer import export as export_module
 from rlsys.trainer.log_prob import LogProbWorker
 from rlsys.weights.transport import Bucket, digest, pack, unpack
 from rlsys.weights.weight_map import largest_tensor_bytes
+from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
-from tests.trainer.harness import Group, Layout, digest_of, export, local_model, on_ranks
+from tests.trainer.harness import Layout, digest_of, export, local_model, make_actor
 from tests.weights import ends
 
 
 def _in_process(group: Group, model: Path, other: Path) -> None:
-    actor = group.actor(model)
+    actor = make_actor(group, model)
     actor.load_hf(other)
     smallest = largest_tensor_bytes(model, Dtype.float32)
     buckets = export(actor, smallest)
@@ -58,8 +59,13 @@ def test_buckets_are_as_small_as_the_model_allows_and_may_lie_in_one_memory(tmp_
 
 
 def _every_stage_sends(group: Group, layout: Layout, models: list[Path], folder: Path) -> None:
-    export_module.open_sender = ends.sender_of
-    actor, rank = group.actor(models[0], layout.parallel), group.rank
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_module, "open_sender", ends.sender_of)
+        _send_all(group, layout, models, folder)
+
+
+def _send_all(group: Group, layout: Layout, models: list[Path], folder: Path) -> None:
+    actor, rank = make_actor(group, models[0], layout.parallel), group.rank
     spec = ends.spec(SyncMode.ipc, 1, folder, bucket_bytes=50_000)
     receiver = ends.receiver_of(replace(spec, rank=1))
     speed = actor.open_export(spec)

@@ -1,24 +1,20 @@
-"""Kernels follow from what is asked for and what a machine has; those that a CPU can run compute the same."""
+"""Kernels follow from what is asked for and what a machine has."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from rlsys.config.schema import Layers, ModelConfig, OptimizerConfig, ParallelConfig
+from rlsys.config.schema import Layers, ModelConfig, ParallelConfig
 from rlsys.observe.environment import Capabilities
-from rlsys.trainer.model import stage_model as models
 from rlsys.trainer.model.layers import choose_layers, kernel_settings
 from rlsys.trainer.model.stage_model import transformer_config
 from rlsys.weights.weight_map import read_architecture
 from tests.support.refusals import refused
 from tests.trainer import reference
-from tests.trainer.harness import Group, on_ranks, weights_of
 
 NOTHING = Capabilities()
 GPU = Capabilities(cuda_devices=1, compute_capability=(9, 0))
@@ -77,30 +73,3 @@ def test_megatron_takes_the_settings(fp8: bool, tmp_path: Path) -> None:
         assert settings.pop(of_te)
     made = transformer_config(read_architecture(str(model)), asked, ParallelConfig(), settings)
     assert {name: getattr(made, name) for name in settings} == settings
-
-
-def _steps(group: Group, paths: list[Path]) -> dict[tuple[Path, bool], dict[str, torch.Tensor]]:
-    chosen = models.kernel_settings
-    results = {}
-    for path, fusion in product(paths, (False, True)):
-
-        def with_fusion(*args: Any, fusion: bool = fusion) -> dict[str, Any]:
-            return {**chosen(*args), "bias_activation_fusion": fusion}
-
-        models.kernel_settings = with_fusion
-        actor = group.actor(path, optimizer=OptimizerConfig(lr=0.1, eps=1.0, clip_grad=1e9))
-        assert actor._model.config.bias_activation_fusion is fusion
-        actor.load_hf(path)
-        actor.accumulate(reference.make_batches(3))
-        norm = actor.apply().grad_norm
-        results[path, fusion] = {**weights_of(actor), "norm": torch.tensor(norm)}
-    return results
-
-
-def test_a_fused_swiglu_is_a_swiglu(tmp_path: Path) -> None:
-    configs = {"dense": reference.tiny_config(layers=1), "experts": reference.tiny_qwen3_moe(layers=1)}
-    paths = [reference.make_model(config, tmp_path / name) for name, config in configs.items()]
-    (results,) = on_ranks(_steps, 1, paths)
-    for path in paths:
-        for name, tensor in results[path, False].items():
-            torch.testing.assert_close(results[path, True][name], tensor, rtol=1e-5, atol=1e-6, msg=name)

@@ -16,19 +16,12 @@ from tests.trainer import reference
 from tests.trainer.harness import local_model
 
 
-def test_tensor_parallel_is_fastest_then_data_then_pipeline() -> None:
-    places = [place_of(rank, 12, ParallelConfig(tp=2, pp=2)) for rank in range(12)]
-    assert [place.tp for place in places] == [0, 1] * 6
-    assert [place.dp for place in places] == [0, 0, 1, 1, 2, 2] * 2
-    assert [place.pp for place in places] == [0] * 6 + [1] * 6
-    assert [place.rank for place in places if place.reports] == [6, 8, 10]
-
-
-def test_context_parallel_comes_between_tensor_and_data_parallel() -> None:
+def test_tensor_parallel_is_fastest_then_context_then_data_then_pipeline() -> None:
     places = [place_of(rank, 16, ParallelConfig(tp=2, cp=2, pp=2, ep=4)) for rank in range(16)]
     assert [place.tp for place in places] == [0, 1] * 8
     assert [place.cp for place in places] == [0, 0, 1, 1] * 4
     assert [place.dp for place in places] == [0, 0, 0, 0, 1, 1, 1, 1] * 2
+    assert [place.pp for place in places] == [0] * 8 + [1] * 8
     assert [place.ep for place in places] == [0, 1, 2, 3] * 4
     assert [place.in_stage for place in places] == [*range(8)] * 2
     assert [place.rank for place in places if place.reports] == [8, 12]
