@@ -49,25 +49,25 @@ from tests.trainer.memory_meter import MemoryMeter
 
 PLAIN = Layout()
 ALWAYS = ("parameters", "gradients", "optimizer", "reference")
-SMALLEST = 50e6
+SMALLEST = 20e6
 """Bytes of a step that says something."""
 TOLERANCE = 0.1
-VOCAB = 4096
-LENGTHS = (512, 300, 512, 420)
+VOCAB = 2048
+LENGTHS = (384, 200, 384, 312)
 SIZES = {
     "vocab_size": VOCAB,
-    "hidden_size": 512,
-    "intermediate_size": 1408,
+    "hidden_size": 256,
+    "intermediate_size": 704,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
 }
 EXPERTS = {
-    "head_dim": 64,
+    "head_dim": 32,
     "num_experts": 8,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 256,
+    "moe_intermediate_size": 128,
     "norm_topk_prob": True,
 }
 SHAPES: dict[str, partial[PretrainedConfig]] = {
