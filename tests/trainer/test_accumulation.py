@@ -9,14 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.algorithms.losses import policy_loss
-from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
 from rlsys.config.schema import OptimizerConfig
 from rlsys.errors import RunError
-from rlsys.trainer.actor import Objective
 from rlsys.trainer.batches import MicroBatch, collate
-from rlsys.trainer.log_prob import ReferencePlan
-from rlsys.trainer.model.logprobs import divergence_of
 from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
 from tests.trainer.harness import make_actor, weights_of
@@ -91,61 +86,4 @@ def _gradient_norm(model: Path) -> float:
     module, batches = reference.load(model), reference.make_batches(4, seed=3)
     total = torch.stack([reference.loss_of(module, batch) for batch in batches]).sum()
     (total / sum(batch.trained_tokens for batch in batches)).backward()
-    return _norm(module)
-
-
-def _norm(module: torch.nn.Module) -> float:
     return float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None]))
-
-
-KL_COEF, TAU = 0.5, 0.5
-WHOLE_VOCABULARY = AlgorithmConfig(kl_coef=KL_COEF, kl_estimator=KlEstimator.full_forward)
-
-
-def _two_steps(group: Group, model: Path, start: Path) -> list[float]:
-    plan = ReferencePlan(TAU, update_period=1, reset_period=None)
-    aim = Objective(
-        policy_loss(WHOLE_VOCABULARY),
-        reference.TEMPERATURE,
-        divergence=divergence_of(WHOLE_VOCABULARY),
-        reference=plan,
-    )
-    adam = OptimizerConfig(lr=0.05, eps=1.0, clip_grad=1e9, weight_decay=0.0)
-    actor = make_actor(group, model, None, adam, aim)
-    actor.load_hf(start)
-    norms = []
-    for step in (1, 2):
-        actor.accumulate(reference.make_batches(4, seed=3))
-        norms.append(actor.apply().grad_norm)
-        actor.end_step(step)
-    return norms
-
-
-def test_a_kl_goes_to_a_reference_that_follows_each_step(tmp_path: Path) -> None:
-    """The reference begins as `model`, the policy elsewhere."""
-    shape = reference.tiny_config(layers=2)
-    model, start = (reference.make_model(shape, tmp_path / str(seed), seed) for seed in (0, 1))
-    (found,) = on_ranks(_two_steps, 1, model, start)
-    policy, anchor, batches = reference.load(start), reference.load(model), reference.make_batches(4, seed=3)
-    surrogate = policy_loss(replace(WHOLE_VOCABULARY, kl_coef=0.0))
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.05, eps=1.0, weight_decay=0.0)
-    for norm in found:
-        policy.zero_grad()
-        total = torch.zeros(())
-        for batch in batches:
-            log_p, log_r = (_log_p(one, batch) for one in (policy, anchor))
-            kl = (log_r.exp() * (log_r - log_p)).sum()
-            total = total + reference.loss_of(policy, batch, surrogate) + KL_COEF * kl
-        (total / sum(batch.trained_tokens for batch in batches)).backward()
-        assert norm == pytest.approx(_norm(policy), rel=2e-4)
-        optimizer.step()
-        with torch.no_grad():
-            for ours, theirs in zip(anchor.parameters(), policy.parameters(), strict=True):
-                ours.lerp_(theirs, 1.0 - TAU)
-
-
-def _log_p(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
-    """[trained tokens, vocabulary] in the place of each."""
-    row, column = batch.loss_mask.nonzero()
-    logits = model(torch.tensor(batch.tokens)).logits / reference.TEMPERATURE
-    return torch.log_softmax(logits, dim=-1)[row, column - 1]

@@ -51,11 +51,6 @@ def _batch() -> MicroBatch:
     return MicroBatch(tokens, lengths, mask, np.zeros(tokens.shape, np.float32))
 
 
-def _model(group: Group, path: Path) -> PolicyModel:
-    place = mesh.start(group.meet(), ParallelConfig(), seed=1)
-    return PolicyModel(read_architecture(path), local_model(path), ParallelConfig(), place)
-
-
 def _on_the_way_through(group: Group, folder: Path, names: Sequence[str]) -> dict[str, Any]:
     results = {}
     place = mesh.start(group.meet(), ParallelConfig(), seed=1)
@@ -105,7 +100,8 @@ def _expected(path: Path) -> Tensor:
 
 
 def _load_tied_with_another_output_layer(group: Group, path: Path) -> None:
-    model = _model(group, path)
+    place = mesh.start(group.meet(), ParallelConfig(), seed=1)
+    model = PolicyModel(read_architecture(path), local_model(path), ParallelConfig(), place)
     with pytest.raises(UserError, match="lm_head"):
         load_hf(model, path)
 

@@ -251,14 +251,9 @@ def _refusals(group: Group, model: Path, out: Path) -> None:
             worker.offload()
             worker.restore()
     worker.finish_update(1, sent)
-    before = worker.compute(STEPS[1])
-    worker.offload()
-    worker.restore()
     after = worker.compute(STEPS[1])
-    assert before is not None
     assert after is not None
-    assert (before[0].policy == after[0].policy).all()
-    assert (before[0].policy != first[0].policy).any()
+    assert (after[0].policy != first[0].policy).any()
     assert (after[0].reference == first[0].reference).all()
 
 

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from rlsys.config.schema import Dtype, ParallelConfig
-from rlsys.errors import RunError
 from rlsys.trainer import mesh
-from rlsys.trainer.batches import LogProbs
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, TopkPlan
 from rlsys.trainer.offload import Offloaded
 from rlsys.weights.convert.conversion import megatron_to_hf
@@ -60,58 +58,51 @@ def averaged(model: str, dtype: Dtype, plan: ReferencePlan, versions: int, drift
     return held
 
 
-class Bench:
+class Bench(LogProbWorker):
     """A log-prob worker that is handed made-up versions of the policy."""
 
     def __init__(
         self,
-        rank: int,
-        world: int,
-        port: int,
+        rendezvous: mesh.Rendezvous,
         model: str,
         parallel: ParallelConfig,
         plan: ReferencePlan | None,
         dtype: Dtype = Dtype.float32,
         picks: TopkPlan | None = None,
     ) -> None:
-        self._model, self._dtype = model, dtype
-        place, config = rendezvous(rank, world, port), local_model(model, dtype)
-        self._worker = LogProbWorker(place, config, parallel, reference.TEMPERATURE, 1, plan, picks)
-        self.restore, self.load = self._worker.restore, self._worker.load
+        self._path, self._dtype = model, dtype
+        super().__init__(rendezvous, local_model(model, dtype), parallel, reference.TEMPERATURE, 1, plan, picks)
 
     def offload(self, scratch: str) -> Offloaded:
-        self._worker._scratch = scratch
-        return self._worker.offload()
+        self._scratch = scratch
+        return super().offload()
 
     def updates(self, first: int, last: int, drift: float = 0.02) -> None:
         for version in range(first, last + 1):
-            self._worker.begin_update()
-            buckets = list(pack(policy(self._model, version, self._dtype, drift).items(), 50_000))
+            self.begin_update()
+            buckets = list(pack(policy(self._path, version, self._dtype, drift).items(), 50_000))
             for bucket in buckets:
-                self._worker.take_bucket(bucket)
-            self._worker.finish_update(version, digest_of(buckets))
+                self.take_bucket(bucket)
+            self.finish_update(version, digest_of(buckets))
 
     def save(self, folder: str) -> None:
-        self._worker.begin_save(folder)
-        self._worker.finish_save()
+        self.begin_save(folder)
+        self.finish_save()
 
-    def reference(self) -> dict[str, np.ndarray]:
+    def exported(self) -> dict[str, np.ndarray]:
         """Every exported tensor as float32, on rank 0."""
-        return {name: tensor.float().numpy() for name, tensor in weights_of(self._worker).items()}
-
-    def compute(self) -> list[LogProbs] | None:
-        return self._worker.compute(reference.make_batches(1))
+        return {name: tensor.float().numpy() for name, tensor in weights_of(self).items()}
 
     def refuses(self, kind: type[Exception]) -> None:
         """Every call that needs a reference."""
-        for call in (lambda: self.save(""), lambda: self.load(""), self.reference):
+        for call in (lambda: self.save(""), lambda: self.load(""), self.exported):
             with pytest.raises(kind, match="reference"):
                 call()
 
     def convert(self, checkpoint: str, out: str) -> None:
         """The last thing that is asked for."""
         mesh.stop()
-        megatron_to_hf(checkpoint, out, self._model, processes=1)
+        megatron_to_hf(checkpoint, out, self._path, processes=1)
 
 
 @pytest.fixture(scope="module")
@@ -124,12 +115,12 @@ async def start(cut: str, model: str, *more: Any) -> HostedGroup:
     parallel, world = CUTS[cut]
     group = HostedGroup("bench", pool(world))
     _, port = await group.free_address(60)
-    await group.build(Bench, [(rank, world, port, model, parallel, *more) for rank in range(world)], 60)
+    await group.build(Bench, [(rendezvous(rank, world, port), model, parallel, *more) for rank in range(world)], 60)
     return group
 
 
 async def reference_of(group: HostedGroup) -> dict[str, Tensor]:
-    return {name: torch.tensor(value) for name, value in (await group.call("reference"))[0].items()}
+    return {name: torch.tensor(value) for name, value in (await group.call("exported"))[0].items()}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -246,23 +237,9 @@ async def test_each_version_does_what_is_due_and_no_more(
         assert same(found, await reference_of(group)), "a version counts once"
 
 
-async def test_only_an_average_in_bfloat16_takes_memory_beyond_its_weights(model: str, tmp_path: Path) -> None:
-    away = {}
-    for plan in (FIXED, replace(FIXED, reset_period=2), AVERAGE):
-        group = await start("one", model, plan, Dtype.bfloat16)
-        away[plan] = (await group.call("offload", str(tmp_path)))[0].bytes
-        await group.call("refuses", RunError)
-    weights = sum(tensor.nbytes for tensor in policy(model, 0, Dtype.bfloat16).values())
-    # Of policy and reference, and of a master of twice the size, all but the ends of tensors.
-    plain, reset = away[FIXED], away[replace(FIXED, reset_period=2)]
-    assert max(plain, reset) <= 2 * weights
-    assert abs(plain - reset) <= 0.05 * weights, "whole pages are given back: where tensors begin decides on their ends"
-    assert weights < away[AVERAGE] - away[FIXED] <= 2.2 * weights
-
-
 async def test_without_a_reference_nothing_is_kept_of_one(model: str) -> None:
     group = await start("one", model, None)
-    ((found,),) = await group.call("compute")
+    ((found,),) = await group.call("compute", reference.make_batches(1))
     assert found.reference is found.picks is None
     await group.call("refuses", RuntimeError)
     with pytest.raises(AssertionError, match="ValueError"):

@@ -23,6 +23,7 @@ from rlsys.errors import RunError, UserError
 from rlsys.trainer.actor import Actor
 from rlsys.trainer.log_prob import ReferencePlan
 from rlsys.trainer.model.logprobs import divergence_of
+from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.trainer.offload import Offloaded
 from rlsys.weights.checkpoint.sharded import Written
 from rlsys.weights.checkpoint.store import About, is_complete, read_about
@@ -39,13 +40,12 @@ MOMENTS = ("__1_0.distcp", ".complete.json.partial")
 """Files of a checkpoint in the order in which they are opened."""
 
 
-class Bench:
-    """An actor, and the moments at which it is saved."""
+class Bench(Actor):
+    """An actor whose saves are held up and watched."""
 
     def __init__(
         self,
         rank: int,
-        world: int,
         port: int,
         model: str,
         parallel: ParallelConfig,
@@ -53,56 +53,62 @@ class Bench:
         dtype: Dtype = Dtype.float32,
         distributed: bool = True,
     ) -> None:
-        place, config = rendezvous(rank, world, port), local_model(model, dtype)
-        objective = FOLLOWING if follows else OBJECTIVE
+        place, config = rendezvous(rank, 2, port), local_model(model, dtype)
         adam = replace(OPTIMIZER, distributed=distributed)
-        self._actor = Actor(place, config, parallel, adam, objective, len(STEPS), seed=1)
-        self._actor.load_hf(model)
+        super().__init__(place, config, parallel, adam, FOLLOWING if follows else OBJECTIVE, len(STEPS), seed=1)
+        self.load_hf(model)
+        self._initial = [tensor.clone() for tensor in self._matrices(self._policy)]
         self._go_on = Event()
-        self.saving, self.finish = self._actor.saving, self._actor.finish_save
-        self.load, self.restore = self._actor.load, self._actor.restore
 
     def offload(self, scratch: str) -> Offloaded:
-        self._actor._scratch = scratch
-        return self._actor.offload()
+        self._scratch = scratch
+        return super().offload()
 
     def train(self, *steps: int) -> None:
-        place = self._actor.place
         for step in steps:
-            mine = STEPS[step][place.dp :: place.dp_size]
-            self._actor.accumulate(
-                [reference.packed(one, cp=place.cp_size) if place.cp_size > 1 else one for one in mine]
-            )
-            self._actor.apply()
-            self._actor.end_step(step + 1)
+            mine = STEPS[step][self.place.dp :: self.place.dp_size]
+            cp = self.place.cp_size
+            self.accumulate([reference.packed(batch, cp=cp) for batch in mine] if cp > 1 else mine)
+            self.apply()
+            self.end_step(step + 1)
 
     def weights(self) -> dict[str, np.ndarray]:
         """On rank 0, as float32."""
-        return {name: tensor.float().numpy() for name, tensor in weights_of(self._actor).items()}
+        return {name: tensor.float().numpy() for name, tensor in weights_of(self).items()}
+
+    def reference_is_half_way(self) -> bool:
+        """Whether the reference lies in the middle between the first weights and those of now."""
+        assert self._reference is not None
+        weights = zip(self._matrices(self._reference.model), self._initial, self._matrices(self._policy), strict=True)
+        return all(torch.allclose(found, (old + new) / 2, rtol=0, atol=1e-6) for found, old, new in weights)
+
+    @staticmethod
+    def _matrices(model: PolicyModel) -> list[torch.Tensor]:
+        return [parameter.detach() for parameter in model.module.parameters()]
 
     def hold(self) -> None:
         """Let nothing be written until `go_on`."""
-        self._actor._writer._thread.submit(self._go_on.wait)
+        self._writer._thread.submit(self._go_on.wait)
 
     def go_on(self) -> None:
         self._go_on.set()
 
     def begin(self, folder: str) -> None:
-        self._actor.begin_save(folder)
-        self._copy = weakref.ref(self._actor._writer._jobs[0].planner)
+        self.begin_save(folder)
+        self._copy = weakref.ref(self._writer._jobs[0].planner)
 
     def save(self, folder: str) -> None:
         self.begin(folder)
-        self.finish()
+        self.finish_save()
 
     def keeps_a_copy(self) -> bool:
         """Whether what was saved last is still in memory, when the thread that wrote it has let go of it."""
-        self._actor._writer._thread.submit(int).result()
+        self._writer._thread.submit(int).result()
         return self._copy() is not None
 
     def load_weights(self, folder: str) -> None:
         """The model's alone, as a conversion reads them."""
-        self._actor._model.load_checkpoint(folder)
+        self._model.load_checkpoint(folder)
 
     def fails(self, method: str, *args: Any) -> tuple[str, str]:
         """The class of what a call raises, and what people read; empty if it does not."""
@@ -129,7 +135,7 @@ async def start(
 ) -> HostedGroup:
     group = HostedGroup("actor", hosts or pool(2))
     _, port = await group.free_address(60.0)
-    await group.build(Bench, [(rank, 2, port, model, parallel, *more) for rank in range(2)], 60.0)
+    await group.build(Bench, [(rank, port, model, parallel, *more) for rank in range(2)], 60.0)
     return group
 
 
@@ -152,6 +158,7 @@ async def test_what_is_saved_is_the_state_when_saving_began(model: str, tmp_path
     group = await start(model, DP2, True)
     await group.call("train", 0)
     begun = await weights_in(group)
+    assert all(await group.call("reference_is_half_way"))
     await group.call("hold")
     await group.call("begin", folder)
     await group.call("train", 1)
@@ -161,7 +168,7 @@ async def test_what_is_saved_is_the_state_when_saving_began(model: str, tmp_path
     await group.call("go_on")
     await group.call("restore")
     await group.call("train", 2)
-    written = await group.call("finish")
+    written = await group.call("finish_save")
     assert await group.call("saving") == [False, False]
     assert is_complete(folder)
     assert same(await weights_in(group), undisturbed)
@@ -199,7 +206,7 @@ async def test_a_run_goes_on_exactly_under_its_cut_and_to_rounding_under_another
     saved = await weights_in(group)
     await group.call("begin", str(tmp_path / "saved"))
     await group.call("train", 2)
-    await group.call("finish")
+    await group.call("finish_save")
     trained = await weights_in(group)
     assert not same(trained, saved)
     for cut in cuts:
@@ -222,10 +229,10 @@ async def test_a_save_waits_for_the_one_before_and_its_copy_goes_when_it_is_comp
     assert is_complete(first)
     assert not is_complete(second)
     assert await group.call("keeps_a_copy") == [True, True]
-    await group.call("finish")
+    await group.call("finish_save")
     assert is_complete(second)
     assert await group.call("keeps_a_copy") == [False, False]
-    assert await group.call("finish") == [Written(0, 0.0)] * 2
+    assert await group.call("finish_save") == [Written(0, 0.0)] * 2
     for kind, said in await group.call("fails", "begin", second):
         assert kind == "UserError"
         assert second in said
@@ -241,13 +248,15 @@ async def test_a_full_disk_is_said_on_all_ranks_and_leaves_nothing_that_looks_co
         (full / name).symlink_to("/dev/full")
         await group.call("begin", str(full))
         # The next save says what became of the one before.
-        for kind, said in await group.call("fails", *(("begin", str(tmp_path / "other")) if number else ("finish",))):
+        for kind, said in await group.call(
+            "fails", *(("begin", str(tmp_path / "other")) if number else ("finish_save",))
+        ):
             assert kind == "RunError"
             assert str(full) in said
             assert "No space left on device" in said
         assert not is_complete(full)
     # It is said once, and the next save is another.
-    await group.call("finish")
+    await group.call("finish_save")
     await group.call("train", 0)
     await group.call("save", str(tmp_path / "next"))
     assert is_complete(tmp_path / "next")
@@ -346,7 +355,7 @@ async def test_random_generators_go_on_in_the_same_layout_alone(model: str, tmp_
     await group.call("draw")
     await group.call("begin", folder)
     expected = [await group.call("draw") for _ in range(3)]
-    await group.call("finish")
+    await group.call("finish_save")
     await group.call("load", folder)
     assert [await group.call("draw") for _ in range(3)] == expected
 

@@ -16,7 +16,6 @@ from rlsys.trainer.model import logprobs as vocabulary
 from rlsys.trainer.model.logprobs import (
     VocabShard,
     divergence_of,
-    lay_out,
     logprobs_at,
     token_logprobs,
     top_tokens,
@@ -241,22 +240,3 @@ def test_logits_far_apart_stay_finite_in_bfloat16(forward_kl: bool) -> None:
     assert (logprobs.tolist(), entropy.tolist()) == ([pytest.approx(-59904.0)], [0.0])
     (grad,) = torch.autograd.grad(apart.sum() + logprobs.sum() + entropy.sum(), logits)
     assert grad.isfinite().all()
-
-
-def test_values_are_laid_out_row_by_row() -> None:
-    mask = torch.tensor([[False, True, False], [False, True, True]])
-    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    (lay_out(values, mask) * torch.tensor([[7.0, 10.0, 7.0], [7.0, 20.0, 30.0]])).sum().backward()
-    assert lay_out(values, mask).tolist() == [[0.0, 1.0, 0.0], [0.0, 2.0, 3.0]]
-    assert values.grad is not None
-    assert values.grad.tolist() == [10.0, 20.0, 30.0]
-
-
-@pytest.mark.parametrize("k", [None, 4])
-def test_a_divergence_without_what_it_compares_is_refused(k: int | None) -> None:
-    divergence = divergence_of(AlgorithmConfig(kl_estimator=KlEstimator.full_forward, kl_topk_tokens=k))
-    of_targets = dict.fromkeys(("targets", "logprobs", "old_logprobs", "ref_logprobs"), torch.zeros(2))
-    missing = dict.fromkeys(("pick_tokens", "pick_logprobs", "ref_logits"))
-    assert divergence is not None
-    with pytest.raises(ValueError, match="needs"):
-        divergence(torch.zeros(2, 8), VocabShard(None, 0, 8), 1.0, **of_targets, **missing)
