@@ -32,13 +32,6 @@ SETTINGS = [
 ]
 
 
-def called(value: object) -> str | None:
-    """A short name of a setting."""
-    if not isinstance(value, AlgorithmConfig):
-        return None
-    return f"{value.credit}-{value.baseline}-{value.advantage_scale}"
-
-
 @dataclass(frozen=True)
 class ExactEpisode:
     """An episode in fractions: entries of tokens with turn -1 mean nothing."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms.losses import LossInputs, token_weights
-from rlsys.config.algorithm import Aggregation, AlgorithmConfig, KlEstimator, PolicyLoss
+from rlsys.config.algorithm import Aggregation, AlgorithmConfig, PolicyLoss
 
 LOSS_LENGTH = 7
 NAN = math.nan
@@ -70,24 +70,8 @@ def surrogate(config: AlgorithmConfig, token: Token, held: Token, ratio: float) 
     return -min(max(ratio, low), largest) * advantage
 
 
-def divergence(estimator: KlEstimator, token: Token, held: Token) -> float:
-    """One token's estimate; stop-gradients read `held`."""
-    log_w, held_log_w = token.ref - token.logprob, held.ref - held.logprob
-    r = math.exp(token.logprob - held.logprob)
-    k3 = math.exp(log_w) - 1 - log_w
-    return {
-        "k1": -log_w,
-        "k2": log_w**2 / 2,
-        "k3": k3,
-        "k3++": r * k3,
-        "k4": r * -held_log_w,
-        "k5": math.exp(held_log_w) * log_w + math.log(r),
-        "abs": abs(log_w),
-    }[estimator]
-
-
 def token_losses(config: AlgorithmConfig, now: Episode, held: Episode) -> list[float]:
-    """The loss of each trained token of one episode; what a stop-gradient holds fast is read from `held`."""
+    """The loss of each trained token of one episode, its KL term by k3; stop-gradients read `held`."""
     pairs = [(token, fixed) for token, fixed in zip(now, held, strict=True) if token.trained]
     losses = []
     for token, fixed in pairs:
@@ -100,9 +84,9 @@ def token_losses(config: AlgorithmConfig, now: Episode, held: Episode) -> list[f
             weight = 1.0
             if config.use_kl_iw:
                 weight = math.exp(fixed.logprob - fixed.old)
-                weight = max(weight, -math.inf if config.kl_iw_clip_lower is None else config.kl_iw_clip_lower)
-                weight = min(weight, math.inf if config.kl_iw_clip_upper is None else config.kl_iw_clip_upper)
-            loss += config.kl_coef * weight * divergence(config.kl_estimator, token, fixed)
+                weight = min(max(weight, config.kl_iw_clip_lower), config.kl_iw_clip_upper)
+            log_w = token.ref - token.logprob
+            loss += config.kl_coef * weight * (math.exp(log_w) - 1 - log_w)
         losses.append(loss)
     return losses
 
@@ -110,8 +94,6 @@ def token_losses(config: AlgorithmConfig, now: Episode, held: Episode) -> list[f
 def aggregated(aggregation: Aggregation, losses: Sequence[Sequence[float]]) -> float:
     """Token losses of each episode as one number."""
     some = [one for one in losses if one]
-    if not some:
-        return 0.0
     if aggregation == "token-mean":
         flat = [value for one in some for value in one]
         return sum(flat) / len(flat)

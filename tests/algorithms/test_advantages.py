@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rlsys.algorithms.advantages import AdvantageEstimate, RewardedEpisode, batch_advantages, group_estimates
 from rlsys.config.algorithm import AdvantageBaseline, AdvantageScale, AlgorithmConfig
 from rlsys.config.derived import needs_whole_mini_batch
-from tests.algorithms.exact import GAMMAS, SETTINGS, ExactEpisode, called, mini_batches, oracle, setting
+from tests.algorithms.exact import GAMMAS, SETTINGS, ExactEpisode, mini_batches, oracle, setting
 
 EPS = 1e-6
 GRPO = setting("trajectory", "group", "group")
@@ -131,7 +131,7 @@ def test_what_stands_on_other_tokens_and_what_came_before_changes_no_bit(
         assert alone[::-1] == found
 
 
-@pytest.mark.parametrize(("config", "reward"), zip(SETTINGS, cycle([0.1, -1e6 - 0.1]), strict=False), ids=called)
+@pytest.mark.parametrize(("config", "reward"), zip(SETTINGS, cycle([0.1, -1e6 - 0.1]), strict=False))
 def test_equal_rewards_teach_nothing_where_the_baseline_is_a_mean(config: AlgorithmConfig, reward: float) -> None:
     groups = [[episode([reward], [-1, 0, 0], values=[0.0] * 3)] * size for size in (1, 3, 7)]
     found = {value for group in advantages(groups, config) for own in group for value in own}
@@ -157,7 +157,6 @@ def test_nothing_to_estimate() -> None:
         setting("turn", "none", "group"),
         setting("trajectory", "critic", "group"),
     ],
-    ids=called,
 )
 def test_what_has_no_meaning_is_refused(config: AlgorithmConfig) -> None:
     with pytest.raises(ValueError, match=f"algorithm.baseline={config.baseline}"):

@@ -1,4 +1,4 @@
-"""Kernels follow from what is asked for and what a machine has."""
+"""Kernels follow from what is asked for and what a machine has; Megatron-core runs without CUDA."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlsys.config.schema import Layers, ModelConfig, ParallelConfig
 from rlsys.observe.environment import Capabilities
+from rlsys.trainer import cpu_support
 from rlsys.trainer.model.layers import choose_layers, kernel_settings
 from rlsys.trainer.model.stage_model import transformer_config
 from rlsys.weights.weight_map import read_architecture
+from tests.support.megatron_processes import Group, fresh, on_ranks
 from tests.support.refusals import refused
 from tests.trainer import reference
 
@@ -73,3 +76,27 @@ def test_megatron_takes_the_settings(fp8: bool, tmp_path: Path) -> None:
         assert settings.pop(of_te)
     made = transformer_config(read_architecture(str(model)), asked, ParallelConfig(), settings)
     assert {name: getattr(made, name) for name in settings} == settings
+
+
+def _on_the_real_megatron(_: Group) -> None:
+    from megatron.core.pipeline_parallel import schedules
+
+    function = schedules.forward_backward_no_pipelining
+    before = function.__code__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        cpu_support.enable()
+        assert function.__code__ is before, "nothing may change where CUDA is"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(schedules, "forward_backward_no_pipelining")
+        with pytest.raises(cpu_support.UnsupportedMegatron, match="forward_backward_no_pipelining"):
+            cpu_support.enable()
+    cpu_support.enable()
+    cpu_support.enable()
+    assert "cuda" in before.co_consts
+    assert "cuda" not in function.__code__.co_consts
+
+
+def test_an_unexpected_megatron_is_refused_and_cuda_left_alone() -> None:
+    with fresh(1) as hosts:
+        on_ranks(_on_the_real_megatron, 1, hosts=hosts)

@@ -205,16 +205,10 @@ async def test_a_checkpoint_without_a_master_begins_one(model: str, tmp_path: Pa
         torch.testing.assert_close(tensor.double(), exact, rtol=2**-8, atol=0, msg=name)
 
 
-def test_what_is_due_goes_by_the_version() -> None:
-    both = ReferencePlan(tau=0.5, update_period=3, reset_period=4)
-    assert [both.kept_at(version) for version in range(1, 13)] == [1, 1, 0.5, 0, 1, 0.5, 1, 0, 0.5, 1, 1, 0]
-    assert ReferencePlan(1.0, 1, None).kept_at(7) == 1
-
-
 @pytest.mark.parametrize(
     ("plan", "dtype", "cut"),
     [
-        (replace(AVERAGE, reset_period=3), Dtype.bfloat16, "one"),
+        (replace(AVERAGE, update_period=1, reset_period=3), Dtype.bfloat16, "one"),
         (AVERAGE, Dtype.float32, "tp2"),
         (FIXED, Dtype.float32, "one"),
         pytest.param(AVERAGE, Dtype.float32, "tp2 pp2", marks=pytest.mark.slow),
