@@ -138,17 +138,6 @@ def test_weights_and_statistics_equal_the_rules_token_by_token(rows: list[Token]
     assert measure(*arrays(rows), weights, config.level) == stats
 
 
-@settings(max_examples=25)
-@given(rows=tokens, config=configs)
-def test_equal_policies_weigh_exactly_one(rows: list[Token], config: CorrectionConfig) -> None:
-    old, _, mask = arrays(rows)
-    weights, stats = correct(old, old.copy(), mask, config)
-    assert weights is not None
-    assert weights.tolist() == [1.0] * len(rows)
-    assert (stats.effective_share, stats.cut, stats.cut_mass) == (1, 0, 0)
-    assert (stats.abs_log_ratio, stats.k1, stats.k3) == (0, 0, 0)
-
-
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("config", ALL)
 @pytest.mark.parametrize("poison", [NAN, INF, 3e38])
