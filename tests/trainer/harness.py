@@ -44,7 +44,7 @@ def make_actor(
 def shared_memory(rank: int, bucket_bytes: int) -> TransportSpec:
     """A transport within one process."""
     members = ("the actor", "the test")
-    return TransportSpec(SyncMode.tensor, rank, members, bucket_bytes, 10.0, Device.cpu, ("", 0), "")
+    return TransportSpec(SyncMode.tensor, rank, members, bucket_bytes, 120.0, Device.cpu, ("", 0), "")
 
 
 def export(worker: WeightSender, bucket_bytes: int) -> list[Bucket]:
@@ -74,7 +74,7 @@ def digest_of(buckets: list[Bucket]) -> str:
 
 def weights_of(worker: WeightSender) -> dict[str, Tensor]:
     """Every exported tensor by name, on rank 0."""
-    return {r.name: tensor.clone() for bucket in export(worker, 50_000) for r, tensor in unpack(bucket)}
+    return {r.name: tensor.clone() for bucket in export(worker, 500_000) for r, tensor in unpack(bucket)}
 
 
 @dataclass(frozen=True)
@@ -94,15 +94,8 @@ class Layout:
 
     @property
     def parallel(self) -> ParallelConfig:
-        layers = list(self.pp_layers) if self.pp_layers else None
-        return ParallelConfig(
-            tp=self.tp,
-            pp=self.pp,
-            cp=self.cp,
-            ep=self.ep,
-            pp_layers=layers,
-            sequence_parallel=self.sequence_parallel,
-        )
+        sizes = {name: getattr(self, name) for name in ("tp", "pp", "cp", "ep", "sequence_parallel")}
+        return ParallelConfig(**sizes, pp_layers=list(self.pp_layers) if self.pp_layers else None)
 
     @property
     def processes(self) -> int:

@@ -183,13 +183,17 @@ def train(
 
 def by_sequence(model: torch.nn.Module, batches: Sequence[MicroBatch]) -> list[tuple[Tensor, int]]:
     """(sum of losses, trained tokens) of each sequence that has any, of padded rows."""
-    per_token = ("tokens", "lengths", "loss_mask", "advantages", "old_logprobs", "ref_logprobs")
-    rows = [
-        replace(batch, **{name: getattr(batch, name)[row : row + 1] for name in per_token})
+    return [(loss_of(model, row), row.trained_tokens) for row in rows_of(batches) if row.trained_tokens]
+
+
+def rows_of(batches: Iterable[MicroBatch]) -> list[MicroBatch]:
+    """Each padded row by itself."""
+    arrays = ("tokens", "lengths", "loss_mask", "advantages", "old_logprobs", "ref_logprobs")
+    return [
+        replace(batch, **{name: getattr(batch, name)[row : row + 1] for name in arrays})
         for batch in batches
         for row in range(len(batch.tokens))
     ]
-    return [(loss_of(model, row), row.trained_tokens) for row in rows if row.trained_tokens]
 
 
 def aggregated(aggregation: str, parts: Sequence[tuple[Tensor, int]]) -> Tensor:

@@ -16,18 +16,14 @@ from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
 from tests.trainer.harness import make_actor, weights_of
 
-PER_TOKEN = ("tokens", "loss_mask", "advantages", "old_logprobs", "ref_logprobs")
-
-
-def _row(batch: MicroBatch, row: int) -> MicroBatch:
-    return replace(batch, **{name: getattr(batch, name)[row : row + 1] for name in ("lengths", *PER_TOKEN)})
+FLOATS = ("advantages", "old_logprobs", "ref_logprobs")
 
 
 def _poisoned(batch: MicroBatch) -> MicroBatch:
     """Other values wherever nothing is trained: in every per-token array, and as tokens of the padding."""
     held = batch.lengths.sum() if batch.packed else batch.lengths[:, None]
     padding = np.arange(batch.tokens.shape[1])[None] >= held
-    floats = {name: np.where(batch.loss_mask, getattr(batch, name), np.float32(np.nan)) for name in PER_TOKEN[2:]}
+    floats = {name: np.where(batch.loss_mask, getattr(batch, name), np.float32(np.nan)) for name in FLOATS}
     return replace(batch, tokens=np.where(padding, 99 - batch.tokens, batch.tokens), **floats)
 
 
@@ -42,7 +38,7 @@ def _one_step(group: Group, model: Path, calls: list[list[MicroBatch]]) -> dict[
 
 def _variants(group: Group, model: Path) -> dict[str, dict[str, torch.Tensor]]:
     batches = reference.make_batches(4, seed=3)
-    rows = [_row(batch, row) for batch in batches for row in range(len(batch.tokens))]
+    rows = reference.rows_of(batches)
     row = reference.packed(*batches)
     fillers = [collate([], pad_id=0, multiple_of=8, packed=packed) for packed in (False, True)]
     variants = {

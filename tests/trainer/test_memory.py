@@ -18,20 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from rlsys.cluster.planning.plan import GroupMemory, MicroBatchLoad, StageRank, stage_memory
+from rlsys.config import schema
 from rlsys.config.algorithm import FULL_KL, AdvantageBaseline, AlgorithmConfig
-from rlsys.config.schema import (
-    ActorConfig,
-    ClusterConfig,
-    CriticConfig,
-    Device,
-    Dtype,
-    InferenceConfig,
-    Layers,
-    ModelConfig,
-    OptimizerConfig,
-    Packing,
-    RunConfig,
-)
 from rlsys.observe.environment import Capabilities
 from rlsys.trainer.actor import Actor, Critic, Learner
 from rlsys.trainer.batches import MicroBatch
@@ -93,23 +81,23 @@ class Case:
     targets: float = 0.5
     """Share of a sequence, at its end."""
     micro_batches: int = 1
-    dtype: Dtype = Dtype.float32
+    dtype: schema.Dtype = schema.Dtype.float32
     kl: str = "sampled"
 
-    def config(self, path: Path) -> RunConfig:
+    def config(self, path: Path) -> schema.RunConfig:
         """Of a run that has the group alone on ranks from 0 on."""
         layout = self.layout
-        packing = Packing.packed if self.packed else Packing.padded
-        optimizer = OptimizerConfig(distributed=layout.distributed)
+        packing = schema.Packing.packed if self.packed else schema.Packing.padded
+        optimizer = schema.OptimizerConfig(distributed=layout.distributed)
         critic = self.group == "critic"
         placement = {"actor": "100", "inference": "101", "rollout": "102"}
         placement[self.group] = f"0-{layout.processes - 1}"
-        return RunConfig(
-            model=ModelConfig(path=str(path), dtype=self.dtype, recompute=layout.recompute),
-            cluster=ClusterConfig(device=Device.cpu, placement=placement),
-            actor=ActorConfig(parallel=layout.parallel, optimizer=optimizer, packing=packing),
-            critic=CriticConfig(parallel=layout.parallel, optimizer=optimizer, packing=packing),
-            inference=InferenceConfig(parallel=layout.parallel, packing=packing),
+        return schema.RunConfig(
+            model=schema.ModelConfig(path=str(path), dtype=self.dtype, recompute=layout.recompute),
+            cluster=schema.ClusterConfig(device=schema.Device.cpu, placement=placement),
+            actor=schema.ActorConfig(parallel=layout.parallel, optimizer=optimizer, packing=packing),
+            critic=schema.CriticConfig(parallel=layout.parallel, optimizer=optimizer, packing=packing),
+            inference=schema.InferenceConfig(parallel=layout.parallel, packing=packing),
             algorithm=AlgorithmConfig(
                 kl_coef=0.1, baseline=AdvantageBaseline.critic if critic else AdvantageBaseline.group, **KL[self.kl]
             ),
@@ -128,24 +116,24 @@ LAYOUTS = [
     Layout(pp=2, pp_layers=(1, 3), tied=False),
 ]
 GRID = [
-    *(Case(layout, dtype=dtype) for layout, dtype in zip(LAYOUTS, cycle(Dtype), strict=False)),
-    *(Case(layout, packed=False, targets=0.02, dtype=Dtype.bfloat16) for layout in LAYOUTS[::2]),
+    *(Case(layout, dtype=dtype) for layout, dtype in zip(LAYOUTS, cycle(schema.Dtype), strict=False)),
+    *(Case(layout, packed=False, targets=0.02, dtype=schema.Dtype.bfloat16) for layout in LAYOUTS[::2]),
     *(Case(replace(layout, tied=False), "llama", "critic") for layout in LAYOUTS[1::2]),
     *(Case(replace(layout, tied=False), "moe") for layout in LAYOUTS[::3]),
-    Case(Layout(recompute=True, tied=False), "moe", packed=False, dtype=Dtype.bfloat16),
+    Case(Layout(recompute=True, tied=False), "moe", packed=False, dtype=schema.Dtype.bfloat16),
     Case(Layout(tp=2, ep=2, sequence_parallel=True, tied=False), "moe"),
-    Case(Layout(dp=2, ep=2, recompute=True, tied=False), "moe", dtype=Dtype.bfloat16),
+    Case(Layout(dp=2, ep=2, recompute=True, tied=False), "moe", dtype=schema.Dtype.bfloat16),
     Case(Layout(tp=2, sequence_parallel=True), group="inference", packed=False),
-    Case(Layout(tied=False), "moe", "inference", dtype=Dtype.bfloat16),
+    Case(Layout(tied=False), "moe", "inference", dtype=schema.Dtype.bfloat16),
     Case(Layout(pp=2), packed=False, micro_batches=3),
     Case(Layout(cp=2)),
-    Case(Layout(cp=2, recompute=True), dtype=Dtype.bfloat16),
+    Case(Layout(cp=2, recompute=True), dtype=schema.Dtype.bfloat16),
     Case(Layout(recompute=True), kl="whole"),
-    Case(Layout(pp=2, recompute=True), kl="whole, average", micro_batches=3, dtype=Dtype.bfloat16),
+    Case(Layout(pp=2, recompute=True), kl="whole, average", micro_batches=3, dtype=schema.Dtype.bfloat16),
     Case(Layout(recompute=True), kl="top 128"),
     Case(group="inference"),
     Case(group="inference", kl="top 128"),
-    Case(group="inference", kl="sampled, average", dtype=Dtype.bfloat16),
+    Case(group="inference", kl="sampled, average", dtype=schema.Dtype.bfloat16),
 ]
 
 
@@ -160,9 +148,9 @@ def test_a_step_takes_the_bytes_that_are_estimated(case: Case, tmp_path: Path) -
 def test_local_layers_on_a_gpu_are_estimated_with_the_kernels_that_they_get(fusions: bool, tmp_path: Path) -> None:
     SHAPES["dense"]().save_pretrained(tmp_path)
     config = Case().config(tmp_path)
-    config.cluster.device = Device.gpu
-    config.model.layers, config.model.fusions = Layers.local, fusions
-    settings = kernel_settings(config.model, Layers.local, Capabilities(cuda_devices=1))
+    config.cluster.device = schema.Device.gpu
+    config.model.layers, config.model.fusions = schema.Layers.local, fusions
+    settings = kernel_settings(config.model, schema.Layers.local, Capabilities(cuda_devices=1))
     rank = StageRank(config, read_architecture(config.model.path), "actor", 0, MicroBatchLoad(64, 8, 64))
     assert rank.fused_swiglu == settings.get("bias_activation_fusion", False)
     assert rank.fused_rope == settings.get("apply_rope_fusion", False)

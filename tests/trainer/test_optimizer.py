@@ -75,17 +75,12 @@ def test_overlapped_steps_are_those_without(layout: Layout, tmp_path: Path) -> N
         assert found["norms"] == pytest.approx(plain["norms"], rel=1e-5), way
         for key, tensor in plain["weights"].items():
             torch.testing.assert_close(found["weights"][key], tensor, rtol=1e-5, atol=1e-6, msg=f"{way} {key}")
-    for rank in ranks:
-        _overlaps_when_it_should(rank)
-    # Megatron does not cut the gradients of stages behind the first.
-    assert ranks[0]["sums"]["buckets"] > 1
-
-
-def _overlaps_when_it_should(results: dict[str, Any]) -> None:
-    """Sums are under way at the end of a step's last call, from the second step on (Megatron learns from the first)."""
-    for way, found in results.items():
+    # Sums are under way at the end of a step's last call, from the second step on: Megatron learns from the first.
+    for way, found in [item for rank in ranks for item in rank.items()]:
         overlaps = way not in ("plain", "never-told")
         assert found["under_way"] == [0] * 5 + [found["buckets"] if overlaps else 0], way
+    # Megatron does not cut the gradients of stages behind the first.
+    assert ranks[0]["sums"]["buckets"] > 1
 
 
 @pytest.mark.parametrize("lacks", [{"overlap_grad_reduce": True, "distributed": False}, {"overlap_grad_reduce": False}])
