@@ -88,7 +88,7 @@ def mini_batches() -> st.SearchStrategy[list[list[ExactEpisode]]]:
 
 
 Numbers = list[list[list[float]]]
-"""Of each token of each episode of each group."""
+"""A number for each token of each episode of each group."""
 
 
 def oracle(batch: list[list[ExactEpisode]], config: AlgorithmConfig) -> tuple[Numbers, Numbers]:

@@ -50,7 +50,7 @@ def episode(draw: random.Random, trained: Sequence[bool], one_advantage: bool = 
 
 
 def episodes(seed: int, count: int = 6, longest: int = 7, one_advantage: bool = False) -> list[Episode]:
-    """Of different lengths; the first has no trained token, the second one only."""
+    """Episodes of different lengths; the first has no trained token, the second one only."""
     draw = random.Random(seed)
     masks = [[False, False], [False, True]]
     masks += [[draw.random() < 0.7 for _ in range(draw.randint(2, longest))] for _ in range(count - 2)]

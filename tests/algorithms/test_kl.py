@@ -18,10 +18,10 @@ TABLE = {
     "k5": (True, True, True),
     "abs": (False, False, False),
 }
-"""Of `rlsys.algorithms.kl`: unbiased in value; in gradient; estimates the forward KL."""
+"""The table of `rlsys.algorithms.kl`: unbiased in value; in gradient; estimates the forward KL."""
 SAMPLED = [KlEstimator(name) for name in TABLE]
 FAR = 0.01
-"""How far a biased estimator is off, at least, relative to what it should be."""
+"""The least error of a biased estimator, relative to the exact value."""
 
 
 def policies() -> tuple[Tensor, Tensor]:

@@ -52,7 +52,7 @@ def expectation(kl: TopKKl, k: int, logits: Tensor, log_r: Tensor, log_old: Tens
 
 
 def errors(kl: TopKKl, k: int, on_policy: bool) -> tuple[float, float]:
-    """How far the expected value and the expected gradient are from the KL's own."""
+    """Distances of the expected value and the expected gradient from the KL's own."""
     logits, log_r, log_old = distributions(0)
     log_p = logits.log_softmax(-1)
     exact = dense(log_p, log_r, kl.config.kl_estimator is KlEstimator.full_forward)

@@ -181,7 +181,7 @@ def _on_rank(shell: Shell, function: Callable[..., Any], group: Group, args: tup
 
 
 class HostedGroup:
-    """As much of a WorkerGroup as the groups of the driver use, without Ray."""
+    """The part of a WorkerGroup that the groups of the driver use, without Ray."""
 
     def __init__(self, name: str, hosts: Sequence[Host]) -> None:
         self.name = name

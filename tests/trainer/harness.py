@@ -79,7 +79,7 @@ def weights_of(worker: WeightSender) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model under test is cut."""
+    """Cuts of a model, and the settings that go with them."""
 
     tp: int = 1
     pp: int = 1

@@ -153,7 +153,7 @@ def logprobs_and_entropy(model: torch.nn.Module, tokens: np.ndarray) -> tuple[Te
 
 
 def adamw(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """That decays matrices alone."""
+    """An optimiser that decays matrices alone."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others: dict[str, Any] = {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}
     betas, decay = (config.beta1, config.beta2), config.weight_decay
@@ -224,7 +224,7 @@ def loss_of(model: torch.nn.Module, batch: MicroBatch, loss: LossFunction = LOSS
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """As a checkpoint names them: a tied matrix appears once, and every expert by itself."""
+    """The names of a checkpoint: a tied matrix appears once, and every expert by itself."""
     return by_checkpoint_names((name, parameter.detach()) for name, parameter in model.named_parameters())
 
 

@@ -1,4 +1,4 @@
-"""What is not trained contributes nothing, and how the rest is cut up does not matter."""
+"""Tokens that are not trained contribute nothing, and any cut of the others gives the same step."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_masked_tokens_give_nothing_and_cuts_do_not_matter(tmp_path: Path) -> No
 
 
 def _gradient_norm(model: Path) -> float:
-    """Of all micro-batches as one batch, in transformers."""
+    """The norm of all micro-batches as one batch, in transformers."""
     module, batches = reference.load(model), reference.make_batches(4, seed=3)
     total = torch.stack([reference.loss_of(module, batch) for batch in batches]).sum()
     (total / sum(batch.trained_tokens for batch in batches)).backward()

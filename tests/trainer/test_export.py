@@ -1,4 +1,4 @@
-"""What leaves the actor and what the log-prob worker makes of it, where the memory between them is tight."""
+"""Weights on their way from the actor to the log-prob worker, where the memory between them is tight."""
 
 from __future__ import annotations
 

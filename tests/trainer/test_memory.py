@@ -67,12 +67,12 @@ KL: dict[str, dict[str, Any]] = {
     "whole, average": {"kl_estimator": FULL_KL[1], "ref_policy_ema_tau": 0.9},
     "sampled, average": {"ref_policy_ema_tau": 0.9},
 }
-"""What a case's `kl` is in the algorithm's settings."""
+"""The algorithm's settings for the `kl` of a case."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is run."""
+    """A step to measure."""
 
     layout: Layout = PLAIN
     shape: str = "dense"
@@ -85,7 +85,7 @@ class Case:
     kl: str = "sampled"
 
     def config(self, path: Path) -> schema.RunConfig:
-        """Of a run that has the group alone on ranks from 0 on."""
+        """A run that has the group alone on ranks from 0 on."""
         layout = self.layout
         packing = schema.Packing.packed if self.packed else schema.Packing.padded
         optimizer = schema.OptimizerConfig(distributed=layout.distributed)
@@ -157,7 +157,7 @@ def test_local_layers_on_a_gpu_are_estimated_with_the_kernels_that_they_get(fusi
 
 
 def _measure(group: Group, folder: Path, case: Case) -> None:
-    """Of one process: run the step once to warm up and once under the meter, and compare."""
+    """Run the step once to warm up and once under the meter, in one process, and compare."""
     config, batch = case.config(folder), _batch(case)
     worker = WORKERS[case.group].from_config(config, group.meet())
     batches = [batch] * case.micro_batches
@@ -211,7 +211,7 @@ def _step(worker: Learner | LogProbWorker, batches: Sequence[MicroBatch]) -> Non
 
 
 def _count_routed(worker: Learner | LogProbWorker) -> list[int]:
-    """How many tokens the experts of each layer that runs from now on get, which are few or many by chance."""
+    """Count the tokens that the experts of each layer get from now on, which are few or many by chance."""
     counts: list[int] = []
     model = worker._policy if isinstance(worker, LogProbWorker) else worker._model
     for name, module in model.module.named_modules():

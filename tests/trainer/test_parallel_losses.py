@@ -104,7 +104,7 @@ def _objective_of(algorithm: AlgorithmConfig) -> Objective:
 
 
 Result = tuple[Applied, list[dict[str, float]], dict[str, Tensor]]
-"""What `apply` returned, statistics, and weights after one step."""
+"""The answer of `apply`, statistics, and weights after one step."""
 
 
 def _in_group(group: Group, policies: Policies, run: Run) -> dict[str, Result]:

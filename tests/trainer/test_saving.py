@@ -77,7 +77,7 @@ class Bench(Actor):
         return {name: tensor.float().numpy() for name, tensor in weights_of(self).items()}
 
     def reference_is_half_way(self) -> bool:
-        """Whether the reference lies in the middle between the first weights and those of now."""
+        """Tell if the reference lies in the middle between the first weights and those of now."""
         assert self._reference is not None
         weights = zip(self._matrices(self._reference.model), self._initial, self._matrices(self._policy), strict=True)
         return all(torch.allclose(found, (old + new) / 2, rtol=0, atol=1e-6) for found, old, new in weights)
@@ -102,7 +102,7 @@ class Bench(Actor):
         self.finish_save()
 
     def keeps_a_copy(self) -> bool:
-        """Whether what was saved last is still in memory, when the thread that wrote it has let go of it."""
+        """Tell if the last save is still in memory, when the thread that wrote it has let go of it."""
         self._writer._thread.submit(int).result()
         return self._copy() is not None
 

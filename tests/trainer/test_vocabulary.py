@@ -1,4 +1,4 @@
-"""What is computed from sharded logits equals float64 softmax and autograd over the whole vocabulary."""
+"""Log-probs and KL of sharded logits equal float64 softmax and autograd over the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Case:
 
     vocab: int
     columns: int
-    """Of each rank; what is beyond the vocabulary is padding."""
+    """Columns of each rank; those beyond the vocabulary are padding."""
     count: int = 37
     k: int = 5
     temperature: float = 0.7
@@ -136,7 +136,7 @@ def sharded(group: Group) -> list[Results]:
 
 
 def joined(parts: Sequence[Results]) -> Results:
-    """What every rank has alike, and gradients side by side."""
+    """The values that all ranks have alike, and gradients side by side."""
     for part in parts:
         for name, values in part.items():
             assert name.startswith("d ") or torch.equal(values, parts[0][name]), f"ranks differ in {name}"
