@@ -18,6 +18,7 @@ from tests.trainer import reference
 
 OBJECTIVE = Objective(reference.LOSS, reference.TEMPERATURE)
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1)
+TOTAL_STEPS = 3
 
 
 def local_model(path: Path | str, dtype: Dtype = Dtype.float32, recompute: bool = False) -> ModelConfig:
@@ -38,7 +39,7 @@ def make_actor(
 ) -> Actor:
     """An actor of the next process group, without weights."""
     config = local_model(model, dtype, recompute)
-    return Actor(group.meet(), config, parallel or ParallelConfig(), optimizer, objective, 3, 1, scratch)
+    return Actor(group.meet(), config, parallel or ParallelConfig(), optimizer, objective, TOTAL_STEPS, 1, scratch)
 
 
 def shared_memory(rank: int, bucket_bytes: int) -> TransportSpec:

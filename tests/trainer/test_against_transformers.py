@@ -19,14 +19,13 @@ from rlsys.weights.transport import Bucket, ChecksumError, unpack
 from rlsys.weights.weight_map import largest_tensor_bytes
 from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
-from tests.trainer.harness import Layout, digest_of, export, local_model, make_actor, weights_of
+from tests.trainer.harness import TOTAL_STEPS, Layout, digest_of, export, local_model, make_actor, weights_of
 
 STEPS, PER_STEP = 2, 6
 FIXED = ReferencePlan(tau=1.0, update_period=1, reset_period=None)
 OPTIMIZER = OptimizerConfig(
     lr=5e-3,
     decay=LrDecay.cosine,
-    warmup_fraction=0.34,
     weight_decay=0.1,
     # Large, so that Adam's update depends on the size of the gradient and not only on its sign.
     eps=1e-2,
@@ -138,7 +137,7 @@ def test_training_and_logprobs_equal_transformers(layout: Layout, family: str, t
     for name, tensor in expected.items():
         assert torch.equal(first["initial"][name], tensor), name
 
-    rates = [learning_rate(step, STEPS, OPTIMIZER) for step in range(STEPS)]
+    rates = [learning_rate(step, TOTAL_STEPS, OPTIMIZER) for step in range(STEPS)]
     trained, norms = reference.train(model, _steps(), OPTIMIZER, rates)
     for step, applied in enumerate(first["applied"]):
         assert applied.divisor == sum(b.trained_tokens for b in _steps()[step])
