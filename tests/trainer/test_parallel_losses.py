@@ -24,7 +24,7 @@ from rlsys.data.trajectory import Sample
 from rlsys.orchestrator.worker_groups import scores_of
 from rlsys.trainer.actor import Actor, Objective
 from rlsys.trainer.batches import Applied, BatchSharder
-from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, TopkPlan
+from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, ReferencePolicy, TopkPlan
 from rlsys.weights.hf_io import HfReader
 from rlsys.weights.transport import pack
 from tests.support.megatron_processes import Group, on_ranks
@@ -90,12 +90,13 @@ CASES = {
 class _Actor(Actor):
     """Goes from objective to objective, and is spared being built for each."""
 
+    _held: ReferencePolicy | None = None
+
     def minimise(self, aim: Objective) -> None:
+        """Take up another aim, with the reference that the first had where it asks for one."""
         self._objective = aim
         self._held = self._reference or self._held
         self._reference = None if aim.reference is None else self._held
-
-    _held = None
 
 
 def _objective_of(algorithm: AlgorithmConfig) -> Objective:
