@@ -190,7 +190,14 @@ def _switching(
     ("processes", "parallel", "distributed", "dtype"),
     [
         pytest.param(2, ParallelConfig(), True, Dtype.float32, id="dp2"),
-        pytest.param(4, ParallelConfig(pp=2), True, Dtype.bfloat16, id="pp2 dp2 bfloat16", marks=pytest.mark.slow),
+        pytest.param(
+            4,
+            ParallelConfig(pp=2, pp_layers=[2, 1]),
+            True,
+            Dtype.bfloat16,
+            id="pp2 dp2 bfloat16",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(2, ParallelConfig(tp=2), False, Dtype.bfloat16, id="not distributed", marks=pytest.mark.slow),
     ],
 )
