@@ -191,7 +191,7 @@ class End:
     def __init__(self, make: Callable[[], Any]) -> None:
         context = multiprocessing.get_context("forkserver")
         # The one of a session serves every test that forks from it.
-        context.set_forkserver_preload(["tests.trainer.preloaded"])
+        context.set_forkserver_preload(["tests.support.megatron_preloaded"])
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, make), daemon=True)
         self.process.start()

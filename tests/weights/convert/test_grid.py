@@ -20,14 +20,13 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rlsys.algorithms.losses import ValueLoss
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
-from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor, Critic
 from rlsys.trainer.batches import MicroBatch
 from rlsys.trainer.forward import forward
 from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
-from tests.support.ports import free_port
+from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
-from tests.trainer.harness import OBJECTIVE, rendezvous, run_group
+from tests.trainer.harness import OBJECTIVE
 from tests.weights.convert.models import assert_same_logits, assert_same_tensors, make_model
 
 PROCESSES = 8
@@ -107,13 +106,13 @@ def probe() -> MicroBatch:
     return MicroBatch(tokens, np.full(2, WIDTH), mask, np.zeros(tokens.shape, np.float32))
 
 
-def _load_compute_save(rank: int, world: int, port: int, folder: str, kind: Kind, cut: Cut) -> None:
+def _load_compute_save(group: Group, folder: str, kind: Kind, cut: Cut) -> None:
     parallel = cut.parallel
     # Tensor-parallel ranks that hold experts must have it.
     parallel.sequence_parallel = cut.tp > 1 and kind.experts
     config = ModelConfig(f"{folder}/model", Layers.local, kind.dtype)
     common: dict[str, Any] = {"total_steps": 9, "seed": 1}
-    place, adam = rendezvous(rank, world, port), OptimizerConfig()
+    place, adam = group.meet(), OptimizerConfig()
     learner: Actor | Critic = (
         Critic(place, config, parallel, adam, ValueLoss(0.3), **common)
         if kind.critic
@@ -122,10 +121,9 @@ def _load_compute_save(rank: int, world: int, port: int, folder: str, kind: Kind
     learner.load(f"{folder}/converted")
     found = forward(learner._model, [probe()], lambda output, _: output.float().numpy())
     if found and learner.place.dp == 0:
-        np.save(f"{folder}/columns-{rank}.npy", found[0])
+        np.save(f"{folder}/columns-{group.rank}.npy", found[0])
     learner.begin_save(f"{folder}/saved")
     learner.finish_save()
-    mesh.stop()
 
 
 @pytest.mark.parametrize(("name", "cut", "laid_out"), points())
@@ -133,7 +131,7 @@ def test_a_model_goes_through_a_group_and_comes_back(name: str, cut: Cut, laid_o
     kind, model = KINDS[name], tmp_path / "model"
     make_model(model, kind.family, getattr(torch, kind.dtype), kind.critic, layers=LAYERS)
     hf_to_megatron(model, tmp_path / "converted", parallel=laid_out.parallel, values=kind.critic, processes=1)
-    run_group(_load_compute_save, cut.processes, free_port(), str(tmp_path), kind, cut)
+    on_ranks(_load_compute_save, cut.processes, str(tmp_path), kind, cut)
     assert_computed(tmp_path, kind)
     megatron_to_hf(tmp_path / "saved", tmp_path / "back", model, processes=1)
     assert_same_tensors(model, tmp_path / "back")
