@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from math import prod
+from math import lcm, prod
 
 import pytest
 import torch
@@ -16,76 +16,77 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from rlsys.errors import Code
 from rlsys.weights.weight_map import (
     Architecture,
     ShardLoader,
     WeightMap,
+    architecture_of,
     chunk_layers,
     expert_block,
     stage_layers,
 )
 from tests.support.refusals import refused
-from tests.weights.megatron_shards import expected_shard
+from tests.trainer import reference
 
-LLAMA = Architecture(
-    family="llama",
-    layers=5,
-    hidden=16,
-    heads=8,
-    kv_heads=2,
-    head_dim=4,
-    ffn=12,
-    vocab=50,
-    tied=False,
-    qkv_bias=False,
-    qk_norm=False,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-    max_positions=64,
-)
-QWEN2 = replace(LLAMA, family="qwen2", qkv_bias=True)
-MOE = replace(LLAMA, family="qwen3_moe", qk_norm=True, experts=4, experts_per_token=2, expert_ffn=8)
-FAMILIES = [LLAMA, QWEN2, replace(LLAMA, family="qwen3", qk_norm=True), MOE]
+FAMILIES = {name: architecture_of(config()) for name, config in reference.TINY.items()}
+QWEN2, MOE = FAMILIES["qwen2"], FAMILIES["qwen3_moe"]
 
 
-def shapes_of(arch: Architecture, values: bool = False) -> dict[str, tuple[int, ...]]:
-    """Names and shapes as transformers gives them."""
-    q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (arch.vocab, arch.hidden),
-        "model.norm.weight": (arch.hidden,),
-    }
-    if values:
-        shapes |= {"score.weight": (1, arch.hidden), "score.bias": (1,)}
-    elif not arch.tied:
-        shapes["lm_head.weight"] = (arch.vocab, arch.hidden)
-    for layer in range(arch.layers):
-        block = f"model.layers.{layer}."
-        for part, rows in (("q", q), ("k", kv), ("v", kv)):
-            shapes[f"{block}self_attn.{part}_proj.weight"] = (rows, arch.hidden)
-            if arch.qkv_bias:
-                shapes[f"{block}self_attn.{part}_proj.bias"] = (rows,)
-        if arch.qk_norm:
-            shapes |= {f"{block}self_attn.{part}_norm.weight": (arch.head_dim,) for part in "qk"}
-        shapes |= {
-            f"{block}self_attn.o_proj.weight": (arch.hidden, q),
-            f"{block}input_layernorm.weight": (arch.hidden,),
-            f"{block}post_attention_layernorm.weight": (arch.hidden,),
-        }
-        if arch.experts:
-            shapes[f"{block}mlp.gate.weight"] = (arch.experts, arch.hidden)
-        width = arch.expert_ffn if arch.experts else arch.ffn
-        for mlp in [f"mlp.experts.{expert}" for expert in range(arch.experts)] or ["mlp"]:
-            shapes |= {f"{block}{mlp}.{part}_proj.weight": (width, arch.hidden) for part in ("gate", "up")}
-            shapes[f"{block}{mlp}.down_proj.weight"] = (arch.hidden, width)
-    return shapes
-
-
-def checkpoint_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def checkpoint_of(weights: WeightMap) -> dict[str, Tensor]:
     """Every element has bits of its own; some are an infinity or no number."""
-    sizes = [prod(shape) for shape in shapes.values()]
+    entries = weights.entries()
+    shapes = {hf: shape for entry in entries for hf, shape in zip(entry.hf, entry.rule.shapes, strict=True)}
+    sizes = list(map(prod, shapes.values()))
     parts = torch.arange(0x7F800000 - 20, 0x7F800000 - 20 + sum(sizes), dtype=torch.int32).view(torch.float32)
     return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts.split(sizes), strict=True)}
+
+
+def expected_shard(arch: Architecture, name: str, checkpoint: Mapping[str, Tensor], rank: int, tp: int) -> Tensor:
+    """The tensor `name` on a TP rank, from Hugging Face tensors; an expert's, cut by as many, too."""
+    layer = name.split(".")[2] if name.startswith("decoder.layers") else ""
+    block = f"model.layers.{layer}."
+    expert = name.split(".")[6] if "local_experts" in name else None
+    mlp = f"{block}mlp." if expert is None else f"{block}mlp.experts.{expert}."
+    kind = name.rsplit(".", 1)[1]
+    if "linear_qkv" in name:
+        rows = []
+        per_group = arch.heads // arch.kv_heads
+        q, k, v = (checkpoint[f"{block}self_attn.{part}_proj.{kind}"] for part in "qkv")
+        for group in range(arch.kv_heads):
+            for head in range(group * per_group, (group + 1) * per_group):
+                rows += [q[head * arch.head_dim + i] for i in range(arch.head_dim)]
+            rows += [k[group * arch.head_dim + i] for i in range(arch.head_dim)]
+            rows += [v[group * arch.head_dim + i] for i in range(arch.head_dim)]
+        each = len(rows) // tp
+        return torch.stack(rows[rank * each : (rank + 1) * each])
+    if "linear_fc1" in name:
+        gate, up = checkpoint[f"{mlp}gate_proj.weight"], checkpoint[f"{mlp}up_proj.weight"]
+        each = len(gate) // tp
+        mine = range(rank * each, (rank + 1) * each)
+        return torch.stack([gate[row] for row in mine] + [up[row] for row in mine])
+    if "linear_proj" in name or "linear_fc2" in name:
+        whole = checkpoint[f"{block}self_attn.o_proj.weight" if "proj" in name else f"{mlp}down_proj.weight"]
+        each = whole.shape[1] // tp
+        return torch.stack([whole[:, rank * each + i] for i in range(each)], dim=1)
+    if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        tied = arch.tied or name.startswith("embedding")
+        whole = checkpoint["model.embed_tokens.weight" if tied else "lm_head.weight"]
+        padded = next(rows for rows in range(len(whole), len(whole) + lcm(128, tp)) if rows % 128 == rows % tp == 0)
+        mine = range(rank * padded // tp, (rank + 1) * padded // tp)
+        return torch.stack([whole[row] if row < len(whole) else torch.zeros_like(whole[0]) for row in mine])
+    return checkpoint[
+        {
+            "decoder.final_layernorm.weight": "model.norm.weight",
+            "value_head.weight": "score.weight",
+            "value_head.bias": "score.bias",
+            f"decoder.layers.{layer}.input_layernorm.weight": f"{block}input_layernorm.weight",
+            f"decoder.layers.{layer}.pre_mlp_layernorm.weight": f"{block}post_attention_layernorm.weight",
+            f"decoder.layers.{layer}.self_attention.q_layernorm.weight": f"{block}self_attn.q_norm.weight",
+            f"decoder.layers.{layer}.self_attention.k_layernorm.weight": f"{block}self_attn.k_norm.weight",
+            f"decoder.layers.{layer}.mlp.router.weight": f"{block}mlp.gate.weight",
+        }[name]
+    ]
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -108,7 +109,7 @@ def models(draw: st.DrawFn) -> tuple[Architecture, int]:
     tp = draw(st.integers(1, 4))
     unit = draw(st.sampled_from([1, tp]))
     groups, per_group, layers = (draw(st.integers(1, 3)) for _ in range(3))
-    family = draw(st.sampled_from(FAMILIES))
+    family = draw(st.sampled_from(list(FAMILIES.values())))
     arch = replace(
         family,
         layers=layers,
@@ -139,8 +140,8 @@ def test_every_cut_holds_what_megatron_reads_and_comes_back_bit_for_bit(
 ) -> None:
     """Whatever order the tensors come in; a size that does not divide is refused."""
     arch, tp = model
-    weights, checkpoint = WeightMap(arch, values), checkpoint_of(shapes_of(arch, values))
-    assert weights.hf_names() == checkpoint.keys()
+    weights = WeightMap(arch, values)
+    checkpoint = checkpoint_of(weights)
     order = data.draw(st.permutations(sorted(checkpoint)))
     bounds = data.draw(st.sets(st.integers(1, arch.layers - 1))) if arch.layers > 1 else set()
     ends = [0, *sorted(bounds), arch.layers]
@@ -181,31 +182,31 @@ def _sharded(
             entry = weights.entry(name)
             cut = (rank, tp) if entry.expert is None else (0, 1)
             assert same(shards[name][rank], expected_shard(arch, name, checkpoint, *cut)), name
-            assert entry.rule.shapes == tuple(tuple(checkpoint[hf].shape) for hf in entry.hf)
             assert prod(weights.whole_shape(entry, tp)) in (shards[name][rank].numel() * n for n in (1, tp))
     return shards
 
 
-def test_the_order_of_export_goes_layer_by_layer() -> None:
-    entries = WeightMap(replace(MOE, layers=2, experts=2)).entries()
-    assert entries[0].name == "embedding.word_embeddings.weight"
-    assert [entry.name for entry in entries[-2:]] == ["decoder.final_layernorm.weight", "output_layer.weight"]
-    # Norms, attention, output projection, norms of query and key, and the router: 7; two tensors an expert.
-    layer = [None] * 7 + [0, 0, 1, 1]
-    assert [(entry.layer, entry.expert) for entry in entries[1:-2]] == [(n, e) for n in (0, 1) for e in layer]
-
-
-def test_transformer_engines_name_of_an_expert_means_the_same_tensor() -> None:
-    """`tests/weights/checkpoint/test_legacy.py` has all of its names."""
-    entry = WeightMap(replace(MOE, experts=16)).entry("decoder.layers.3.mlp.experts.linear_fc2.weight13")
-    assert entry.name == "decoder.layers.3.mlp.experts.local_experts.13.linear_fc2.weight"
-    assert (entry.layer, entry.expert, entry.hf) == (3, 13, ("model.layers.3.mlp.experts.13.down_proj.weight",))
+@pytest.mark.parametrize(
+    ("of_engine", "name", "numbers"),
+    [
+        ("mlp.experts.linear_fc1.weight2", "mlp.experts.local_experts.2.linear_fc1.weight", (2, 2)),
+        ("mlp.experts.linear_fc2.weight13", "mlp.experts.local_experts.13.linear_fc2.weight", (2, 13)),
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", (2, None)),
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight", (2, None)),
+    ],
+)
+def test_transformer_engines_names_mean_the_same_tensors(
+    of_engine: str, name: str, numbers: tuple[int, int | None]
+) -> None:
+    entry = WeightMap(replace(MOE, experts=16)).entry(f"decoder.layers.2.{of_engine}")
+    assert entry.name == f"decoder.layers.2.{name}"
+    assert (entry.layer, entry.expert) == numbers
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "decoder.layers.5.input_layernorm.weight",
+        "decoder.layers.3.input_layernorm.weight",
         "decoder.layers.0.mlp.experts.linear_fc1.weight4",
         "decoder.layers.0.mlp.linear_fc1.weight",
         "value_head.weight",
@@ -270,29 +271,28 @@ def test_chunks_are_where_megatron_puts_them(
     assert sorted(layer for rank in chunks for held in rank for layer in held) == list(range(layers))
 
 
-def test_chunks_may_be_uneven_or_empty() -> None:
-    """Passes go rank 0, rank 1, rank 0, rank 1; the second rank's first chunk is empty."""
+def test_layers_and_experts_lie_in_blocks() -> None:
+    # Passes go rank 0, rank 1, rank 0, rank 1; the second rank's first chunk is empty.
     assert chunk_layers(4, [[2, 1], [0, 1]]) == [[range(2), range(2, 3)], [range(2, 2), range(3, 4)]]
     with pytest.raises(ValueError, match="4 layers"):
         chunk_layers(4, [[2, 1], [1]])
-
-
-def test_layers_and_experts_lie_in_blocks() -> None:
     assert stage_layers(6, 3, [1, 3, 2]) == [range(1), range(1, 4), range(4, 6)]
     assert stage_layers(6, 2) == [range(3), range(3, 6)]
     assert [expert_block(6, 3, rank) for rank in range(3)] == [range(2), range(2, 4), range(4, 6)]
     assert expert_block(0, 1, 0) == range(0)
 
 
-@pytest.mark.parametrize("pp_layers", [[5], [5, 0], [2, 2]])
-def test_stages_that_are_not_the_model_are_refused(pp_layers: list[int]) -> None:
-    with refused("out_of_range", "pp_layers"):
-        stage_layers(5, 2, pp_layers)
-
-
-def test_sizes_that_do_not_divide_the_model_are_refused() -> None:
-    with refused("mismatch", "pp"):
-        stage_layers(5, 2)
-    for experts in (6, 0):
-        with refused("mismatch", "ep"):
-            expert_block(experts, 4, 0)
+@pytest.mark.parametrize(
+    ("cut", "code", "key"),
+    [
+        pytest.param(lambda: stage_layers(5, 2, [5, 0]), "out_of_range", "pp_layers", id="empty stage"),
+        pytest.param(lambda: stage_layers(5, 2, [5]), "out_of_range", "pp_layers", id="too few stages"),
+        pytest.param(lambda: stage_layers(5, 2, [2, 2]), "out_of_range", "pp_layers", id="too few layers"),
+        pytest.param(lambda: stage_layers(5, 2), "mismatch", "pp", id="stages that do not divide the layers"),
+        pytest.param(lambda: expert_block(6, 4, 0), "mismatch", "ep", id="ranks that do not divide the experts"),
+        pytest.param(lambda: expert_block(0, 4, 0), "mismatch", "ep", id="no experts"),
+    ],
+)
+def test_cuts_that_do_not_fit_the_model_are_refused(cut: Callable[[], object], code: Code, key: str) -> None:
+    with refused(code, key):
+        cut()

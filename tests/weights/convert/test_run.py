@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,8 +18,8 @@ import pytest
 
 from rlsys.errors import Interrupted, RunError, UserError
 from rlsys.weights.convert.conversion import Job, _receipt_of, claim, run
-from tests.support.paths import PROJECT
 from tests.support.refusals import refused
+from tests.trainer.harness import forks
 
 COUNT = 6
 
@@ -35,7 +33,7 @@ class Letters:
     hold: str = ""
     """File at which to wait for ever, half-way."""
     fail: str = ""
-    """File at which to fail, and how: `name:user`, `name:disk`, `name:death` or `name:interrupt`."""
+    """File at which to fail, and how: `name:user`, `name:disk` or `name:interrupt`."""
     crowd: int = 1
     """Processes that must have begun before a file is written."""
 
@@ -75,9 +73,7 @@ class Letters:
             raise UserError("The source is wrong; give another.", code="malformed", key="the source")
         if how == "disk":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/some/file")
-        if how == "interrupt":
-            raise KeyboardInterrupt
-        os._exit(1)
+        raise KeyboardInterrupt
 
 
 def until(holds: Callable[[], object]) -> None:
@@ -103,28 +99,17 @@ def letters(tmp_path: Path) -> Letters:
     return Letters(tmp_path / "log")
 
 
-KILLED = """
-import sys
-from pathlib import Path, PosixPath
-from tests.weights.convert.test_run import Letters, run
-if __name__ == "__main__":
-    run({letters!r}, {out!r}, 2)
-"""
-
-
 def test_a_conversion_by_two_processes_that_is_killed_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     """Its processes end with it; the result is the one that one process writes at once."""
     letters, out = Letters(tmp_path / "log", hold="2.bin", crowd=2), tmp_path / "out"
-    script = tmp_path / "killed.py"
-    script.write_text(KILLED.format(letters=letters, out=out))
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    process = subprocess.Popen([sys.executable, str(script)], env=environment)
+    process = forks().Process(target=run, args=(letters, out, 2))
+    process.start()
     try:
         # The process that does not wait at the one file writes all others.
-        until(lambda: len(journal(out)) == COUNT - 1 or process.poll() is not None)
+        until(lambda: len(journal(out)) == COUNT - 1 or not process.is_alive())
     finally:
         process.kill()
-        process.wait()
+        process.join()
     workers, complete = letters.writers(), set(journal(out))
     assert len(workers) == 2
     assert complete == {f"{number}.bin" for number in range(COUNT)} - {"2.bin"}
@@ -155,8 +140,6 @@ def alive(pid: int) -> bool:
         (1, "disk", RunError),
         (1, "interrupt", Interrupted),
         pytest.param(2, "user", UserError, marks=pytest.mark.slow),
-        pytest.param(2, "disk", RunError, marks=pytest.mark.slow),
-        pytest.param(2, "death", RunError, marks=pytest.mark.slow),
     ],
 )
 def test_a_failure_keeps_what_is_complete(
@@ -189,9 +172,7 @@ def fail(letters: Letters, out: Path) -> None:
 def test_another_source_starts_over_and_says_so(letters: Letters, tmp_path: Path) -> None:
     fail(Letters(letters.log, source="other"), tmp_path / "out")
     outcome = run(letters, tmp_path / "out", 1)
-    assert outcome.kept == 0
-    assert len(outcome.notes) == 2
-    assert len(letters.begun()) == COUNT
+    assert (outcome.kept, len(outcome.notes), len(letters.begun())) == (0, 2, COUNT)
     assert json.loads((tmp_path / "out" / "receipts.json").read_text())["0.bin"] == ["first", "0.bin"]
 
 
@@ -234,7 +215,9 @@ def test_nothing_is_overwritten_or_deleted_that_it_did_not_make(letters: Letters
     assert not letters.log.exists()
 
 
-def test_a_place_where_nothing_can_be_is_refused(letters: Letters, tmp_path: Path) -> None:
+def test_a_place_where_nothing_can_be_is_refused_and_nobody_to_write(letters: Letters, tmp_path: Path) -> None:
+    with refused("out_of_range", "processes"):
+        run(letters, tmp_path / "out", 0)
     for out in (Path("/proc/out"), tmp_path / ("x" * 300), tmp_path / ("x" * 250)):
         with refused("denied", out):
             run(letters, out, 1)
@@ -269,8 +252,3 @@ def test_progress_begins_with_what_was_there_and_ends_with_all(letters: Letters,
     assert {total for _, total in seen} == {outcome.nbytes}
     assert seen[0][0] >= 6000
     assert outcome.nbytes in {done for done, _ in seen}
-
-
-def test_fewer_processes_than_one_are_refused(letters: Letters, tmp_path: Path) -> None:
-    with refused("out_of_range", "processes"):
-        run(letters, tmp_path / "out", 0)
