@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, PretrainedConfig
 
@@ -196,16 +194,6 @@ extends: _decoder
 only:
   sliding_window: {values: [], else: attention within a sliding window}
 """
-RENAMED = """
-extends: llama
-config:
-  layers: n_layer
-tensors:
-  decoder.layers.{layer}.mlp.linear_fc2.weight:
-    cut: rows
-    hf:
-      transformer.h.{layer}.wo: [ffn, 2]
-"""
 
 
 def test_a_family_is_one_file(tmp_path: Path) -> None:
@@ -223,19 +211,6 @@ def test_a_family_is_one_file(tmp_path: Path) -> None:
     with refused("unsupported", "sliding_window"):
         architecture_of(MistralConfig(**sizes, sliding_window=4096), families)
     assert family_names(families) == sorted([*family_names(), "mistral"])
-
-
-def test_a_family_says_only_what_differs(tmp_path: Path) -> None:
-    (tmp_path / "other.yaml").write_text(RENAMED)
-    other = architecture_of(LLAMA_8B | {"model_type": "other", "n_layer": 3}, tmp_path)
-    llama = architecture_of(LLAMA_8B | {"num_hidden_layers": 3})
-    assert asdict(other) | {"family": "llama"} == asdict(llama)
-    weights = WeightMap(other, folder=tmp_path)
-    names = {name.replace("transformer.h.1.wo", "model.layers.1.mlp.down_proj.weight") for name in weights.hf_names()}
-    assert len(names - WeightMap(llama).hf_names()) == 2
-    entry = weights.entry("decoder.layers.1.mlp.linear_fc2.weight")
-    assert entry.rule.shapes == ((14336, 2),)
-    assert torch.equal(weights.shard(entry, [torch.arange(8).view(4, 2)], 1, 2), torch.tensor([[4, 5], [6, 7]]))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,13 @@ from tests.trainer.harness import forks
 COUNT = 6
 
 
+FAILURES = {
+    "user": UserError("The source is wrong; give another.", code="malformed", key="the source"),
+    "disk": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/some/file"),
+    "interrupt": KeyboardInterrupt(),
+}
+
+
 @dataclass(frozen=True)
 class Letters:
     """Writes files of a letter each, and notes by whom and how often each was begun."""
@@ -33,7 +40,7 @@ class Letters:
     hold: str = ""
     """File at which to wait for ever, half-way."""
     fail: str = ""
-    """File at which to fail, and how: `name:user`, `name:disk` or `name:interrupt`."""
+    """File at which to fail, and how: `name:user`, say."""
     crowd: int = 1
     """Processes that must have begun before a file is written."""
 
@@ -49,7 +56,7 @@ class Letters:
         until(lambda: len(self.writers()) >= self.crowd)
         failing, _, how = self.fail.partition(":")
         if name == failing:
-            self._fail(how)
+            raise FAILURES[how]
         number = int(name.removesuffix(".bin"))
         partial = folder / f".{name}.{os.getpid()}"
         partial.write_bytes(bytes([number]) * 1000 * (number + 1))
@@ -67,13 +74,6 @@ class Letters:
 
     def writers(self) -> set[int]:
         return {int(line.split()[1]) for line in self.log.read_text().splitlines()}
-
-    def _fail(self, how: str) -> None:
-        if how == "user":
-            raise UserError("The source is wrong; give another.", code="malformed", key="the source")
-        if how == "disk":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/some/file")
-        raise KeyboardInterrupt
 
 
 def until(holds: Callable[[], object]) -> None:
@@ -243,12 +243,3 @@ def test_one_process_converts_to_one_place(letters: Letters, tmp_path: Path) -> 
     with claim(tmp_path / "out"), refused("in_use", tmp_path / ".out.partial"):
         run(letters, tmp_path / "out", 1)
     assert run(letters, tmp_path / "out", 1).files == COUNT
-
-
-def test_progress_begins_with_what_was_there_and_ends_with_all(letters: Letters, tmp_path: Path) -> None:
-    fail(letters, tmp_path / "out")
-    seen: list[tuple[int, int]] = []
-    outcome = run(letters, tmp_path / "out", 1, lambda done, total: seen.append((done, total)))
-    assert {total for _, total in seen} == {outcome.nbytes}
-    assert seen[0][0] >= 6000
-    assert outcome.nbytes in {done for done, _ in seen}
