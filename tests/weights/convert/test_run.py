@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -11,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlsys.errors import Interrupted, RunError, UserError
-from rlsys.weights.convert.conversion import Job, _receipt_of, claim, run
+from rlsys.weights.convert.conversion import Job, _begin_process, _receipt_of, claim, run
 from tests.support.refusals import refused
 from tests.trainer.harness import forks
 
@@ -70,7 +72,7 @@ class Letters:
         return ["A note."]
 
     def begun(self) -> list[str]:
-        return [line.split()[0] for line in self.log.read_text().splitlines()]
+        return [line.split()[0] for line in self.log.read_text().splitlines()] if self.log.is_file() else []
 
     def writers(self) -> set[int]:
         return {int(line.split()[1]) for line in self.log.read_text().splitlines()}
@@ -99,31 +101,45 @@ def letters(tmp_path: Path) -> Letters:
     return Letters(tmp_path / "log")
 
 
-def test_a_conversion_by_two_processes_that_is_killed_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("processes", "done"), [(1, 2), pytest.param(2, COUNT - 1, marks=pytest.mark.slow)])
+def test_a_conversion_that_is_killed_goes_on_with_what_is_missing(processes: int, done: int, tmp_path: Path) -> None:
     """Its processes end with it; the result is the one that one process writes at once."""
-    letters, out = Letters(tmp_path / "log", hold="2.bin", crowd=2), tmp_path / "out"
-    process = forks().Process(target=run, args=(letters, out, 2))
+    letters, out = Letters(tmp_path / "log", hold="2.bin", crowd=processes), tmp_path / "out"
+    process = forks().Process(target=run, args=(letters, out, processes))
     process.start()
     try:
-        # The process that does not wait at the one file writes all others.
-        until(lambda: len(journal(out)) == COUNT - 1 or not process.is_alive())
+        # Of two processes, the one that does not wait at the one file writes all others.
+        until(lambda: (len(journal(out)) == done and "2.bin" in letters.begun()) or not process.is_alive())
     finally:
         process.kill()
         process.join()
     workers, complete = letters.writers(), set(journal(out))
-    assert len(workers) == 2
-    assert complete == {f"{number}.bin" for number in range(COUNT)} - {"2.bin"}
+    assert (len(workers), len(complete)) == (processes, done)
     assert not out.exists()
     until(lambda: not any(alive(worker) for worker in workers))
     letters.log.unlink()
     again = Letters(letters.log)
     outcome = run(again, out, 1)
-    assert (outcome.files, outcome.kept, outcome.notes) == (COUNT, len(complete), ("A note.",))
+    assert (outcome.files, outcome.kept, outcome.notes) == (COUNT, done, ("A note.",))
     assert outcome.nbytes == sum(1000 * (number + 1) for number in range(COUNT))
-    assert again.begun() == ["2.bin"]
+    assert {*again.begun()} == {f"{number}.bin" for number in range(COUNT)} - complete
     run(Letters(tmp_path / "log2"), tmp_path / "whole", 1)
     assert contents(out) == contents(tmp_path / "whole"), "no trace of the kill"
     assert not (tmp_path / ".out.partial").exists()
+
+
+def _pause_in_a_process(pipe: Connection) -> None:
+    _begin_process(pipe)
+    signal.pause()
+
+
+def test_a_process_of_a_conversion_ends_with_the_one_that_started_it() -> None:
+    there, here = forks().Pipe(duplex=False)
+    process = forks().Process(target=_pause_in_a_process, args=(there,))
+    process.start()
+    here.close()
+    process.join()
+    assert process.exitcode == 1
 
 
 def alive(pid: int) -> bool:
@@ -139,12 +155,20 @@ def alive(pid: int) -> bool:
         (1, "user", UserError),
         (1, "disk", RunError),
         (1, "interrupt", Interrupted),
-        pytest.param(2, "user", UserError, marks=pytest.mark.slow),
+        (2, "user", UserError),
     ],
 )
 def test_a_failure_keeps_what_is_complete(
-    processes: int, how: str, kind: type[Exception], letters: Letters, tmp_path: Path
+    processes: int,
+    how: str,
+    kind: type[Exception],
+    letters: Letters,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # To spawn a process takes seconds.
+    context = forks()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     with pytest.raises(kind) as failure:
         run(Letters(letters.log, fail=f"3.bin:{how}"), tmp_path / "out", processes)
     assert ("/some/file" in str(failure.value)) == (how == "disk")
