@@ -16,7 +16,7 @@ from tests.trainer import reference
 
 
 def configs(layers: int = 3) -> dict[str, PretrainedConfig]:
-    """Each family, tied and not."""
+    """The config of each family, tied and not."""
     return {
         "llama": reference.tiny_llama3(layers),
         "llama-tied": reference.tiny_llama3(layers, tied=True),
@@ -58,7 +58,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
-    """Bit for bit, dtypes too."""
+    """Assert that two folders hold the same tensors, to the bit and the dtype."""
     first, second = ({name: raw(tensor) for name, tensor in tensors_of(folder).items()} for folder in (one, other))
     assert first.keys() == second.keys()
     assert [name for name, content in first.items() if content != second[name]] == []

@@ -29,7 +29,7 @@ def spec(
 
 
 def sender_of(spec: TransportSpec) -> Sender:
-    """As in a run; memory that torch shares stands for a GPU's."""
+    """Open the end of a run; memory that torch shares stands for a GPU's."""
     return IpcSender(spec, torch.device("cpu")) if spec.mode is SyncMode.ipc else open_sender(spec)
 
 

@@ -52,7 +52,7 @@ PUBLISHED = {
     "Qwen3-0.6B": (QWEN3_0_6B, 596_049_920),
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624),
 }
-"""What these models publish as config.json, and how many parameters they have."""
+"""The config.json that these models publish, and their number of parameters."""
 NEEDED = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("max_position_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
@@ -61,7 +61,7 @@ NEEDED = {
 
 
 def of_transformers(config: PretrainedConfig) -> dict[str, Any]:
-    """What a model that transformers builds of a config computes with, by the name of our field."""
+    """The sizes and choices of a model that transformers builds of a config, by the name of our field."""
     rope = config.rope_parameters
     moe = config.model_type == "qwen3_moe"
     return {

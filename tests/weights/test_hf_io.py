@@ -60,7 +60,7 @@ def test_the_files_of_a_model_that_transformers_wrote_are_read(tmp_path: Path) -
 def test_files_are_those_of_the_library(
     contents: dict[str, tuple[torch.dtype, tuple[int, ...]]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """In any order of dtypes: then some are not aligned."""
+    """Dtypes come in any order: then some are not aligned."""
     path = tmp_path_factory.mktemp("any") / SINGLE
     tensors = {name: of_dtype(dtype, *shape) for name, (dtype, shape) in contents.items()}
     specs = [spec_of(*item) for item in tensors.items()]

@@ -56,7 +56,7 @@ BUCKETS = some_tensors(1)
 
 @contextmanager
 def receivers_of(sending: TransportSpec, threads: ThreadPoolExecutor) -> Iterator[list[Receiver]]:
-    """All of them; those of a broadcast wait for each other and for the sender."""
+    """Open all of them at once: those of a broadcast wait for each other and for the sender."""
     ranks = range(1, len(sending.members))
     receivers = list(threads.map(lambda rank: receiver_of(replace(sending, rank=rank)), ranks))
     yield receivers
@@ -66,7 +66,7 @@ def receivers_of(sending: TransportSpec, threads: ThreadPoolExecutor) -> Iterato
 
 @contextmanager
 def opened(sending: TransportSpec, threads: ThreadPoolExecutor) -> Iterator[tuple[Sender, list[Receiver]]]:
-    """All ends, in this process."""
+    """Open all ends in this process."""
     opening = threads.submit(sender_of, sending)
     with receivers_of(sending, threads) as receivers:
         yield opening.result(), receivers
@@ -85,7 +85,7 @@ def bits(tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
 
 
 def received(receiver: Receiver, handle: BucketHandle) -> dict[str, Any]:
-    """Every tensor of a bucket, bit for bit."""
+    """Receive the bits of every tensor of a bucket."""
     found = bits([(record.name, tensor) for record, tensor in unpack(receiver.receive(handle))])
     receiver.release()
     return found
@@ -186,7 +186,7 @@ def test_a_bucket_leaves_before_anybody_receives_it_where_members_connect_late(
 
 
 def test_members_that_do_not_come_are_named_by_those_that_wait(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
-    """However busy the machine is: then the one that comes may be late too."""
+    """The one that comes may be late too, on a busy machine."""
     broadcast = spec(SyncMode.broadcast, 3, tmp_path, timeout_s=1.0)
     coming = threads.submit(open_receiver, replace(broadcast, rank=2))
     with pytest.raises(RunError, match=r"rollout rank 0 and .*rollout rank 2") as told:

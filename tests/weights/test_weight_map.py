@@ -34,7 +34,7 @@ QWEN2, MOE = FAMILIES["qwen2"], FAMILIES["qwen3_moe"]
 
 
 def checkpoint_of(weights: WeightMap) -> dict[str, Tensor]:
-    """Every element has bits of its own; some are an infinity or no number."""
+    """Make a checkpoint of which every element has bits of its own; some are an infinity or no number."""
     entries = weights.entries()
     shapes = {hf: shape for entry in entries for hf, shape in zip(entry.hf, entry.rule.shapes, strict=True)}
     sizes = list(map(prod, shapes.values()))
@@ -72,7 +72,7 @@ def expected_shard(arch: Architecture, name: str, parts: Sequence[Tensor], rank:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit, also where they are no numbers."""
+    """Compare bits, which are equal also where they are no numbers."""
     return torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32))
 
 
@@ -120,7 +120,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def _divides(arch: Architecture, tp: int) -> bool:
-    """Whether each rank can have as much of every tensor as the others; an expert is not cut."""
+    """Tell if each rank can have as much of every tensor as the others; an expert is not cut."""
     fused = (arch.heads + 2 * arch.kv_heads) * arch.head_dim
     cut = [fused, arch.heads * arch.head_dim, tp if arch.experts else arch.ffn]
     return all(size % tp == 0 for size in cut)

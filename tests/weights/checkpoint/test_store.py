@@ -42,7 +42,7 @@ def test_a_checkpoint_is_there_when_it_is_published(tmp_path: Path) -> None:
 
 
 def killed_before(home: Any, call: str, which: int, work: Callable[[], object]) -> bool:
-    """Whether a process that does `work` came to its n-th call of a function, before which it was killed."""
+    """Tell if a process that does `work` came to its n-th call of a function, before which it was killed."""
     pid = os.fork()
     if pid == 0:
         original, calls = getattr(home, call), count(1)

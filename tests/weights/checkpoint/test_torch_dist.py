@@ -90,14 +90,14 @@ def test_a_disk_that_is_full_is_named(hf: Path, weights: WeightMap, tmp_path: Pa
 
 
 def is_mapped(folder: Path) -> bool:
-    """Whether this process has a file of `folder` in its memory."""
+    """Tell if this process has a file of `folder` in its memory."""
     return str(folder) in Path("/proc/self/maps").read_text()
 
 
 def test_weights_are_the_file_itself_for_as_long_as_they_are_used_and_writing_to_one_changes_no_file(
     hf: Path, weights: WeightMap, tmp_path: Path
 ) -> None:
-    """Also where a piece ends between two tensors of a weight, or before the padding of the vocabulary."""
+    """Pieces end between two tensors of a weight too, and before the padding of the vocabulary."""
     folder = tmp_path / "checkpoint"
     hf_to_megatron(hf, folder, dtype="bfloat16", processes=1)
     before = {file: file.read_bytes() for file in folder.iterdir() if file.is_file()}
@@ -159,7 +159,7 @@ def test_keys_of_experts_name_weights_however_they_are_stacked(key: str, numbers
 
 
 def test_layers_with_numbers_and_halves_of_their_own_are_read(hf: Path, weights: WeightMap, tmp_path: Path) -> None:
-    """As Megatron writes layers that are not alike, and shards that are each a tensor of their own; and optimisers."""
+    """Megatron writes so layers that are not alike, and shards that are each a tensor of their own; and optimisers."""
     tensors: dict[str, Tensor] = {}
     reader = HfReader(hf)
     for entry in weights.entries():

@@ -28,7 +28,7 @@ from tests.trainer import reference
 from tests.trainer.harness import OBJECTIVE, rendezvous, run_group
 
 PROCESSES = 8
-"""Most of one point."""
+"""The most that one point has."""
 LAYERS = 5
 STAGES = {1: None, 2: [2, 3], 3: [1, 2, 2]}
 """Layers of each stage, uneven wherever there are several."""
@@ -49,7 +49,7 @@ class Cut(NamedTuple):
 
     @property
     def processes(self) -> int:
-        """As few as hold the model and spread its experts."""
+        """The fewest that hold the model and spread its experts."""
         return self.pp * max(self.tp, self.ep)
 
 
