@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -158,17 +157,10 @@ def alive(pid: int) -> bool:
         (2, "user", UserError),
     ],
 )
+@pytest.mark.usefixtures("_forked")
 def test_a_failure_keeps_what_is_complete(
-    processes: int,
-    how: str,
-    kind: type[Exception],
-    letters: Letters,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    processes: int, how: str, kind: type[Exception], letters: Letters, tmp_path: Path
 ) -> None:
-    # To spawn a process takes seconds.
-    context = forks()
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     with pytest.raises(kind) as failure:
         run(Letters(letters.log, fail=f"3.bin:{how}"), tmp_path / "out", processes)
     assert ("/some/file" in str(failure.value)) == (how == "disk")
