@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,9 +42,9 @@ from rlsys.weights.transport import (
     pack_into,
     unpack,
 )
+from tests.support.megatron_processes import Shell, fresh
 from tests.support.tensors import raw, some_tensors
 from tests.support.transport_ends import receiver_of, sender_of, spec
-from tests.trainer.harness import forks
 
 each_mode = pytest.mark.parametrize("mode", list(SyncMode), ids=str)
 within_a_host = pytest.mark.parametrize("mode", [SyncMode.tensor, SyncMode.ipc], ids=str)
@@ -108,25 +106,10 @@ def test_every_bit_arrives_everywhere_and_no_room_is_given_that_was_not_released
     assert not list(tmp_path.rglob("*bucket*"))
 
 
-def _send_and_wait(sending: TransportSpec, buckets: int, pipe: Connection) -> None:
-    sender = sender_of(sending)
-    for tensors in BUCKETS[:buckets]:
-        pipe.send(sender.send(pack_into(sender.room(), tensors)))
-    pipe.recv()
-
-
-@contextmanager
-def sender_in_a_process(sending: TransportSpec, buckets: int) -> Iterator[tuple[BaseProcess, Connection]]:
-    """A process that sends some buckets, with the pipe that their handles come by."""
-    context = forks()
-    here, there = context.Pipe()
-    process = context.Process(target=_send_and_wait, args=(sending, buckets, there), daemon=True)
-    process.start()
-    there.close()
-    try:
-        yield process, here
-    finally:
-        process.kill()
+def _send(shell: Shell, sending: TransportSpec, buckets: int) -> list[BucketHandle]:
+    """Send some buckets from a process that lives on."""
+    sender = shell.worker = sender_of(sending)
+    return [sender.send(pack_into(sender.room(), tensors)) for tensors in BUCKETS[:buckets]]
 
 
 @within_a_host
@@ -134,17 +117,17 @@ def test_a_sender_that_was_killed_leaves_no_shared_memory_and_readers_are_told(
     mode: SyncMode, tmp_path: Path, threads: ThreadPoolExecutor
 ) -> None:
     sending = spec(mode, 1, tmp_path)
-    with sender_in_a_process(sending, 2) as (process, pipe), receivers_of(sending, threads) as (receiver,):
-        assert received(receiver, pipe.recv()) == bits(BUCKETS[0])
-        handle = pipe.recv()
+    with fresh(1) as (host,), receivers_of(sending, threads) as (receiver,):
+        host.begin(_send, sending, 2)
+        first, second = host.answer()
+        assert received(receiver, first) == bits(BUCKETS[0])
+        sender = Path(f"/proc/{host.process.pid}")
         if mode is SyncMode.tensor:
-            held = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-            held += [os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
-            assert not [line for line in held if "/dev/shm" in line], "memory without a name ends with its users"
-        process.kill()
-        process.join()
-        with pytest.raises(RunError, match=rf"rollout rank 0 .*process {process.pid}"):
-            receiver.receive(handle)
+            held = [(sender / "maps").read_text(), *map(os.readlink, (sender / "fd").iterdir())]
+            assert "/dev/shm" not in " ".join(held), "memory without a name ends with its users"
+        host.kill()
+        with pytest.raises(RunError, match=rf"rollout rank 0 .*process {host.process.pid}"):
+            receiver.receive(second)
 
 
 def test_receivers_of_a_broadcast_are_told_that_the_sender_was_killed(
@@ -152,15 +135,16 @@ def test_receivers_of_a_broadcast_are_told_that_the_sender_was_killed(
 ) -> None:
     """The closed connection tells them, long before the time-out."""
     sending = spec(SyncMode.broadcast, 2, tmp_path, timeout_s=3600.0)
-    with sender_in_a_process(sending, 1) as (process, pipe), receivers_of(sending, threads) as receivers:
-        first = pipe.recv()
-        assert list(threads.map(received, receivers, [first] * 2)) == [bits(BUCKETS[0])] * 2
-        waiting = [threads.submit(receiver.receive, replace(first, number=2)) for receiver in receivers]
-        process.kill()
-        process.join()
-        for rank, read in enumerate(waiting):
-            with pytest.raises(RunError, match=f"bucket 2 .* rollout rank {rank}: actor rank 0"):
-                read.result()
+    with fresh(1) as (host,):
+        host.begin(_send, sending, 1)
+        with receivers_of(sending, threads) as receivers:
+            (first,) = host.answer()
+            assert list(threads.map(received, receivers, [first] * 2)) == [bits(BUCKETS[0])] * 2
+            waiting = [threads.submit(receiver.receive, replace(first, number=2)) for receiver in receivers]
+            host.kill()
+            for rank, read in enumerate(waiting):
+                with pytest.raises(RunError, match=f"bucket 2 .* rollout rank {rank}: actor rank 0"):
+                    read.result()
 
 
 def test_a_bucket_leaves_before_anybody_receives_it_where_members_connect_late(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+from multiprocessing.context import BaseContext
 
 import pytest
 
-from tests.trainer.harness import forks
+from tests.support.megatron_processes import fork
 
 
 @pytest.fixture
-def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def forked(monkeypatch: pytest.MonkeyPatch) -> BaseContext:
     """Let a conversion fork its processes, in milliseconds: to spawn them takes seconds."""
-    context = forks()
+    fork(0)
+    context = multiprocessing.get_context("forkserver")
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
+    return context

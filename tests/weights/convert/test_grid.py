@@ -17,15 +17,14 @@ import torch
 
 from rlsys.algorithms.losses import ValueLoss
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
-from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor, Critic
 from rlsys.trainer.batches import MicroBatch
 from rlsys.trainer.forward import forward
 from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
 from tests.support.hf_models import assert_same_logits, assert_same_tensors, logits_by_transformers, make_model
-from tests.support.ports import free_port
+from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
-from tests.trainer.harness import OBJECTIVE, rendezvous, run_group
+from tests.trainer.harness import OBJECTIVE
 
 PROCESSES = 8
 """The most that one point has."""
@@ -93,13 +92,13 @@ def probe() -> MicroBatch:
     return MicroBatch(tokens, np.full(2, WIDTH), mask, np.zeros(tokens.shape, np.float32))
 
 
-def _load_compute_save(rank: int, world: int, port: int, folder: str, kind: Kind, cut: Cut) -> None:
+def _load_compute_save(group: Group, folder: str, kind: Kind, cut: Cut) -> None:
     parallel = cut.parallel
     # Tensor-parallel ranks that hold experts must have it.
     parallel.sequence_parallel = cut.tp > 1 and "moe" in kind.family
     config = ModelConfig(f"{folder}/model", Layers.local, kind.dtype)
     common: dict[str, Any] = {"total_steps": 9, "seed": 1}
-    place, adam = rendezvous(rank, world, port), OptimizerConfig()
+    place, adam = group.meet(), OptimizerConfig()
     learner: Actor | Critic = (
         Critic(place, config, parallel, adam, ValueLoss(0.3), **common)
         if kind.critic
@@ -108,10 +107,9 @@ def _load_compute_save(rank: int, world: int, port: int, folder: str, kind: Kind
     learner.load(f"{folder}/converted")
     found = forward(learner._model, [probe()], lambda output, _: output.float().numpy())
     if found and learner.place.dp == 0:
-        np.save(f"{folder}/columns-{rank}.npy", found[0])
+        np.save(f"{folder}/columns-{group.rank}.npy", found[0])
     learner.begin_save(f"{folder}/saved")
     learner.finish_save()
-    mesh.stop()
 
 
 @pytest.mark.parametrize(("kind", "cut", "laid_out"), points())
@@ -119,7 +117,7 @@ def test_a_model_goes_through_a_group_and_comes_back(kind: Kind, cut: Cut, laid_
     model = tmp_path / "model"
     make_model(model, kind.family, getattr(torch, kind.dtype), kind.critic, layers=LAYERS)
     hf_to_megatron(model, tmp_path / "converted", parallel=laid_out.parallel, values=kind.critic, processes=1)
-    run_group(_load_compute_save, cut.processes, free_port(), str(tmp_path), kind, cut)
+    on_ranks(_load_compute_save, cut.processes, str(tmp_path), kind, cut)
     assert_computed(tmp_path, kind)
     megatron_to_hf(tmp_path / "saved", tmp_path / "back", model, processes=1)
     assert_same_tensors(model, tmp_path / "back")

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ import pytest
 from rlsys.errors import Interrupted, RunError, UserError
 from rlsys.weights.convert.conversion import Job, _begin_process, _receipt_of, claim, run
 from tests.support.refusals import refused
-from tests.trainer.harness import forks
 
 COUNT = 6
 
@@ -101,10 +101,12 @@ def letters(tmp_path: Path) -> Letters:
 
 
 @pytest.mark.parametrize(("processes", "done"), [(1, 2), pytest.param(2, COUNT - 1, marks=pytest.mark.slow)])
-def test_a_conversion_that_is_killed_goes_on_with_what_is_missing(processes: int, done: int, tmp_path: Path) -> None:
+def test_a_conversion_that_is_killed_goes_on_with_what_is_missing(
+    processes: int, done: int, tmp_path: Path, forked: BaseContext
+) -> None:
     """Its processes end with it; the result is the one that one process writes at once."""
     letters, out = Letters(tmp_path / "log", hold="2.bin", crowd=processes), tmp_path / "out"
-    process = forks().Process(target=run, args=(letters, out, processes))
+    process = forked.Process(target=run, args=(letters, out, processes))
     process.start()
     try:
         # Of two processes, the one that does not wait at the one file writes all others.
@@ -132,9 +134,9 @@ def _pause_in_a_process(pipe: Connection) -> None:
     signal.pause()
 
 
-def test_a_process_of_a_conversion_ends_with_the_one_that_started_it() -> None:
-    there, here = forks().Pipe(duplex=False)
-    process = forks().Process(target=_pause_in_a_process, args=(there,))
+def test_a_process_of_a_conversion_ends_with_the_one_that_started_it(forked: BaseContext) -> None:
+    there, here = forked.Pipe(duplex=False)
+    process = forked.Process(target=_pause_in_a_process, args=(there,))
     process.start()
     here.close()
     process.join()
@@ -157,7 +159,7 @@ def alive(pid: int) -> bool:
         (2, "user", UserError),
     ],
 )
-@pytest.mark.usefixtures("_forked")
+@pytest.mark.usefixtures("forked")
 def test_a_failure_keeps_what_is_complete(
     processes: int, how: str, kind: type[Exception], letters: Letters, tmp_path: Path
 ) -> None:
