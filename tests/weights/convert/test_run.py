@@ -139,7 +139,7 @@ def test_a_process_of_a_conversion_ends_with_the_one_that_started_it(forked: Bas
     process = forked.Process(target=_pause_in_a_process, args=(there,))
     process.start()
     here.close()
-    process.join()
+    process.join(240)
     assert process.exitcode == 1
 
 
