@@ -14,7 +14,7 @@ from rlsys.errors import RunError
 from rlsys.weights.transport import Bucket, BucketHandle, TransportSpec, pack, pack_into
 from tests.rollout.bench import QUESTION, STOP, Bench, digest_of, endless, greedy, greedy_by_transformers, logprobs_of
 from tests.support import tiny
-from tests.weights.ends import receiver_of, sender_of
+from tests.support.transport_ends import receiver_of, sender_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(1800)]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.hf_models import assert_same_tensors, make_model
 from tests.support.paths import PROJECT
-from tests.weights.convert.models import assert_same_tensors, make_model
 
 SCRIPTS = PROJECT / "toolkits" / "ckpt_convertor" / "megatron_convertor"
 SHELL = [path.name for path in sorted(SCRIPTS.glob("*.sh")) if path.name != "run_converter.sh"]

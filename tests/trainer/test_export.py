@@ -16,10 +16,10 @@ from rlsys.trainer import export as export_module
 from rlsys.trainer.log_prob import LogProbWorker
 from rlsys.weights.transport import Bucket, digest, pack, unpack
 from rlsys.weights.weight_map import largest_tensor_bytes
+from tests.support import transport_ends as ends
 from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
 from tests.trainer.harness import digest_of, export, local_model, make_actor
-from tests.weights import ends
 
 
 def _in_process(group: Group, model: Path, other: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 from rlsys.apps.cli.convert import app, parse_size
 from rlsys.apps.cli.main import run_command
 from rlsys.weights.convert.conversion import hf_to_megatron
+from tests.support.hf_models import assert_same_tensors, make_model
 from tests.support.refusals import refused
-from tests.weights.convert.models import assert_same_tensors, make_model
 
 Call = Callable[..., tuple[int, str, str]]
 

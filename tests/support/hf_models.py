@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -12,12 +11,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig
 
 from rlsys.weights.hf_io import SINGLE, HfReader
+from tests.support.tensors import raw
 from tests.trainer import reference
-from tests.weights.ends import raw
 
 
 def configs(layers: int = 3) -> dict[str, PretrainedConfig]:
-    """Each family, tied and not."""
+    """The config of each family, tied and not."""
     return {
         "llama": reference.tiny_llama3(layers),
         "llama-tied": reference.tiny_llama3(layers, tied=True),
@@ -33,27 +32,22 @@ def make_model(
     family: str = "qwen2",
     dtype: torch.dtype = torch.bfloat16,
     critic: bool = False,
-    tokenizer: bool = True,
     shard_size: str = "5GB",
-    seed: int = 0,
     layers: int = 3,
 ) -> Path:
     """A random model whose norms and biases are random too, with a tokenizer's file."""
-    torch.manual_seed(seed)
-    config = configs(layers)[family]
+    torch.manual_seed(0)
+    config, kind = configs(layers)[family], AutoModelForCausalLM
     if critic:
-        config.num_labels = 1
-        model = AutoModelForTokenClassification.from_config(config, dtype=dtype)
-    else:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        config.num_labels, kind = 1, AutoModelForTokenClassification
+    model = kind.from_config(config, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
             parameter.copy_(1.0 + 0.1 * noise if "norm" in name else 0.15 * noise)
     model.save_pretrained(folder, max_shard_size=shard_size)
-    if tokenizer:
-        (folder / "tokenizer.json").write_text('{"hello": 1}')
-        (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "tokenizer.json").write_text('{"hello": 1}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
 
 
@@ -64,19 +58,21 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
-    """Bit for bit, dtypes too."""
+    """Assert that two folders hold the same tensors, to the bit and the dtype."""
     first, second = ({name: raw(tensor) for name, tensor in tensors_of(folder).items()} for folder in (one, other))
     assert first.keys() == second.keys()
     assert [name for name, content in first.items() if content != second[name]] == []
 
 
 @torch.no_grad()
-def logits_by_transformers(folder: Path, tokens: Tensor, critic: bool = False) -> Tensor:
-    """Logits or values [row, token, vocabulary or 1] that transformers computes in float32."""
+def logits_by_transformers(
+    folder: Path, tokens: Tensor, critic: bool = False, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Logits or values [row, token, vocabulary or 1] float32 that transformers computes in `dtype`."""
     kind = AutoModelForTokenClassification if critic else AutoModelForCausalLM
-    model, report = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, report = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     assert not any(report.values()), "every tensor is there, and no other"
-    logits: Tensor = model.eval()(tokens).logits
+    logits: Tensor = model.eval()(tokens).logits.float()
     return logits
 
 
@@ -90,16 +86,6 @@ def assert_same_logits(found: Tensor, expected: Tensor) -> None:
     largest = expected.abs().max()
     assert largest > 0.1
     assert (found - expected).abs().max() < 50 * 96 * 2**-24 * largest
-
-
-def moved(model: Path, out: Path, by: int) -> Path:
-    """A copy of a model whose tensors lie `by` bytes further on in the file."""
-    shutil.copytree(model, out)
-    content = (model / "model.safetensors").read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = content[8 : 8 + length] + b" " * by
-    (out / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
-    return out
 
 
 def json_of(path: Path) -> dict[str, object]:
