@@ -27,8 +27,8 @@ from rlsys.orchestrator.run_logger import LOGS, History
 from rlsys.weights.checkpoint.state_file import save_values
 from rlsys.weights.checkpoint.store import CheckpointStore
 from tests.orchestrator.pipeline.bare import Bare
-from tests.orchestrator.pipeline.build import question, same
 from tests.support.refusals import refused
+from tests.support.trajectories import question, same
 
 STEPS = 9
 FIRST, SECOND = "run-20250101-120000", "run-20250102-120000"

@@ -19,7 +19,7 @@ from rlsys.errors import RunError
 from rlsys.orchestrator.saving import Saver
 from rlsys.weights.checkpoint.state_file import save_values
 from rlsys.weights.checkpoint.store import CheckpointStore, Keep, check
-from tests.orchestrator.pipeline.build import question
+from tests.support.trajectories import question
 
 ALL = Keep(last=None, every=None, best=False)
 

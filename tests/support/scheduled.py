@@ -37,8 +37,8 @@ from rlsys.orchestrator.worker_groups import ActorGroup, InferenceGroup, Offload
 from rlsys.rollout.agent.tokens import EpisodeProgress
 from rlsys.trainer.batches import BatchSharder, MicroBatch
 from rlsys.weights.transport import BucketHandle, Receiver, TransportSpec, open_receiver, unpack
-from tests.orchestrator.pipeline.recorded import Recording
-from tests.orchestrator.pipeline.virtual_time import run_virtually
+from tests.support.recorded_episodes import Recording
+from tests.support.virtual_time import run_virtually
 from tests.trainer.hosts import HostedGroup
 
 EPISODE_S, CALL_S = 10.0, 2.0

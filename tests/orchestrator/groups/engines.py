@@ -21,8 +21,8 @@ from rlsys.orchestrator.engine_pool import MARGIN_S, EnginePool, NoEngineLeft
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost
 from rlsys.rollout.agent.episode import EngineActivity
 from rlsys.rollout.agent.tokens import EpisodeProgress
-from tests.orchestrator.pipeline.build import question, trajectory
-from tests.orchestrator.pipeline.virtual_time import now
+from tests.support.trajectories import question, trajectory
+from tests.support.virtual_time import now
 
 CALL_TIMEOUT_S = 1800.0
 SAMPLES = 4

@@ -8,8 +8,8 @@ from typing import Any
 from rlsys.orchestrator.engine_pool import IN_FLIGHT_TIMEOUT_S
 from rlsys.rollout.agent.tokens import EpisodeProgress
 from tests.orchestrator.groups.engines import SAMPLES, Engines, make, settle, taking
-from tests.orchestrator.pipeline.build import question, trajectory
-from tests.orchestrator.pipeline.virtual_time import now, run_virtually
+from tests.support.trajectories import question, trajectory
+from tests.support.virtual_time import now, run_virtually
 
 
 def ended(number: int, *samples: int) -> tuple[EpisodeProgress, ...]:

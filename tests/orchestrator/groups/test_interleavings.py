@@ -18,8 +18,8 @@ from rlsys.orchestrator.engine_pool import (
 )
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, Loss
 from tests.orchestrator.groups.engines import NEVER, SAMPLES, TIMEOUT_S, Engines, make
-from tests.orchestrator.pipeline.build import question
-from tests.orchestrator.pipeline.virtual_time import now, run_virtually
+from tests.support.trajectories import question
+from tests.support.virtual_time import now, run_virtually
 
 
 class Chaos:

@@ -14,7 +14,7 @@ from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.worker_groups import ActorGroup, InferenceGroup, OffloadManager, Switch
 from rlsys.trainer.batches import BatchSharder
 from rlsys.trainer.offload import Offloaded
-from tests.orchestrator.pipeline.virtual_time import now, run_virtually
+from tests.support.virtual_time import now, run_virtually
 
 NAMES = ("actor", "inference", "rollout")
 

@@ -11,8 +11,8 @@ import pytest
 from rlsys.data.trajectory import Trajectory
 from rlsys.orchestrator.engine_pool import EnginePool, NoneSetAside, Reserved
 from tests.orchestrator.groups.engines import Engines, ask, at, make, settle, taking
-from tests.orchestrator.pipeline.build import question
-from tests.orchestrator.pipeline.virtual_time import now, run_virtually
+from tests.support.trajectories import question
+from tests.support.virtual_time import now, run_virtually
 
 
 async def update(group: EnginePool, version: int) -> None:

@@ -11,8 +11,8 @@ from rlsys.orchestrator.engine_pool import ABORT_TIMEOUT_S, PING_TIMEOUT_S, NoEn
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost
 from rlsys.rollout.agent.episode import EngineActivity
 from tests.orchestrator.groups.engines import LIMIT_S, NEVER, SAMPLES, Engines, ask, at, make, taking
-from tests.orchestrator.pipeline.build import question
-from tests.orchestrator.pipeline.virtual_time import now, run_virtually
+from tests.support.trajectories import question
+from tests.support.virtual_time import now, run_virtually
 
 
 def methods(engines: Engines, index: int) -> list[str]:

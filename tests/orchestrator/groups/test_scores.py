@@ -12,7 +12,7 @@ from rlsys.config.schema import ParallelConfig
 from rlsys.data.trajectory import Floats, Sample, Scores
 from rlsys.orchestrator.worker_groups import CriticGroup, EngineLogprobs, WithValues, scores_of
 from rlsys.trainer.batches import BatchSharder, LogProbs, MicroBatch
-from tests.orchestrator.pipeline.build import sample
+from tests.support.trajectories import sample
 
 LENGTHS = (9, 7, 5, 5, 3, 2, 2)
 

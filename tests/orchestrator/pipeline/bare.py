@@ -10,7 +10,7 @@ from rlsys.data.trajectory import Group, Sample, Scores, Trajectory
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, PipelineState, RolloutPipeline, ScoreBatchSize
 from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
 from rlsys.rollout.agent.tokens import EpisodeProgress
-from tests.orchestrator.pipeline.build import question, rewarded, trajectory
+from tests.support.trajectories import question, rewarded, trajectory
 
 
 class Bare:

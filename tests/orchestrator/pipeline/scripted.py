@@ -22,10 +22,10 @@ from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, Loss
 from rlsys.orchestrator.worker_groups import OffloadManager
 from rlsys.rollout.agent.episode import EngineDied
 from rlsys.rollout.agent.tokens import EpisodeProgress
-from tests.orchestrator.pipeline.build import rewarded
 from tests.orchestrator.pipeline.script import Script
 from tests.orchestrator.pipeline.scripted_episodes import mark, ones, partial_episode, ticket_of, whole_episode
 from tests.orchestrator.pipeline.watched import GROUPS, Property, Record
+from tests.support.trajectories import rewarded
 
 
 class Signal:

@@ -26,11 +26,11 @@ from rlsys.orchestrator.pipeline.rollout_pipeline import (
 )
 from rlsys.orchestrator.pipeline.scheduler import Ended, Reason, StalenessScheduler
 from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn
-from tests.orchestrator.pipeline.build import question
 from tests.orchestrator.pipeline.script import Ending, Script
 from tests.orchestrator.pipeline.scripted import Devices, Engines, Handling, Learner, Scorer, SharedDevices
-from tests.orchestrator.pipeline.virtual_time import EndlessError, HangError, run_virtually
 from tests.orchestrator.pipeline.watched import Breach, Failure, Property, Record, watched
+from tests.support.trajectories import question
+from tests.support.virtual_time import EndlessError, HangError, run_virtually
 
 MOST_TURNS = 20_000
 """Turns of the loop. A run takes some hundred, the longest of 3,000 a thousand."""

@@ -40,8 +40,8 @@ from rlsys.data.trajectory import (
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.pipeline.grouping import finish, mean_kl, over_mini_batch, turns_of
 from rlsys.orchestrator.rewards.reward import Scored, reward_group
-from tests.orchestrator.pipeline.build import question, rewarded, trajectory
-from tests.orchestrator.pipeline.virtual_time import now, run_virtually
+from tests.support.trajectories import question, rewarded, trajectory
+from tests.support.virtual_time import now, run_virtually
 
 GRPO = AlgorithmConfig(kl_coef=0.0)
 TRUNCATE = CorrectionConfig(CorrectionKind.truncate, CorrectionLevel.token, high=2.0)

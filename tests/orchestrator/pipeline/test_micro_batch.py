@@ -10,7 +10,7 @@ from numpy.testing import assert_array_equal
 
 from rlsys.data.trajectory import Sample, TopkLogprobs, response_tokens
 from rlsys.trainer.batches import collate
-from tests.orchestrator.pipeline.build import sample
+from tests.support.trajectories import sample
 
 LONG = sample(
     [11, 12, 13, 14, 15],

@@ -18,11 +18,11 @@ from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn
 from rlsys.rollout.agent.tokens import EpisodeProgress
 from rlsys.weights.checkpoint.state_file import load_values, save_values
 from tests.orchestrator.pipeline.bare import Bare
-from tests.orchestrator.pipeline.build import question, rewarded, same, trajectory
 from tests.orchestrator.pipeline.planted import PLANTED_IN_RESUMING
 from tests.orchestrator.pipeline.simulation import Parts, Simulation, State, breach_of, simulate_lives
-from tests.orchestrator.pipeline.virtual_time import run_virtually
 from tests.orchestrator.pipeline.watched import Property
+from tests.support.trajectories import question, rewarded, same, trajectory
+from tests.support.virtual_time import run_virtually
 
 SEEDS, THROUGH_A_FILE = 250, 5
 """Seeds of a block, of which the first is always run; every fifth state goes through a file."""

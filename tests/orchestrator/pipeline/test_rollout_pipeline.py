@@ -21,8 +21,8 @@ from tests.orchestrator.pipeline.bare import Bare
 from tests.orchestrator.pipeline.planted import PLANTED, PLANTED_IN_RESUMING
 from tests.orchestrator.pipeline.script import Ending, Script
 from tests.orchestrator.pipeline.simulation import Parts, Simulation, breach_of, run, simulate
-from tests.orchestrator.pipeline.virtual_time import now, run_virtually
 from tests.orchestrator.pipeline.watched import Failure, Property
+from tests.support.virtual_time import now, run_virtually
 
 SEEDS = 1000
 """Seeds of a block, of which the first is always run."""

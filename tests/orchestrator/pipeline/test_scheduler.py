@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rlsys.errors import RunError
 from rlsys.orchestrator.pipeline.scheduler import Ended, PromptGroup, Reason, Stage, StalenessScheduler
-from tests.orchestrator.pipeline.build import question
+from tests.support.trajectories import question
 
 
 def fill(scheduler: StalenessScheduler) -> list[PromptGroup]:

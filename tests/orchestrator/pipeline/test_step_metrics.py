@@ -20,7 +20,7 @@ from rlsys.orchestrator.pipeline.step_metrics import (
     staleness_metrics,
     step_metrics,
 )
-from tests.orchestrator.pipeline.build import question, rewarded, trajectory
+from tests.support.trajectories import question, rewarded, trajectory
 
 SEARCH = Turn("a", Action.SEARCH, "q", "found", 6, 10, 4, 0.1, 0.5)
 FAILED = Turn("b", Action.SEARCH, "q", "failed", 2, 20, 16, 0.1, 1.5, tool_error="timeout")

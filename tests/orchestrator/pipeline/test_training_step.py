@@ -19,7 +19,7 @@ from rlsys.config.schema import CriticConfig, RunConfig, TrainerConfig
 from rlsys.data.trajectory import Group, Sample
 from rlsys.orchestrator.pipeline.rollout_pipeline import RolloutPipeline
 from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn, learning, mini_batches, score_batch_size
-from tests.orchestrator.pipeline.build import question, rewarded, trajectory
+from tests.support.trajectories import question, rewarded, trajectory
 
 Event = tuple[str, int]
 

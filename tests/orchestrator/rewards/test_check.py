@@ -9,8 +9,8 @@ import pytest
 
 from rlsys.config.schema import CompatConfig, JudgeConfig, RewardConfig
 from rlsys.orchestrator.rewards.reward import Rewards, check_terms, pure_terms
-from tests.orchestrator.rewards.episodes import TASK, task_of, terms
 from tests.support.refusals import refused
+from tests.support.written_episodes import TASK, task_of, terms
 
 OWN = "tests.orchestrator.rewards.own_terms"
 

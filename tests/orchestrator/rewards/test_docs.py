@@ -11,8 +11,8 @@ import yaml
 from rlsys.config.compose import typed
 from rlsys.config.schema import CompatConfig, RewardConfig
 from rlsys.orchestrator.rewards.reward import JUDGE, Rewards, check_terms, pure_terms
-from tests.orchestrator.rewards.episodes import TASK, episode, question, think
 from tests.support.paths import PROJECT
+from tests.support.written_episodes import TASK, episode, question, think
 
 DOCS = (PROJECT / "docs" / "rewards.md").read_text()
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)

@@ -11,10 +11,10 @@ from aiohttp import web
 
 from rlsys.errors import Code, RunError
 from rlsys.orchestrator.rewards.judge import ChatEndpoint
-from tests.orchestrator.pipeline.virtual_time import now, run_virtually
 from tests.orchestrator.rewards.chat import Chat, completion, settings, status
 from tests.support.hostile import answer_of_child, hostile_server
 from tests.support.refusals import refused
+from tests.support.virtual_time import now, run_virtually
 
 ASKS = """
 import sys

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from rlsys.config.schema import CompatConfig, JudgeConfig, RewardConfig
 from rlsys.orchestrator.rewards.judge import Judge, fill, verdict_of
 from rlsys.orchestrator.rewards.reward import Rewards
-from tests.orchestrator.pipeline.virtual_time import run_virtually
 from tests.orchestrator.rewards.chat import Chat, completion, settings
-from tests.orchestrator.rewards.episodes import TASK, episode, question, think
+from tests.support.virtual_time import run_virtually
+from tests.support.written_episodes import TASK, episode, question, think
 
 PROMPT = JudgeConfig().prompt
 

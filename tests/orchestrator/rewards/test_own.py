@@ -13,8 +13,8 @@ import pytest
 from rlsys.config.schema import CompatConfig, RewardConfig, TaskConfig
 from rlsys.errors import Code, RunError
 from rlsys.orchestrator.rewards.reward import Calls, OwnTerm, Rewards, load_term
-from tests.orchestrator.rewards.episodes import episode, read, think
 from tests.support.refusals import refused
+from tests.support.written_episodes import episode, read, think
 
 HERE = "tests.orchestrator.rewards.own_terms"
 TWO_TURNS = episode((think("search", "Mali"), "Bamako"), think("answer", "Bamako"))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rlsys.config.schema import CompatConfig, TagsConfig
 from rlsys.data.trajectory import Trajectory
 from rlsys.orchestrator.rewards.reward import Reader
-from tests.orchestrator.rewards.episodes import episode, question, read, task_of, think
+from tests.support.written_episodes import episode, question, read, task_of, think
 
 SEARCH = (think("search", "capital of Mali"), "Doc 1(Title: Mali) Its capital is Bamako.")
 ANSWER = think("answer", "Bamako")

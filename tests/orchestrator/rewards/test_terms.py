@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rlsys.config.schema import RewardConfig
 from rlsys.data.trajectory import Trajectory
 from rlsys.orchestrator.rewards.reward import overlong_penalty, pure_terms
-from tests.orchestrator.rewards.episodes import TASK, Said, episode, read, task_of, think
+from tests.support.written_episodes import TASK, Said, episode, read, task_of, think
 
 SEARCH = (think("search", "capital of Mali"), "Doc 1(Title: Mali) Its capital is Bamako.")
 BLIND = (think("search", "capital of Mali"), "No results found.")
