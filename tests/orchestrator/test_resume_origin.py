@@ -21,12 +21,12 @@ from rlsys.files import claim, sha256_of
 from rlsys.observe.environment import environment
 from rlsys.observe.guards import GuardsState
 from rlsys.observe.kept import kept_steps, write_kept
+from rlsys.orchestrator.pipeline.rollout_pipeline import PipelineState
 from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
 from rlsys.orchestrator.resume import CHECKPOINTS, Origin, RunState, find_origin, folder_of, write_state
 from rlsys.orchestrator.run_logger import LOGS, History
 from rlsys.weights.checkpoint.state_file import save_values
 from rlsys.weights.checkpoint.store import CheckpointStore
-from tests.orchestrator.pipeline.bare import Bare
 from tests.support.refusals import refused
 from tests.support.trajectories import question, same
 
@@ -83,11 +83,10 @@ class Outputs:
         return published
 
     def state(self, run_dir: Path, step: int) -> RunState:
-        pipeline, _ = Bare().pipeline(StalenessScheduler(1, 0))
         logs = {name: (run_dir / name).stat().st_size for name in LOGS}
         return RunState(
             step=step,
-            pipeline=pipeline.state({}),
+            pipeline=PipelineState(StalenessScheduler(1, 0).state(), {}, {}, {}, {}),
             prompts=SourceState(3 * step, (question(1),)),
             kl={"coef": 0.25},
             history=History(step, logs, {"wandb": "abc"}, GuardsState({"kl": 2}, ("kl",)), ()),

@@ -115,19 +115,3 @@ class Routing(RuleBasedStateMachine):
 
 TestRouting = Routing.TestCase
 TestRouting.settings = settings(max_examples=50, stateful_step_count=40)
-
-
-def test_a_group_outlives_one_engine_and_no_more() -> None:
-    router = Router(3)
-    assert [router.assign(key) for key in "abcd"] == [0, 1, 2, 0]
-    router.release("c")
-    assert router.assign("e") == 2, "the least loaded, not the next in turn"
-    assert router.died(0) == Orphans(("a", "d"), {})
-    assert (router.assign("a"), router.assign("d")) == (1, 2)
-    orphans = router.died(2)
-    assert (orphans.again, [*orphans.lost]) == (("e",), ["d"])
-    router.release("a")
-    assert router.assign("a") == 1
-    assert router.died(1).again == ("b", "a"), "a key that was released is new"
-    with pytest.raises(NoEngineLeft):
-        router.assign("e")
