@@ -122,7 +122,7 @@ class Chaos:
             if event < 0.4:
                 worker.end()
             elif event < 0.6:
-                worker.silent = True
+                worker.silent, worker.unreachable = True, self.random.random() < 0.5
 
     async def _update(self) -> None:
         try:

@@ -9,7 +9,6 @@ import pytest
 from rlsys.cluster.planning.placement import overlaps, parse_placement
 from rlsys.config.algorithm import AdvantageBaseline, AlgorithmConfig
 from rlsys.config.schema import ClusterConfig, EngineConfig, RolloutConfig, RunConfig
-from rlsys.errors import UserError
 from rlsys.orchestrator.worker_groups import holdings
 
 PLACEMENT = {"actor": "0-1", "inference": "2", "rollout": "3-6"}
@@ -31,14 +30,6 @@ def test_a_critic_is_one_of_the_groups_where_values_are_learned() -> None:
     assert holdings(_run(PPO)) == {**without, "critic": [(0,), (1,)]}
     engines = replace(PPO, recompute_logprobs=False)
     assert list(holdings(_run(engines))) == ["rollout", "actor", "critic"]
-
-
-def test_the_critic_is_placed_as_the_others_or_as_the_actor() -> None:
-    assert parse_placement(PLACEMENT, with_critic=True)["critic"] == (0, 1)
-    assert "critic" not in parse_placement(PLACEMENT)
-    for critic in ({"critic": "0"}, {"judge": "9"}):
-        with pytest.raises(UserError):
-            parse_placement({**PLACEMENT, **critic})
 
 
 @pytest.mark.parametrize(

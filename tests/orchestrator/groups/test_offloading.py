@@ -14,7 +14,7 @@ from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.worker_groups import ActorGroup, InferenceGroup, OffloadManager, Switch
 from rlsys.trainer.batches import BatchSharder
 from rlsys.trainer.offload import Offloaded
-from tests.support.virtual_time import now, run_virtually
+from tests.support.virtual_time import now, run_virtually, virtually
 
 NAMES = ("actor", "inference", "rollout")
 
@@ -70,30 +70,6 @@ async def build(device: Device, residence: OffloadManager) -> None:
         await residence.built(name)
 
 
-def test_one_at_a_time_while_building_and_then_those_that_are_needed() -> None:
-    async def scenario() -> None:
-        device = Device()
-        residence, _ = make(device)
-        await build(device, residence)
-        assert (device.on_it, device.most, residence.ready) == (set(), 1, set())
-        for names, moves in [
-            (("rollout",), ["+rollout"]),
-            (("rollout",), []),
-            (("inference",), ["-rollout", "+inference"]),
-            (("actor", "inference"), ["+actor"]),
-            (("rollout", "inference"), ["-actor", "+rollout"]),
-            (("actor",), ["-inference", "-rollout", "+actor"]),
-            (("rollout", "inference", "actor"), ["+rollout", "+inference"]),
-            ((), ["-actor", "-inference", "-rollout"]),
-        ]:
-            device.log.clear()
-            await residence.need(*names)
-            assert device.log == moves
-            assert device.on_it == device.usable == residence.ready == residence.holding == set(names)
-
-    run_virtually(scenario())
-
-
 def test_never_more_than_is_needed_whatever_fails_or_is_cut_off() -> None:
     for seed in range(100):
         run_virtually(_random_needs(random.Random(seed)))
@@ -143,15 +119,13 @@ class Ranks:
 
 
 @pytest.mark.parametrize("kind", [ActorGroup, InferenceGroup])
-def test_a_megatron_group_is_a_tenant(kind: type[ActorGroup] | type[InferenceGroup]) -> None:
-    async def scenario() -> None:
-        workers, tracer = Ranks(), Tracer("driver")
-        group = kind(workers, BatchSharder.__new__(BatchSharder), Tracer("group"))  # type: ignore[arg-type]
-        residence = OffloadManager({"it": (group.offload, group.restore)}, tracer)
-        await residence.built("it")
-        await residence.need("it")
-        assert workers.called == ["offload", "restore"]
-        cost = {"bytes": 30, "seconds": 0.5, "rss_before": 300, "rss_after": 240, "step": 0}
-        assert [span.args for span in tracer.drain()] == [cost, cost]
-
-    run_virtually(scenario())
+@virtually
+async def test_a_megatron_group_is_a_tenant(kind: type[ActorGroup] | type[InferenceGroup]) -> None:
+    workers, tracer = Ranks(), Tracer("driver")
+    group = kind(workers, BatchSharder.__new__(BatchSharder), Tracer("group"))  # type: ignore[arg-type]
+    residence = OffloadManager({"it": (group.offload, group.restore)}, tracer)
+    await residence.built("it")
+    await residence.need("it")
+    assert workers.called == ["offload", "restore"]
+    cost = {"bytes": 30, "seconds": 0.5, "rss_before": 300, "rss_after": 240, "step": 0}
+    assert [span.args for span in tracer.drain()] == [cost, cost]

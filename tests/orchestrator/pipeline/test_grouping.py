@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, stdev
@@ -89,22 +89,6 @@ def test_a_group_is_rewarded_at_once_and_keeps_what_was_said_of_each_episode() -
             scored(number).parts,
         )
         assert_array_equal(sample.advantages, np.zeros(6, np.float32))
-
-
-@pytest.mark.parametrize("cancelled", [False, True])
-def test_a_reward_that_fails_and_a_cancellation_end_all_others(cancelled: bool) -> None:
-    asked = Scripted([scored(0)] * 3 if cancelled else [], seconds=10.0)
-    episodes = [trajectory(sample=number) for number in range(3)]
-
-    async def reward() -> None:
-        async with asyncio.timeout(15 if cancelled else None):
-            await reward_group(question(1), episodes, asked.score, Tracer("driver"))
-
-    with pytest.raises(TimeoutError if cancelled else ExceptionGroup) as caught:
-        run_virtually(reward())
-    if isinstance(caught.value, ExceptionGroup):
-        assert [type(error) for error in caught.value.exceptions] == [IndexError]
-    assert sorted(asked.ended) == [0, 1, 2]
 
 
 def of_rewards(*rewards: float) -> Group:
@@ -238,20 +222,6 @@ def test_every_sample_of_a_group_gets_its_weights_and_keeps_the_rest() -> None:
         assert sample.trajectory is before.trajectory
         assert sample.old_logprobs is before.old_logprobs
     assert finish(Group(question(1), samples), GRPO, KlController(0.0)).samples[0].weights is None
-
-
-@pytest.mark.parametrize(
-    "stage",
-    [
-        lambda: over_mini_batch([of_rewards(1, 0)], replace(GRPO, advantage_scale=AdvantageScale.batch)),
-        lambda: finish(of_rewards(1, 0), replace(GRPO, kl_coef=0.1, kl_in=KlPlace.reward), KlController(0.1)),
-        lambda: finish(Group(question(1), (rewarded(trajectory(), 1.0),)), GRPO, KlController(0.0)),
-    ],
-    ids=["not finished", "no reference", "not scored"],
-)
-def test_a_sample_that_lacks_an_earlier_stage_is_named(stage: Callable[[], object]) -> None:
-    with pytest.raises(ValueError, match=r"Sample 0 of q:1"):
-        stage()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
@@ -57,10 +56,6 @@ def text(_question: Question, _trajectory: Trajectory) -> str:
     return "1.0"
 
 
-def nested(_question: Question, _trajectory: Trajectory) -> list[list[float]]:
-    return [[1.0]]
-
-
 def too_many(_question: Question, trajectory: Trajectory) -> list[float]:
     return [1.0] * (len(trajectory.turns) + 1)
 
@@ -68,10 +63,6 @@ def too_many(_question: Question, trajectory: Trajectory) -> list[float]:
 def hangs(_question: Question, _trajectory: Trajectory) -> float:
     threading.Event().wait(60)
     return 1.0
-
-
-def hangs_later(_question: Question, _trajectory: Trajectory) -> Any:
-    return asyncio.sleep(60, 1.0)
 
 
 async def never_ready(_question: Question, _trajectory: Trajectory) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,9 +64,3 @@ def test_an_overlong_buffer_fits_its_limit(limit: int | None, buffer: int, fine:
     config = RewardConfig(terms={"overlong": -1.0}, overlong_limit=limit, overlong_buffer=buffer)
     found = problems(config, max_total_tokens=1000, max_prompt_tokens=400)
     assert found == [("conflict", "reward.overlong_buffer")] * (not fine)
-
-
-def test_all_problems_come_at_once(tmp_path: Path) -> None:
-    config = judged(model="", prompt="{question}", cache_path=str(tmp_path))
-    config.terms |= {"nothing": float("inf"), f"{OWN}.NUMBER": 1.0}
-    assert len(problems(config)) == 6

@@ -50,13 +50,7 @@ async def test_plain_functions_run_beside_each_other_in_threads(calls: Calls) ->
     assert await asyncio.gather(*both) == [[0.0, 1.0], [0.0, 1.0]]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("fails", "stops", "times_out_itself", "yields", "not_a_number", "text", "nested"),
-        "too_many",
-    ],
-)
+@pytest.mark.parametrize("name", ["fails", "stops", "times_out_itself", "yields", "not_a_number", "text", "too_many"])
 async def test_a_bad_value_names_the_term_and_the_sample(name: str, calls: Calls) -> None:
     with pytest.raises(RunError, match=rf"^reward\.terms\.{HERE}\.{name}.* sample 2 of q:1") as error:
         await value(name, calls)
@@ -85,14 +79,13 @@ def test_a_function_that_cannot_be_had_is_refused(
     assert "broken_terms" not in sys.modules
 
 
-@pytest.mark.parametrize("name", ["hangs", "hangs_later", "never_ready", "blocks_its_loop"])
+@pytest.mark.parametrize("name", ["hangs", "never_ready", "blocks_its_loop"])
 async def test_a_call_that_does_not_return_ends_the_run(name: str) -> None:
     rewards = Rewards(RewardConfig({f"{HERE}.{name}": 1.0}, own_timeout_s=0.2), TaskConfig(), CompatConfig())
     reading = read(TWO_TURNS)
-    async with asyncio.timeout(60):
-        with pytest.raises(RunError, match=rf"^reward\.terms\.{HERE}\.{name}.* sample 2 of q:1"):
-            await rewards.score(reading.question, reading.trajectory)
-        await rewards.close()
+    with pytest.raises(RunError, match=rf"^reward\.terms\.{HERE}\.{name}.* sample 2 of q:1"):
+        await rewards.score(reading.question, reading.trajectory)
+    await rewards.close()
 
 
 def test_a_function_that_never_returns_does_not_keep_the_process() -> None:
