@@ -8,11 +8,64 @@ from typing import Any
 import pytest
 
 from rlsys.errors import RunError
-from rlsys.orchestrator.engine_pool import ABORT_TIMEOUT_S, EnginePool, Reserved
+from rlsys.orchestrator.engine_pool import (
+    ABORT_TIMEOUT_S,
+    EnginePool,
+    NoEngineLeft,
+    NoneSetAside,
+    Orphans,
+    Reserved,
+    Router,
+)
 from rlsys.rollout.agent.episode import EngineActivity
 from tests.orchestrator.groups.engines import NEVER, SAMPLES, Engines, ask, at, make, taking
 from tests.support.trajectories import question
 from tests.support.virtual_time import now, run_virtually, virtually
+
+
+def test_a_key_goes_to_the_least_loaded_engine_and_outlives_one_and_no_more() -> None:
+    router = Router(3, slots=4)
+    assert [router.assign(key, 2) for key in "abcd"] == [0, 1, 2, 0]
+    router.release("c")
+    assert router.assign("e", 2) == 2, "the least loaded, not the next in turn"
+    router.close(1)
+    assert router.assign("f", 3) is None, "too large for what is left"
+    router.reopen(1)
+    assert router.died(0) == Orphans(("a", "d"), {})
+    assert [router.assign(key, 2) for key in "ad"] == [1, 2]
+    orphans = router.died(2)
+    assert (orphans.again, [*orphans.lost]) == (("e",), ["d"])
+    assert router.died(2) == Orphans((), {}), "an engine dies once"
+    router.release("a")
+    assert router.assign("a", 2) == 1
+    assert router.died(1).again == ("b", "a"), "a key that was released is new"
+    with pytest.raises(NoEngineLeft):
+        router.assign("e")
+
+
+def test_engines_that_are_set_aside_take_what_is_meant_for_them_alone() -> None:
+    router = Router(2)
+    router.set_aside(0)
+    assert [router.assign(key) for key in "ab"] == [1, 1]
+    assert router.assign("c", aside=True) == 0
+    router.set_aside(1)
+    assert router.assign("d") is None
+    router.put_back(0)
+    assert (router.assign("d"), router.assign("e", aside=True)) == (0, 1)
+    router.died(1)
+    with pytest.raises(NoneSetAside):
+        router.assign("f", aside=True)
+
+
+@virtually
+async def test_every_living_engine_has_a_transport_of_its_own() -> None:
+    engines = Engines(3)
+    group, _ = make(engines)
+    engines.die(1)
+    await group.load_bucket(1)
+    assert group.living == (0, 2)
+    await group.open_transport(["a", "b"])
+    assert [engines.ranks[index].log[-1] for index in (0, 2)] == [("open_transport", (spec,)) for spec in ("a", "b")]
 
 
 @pytest.mark.parametrize(("takes", "until"), [(3.0, 8.0), (NEVER, 5.0 + ABORT_TIMEOUT_S)])
@@ -56,26 +109,6 @@ async def test_an_engine_takes_groups_again_as_soon_as_it_has_switched() -> None
         ]
     versions = {str(span.args["question"]): span.args.get("version") for span in tracer.drain()}
     assert versions == {"q:0": None, "q:9": 7}
-
-
-@virtually
-async def test_a_death_during_a_transfer_costs_an_engine_and_not_the_run() -> None:
-    engines = Engines(3, taking(run_group=50, load_bucket=10))
-    group, _ = make(engines)
-    await group.open_transport(["a", "b", "c"])
-    assert [worker.log for worker in engines.ranks] == [
-        [("open_transport", ("a",))],
-        [("open_transport", ("b",))],
-        [("open_transport", ("c",))],
-    ]
-    asked = asyncio.ensure_future(ask(group, 2))
-    await asyncio.gather(group.load_bucket(1), at(5, engines.die, 1))
-    assert group.living == (0, 2)
-    assert now() == 10
-    await group.finish_update(1, "")
-    await group.open_transport(["d", "e"])
-    assert engines.ranks[2].log[-1] == ("open_transport", ("e",))
-    assert await asked == [("whole", 50.0), ("whole", 55.0)]
 
 
 @virtually

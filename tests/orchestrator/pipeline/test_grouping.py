@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean, stdev
 
@@ -50,45 +50,22 @@ TURNS = [-1, 0, 0, -1, -1, 1]
 MASK = [turn >= 0 for turn in TURNS]
 
 
-@dataclass
-class Scripted:
-    """Gives each sample what is written for it, after that many seconds."""
-
-    given: Sequence[Scored]
-    seconds: float = 0.0
-    ended: list[int] = field(default_factory=list)
-
-    async def score(self, asked: Question, one: Trajectory) -> Scored:
-        assert asked == question(1)
-        try:
-            await asyncio.sleep(self.seconds * (one.sample + 1))
-        finally:
-            self.ended.append(one.sample)
-        return self.given[one.sample]
-
-
-def scored(number: int) -> Scored:
-    return Scored(0.5 * number, (0.2 * number, 0.3 * number), {"exact_match": float(number)})
-
-
 def test_a_group_is_rewarded_at_once_and_keeps_what_was_said_of_each_episode() -> None:
-    asked = Scripted([scored(number) for number in range(3)], seconds=10.0)
     episodes = [trajectory(range(6), MASK, sample=number) for number in range(3)]
+    given = [Scored(0.5 * n, (0.2 * n, 0.3 * n), {"exact_match": float(n)}) for n in range(3)]
+
+    async def score(asked: Question, one: Trajectory) -> Scored:
+        assert asked == question(1)
+        await asyncio.sleep(10 * (one.sample + 1))
+        return given[one.sample]
 
     async def timed() -> tuple[Group, float]:
-        return await reward_group(question(1), episodes, asked.score, Tracer("driver")), now()
+        return await reward_group(question(1), episodes, score, Tracer("driver")), now()
 
     group, seconds = run_virtually(timed())
     assert seconds == 30, "the slowest alone"
-    assert group.question == question(1)
-    for number, sample in enumerate(group.samples):
-        assert sample.trajectory is episodes[number]
-        assert (sample.reward, sample.turn_rewards, sample.parts) == (
-            scored(number).reward,
-            scored(number).turn_rewards,
-            scored(number).parts,
-        )
-        assert_array_equal(sample.advantages, np.zeros(6, np.float32))
+    assert [one.trajectory for one in group.samples] == episodes
+    assert [Scored(one.reward, one.turn_rewards, one.parts) for one in group.samples] == given
 
 
 def of_rewards(*rewards: float) -> Group:

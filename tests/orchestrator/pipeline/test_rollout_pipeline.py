@@ -114,15 +114,6 @@ def test_on_policy_the_slowest_is_aborted_and_asked_first_in_the_next_step() -> 
     assert (len(asked), end) == (6, pytest.approx(2 + 1))
 
 
-def test_a_question_whose_groups_are_lost_is_asked_thrice_and_then_once_an_epoch() -> None:
-    simulation, _ = timed(steps=5, questions=2, poisoned=frozenset({"q:1"}), knows_end=False)
-    fresh = PromptSource(simulation.questions, seed=0)
-    epochs = [fresh.next().uid for _ in range(simulation.prompts.position)].count("q:1")
-    waiting = [one.uid for one in simulation.prompts.state().given_back].count("q:1")
-    assert epochs > 2
-    assert simulation.scheduler.dropped[Reason.lost] == 3 + (epochs - 1) - waiting
-
-
 class Instant:
     """Workers and devices in one, which answer without ever giving way, as none does in a simulation."""
 

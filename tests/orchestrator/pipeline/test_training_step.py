@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from rlsys.config.algorithm import AdvantageBaseline, AdvantageScale, AlgorithmConfig
+from rlsys.config.algorithm import AdvantageBaseline, AlgorithmConfig
 from rlsys.config.schema import CriticConfig, RunConfig, TrainerConfig
 from rlsys.data.trajectory import Group, Sample
 from rlsys.orchestrator.pipeline.rollout_pipeline import RolloutPipeline
@@ -100,22 +100,6 @@ def test_only_a_critic_of_several_mini_batches_waits_for_the_last_score(
     algorithm = AlgorithmConfig(baseline=AdvantageBaseline(baseline))
     trainer = TrainerConfig(prompts_per_step=4, mini_batches=updates)
     assert mini_batches(RunConfig(algorithm=algorithm, trainer=trainer)).scored_first == waits
-
-
-@pytest.mark.parametrize(
-    ("baseline", "scale", "waits"),
-    [
-        (AdvantageBaseline.critic, AdvantageScale.none, False),
-        (AdvantageBaseline.batch, AdvantageScale.none, True),
-        (AdvantageBaseline.leave_one_out, AdvantageScale.batch, True),
-        (AdvantageBaseline.critic, AdvantageScale.whiten, True),
-    ],
-)
-def test_training_waits_for_a_mini_batch_that_advantages_depend_on(
-    baseline: AdvantageBaseline, scale: AdvantageScale, waits: bool
-) -> None:
-    algorithm = AlgorithmConfig(baseline=baseline, advantage_scale=scale)
-    assert (mini_batches(RunConfig(algorithm=algorithm)).whole is not None) == waits
 
 
 @hypothesis_settings(max_examples=50)

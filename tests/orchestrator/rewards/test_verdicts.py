@@ -10,7 +10,6 @@ import pytest
 
 from rlsys.errors import RunError
 from rlsys.orchestrator.rewards.judge import Verdicts
-from tests.support.refusals import refused
 
 EACH = 100
 
@@ -58,13 +57,6 @@ def test_several_processes_share_a_file(tmp_path: Path) -> None:
         writer.join()
     assert [writer.exitcode for writer in writers] == [0, 0, 0]
     assert len([json.loads(line) for line in Path(path).read_text().splitlines()]) == 3 * EACH
-
-
-def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
-    with refused("denied", "reward.judge.cache_path"):
-        Verdicts(str(tmp_path))
-    with refused("not_found", "reward.judge.cache_path"):
-        Verdicts(str(tmp_path / "none" / "verdicts.jsonl"))
 
 
 @pytest.mark.parametrize("written", [0, 3, OSError(28, "No space left on device")])
