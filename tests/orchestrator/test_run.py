@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from rlsys.config.schema import RunConfig, TrainerConfig
 from rlsys.observe import status
-from rlsys.observe.guards import GuardsState
-from rlsys.orchestrator.run import Run, _progress
-from rlsys.orchestrator.run_logger import History
+from rlsys.orchestrator.run import Run
 
 
 class _BeganError(Exception):
@@ -44,21 +38,3 @@ def test_a_checkpoint_begins_once_the_trajectories_of_its_steps_are_on_disk() ->
         "actor.trajectories: ",
         "the checkpoint's moment",
     ]
-
-
-@pytest.mark.parametrize(
-    ("evaluations", "em"), [((), None), (({"step": 90, "em": 0.25}, {"step": 100, "em": 0.5}), 0.5)]
-)
-def test_a_resumed_run_stands_where_it_was_saved(
-    evaluations: tuple[dict[str, float], ...], em: float | None, tmp_path: Path
-) -> None:
-    """From its first word on, and when it ends before its first step is done."""
-    history = History(100, {}, {}, GuardsState({}, ()), evaluations)
-    config = RunConfig(trainer=TrainerConfig(steps=200))
-    with suppress(RuntimeError), _progress(config, tmp_path, history):
-        first = json.loads((tmp_path / "status.json").read_text())
-        raise RuntimeError("out of memory")
-    last = json.loads((tmp_path / "status.json").read_text())
-    for said in (first, last):
-        assert (said["step"], said["steps"], said["em"]) == (100, 200, em)
-    assert (first["ended"], last["ended"]) == (None, "failed: out of memory")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
-from rlsys.cluster.planning.placement import overlaps, parse_placement
 from rlsys.config.algorithm import AdvantageBaseline, AlgorithmConfig
 from rlsys.config.schema import ClusterConfig, EngineConfig, RolloutConfig, RunConfig
 from rlsys.orchestrator.worker_groups import holdings
@@ -30,16 +27,3 @@ def test_a_critic_is_one_of_the_groups_where_values_are_learned() -> None:
     assert holdings(_run(PPO)) == {**without, "critic": [(0,), (1,)]}
     engines = replace(PPO, recompute_logprobs=False)
     assert list(holdings(_run(engines))) == ["rollout", "actor", "critic"]
-
-
-@pytest.mark.parametrize(
-    ("critic", "shared"),
-    [
-        ("0-1", []),
-        ("7", []),
-        ("0", [("actor", "critic", [0])]),
-        ("0-2", [("actor", "critic", [0, 1]), ("critic", "inference", [2])]),
-    ],
-)
-def test_only_all_of_the_actors_ranks_may_be_shared(critic: str, shared: list[tuple[str, str, list[int]]]) -> None:
-    assert overlaps(parse_placement({**PLACEMENT, "critic": critic}, with_critic=True)) == shared

@@ -6,15 +6,10 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
-
-import pytest
 
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.worker_groups import ActorGroup, InferenceGroup, OffloadManager, Switch
-from rlsys.trainer.batches import BatchSharder
-from rlsys.trainer.offload import Offloaded
-from tests.support.virtual_time import now, run_virtually, virtually
+from rlsys.orchestrator.worker_groups import OffloadManager, Switch
+from tests.support.virtual_time import now, run_virtually
 
 NAMES = ("actor", "inference", "rollout")
 
@@ -105,27 +100,3 @@ async def _random_needs(rng: random.Random) -> None:
         assert all(move[1:] in names for move in entries)
         assert {move[1:] for move in moves if move.startswith("-")} <= before - set(names)
         assert device.most <= len(names)
-
-
-class Ranks:
-    """Two ranks that answer alike each time, one slower and larger than the other."""
-
-    def __init__(self) -> None:
-        self.called: list[str] = []
-
-    async def call(self, method: str, *_: Any) -> list[Offloaded]:
-        self.called.append(method)
-        return [Offloaded(10, 0.5, 100, 90), Offloaded(20, 0.25, 200, 150)]
-
-
-@pytest.mark.parametrize("kind", [ActorGroup, InferenceGroup])
-@virtually
-async def test_a_megatron_group_is_a_tenant(kind: type[ActorGroup] | type[InferenceGroup]) -> None:
-    workers, tracer = Ranks(), Tracer("driver")
-    group = kind(workers, BatchSharder.__new__(BatchSharder), Tracer("group"))  # type: ignore[arg-type]
-    residence = OffloadManager({"it": (group.offload, group.restore)}, tracer)
-    await residence.built("it")
-    await residence.need("it")
-    assert workers.called == ["offload", "restore"]
-    cost = {"bytes": 30, "seconds": 0.5, "rss_before": 300, "rss_after": 240, "step": 0}
-    assert [span.args for span in tracer.drain()] == [cost, cost]

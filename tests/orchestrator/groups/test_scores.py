@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
 from rlsys.config.schema import ParallelConfig
-from rlsys.data.trajectory import Floats, Sample, Scores
-from rlsys.orchestrator.worker_groups import CriticGroup, EngineLogprobs, WithValues, scores_of
+from rlsys.data.trajectory import Sample
+from rlsys.orchestrator.worker_groups import scores_of
 from rlsys.trainer.batches import BatchSharder, LogProbs, MicroBatch
 from tests.support.trajectories import sample
 
@@ -52,23 +50,3 @@ def test_scores_come_back_in_the_order_of_the_samples(packed: bool, full: bool, 
         assert_array_equal(scores.reference, np.where(mask, -2 * tokens, 0))
         assert_array_equal(scores.picks.tokens, np.stack([tokens[mask], tokens[mask] + 1], 1))
         assert_array_equal(scores.picks.logprobs, -scores.picks.tokens)
-
-
-class Critic(CriticGroup):
-    """Speaks without processes."""
-
-    def __init__(self) -> None:
-        pass
-
-    async def compute(self, samples: Sequence[Sample]) -> list[Floats]:
-        return [one.trajectory.tokens.astype(np.float32) for one in samples]
-
-
-async def test_values_are_added_to_other_scores() -> None:
-    asked = samples()
-    scorer = WithValues(EngineLogprobs(), Critic())
-    assert scorer.groups == ("critic",)
-    found: list[Scores] = await scorer.compute(asked)
-    for one, scores in zip(asked, found, strict=True):
-        assert_array_equal(scores.policy, np.zeros(len(one.trajectory.tokens)))
-        assert_array_equal(scores.values, one.trajectory.tokens)

@@ -99,21 +99,6 @@ def test_the_critic_learns_beside_the_actor_and_alone_while_it_warms_up() -> Non
     assert end == pytest.approx((10 + 1 + 2) + (10 + 1 + 7))
 
 
-@pytest.mark.parametrize(("max_staleness", "end_s"), [(0, 60), (1, 40)])
-def test_a_run_that_may_be_stale_rolls_the_next_step_while_it_trains(max_staleness: int, end_s: float) -> None:
-    """Steps of two groups, 10 s to roll side by side, 10 s to train; three steps, of which two are hidden."""
-    _, end = timed(steps=3, sizes=(2,), slots=2, max_staleness=max_staleness, times={"roll": [10], "train": [5]})
-    assert end == pytest.approx(end_s)
-
-
-def test_on_policy_the_slowest_is_aborted_and_asked_first_in_the_next_step() -> None:
-    simulation, end = timed(steps=2, sizes=(2,), oversample=1.5, slots=3, times={"roll": [1, 9, 2, 1, 1, 9]})
-    prompt_groups, asked = simulation.record.prompt_groups, list(simulation.record.prompt_groups)
-    assert simulation.record.dropped[0] == (prompt_groups[1].question, Reason.surplus)
-    assert prompt_groups[3].question == prompt_groups[1].question
-    assert (len(asked), end) == (6, pytest.approx(2 + 1))
-
-
 class Instant:
     """Workers and devices in one, which answer without ever giving way, as none does in a simulation."""
 

@@ -14,7 +14,6 @@ from rlsys.config.algorithm import CorrectionLevel
 from rlsys.data.trajectory import Action, Finish, Group, Sample, Trajectory, Turn
 from rlsys.orchestrator.pipeline.step_metrics import (
     answer_metrics,
-    correction_metrics,
     critic_metrics,
     divergence_metrics,
     staleness_metrics,
@@ -174,37 +173,6 @@ def test_log_probs_are_compared_where_one_policy_gave_both() -> None:
     groups = [Group(question(1), (sample(late, 1.0, old_logprobs=old),))]
     assert figures_of(groups, version=4)["logprob/max_diff"] == 0.25
     assert figures_of(groups, version=5)["logprob/max_diff"] == 0.0
-
-
-def weighed(old: Sequence[float], rollout: Sequence[float], weights: Sequence[float] | None) -> Sample:
-    """A sample with the probabilities given; all tokens but the first are trained."""
-    one = trajectory(range(len(old)), rollout_logprobs=np.log(rollout).tolist())
-    given = None if weights is None else np.array(weights, dtype=np.float32)
-    return sample(one, 0.0, old_logprobs=np.log(old).astype(np.float32), weights=given)
-
-
-def test_figures_of_token_weights_by_hand() -> None:
-    groups = [
-        # Ratios 1.5 and 3, the second cut to 2.
-        Group(question(1), (weighed([0.9, 0.6, 0.6], [0.1, 0.4, 0.2], [1, 1.5, 2]),)),
-        # Ratio 0.25, and a token that nothing sampled; a sample without weights counts for nothing.
-        Group(
-            question(2),
-            (weighed([0.9, 0.1, 0.5], [0.1, 0.4, np.nan], [1, 0.25, 1]), weighed([0.9], [0.1], None)),
-        ),
-    ]
-    assert correction_metrics(groups, CorrectionLevel.token) == pytest.approx(
-        {
-            "correction/ess": 3.75**2 / (3 * (2.25 + 4 + 0.0625)),
-            "correction/clipped_share": 1 / 3,
-            "correction/cut_mass": 1 / 4.75,
-            "correction/uncorrected_share": 1 / 4,
-            "correction/abs_log_ratio": math.log(1.5 * 3 * 4) / 3,
-            "correction/kl_k1": -math.log(1.5 * 3 / 4) / 3,
-            "correction/kl_k3": (0.5 + 2 - 0.75 - math.log(1.5 * 3 / 4)) / 3,
-        },
-        rel=1e-5,
-    )
 
 
 DIVERGENCES: dict[str, Callable[[float], float]] = {
