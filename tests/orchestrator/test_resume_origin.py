@@ -250,14 +250,6 @@ def test_a_run_without_a_whole_checkpoint_has_none_to_fall_back_to(outputs: Outp
     assert [f"global_step_{step}/actor/part" in line for step, line in zip((2, 1), said, strict=True)] == [True] * 2
 
 
-def test_falling_back_never_goes_past_the_checkpoint_that_was_asked_for(outputs: Outputs) -> None:
-    run_dir = outputs.run(FIRST, 1, 2, 3)
-    (checkpoint(run_dir, 2) / "actor" / "part").unlink()
-    origin = find_origin(outputs.config(str(checkpoint(run_dir, 2)), True), lambda _: None)
-    assert origin is not None
-    assert origin.checkpoint.step == 1
-
-
 def test_a_run_that_still_goes_on_is_left_alone(outputs: Outputs) -> None:
     """One may branch from it; to write to its folder is refused."""
     run_dir = outputs.run(FIRST, 1, 2)

@@ -9,6 +9,7 @@ import resource
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ import pytest
 import rlsys.orchestrator.saving
 from rlsys.data.question import SourceState
 from rlsys.errors import RunError
+from rlsys.observe import status
+from rlsys.orchestrator import run as driver
 from rlsys.orchestrator.saving import Saver
 from rlsys.weights.checkpoint.state_file import save_values
 from rlsys.weights.checkpoint.store import CheckpointStore, Keep, check
@@ -243,3 +246,32 @@ async def test_a_full_disk_while_it_is_published(
     assert run.saver.newest == run.store.path(1)
     await run.save(3)
     assert run.steps() == [1, 3]
+
+
+class _BeganError(Exception):
+    """The checkpoint has begun."""
+
+
+def test_a_checkpoint_begins_once_the_trajectories_of_its_steps_are_on_disk() -> None:
+    """Else a run that is killed and goes on from it would lack some of them."""
+    said: list[str] = []
+
+    async def kept() -> None:
+        said.append("kept")
+
+    async def in_flight() -> None:
+        said.append("the checkpoint's moment")
+        raise _BeganError
+
+    run = driver.Run.__new__(driver.Run)
+    run.log = SimpleNamespace(trajectories_kept=kept)  # type: ignore[assignment]
+    run.groups = SimpleNamespace(engines=SimpleNamespace(in_flight=in_flight), trained={"actor": None})  # type: ignore[assignment]
+    reported = status.reported_to(lambda stage, text: said.append(f"{stage}: {text}"))
+    with reported, pytest.raises(_BeganError):
+        asyncio.run(run.save(3))
+    assert said == [
+        "actor.trajectories: waits for trajectories to be written",
+        "kept",
+        "actor.trajectories: ",
+        "the checkpoint's moment",
+    ]

@@ -120,7 +120,7 @@ class Simulation:
             async with asyncio.timeout_at(script.end_at if script.ending == "cancel" else None):
                 if script.ending == "cancel":
                     loop.call_at(script.end_at, self._give_up)
-                with status.reported_to(self.record.report):
+                with status.reported_to(self.record.states.__setitem__):
                     await self._steps()
         except TimeoutError:
             pass
@@ -243,17 +243,12 @@ def _live(simulation: Simulation) -> None:
         assert not record.failed, "the failure of a worker did not end the run"
 
 
-def run(script: Script, parts: Parts = Parts()) -> Simulation:
-    """Run `script` to its end. Raises Breach."""
-    simulation = Simulation(script, parts)
+def simulate(seed: int, parts: Parts = Parts()) -> Simulation:
+    """The run that `seed` scripts. Raises Breach."""
+    simulation = Simulation(Script.seeded(seed), parts)
     _live(simulation)
     simulation.check_end()
     return simulation
-
-
-def simulate(seed: int, parts: Parts = Parts()) -> Simulation:
-    """The run that `seed` scripts. Raises Breach."""
-    return run(Script.seeded(seed), parts)
 
 
 def simulate_lives(

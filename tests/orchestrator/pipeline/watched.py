@@ -112,10 +112,6 @@ class Record:
             self.broken = self.broken or Breach(named, str(detail))
             raise self.broken
 
-    def report(self, stage: str, text: str) -> None:
-        """Note what a stage does."""
-        self.states[stage] = text
-
     def fail_if_due(self, worker: str) -> None:
         """Raise the failure that the script has for this call."""
         self._worker_calls[worker] += 1
@@ -199,10 +195,6 @@ class Record:
         self._scored.add((number, sample))
         self.unscored.pop(number, None)
 
-    def offer(self, number: int) -> None:
-        """A group is scored, and may be taken."""
-        self.offered.add(number)
-
     def take(self, prompt_group: PromptGroup) -> None:
         oldest = min((self.prompt_groups[number].oldest for number in self.offered), default=prompt_group.oldest)
         self.hold(Property.order, prompt_group.oldest <= oldest, prompt_group)
@@ -224,7 +216,7 @@ class Record:
     def train(self, learner: str, number: int, sample: int, versions: Sequence[int]) -> None:
         """A learner is given a sample, with the versions of its trained tokens."""
         if not self.over:
-            self.hold(Property.step, learner in self._learning(), learner)
+            self.hold(Property.step, learner in self.script.learning(self.version + 1), learner)
             self.hold(Property.dropped, self.ended.get(number, "trained") == "trained", number)
             again = (learner, number, sample) in self._accumulated
             self.hold(Property.once, number in self.taken and not again, (learner, number, sample))
@@ -242,7 +234,7 @@ class Record:
     def close(self) -> None:
         """The step under way is closed."""
         self.hold(Property.step, self.over or len(self.taken) == self.script.groups_per_step)
-        for learner in self._learning():
+        for learner in self.script.learning(self.version + 1):
             trained = {number for name, number, _ in self._accumulated if name == learner}
             self.hold(Property.step, self.over or trained >= {*self.taken}, f"{learner} trained {trained}")
         for number in self.taken:
@@ -267,10 +259,6 @@ class Record:
         replaced = sum(reason in (Reason.no_spread, Reason.lost) for _, reason in self.dropped)
         most, spare = self.script.most_outstanding, self.script.spare
         return (self.version + 1) * (most * (2 + spare) + spare) + replaced
-
-    def _learning(self) -> tuple[str, ...]:
-        """In the step under way."""
-        return self.script.learning(self.version + 1)
 
     def _check_sequence(self, stage: str) -> None:
         needed = {stage, "critic"} if stage == "inference" and self.script.critic else {stage}

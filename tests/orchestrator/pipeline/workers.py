@@ -105,13 +105,18 @@ class _Play:
         return (*(version for version in before if version >= 0), *here)
 
 
-class Engines:
+class _Worker:
+    def __init__(self, script: Script, record: Record) -> None:
+        self.script, self.record = script, record
+
+
+class Engines(_Worker):
     """The rollout group: the real router over scripted engines."""
 
     waits_for = ""
 
     def __init__(self, script: Script, record: Record) -> None:
-        self.script, self.record = script, record
+        super().__init__(script, record)
         self.router = Router(script.engines, script.slots)
         self._engines = [_Engine(number, record.version) for number in range(script.engines)]
         self._answers: dict[int, asyncio.Future[list[Trajectory]]] = {}
@@ -258,12 +263,12 @@ class Engines:
         self._changed.set()
 
 
-class Scorer:
+class Scorer(_Worker):
     """The inference group, and the critic where there is one."""
 
-    def __init__(self, script: Script, record: Record) -> None:
-        self.script, self.record = script, record
-        self.groups = ("inference", "critic") if script.critic else ("inference",)
+    @property
+    def groups(self) -> Sequence[str]:
+        return ("inference", "critic") if self.script.critic else ("inference",)
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
         """Log-probs and values that belong to each sample alone."""
@@ -284,7 +289,6 @@ class Learner:
         self.name, self.script, self.record = name, script, record
 
     def enough(self, samples: Sequence[Sample]) -> bool:
-        """Some number of samples."""
         return len(samples) >= self.script.enough
 
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:  # noqa: ARG002
@@ -305,7 +309,6 @@ class Learner:
         self.record.end(self.name)
 
     async def apply(self) -> Mapping[str, float]:
-        """One optimiser step."""
         self.record.begin(self.name)
         await self.script.pause("apply")
         self.record.fail_if_due("apply")
@@ -328,7 +331,6 @@ class Devices:
             record.resident = lambda: self._residence.ready
 
     async def need(self, *groups: str) -> None:
-        """Bring `groups` in."""
         self.record.fail_if_due("need")
         self.pending.update(groups)
         if self._residence:
@@ -345,11 +347,8 @@ class Devices:
         await self.script.pause("devices")
 
 
-class Handling:
+class Handling(_Worker):
     """The handling of groups between the stages."""
-
-    def __init__(self, script: Script, record: Record) -> None:
-        self.script, self.record = script, record
 
     async def reward(self, question: Question, trajectories: Sequence[Trajectory]) -> Group:
         """Rewards, which are all equal in some groups. May take long, and wind down slowly if cancelled."""
@@ -367,9 +366,8 @@ class Handling:
         return Group(question, samples)
 
     def finish(self, group: Group) -> Group:
-        """Weights of 1."""
         self.record.fail_if_due("finish")
-        self.record.offer(number_of(group.samples[0]))
+        self.record.offered.add(number_of(group.samples[0]))
         return replace(
             group, samples=tuple(replace(one, weights=np.ones_like(one.advantages)) for one in group.samples)
         )

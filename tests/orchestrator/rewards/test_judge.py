@@ -128,27 +128,16 @@ def test_a_cancelled_grade_leaves_the_question_to_the_next() -> None:
 
 
 def test_as_a_term_beside_others() -> None:
-    config = RewardConfig(
-        terms={"judge": 2.0, "search_penalty": -0.5},
-        judge=settings(),
-        max_answer_tags=1,
-        many_answers_score=0.25,
-    )
-    chat = Chat()
+    terms = {"judge": 2.0, "search_penalty": -0.5}
+    config = RewardConfig(terms=terms, judge=settings(), max_answer_tags=1, many_answers_score=0.25)
+    search = (think("search", "Mali"), "Bamako")
+    said = [(search, think("answer", "Bko")), (search, "<answer>Bko</answer><answer></search>"), (search,)]
 
     async def work() -> list[tuple[float, ...]]:
-        rewards = Rewards(config, TASK, CompatConfig(), transport=chat.transport)
-        search = (think("search", "Mali"), "Bamako")
-        said = [
-            (search, think("answer", "Bko")),
-            (search, "<answer>Bko</answer><answer></search>"),
-            (search,),
-        ]
-        try:
-            scored = [await rewards.score(question("Bamako"), episode(*one)) for one in said]
-            assert rewards.metrics()["judge/asked"] == 1
-            return [one.turn_rewards for one in scored]
-        finally:
-            await rewards.close()
+        rewards = Rewards(config, TASK, CompatConfig(), transport=Chat().transport)
+        scored = [await rewards.score(question("Bamako"), episode(*one)) for one in said]
+        assert rewards.metrics()["judge/asked"] == 1
+        await rewards.close()
+        return [one.turn_rewards for one in scored]
 
     assert run_virtually(work()) == [(-0.5, 2.0), (-0.5, 0.5), (-0.5,)]

@@ -74,13 +74,6 @@ def test_the_overlong_penalty_is_dapos(length: int, limit: int, buffer: int) -> 
     assert overlong_penalty(length, limit, buffer) == pytest.approx(-dapo(length, limit, buffer))
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(0, 0.0), (60, 0.0), (80, 0.5), (100, 1.0), (900, 1.0)])
-def test_overlong_counts_the_response(tokens: int, expected: float) -> None:
-    config = RewardConfig(overlong_buffer=40, overlong_limit=100)
-    trajectory = episode(SEARCH, RIGHT, prompt_tokens=77, response_tokens=tokens)
-    assert values("overlong", trajectory, config) == [0.0, pytest.approx(expected)]
-
-
 def test_overlong_without_a_limit_is_one_where_the_task_cuts() -> None:
     config, task = RewardConfig(overlong_buffer=40), task_of(max_total_tokens=200)
     for prompt_tokens in (20, 120):

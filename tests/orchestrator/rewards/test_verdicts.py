@@ -14,19 +14,6 @@ from rlsys.orchestrator.rewards.judge import Verdicts
 EACH = 100
 
 
-def test_verdicts_are_there_in_the_next_run(tmp_path: Path) -> None:
-    path = str(tmp_path / "verdicts.jsonl")
-    first = Verdicts(path)
-    first.put("a", True)
-    first.put("b", False)
-    first.put("b", True)
-    first.close()
-    first.close()
-    second = Verdicts(path)
-    assert [second.get(key) for key in "abc"] == [True, True, None]
-    second.close()
-
-
 @pytest.mark.parametrize("tail", [b'{"key": "b", "ye', b"\xff\xfe", b"[1]", b'{"key": "b", "yes": 1}'])
 def test_lines_that_cannot_be_read_are_left_out(tail: bytes, tmp_path: Path) -> None:
     file = tmp_path / "verdicts.jsonl"
