@@ -22,7 +22,7 @@ from rlsys.rollout.agent.episode import EngineActivity
 from rlsys.rollout.agent.tokens import EpisodeProgress
 from tests.orchestrator.groups.engines import NEVER, SAMPLES, Engines, ask, at, make, settle, taking
 from tests.support.trajectories import question, trajectory
-from tests.support.virtual_time import now, run_virtually, virtually
+from tests.support.virtual_time import now, virtually
 
 
 def test_a_key_goes_to_the_least_loaded_engine_and_outlives_one_and_no_more() -> None:
@@ -128,18 +128,15 @@ async def test_an_error_of_a_worker_ends_the_update() -> None:
     assert engines.starts["q:0"] == [(0, 1)]
 
 
-def test_rollouts_wait_for_what_no_engine_that_rolls_can_do_without() -> None:
-    async def looks() -> list[str]:
-        engines, seen = Engines(2), []
-        group, _ = make(engines)
-        for first, second in (({"search": 3}, {"search": 1}), ({"search": 3}, {"calculator": 1}), ({}, {})):
-            engines.ranks[0].activity = EngineActivity(not first, first)
-            engines.ranks[1].activity = EngineActivity(False, second)
-            await group.look()
-            seen.append(group.waits_for)
-        return seen
-
-    assert run_virtually(looks()) == ["search", "calculator and search", ""]
+@virtually
+async def test_rollouts_wait_for_what_no_engine_that_rolls_can_do_without() -> None:
+    engines = Engines(2)
+    group, _ = make(engines)
+    for first, second, waits_for in (("search", "search", "search"), ("search", "sum", "search and sum"), ("", "", "")):
+        engines.ranks[0].activity = EngineActivity(not first, {first: 3} if first else {})
+        engines.ranks[1].activity = EngineActivity(False, {second: 1} if second else {})
+        await group.look()
+        assert group.waits_for == waits_for
 
 
 async def update(group: EnginePool, version: int) -> None:

@@ -39,11 +39,6 @@ def test_only_a_reply_that_says_one_of_yes_and_no_first_is_a_verdict(reply: str,
     assert verdict_of(reply) is verdict
 
 
-def test_the_prompt_has_question_accepted_answers_and_answer() -> None:
-    asked = fill("{question}|{answers}|{answer}", question("Bamako", "Bko"), "Bamako, Mali")
-    assert asked == '"What is the capital of Mali?"|["Bamako", "Bko"]|"Bamako, Mali"'
-
-
 ASKED_AROUND = "A {answer} B"
 
 
