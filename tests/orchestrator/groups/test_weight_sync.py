@@ -31,15 +31,13 @@ def processes() -> Iterator[tuple[End, list[End]]]:
         yield opened
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(SyncMode), ids=str)
 async def test_a_slow_reader_gets_every_bit(mode: SyncMode, processes: tuple[End, list[End]], tmp_path: Path) -> None:
     source, (quick, slow) = processes
     slow.call("read_slowly", 0.01)
-    actor, inference, rollout = (
-        Group("actor", [source]),
-        Group("inference", [quick]),
-        Group("rollout", [slow]),
-    )
+    ranks = {"actor": source, "inference": quick, "rollout": slow}
+    actor, inference, rollout = (Group(name, [rank]) for name, rank in ranks.items())
     sync = WeightSync(actor, [rollout], cluster(mode), tmp_path, Tracer("driver"), [inference])  # type: ignore[arg-type]
     await sync.open()
     for version in (1, 2):

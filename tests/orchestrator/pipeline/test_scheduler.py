@@ -22,6 +22,17 @@ def test_spares_are_rounded_up_from_what_was_written(groups: int, oversample: fl
     assert StalenessScheduler(groups, 0, oversample).spare == spare
 
 
+def test_a_stale_group_is_not_taken_even_if_nobody_has_dropped_it() -> None:
+    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=0, oversample=2)
+    first, second = scheduler.admit(question(1)), scheduler.admit(question(2))
+    for group in (second, first):
+        assert scheduler.finish_rolling(group, None, has_spread=True) is None
+    scheduler.take(first)
+    scheduler.close_step()
+    with pytest.raises(RuntimeError):
+        scheduler.take(second)
+
+
 @dataclass(eq=False)
 class Modelled:
     """A prompt group in the model."""

@@ -33,12 +33,7 @@ async def value(name: str, calls: Calls, *said: str) -> Sequence[float]:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("answers", [0.0, 5.0]),
-        ("per_turn", [0.0, 1.0]),
-        ("in_time", [0.0, 0.5]),
-    ],
+    ("name", "expected"), [("answers", [0.0, 5.0]), ("per_turn", [0.0, 1.0]), ("in_time", [0.0, 0.5])]
 )
 async def test_a_term_gives_one_number_or_one_a_turn(name: str, expected: list[float], calls: Calls) -> None:
     assert await value(name, calls) == expected
