@@ -47,10 +47,10 @@ from rlsys.config.schema import (
 from rlsys.data.question import PromptSource, Question
 from rlsys.data.trajectory import Sample, Scores, Trajectory
 from rlsys.trainer.batches import MicroBatch, collate
-from tests.orchestrator.pipeline.build import rewarded
-from tests.orchestrator.pipeline.recorded import RIGHT, Recording, Shape, record
 from tests.support.megatron_processes import ANSWER_S, pool
+from tests.support.recorded_episodes import RIGHT, Recording, Shape, record
 from tests.support.scheduled import PAD_ID, Arrivals, Learner, Outcome, run
+from tests.support.trajectories import rewarded
 from tests.trainer import reference
 
 TOLERANCE = 5e-6

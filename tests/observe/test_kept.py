@@ -28,7 +28,7 @@ from rlsys.observe.kept import (
     write_kept,
     write_row,
 )
-from tests.orchestrator.pipeline.build import question, rewarded, same, trajectory
+from tests.support.trajectories import question, rewarded, same, trajectory
 
 NAN = float("nan")
 

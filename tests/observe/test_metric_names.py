@@ -28,7 +28,7 @@ from rlsys.orchestrator.evaluation.scores import scores_of
 from rlsys.orchestrator.run_logger import RunLogger
 from rlsys.orchestrator.worker_groups import ActorGroup, CriticGroup
 from rlsys.trainer.batches import Flops
-from tests.orchestrator.pipeline.build import question, rewarded, trajectory
+from tests.support.trajectories import question, rewarded, trajectory
 
 SOURCE = Path(rlsys.__file__).parent
 DOCUMENT = SOURCE.parent / "docs/metrics.md"

@@ -33,7 +33,7 @@ from rlsys.orchestrator.evaluation.scores import scores_of
 from rlsys.orchestrator.pipeline.scheduler import Ended, Reason, Stage
 from rlsys.orchestrator.run_logger import History, RunLogger, update_metrics
 from rlsys.trainer.batches import Flops
-from tests.orchestrator.pipeline.build import question, rewarded, trajectory
+from tests.support.trajectories import question, rewarded, trajectory
 
 S = 1_000_000_000
 SCORED = replace(rewarded(trajectory(range(5), version=0), 1.0), old_logprobs=np.zeros(5, np.float32))

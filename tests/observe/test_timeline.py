@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rlsys.data.trajectory import Action, Trajectory, Turn
 from rlsys.observe.records import TIMELINE, LineLog, TimelineRow, read_timeline_row, steps_of, timeline_row
 from rlsys.observe.spans import Span, episode_spans
-from tests.orchestrator.pipeline.build import trajectory
+from tests.support.trajectories import trajectory
 
 S = 1_000_000_000
 

@@ -16,7 +16,7 @@ from rlsys.errors import RunError
 from rlsys.search.cassette import CassetteFile, CassetteTool, Header, RecordedCall
 from rlsys.search.retrieval import Passage, SearchResult
 from rlsys.search.wire import NoReplyError, Reply
-from tests.orchestrator.pipeline.virtual_time import now, run_virtually
+from tests.support.virtual_time import now, run_virtually
 
 RECORD, REPLAY, EXTEND = CassetteMode.record, CassetteMode.replay, CassetteMode.extend
 

@@ -18,8 +18,8 @@ from rlsys.errors import Code, UserError
 from rlsys.rollout.tools.search_tool import open_tool, search_metrics
 from rlsys.search.cassette import Cassette, Header, RecordedCall, drawn_rank
 from rlsys.search.retrieval import Failure, Passage, SearchResult
-from tests.orchestrator.pipeline.virtual_time import now, run_virtually
 from tests.support.refusals import refused
+from tests.support.virtual_time import now, run_virtually
 
 from .scripted import EXTEND, RECORD, REPLAY, Script, found, rows, tool, virtually, written
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rlsys.errors import RunError
 from rlsys.search.cassette import Cassette, CassetteFile, Header, RecordedCall
 from rlsys.search.retrieval import SearchResult
-from tests.orchestrator.pipeline.virtual_time import run_virtually
+from tests.support.virtual_time import run_virtually
 
 from .scripted import EXTEND, RECORD, Script, found, rows, tool, virtually, written
 

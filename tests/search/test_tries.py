@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from rlsys.errors import RunError
 from rlsys.search.client import SearchClient
 from rlsys.search.retrieval import Failure, SearchResult
-from tests.orchestrator.pipeline.virtual_time import now, run_virtually
 from tests.support.refusals import refused
+from tests.support.virtual_time import now, run_virtually
 
 from .scripted import SERVES, Behind, ScriptedWire, found, virtually
 

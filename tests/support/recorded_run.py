@@ -58,8 +58,8 @@ from rlsys.orchestrator.weight_sync import SyncReport, WeightSync
 from rlsys.orchestrator.worker_groups import Checkpoints, InferenceGroup, OffloadManager, TrainedGroup, launch_megatron
 from rlsys.train import train
 from rlsys.weights.checkpoint.store import CheckpointStore, Keep
-from tests.orchestrator.pipeline.recorded import RIGHT, Recording, Shape, record
 from tests.support.megatron_processes import ANSWER_S, Host, HostedGroup, forks, pool
+from tests.support.recorded_episodes import RIGHT, Recording, Shape, record
 from tests.support.scheduled import Arrivals, Learner, NoSearch, Outcome, Playback, Scorer, make_sharder
 from tests.trainer import reference
 

@@ -36,9 +36,9 @@ from rlsys.orchestrator.worker_groups import ActorGroup, InferenceGroup, Offload
 from rlsys.rollout.agent.tokens import EpisodeProgress
 from rlsys.trainer.batches import BatchSharder, MicroBatch
 from rlsys.weights.transport import BucketHandle, Receiver, TransportSpec, open_receiver, unpack
-from tests.orchestrator.pipeline.recorded import Recording
-from tests.orchestrator.pipeline.virtual_time import run_virtually
 from tests.support.megatron_processes import Host, HostedGroup
+from tests.support.recorded_episodes import Recording
+from tests.support.virtual_time import run_virtually
 
 EPISODE_S, CALL_S = 10.0, 2.0
 """Longest waits: for a group's episodes; before and after a call to a worker."""

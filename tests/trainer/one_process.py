@@ -19,7 +19,7 @@ from rlsys.algorithms.losses import DIVISOR, LossInputs, divisor, policy_loss, r
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
 from rlsys.config.derived import sums_over_vocabulary
 from rlsys.data.trajectory import Sample
-from tests.orchestrator.pipeline.build import sample
+from tests.support.trajectories import sample
 from tests.trainer import reference
 
 LOSS_LENGTH = 13

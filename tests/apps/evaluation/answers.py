@@ -7,7 +7,7 @@ from typing import Any
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Turn
 from rlsys.orchestrator.evaluation.heldout import Answered, plain_score
-from tests.orchestrator.pipeline.build import trajectory
+from tests.support.trajectories import trajectory
 
 
 def turn(

@@ -12,7 +12,7 @@ from rlsys.data.trajectory import Action, Finish, Trajectory
 from rlsys.observe import status
 from rlsys.orchestrator.evaluation.heldout import Answered, evaluate
 from tests.apps.evaluation.answers import SEARCH, turn
-from tests.orchestrator.pipeline.build import trajectory
+from tests.support.trajectories import trajectory
 
 QUESTIONS = [
     Question("q:1", "?", ("The Nile", "Nil"), extra={"hops": 1}),

@@ -10,7 +10,7 @@ import pytest
 from rlsys.config.schema import CompatConfig, RunConfig, TaskConfig
 from rlsys.errors import UserError
 from rlsys.orchestrator.evaluation.heldout import heldout_questions, heldout_score
-from tests.orchestrator.rewards.episodes import episode, question, task_of
+from tests.support.written_episodes import episode, question, task_of
 
 
 def config(path: Path, **compat: object) -> RunConfig:

@@ -179,7 +179,14 @@ def events() -> list[str]:
 def make(events: list[str], tmp_path: Path, timeout_s: float = 120.0) -> tuple[WeightSync, Actor, Receivers, Receivers]:
     actor, rollout, inference = Actor(events), Receivers("rollout", events), Receivers("inference", events)
     settings = cluster(SyncMode.broadcast, timeout_s)
-    sync = WeightSync(actor, [rollout], settings, tmp_path, Tracer("driver"), [inference])  # type: ignore[arg-type]
+
+    async def need(*names: str) -> None:
+        events.append(f"need {' '.join(names)}")
+
+    def activated(version: int) -> None:
+        events.append(f"all have {version}")
+
+    sync = WeightSync(actor, [rollout], settings, tmp_path, Tracer("driver"), [inference], need, activated)  # type: ignore[arg-type]
     return sync, actor, rollout, inference
 
 
@@ -200,19 +207,6 @@ async def test_the_next_bucket_is_gathered_while_the_last_is_read_and_no_earlier
         "rollout has 3",
         "end, 3 taken",
     ]
-
-
-async def test_a_version_is_used_at_once_or_at_the_switch(events: list[str], tmp_path: Path) -> None:
-    sync, *_ = make(events, tmp_path)
-    await sync.push(1)
-    assert "inference uses 1 digest" in events
-    assert "rollout uses 1 digest" not in events
-    assert sync.reports == []
-    await sync.activate(1)
-    assert events[-1] == "rollout uses 1 digest"
-    assert [report.version for report in sync.reports] == [1]
-    with pytest.raises(RunError, match="1"):
-        await sync.activate(1)
 
 
 async def test_a_transfer_waits_for_the_switch_before_it(events: list[str], tmp_path: Path) -> None:
@@ -323,21 +317,7 @@ async def test_an_update_that_fails_leaves_nobody_waiting(
 
 
 async def test_groups_come_onto_their_devices_before_they_are_asked(events: list[str], tmp_path: Path) -> None:
-    actor, rollout, inference = Actor(events), Receivers("rollout", events), Receivers("inference", events)
-
-    async def need(*names: str) -> None:
-        events.append(f"need {' '.join(names)}")
-
-    sync = WeightSync(
-        actor,  # type: ignore[arg-type]
-        [rollout],
-        cluster(),
-        tmp_path,
-        Tracer("driver"),
-        [inference],
-        need,
-        lambda version: events.append(f"all have {version}"),
-    )
+    sync, *_ = make(events, tmp_path)
     await sync.open()
     await sync.send(3)
     needs = [index for index, event in enumerate(events) if event.startswith("need")]
@@ -345,3 +325,5 @@ async def test_groups_come_onto_their_devices_before_they_are_asked(events: list
     assert needs[0] == 0
     assert events.index("inference uses 3 digest") < needs[1] < events.index("rollout uses 3 digest")
     assert events[-1] == "all have 3"
+    with pytest.raises(RunError, match="3"):
+        await sync.activate(3)

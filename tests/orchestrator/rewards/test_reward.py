@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rlsys.config.schema import CompatConfig, RewardConfig
 from rlsys.data.trajectory import Trajectory
 from rlsys.orchestrator.rewards.reward import PENALTIES, Rewards, Scored, pure_terms
-from tests.orchestrator.rewards.episodes import TASK, Said, episode, question, task_of, terms, think
+from tests.support.written_episodes import TASK, Said, episode, question, task_of, terms, think
 
 SEARCH = (think("search", "capital of Mali"), "Doc 1(Title: Mali) Its capital is Bamako.")
 RIGHT, WRONG = think("answer", "Bamako"), think("answer", "Ségou")

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from rlsys.data.trajectory import Action, Turn
 from rlsys.errors import RunError, UserError
 from rlsys.weights.checkpoint.state_file import load_values, save_values
-from tests.orchestrator.pipeline.build import same
 from tests.support.refusals import refused
+from tests.support.trajectories import same
 
 
 class Colour(StrEnum):

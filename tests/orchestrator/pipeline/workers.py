@@ -10,39 +10,46 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Group, Sample, Scores, Trajectory
+from rlsys.data.trajectory import Finish, Floats, Group, Sample, Scores, Trajectory
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.engine_pool import Router
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, Loss
 from rlsys.orchestrator.worker_groups import OffloadManager
 from rlsys.rollout.agent.episode import EngineDied
-from rlsys.rollout.agent.tokens import EpisodeProgress
-from tests.orchestrator.pipeline.build import rewarded
+from rlsys.rollout.agent.tokens import EpisodeProgress, PartialEpisode
 from tests.orchestrator.pipeline.script import Script
-from tests.orchestrator.pipeline.scripted_episodes import mark, ones, partial_episode, ticket_of, whole_episode
 from tests.orchestrator.pipeline.watched import GROUPS, Property, Record
+from tests.support.trajectories import rewarded, trajectory
 
 
-class Signal:
-    """Something changed."""
+def number_of(sample: Sample) -> int:
+    """The prompt group that the sample comes from."""
+    return int(sample.trajectory.response)
 
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
 
-    def set(self) -> None:
-        """Tell all who wait."""
-        self._event.set()
+def mark(sample: Sample) -> Floats:
+    """Log-probs that belong to this sample alone."""
+    return np.full(len(sample.trajectory.tokens), -(10 * number_of(sample) + sample.trajectory.sample), np.float32)
 
-    async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait for it."""
-        while not holds():
-            self._event.clear()
-            await self._event.wait()
+
+@lru_cache(1000)
+def whole_episode(uid: str, number: int, sample: int, versions: tuple[int, ...]) -> Trajectory:
+    """An episode with a token for each of `versions`; it carries the number of its prompt group."""
+    finish = Finish.ANSWER if versions else Finish.ABORTED
+    of_tokens = (-1, *versions)
+    one = trajectory([1] * len(of_tokens), uid=uid, sample=sample, finish=finish, version=of_tokens)
+    return replace(one, response=str(number))
+
+
+def partial_episode(uid: str, sample: int, versions: tuple[int, ...]) -> PartialEpisode:
+    sampled = np.array(versions, np.int32)
+    nothing, ended = np.full(len(sampled), np.nan, np.float32), np.ones(len(sampled), np.bool_)
+    return PartialEpisode(uid, sample, (), sampled, nothing, sampled, ended)
 
 
 @dataclass(eq=False)
@@ -59,7 +66,7 @@ class _Engine:
 class _Play:
     """A group on an engine; `versions` are those of the turns that it has begun here."""
 
-    prompt_group: int
+    number: int
     question: Question
     engine: _Engine
     turns: int
@@ -79,7 +86,7 @@ class _Play:
             if sample in self.before and isinstance(self.before[sample], Trajectory):
                 found.append(self.before[sample])
             elif whole and whole >= length:
-                found.append(whole_episode(self.question.uid, self.prompt_group, sample, versions))
+                found.append(whole_episode(self.question.uid, self.number, sample, versions))
             elif versions:
                 found.append(partial_episode(self.question.uid, sample, versions))
         return tuple(found)
@@ -87,44 +94,50 @@ class _Play:
     def trajectories(self) -> list[Trajectory]:
         """Some episodes end early; one that is aborted at once has no token that was sampled."""
         return [
-            whole_episode(self.question.uid, self.prompt_group, sample, self._versions(sample, len(self.versions)))
+            whole_episode(self.question.uid, self.number, sample, self._versions(sample, len(self.versions)))
             for sample in range(len(self.lengths))
         ]
 
     def _versions(self, sample: int, turns: int) -> tuple[int, ...]:
         """Those of an episode's turns, the earlier ones elsewhere, then the first `turns` here."""
-        before = self.before[sample].versions if sample in self.before else np.zeros(0, np.int32)
+        before = self.before[sample].versions.tolist() if sample in self.before else []
         here = self.versions[: min(turns, self.lengths[sample])]
-        return (*before[before >= 0].tolist(), *here)
+        return (*(version for version in before if version >= 0), *here)
 
 
-class Engines:
-    """The rollout group: the real router over scripted engines."""
-
+class _Worker:
     def __init__(self, script: Script, record: Record) -> None:
         self.script, self.record = script, record
-        self.waits_for = ""
+
+
+class Engines(_Worker):
+    """The rollout group: the real router over scripted engines."""
+
+    waits_for = ""
+
+    def __init__(self, script: Script, record: Record) -> None:
+        super().__init__(script, record)
         self.router = Router(script.engines, script.slots)
         self._engines = [_Engine(number, record.version) for number in range(script.engines)]
         self._answers: dict[int, asyncio.Future[list[Trajectory]]] = {}
-        self._changed = Signal()
+        self._changed = asyncio.Event()
 
     @property
     def capacity(self) -> int:
         """Groups that the living engines have room for."""
-        return max(1, self.script.slots // self.script.samples) * len(self.router.living)
+        return self.script.room * len(self.router.living)
 
     async def run_group(
-        self, question: Question, prompt_group: int, begun: Sequence[EpisodeProgress] = ()
+        self, question: Question, number: int, begun: Sequence[EpisodeProgress] = ()
     ) -> list[Trajectory]:
         """All episodes of `question`. May wind down slowly if cancelled, or return its answer all the same."""
-        self.record.begin_group(prompt_group, begun)
+        self.record.begin_group(number, begun)
         play = None
         try:
             self.record.fail_if_due("generate")
             while True:
-                play = self._play(prompt_group, question, begun, await self._engine_of(str(prompt_group)))
-                answer = self._answers[prompt_group] = asyncio.get_running_loop().create_future()
+                play = self._play(number, question, begun, await self._engine_of(str(number)))
+                answer = self._answers[number] = asyncio.get_running_loop().create_future()
                 self._start(play)
                 try:
                     return await answer
@@ -140,8 +153,8 @@ class Engines:
             raise
         finally:
             self.record.end("rollout")
-            self._answers.pop(prompt_group, None)
-            self.router.release(str(prompt_group))
+            self._answers.pop(number, None)
+            self.router.release(str(number))
             self._changed.set()
 
     async def in_flight(self) -> Mapping[int, tuple[EpisodeProgress, ...]]:
@@ -149,8 +162,7 @@ class Engines:
         found: dict[int, tuple[EpisodeProgress, ...]] = {}
         for engine in self._engines:
             await self.script.pause("save")
-            here = {play.prompt_group: play.begun() for play in engine.plays}
-            said = {prompt_group: begun for prompt_group, begun in here.items() if begun}
+            said = {play.number: begun for play in engine.plays if (begun := play.begun())}
             self.record.tell(said)
             found |= said
         return found
@@ -178,25 +190,23 @@ class Engines:
         engine.plays.clear()
         self._changed.set()
 
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self._changed.clear()
+            await self._changed.wait()
+
     async def _engine_of(self, key: str) -> _Engine:
-        assigned: list[int] = []
+        await self._until(lambda: self.router.assign(key, self.script.samples) is not None)
+        return self._engines[self.router.assign(key, self.script.samples)]
 
-        def has_turn() -> bool:
-            number = self.router.assign(key, self.script.samples)
-            assigned.extend([] if number is None else [number])
-            return bool(assigned)
-
-        await self._changed.until(has_turn)
-        return self._engines[assigned[0]]
-
-    def _play(self, prompt_group: int, question: Question, begun: Sequence[EpisodeProgress], engine: _Engine) -> _Play:
+    def _play(self, number: int, question: Question, begun: Sequence[EpisodeProgress], engine: _Engine) -> _Play:
         rng = self.script.rng
         turns, before = rng.randint(1, self.script.turns), {one.sample: one for one in begun}
         lengths = [
             0 if isinstance(before.get(sample), Trajectory) else rng.choice([turns, rng.randint(0, turns)])
             for sample in range(self.script.samples)
         ]
-        return _Play(prompt_group, question, engine, turns, lengths, before)
+        return _Play(number, question, engine, turns, lengths, before)
 
     def _start(self, play: _Play) -> None:
         if play.engine.updating:
@@ -220,22 +230,19 @@ class Engines:
         if play.aborted:
             return
         self._end(play)
-        answer = self._answers.get(play.prompt_group)
-        if answer is None or answer.done():
-            self.record.late_answers += 1
-        elif play.question.uid in self.script.poisoned:
-            self._fail(play.prompt_group, GroupLost(play.question.uid, Loss.timeout, "poisoned"))
-        else:
-            answer.set_result(play.trajectories())
+        if play.question.uid in self.script.poisoned:
+            self._fail(play.number, GroupLost(play.question.uid, Loss.timeout, "poisoned"))
+        elif play.number in self._answers and not self._answers[play.number].done():
+            self._answers[play.number].set_result(play.trajectories())
 
     def _end(self, play: _Play) -> None:
         play.aborted = True
         play.engine.plays.discard(play)
         self._changed.set()
 
-    def _fail(self, prompt_group: int, error: Exception) -> None:
-        if prompt_group in self._answers and not self._answers[prompt_group].done():
-            self._answers[prompt_group].set_exception(error)
+    def _fail(self, number: int, error: Exception) -> None:
+        if number in self._answers and not self._answers[number].done():
+            self._answers[number].set_exception(error)
 
     async def _switch(self, engine: _Engine, version: int) -> None:
         await self.script.pause("update")
@@ -244,7 +251,7 @@ class Engines:
         self.router.close(engine.number)
         engine.updating = True
         if not self.script.mixed:
-            await self._changed.until(lambda: not engine.plays)
+            await self._until(lambda: not engine.plays)
         await self.script.pause("update")
         if not engine.alive:
             return
@@ -256,20 +263,19 @@ class Engines:
         self._changed.set()
 
 
-class Scorer:
+class Scorer(_Worker):
     """The inference group, and the critic where there is one."""
 
-    def __init__(self, script: Script, record: Record) -> None:
-        self.script, self.record = script, record
-        self.groups = ("inference", "critic") if script.critic else ("inference",)
+    @property
+    def groups(self) -> Sequence[str]:
+        return ("inference", "critic") if self.script.critic else ("inference",)
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
         """Log-probs and values that belong to each sample alone."""
         self.record.begin("inference")
-        if not samples:
-            raise self.record.breach(Property.unschedulable, "the scorer is called for nothing")
+        self.record.hold(Property.unschedulable, samples, "the scorer is called for nothing")
         for sample in samples:
-            self.record.ask(ticket_of(sample), sample.trajectory.sample)
+            self.record.ask(number_of(sample), sample.trajectory.sample)
         await self.script.pause("score", len(samples))
         self.record.fail_if_due("score")
         self.record.end("inference")
@@ -283,32 +289,26 @@ class Learner:
         self.name, self.script, self.record = name, script, record
 
     def enough(self, samples: Sequence[Sample]) -> bool:
-        """Some number of samples."""
         return len(samples) >= self.script.enough
 
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:  # noqa: ARG002
         """Check everything about samples that are trained."""
         self.record.begin(self.name)
         for sample in samples:
-            own = sample.old_logprobs is not None and np.array_equal(sample.old_logprobs, mark(sample))
+            number, one = number_of(sample), sample.trajectory
+            own = np.array_equal(sample.old_logprobs, mark(sample)) and sample.weights is not None
             if self.script.critic:
-                own = own and sample.values is not None and np.array_equal(sample.values, -mark(sample))
-            if not own or sample.weights is None:
-                raise self.record.breach(
-                    Property.own, f"ticket {ticket_of(sample)} has no scores or weights, or another's"
-                )
-            trajectory = sample.trajectory
-            versions = [int(version) for version in trajectory.versions[trajectory.loss_mask]]
-            finished = len(set(versions)) <= 1 or ticket_of(sample) in self.record.gone_on
-            if not self.script.mixed and not finished:
-                raise self.record.breach(Property.update, f"ticket {ticket_of(sample)} was not finished on its version")
-            self.record.train(self.name, ticket_of(sample), trajectory.sample, versions)
+                own = own and np.array_equal(sample.values, -mark(sample))
+            self.record.hold(Property.own, own, f"{number} has no scores or weights, or another's")
+            versions = one.versions[one.loss_mask].tolist()
+            split = len({*versions}) > 1 and number not in self.record.gone_on
+            self.record.hold(Property.update, self.script.mixed or not split, f"{number} is split")
+            self.record.train(self.name, number, one.sample, versions)
         await self.script.pause("train", len(samples))
         self.record.fail_if_due("train")
         self.record.end(self.name)
 
     async def apply(self) -> Mapping[str, float]:
-        """One optimiser step."""
         self.record.begin(self.name)
         await self.script.pause("apply")
         self.record.fail_if_due("apply")
@@ -318,56 +318,43 @@ class Learner:
 
 
 class Devices:
-    """Enough for all groups; it may take a while to see that."""
+    """Enough for all groups, though it may take a while to see that; in sequence, the real residence over fewer."""
 
     def __init__(self, script: Script, record: Record) -> None:
         self.script, self.record = script, record
         self.pending: Counter[str] = Counter()
         """Groups that are waited for."""
+        self._residence = None
+        if script.sequential:
+            members = {name: (partial(self._leave, name), self._enter) for name in GROUPS}
+            self._residence = OffloadManager(members, Tracer("devices", clock=lambda: 0))
+            record.resident = lambda: self._residence.ready
 
     async def need(self, *groups: str) -> None:
-        """Bring `groups` in."""
         self.record.fail_if_due("need")
         self.pending.update(groups)
-        await self._bring_in(*groups)
-        self.pending.subtract(groups)
-
-    async def _bring_in(self, *_: str) -> None:
-        if self.script.rng.random() < 0.1:
+        if self._residence:
+            await self._residence.need(*groups)
+        elif self.script.rng.random() < 0.1:
             await self.script.pause("devices")
-
-
-class SharedDevices(Devices):
-    """The real residence over devices that hold the groups in turn."""
-
-    def __init__(self, script: Script, record: Record) -> None:
-        super().__init__(script, record)
-        members = {name: (partial(self._leave, name), partial(self._enter, name)) for name in GROUPS}
-        self._residence = OffloadManager(members, Tracer("devices", clock=lambda: 0))
-        record.resident = lambda: self._residence.ready
-
-    async def _bring_in(self, *groups: str) -> None:
-        await self._residence.need(*groups)
+        self.pending.subtract(groups)
 
     async def _leave(self, name: str) -> None:
         self.record.leave(name)
         await self.script.pause("devices")
 
-    async def _enter(self, _: str) -> None:
+    async def _enter(self) -> None:
         await self.script.pause("devices")
 
 
-class Handling:
+class Handling(_Worker):
     """The handling of groups between the stages."""
-
-    def __init__(self, script: Script, record: Record) -> None:
-        self.script, self.record = script, record
 
     async def reward(self, question: Question, trajectories: Sequence[Trajectory]) -> Group:
         """Rewards, which are all equal in some groups. May take long, and wind down slowly if cancelled."""
         flat = self.script.rng.random() < self.script.flat
         samples = tuple(rewarded(one, 0.0 if flat else float(one.sample)) for one in trajectories)
-        with self.record.rewarding(ticket_of(samples[0]), trajectories):
+        with self.record.rewarding(number_of(samples[0]), trajectories):
             try:
                 await self.script.pause("reward")
             except asyncio.CancelledError:
@@ -379,7 +366,8 @@ class Handling:
         return Group(question, samples)
 
     def finish(self, group: Group) -> Group:
-        """Weights of 1."""
         self.record.fail_if_due("finish")
-        self.record.offer(ticket_of(group.samples[0]))
-        return replace(group, samples=tuple(replace(one, weights=ones(one)) for one in group.samples))
+        self.record.offered.add(number_of(group.samples[0]))
+        return replace(
+            group, samples=tuple(replace(one, weights=np.ones_like(one.advantages)) for one in group.samples)
+        )

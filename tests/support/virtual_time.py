@@ -6,6 +6,7 @@ import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import wraps
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -98,3 +99,13 @@ def run_virtually(
         if asyncio.all_tasks(loop):
             loop.end_tasks()
         loop.close()
+
+
+def virtually(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an async test on a loop of its own, in virtual time."""
+
+    @wraps(test)
+    def run(*arguments: Any, **fixtures: Any) -> None:
+        run_virtually(test(*arguments, **fixtures))
+
+    return run
