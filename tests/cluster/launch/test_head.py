@@ -15,6 +15,7 @@ from rlsys.cluster.launch.head import Crew, GatheredLogs, NodeAgent
 from rlsys.cluster.launch.ray_node import FOLDER_VARIABLE
 from rlsys.cluster.launch.role import Role
 from rlsys.cluster.local_ray import rays_own
+from rlsys.cluster.preflight.examine import as_data, ok, wrong
 from rlsys.cluster.runtime import Machine
 from rlsys.cluster.worker_group import RankSilent
 from rlsys.errors import RunError
@@ -113,28 +114,23 @@ async def test_the_logs_of_a_resumed_run_lie_beside_those_of_its_earlier_lives(r
     assert sorted(file.read_text() for file in nodes.glob("*/0/ray/raylet.out")) == ["first", "second"]
 
 
-async def test_workers_logs_come_from_machines_that_do_not_share_the_folder(tmp_path: Path) -> None:
+async def test_logs_of_workers_come_from_machines_that_have_another_folder_and_answer(
+    ray_logs: Path, tmp_path: Path
+) -> None:
     shared, own = tmp_path / "shared", tmp_path / "own"
     for folder in (shared, own):
         folder.mkdir()
         (folder / "actor-1.log").write_text("said")
     (shared / "nodes").mkdir()
-    called = Called(NodeAgent(), NodeAgent())
-    called.found[0].follow(str(shared))
-    called.found[1].follow(str(own))
-    gathering = GatheredLogs(called, [0, 1], shared / "nodes")  # type: ignore[arg-type]
-    await gathering.gather(1)
-    assert (shared / "nodes" / "1" / "workers" / "actor-1.log").read_text() == "said"
-    assert not (shared / "nodes" / "0").exists()
-
-
-async def test_who_is_silent_is_told_and_keeps_nobody_else_from_being_read(ray_logs: Path, tmp_path: Path) -> None:
-    called = Called(NodeAgent(), NodeAgent())
-    called.silent = {0}
     (ray_logs / "a.log").write_text("a")
-    gathering = GatheredLogs(called, [0, 1], tmp_path / "logs")  # type: ignore[arg-type]
-    assert await gathering.gather(1) == [0]
-    assert (tmp_path / "logs" / "1" / "ray" / "a.log").read_text() == "a"
+    called = Called(NodeAgent(), NodeAgent(), NodeAgent())
+    for agent, folder in zip(called.found, (shared, own, own), strict=True):
+        agent.follow(str(folder))
+    called.silent = {2}
+    gathering = GatheredLogs(called, [0, 1, 2], shared / "nodes")  # type: ignore[arg-type]
+    assert await gathering.gather(1) == [2]
+    found = {str(file.relative_to(shared / "nodes")) for file in (shared / "nodes").rglob("*") if file.is_file()}
+    assert found == {"0/ray/a.log", "1/ray/a.log", "1/workers/actor-1.log"}
 
 
 def test_the_end_is_told_before_the_search_server_takes_its_time(tmp_path: Path) -> None:
@@ -151,10 +147,15 @@ def test_the_end_is_told_before_the_search_server_takes_its_time(tmp_path: Path)
 
 
 def test_a_machine_says_what_is_wrong_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["doctor", "--for", "searchr1_tiny_cpu", f"model.path={tmp_path}/nothing", "search.index=nowhere"]
-    wrong = NodeAgent().examine(arguments, 600)
-    assert any(one.startswith("model.path: ") for one in wrong)
-    assert not any(one.startswith(("search", "task")) for one in wrong), "the head looks at these"
+    """The search and the questions are for the head to look at."""
+    findings = [wrong(what, "it is not there", "get it") for what in ("model.path", "search server", "task.eval_path")]
+    doctor = tmp_path / "doctor"
+    doctor.write_text(
+        f"#!/bin/sh\ncat <<END\n{json.dumps(as_data('a_run', [ok('config', 'good'), *findings]))}\nEND\nexit 2\n"
+    )
+    doctor.chmod(0o755)
+    monkeypatch.setattr(head.sys, "executable", str(doctor))
+    assert NodeAgent().examine([], 600) == ["model.path: it is not there -> get it"]
     monkeypatch.setattr(head.sys, "executable", "false")
     with pytest.raises(RunError, match="status 1"):
-        NodeAgent().examine(arguments, 600)
+        NodeAgent().examine([], 600)

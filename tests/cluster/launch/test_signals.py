@@ -74,7 +74,7 @@ async def test_sigterm_leaves_when_the_head_says_so_or_in_time_or_at_the_second(
     monkeypatch.setattr(worker, "LOST_S", 600.0)
     monkeypatch.setattr(worker, "FAREWELL_S", 0.2 if then == "time" else 600.0)
     node, said = Node(), list[str]()
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Another test may have left asyncio's own.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Another test may have left asyncio's own.
     with closing(socket.create_server(("127.0.0.1", 0))) as head:
         role = Role(1, 2, "127.0.0.1", head.getsockname()[1])
         stay = asyncio.create_task(worker._stay(role, node, said.append))  # type: ignore[arg-type]
@@ -92,7 +92,6 @@ async def test_sigterm_leaves_when_the_head_says_so_or_in_time_or_at_the_second(
                 await stay
     assert len(said) == 1
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, before)
 
 
 async def test_a_head_that_is_silent_or_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

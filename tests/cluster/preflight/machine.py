@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import zeros
 
+from rlsys.cluster.preflight.examine import REQUIREMENTS, read_requirements
 from rlsys.cluster.preflight.machine import Disk, Gpu, Gpus, RayCluster, SearchAnswer, ThisMachine, Unseen
 from rlsys.config.schema import SearchConfig
 from rlsys.observe.environment import Capabilities
@@ -21,6 +22,19 @@ from tests.observe.test_capabilities import H100
 
 BARE_H100 = replace(H100, transformer_engine=None, flash_attn_4=None, apex=False)
 """With what the gpu profile cannot do without."""
+
+_PROFILE = {
+    pin.name: next(iter(pin.specifier)).version
+    for pin in read_requirements(REQUIREMENTS / "gpu.txt")
+    if len(pin.specifier) == 1
+}
+PINNED = _PROFILE | {
+    needed.name: _PROFILE[name]
+    for needed in read_requirements(REQUIREMENTS / "base.txt")
+    for name in (needed.name, needed.name.replace("_", "-").lower())
+    if name in _PROFILE
+}
+"""Packages in the versions that requirements/gpu.txt pins."""
 
 
 def cards(count: int, used_gib: float = 0.0, total_gib: float = 79.6) -> tuple[Gpu, ...]:
@@ -33,15 +47,10 @@ class Machine(ThisMachine):
 
     cards: Gpus | Unseen = field(default_factory=lambda: Gpus("580.82", cards(8)))
     here: Capabilities = BARE_H100
-    packages: Mapping[str, str] | None = None
-    """None: every package, in the version that is asked for."""
+    packages: Mapping[str, str] = field(default_factory=lambda: PINNED)
     free_gib: Mapping[str, float] = field(default_factory=dict)
     """Of a path; 1000 elsewhere, of 2000."""
-    read_only: Sequence[str] = ()
-    memory: float = 100.0
-    networks: Mapping[str, Sequence[str]] = field(default_factory=lambda: {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]})
     environment: Mapping[str, str] = field(default_factory=dict)
-    taken_ports: Sequence[int] = ()
     cluster: RayCluster | Unseen = field(default_factory=lambda: Unseen("nobody listens there"))
     answers: Mapping[str, SearchAnswer] = field(default_factory=dict)
     differs: str = ""
@@ -58,22 +67,19 @@ class Machine(ThisMachine):
         return self.here
 
     def version(self, package: str) -> str | None:
-        return None if self.packages is None else self.packages.get(package)
+        return self.packages.get(package)
 
     def disk(self, path: Path) -> Disk:
-        return Disk(path, 2000.0, self.free_gib.get(str(path), 1000.0), str(path) not in self.read_only)
-
-    def memory_gib(self) -> float:
-        return self.memory
+        return Disk(path, 2000.0, self.free_gib.get(str(path), 1000.0), writable=True)
 
     def interfaces(self) -> Mapping[str, Sequence[str]]:
-        return self.networks
+        return {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]}
 
     def variable(self, name: str) -> str | None:
         return self.environment.get(name)
 
-    def port_is_free(self, port: int) -> bool:
-        return port not in self.taken_ports
+    def port_is_free(self, port: int) -> bool:  # noqa: ARG002 - all are
+        return True
 
     def ray(self, address: str) -> RayCluster | Unseen:  # noqa: ARG002 - a test has one cluster
         return self.cluster
