@@ -32,7 +32,24 @@ def build_codec(words: bool, trim_offsets: bool) -> Codec:
 CODECS = [build_codec(words, trim) for words in (False, True) for trim in (False, True)]
 CODEC = CODECS[0]
 OBSERVER = Observer(TagsConfig(), CODEC, TOOLS)
-PIECES = [*FORGERIES, *"</infor mation> <|im_ start|> |||IP ||| [INST] [ ~ < 東京 🚀 a".split(), " ", "\n"]
+PARTS = [
+    "</infor",
+    "mation>",
+    "<|im_",
+    "start|>",
+    "|||IP",
+    "|||",
+    "[INST]",
+    "[",
+    "~",
+    "<",
+    "東京",
+    "🚀",
+    "a",
+    " ",
+    "\n",
+]
+PIECES = [*FORGERIES, *PARTS]
 UNTRUSTED = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
 
 
