@@ -110,9 +110,6 @@ def generate(engine: Engine, ids: list[int]) -> asyncio.Task[object]:
     return asyncio.create_task(engine.generate(ids, SAMPLING, "r"))
 
 
-STEPS = ["pause", "begin_update", "load_bucket", "end_update", "checksums"]
-
-
 async def refused_to_all(*asked: Awaitable[object]) -> None:
     for call in asked:
         with pytest.raises(RunError, match="refused a weight update"):
@@ -122,13 +119,10 @@ async def refused_to_all(*asked: Awaitable[object]) -> None:
 @pytest.mark.parametrize(
     ("step", "failure"),
     [
-        ("pause", "error"),
         ("pause", "cancellation"),
         ("begin_update", "refusal"),
         ("load_bucket", "error"),
         ("load_bucket", "cancellation"),
-        ("end_update", "refusal"),
-        ("checksums", "cancellation"),
         ("checksums", "refusal"),
     ],
 )
@@ -139,8 +133,7 @@ async def test_a_switch_that_breaks_refuses_all_and_another_heals(
     script.failure = ValueError("boom") if failure == "error" else None
     script.reach = asyncio.Event() if failure == "cancellation" else None
     running = generate(engine, [0])
-    total = await stage(engine, 1)
-    update = asyncio.create_task(engine.finish_update(1, total))
+    update = asyncio.create_task(engine.finish_update(1, await stage(engine, 1)))
     await asyncio.sleep(0)
     waiting = generate(engine, [1])
     if script.reach is not None:
@@ -202,7 +195,7 @@ async def test_who_dies_in_a_switch_is_dead_to_all_and_not_refusing(engine: Engi
 async def test_a_switch_loads_between_pause_and_resume(engine: Engine, script: Script) -> None:
     running = generate(engine, [0])
     await engine.finish_update(1, await stage(engine, 1))
-    assert script.log == [*STEPS, "resume"]
+    assert script.log == ["pause", "begin_update", "load_bucket", "end_update", "checksums", "resume"]
     assert not running.done()
     assert engine.counts.pause_s > 0
     running.cancel()

@@ -9,8 +9,6 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rlsys.config.schema import Device, Dtype, EngineConfig
 from rlsys.errors import RunError
@@ -19,45 +17,33 @@ from rlsys.rollout.agent.episode import EngineDied
 from rlsys.rollout.engine import DrainLock, Engine, Liveness, as_generation, read_stream
 from tests.support.tiny_models import POLICY
 
-DELAYS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=8)
-"""Turns of the event loop before and after something begins."""
 
+async def test_a_gate_closes_once_all_have_left_and_lets_nobody_in_meanwhile() -> None:
+    gate, leave, happened = DrainLock(), asyncio.Event(), list[str]()
 
-async def turns(count: int) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
-@settings(max_examples=50)
-@given(DELAYS, st.lists(st.tuples(st.integers(0, 8), st.integers(0, 4)), max_size=3))
-def test_nobody_is_inside_a_closed_gate_and_everybody_gets_through(
-    visits: list[tuple[int, int]], closings: list[tuple[int, int]]
-) -> None:
-    inside: set[int] = set()
-    through: list[int] = []
-
-    async def visit(gate: DrainLock, name: int, delay: int, stay: int) -> None:
-        await turns(delay)
+    async def visit(name: str) -> None:
         async with gate.inside():
-            inside.add(name)
-            await turns(stay)
-            inside.remove(name)
-        through.append(name)
+            happened.append(f"{name} is in")
+            await leave.wait()
+        happened.append(f"{name} is out")
 
-    async def close(gate: DrainLock, delay: int, stay: int) -> None:
-        await turns(delay)
+    async def close(name: str) -> None:
         async with gate.closed():
-            for _ in range(stay + 1):
-                assert not inside
-                await asyncio.sleep(0)
+            happened.append(f"{name} has closed")
+            await asyncio.sleep(0)
+            happened.append(f"{name} opens")
 
-    async def play() -> None:
-        gate = DrainLock()
-        visitors = [visit(gate, name, *visit_) for name, visit_ in enumerate(visits)]
-        await asyncio.gather(*(close(gate, *closing) for closing in closings), *visitors)
-
-    asyncio.run(asyncio.wait_for(play(), timeout=60))
-    assert sorted(through) == list(range(len(visits)))
+    visits = [asyncio.create_task(visit(name)) for name in "ab"]
+    await asyncio.sleep(0)
+    rest = [asyncio.create_task(each) for each in (close("x"), visit("late"), close("y"))]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert happened == ["a is in", "b is in"], "neither closed nor open to others"
+    leave.set()
+    async with asyncio.timeout(60):
+        await asyncio.gather(*visits, *rest)
+    assert sorted(happened[2:4]) == ["a is out", "b is out"]
+    assert happened[4:] == ["x has closed", "x opens", "late is in", "late is out", "y has closed", "y opens"]
 
 
 async def test_a_gate_opens_again_after_a_failure_and_after_a_closing_that_was_given_up() -> None:
