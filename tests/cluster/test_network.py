@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -40,19 +41,16 @@ def test_addresses_of_this_machine() -> None:
         assert not answers("127.0.0.1", nobody.getsockname()[1], 60)
 
 
-@pytest.mark.parametrize("host", ["127.0.1.1", "127.0.0.1", "localhost", socket.gethostname()])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", socket.gethostname()])
 def test_this_machine_by_whatever_name_has_an_address_for_others(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlsys.cluster.local_ray.own_addresses", lambda: ADDRESSES | {"fd00::1": "eth0"})
     resolve = socket.getaddrinfo
     debian = {socket.gethostname(): "127.0.1.1"}
     monkeypatch.setattr(socket, "getaddrinfo", lambda name, *rest: resolve(debian.get(name, name), *rest))
-    monkeypatch.setattr("rlsys.cluster.local_ray.address_towards", lambda _: "192.168.1.5")
-    assert address_here(host) == "192.168.1.5", "the way out"
-
-    def no_way(_: str) -> str:
-        raise OSError
-
-    monkeypatch.setattr("rlsys.cluster.local_ray.address_towards", no_way)
+    with monkeypatch.context() as patch:
+        patch.setattr("rlsys.cluster.local_ray.address_towards", lambda _: "192.168.1.5")
+        assert address_here(host) == "192.168.1.5", "the way out"
+    monkeypatch.setattr("rlsys.cluster.local_ray.address_towards", Mock(side_effect=OSError))
     assert address_here(host) == "10.0.0.7", "the first"
     monkeypatch.setattr("rlsys.cluster.local_ray.own_addresses", lambda: {"127.0.0.1": "lo", "fd00::1": "eth0"})
     with refused("unreachable", "--head"):

@@ -19,10 +19,14 @@ from rlsys.cluster.planning.placement import DeviceSlot, plan_bundles
 from rlsys.cluster.preflight.machine import Unseen, cluster_at
 from rlsys.cluster.runtime import ray_runtime
 from rlsys.cluster.worker_group import RankDied, RankSilent, WorkerGroup
-from rlsys.config.schema import ClusterConfig, Device
+from rlsys.config.schema import ClusterConfig, Device, Dtype, EngineConfig, RolloutConfig, SearchConfig, TaskConfig
+from rlsys.data.question import Question
 from rlsys.errors import RunError
+from rlsys.rollout.agent.episode import EngineDied
+from rlsys.rollout.engine import RolloutWorker
 from tests.cluster.toy import Toy
 from tests.support.refusals import refused
+from tests.support.tiny_models import POLICY
 
 CLUSTER = ClusterConfig(device=Device.cpu, threads=1, start_timeout_s=300, call_timeout_s=300)
 SEATS = [DeviceSlot(bundle, (0,), 1.0, pinned=False) for bundle in (0, 1)]
@@ -157,3 +161,20 @@ def test_a_cluster_is_seen_from_outside_with_its_token_alone(monkeypatch: pytest
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(Unseen):
         cluster_at(address, 300)
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+async def test_an_engine_that_is_killed_under_a_living_worker_is_named(bundles: PlacementGroup, tmp_path: Path) -> None:
+    """A worker of Ray hears no signal of SGLang's."""
+    engine = EngineConfig(dtype=Dtype.float32, memory_fraction=0.05, kv_cache_tokens=4096, start_timeout_s=600)
+    task = TaskConfig(train_path="", eval_path="", max_total_tokens=1024)
+    arguments = (str(POLICY), RolloutConfig(engine=engine), task, SearchConfig(enabled=False), Device.cpu, 7)
+    group = WorkerGroup.launch("rollout", bundles, SEATS[:1], CLUSTER, tmp_path, concurrency=8)
+    await group.build(RolloutWorker, [arguments], timeout_s=600)
+    everyone = psutil.Process().children(recursive=True)
+    (scheduler,) = [process for process in everyone if "sglang::scheduler" in " ".join(process.cmdline())]
+    scheduler.kill()
+    with pytest.raises(EngineDied, match=str(scheduler.pid)):
+        await group.call("run_group", Question(uid="q", prompt="Who?", answers=("a",)), 1)
+    group.kill()

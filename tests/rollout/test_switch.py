@@ -192,18 +192,6 @@ async def test_who_dies_in_a_switch_is_dead_to_all_and_not_refusing(engine: Engi
     sglang.wait()
 
 
-async def test_a_switch_loads_between_pause_and_resume(engine: Engine, script: Script) -> None:
-    running = generate(engine, [0])
-    await engine.finish_update(1, await stage(engine, 1))
-    assert script.log == ["pause", "begin_update", "load_bucket", "end_update", "checksums", "resume"]
-    assert not running.done()
-    assert engine.counts.pause_s > 0
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert (engine.running, engine.counts.aborted) == (0, 1)
-
-
 async def test_who_sleeps_waits_for_a_bucket_that_is_being_staged(
     engine: Engine, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:

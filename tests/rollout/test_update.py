@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlsys.config.schema import Device, OnUpdate, SyncMode
-from rlsys.data.trajectory import Finish, Trajectory
+from rlsys.data.trajectory import Trajectory
 from rlsys.errors import RunError
 from rlsys.weights.transport import Bucket, BucketHandle, TransportSpec, pack, pack_into
 from tests.rollout.bench import QUESTION, STOP, Bench, digest_of, endless, greedy, greedy_by_transformers, logprobs_of
@@ -17,8 +17,6 @@ from tests.support import tiny
 from tests.weights.ends import receiver_of, sender_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(1800)]
-
-CONTINUE = OnUpdate["continue"]
 
 
 async def test_new_weights_arrive_whole_and_change_what_is_said(bench: Bench) -> None:
@@ -65,12 +63,6 @@ async def test_requests_in_flight_go_on_with_the_new_weights(bench: Bench) -> No
     assert set((await late).versions) == {new}
 
 
-@pytest.fixture
-def greedily(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups are drawn at temperature 0."""
-    monkeypatch.setattr(bench.rollout.sampling, "temperature", 0.0)
-
-
 async def hold_a_group(bench: Bench, samples: int) -> asyncio.Task[list[Trajectory]]:
     """A group that waits for its search, between two turns."""
     bench.search.answering.clear()
@@ -87,8 +79,10 @@ def versions_of_turns(trajectory: Trajectory) -> list[set[int]]:
     return [set(trajectory.versions[turn].tolist()) for turn in np.split(sampled, cuts)]
 
 
-@pytest.mark.usefixtures("greedily")
-async def test_finish_ends_groups_on_the_old_version_and_holds_new_ones_back(bench: Bench) -> None:
+async def test_finish_ends_groups_on_the_old_version_and_holds_new_ones_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.rollout.sampling, "temperature", 0.0)
     old = await bench.bring(bench.first)
     new, total = await bench.stage(bench.second)
     flying = await hold_a_group(bench, samples=3)
@@ -111,9 +105,9 @@ async def test_finish_ends_groups_on_the_old_version_and_holds_new_ones_back(ben
     assert bench.worker.metrics()["drain_s"] > drained
 
 
-@pytest.mark.usefixtures("greedily")
 async def test_continue_switches_between_the_turns_of_a_group(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.worker, "_on_update", CONTINUE)
+    monkeypatch.setattr(bench.rollout.sampling, "temperature", 0.0)
+    monkeypatch.setattr(bench.worker, "_on_update", OnUpdate["continue"])
     old = await bench.bring(bench.first)
     new, total = await bench.stage(bench.second)
     flying = await hold_a_group(bench, samples=3)
@@ -126,27 +120,6 @@ async def test_continue_switches_between_the_turns_of_a_group(bench: Bench, monk
             own = trajectory.versions == version
             reference = logprobs_of(bench.models[version], trajectory.tokens.tolist()).numpy()
             np.testing.assert_allclose(trajectory.rollout_logprobs[own], reference[own[1:]], atol=1e-4)
-
-
-@pytest.mark.usefixtures("greedily")
-async def test_abort_group_returns_at_once_with_what_there_is(bench: Bench) -> None:
-    await bench.bring(bench.first)
-    bench.search.answering.clear()
-    asked = len(bench.search.asked)
-    slots = bench.rollout.max_episodes
-    group = asyncio.create_task(bench.worker.run_group(QUESTION, slots + 2, key="a"))
-    await bench.search.until_asked(asked + slots)
-    other = asyncio.create_task(bench.worker.run_group(QUESTION, 1, key="b"))
-    await asyncio.sleep(0)
-    await bench.worker.abort_group("nobody's")
-    await bench.worker.abort_group("a")
-    aborted = await group
-    assert {trajectory.finish for trajectory in aborted} == {Finish.ABORTED}
-    assert [len(trajectory.turns) for trajectory in aborted] == [1] * slots + [0] * 2
-    assert [trajectory.response for trajectory in aborted] == [tiny.FIRST.search] * slots + [""] * 2
-    assert not other.done()
-    bench.search.answering.set()
-    assert (await other)[0].answer == "Paris"
 
 
 @pytest.mark.parametrize("mode", [SyncMode.tensor, SyncMode.ipc], ids=str)

@@ -1,8 +1,8 @@
-"""Several hosts on one machine, each a set of namespaces with an address of its own, and `rlsys launch` on them.
+"""Two hosts on one machine, each a set of namespaces with an address of its own, and `rlsys launch` on them.
 
-A host has its own network, host name, process numbers, /tmp and /dev/shm; the rest of the file system, and what
-is `shared`, is everybody's, as on a cluster with a common disk. Nothing leaves the bridge that joins them: it is in a
-network namespace too. A host's processes end with its first, which ends when this process closes or dies.
+A host has its own network, host name, process numbers, /tmp and /dev/shm; the rest of the file system is both's, as on a
+cluster with a common disk. Nothing leaves the cable between them. A host's processes end with its first, which ends when
+this process closes or dies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,9 +49,6 @@ class Host:
 
     address: str
     _first: psutil.Process
-    _switch: psutil.Process
-    _port: str
-    """Its end of the cable at the bridge."""
 
     def start(self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         """Start a command there, in the project's folder; its output goes to `log`."""
@@ -73,55 +70,49 @@ class Host:
         namespace = os.readlink(f"/proc/{self._first.pid}/ns/pid")
         found = []
         for process in psutil.process_iter():
-            try:
-                here = os.readlink(f"/proc/{process.pid}/ns/pid") == namespace
-                if here and process.pid != self._first.pid and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (OSError, psutil.NoSuchProcess):
-                continue
+            with suppress(OSError, psutil.NoSuchProcess):
+                here = os.readlink(f"/proc/{process.pid}/ns/pid") == namespace and process != self._first
+                found += [process] if here and process.status() != psutil.STATUS_ZOMBIE else []
         return found
 
-    def power_off(self) -> None:
-        """End everything there at once, and its network with it."""
+    def cut_off(self, other: Host) -> None:
+        """Lose all packets between the two, which go to nobody's card from now on; connections stay as they are."""
+        for here, there in ((self, other), (other, self)):
+            nobody = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", "eth0")
+            here.run("ip", "neighbour", "replace", there.address, *nobody)
+
+    def power_off(self, other: Host) -> None:
+        """End everything there at once, without a word to the other."""
+        self.cut_off(other)
         self._first.kill()
         self._first.wait(60)
-
-    def cut(self) -> None:
-        """Pull the cable: packets are lost, connections stay as they are."""
-        _in(self._switch, f"ip link set {self._port} down")
 
     def _enter(self) -> list[str]:
         return ["nsenter", "-t", str(self._first.pid), "--net", "--mount", "--uts", "--pid"]
 
 
 @contextmanager
-def namespaced_hosts(count: int, folder: Path) -> Iterator[list[Host]]:
-    """`count` hosts named node-0 and so on; `folder` is theirs in common. Skips where namespaces are not allowed."""
+def two_hosts(folder: Path) -> Iterator[list[Host]]:
+    """Hosts named node-0 and node-1; `folder` is theirs in common. Skips where namespaces are not allowed."""
     probe = subprocess.run(
         [*_ALONE, "sh", "-c", "ip link add left type veth peer name right"], capture_output=True, text=True, check=False
     )
     if probe.returncode != 0:
         pytest.skip(f"namespaces of network, mounts and processes are not allowed here: {probe.stderr.strip()}")
-    with ExitStack() as stack:
-        switch = stack.enter_context(_first_process("true"))
-        _in(switch, "ip link add bridge type bridge && ip link set bridge up")
-        hosts = []
-        for number in range(count):
-            port, address = f"port{number}", f"10.211.77.{number + 1}"
-            first = stack.enter_context(_first_process(_set_up(f"node-{number}", folder)))
-            _in(switch, f"ip link add {port} type veth peer name eth0 netns {first.pid}")
-            _in(switch, f"ip link set {port} master bridge up")
-            _in(first, f"ip addr add {address}/24 dev eth0 && ip link set eth0 up && ip link set lo up")
-            hosts.append(Host(address, first, switch, port))
+    with _first_process(_set_up("node-0", folder)) as one, _first_process(_set_up("node-1", folder)) as other:
+        hosts = [Host("10.211.77.1", one), Host("10.211.77.2", other)]
+        _in(one, f"ip link add eth0 type veth peer name eth0 netns {other.pid}")
+        for host, first in zip(hosts, (one, other), strict=True):
+            _in(first, f"ip addr add {host.address}/24 dev eth0 && ip link set eth0 up && ip link set lo up")
         yield hosts
 
 
 def _set_up(name: str, folder: Path) -> str:
-    """A script that gives a host its name, its own /dev/shm, and its own /tmp with what everybody has in it."""
+    """A script that gives a host its name, its own /dev/shm, and its own /tmp with what both have in it."""
     own = folder / "private" / name
     own.mkdir(parents=True)
-    everybodys = {path.resolve() for path in (folder, PROJECT, Path(sys.prefix), Path(sys.base_prefix))}
-    shared = [path for path in everybodys if path.is_relative_to("/tmp") and not everybodys & {*path.parents}]
+    both = {path.resolve() for path in (folder, PROJECT, Path(sys.prefix), Path(sys.base_prefix))}
+    shared = [path for path in both if path.is_relative_to("/tmp") and not both & {*path.parents}]
     for path in shared:
         (own / path.relative_to("/tmp")).mkdir(parents=True, exist_ok=True)
     pairs = [(path, f"/run/shared-folder-{number}") for number, path in enumerate(shared)]
@@ -145,7 +136,8 @@ def _first_process(set_up: str) -> Iterator[psutil.Process]:
     try:
         assert wrapper.stdout.readline() == b"up\n"
         (first,) = psutil.Process(wrapper.pid).children()
-        yield first
+        with open(f"/proc/{first.pid}/ns/net"):  # Else the cable would go with the last process of one host.
+            yield first
     finally:
         wrapper.stdin.close()
         wrapper.stdout.close()

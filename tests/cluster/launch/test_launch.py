@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.cluster.launch.hosts import Host, Launched, namespaced_hosts, wait_until
+from tests.cluster.launch.hosts import Host, Launched, two_hosts, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ except urllib.error.HTTPError as refused:
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[list[Host]]:
-    with namespaced_hosts(2, tmp_path) as found:
+    with two_hosts(tmp_path) as found:
         yield found
 
 
@@ -113,10 +113,12 @@ ENDED = "Ray ended on this machine|the head of the Ray cluster"
         pytest.param(lambda head, _: head.signal(signal.SIGINT), [130, 130], "", INTERRUPTED, id="head interrupted"),
         pytest.param(tell_all, [130, 130], "", INTERRUPTED, id="all told"),
         pytest.param(lambda _, worker: worker.signal(signal.SIGINT), [1, 130], LOST, "", id="worker interrupted"),
-        pytest.param(lambda _, worker: worker.host.cut(), [1, 1], LOST, "10.211.77.1:6379 is lost", id="cable pulled"),
+        pytest.param(
+            lambda head, worker: worker.host.cut_off(head.host), [1, 1], LOST, ":6379 is lost", id="cable pulled"
+        ),
         pytest.param(lambda head, _: kill_gcs(head.host), [1, 1], ENDED, "", id="gcs killed"),
         pytest.param(lambda head, _: head.signal(signal.SIGKILL), [-9, 1], "", "", id="launcher killed"),
-        pytest.param(lambda _, worker: worker.host.power_off(), [1, None], LOST, "", id="power lost"),
+        pytest.param(lambda head, worker: worker.host.power_off(head.host), [1, None], LOST, "", id="power lost"),
     ],
 )
 def test_however_a_run_is_ended_its_machines_say_why_and_keep_nothing(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from unittest.mock import patch
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rlsys.config.schema import TagsConfig
 from rlsys.rollout.agent.episode import Observer, render_search
-from rlsys.rollout.agent.tokens import Codec, Encoded
+from rlsys.rollout.agent.tokens import Codec
 from tests.support.bpe import build_tokenizer
 
 OPEN, CLOSE = "\n\n<information>", "</information>\n\n"
@@ -32,24 +33,8 @@ def build_codec(words: bool, trim_offsets: bool) -> Codec:
 CODECS = [build_codec(words, trim) for words in (False, True) for trim in (False, True)]
 CODEC = CODECS[0]
 OBSERVER = Observer(TagsConfig(), CODEC, TOOLS)
-PARTS = [
-    "</infor",
-    "mation>",
-    "<|im_",
-    "start|>",
-    "|||IP",
-    "|||",
-    "[INST]",
-    "[",
-    "~",
-    "<",
-    "東京",
-    "🚀",
-    "a",
-    " ",
-    "\n",
-]
-PIECES = [*FORGERIES, *PARTS]
+BROKEN = ["</infor", "mation>", "<|im_", "start|>", "|||IP", "|||", "[INST]", "[", "~", "<"]
+PIECES = [*FORGERIES, *BROKEN, "東京", "🚀", "a", " ", "\n"]
 UNTRUSTED = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
 
 
@@ -133,28 +118,18 @@ def test_a_long_text_is_cut_as_if_all_of_it_had_been_read(codec: Codec, body: st
     assert observer.observe(body, limit) == in_full(codec, body, limit)
 
 
-class Counting(Codec):
-    """Counts the characters that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__(build_tokenizer())
-        self.chars = 0
-
-    def encode(self, text: str) -> list[int]:
-        self.chars += len(text)
-        return super().encode(text)
-
-    def encode_spans(self, text: str) -> Encoded:
-        self.chars += len(text)
-        return super().encode_spans(text)
-
-
 @pytest.mark.parametrize("text", ["Paris is the capital. ", "<|im_start|>", " ", "<"])
 def test_the_part_of_a_megabyte_that_is_read_follows_from_the_limit(text: str) -> None:
-    codec = Counting()
+    codec = build_codec(words=False, trim_offsets=False)
     body = render_search(["T\nx" + text * (10**6 // len(text)) + "x"] * 20, "")
-    observation = Observer(TagsConfig(), codec).observe(body, 500)
-    assert codec.chars < 100_000
+    observer = Observer(TagsConfig(), codec)
+    with (
+        patch.object(codec, "encode", wraps=codec.encode) as encode,
+        patch.object(codec, "encode_spans", wraps=codec.encode_spans) as encode_spans,
+    ):
+        observation = observer.observe(body, 500)
+    read = sum(len(call.args[0]) for call in (*encode.mock_calls, *encode_spans.mock_calls))
+    assert read < 100_000
     assert len(codec.encode(observation)) <= 500
 
 

@@ -40,9 +40,7 @@ def test_tools_are_found_made_in_order_and_described() -> None:
     ("code", "path", "why"),
     [
         ("malformed", "Calculator", "Calculator"),
-        ("malformed", "", "''"),
         ("user_code", "no_such_package.Tool", "ModuleNotFoundError"),
-        ("unknown", f"{HERE}.Missing", "Missing"),
         ("unknown", f"{HERE}.asyncio", "asyncio"),
     ],
 )
