@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from functools import partialmethod
 from typing import Any
 
@@ -24,31 +24,23 @@ SAMPLING = TurnSampling(temperature=0.0, max_new_tokens=1)
 
 
 class Script:
-    """An SGLang that holds one tensor, logs what it is told, and fails in the call `broken`."""
+    """An SGLang that holds one tensor, logs what it is told, and answers the step `broken` as `how` does."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.broken = ""
-        self.failure: Exception | None = None
-        self.refuses = False
+        self.how: Callable[[Script], Awaitable[tuple[bool, str]]] = refuse
         self.stray = False
         """It loads other values than it is given."""
         self.holds: dict[str, str] = {}
-        self.reach: asyncio.Event | None = None
+        self.reached = asyncio.Event()
         self.paused = False
         self.engine = self
 
     async def _step(self, name: str) -> tuple[bool, str]:
         self.log.append(name)
         await asyncio.sleep(0)
-        if name != self.broken:
-            return True, ""
-        if self.reach is not None:
-            self.reach.set()
-            await asyncio.Event().wait()
-        if self.failure is not None:
-            raise self.failure
-        return not self.refuses, "it would not"
+        return await self.how(self) if name == self.broken else (True, "")
 
     begin_update, end_update = partialmethod(_step, "begin_update"), partialmethod(_step, "end_update")
 
@@ -85,18 +77,31 @@ class Script:
         return {"meta_info": meta}
 
 
+async def refuse(_script: Script) -> tuple[bool, str]:
+    return False, "it would not"
+
+
+async def fail(_script: Script) -> tuple[bool, str]:
+    raise ValueError("boom")
+
+
+async def hang(script: Script) -> tuple[bool, str]:
+    script.reached.set()
+    await asyncio.Event().wait()
+    return True, ""
+
+
 @pytest.fixture
-async def engine() -> Engine:
+async def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+async def engine(script: Script) -> Engine:
     engine = Engine(str(POLICY), EngineConfig(dtype=Dtype.float32), Device.cpu, seed=0)
-    engine._process = Script()  # type: ignore[assignment]
+    engine._process = script  # type: ignore[assignment]
     engine._liveness = Liveness("The engine", [])
     return engine
-
-
-@pytest.fixture
-def script(engine: Engine) -> Script:
-    assert isinstance(engine._process, Script)
-    return engine._process
 
 
 async def stage(engine: Engine, version: int) -> str:
@@ -117,33 +122,29 @@ async def refused_to_all(*asked: Awaitable[object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "failure"),
+    ("step", "how", "raised"),
     [
-        ("pause", "cancellation"),
-        ("begin_update", "refusal"),
-        ("load_bucket", "error"),
-        ("load_bucket", "cancellation"),
-        ("checksums", "refusal"),
+        ("pause", hang, asyncio.CancelledError),
+        ("begin_update", refuse, RunError),
+        ("load_bucket", fail, ValueError),
+        ("checksums", refuse, RunError),
     ],
 )
 async def test_a_switch_that_breaks_refuses_all_and_another_heals(
-    engine: Engine, script: Script, step: str, failure: str
+    engine: Engine, script: Script, step: str, how: Any, raised: type[BaseException]
 ) -> None:
-    script.broken, script.refuses = step, failure == "refusal"
-    script.failure = ValueError("boom") if failure == "error" else None
-    script.reach = asyncio.Event() if failure == "cancellation" else None
+    script.broken, script.how = step, how
     running = generate(engine, [0])
     update = asyncio.create_task(engine.finish_update(1, await stage(engine, 1)))
     await asyncio.sleep(0)
     waiting = generate(engine, [1])
-    if script.reach is not None:
-        await script.reach.wait()
+    if how is hang:
+        await script.reached.wait()
         assert not waiting.done()
         with pytest.raises(RunError, match="version 2"):
             await engine.begin_update(2)
         update.cancel()
-    expected = {"refusal": RunError, "error": ValueError, "cancellation": asyncio.CancelledError}[failure]
-    with pytest.raises(expected):
+    with pytest.raises(raised):
         await update
     await refused_to_all(running, waiting, generate(engine, [1]))
     assert script.log[-2:] == ["abort_all", "resume"]
@@ -179,10 +180,10 @@ async def test_an_update_that_is_not_what_was_sent_is_refused_to_all(
 async def test_who_dies_in_a_switch_is_dead_to_all_and_not_refusing(engine: Engine, script: Script) -> None:
     sglang = psutil.Popen(["sleep", "600"])
     engine._liveness = Liveness("The engine", [sglang])
-    script.broken, script.reach = "load_bucket", asyncio.Event()
+    script.broken, script.how = "load_bucket", hang
     running = generate(engine, [0])
     update = asyncio.create_task(engine.finish_update(1, await stage(engine, 1)))
-    await script.reach.wait()
+    await script.reached.wait()
     waiting = generate(engine, [0])
     await asyncio.sleep(0)
     sglang.kill()

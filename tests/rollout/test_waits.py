@@ -107,21 +107,16 @@ async def stream(*parts: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
     return told()
 
 
-@pytest.mark.parametrize("finish", [{"type": "stop"}, {"type": "abort", "message": "Aborted", "status_code": None}])
-async def test_the_last_part_of_a_stream_is_the_answer_and_all_are_heard(finish: dict[str, Any]) -> None:
+async def test_the_last_part_of_a_stream_is_the_answer_all_are_heard_and_a_refusal_is_raised() -> None:
     heard: list[list[int]] = []
-    last = part(1, 2, 3, finish=finish)
+    last = part(1, 2, 3, finish={"type": "abort", "message": "Aborted", "status_code": None})
     assert await read_stream(stream(part(1), last), heard.append) == last
     assert heard == [[1], [1, 2, 3]]
-
-
-async def test_a_refusal_and_an_empty_stream_are_raised() -> None:
-    reason = {"type": "abort", "message": "The input is too long.", "status_code": 400}
-    refused = {"meta_info": {"finish_reason": reason}}
+    refused = part(1, finish={"type": "abort", "message": "The input is too long.", "status_code": 400})
     with pytest.raises(RunError, match=r"The input is too long"):
-        await read_stream(stream(part(1), refused), lambda _: None)
+        await read_stream(stream(part(1), refused), heard.append)
     with pytest.raises(RunError):
-        await read_stream(stream(), lambda _: None)
+        await read_stream(stream(), heard.append)
 
 
 def test_versions_that_do_not_cover_the_tokens_are_an_error() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Coroutine
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -28,21 +29,20 @@ def machine(rank: int, host: str) -> Machine:
     return Machine(rank, True, host, f"10.0.0.{rank}", f"{rank + 1:056x}", f"node-{rank}", {})
 
 
-async def assembled(monkeypatch: pytest.MonkeyPatch, *there: Machine) -> list[Machine]:
-    """`there` when all of a run of three machines have come, with no time to wait for more."""
-    monkeypatch.setattr(head, "machines", lambda: list(there))
-    return await head._assemble(ROLE, "a:6379", 60.0, 0.0, None, print)
-
-
 async def test_machines_that_do_not_come_are_named_and_ranks_given_twice_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def assembled(*there: Machine) -> Coroutine[Any, Any, list[Machine]]:
+        """`there` when all of a run of three machines have come, with no time to wait for more."""
+        monkeypatch.setattr(head, "machines", lambda: list(there))
+        return head._assemble(ROLE, "a:6379", 60.0, 0.0, None, print)
+
     a, b, c = (machine(rank, host) for rank, host in enumerate("abc"))
-    assert await assembled(monkeypatch, a, b, c) == [a, b, c]
+    assert await assembled(a, b, c) == [a, b, c]
     with pytest.raises(RunError, match=r"node 1 \(b\) and node 2 \(c\)"):
-        await assembled(monkeypatch, a)
+        await assembled(a)
     with refused("conflict", "--rank"):
-        await assembled(monkeypatch, a, b, machine(1, "c"))
+        await assembled(a, b, machine(1, "c"))
 
 
 async def test_machines_that_are_lost_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -102,16 +102,11 @@ async def test_logs_grow_move_and_begin_anew(ray_logs: Path, tmp_path: Path) -> 
     (ray_logs / "raylet.out").write_bytes(b"new\n")
     await gathering.gather(1)
     assert (there / "raylet.out").read_bytes() == b"one\ntwo\nnew\n"
-
-
-async def test_the_logs_of_a_resumed_run_lie_beside_those_of_its_earlier_lives(ray_logs: Path, tmp_path: Path) -> None:
-    nodes = tmp_path / "run" / "logs" / "nodes"
-    for life in ("first", "second"):
-        (ray_logs / "raylet.out").write_text(life)
-        gathering = GatheredLogs(Called(NodeAgent()), [0], tmp_path / life)  # type: ignore[arg-type]
-        await gathering.gather(1)
-        gathering.move_to(nodes)
-    assert sorted(file.read_text() for file in nodes.glob("*/0/ray/raylet.out")) == ["first", "second"]
+    # A resumed run has those of its earlier lives beside its own.
+    resumed = GatheredLogs(Called(NodeAgent()), [3], tmp_path / "second")  # type: ignore[arg-type]
+    await resumed.gather(1)
+    resumed.move_to(tmp_path / "run" / "logs" / "nodes")
+    assert len(list((tmp_path / "run" / "logs" / "nodes").glob("*/3/ray/raylet.out"))) == 2
 
 
 async def test_logs_of_workers_come_from_machines_that_have_another_folder_and_answer(

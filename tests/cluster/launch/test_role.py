@@ -60,7 +60,6 @@ def test_flags_go_before_the_environment(
         ({}, 2, {"rank": 1}, "missing", "--head"),
         ({}, 2, {"rank": 2, "head": "a"}, "out_of_range", "--rank"),
         ({"RANK": "first"}, 2, {}, "wrong_type", "RANK"),
-        ({}, 2, {"rank": 0, "head": "a:b"}, "malformed", "--head"),
         ({}, 2, {"rank": 0, "head": "a:0"}, "out_of_range", "--head"),
     ],
 )
@@ -82,7 +81,6 @@ def test_a_cluster_that_runs_needs_as_many_machines() -> None:
     ("listed", "hosts"),
     [
         ("a,b-3", ["a", "b-3"]),
-        ("n[1-3]", ["n1", "n2", "n3"]),
         ("n[008-010,2]x,m", ["n008x", "n009x", "n010x", "n2x", "m"]),
         ("r[1-2]n[5,7]", ["r1n5", "r1n7", "r2n5", "r2n7"]),
         ("", []),

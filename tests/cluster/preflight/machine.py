@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
@@ -41,56 +42,37 @@ def cards(count: int, used_gib: float = 0.0, total_gib: float = 79.6) -> tuple[G
     return tuple(Gpu(index, f"GPU-{index}", "H100", total_gib, used_gib) for index in range(count))
 
 
-@dataclass
-class Machine(ThisMachine):
-    """Probes with set answers: a node of eight H100 where all is well, unless a test says otherwise."""
+ALL_CARDS, NOBODY = Gpus("580.82", cards(8)), Unseen("nobody listens there")
 
-    cards: Gpus | Unseen = field(default_factory=lambda: Gpus("580.82", cards(8)))
-    here: Capabilities = BARE_H100
-    packages: Mapping[str, str] = field(default_factory=lambda: PINNED)
-    free_gib: Mapping[str, float] = field(default_factory=dict)
-    """Of a path; 1000 elsewhere, of 2000."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    cluster: RayCluster | Unseen = field(default_factory=lambda: Unseen("nobody listens there"))
-    answers: Mapping[str, SearchAnswer] = field(default_factory=dict)
-    differs: str = ""
-    asked: list[str] = field(default_factory=list)
-    """Questions that search servers got."""
 
-    def gpus(self) -> Gpus:
-        if isinstance(self.cards, Unseen):
-            raise self.cards
-        return self.cards
+def machine(
+    found: Gpus | Unseen = ALL_CARDS,
+    here: Capabilities = BARE_H100,
+    packages: Mapping[str, str] = PINNED,
+    free_gib: Mapping[str, float] = {},
+    environment: Mapping[str, str] = {},
+    cluster: RayCluster | Unseen = NOBODY,
+    answers: Mapping[str, SearchAnswer] = {},
+    differs: str = "",
+) -> Mock:
+    """Probes with set answers: a node of eight H100 where all is well, unless a test says otherwise.
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.here
+    `free_gib` is by path; elsewhere 1000 are free, of 2000. `answers` are by address of a search server.
+    """
+    made = Mock(spec=ThisMachine, capabilities=here, version=packages.get, variable=environment.get)
+    made.gpus = Mock(side_effect=found) if isinstance(found, Unseen) else Mock(return_value=found)
+    made.disk = lambda path: Disk(path, 2000.0, free_gib.get(str(path), 1000.0), writable=True)
+    made.interfaces.return_value = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]}
+    made.port_is_free.return_value = True
+    made.ray.return_value = cluster
+    made.search_differs.return_value = differs
 
-    def version(self, package: str) -> str | None:
-        return self.packages.get(package)
-
-    def disk(self, path: Path) -> Disk:
-        return Disk(path, 2000.0, self.free_gib.get(str(path), 1000.0), writable=True)
-
-    def interfaces(self) -> Mapping[str, Sequence[str]]:
-        return {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]}
-
-    def variable(self, name: str) -> str | None:
-        return self.environment.get(name)
-
-    def port_is_free(self, port: int) -> bool:  # noqa: ARG002 - all are
-        return True
-
-    def ray(self, address: str) -> RayCluster | Unseen:  # noqa: ARG002 - a test has one cluster
-        return self.cluster
-
-    def search(self, settings: SearchConfig, question: str) -> tuple[SearchAnswer, ...]:
-        self.asked.append(question)
+    def search(settings: SearchConfig, _question: str) -> tuple[SearchAnswer, ...]:
         urls = [url for url in [settings.url, *settings.replicas] if url]
-        return tuple(self.answers.get(url, SearchAnswer(url, settings.topk)) for url in urls)
+        return tuple(answers.get(url, SearchAnswer(url, settings.topk)) for url in urls)
 
-    def search_differs(self, settings: SearchConfig) -> str:  # noqa: ARG002 - a test has one set of servers
-        return self.differs
+    made.search.side_effect = search
+    return made
 
 
 def save_model(folder: Path, files: int = 2) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 
@@ -12,26 +11,7 @@ from typer.testing import CliRunner
 
 from examples.searchr1.tiny.demo import prepare_world
 from rlsys.apps.cli.main import app
-from rlsys.cluster.preflight.examine import ok, show, unknown, wrong
 from rlsys.errors import UserError
-
-FINDINGS = [
-    ok("config", "its settings go together"),
-    wrong("disk for the run", "1.0 GiB free in /a [red]b[/red]", "free 5.0 GiB"),
-    unknown("1 other machine", "its GPUs", "run the same command there"),
-]
-
-
-@pytest.mark.parametrize("width", [30, 80])
-def test_nothing_is_lost_at_any_width(width: int) -> None:
-    file = io.StringIO()
-    show("a_run", FINDINGS, Console(file=file, width=width))
-    assert max(map(len, file.getvalue().splitlines())) <= width
-    together = "".join(file.getvalue().split())
-    for finding in FINDINGS:
-        for part in (finding.state, *finding.what.split(), *finding.fix.split()):
-            assert part in together
-    assert "[red]b[/red]" in together, "what was found is no markup"
 
 
 def test_the_tiny_run_can_run_here_and_not_without_its_questions(tmp_path: Path) -> None:

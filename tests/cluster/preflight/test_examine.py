@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,30 +14,25 @@ from rlsys.config.schema import RunConfig
 from rlsys.observe.environment import Capabilities
 from rlsys.orchestrator.validate import find_problems
 from tests.cluster.preflight.conftest import Compose
-from tests.cluster.preflight.machine import PINNED, Machine, cards
+from tests.cluster.preflight.machine import PINNED, cards, machine
 
 URL = "http://127.0.0.1:8000"
 
 
-def wrong_things(config: RunConfig, machine: Machine) -> dict[str, Finding]:
-    return {
-        one.what: one
-        for one in examine(config, list(find_problems(config)), machine)
-        if one.state is FindingState.wrong
-    }
+def all_things(config: RunConfig, machine: Mock) -> dict[str, Finding]:
+    """Findings by what was looked at; of several of one thing, one that is wrong."""
+    findings = examine(config, list(find_problems(config)), machine)
+    return {one.what: one for one in sorted(findings, key=lambda one: one.state is FindingState.wrong)}
 
 
-def found(config: RunConfig, machine: Machine, what: str) -> Finding:
-    (one,) = [one for one in examine(config, list(find_problems(config)), machine) if one.what == what]
-    return one
+def wrong_things(config: RunConfig, machine: Mock) -> dict[str, Finding]:
+    return {what: one for what, one in all_things(config, machine).items() if one.state is FindingState.wrong}
 
 
 def test_where_all_is_there_nothing_is_wrong(node_run: Compose) -> None:
-    machine = Machine()
-    findings = list(examine(node_run(), list(find_problems(node_run())), machine))
-    assert [one for one in findings if one.state is FindingState.wrong] == []
-    assert is_right(findings)
-    assert machine.asked == ["Who wrote it?"], "a server is asked a question of the run's own"
+    here = machine()
+    assert wrong_things(node_run(), here) == {}
+    assert here.search.call_args.args[1] == "Who wrote it?", "a server is asked a question of the run's own"
 
 
 TENANT = GpuProcess("GPU-0", 7, "python", 69.0)
@@ -45,21 +41,21 @@ TENANT = GpuProcess("GPU-0", 7, "python", 69.0)
 @pytest.mark.parametrize(
     ("machine", "what", "says"),
     [
-        (Machine(cards=Gpus("580.82", cards(4))), "GPUs", "4 of 8"),
-        (Machine(cards=Unseen("no driver")), "GPUs", "no driver"),
-        (Machine(cards=Gpus("570.1", cards(8))), "CUDA driver", "580"),
-        (Machine(cards=Gpus("580.82", cards(8, total_gib=0.001))), "GPU memory", "of 0.0 GiB"),
-        (Machine(cards=Gpus("580.82", cards(8, 70), (TENANT,))), "GPU 0 in use", "python (process 7, 69.0 GiB)"),
-        (Machine(environment={"NCCL_SOCKET_IFNAME": "ib"}), "NCCL_SOCKET_IFNAME", "eth0, lo"),
-        (Machine(free_gib={"/dev/shm": 0.06}), "/dev/shm", "0.1 GiB"),
-        (Machine(free_gib={"/tmp": 80.0}), "disk for Ray", "96% full"),
-        (Machine(answers={URL: SearchAnswer(URL, 0, "refused")}), "search server", "refused"),
-        (Machine(answers={URL: SearchAnswer(URL, 1)}), "search server", "1 of search.topk=3"),
-        (Machine(packages={**PINNED, "megatron-core": "0.15.0"}), "versions", "megatron-core 0.15.0"),
+        (machine(Gpus("580.82", cards(4))), "GPUs", "4 of 8"),
+        (machine(Unseen("no driver")), "GPUs", "no driver"),
+        (machine(Gpus("570.1", cards(8))), "CUDA driver", "580"),
+        (machine(Gpus("580.82", cards(8, total_gib=0.001))), "GPU memory", "of 0.0 GiB"),
+        (machine(Gpus("580.82", cards(8, 70), (TENANT,))), "GPU 0 in use", "python (process 7, 69.0 GiB)"),
+        (machine(environment={"NCCL_SOCKET_IFNAME": "ib"}), "NCCL_SOCKET_IFNAME", "eth0, lo"),
+        (machine(free_gib={"/dev/shm": 0.06}), "/dev/shm", "0.1 GiB"),
+        (machine(free_gib={"/tmp": 80.0}), "disk for Ray", "96% full"),
+        (machine(answers={URL: SearchAnswer(URL, 0, "refused")}), "search server", "refused"),
+        (machine(answers={URL: SearchAnswer(URL, 1)}), "search server", "1 of search.topk=3"),
+        (machine(packages={**PINNED, "megatron-core": "0.15.0"}), "versions", "megatron-core 0.15.0"),
     ],
 )
 def test_the_thing_that_is_missing_is_the_one_thing_that_is_wrong(
-    node_run: Compose, monkeypatch: pytest.MonkeyPatch, machine: Machine, what: str, says: str
+    node_run: Compose, monkeypatch: pytest.MonkeyPatch, machine: Mock, what: str, says: str
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/tmp")
     wrong = wrong_things(node_run(), machine)
@@ -70,20 +66,18 @@ def test_the_thing_that_is_missing_is_the_one_thing_that_is_wrong(
 
 def test_an_engine_fills_its_part_of_the_card_that_is_there(node_run: Compose) -> None:
     """Of a card of 40 GiB, not of the stated 80."""
-    small = Machine(cards=Gpus("580.82", cards(8, total_gib=40.0)))
+    small = machine(Gpus("580.82", cards(8, total_gib=40.0)))
     assert wrong_things(node_run("rollout.engine.memory_fraction=0.8"), small) == {}
-    told = found(node_run("rollout.engine.memory_fraction=0.8"), small, "GPU memory").found
+    told = all_things(node_run("rollout.engine.memory_fraction=0.8"), small)["GPU memory"].found
     assert "32.0 of 40.0 GiB" in told
     assert "cluster.device_memory_gib=80" in told
 
 
 def test_all_that_is_missing_is_said_at_once(node_run: Compose, tmp_path: Path) -> None:
     config = node_run(f"model.path={tmp_path / 'none'}", "task.eval_path=none.jsonl", "cluster.address=10.0.0.9:6379")
-    machine = Machine(
-        cards=Unseen("no driver"), here=Capabilities(), packages={}, answers={URL: SearchAnswer(URL, 0, "refused")}
-    )
+    bare = machine(Unseen("no driver"), Capabilities(), packages={}, answers={URL: SearchAnswer(URL, 0, "refused")})
     expected = {"model.path", "task.eval_path", "Ray", "GPUs", "versions", "search server", "cluster.device"}
-    assert set(wrong_things(config, machine)) == expected
+    assert set(wrong_things(config, bare)) == expected
 
 
 def test_disk_for_checkpoints_is_counted_and_the_fix_fits(node_run: Compose, tmp_path: Path) -> None:
@@ -93,13 +87,11 @@ def test_disk_for_checkpoints_is_counted_and_the_fix_fits(node_run: Compose, tmp
     one = (320 * 64 + 4 * layer + 64) * 14 / 2**30
     outputs = str(tmp_path / "outputs")
     config = node_run("trainer.steps=105", "checkpoint.interval=10")
-    enough = 1.0 + 11 * one
-    assert found(config, Machine(free_gib={outputs: enough * 1.0001}), "disk for the run").state is FindingState.ok
-    short = found(config, Machine(free_gib={outputs: 1.0 + 5.5 * one}), "disk for the run")
-    assert short.state is FindingState.wrong
+    enough, half = (machine(free_gib={outputs: 1.0 + count * one}) for count in (11.001, 5.5))
+    assert wrong_things(config, enough) == {}
+    (short,) = wrong_things(config, half).values()
     assert "set checkpoint.keep_last=4" in short.fix
-    mended = node_run("trainer.steps=105", "checkpoint.interval=10", "checkpoint.keep_last=4")
-    assert found(mended, Machine(free_gib={outputs: 1.0 + 5.5 * one}), "disk for the run").state is FindingState.ok
+    assert wrong_things(node_run("trainer.steps=105", "checkpoint.interval=10", "checkpoint.keep_last=4"), half) == {}
 
 
 CLUSTER = RayCluster(
@@ -116,9 +108,9 @@ TWO_NODES = [
 
 
 def test_a_cluster_that_fits_is_right_and_what_is_on_other_machines_is_unknown(node_run: Compose) -> None:
-    findings = list(examine(node_run(*TWO_NODES), list(find_problems(node_run(*TWO_NODES))), Machine(cluster=CLUSTER)))
-    assert [one for one in findings if one.state is FindingState.wrong] == []
-    assert "1 other machine" in [one.what for one in findings if one.state is FindingState.unknown]
+    seen = all_things(node_run(*TWO_NODES), machine(cluster=CLUSTER))
+    assert FindingState.wrong not in {one.state for one in seen.values()}
+    assert seen["1 other machine"].state is FindingState.unknown
 
 
 @pytest.mark.parametrize(
@@ -137,25 +129,25 @@ def test_a_cluster_that_fits_is_right_and_what_is_on_other_machines_is_unknown(n
 def test_a_cluster_that_does_not_fit_says_in_what(
     node_run: Compose, cluster: RayCluster | Unseen, what: str, says: str
 ) -> None:
-    wrong = wrong_things(node_run(*TWO_NODES), Machine(cluster=cluster))
+    wrong = wrong_things(node_run(*TWO_NODES), machine(cluster=cluster))
     assert says in wrong[what].found
 
 
 def test_what_the_launcher_alone_starts_is_wrong_without_it(node_run: Compose) -> None:
     config = node_run(*TWO_NODES[1:-1], "search.url=null", "search.index=none", "cluster.search.nodes=['1']")
-    wrong = wrong_things(config, Machine())
+    wrong = wrong_things(config, machine())
     assert set(wrong) == {"cluster.address", "cluster.search.nodes"}
-    assert is_right(examine(config, list(find_problems(config)), Machine(), launched=True))
+    assert is_right(examine(config, list(find_problems(config)), machine(), launched=True))
     # What the launcher adds.
     added = ("cluster.address=10.0.0.1:6379", "search.url=http://10.0.0.2:8000")
     launched = node_run(*TWO_NODES[1:-1], "search.index=none", "cluster.search.nodes=['1']", *added)
-    assert wrong_things(launched, Machine(cluster=CLUSTER)) == {}
+    assert wrong_things(launched, machine(cluster=CLUSTER)) == {}
 
 
 def test_servers_that_differ_or_are_another_machine_elsewhere_are_wrong(node_run: Compose) -> None:
-    assert set(wrong_things(node_run(*TWO_NODES[:-1]), Machine(cluster=CLUSTER))) == {"search server"}
+    assert set(wrong_things(node_run(*TWO_NODES[:-1]), machine(cluster=CLUSTER))) == {"search server"}
     config = node_run("search.replicas=[http://10.0.0.2:8000]")
-    wrong = wrong_things(config, Machine(differs="they serve different things"))
+    wrong = wrong_things(config, machine(differs="they serve different things"))
     assert wrong["search server"].found == "they serve different things"
 
 
@@ -165,14 +157,14 @@ def test_an_index_that_is_cut_short_is_found(node_run: Compose, tmp_path: Path) 
     (index / "manifest.json").write_text(json.dumps({"format": 2, "kind": "bm25", "rows": 5}))
     (index / "postings").write_bytes(b"")
     config = node_run("search.url=null", f"search.index={index}")
-    assert "postings is empty" in wrong_things(config, Machine())["search.index"].found
+    assert "postings is empty" in wrong_things(config, machine())["search.index"].found
     (index / "postings").write_bytes(b"1")
-    assert wrong_things(config, Machine()) == {}
+    assert wrong_things(config, machine()) == {}
 
 
 def test_an_index_that_nobody_serves_here_need_not_be_here(node_run: Compose, tmp_path: Path) -> None:
     elsewhere = ["search.url=null", f"search.index={tmp_path / 'none'}"]
-    assert "search.index" in wrong_things(node_run(*elsewhere), Machine())
-    assert wrong_things(node_run(*elsewhere, "search.enabled=false", "task.invalid_message=no"), Machine()) == {}
+    assert "search.index" in wrong_things(node_run(*elsewhere), machine())
+    assert wrong_things(node_run(*elsewhere, "search.enabled=false", "task.invalid_message=no"), machine()) == {}
     served = node_run(*TWO_NODES[1:], *elsewhere, "cluster.search.nodes=['1']")
-    assert found(served, Machine(), "search.index").state is FindingState.unknown
+    assert all_things(served, machine())["search.index"].state is FindingState.unknown

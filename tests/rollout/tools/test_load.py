@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.config.schema import TagsConfig, TaskConfig
+from rlsys.config.schema import TaskConfig
 from rlsys.errors import Code
 from rlsys.rollout.tools.calculator import Calculator
 from rlsys.rollout.tools.interface import check_tools, described, find_tool, open_tools, tool_tags
@@ -18,8 +18,8 @@ HERE = own_tools.__name__
 ECHO, MADE, CALCULATOR = f"{HERE}.Echo", f"{HERE}.Made", "rlsys.rollout.tools.calculator.Calculator"
 
 
-def task(*tools: str, tags: TagsConfig | None = None) -> TaskConfig:
-    return TaskConfig(train_path="", eval_path="", tools=list(tools), tags=tags or TagsConfig())
+def task(*tools: str) -> TaskConfig:
+    return TaskConfig(train_path="", eval_path="", tools=list(tools))
 
 
 def make(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
@@ -87,11 +87,6 @@ def test_a_class_that_is_no_tool_or_clashes_is_refused_with_its_reason(
     with refused(code, "task.tools") as caught:
         open_tools(task(MADE, CALCULATOR))
     assert why in str(caught.value)
-
-
-def test_a_tag_of_the_protocol_is_compared_whatever_its_case() -> None:
-    with refused("conflict", "task.tools"):
-        open_tools(task(ECHO, tags=TagsConfig(information="SAY")))
 
 
 def test_all_problems_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
