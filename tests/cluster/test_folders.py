@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import stat
 import subprocess
 import sys
@@ -31,14 +30,22 @@ def test_a_long_folder_for_temporary_files_is_left_for_the_common_one(
         ray_parent()
 
 
+WAITS = """
+import time
+from rlsys.cluster.local_ray import ray_folder, rays_own
+with ray_folder() as folder:
+    rays_own(folder).mkdir(0o777)
+    print(folder, flush=True)
+    time.sleep(3600)
+"""
+
+
 def test_only_this_user_enters_a_folder_and_those_of_the_killed_go_with_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("TMPDIR", "/dev/shm" if len(str(tmp_path)) > 30 else str(tmp_path))
-    waits = "import time\nfrom rlsys.cluster.local_ray import ray_folder, rays_own\n"
-    waits += "with ray_folder() as f:\n  rays_own(f).mkdir(0o777); print(f, flush=True); time.sleep(300)"
-    children = [subprocess.Popen([sys.executable, "-c", waits], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    children = [subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     made = [Path(child.stdout.readline().strip()) for child in children if child.stdout]
     try:
         assert [stat.S_IMODE(folder.stat().st_mode) for folder in made] == [0o700, 0o700]
@@ -56,23 +63,18 @@ def test_only_this_user_enters_a_folder_and_those_of_the_killed_go_with_the_next
         assert not made[1].exists()
 
 
+STARTS = """
+import subprocess, time
+from rlsys.cluster.local_ray import ends_with_parent
+subprocess.Popen(ends_with_parent(["sh", "-c", "echo $$; exec sleep 3600"]))
+time.sleep(3600)
+"""
+
+
 def test_a_command_ends_with_a_parent_that_is_killed() -> None:
-    parent = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import subprocess, time\n"
-            "from rlsys.cluster.local_ray import ends_with_parent\n"
-            "subprocess.Popen(ends_with_parent(['sh', '-c', 'echo $$; exec sleep 300']))\n"
-            "time.sleep(300)",
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert parent.stdout is not None
-    child = psutil.Process(int(parent.stdout.readline()))
-    parent.send_signal(signal.SIGKILL)
-    parent.wait(60)
-    parent.stdout.close()
+    with subprocess.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
     gone, _ = psutil.wait_procs([child], timeout=60)
     assert gone

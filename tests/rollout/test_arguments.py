@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from rlsys.config.schema import Device, EngineConfig, RolloutConfig, SamplingCon
 from rlsys.errors import Code
 from rlsys.rollout import sglang_cpu
 from rlsys.rollout.agent.episode import TurnSampling, evaluation_sampling
-from rlsys.rollout.cpu_standins import sgl_kernel
 from rlsys.rollout.engine import Engine, RolloutWorker
 from tests.support import tiny
 from tests.support.refusals import refused
@@ -68,31 +66,18 @@ def test_sglang_knows_every_argument_and_value(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "key", "task", "search"),
+    ("code", "key", "room", "search"),
     [
-        ("out_of_range", "task.max_total_tokens", {"max_total_tokens": 1001}, SearchConfig(url="http://127.0.0.1:1")),
-        ("missing", "search.url", {}, SearchConfig()),
-        ("missing", "search.token_env", {}, SearchConfig(url="http://127.0.0.1:1", token_env="RLSYS_NO_TOKEN_HERE")),
+        ("out_of_range", "task.max_total_tokens", 999, SearchConfig(url="http://127.0.0.1:1")),
+        ("missing", "search.url", 1000, SearchConfig()),
+        ("missing", "search.token_env", 1000, SearchConfig(url="http://127.0.0.1:1", token_env="RLSYS_NO_TOKEN_HERE")),
     ],
 )
-def test_a_worker_that_could_not_work_is_refused(
-    code: Code, key: str, task: dict[str, int], search: SearchConfig
-) -> None:
-    rollout = RolloutConfig(engine=EngineConfig(kv_cache_tokens=1000))
-    config = TaskConfig(train_path="", eval_path="", **{"max_total_tokens": 1000, **task})
+def test_a_worker_that_could_not_work_is_refused(code: Code, key: str, room: int, search: SearchConfig) -> None:
+    rollout = RolloutConfig(engine=EngineConfig(kv_cache_tokens=room))
+    task = TaskConfig(train_path="", eval_path="", max_total_tokens=1000)
     with refused(code, key):
-        RolloutWorker(str(POLICY), rollout, config, search, Device.cpu, seed=0)
-
-
-def test_a_stand_in_raises_when_it_is_called_and_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RuntimeError, match=r"sgl_kernel\.rmsnorm"):
-        sgl_kernel.rmsnorm()
-    monkeypatch.setattr(sys, "path", ["first"])
-    sglang_cpu.prepare(Device.gpu)
-    assert sys.path == ["first"]
-    sglang_cpu.prepare(Device.cpu)
-    sglang_cpu.prepare(Device.cpu)
-    assert sys.path == ["first", str(sglang_cpu.STANDINS)]
+        RolloutWorker(str(POLICY), rollout, task, search, Device.cpu, seed=0)
 
 
 def test_answers_are_drawn_from_the_whole_vocabulary_unless_as_rollouts() -> None:

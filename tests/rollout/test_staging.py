@@ -13,17 +13,14 @@ import pytest
 import torch
 
 from rlsys.rollout.engine import Layout, StagedVersion, sha256_prefix
-from rlsys.weights.transport import Bucket, ChecksumError, digest, pack, pack_into
+from rlsys.weights.transport import ChecksumError, pack, pack_into
+from tests.rollout.bench import digest_of
 
 TENSORS = [(f"model.layers.{n}.input_layernorm.weight", torch.arange(50.0) + n) for n in range(4)]
 
 
 def staged() -> StagedVersion:
     return StagedVersion(3, Layout(tp=1, kv_heads=1, tied=True, dtype=torch.float32), sha256_prefix)
-
-
-def digest_of(*buckets: Bucket) -> str:
-    return digest({record.name: record.checksum for bucket in buckets for record in bucket.records})
 
 
 def test_what_is_handed_out_is_what_came_however_the_lent_memory_changes() -> None:
@@ -33,7 +30,7 @@ def test_what_is_handed_out_is_what_came_however_the_lent_memory_changes() -> No
         version.take(bucket)
         bucket.data[:] = 255
     assert version.nbytes == sum(tensor.nbytes for _, tensor in TENSORS)
-    version.check(3, digest_of(*buckets))
+    version.check(3, digest_of(buckets))
     out = [
         bucket.data[record.offset : record.offset + record.nbytes].view(np.float32)
         for bucket in version.hand_out()
@@ -47,11 +44,11 @@ def test_what_was_not_sent_is_refused() -> None:
     version = staged()
     (bucket,) = pack(TENSORS, bucket_bytes=1 << 20)
     with pytest.raises(ChecksumError):
-        version.check(3, digest_of(bucket))
+        version.check(3, digest_of([bucket]))
     version.take(bucket)
-    version.check(3, digest_of(bucket))
+    version.check(3, digest_of([bucket]))
     with pytest.raises(ChecksumError):
-        version.check(4, digest_of(bucket))
+        version.check(4, digest_of([bucket]))
     bucket.data[bucket.records[2].offset] ^= 1
     with pytest.raises(ChecksumError, match=TENSORS[2][0]):
         staged().take(bucket)
@@ -66,7 +63,7 @@ def test_what_comes_on_a_device_is_checked_and_kept_there_or_moved(how: str) -> 
     room[:] = 255
     if how == "moved later":
         version.leave_device()
-    version.check(3, digest_of(bucket))
+    version.check(3, digest_of([bucket]))
     (out,) = version.hand_out()
     for record, (_, tensor) in zip(out.records, TENSORS, strict=True):
         arrived = out.flat[record.offset : record.offset + record.nbytes].view(torch.float32)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from functools import partialmethod
 from typing import Any
+from unittest.mock import AsyncMock
 
 import psutil
 import pytest
@@ -16,7 +17,8 @@ from rlsys.config.schema import Device, Dtype, EngineConfig
 from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import EngineDied, TurnSampling
 from rlsys.rollout.engine import Engine, Liveness, StagedVersion, sha256_prefix
-from rlsys.weights.transport import Bucket, digest, pack, pack_into, unpack
+from rlsys.weights.transport import Bucket, pack, pack_into, unpack
+from tests.rollout.bench import digest_of
 from tests.support.tiny_models import POLICY
 
 NAME = "model.norm.weight"
@@ -29,7 +31,7 @@ class Script:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.broken = ""
-        self.how: Callable[[Script], Awaitable[tuple[bool, str]]] = refuse
+        self.how: Callable[[Script], Awaitable[tuple[bool, str]]] = hang
         self.stray = False
         """It loads other values than it is given."""
         self.holds: dict[str, str] = {}
@@ -77,14 +79,6 @@ class Script:
         return {"meta_info": meta}
 
 
-async def refuse(_script: Script) -> tuple[bool, str]:
-    return False, "it would not"
-
-
-async def fail(_script: Script) -> tuple[bool, str]:
-    raise ValueError("boom")
-
-
 async def hang(script: Script) -> tuple[bool, str]:
     script.reached.set()
     await asyncio.Event().wait()
@@ -92,7 +86,7 @@ async def hang(script: Script) -> tuple[bool, str]:
 
 
 @pytest.fixture
-async def script() -> Script:
+def script() -> Script:
     return Script()
 
 
@@ -108,7 +102,7 @@ async def stage(engine: Engine, version: int) -> str:
     (bucket,) = pack([(NAME, torch.full((4,), float(version)))], bucket_bytes=100)
     await engine.begin_update(version)
     await engine.load_bucket(bucket)
-    return digest({record.name: record.checksum for record in bucket.records})
+    return digest_of([bucket])
 
 
 def generate(engine: Engine, ids: list[int]) -> asyncio.Task[object]:
@@ -125,9 +119,9 @@ async def refused_to_all(*asked: Awaitable[object]) -> None:
     ("step", "how", "raised"),
     [
         ("pause", hang, asyncio.CancelledError),
-        ("begin_update", refuse, RunError),
-        ("load_bucket", fail, ValueError),
-        ("checksums", refuse, RunError),
+        ("begin_update", AsyncMock(return_value=(False, "it would not")), RunError),
+        ("load_bucket", AsyncMock(side_effect=ValueError), ValueError),
+        ("checksums", AsyncMock(return_value=(False, "it would not")), RunError),
     ],
 )
 async def test_a_switch_that_breaks_refuses_all_and_another_heals(

@@ -35,10 +35,7 @@ def test_cards_and_those_on_them_are_read() -> None:
     assert (third.uuid, third.name, third.used_gib) == ("GPU-aaa", "a,b, c", 5 / 1024)
 
 
-@pytest.mark.parametrize(
-    ("visible", "indices"),
-    [("", []), ("1,0", [1, 0]), ("GPU-b", [1]), ("0,-1,1", [0])],
-)
+@pytest.mark.parametrize(("visible", "indices"), [("", []), ("1,0", [1, 0]), ("GPU-b", [1]), ("0,-1,1", [0])])
 def test_visible_cards_are_those_that_cuda_would_take(visible: str, indices: list[int]) -> None:
     assert [card.index for card in read_gpus(CARDS, "", visible).cards] == indices
 
@@ -80,8 +77,8 @@ def test_a_taken_port_is_seen() -> None:
 
 
 def test_each_search_server_is_asked_and_each_says_its_own() -> None:
-    with search_server() as good, closing(socket.create_server(("127.0.0.1", 0))) as silent:
-        other = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        first, second = ThisMachine().search(SearchConfig(url=good.url, replicas=[other], topk=1, timeout_s=3), "Who?")
+    with search_server() as good, promised_port() as nobody:
+        other = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        first, second = ThisMachine().search(SearchConfig(url=good.url, replicas=[other], topk=1, timeout_s=60), "Who?")
     assert (first.url, first.passages, first.error, good.asked) == (good.url, 1, "", ["Who?"])
     assert (second.url, second.passages, bool(second.error)) == (other, 0, True)

@@ -204,11 +204,7 @@ async def test_progress_of_another_group_is_refused() -> None:
     halting = Script(ANSWERS, halt=(1, "say"))
     partial = await interrupted(halting, tools_of(halting, task()), None)
     assert partial is not None
-    for samples, begun in (
-        (range(2), [three]),
-        (range(4), [zero, zero]),
-        (range(4), [replace(zero, question_uid="r")]),
-        (range(4), [replace(partial, question_uid="r")]),
-    ):
+    others = [replace(one, question_uid="r") for one in (zero, partial)]
+    for begun in ([replace(three, sample=4)], [zero, zero], others[:1], others[1:]):
         with pytest.raises(ValueError, match=r"question q|none of q"):
-            group(Script(ANSWERS), samples, begun)
+            group(Script(ANSWERS), begun=begun)
