@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlsys.config.schema import TokenMode
-from rlsys.data.trajectory import Action, Finish
+from rlsys.data.trajectory import Action, Finish, Trajectory
 from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import Generation, TurnSampling
 from rlsys.rollout.agent.tokens import PartialEpisode
@@ -105,13 +105,17 @@ async def test_a_group_that_was_taken_out_goes_on(bench: Bench, monkeypatch: pyt
         await held.wait()
         while len(begun := bench.worker.in_flight(["first", "other"])["first"]) < 3:
             await asyncio.sleep(0.01)
+        await bench.worker.abort_group("nobody's")
         await bench.worker.abort_group("first")
-        await first
-    assert {type(one) for one in begun} >= {PartialEpisode}
+        aborted = await first
+    assert [type(one) for one in begun] == [Trajectory, PartialEpisode, PartialEpisode]
+    found = [(one.finish, len(one.turns)) for one in aborted]
+    assert found == [(Finish.ANSWER, 2), (Finish.ABORTED, 1), (Finish.ABORTED, 1)]
     assert bench.worker.in_flight(["first"]) == {}
     requests, searches = bench.worker.metrics()["requests"], len(bench.search.asked)
-    again = await bench.worker.run_group(QUESTION, 3, "again", begun[1:])
-    assert bench.worker.metrics()["requests"] == requests + 4, "two begin again with their second turn"
+    again = await bench.worker.run_group(QUESTION, 3, "again", [begun[1], begun[0]])
+    assert again[0] is begun[0]
+    assert bench.worker.metrics()["requests"] == requests + 3, "one second turn, and the one that was not kept"
     assert len(bench.search.asked) == searches + 1
     for one, other in zip(again, through, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)

@@ -20,14 +20,7 @@ TAKES_A_PORT = (
     "import socket, time; s = socket.create_server(('', 10001)); print('taken', flush=True); time.sleep(3600)"
 )
 """Where Ray's own client server, which nobody needs, would listen."""
-KNOCKS = """
-import sys, urllib.error, urllib.request
-request = urllib.request.Request(sys.argv[1] + "/retrieve", b'{"queries": ["Rome"]}', {"Content-Type": "application/json"})
-try:
-    print(urllib.request.urlopen(request, timeout=60).status)
-except urllib.error.HTTPError as refused:
-    print(refused.code)
-"""
+KNOCKS = "import httpx, sys; print(httpx.post(sys.argv[1], json={'queries': ['Rome']}).status_code)"
 
 
 @pytest.fixture
@@ -74,7 +67,7 @@ def test_a_machine_without_the_token_runs_nothing_and_finds_nothing(hosts: list[
         given = {"HOME": str(seen_from), "RAY_AUTH_MODE": mode}
         status = hosts[1].start(look, tmp_path / f"look-{mode}.log", given).wait(300)
         assert (status == 0) == (mode == "token"), (tmp_path / f"look-{mode}.log").read_text()
-    assert hosts[1].run(sys.executable, "-c", KNOCKS, f"http://{hosts[0].address}:8000").strip() == "401"
+    assert hosts[1].run(sys.executable, "-c", KNOCKS, f"http://{hosts[0].address}:8000/retrieve").strip() == "401"
     stranger = Launched(hosts, 1, more, "--no-preflight", "--wait", "60", home=strange)
     assert stranger.wait() == 2
     assert str(strange / ".ray" / "auth_token") in stranger.said()

@@ -144,43 +144,6 @@ async def test_an_episode_that_ignores_its_time_out_keeps_no_slot() -> None:
     assert [one.finish for one in deaf.trajectories()] == [Finish.ABORTED]
 
 
-async def test_a_group_goes_on_from_what_has_ended_and_what_has_begun() -> None:
-    class Uneven(Script):
-        """Sample 0 ends at once, 1 halts at its second turn, the others at their first."""
-
-        async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
-            if rid in ("q#1.1", "q#2.0", "q#3.0"):
-                await asyncio.Event().wait()
-            self.said = ["<answer>a</answer>"] if rid == "q#0.0" else ANSWERS
-            return await super().generate(input_ids, sampling, rid)
-
-        async def _pass(self, turn: int, what: str) -> None:
-            """Goes on at once: no other sample changes what is said."""
-
-    slots, first = asyncio.Semaphore(3), group(Uneven([]))
-    assert first.progress() == ()
-    playing = asyncio.ensure_future(first.play(slots, timeout_s=600))
-    async with asyncio.timeout(60):
-        while len(begun := first.progress()) < 2:
-            await asyncio.sleep(0)
-    assert [(type(one), one.sample) for one in begun] == [(Trajectory, 0), (PartialEpisode, 1)]
-    playing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await playing
-    assert not slots.locked()
-    assert [one.finish for one in first.trajectories()] == [Finish.ANSWER] + [Finish.ABORTED] * 3
-    assert [len(one.turns) for one in first.trajectories()] == [1, 1, 0, 0]
-
-    script = Script(ANSWERS)
-    second = group(script, begun=tuple(reversed(begun)))
-    assert [one.sample for one in second.progress()] == [0, 1], "before it is played"
-    await second.play(asyncio.Semaphore(3), timeout_s=600)
-    found = second.trajectories()
-    assert found[0] is begun[0]
-    assert [(one.sample, one.finish) for one in found] == [(sample, Finish.ANSWER) for sample in range(4)]
-    assert sorted(rid for rid, *_ in script.calls) == ["q#1.1", "q#2.0", "q#2.1", "q#3.0", "q#3.1"]
-
-
 async def test_an_error_in_one_episode_ends_its_siblings() -> None:
     class Failing(Script):
         async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
