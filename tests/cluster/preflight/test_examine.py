@@ -1,22 +1,54 @@
-"""All that a run needs, each thing taken away in turn; and all of it at once."""
+"""All that a run needs, each thing taken away in turn, and all of it at once; and the command that says so."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner
 
-from rlsys.cluster.preflight.examine import Finding, FindingState, examine, is_right
+from examples.searchr1.tiny.demo import prepare_world
+from rlsys.apps.cli.main import app
+from rlsys.cluster.preflight.examine import Finding, FindingState, data_findings, examine, is_right, model_findings
 from rlsys.cluster.preflight.machine import GpuProcess, Gpus, RayCluster, RayMachine, SearchAnswer, Unseen
+from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
+from rlsys.errors import UserError
 from rlsys.observe.environment import Capabilities
 from rlsys.orchestrator.validate import find_problems
-from tests.cluster.preflight.conftest import Compose
-from tests.cluster.preflight.machine import PINNED, cards, machine
+from rlsys.weights.hf_io import INDEX
+from tests.cluster.preflight.machine import PINNED, cards, machine, save_model
+from tests.config.conftest import SHAPE
 
 URL = "http://127.0.0.1:8000"
+ROW = {"prompt": "Who?", "question": "Who wrote it?", "solutions": ["me"]}
+Compose = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPE | {"max_position_embeddings": 8192}))
+    save_model(folder)
+    return folder
+
+
+@pytest.fixture
+def node_run(tmp_path: Path, model: Path) -> Compose:
+    """Compose the run of one node of eight GPUs with further overrides."""
+    (tmp_path / "questions.jsonl").write_text(json.dumps(ROW) + "\n")
+    files = [
+        f"model.path={model}",
+        f"output_dir={tmp_path / 'outputs'}",
+        f"task.train_path={tmp_path / 'questions.jsonl'}",
+        f"task.eval_path={tmp_path / 'questions.jsonl'}",
+    ]
+    return lambda *overrides: load_config("searchr1_qwen2.5_3b_1node", [*files, *overrides])
 
 
 def all_things(config: RunConfig, machine: Mock) -> dict[str, Finding]:
@@ -168,3 +200,81 @@ def test_an_index_that_nobody_serves_here_need_not_be_here(node_run: Compose, tm
     assert wrong_things(node_run(*elsewhere, "search.enabled=false", "task.invalid_message=no"), machine()) == {}
     served = node_run(*TWO_NODES[1:], *elsewhere, "cluster.search.nodes=['1']")
     assert all_things(served, machine())["search.index"].state is FindingState.unknown
+
+
+def wrong_of_model(folder: Path) -> list[str]:
+    return [one.found for one in model_findings(folder) if one.state is FindingState.wrong]
+
+
+def test_missing_and_short_files_are_named_together(model: Path) -> None:
+    assert wrong_of_model(model) == []
+    first, second = sorted(model.glob("*.safetensors"))
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:-1])
+    (model / "tokenizer.json").unlink()
+    lacking, short, tokenizer = wrong_of_model(model)
+    assert first.name in lacking
+    assert second.name in short
+    assert "tokenizer.json" in tokenizer
+    for file in (second, model / INDEX):
+        file.unlink()
+    assert len(wrong_of_model(model)) == 2, "no weights at all, and the tokenizer"
+
+
+@pytest.mark.parametrize("text", ["{", '{"weight_map": 3}'])
+def test_a_damaged_index_is_said(model: Path, text: str) -> None:
+    (model / INDEX).write_text(text)
+    (damaged,) = wrong_of_model(model)
+    assert str(model / INDEX) in damaged
+
+
+@pytest.mark.parametrize(
+    ("other", "says"), [({"intermediate_size": 128}, "128"), ({"num_hidden_layers": 5}, "12 tensors")]
+)
+def test_weights_of_another_model_are_found(model: Path, other: dict[str, int], says: str) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | other))
+    (lacking,) = wrong_of_model(model)
+    assert says in lacking
+
+
+def test_a_tokenizer_without_an_end_is_said(model: Path) -> None:
+    (model / "tokenizer_config.json").write_text("{}")
+    (endless,) = wrong_of_model(model)
+    assert str(model / "tokenizer_config.json") in endless
+    (model / "special_tokens_map.json").write_text('{"eos_token": "a"}')
+    assert wrong_of_model(model) == []
+
+
+def test_the_first_row_is_read_as_the_run_reads_it(tmp_path: Path) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"prompt": "Who?"}\n')
+    finding, question = data_findings("task.train_path", file)
+    assert finding.state is FindingState.wrong
+    assert "reward_model.ground_truth.target" in finding.found
+    assert question is None
+    file.write_text('{"prompt": "Who?", "solutions": ["me"]}\n{')
+    finding, question = data_findings("task.train_path", file)
+    assert finding.state is FindingState.ok
+    assert question is not None
+    assert question.answers == ("me",)
+
+
+def test_the_tiny_run_can_run_here_and_not_without_its_questions(tmp_path: Path) -> None:
+    prepare_world(Console(quiet=True))
+    words = ["doctor", "--for", "searchr1_tiny_cpu", "--json", f"output_dir={tmp_path}"]
+    good = CliRunner().invoke(app, words)
+    assert good.exit_code == 0, good.stdout
+    assert json.loads(good.stdout)["right"]
+    bad = CliRunner().invoke(app, [*words, "task.eval_path=none.jsonl", "cluster.nodes=0"])
+    assert bad.exit_code == 2
+    wrong = [one["what"] for one in json.loads(bad.stdout)["findings"] if one["state"] == "wrong"]
+    assert wrong == ["cluster.nodes", "task.eval_path"]
+    assert list(tmp_path.iterdir()) == [], "nothing is begun"
+
+
+@pytest.mark.parametrize("words", [["--json"], ["--launched"], ["--for", "searchr1_tiny_cpu", "--strict"]])
+def test_options_that_do_not_go_together_are_refused(words: list[str]) -> None:
+    done = CliRunner().invoke(app, ["doctor", *words])
+    assert done.exit_code != 0
+    assert isinstance(done.exception, SystemExit | UserError)
