@@ -16,19 +16,6 @@ from tests.support.refusals import refused
 Holdings = Mapping[str, Sequence[Ranks]]
 
 
-def test_an_engine_over_two_ranks_ties_them_and_names_every_device() -> None:
-    """Ray may put both Megatron processes on one GPU of the two, so it is not asked to choose."""
-    plan = plan_bundles({"rollout": [(2, 3), (0, 1)], "actor": [(0,), (1,), (2,), (3,)]})
-    assert plan.sizes == (2, 2)
-    assert plan.slots["rollout"] == (DeviceSlot(1, (0, 1), 1.0, pinned=True), DeviceSlot(0, (0, 1), 1.0, pinned=True))
-    assert plan.slots["actor"] == (
-        DeviceSlot(0, (0,), 0.5, pinned=True),
-        DeviceSlot(0, (1,), 0.5, pinned=True),
-        DeviceSlot(1, (0,), 0.5, pinned=True),
-        DeviceSlot(1, (1,), 0.5, pinned=True),
-    )
-
-
 @st.composite
 def placements(draw: st.DrawFn) -> Holdings:
     """Up to four groups on up to eight ranks, each cut into processes of one to three ranks."""

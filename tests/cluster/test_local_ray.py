@@ -30,6 +30,7 @@ from rlsys.cluster.local_ray import (
     require_token,
     token_file,
 )
+from rlsys.errors import Code
 from tests.support.refusals import refused
 
 TOKEN = {MODE: "token"}
@@ -195,13 +196,12 @@ def test_this_machine_by_whatever_name_has_an_address_for_others(host: str, monk
         address_here(host)
 
 
-def test_an_address_of_this_machine_is_taken_and_anothers_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("host", "code"), [("10.9.9.9", "mismatch"), ("fd00::1", "unknown")])
+def test_an_address_of_another_machine_is_refused(host: str, code: Code, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_ray, "own_addresses", lambda: ADDRESSES)
     assert address_here("192.168.1.5") == "192.168.1.5"
-    with refused("mismatch", "--head"):
-        address_here("10.9.9.9")
-    with refused("unknown", "--head"):
-        address_here("fd00::1")
+    with refused(code, "--head"):
+        address_here(host)
 
 
 @pytest.mark.parametrize("use_libuv", [True, False])

@@ -7,9 +7,9 @@ import socket
 import threading
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -68,37 +68,18 @@ def test_numbers_in_host_names_count_as_numbers() -> None:
     assert sorted(["n10", "n9", "a1", "n9-2"], key=natural) == ["a1", "n9", "n9-2", "n10"]
 
 
-@dataclass
-class Answers:
-    """A rank whose calls are answered by these futures, without Ray; `handle.call` as an actor's."""
-
-    results: list[Future[Any]] = field(default_factory=list)
-
-    @property
-    def call(self) -> Answers:
-        return self
-
-    def remote(self, *_asked: object) -> Answers:
-        return self
-
-    def future(self) -> Future[Any]:
-        return self.results.pop(0)
-
-
-def answered(value: object) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
-
-
 def group_of(folder: Path, *calls: Future[Any], timeout_s: float = 300.0) -> WorkerGroup:
-    """A rank for each of `calls`, which is the answer to its only one."""
-    ranks = [Rank(number, f"a rank {number}", Answers([call]), folder / "log") for number, call in enumerate(calls)]
+    """A rank for each of `calls`, which is the answer to whatever it is asked; without Ray."""
+    handles = [Mock(**{"call.remote.return_value.future.return_value": call}) for call in calls]
+    ranks = [Rank(number, f"a rank {number}", handle, folder / "log") for number, handle in enumerate(handles)]
     return WorkerGroup("a", ranks, timeout_s)
 
 
 async def test_only_those_who_do_not_answer_are_said_to_be_missing(tmp_path: Path) -> None:
-    group = group_of(tmp_path, answered(0), Future(), answered(2), Future(), timeout_s=0.05)
+    calls: list[Future[Any]] = [Future() for _ in range(4)]
+    for number in (0, 2):
+        calls[number].set_result(number)
+    group = group_of(tmp_path, *calls, timeout_s=0.05)
     with pytest.raises(RankSilent, match="for a rank 1, a rank 3 to finish it") as silent:
         await group.call("it")
     assert silent.value.rank == 1

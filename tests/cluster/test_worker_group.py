@@ -113,10 +113,7 @@ async def test_groups_share_a_slot_and_die_alone(bundles: PlacementGroup, tmp_pa
     with pytest.raises(RankDied, match="first rank 0"):
         await waiting
     assert await groups[1].call("add", 8) == [(0, [7, 8])]
-    whole = WorkerGroup.launch("whole", bundles, [DeviceSlot(2, (0,), 1.0, pinned=False)], CLUSTER, tmp_path)
-    with pytest.raises(RankSilent, match="whole rank 0"):
-        await whole.build(Toy, [(0,)], timeout_s=0.5)
-    for group in (*groups, whole):
+    for group in groups:
         group.kill()
 
 

@@ -19,12 +19,6 @@ from tests.rollout.bench import Bench
 from tests.support import tiny
 
 
-def shared_by(processes: set[psutil.Process]) -> set[str]:
-    """Files in shared memory that processes have mapped."""
-    mapped = {file.path for process in processes if process.is_running() for file in process.memory_maps()}
-    return {path for path in mapped if path.startswith("/dev/shm/") and Path(path).exists()}
-
-
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
     words = tiny.tokenizer()
@@ -44,7 +38,8 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
         started = set(psutil.Process().children(recursive=True)) - before
         assert started
         yield Bench(worker, rollout, words, first, second, search)
-        shared = shared_by(started)
+        mapped = {file.path for process in started if process.is_running() for file in process.memory_maps()}
+        shared = {path for path in mapped if path.startswith("/dev/shm/") and Path(path).exists()}
         assert shared
         await worker.stop()
         assert not [path for path in shared if Path(path).exists()], "memory that was shared is given back"

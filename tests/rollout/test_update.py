@@ -23,8 +23,6 @@ async def test_new_weights_arrive_whole_and_change_what_is_said(bench: Bench) ->
     old = await bench.bring(bench.first)
     ids = bench.encode(tiny.FIRST.prompt)
     before = await bench.engine.generate(ids, greedy(64, STOP), "before")
-    counts = bench.engine.counts
-    updates, sent = counts.updates, counts.update_bytes
     new, total = await bench.stage(bench.second)
     meanwhile = await bench.engine.generate(ids, greedy(64, STOP), "meanwhile")
     assert (meanwhile.token_ids, meanwhile.versions) == (before.token_ids, before.versions)
@@ -34,9 +32,7 @@ async def test_new_weights_arrive_whole_and_change_what_is_said(bench: Bench) ->
     assert bench.words.decode(after.token_ids) == tiny.SECOND.search
     assert after.cached_tokens == 0, "the cache still holds keys of the old weights"
     bench.assert_logprobs(ids, after)
-    assert counts.updates == updates + 1
-    assert counts.update_bytes - sent >= sum(tensor.nbytes for tensor in bench.second.parameters())
-    assert 0 < counts.pause_s < counts.update_s
+    assert 0 < bench.engine.counts.pause_s < bench.engine.counts.update_s
 
 
 async def test_requests_in_flight_go_on_with_the_new_weights(bench: Bench) -> None:

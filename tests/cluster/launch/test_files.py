@@ -14,7 +14,6 @@ import yaml
 from rlsys.apps.cli.training import launch as command
 from rlsys.cluster.launch.role import check_searching, serving_positions
 from rlsys.config.compose import load_config
-from rlsys.config.schema import RunConfig
 from tests.support.paths import PROJECT
 
 SBATCH = PROJECT / "launch" / "slurm" / "train.sbatch"
@@ -30,12 +29,6 @@ def parsed(words: list[str]) -> dict[str, Any]:
     app = typer.Typer()
     app.command()(command)
     return typer.main.get_command(app).make_context("launch", words).params
-
-
-def composed(params: dict[str, Any]) -> RunConfig:
-    config = load_config(params["config_name"], params["overrides"] or ())
-    check_searching(config)
-    return config
 
 
 def test_slurms_file_runs_the_launcher_once_a_machine_and_passes_its_status_on(tmp_path: Path) -> None:
@@ -57,7 +50,8 @@ def test_slurms_file_runs_the_launcher_once_a_machine_and_passes_its_status_on(t
     launcher = words.index(python)
     assert words[launcher : launcher + 4] == [python, "-m", "rlsys.apps.cli.main", "launch"]
     params = parsed(words[launcher + 4 :])
-    config = composed(params)
+    config = load_config(params["config_name"], params["overrides"])
+    check_searching(config)
     assert (config.search.index, params["wait"]) == ("/a b", 600)
     # The file's own number of machines is that of its own config.
     assert f"#SBATCH --nodes={config.cluster.nodes}\n" in SBATCH.read_text()
@@ -75,8 +69,8 @@ def test_the_kubernetes_job_has_the_machines_that_its_config_needs() -> None:
     assert words[:2] == ["rlsys", "launch"]
     params = parsed(words[2:])
     assert params["cluster"] == "auto"
-    config = composed(params)
-    assert config.search.url is None
+    config = load_config(params["config_name"], params["overrides"])
+    check_searching(config)
     cluster = job["spec"]["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}, "all pods see the dashboard, at which code can be run"
     (workers,) = cluster["workerGroupSpecs"]

@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,7 +19,7 @@ from rlsys.cluster.launch.role import Role
 from rlsys.cluster.local_ray import rays_own
 from rlsys.cluster.preflight.examine import as_data, ok, wrong
 from rlsys.cluster.runtime import Machine
-from rlsys.cluster.worker_group import RankSilent
+from rlsys.cluster.worker_group import RankSilent, WorkerGroup
 from rlsys.errors import RunError
 from tests.support.refusals import refused
 
@@ -61,17 +62,15 @@ async def test_a_port_of_the_head_that_is_taken_is_refused() -> None:
         await head.lead(None, Role(0, 1, "127.0.0.1", taken.getsockname()[1]), print)  # type: ignore[arg-type]
 
 
-class Called:
-    """Stands for a group of agents; those in `silent` do not answer."""
+def called(*agents: NodeAgent, silent: int = -1) -> Mock:
+    """Stands for a group of agents, of which one may not answer."""
 
-    def __init__(self, *found: NodeAgent) -> None:
-        self.found = found
-        self.silent: set[int] = set()
-
-    async def call_rank(self, index: int, method: str, *args: Any, timeout_s: float) -> Any:
-        if index in self.silent and timeout_s:
+    async def call_rank(index: int, method: str, *args: Any, timeout_s: float) -> Any:
+        if index == silent and timeout_s:
             raise RankSilent("late", index)
-        return getattr(self.found[index], method)(*args)
+        return getattr(agents[index], method)(*args)
+
+    return Mock(spec=WorkerGroup, call_rank=call_rank)
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +82,7 @@ def ray_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def test_logs_grow_move_and_begin_anew(ray_logs: Path, tmp_path: Path) -> None:
-    gathering = GatheredLogs(Called(NodeAgent()), [3], tmp_path / "first")  # type: ignore[arg-type]
+    gathering = GatheredLogs(called(NodeAgent()), [3], tmp_path / "first")
     (ray_logs / "raylet.out").write_bytes(b"one\n")
     (ray_logs / "events").mkdir()
     (ray_logs / "events" / "e.log").write_bytes(b"\xff\x00")
@@ -103,7 +102,7 @@ async def test_logs_grow_move_and_begin_anew(ray_logs: Path, tmp_path: Path) -> 
     await gathering.gather(1)
     assert (there / "raylet.out").read_bytes() == b"one\ntwo\nnew\n"
     # A resumed run has those of its earlier lives beside its own.
-    resumed = GatheredLogs(Called(NodeAgent()), [3], tmp_path / "second")  # type: ignore[arg-type]
+    resumed = GatheredLogs(called(NodeAgent()), [3], tmp_path / "second")
     await resumed.gather(1)
     resumed.move_to(tmp_path / "run" / "logs" / "nodes")
     assert len(list((tmp_path / "run" / "logs" / "nodes").glob("*/3/ray/raylet.out"))) == 2
@@ -118,11 +117,10 @@ async def test_logs_of_workers_come_from_machines_that_have_another_folder_and_a
         (folder / "actor-1.log").write_text("said")
     (shared / "nodes").mkdir()
     (ray_logs / "a.log").write_text("a")
-    called = Called(NodeAgent(), NodeAgent(), NodeAgent())
-    for agent, folder in zip(called.found, (shared, own, own), strict=True):
+    agents = [NodeAgent(), NodeAgent(), NodeAgent()]
+    for agent, folder in zip(agents, (shared, own, own), strict=True):
         agent.follow(str(folder))
-    called.silent = {2}
-    gathering = GatheredLogs(called, [0, 1, 2], shared / "nodes")  # type: ignore[arg-type]
+    gathering = GatheredLogs(called(*agents, silent=2), [0, 1, 2], shared / "nodes")
     assert await gathering.gather(1) == [2]
     found = {str(file.relative_to(shared / "nodes")) for file in (shared / "nodes").rglob("*") if file.is_file()}
     assert found == {"0/ray/a.log", "1/ray/a.log", "1/workers/actor-1.log"}
@@ -130,14 +128,10 @@ async def test_logs_of_workers_come_from_machines_that_have_another_folder_and_a
 
 def test_the_end_is_told_before_the_search_server_takes_its_time(tmp_path: Path) -> None:
     agent, told = NodeAgent(), []
-
-    class Server:
-        def close(self) -> None:
-            told.append(json.loads((tmp_path / "ray" / "end.json").read_text()))
-
-    agent._server = Server()  # type: ignore[assignment]
+    agent._server = Mock()
+    agent._server.close.side_effect = lambda: told.append((tmp_path / "ray" / "end.json").read_text())
     agent.close(3, "it is over")
-    assert told == [{"status": 3, "sentence": "it is over"}]
+    assert [json.loads(text) for text in told] == [{"status": 3, "sentence": "it is over"}]
     assert not list((tmp_path / "ray").glob("rlsys-node-*"))
 
 
@@ -145,9 +139,7 @@ def test_a_machine_says_what_is_wrong_with_it(tmp_path: Path, monkeypatch: pytes
     """The search and the questions are for the head to look at."""
     findings = [wrong(what, "it is not there", "get it") for what in ("model.path", "search server", "task.eval_path")]
     doctor = tmp_path / "doctor"
-    doctor.write_text(
-        f"#!/bin/sh\ncat <<END\n{json.dumps(as_data('a_run', [ok('config', 'good'), *findings]))}\nEND\nexit 2\n"
-    )
+    doctor.write_text(f"#!/bin/sh\necho '{json.dumps(as_data('a_run', [ok('config', 'good'), *findings]))}'\nexit 2\n")
     doctor.chmod(0o755)
     monkeypatch.setattr(head.sys, "executable", str(doctor))
     assert NodeAgent().examine([], 600) == ["model.path: it is not there -> get it"]

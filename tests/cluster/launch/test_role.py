@@ -26,7 +26,6 @@ SLURM = {"SLURM_NODEID": "2", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "gpu[09
 @pytest.mark.parametrize(
     ("environment", "flags", "expected"),
     [
-        ({}, {}, Role(0, 1, "", 6379)),
         ({}, {"rank": 1, "nodes": 2, "head": "10.0.0.1:7000"}, Role(1, 2, "10.0.0.1", 7000)),
         (
             {"RANK": "9", "GROUP_RANK": "1", "WORLD_SIZE": "16", "NNODES": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"},

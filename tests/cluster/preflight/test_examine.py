@@ -3,38 +3,125 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import zeros
 from typer.testing import CliRunner
 
 from examples.searchr1.tiny.demo import prepare_world
 from rlsys.apps.cli.main import app
-from rlsys.cluster.preflight.examine import Finding, FindingState, data_findings, examine, is_right, model_findings
-from rlsys.cluster.preflight.machine import GpuProcess, Gpus, RayCluster, RayMachine, SearchAnswer, Unseen
+from rlsys.cluster.preflight.examine import (
+    REQUIREMENTS,
+    Finding,
+    FindingState,
+    data_findings,
+    examine,
+    is_right,
+    model_findings,
+    read_requirements,
+)
+from rlsys.cluster.preflight.machine import (
+    Disk,
+    Gpu,
+    GpuProcess,
+    Gpus,
+    RayCluster,
+    RayMachine,
+    SearchAnswer,
+    ThisMachine,
+    Unseen,
+)
 from rlsys.config.compose import load_config
-from rlsys.config.schema import RunConfig
+from rlsys.config.schema import RunConfig, SearchConfig
 from rlsys.errors import UserError
 from rlsys.observe.environment import Capabilities
 from rlsys.orchestrator.validate import find_problems
 from rlsys.weights.hf_io import INDEX
-from tests.cluster.preflight.machine import PINNED, cards, machine, save_model
+from rlsys.weights.weight_map import WeightMap, read_architecture
 from tests.config.conftest import SHAPE
+from tests.observe.test_capabilities import H100
 
 URL = "http://127.0.0.1:8000"
+BARE_H100 = replace(H100, transformer_engine=None, flash_attn_4=None, apex=False)
+"""With what the gpu profile cannot do without."""
+
+_PROFILE = {
+    pin.name: next(iter(pin.specifier)).version
+    for pin in read_requirements(REQUIREMENTS / "gpu.txt")
+    if len(pin.specifier) == 1
+}
+PINNED = _PROFILE | {
+    needed.name: _PROFILE[name]
+    for needed in read_requirements(REQUIREMENTS / "base.txt")
+    for name in (needed.name, needed.name.replace("_", "-").lower())
+    if name in _PROFILE
+}
+"""Packages in the versions that requirements/gpu.txt pins."""
+
+
+def cards(count: int, used_gib: float = 0.0, total_gib: float = 79.6) -> tuple[Gpu, ...]:
+    return tuple(Gpu(index, f"GPU-{index}", "H100", total_gib, used_gib) for index in range(count))
+
+
+ALL_CARDS, NOBODY = Gpus("580.82", cards(8)), Unseen("nobody listens there")
+
+
+def machine(
+    found: Gpus | Unseen = ALL_CARDS,
+    here: Capabilities = BARE_H100,
+    packages: Mapping[str, str] = PINNED,
+    free_gib: Mapping[str, float] = {},
+    environment: Mapping[str, str] = {},
+    cluster: RayCluster | Unseen = NOBODY,
+    answers: Mapping[str, SearchAnswer] = {},
+    differs: str = "",
+) -> Mock:
+    """Probes with set answers: a node of eight H100 where all is well, unless a test says otherwise.
+
+    `free_gib` is by path; elsewhere 1000 are free, of 2000. `answers` are by address of a search server.
+    """
+    made = Mock(spec=ThisMachine, capabilities=here, version=packages.get, variable=environment.get)
+    made.gpus = Mock(side_effect=found) if isinstance(found, Unseen) else Mock(return_value=found)
+    made.disk = lambda path: Disk(path, 2000.0, free_gib.get(str(path), 1000.0), writable=True)
+    made.interfaces.return_value = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]}
+    made.port_is_free.return_value = True
+    made.ray.return_value = cluster
+    made.search_differs.return_value = differs
+
+    def search(settings: SearchConfig, _question: str) -> tuple[SearchAnswer, ...]:
+        urls = [url for url in [settings.url, *settings.replicas] if url]
+        return tuple(answers.get(url, SearchAnswer(url, settings.topk)) for url in urls)
+
+    made.search.side_effect = search
+    return made
+
+
 ROW = {"prompt": "Who?", "question": "Who wrote it?", "solutions": ["me"]}
 Compose = Callable[..., RunConfig]
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
+    """Weights of zeros in two files with an index, and a tokenizer."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SHAPE | {"max_position_embeddings": 8192}))
-    save_model(folder)
+    entries = WeightMap(read_architecture(folder)).entries()
+    sent = {name: shape for entry in entries for name, shape in zip(entry.hf, entry.rule.shapes, strict=True)}
+    where = {name: f"model-{number % 2 + 1:05d}-of-00002.safetensors" for number, name in enumerate(sorted(sent))}
+    for file in set(where.values()):
+        save_file({name: zeros(sent[name]) for name in where if where[name] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": where}))
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
     return folder
 
 

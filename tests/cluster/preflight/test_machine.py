@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -67,13 +65,6 @@ def test_the_disk_of_a_folder_that_is_not_there_is_that_of_its_parent(tmp_path: 
     (tmp_path / "file").write_text("")
     with pytest.raises(Unseen):
         ThisMachine().disk(tmp_path / "file")
-
-
-def test_a_taken_port_is_seen() -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        assert not ThisMachine().port_is_free(server.getsockname()[1])
-    with promised_port() as free:
-        assert ThisMachine().port_is_free(free.getsockname()[1])
 
 
 def test_each_search_server_is_asked_and_each_says_its_own() -> None:

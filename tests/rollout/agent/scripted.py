@@ -23,7 +23,7 @@ CALCULATOR, SCRIPTED = "rlsys.rollout.tools.calculator.Calculator", "tests.rollo
 
 @dataclass
 class Script:
-    """Says one text, or the tokens of one, a turn, cut to the budget; finds the same passages for every query.
+    """Says one text up to a stop, or some tokens, a turn, cut to the budget; finds the same passages for every query.
 
     The turn is read off the request's name, so that any episode may call it in any order. Log-probs and versions depend on
     every input token.
@@ -32,7 +32,6 @@ class Script:
     said: Sequence[str | list[int]]
     found: SearchResult = field(default_factory=lambda: result_of("T\nParis 🚀"))
     codec: Codec = CODEC
-    heeds_stops: bool = False
     halt: tuple[int, str] = (-1, "")
     """Where it stops for ever: at the "say" or, after that, the "find" of a turn."""
     calls: list[tuple[str, list[int], int]] = field(default_factory=list)
@@ -48,7 +47,7 @@ class Script:
         self.stops.add(sampling.stop)
         ids = self.said[turn]
         if isinstance(ids, str):
-            ends = [ids.find(stop) + len(stop) for stop in sampling.stop if stop in ids and self.heeds_stops]
+            ends = [ids.find(stop) + len(stop) for stop in sampling.stop if stop in ids]
             ids = self.codec.encode(ids[: min(ends, default=len(ids))])
         kept = ids[: sampling.max_new_tokens]
         base = hash((tuple(input_ids), sampling.max_new_tokens))

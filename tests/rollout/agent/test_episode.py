@@ -43,7 +43,7 @@ def test_several_tools_and_the_search_in_one_episode(mode: TokenMode) -> None:
         "<calculator> 1 / 0 </calculator>",
         "<answer> 27 </answer>",
     ]
-    script = Script([f"{text} and more" for text in said], heeds_stops=True)
+    script = Script([f"{text} and more" for text in said])
     trajectory = run(script, task(token_mode=mode, max_turns=4, tools=[CALCULATOR, SCRIPTED]))
     heard = ["27", "Doc 1(Title: T) Paris 🚀", "hello", "calculator failed: division by zero"]
     observations = [*(f"\n\n<information>{text}</information>\n\n" for text in heard), ""]
@@ -138,7 +138,7 @@ def test_no_script_breaks_a_limit_or_an_array(
     texts: list[str], passage: str, mode: TokenMode, total: int, observation: int, eos: bool
 ) -> None:
     limits = {"max_total_tokens": total, "max_observation_tokens": observation, "max_turn_tokens": 9, "max_turns": 2}
-    script = Script(texts, result_of(*[passage] * 3))
+    script = Script([CODEC.encode(text) for text in texts], result_of(*[passage] * 3))
     trajectory = run(script, task(token_mode=mode, train_eos=eos, tools=[CALCULATOR, SCRIPTED], **limits))
     length = len(trajectory.tokens)
     assert length <= total

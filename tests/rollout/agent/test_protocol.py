@@ -13,7 +13,7 @@ from rlsys.rollout.agent.episode import TurnRules
 
 TASK = TaskConfig(train_path="", eval_path="", max_turns=2)
 TOOLS = {"say": "echo", "do": "scripted"}
-PLAIN, WITH_TOOLS = TurnRules(TASK), TurnRules(TASK, TOOLS)
+PLAIN, WITH_TOOLS, TOOLS_ALONE = TurnRules(TASK), TurnRules(TASK, TOOLS), TurnRules(TASK, TOOLS, searches=False)
 
 WORDS = ["search", "answer", "information", *TOOLS]
 PIECES = [f"<{word}>" for word in WORDS] + [f"</{word}>" for word in WORDS] + ["x", " \n"]
@@ -38,15 +38,16 @@ def by_hand(text: str, acts: Iterable[str]) -> tuple[str, str, str]:
 
 
 @settings(max_examples=50)
-@given(TEXTS, st.sampled_from([PLAIN, WITH_TOOLS]), st.integers(0, 3))
+@given(TEXTS, st.sampled_from([PLAIN, WITH_TOOLS, TOOLS_ALONE]), st.integers(0, 3))
 @example("<think>t</think><search> q </search> more", PLAIN, 0)
 @example("<answer>a</answer><search>q</search>", PLAIN, 2)
 @example("<search> \n </search>", PLAIN, 1)
 @example("x</do><search>a</search>", WITH_TOOLS, 2)
 @example("<do>a<say>b</say></do>", WITH_TOOLS, 0)
+@example("<search>a</search> <do>b</do> c", TOOLS_ALONE, 0)
 def test_a_step_agrees_with_a_reading_by_hand(text: str, rules: TurnRules, number: int) -> None:
-    tools = TOOLS if rules is WITH_TOOLS else {}
-    kept, word, content = by_hand(text, ["search", *tools])
+    tools = {} if rules is PLAIN else TOOLS
+    kept, word, content = by_hand(text, tools if rules is TOOLS_ALONE else ["search", *tools])
     turn, finish = rules.step(number, text)
     action = Action.TOOL if word in tools else Action(word)
     assert (turn.text, turn.action, turn.tool, turn.content) == (kept, action, tools.get(word, ""), content)
@@ -59,10 +60,3 @@ def test_tags_are_words_of_the_task_and_not_patterns() -> None:
     assert rules.parse("<s.+>q</s.+>").content == "q"
     assert rules.parse("<sxx>q</sxx>").action is Action.INVALID
     assert rules.parse("<done>a</done> tail").text == "<done>a</done>"
-
-
-def test_without_a_search_its_tag_means_nothing() -> None:
-    rules = TurnRules(TASK, TOOLS, searches=False)
-    turn = rules.parse("<search>a</search> <do>b</do> c")
-    assert (turn.text, turn.tool) == ("<search>a</search> <do>b</do>", "scripted")
-    assert rules.parse("<search>a</search>").action is Action.INVALID
