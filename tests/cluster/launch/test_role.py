@@ -100,4 +100,3 @@ def test_the_settings_are_what_the_config_then_says() -> None:
     search = load_config("searchr1_tiny_cpu", settings).search
     assert [search.url, *search.replicas] == urls
     assert search.token_env == "RLSYS_SEARCH_TOKEN"
-    assert load_config("searchr1_tiny_cpu", search_settings(SearchConfig(), urls, {})).search.token_env is None
