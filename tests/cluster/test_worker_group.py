@@ -168,7 +168,7 @@ def test_a_cluster_is_not_seen_without_its_token(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow
 @pytest.mark.engine
 async def test_an_engine_that_is_killed_under_a_living_worker_is_named(bundles: PlacementGroup, tmp_path: Path) -> None:
-    """A worker of Ray hears no signal of SGLang's."""
+    """SGLang tells of it by a signal, to which no Python listens in a worker of Ray."""
     engine = EngineConfig(dtype=Dtype.float32, memory_fraction=0.05, kv_cache_tokens=4096, start_timeout_s=600)
     task = TaskConfig(train_path="", eval_path="", max_total_tokens=1024)
     arguments = (str(POLICY), RolloutConfig(engine=engine), task, SearchConfig(enabled=False), Device.cpu, 7)

@@ -102,12 +102,12 @@ async def test_a_group_that_was_taken_out_goes_on(bench: Bench, monkeypatch: pyt
         patch.setattr(bench.engine, "generate", halting)
         first = asyncio.create_task(bench.worker.run_group(QUESTION, 3, "first"))
         await held.wait()
-        while len(begun := bench.worker.in_flight(["first", "other"])["first"]) < 3:
+        expected = [Trajectory, PartialEpisode, PartialEpisode]
+        while [type(one) for one in (begun := bench.worker.in_flight(["first", "other"])["first"])] != expected:
             await asyncio.sleep(0.01)
         await bench.worker.abort_group("nobody's")
         await bench.worker.abort_group("first")
         aborted = await first
-    assert [type(one) for one in begun] == [Trajectory, PartialEpisode, PartialEpisode]
     found = [(one.finish, len(one.turns)) for one in aborted]
     assert found == [(Finish.ANSWER, 2), (Finish.ABORTED, 1), (Finish.ABORTED, 1)]
     assert bench.worker.in_flight(["first"]) == {}
