@@ -11,7 +11,7 @@ from rlsys.config.schema import TokenMode
 from rlsys.data.trajectory import Action, Finish, Trajectory
 from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import Generation, TurnSampling
-from rlsys.rollout.agent.tokens import PartialEpisode
+from rlsys.rollout.agent.tokens import EpisodeProgress, PartialEpisode
 from tests.rollout.bench import QUESTION, STOP, Bench, endless, greedy, greedy_by_transformers, logprobs_of
 from tests.support import tiny
 
@@ -102,9 +102,10 @@ async def test_a_group_that_was_taken_out_goes_on(bench: Bench, monkeypatch: pyt
         patch.setattr(bench.engine, "generate", halting)
         first = asyncio.create_task(bench.worker.run_group(QUESTION, 3, "first"))
         await held.wait()
-        expected = [Trajectory, PartialEpisode, PartialEpisode]
-        while [type(one) for one in (begun := bench.worker.in_flight(["first", "other"])["first"])] != expected:
+        begun: tuple[EpisodeProgress, ...] = ()
+        while [type(one) for one in begun] != [Trajectory, PartialEpisode, PartialEpisode]:
             await asyncio.sleep(0.01)
+            begun = bench.worker.in_flight(["first", "other"])["first"]
         await bench.worker.abort_group("nobody's")
         await bench.worker.abort_group("first")
         aborted = await first
