@@ -48,7 +48,6 @@ async def test_an_expression_has_a_value(text: str, said: str) -> None:
         "9 ** 9 ** 9 ** 9",
         "1e99999999999999999999",
         "9" * 350,
-        "(10 ** 300) ** 1.5",
         "__import__('os').system('true')",
         "",
         "٣ + ٤",
