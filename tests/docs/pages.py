@@ -60,6 +60,12 @@ def commands(page: Path) -> Iterator[Command]:
         yield Command(name, " ".join(match[1].split()), False)
 
 
+def fenced_blocks(page: Path, language: str) -> list[str]:
+    """The texts of all fenced blocks of `page` in a language."""
+    text = page.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
 def _block_lines(text: str) -> Iterator[str]:
     fenced = False
     before = ""

@@ -5,14 +5,11 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import re
 from typing import Any
 
 import pytest
 
-from tests.docs.pages import PAGES
-
-_BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+from tests.docs.pages import PAGES, fenced_blocks
 
 
 def check(code: str) -> int:
@@ -38,7 +35,7 @@ def check(code: str) -> int:
 
 
 def test_every_block_could_run() -> None:
-    checked = [check(code) for page in PAGES for code in _BLOCK.findall(page.read_text(encoding="utf-8"))]
+    checked = [check(code) for page in PAGES for code in fenced_blocks(page, "python")]
     assert sum(checked) > 0
 
 

@@ -10,8 +10,8 @@ from rlsys.config.schema import TaskConfig
 from rlsys.rollout.agent.episode import Generation, Heard, TurnSampling
 from rlsys.rollout.agent.tokens import Codec
 from rlsys.search.retrieval import SearchResult
-from tests.rollout.agent.bpe import build_tokenizer
-from tests.rollout.agent.found import result_of
+from tests.support.bpe import build_tokenizer
+from tests.support.search_results import result_of
 
 PASSAGE = '"Paris"\nParis is the capital of <b>France</b>.'
 SEARCHES = "<think>I need it.</think><search> capital of France </search>"

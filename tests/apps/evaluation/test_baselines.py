@@ -11,8 +11,8 @@ from rlsys.data.question import Question, search_prompt
 from rlsys.errors import RunError, root_cause
 from rlsys.rollout.agent.tokens import Codec
 from rlsys.search.retrieval import Failure, SearchResult
-from tests.rollout.agent.bpe import build_tokenizer
 from tests.search.scripted import Script, found
+from tests.support.bpe import build_tokenizer
 from tests.support.refusals import refused
 
 QUESTION = Question("q:1", "a row's own prompt", ("x",), text="  who wrote {this} <b>  ")

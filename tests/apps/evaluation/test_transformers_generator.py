@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from rlsys.apps.evaluation.execution import TransformersGenerator
 from rlsys.config.schema import Device, Dtype
 from rlsys.rollout.agent.episode import Generation, TurnSampling
-from tests.rollout.agent.bpe import build_tokenizer
+from tests.support.bpe import build_tokenizer
 from tests.support.refusals import refused
 
 PROMPTS = [

@@ -14,7 +14,7 @@ import numpy as np
 from rlsys.config.schema import TokenMode
 from rlsys.observe.kept import Kept, KeptTurn, Pieces
 from rlsys.rollout.agent.tokens import Codec, SampledTurn, open_context
-from tests.rollout.agent.bpe import build_tokenizer
+from tests.support.bpe import build_tokenizer
 
 TOKENIZER = build_tokenizer()
 CODEC = Codec(TOKENIZER)

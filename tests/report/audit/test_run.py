@@ -16,7 +16,7 @@ from rlsys.errors import Code, UserError
 from rlsys.observe.kept import Kept, kept_file, write_kept
 from rlsys.report.token_audit import as_json, audit
 from tests.report.audit.episodes import CODEC, TOKENIZER, by_letter, played
-from tests.rollout.agent.bpe import build_tokenizer
+from tests.support.bpe import build_tokenizer
 
 Run = Callable[..., Path]
 
