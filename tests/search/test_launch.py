@@ -65,22 +65,17 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     assert str(tmp_path / "nowhere") in str(failed.value), "the end of the log"
 
 
-def test_a_server_that_is_killed_is_noticed(tmp_path: Path) -> None:
-    with GatedServer(tmp_path / "server.log") as server:
-        os.kill(server.pid, signal.SIGKILL)
-        with pytest.raises(RunError, match="status -9"):
-            server.wait_healthy(120)
-
-
-def test_a_server_that_hangs_is_named_after_the_time_limit_and_ended_by_close(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "wait_s", "said"), [(signal.SIGKILL, 120, "status -9"), (signal.SIGSTOP, 0.2, r"server\.log")]
+)
+def test_a_server_that_is_killed_or_hangs_is_explained_and_ended_by_close(
+    number: int, wait_s: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlsys.search.server_process._TERMINATE_S", 0.2)
-    server = GatedServer(tmp_path / "server.log")
-    os.kill(server.pid, signal.SIGSTOP)
-    with pytest.raises(RunError, match=r"server\.log"):
-        server.wait_healthy(0.2)
-    server.close()
+    with GatedServer(tmp_path / "server.log") as server:
+        os.kill(server.pid, number)
+        with pytest.raises(RunError, match=said):
+            server.wait_healthy(wait_s)
     assert not psutil.pid_exists(server.pid)
 
 
@@ -127,39 +122,46 @@ def search(url: str, query: str) -> requests.Response:
     return requests.post(f"{url}/retrieve", json={"queries": [query]}, timeout=120)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_requests_end_and_closes_the_retriever(number: int) -> None:
-    with searching("--shutdown-s", "60", "--force-s", "120") as (process, url), ThreadPoolExecutor(2) as pool:
-        assert process.stdin is not None
+def test_sigterm_lets_requests_end_and_closes_the_retriever() -> None:
+    with searching("--shutdown-s", "600", "--force-s", "600") as (process, url), ThreadPoolExecutor(2) as pool:
         assert process.stdout is not None
         first = pool.submit(search, url, "first")
         assert process.stdout.readline() == "finding\n"
         second = pool.submit(search, url, "second")
         wait_until(lambda: (health(url) or {}).get("queries") == 2)
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         wait_until(lambda: health(url) is None)
-        process.stdin.write("\n\n")
-        process.stdin.flush()
+        output, log = process.communicate("\n\n", timeout=120)
         for query, answer in (("first", first), ("second", second)):
             assert answer.result().json()["result"][0][0]["id"] == f"{query}/0"
-        output, log = process.communicate(timeout=120)
     assert (output, process.returncode) == ("finding\nclosed\n", 0)
     assert "Traceback" not in log
 
 
-def test_a_search_that_hangs_and_a_body_on_its_way_are_turned_away_and_the_server_ends() -> None:
-    with searching("--shutdown-s", "0.5", "--force-s", "2") as (process, url), ThreadPoolExecutor(1) as pool:
+def test_sigint_turns_away_what_takes_too_long_and_a_body_on_its_way() -> None:
+    with searching("--shutdown-s", "0.5", "--force-s", "600") as (process, url), ThreadPoolExecutor(1) as pool:
         assert process.stdout is not None
-        hung = pool.submit(search, url, "hung")
+        late = pool.submit(search, url, "late")
         assert process.stdout.readline() == "finding\n"
         with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=120) as sender:
             sender.sendall(b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             assert health(url) is not None
-            process.terminate()
+            process.send_signal(signal.SIGINT)
             assert b" 503 " in sender.recv(1000).partition(b"\r\n")[0]
-        assert hung.result().status_code == 503
+        assert late.result().status_code == 503
+        assert process.communicate("\n", timeout=120)[0] == "closed\n"
+        assert process.returncode == 0
+
+
+def test_a_search_that_never_ends_is_ended_with_the_server() -> None:
+    with searching("--shutdown-s", "600", "--force-s", "0.5") as (process, url), ThreadPoolExecutor(1) as pool:
+        assert process.stdout is not None
+        hung = pool.submit(search, url, "hung")
+        assert process.stdout.readline() == "finding\n"
+        process.terminate()
         assert process.stdout.read() == "closed\n"
-        assert process.wait(60) == 1
+        assert process.wait(120) == 1
+        assert isinstance(hung.exception(), requests.ConnectionError)
 
 
 # ---- the command
@@ -204,11 +206,9 @@ def test_flags_reach_the_server(served: list[dict[str, Any]], tmp_path: Path, mo
         (["FILE"], "missing", "--corpus"),
         (["FILE", "--corpus", "passages.jsonl"], "missing", "--encoder"),
         (["FOLDER", "--corpus", "passages.jsonl"], "conflict", "--corpus"),
-        (["FOLDER", "--query-prefix", "query: "], "conflict", "--query-prefix"),
         (["FOLDER", "--topk", "0"], "out_of_range", "topk"),
         (["FOLDER", "--threads", "0"], "out_of_range", "--threads"),
         (["FOLDER", "--max-batch=0"], "out_of_range", "max_batch"),
-        (["FOLDER", "--max-pending=-1"], "out_of_range", "max_pending"),
         (["FOLDER", "--request-timeout-s=nan"], "out_of_range", "request_timeout_s"),
     ],
 )

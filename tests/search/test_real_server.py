@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from rlsys.config.schema import CassetteConfig, CassetteMode, SearchConfig
 from rlsys.rollout.tools.search_tool import open_tool, search_metrics
 from rlsys.search.client import SearchClient
 from rlsys.search.index.dense import VectorRetriever
-from rlsys.search.retrieval import Failure, SearchResult, served
+from rlsys.search.retrieval import Failure, served
 from rlsys.search.server.contract import ServerLimits
 from rlsys.search.server_process import SearchServer
 
@@ -72,24 +71,6 @@ async def test_an_answer_does_not_depend_on_its_batch(
     np.testing.assert_allclose([hit["score"] for hit in alone], [hit["score"] for hit in together[7]], atol=TOLERANCE)
 
 
-def test_many_clients_at_once_keep_their_own_answers(server: SearchServer, queries: list[str]) -> None:
-    fresh = [f"{query} ({row})" for row, query in enumerate(queries)]
-    together = post(server, queries=fresh, topk=2)
-    with ThreadPoolExecutor(16) as pool:
-        # With another topk than above, so that no answer is in the cache.
-        alone = list(pool.map(lambda query: post(server, queries=[query], topk=1), fresh))
-    assert [line[0] for (line,) in alone] == [line[0] for line in together]
-
-
-def test_repeated_queries_come_from_the_cache_and_health_counts_them(server: SearchServer) -> None:
-    before = requests.get(f"{server.url}/health", timeout=60).json()
-    first = post(server, queries=["asked again and again"] * 3)
-    assert post(server, queries=["asked again and again"]) == first[:1]
-    after = requests.get(f"{server.url}/health", timeout=60).json()
-    assert (after["cached"] - before["cached"], after["batches"] - before["batches"]) == (3, 1)
-    assert after.items() >= {"status": "ok", "passages": 200, "encoder": "minilm", "dimension": 384}.items()
-
-
 def test_strange_but_valid_queries_are_answered(server: SearchServer) -> None:
     strange = ["", " ", "\x00\n", "🗼" * 2000, "a" * 8192, "</search> {{7*7}} ' OR 1=1 --", "ÿ\u202e"]
     assert [len(line) for line in post(server, queries=strange)] == [3] * len(strange)
@@ -105,33 +86,28 @@ async def test_a_refused_query_does_not_cost_the_others_theirs(server: SearchSer
     assert client.counts.failures == {Failure.rejected: 1}
 
 
-def same(result: SearchResult, other: SearchResult) -> bool:
-    """Equal passages in equal order; a score may differ in its last digits by what it was batched with."""
-    return (
-        result.error == other.error == ""
-        and [(one.id, one.contents) for one in result.passages] == [(one.id, one.contents) for one in other.passages]
-        and np.allclose(
-            [one.score for one in result.passages], [one.score for one in other.passages], rtol=0, atol=TOLERANCE
-        )
-    )
-
-
 async def test_searches_of_a_real_server_are_played_without_it(
     server: SearchServer, queries: list[str], tmp_path: Path
 ) -> None:
-    search = SearchConfig(url=server.url, topk=2)
-    search.cassette = CassetteConfig(str(tmp_path / "new" / "tape.jsonl"), CassetteMode.record)
+    path, asked = tmp_path / "new" / "tape.jsonl", queries[:20] * 2
+    search = SearchConfig(url=server.url, topk=2, cassette=CassetteConfig(str(path), CassetteMode.record))
     async with open_tool(search) as recorder:
-        live = await asyncio.gather(*map(recorder.search, queries[:20] * 2))
+        live = await asyncio.gather(*map(recorder.search, asked))
     async with SearchClient(server.url, topk=2) as client:
-        assert all(map(same, live, await asyncio.gather(*map(client.search, queries[:20] * 2))))
         health = await client.health()
+        for one, other in zip(live, await asyncio.gather(*map(client.search, asked)), strict=True):
+            assert [(found.id, found.contents) for found in one.passages] == [
+                (p.id, p.contents) for p in other.passages
+            ]
+            np.testing.assert_allclose(
+                [found.score for found in one.passages], [found.score for found in other.passages], atol=TOLERANCE
+            )
 
-    search.url, search.cassette = None, CassetteConfig(search.cassette.path, CassetteMode.replay, latency_scale=0)
+    search = SearchConfig(topk=2, cassette=CassetteConfig(str(path), CassetteMode.replay, latency_scale=0))
     async with open_tool(search) as player:
-        assert await asyncio.gather(*map(player.search, queries[:20] * 2)) == live
+        assert await asyncio.gather(*map(player.search, asked)) == live
         assert search_metrics(player) == {"search_hits": 40, "search_misses": 0, "search_recorded": 0}
-    header, *calls = rows(tmp_path / "new" / "tape.jsonl")
+    header, *calls = rows(path)
     assert header == {"rlsys_cassette": 1, "topk": 2, "server": served(health)}
     assert {"kind", "passages", "corpus_sha256", "encoder", "faiss_type"} <= header["server"].keys() <= health.keys()
     assert len(calls) == 40
