@@ -53,8 +53,9 @@ class Gated:
         assert self.may_find.wait(60)
         with self._lock:
             self.finding -= 1
+        places = [(rank, 1.0 - rank / topk, f"https://a/{rank}") for rank in range(topk)]
         return [
-            [Hit(1.0 - rank / topk, {"id": f"{query}/{rank}", "contents": query}) for rank in range(topk)]
+            [Hit(score, {"id": f"{query}/{rank}", "contents": query, "url": url}) for rank, score, url in places]
             for query in prepared
         ]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import resource
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,17 +27,6 @@ class GatedServer(SearchServer):
     def __init__(self, log: Path, *, port: int = 0, options: Sequence[str] = ()) -> None:
         words = [MODULE, "at-once", "--max-batch", "4", *options]
         self._start(words, log, "127.0.0.1", port, child_environment(1))
-
-
-def started(*options: str) -> subprocess.Popen[str]:
-    """A server process that prints `finding` and waits for a line; `options` name a host and a port."""
-    return subprocess.Popen(
-        [sys.executable, "-m", MODULE, "step-by-step", "--max-batch", "1", *options],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 class _StepByStep(Gated):

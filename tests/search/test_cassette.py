@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rlsys.config.schema import CassetteConfig, CassetteMode, SearchConfig
 from rlsys.errors import Code
 from rlsys.rollout.tools.search_tool import open_tool, search_metrics
-from rlsys.search.cassette import Cassette, Header, drawn_rank
+from rlsys.search.cassette import Cassette, drawn_rank
 from rlsys.search.retrieval import Failure, Passage, SearchResult
 from tests.orchestrator.pipeline.virtual_time import now, run_virtually
 from tests.support.refusals import refused
@@ -218,11 +218,3 @@ def test_an_older_cassette_is_continued_where_the_server_serves_the_same_as_far_
     assert len(rows(path)) == 2
     for query, server in (("Mali", Script(serves=serves)), ("Chad", Script(serves=None))):
         assert run_virtually(ask(query, EXTEND, server)) == run_virtually(ask(query, REPLAY)) == found(query)
-
-
-@virtually
-async def test_a_server_without_health_is_recorded(tmp_path: Path) -> None:
-    async with tool(tmp_path / "tape.jsonl", RECORD, Script(serves=None)) as recorder:
-        result = await recorder.search("Mali")
-    cassette = Cassette.read(tmp_path / "tape.jsonl")
-    assert (cassette.header, cassette.answers) == (Header(3, {}), {"Mali": result})

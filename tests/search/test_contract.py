@@ -24,20 +24,9 @@ TOKEN = "s3cret"
 LIMITS = ServerLimits(max_queries=5, max_query_chars=40, max_topk=9, max_document_chars=30, cache_entries=0)
 
 
-class Urls(Gated):
-    """Passages with a URL, as those of ASearcher's corpora."""
-
-    def find(self, prepared: Any, topk: int) -> list[list[Any]]:
-        lines = super().find(prepared, topk)
-        return [
-            [hit._replace(document={**hit.document, "url": f"https://a/{row}"}) for row, hit in enumerate(line)]
-            for line in lines
-        ]
-
-
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with serving(create_app(Urls(), 3, reranker=Lengths(), pages=Pages())) as address:
+    with serving(create_app(Gated(), 3, reranker=Lengths(), pages=Pages())) as address:
         yield address
 
 

@@ -20,6 +20,7 @@ import requests
 
 from rlsys.errors import Code, RunError
 from rlsys.search.address import TOKEN_VARIABLE, bind
+from rlsys.search.corpus import PageStore
 from rlsys.search.server import command
 from rlsys.search.server.command import Parts, read_token, serve_index
 from rlsys.search.server.contract import ServerLimits
@@ -27,8 +28,7 @@ from rlsys.search.server_process import SearchServer
 from tests.support.ports import free_port
 from tests.support.refusals import refused
 
-from .gated import Gated
-from .gated_server import GatedServer, started
+from .gated_server import MODULE, GatedServer
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -101,9 +101,11 @@ def test_the_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
 @contextmanager
 def searching(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server process, and its address."""
-    port = free_port()
+    port = str(free_port())
     url = f"http://127.0.0.1:{port}"
-    with started("--port", str(port), *options) as process:
+    command = [sys.executable, "-m", MODULE, "step-by-step", "--max-batch", "1", "--port", port, *options]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, **streams) as process:
         try:
             wait_until(lambda: health(url) is not None)
             yield process, url
@@ -167,37 +169,26 @@ def test_a_search_that_never_ends_is_ended_with_the_server() -> None:
 # ---- the command
 
 
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Settings of the servers that the command would have run, and what they opened."""
-    found: list[dict[str, Any]] = []
-
-    def serve(load: Callable[[], Parts], **settings: Any) -> None:
-        found.append(settings)
-        found[-1]["parts"] = load()
-
-    def opened(folder: Path, **options: Any) -> Gated:
-        found[-1]["index"] = {"folder": folder} | {key: value for key, value in options.items() if value is not None}
-        return Gated()
-
-    monkeypatch.setattr(command, "serve_parts", serve)
-    monkeypatch.setattr(command, "open_retriever", opened)
-    return found
-
-
-def test_flags_reach_the_server(served: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_reach_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[Path, dict[str, Any]]] = []
+    served: list[tuple[Parts, dict[str, Any]]] = []
+    monkeypatch.setattr(command, "open_retriever", lambda folder, **options: opened.append((folder, options)))
+    monkeypatch.setattr(command, "serve_parts", lambda load, **settings: served.append((load(), settings)))
+    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
     pages = tmp_path / "pages.jsonl"
     pages.write_text('{"url": "https://a.example/", "contents": "a page"}\n')
-    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
     flags = "--topk 1 --max-topk 2000 --cache-entries 0 --port 7 --allowed-host a --allowed-host b --nprobe 9 --mmap"
     assert serve_index([str(tmp_path), "--pages", str(pages), *flags.split()]) == 0
-    (settings,) = served
+    ((parts, settings),) = served
     assert settings["limits"] == ServerLimits(max_topk=2000, cache_entries=0)
     assert (settings["topk"], settings["port"], settings["token"]) == (1, 7, "s3cret")
     assert settings["allowed_hosts"] == ["a", "b"]
-    assert settings["parts"].pages.find(["https://a.example/"])[0]["contents"] == "a page"
+    assert isinstance(parts.pages, PageStore)
+    ((folder, options),) = opened
+    assert folder == tmp_path
     # As deep as the server may be asked.
-    assert settings["index"] == {"folder": tmp_path, "own_process": True, "nprobe": 9, "mmap": True, "depth": 2000}
+    given = {"own_process": True, "nprobe": 9, "mmap": True, "depth": 2000}
+    assert {key: value for key, value in options.items() if value is not None} == given
 
 
 @pytest.mark.parametrize(

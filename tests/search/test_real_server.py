@@ -15,7 +15,7 @@ from rlsys.config.schema import CassetteConfig, CassetteMode, SearchConfig
 from rlsys.rollout.tools.search_tool import open_tool, search_metrics
 from rlsys.search.client import SearchClient
 from rlsys.search.index.dense import VectorRetriever
-from rlsys.search.retrieval import Failure, served
+from rlsys.search.retrieval import served
 from rlsys.search.server.contract import ServerLimits
 from rlsys.search.server_process import SearchServer
 
@@ -74,16 +74,6 @@ async def test_an_answer_does_not_depend_on_its_batch(
 def test_strange_but_valid_queries_are_answered(server: SearchServer) -> None:
     strange = ["", " ", "\x00\n", "🗼" * 2000, "a" * 8192, "</search> {{7*7}} ' OR 1=1 --", "ÿ\u202e"]
     assert [len(line) for line in post(server, queries=strange)] == [3] * len(strange)
-
-
-async def test_a_refused_query_does_not_cost_the_others_theirs(server: SearchServer) -> None:
-    async with SearchClient(server.url + "/") as client:
-        good, long, broken = await asyncio.gather(
-            client.search("Mali"), client.search("x" * 9000), client.search("half \ud800 a character")
-        )
-    assert [len(result.passages) for result in (good, long, broken)] == [3, 0, 3]
-    assert long.failure is Failure.rejected
-    assert client.counts.failures == {Failure.rejected: 1}
 
 
 async def test_searches_of_a_real_server_are_played_without_it(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rlsys.search.client import HedgeBudget, Replica, Replicas, ReplicaState, SearchRequest
+from rlsys.search.client import Replica, Replicas, ReplicaState, SearchRequest
 from rlsys.search.retrieval import differences, served
 from rlsys.search.wire import ReplicaVerdict
 
@@ -119,20 +119,6 @@ def test_equals_are_chosen_by_lot() -> None:
     chosen = Counter(replica.url for _ in range(3000) if (replica := replicas.pick(SearchRequest())))
     assert set(chosen) == set(URLS)
     assert all(abs(count - 1000) < 5 * 26 for count in chosen.values())
-
-
-@settings(max_examples=50)
-@given(spends=st.lists(st.booleans(), max_size=100), every=st.integers(1, 30), most=st.integers(1, 10))
-def test_hedges_keep_their_share_at_any_moment(spends: list[bool], every: int, most: int) -> None:
-    """No stretch of requests has more hedges than were saved up before it, and its own share."""
-    budget = HedgeBudget(every, most)
-    taken = [0]
-    for spend in spends:
-        budget.earn()
-        taken.append(taken[-1] + (spend and budget.take()))
-    for start in range(len(taken)):
-        saved = min(most, 1 + start / every)
-        assert all(taken[end] - taken[start] <= saved + (end - start) / every for end in range(start, len(taken)))
 
 
 def test_servers_differ_in_what_both_say_besides_counts() -> None:
