@@ -7,7 +7,6 @@ import fcntl
 import logging
 import multiprocessing
 import resource
-import threading
 from collections import Counter
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -106,31 +105,23 @@ async def test_a_full_disk_ends_the_run_and_costs_the_cassette_nothing(tmp_path:
 
 
 def test_a_line_in_the_making_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another writer holds the lock until this one asks for it, and only then ends its line."""
+    """Another writer has the lock, and half a line written, until this one asks for the lock."""
     path = written(tmp_path / "tape.jsonl", [1.0])
     line = RecordedCall("Chad", found("Chad"), 2.0).line(with_passages=True)
-    half_written, asked, lock = threading.Event(), threading.Event(), fcntl.flock
+    rest = [line[20:]]
+    asked: list[int] = []
+    with path.open("ab", buffering=0) as other:
+        other.write(line[:20])
 
-    def write_slowly() -> None:
-        with path.open("ab", buffering=0) as file:
-            lock(file, fcntl.LOCK_EX)
-            file.write(line[:20])
-            half_written.set()
-            asked.wait(10)
-            file.write(line[20:])
+        def flock(_: int, operation: int) -> None:
+            asked.append(operation)
+            other.write(rest.pop() if rest else b"")
 
-    def flock(file: int, operation: int) -> None:
-        asked.set()
-        lock(file, operation)
-
-    other = threading.Thread(target=write_slowly)
-    other.start()
-    half_written.wait()
-    monkeypatch.setattr(fcntl, "flock", flock)
-    file = CassetteFile(path, Header(3))
-    file.append(RecordedCall("Togo", found("Togo"), 2.0).line(with_passages=True))
-    file.close()
-    other.join()
+        monkeypatch.setattr(fcntl, "flock", flock)
+        file = CassetteFile(path, Header(3))
+        file.append(RecordedCall("Togo", found("Togo"), 2.0).line(with_passages=True))
+        file.close()
+    assert asked == [fcntl.LOCK_EX, fcntl.LOCK_UN] * 2
     assert [row.get("query") for row in rows(path)] == [None, "Mali", "Chad", "Togo"]
 
 

@@ -30,13 +30,14 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 class Connection(asyncio.Transport):
-    """A connection to the server; a client that is `stuck` takes nothing of its answer."""
+    """A connection to the server."""
 
-    def __init__(self, protocol: LimitedHttp, *, stuck: bool) -> None:
+    def __init__(self, protocol: LimitedHttp) -> None:
         super().__init__()
         self.received = b""
-        self.is_open, self.was_aborted = True, False
-        self._protocol, self._stuck = protocol, stuck
+        self.takes_all = self.is_open = True
+        self.was_aborted = False
+        self._protocol = protocol
         protocol.connection_made(self)
 
     async def send(self, sent: bytes) -> bytes:
@@ -49,13 +50,13 @@ class Connection(asyncio.Transport):
         self.received += data
 
     def close(self) -> None:
-        if self.is_open and not self._stuck:
+        if self.is_open and self.takes_all:
             asyncio.get_running_loop().call_soon(self._protocol.connection_lost, None)
         self.is_open = False
 
     def abort(self) -> None:
-        self.was_aborted, self._stuck = True, False
-        self.close()
+        self.was_aborted, self.is_open = True, False
+        asyncio.get_running_loop().call_soon(self._protocol.connection_lost, None)
 
     def is_closing(self) -> bool:
         return not self.is_open
@@ -77,8 +78,8 @@ class Server:
         self._config = LimitedConfig(self._app, most, interface="asgi3", **settings)
         self._state = ServerState()
 
-    async def connected(self, sent: bytes = b"", *, stuck: bool = False) -> Connection:
-        connection = Connection(LimitedHttp(self._config, self._state, {}), stuck=stuck)
+    async def connected(self, sent: bytes = b"") -> Connection:
+        connection = Connection(LimitedHttp(self._config, self._state, {}))
         await connection.send(sent)
         return connection
 
@@ -120,7 +121,8 @@ async def test_late_heads_are_ended_and_requests_in_work_are_not() -> None:
 @virtually
 async def test_a_client_that_does_not_take_its_answer_is_ended_after_a_while() -> None:
     server = Server()
-    stuck = await server.connected(HEAD + b"\r\n", stuck=True)
+    stuck = await server.connected(HEAD + b"\r\n")
+    stuck.takes_all = False
     await server.runs(HEAD_S + 1)
     assert (stuck.is_open, stuck.was_aborted) == (False, False), "what is written still goes out"
     await server.runs(FLUSH_S)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -30,8 +30,7 @@ LIMITS = ServerLimits()
 Attack = Callable[[], Iterator[bytes]]
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Resources that an attack took from a server, and what it was told."""
 
     memory_mb: float

@@ -19,7 +19,7 @@ import pytest
 import requests
 
 from rlsys.errors import Code, RunError
-from rlsys.search.address import TOKEN_VARIABLE, bind
+from rlsys.search.address import TOKEN_VARIABLE
 from rlsys.search.corpus import PageStore
 from rlsys.search.server import command
 from rlsys.search.server.command import Parts, read_token, serve_index
@@ -43,17 +43,6 @@ def is_over(process: psutil.Process) -> bool:
 
 
 # ---- a handle of a process
-
-
-def test_close_leaves_no_process_and_frees_the_port(tmp_path: Path) -> None:
-    with GatedServer(tmp_path / "logs" / "server.log") as server:
-        server.wait_healthy(120)
-        body = {"queries": ["Mali"]}
-        assert len(requests.post(f"{server.url}/retrieve", json=body, timeout=120).json()["result"][0]) == 3
-        port = int(server.url.rsplit(":", 1)[1])
-    assert not psutil.pid_exists(server.pid)
-    bind("127.0.0.1", port).close()
-    server.close()
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
@@ -220,19 +209,17 @@ def test_an_index_of_an_unknown_kind_and_options_that_a_kind_has_not_are_refused
 
 
 def test_a_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
-    file = tmp_path / "token"
+    file, environment = tmp_path / "token", {TOKEN_VARIABLE: "of-the-environment"}
     file.write_text("of-the-file\n")
-    assert read_token(file, {TOKEN_VARIABLE: "of-the-environment"}) == "of-the-file"
-    assert read_token(None, {TOKEN_VARIABLE: "of-the-environment"}) == "of-the-environment"
+    assert read_token(file, environment) == "of-the-file"
+    assert read_token(None, environment) == "of-the-environment"
     assert read_token(None, {}) is None
-    for text in ("", " \n", "two words", "naïve"):
-        file.write_text(text)
+    for content in (b"", b" \n", b"two words", "naïve".encode(), b"\xff\xff"):
+        file.write_bytes(content)
         with refused("malformed", file):
-            read_token(file, {})
+            read_token(file, environment)
+    for text in ("", "two words"):
         with refused("malformed", TOKEN_VARIABLE):
             read_token(None, {TOKEN_VARIABLE: text})
-    file.write_bytes(b"\xff\xff")
-    with refused("malformed", file):
-        read_token(file, {})
     with refused("not_found", tmp_path / "missing"):
-        read_token(tmp_path / "missing", {})
+        read_token(tmp_path / "missing", environment)
