@@ -1,112 +1,102 @@
-"""The choice of a replica, held against a plain reference over random histories."""
+"""The states of replicas and the choice among them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from random import Random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from rlsys.search.client import Replica, Replicas, ReplicaState, SearchRequest
 from rlsys.search.retrieval import differences, served
 from rlsys.search.wire import ReplicaVerdict
 
 URLS = ("http://a", "http://b", "http://c")
-ROWS = st.integers(0, len(URLS) - 1)
+HEALTHS = {"silent": None, "mute": {}, "same": {"corpus_sha256": "x"}, "other": {"corpus_sha256": "y"}}
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ("abandoned mute same", ReplicaState.healthy),
+        ("lost", ReplicaState.suspect),
+        ("silent", ReplicaState.suspect),
+        ("busy busy", ReplicaState.healthy),
+        ("busy busy busy", ReplicaState.suspect),
+        ("busy busy answered busy", ReplicaState.healthy),
+        ("lost answered", ReplicaState.healthy),
+        ("lost same", ReplicaState.healthy),
+        ("lost mute busy", ReplicaState.suspect),  # the health was not true
+        ("lost same answered busy busy", ReplicaState.healthy),
+        ("other lost silent answered", ReplicaState.foreign),
+        ("other same", ReplicaState.healthy),
+    ],
+)
+def test_answers_and_probes_change_the_state_of_a_replica(events: str, state: ReplicaState) -> None:
+    replicas = Replicas(URLS, Random(0))
+    first, replica, _ = replicas.all
+    replicas.probed(first, HEALTHS["same"])
+    for event in events.split():
+        if event in HEALTHS:
+            replicas.probed(replica, HEALTHS[event])
+        else:
+            replicas.start(replica)
+            replicas.end(replica, ReplicaVerdict[event])
+    assert replica.state is state
 
 
 class Histories(RuleBasedStateMachine):
-    """Requests and probes in any order; the reference is kept in lists and plain rules."""
+    """Requests and probes in any order, and the choice among the replicas after each."""
 
     @initialize(seed=st.integers(0, 2**32))
     def begin(self, seed: int) -> None:
         self.replicas = Replicas(URLS, Random(seed))
         self.under_way: list[tuple[Replica, SearchRequest]] = []
         self.trails: list[SearchRequest] = [SearchRequest()]
-        self.state = [ReplicaState.healthy] * 3
-        self.busy = [0] * 3
-        self.suspicions = [0] * 3
-        self.reference: str | None = None
 
     @rule(data=st.data())
     def send(self, data: st.DataObject) -> None:
         """Of healthy ones that have not failed it, else of the healthy, else of all: the one that failed longest ago."""
         trail = data.draw(st.sampled_from(self.trails))
         chosen = self.replicas.pick(trail)
-        failures = [URLS.index(replica.url) for replica in trail.failed]
-        latest = {row: place for place, row in enumerate(failures)}
-        broken = [URLS.index(replica.url) for replica in trail.broken]
-        healthy = [row for row in range(3) if self.state[row] is ReplicaState.healthy]
-        known = [row for row in range(3) if self.state[row] is not ReplicaState.foreign and row not in broken]
-        rows = [row for row in healthy if row not in latest]
+        latest = {replica: place for place, replica in enumerate(trail.failed)}
+        healthy = [replica for replica in self.replicas.all if replica.state is ReplicaState.healthy]
+        rows = [replica for replica in healthy if replica not in latest]
         if not rows:
-            rows = [row for row in healthy if row in known] or known
+            known = [replica for replica in self.replicas.all if replica.state is not ReplicaState.foreign]
+            usable = [replica for replica in known if replica not in trail.broken]
+            rows = [replica for replica in healthy if replica in usable] or usable
             rows = [row for row in rows if latest.get(row, -1) == min(latest.get(other, -1) for other in rows)]
-        if not rows:
-            assert chosen is None
-            return
-        assert chosen is not None
-        row = URLS.index(chosen.url)
-        assert row in rows
-        assert self.in_flight(row) == min(map(self.in_flight, rows))
-        self.replicas.start(chosen)
-        self.under_way.append((chosen, trail))
+        assert (chosen is None) == (not rows)
+        if chosen is not None:
+            assert chosen in rows
+            assert self.in_flight(chosen) == min(map(self.in_flight, rows))
+            self.replicas.start(chosen)
+            self.under_way.append((chosen, trail))
 
     @precondition(lambda self: self.under_way)
     @rule(data=st.data(), verdict=st.sampled_from(ReplicaVerdict), broken=st.booleans())
     def end(self, data: st.DataObject, verdict: ReplicaVerdict, broken: bool) -> None:
         replica, trail = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
-        row = URLS.index(replica.url)
         if verdict in (ReplicaVerdict.lost, ReplicaVerdict.busy):
             trail.failed.append(replica)
         if verdict is ReplicaVerdict.lost and broken:
             trail.broken.append(replica)
         self.replicas.end(replica, verdict)
-        if verdict is ReplicaVerdict.answered:
-            self.busy[row] = self.suspicions[row] = 0
-            if self.state[row] is ReplicaState.suspect:
-                self.state[row] = ReplicaState.healthy
-        self.busy[row] += verdict is ReplicaVerdict.busy
-        gone = verdict is ReplicaVerdict.lost or (verdict is ReplicaVerdict.busy and self.busy[row] >= 3)
-        if gone and self.state[row] is ReplicaState.healthy:
-            self.state[row] = ReplicaState.suspect
-            self.suspicions[row] += 1
 
-    @rule(row=ROWS, corpus=st.sampled_from([None, "", "x", "y"]))
-    def probe(self, row: int, corpus: str | None) -> None:
-        """None: no answer. The empty one: no word of the corpus."""
-        replica = self.replicas.all[row]
-        self.replicas.probed(replica, None if corpus is None else {"corpus_sha256": corpus} if corpus else {})
-        if corpus is None:
-            self.suspicions[row] += 1
-            if self.state[row] is ReplicaState.healthy:
-                self.state[row] = ReplicaState.suspect
-            return
-        self.reference = self.reference or corpus or None
-        if corpus and corpus != self.reference:
-            self.state[row] = ReplicaState.foreign
-        elif self.state[row] is not ReplicaState.healthy:
-            self.state[row], self.busy[row] = ReplicaState.healthy, 2
+    @rule(row=st.integers(0, len(URLS) - 1), health=st.sampled_from(list(HEALTHS)))
+    def probe(self, row: int, health: str) -> None:
+        self.replicas.probed(self.replicas.all[row], HEALTHS[health])
 
     @rule()
     def another_request(self) -> None:
         self.trails = [*self.trails[-4:], SearchRequest()]
 
-    @invariant()
-    def states_are_those_of_the_reference(self) -> None:
-        if hasattr(self, "replicas"):
-            assert [replica.state for replica in self.replicas.all] == self.state
-            for row, replica in enumerate(self.replicas.all):
-                assert replica.in_flight == self.in_flight(row)
-                wait_s = min(0.1 * 2 ** max(0, self.suspicions[row] - 1), 10.0)
-                if self.state[row] is ReplicaState.foreign:
-                    wait_s = 10.0
-                assert wait_s <= self.replicas.probe_after_s(replica) <= 1.5 * wait_s
-
-    def in_flight(self, row: int) -> int:
-        return sum(replica.url == URLS[row] for replica, _ in self.under_way)
+    def in_flight(self, replica: Replica) -> int:
+        return sum(other is replica for other, _ in self.under_way)
 
 
 TestHistories = Histories.TestCase

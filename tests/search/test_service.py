@@ -18,8 +18,6 @@ from tests.support.serving import serving
 
 from .gated import Gated, Lengths, Pages, in_process, until
 
-ONE_BY_ONE = ServerLimits(max_batch=1, cache_entries=0)
-
 
 def ask(client: httpx.AsyncClient, *queries: str, **body: Any) -> asyncio.Task[httpx.Response]:
     return asyncio.create_task(client.post("/retrieve", json={"queries": list(queries), **body}))
@@ -59,7 +57,7 @@ async def test_one_batch_is_prepared_while_another_is_found_and_no_more() -> Non
 
 async def test_as_many_searches_run_at_once_as_the_retriever_allows() -> None:
     gated = Gated(parallel=3, find_open=False)
-    async with in_process(gated, ONE_BY_ONE) as client:
+    async with in_process(gated, ServerLimits(max_batch=1)) as client:
         tasks = [ask(client, query) for query in "abcdef"]
         await until(lambda: gated.finding == 3 and len(gated.seen) == 4)
         gated.may_find.set()
@@ -271,19 +269,16 @@ async def test_retrieve_with_rerank_orders_the_candidates() -> None:
     assert [topk for _, topk in gated.found] == [10, 12]
 
 
-TOKEN = "s3cret"
-
-
 @pytest.mark.parametrize("header", [None, "Bearer", "Basic s3cret", "s3cret", "Bearer s3cret2", "Bearer s3cre"])
 async def test_without_the_token_only_health_answers_and_says_little(header: str | None) -> None:
     gated = Gated()
-    async with in_process(gated, token=TOKEN, pages=Pages()) as client:
+    async with in_process(gated, token="s3cret", pages=Pages()) as client:
         client.headers.update({} if header is None else {"Authorization": header})
         assert (await client.get("/health")).json() == {"status": "ok"}
         for answer in (await ask(client, "a"), await client.get("/metrics"), await client.get("/nothing")):
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
         assert gated.seen == []
-        client.headers["Authorization"] = f"bearer {TOKEN}"
+        client.headers["Authorization"] = "bearer s3cret"
         assert (await ask(client, "a")).status_code == 200
         assert (await client.get("/health")).json()["passages"] == 7
         assert (await client.get("/metrics")).status_code == 200
