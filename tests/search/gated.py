@@ -33,7 +33,6 @@ class Gated:
         self.threads: set[str] = set()
         self.finding = 0
         self.most_finding = 0
-        self.closed = False
         self._lock = threading.Lock()
 
     def prepare(self, queries: Sequence[str]) -> Any:
@@ -63,7 +62,7 @@ class Gated:
         return {"kind": "gated", "passages": 7}
 
     def close(self) -> None:
-        self.closed = True
+        """Nothing to give back."""
 
 
 class Lengths:

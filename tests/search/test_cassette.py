@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlsys.config.schema import CassetteConfig, CassetteMode, SearchConfig
+from rlsys.config.schema import CassetteMode
 from rlsys.errors import Code
-from rlsys.rollout.tools.search_tool import open_tool, search_metrics
+from rlsys.rollout.tools.search_tool import search_metrics
 from rlsys.search.cassette import Cassette, drawn_rank
 from rlsys.search.retrieval import Failure, Passage, SearchResult
 from tests.orchestrator.pipeline.virtual_time import now, run_virtually
@@ -162,14 +162,7 @@ async def test_extending_keeps_what_worked_and_asks_again_what_did_not(tmp_path:
     assert (len(cassette.latencies_s), cassette.errors) == (2, 1)
 
 
-@pytest.mark.parametrize("mode", [RECORD, EXTEND])
-def test_what_records_needs_a_server(mode: CassetteMode, tmp_path: Path) -> None:
-    with refused("missing", "search.url"):
-        open_tool(SearchConfig(cassette=CassetteConfig(str(tmp_path / "tape.jsonl"), mode)))
-
-
 # ---- what is refused
-
 
 HEADER = b'{"rlsys_cassette": 1, "topk": 3, "server": {}}\n'
 

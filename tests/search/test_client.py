@@ -130,7 +130,6 @@ async def test_a_bad_replica_costs_nothing_and_alone_it_is_a_typed_failure(reply
     [
         ("localhost:8000", "malformed", "localhost:8000"),
         (["http://a:1", "ftp://b"], "malformed", "ftp://b"),
-        ("http://a:99999", "malformed", "http://a:99999"),
         ("http://name:word@a", "malformed", "http://name:word@a"),
         ("http://[::1", "malformed", "http://[::1"),
         ([], "missing", "search.url"),

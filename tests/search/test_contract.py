@@ -47,8 +47,6 @@ def test_search_r1_searches_and_reranks(url: str) -> None:
         ["Who wrote Faust?"] * 2,
         ["Mali"] * 2,
     ]
-    again = requests.post(f"{url}/rerank", json=body | {"documents": ranked}, timeout=60).json()["result"]
-    assert again == ranked
 
 
 async def test_asearcher_and_rlinf_query_and_access(url: str) -> None:
@@ -60,11 +58,8 @@ async def test_asearcher_and_rlinf_query_and_access(url: str) -> None:
         async with session.post("/access", json=wanted) as response:
             pages = (await response.json())["result"]
     assert [(hit["contents"], hit["url"]) for hit in found] == [("Mali", f"https://a/{row}") for row in range(5)]
-    assert [page and page["contents"] for page in pages] == [
-        "page of https://b.example/",
-        None,
-        "page of https://a.example/",
-    ]
+    texts = [page and page["contents"] for page in pages]
+    assert texts == ["page of https://b.example/", None, "page of https://a.example/"]
 
 
 # ---- the description
@@ -86,9 +81,7 @@ def test_the_description_is_true(described: Any, path: str, mode: schemathesis.G
         return  # Nothing to send that could be wrong.
 
     @seed(0)
-    @settings(
-        max_examples=25, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=25, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(case=described[path][method].as_strategy(generation_mode=mode))
     def check(case: schemathesis.Case) -> None:
         body: Any = case.body

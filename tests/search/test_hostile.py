@@ -116,7 +116,6 @@ UPGRADE = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 
 HEADS = {
     "a header": (GET + b"X: ", b"a"),
     "headers": (GET, b"a:\r\n"),
-    "long headers": (GET, b"a: " + b"a" * 5000 + b"\r\n"),
     "a URL": (b"GET /", b"a"),
     "empty lines": (b"", b"\r\n"),
     "no HTTP": (b"", b"\xff\x00"),
@@ -130,7 +129,6 @@ BODIES = {
     "tiny chunks": (CHUNKED, b"1\r\n \r\n"),
     "a chunk's size": (CHUNKED, b"0"),
     "a chunk's extension": (CHUNKED + b"1;", b"a"),
-    "extensions": (CHUNKED, b"1;" + b"a" * 1000 + b"\r\n \r\n"),
     "a trailer": (CHUNKED + b"0\r\nX: ", b"a"),
     "trailers": (CHUNKED + b"0\r\n", b"a:\r\n"),
 }

@@ -38,20 +38,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def is_over(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-
-
 # ---- a handle of a process
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
-    with (
-        SearchServer(tmp_path / "nowhere", tmp_path / "server.log") as server,
-        pytest.raises(RunError, match="status 2") as failed,
-    ):
+    nowhere = tmp_path / "nowhere"
+    with SearchServer(nowhere, tmp_path / "log") as server, pytest.raises(RunError, match="status 2") as failed:
         server.wait_healthy(120)
-    assert str(tmp_path / "nowhere") in str(failed.value), "the end of the log"
+    assert str(nowhere) in str(failed.value), "the end of the log"
 
 
 @pytest.mark.parametrize(
@@ -81,7 +75,7 @@ def test_the_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     finally:
         parent.kill()
         parent.wait()
-    wait_until(lambda: is_over(child))
+    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
 # ---- the end of a process

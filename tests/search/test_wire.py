@@ -162,11 +162,10 @@ async def reply_to_post(app: Told) -> Reply:
             await wire.close()
 
 
-@pytest.mark.parametrize("status", [301, 307])
-async def test_an_answer_that_leads_elsewhere_is_not_followed(status: int) -> None:
+async def test_an_answer_that_leads_elsewhere_is_not_followed() -> None:
     elsewhere = Told(hits("from elsewhere"))
     with serving(elsewhere) as there:
-        assert (await reply_to_post(Told(status=status, headers={"Location": there}))).status == status
+        assert (await reply_to_post(Told(status=307, headers={"Location": there}))).status == 307
     assert elsewhere.asked == []
 
 
