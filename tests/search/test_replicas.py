@@ -30,7 +30,6 @@ HEALTHS = {"silent": None, "mute": {}, "same": {"corpus_sha256": "x"}, "other": 
         ("lost answered", ReplicaState.healthy),
         ("lost same", ReplicaState.healthy),
         ("lost mute busy", ReplicaState.suspect),  # the health was not true
-        ("lost same answered busy busy", ReplicaState.healthy),
         ("other lost silent answered", ReplicaState.foreign),
         ("other same", ReplicaState.healthy),
     ],
