@@ -21,24 +21,24 @@ HEALTHS = {"silent": None, "mute": {}, "same": {"corpus_sha256": "x"}, "other": 
 @pytest.mark.parametrize(
     ("events", "state"),
     [
-        ("abandoned mute same", ReplicaState.healthy),
+        ("abandoned-mute-same", ReplicaState.healthy),
         ("lost", ReplicaState.suspect),
         ("silent", ReplicaState.suspect),
-        ("busy busy", ReplicaState.healthy),
-        ("busy busy busy", ReplicaState.suspect),
-        ("busy busy answered busy", ReplicaState.healthy),
-        ("lost answered", ReplicaState.healthy),
-        ("lost same", ReplicaState.healthy),
-        ("lost mute busy", ReplicaState.suspect),  # the health was not true
-        ("other lost silent answered", ReplicaState.foreign),
-        ("other same", ReplicaState.healthy),
+        ("busy-busy", ReplicaState.healthy),
+        ("busy-busy-busy", ReplicaState.suspect),
+        ("busy-busy-answered-busy", ReplicaState.healthy),
+        ("lost-answered", ReplicaState.healthy),
+        ("lost-same", ReplicaState.healthy),
+        ("lost-mute-busy", ReplicaState.suspect),  # the health was not true
+        ("other-lost-silent-answered", ReplicaState.foreign),
+        ("other-same", ReplicaState.healthy),
     ],
 )
 def test_answers_and_probes_change_the_state_of_a_replica(events: str, state: ReplicaState) -> None:
     replicas = Replicas(URLS, Random(0))
     first, replica, _ = replicas.all
     replicas.probed(first, HEALTHS["same"])
-    for event in events.split():
+    for event in events.split("-"):
         if event in HEALTHS:
             replicas.probed(replica, HEALTHS[event])
         else:
