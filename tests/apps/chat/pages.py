@@ -10,8 +10,8 @@ from rlsys.apps.chat.web import create_app
 from rlsys.apps.evaluation.evaluation_inputs import EngineName
 from rlsys.search.address import own_names
 from tests.apps.chat.scripted import Script, Shelf, conversation, task
-from tests.search.conftest import serving
 from tests.support.ports import free_port
+from tests.support.serving import serving
 
 
 def opened(script: Script, search: Shelf) -> Opened:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from rlsys.search.web import web_search
-from tests.search.conftest import serving
 from tests.search.web.fake_web import FakeWeb
 from tests.support.ports import free_port
+from tests.support.serving import serving
 
 
 @pytest.fixture(scope="session")
