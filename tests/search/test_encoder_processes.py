@@ -75,8 +75,6 @@ def test_what_cannot_be_loaded_is_refused_as_here_and_leaves_nothing() -> None:
     with refused("not_found", "intfloat/e5-none"):
         EncoderProcess(EncoderSpec("intfloat/e5-none"))
     assert encoder_workers() == others
-    with refused("out_of_range", "workers"):
-        EncoderPool(EncoderSpec("minilm"), 0)
 
 
 def test_what_serves_and_asks_imports_no_library_of_models() -> None:

@@ -30,6 +30,7 @@ from rlsys.search.encoders.spec import family_of_name
 from tests.search.tiny_encoders import SHAPE, bert, minilm_tokenizer, save
 from tests.support.refusals import refused
 
+WEIGHTS = "model.safetensors"
 TEXTS = ["Paris", "", "The capital of Mali is Bamako, on the Niger.", "word " * 400, "Zürich — 東京 🗼"]
 BGE_PREFIX = "Represent this sentence for searching relevant passages: "
 TASK = "Instruct: Given a web search query, retrieve relevant passages that answer the query"
@@ -80,24 +81,15 @@ def test_minilm_equals_sentence_transformers(encoder: Encoder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "query_prefix", "passage_prefix", "cls", "normalize"),
+    ("family", "prefixes", "cls", "normalize"),
     [
-        ("e5", "query: ", "passage: ", False, True),
-        ("multilingual-e5-instruct", f"{TASK}\nQuery: ", "", False, True),
-        ("bge", BGE_PREFIX, "", True, True),
-        ("contriever", "", "", False, False),
-        ("gte-modernbert", "", "", True, True),
+        ("e5", ("query: ", "passage: "), False, True),
+        ("bge", (BGE_PREFIX, ""), True, True),
+        ("contriever", ("", ""), False, False),
     ],
 )
 def test_a_family_equals_transformers_text_by_text(
-    model: BertModel,
-    saved: str,
-    tmp_path: Path,
-    family: str,
-    query_prefix: str,
-    passage_prefix: str,
-    cls: bool,
-    normalize: bool,
+    model: BertModel, saved: str, tmp_path: Path, family: str, prefixes: tuple[str, str], cls: bool, normalize: bool
 ) -> None:
     os.symlink(saved, tmp_path / f"my-{family}-small")
 
@@ -106,7 +98,7 @@ def test_a_family_equals_transformers_text_by_text(
         pooled = states[0] if cls else states.mean(axis=0)
         return pooled / np.linalg.norm(pooled) if normalize else pooled
 
-    assert_encodes(Encoder.load(str(tmp_path / f"my-{family}-small")), query_prefix, passage_prefix, expected)
+    assert_encodes(Encoder.load(str(tmp_path / f"my-{family}-small")), *prefixes, expected)
 
 
 def test_last_token_pooling_of_a_decoder_equals_transformers_text_by_text(tmp_path: Path) -> None:
@@ -141,7 +133,6 @@ def test_a_folder_of_sentence_transformers_is_read_as_it_reads_it(
 
 
 def test_files_of_sentence_transformers_that_say_something_else_than_the_name_are_not_passed_over(copy: Path) -> None:
-    assert Encoder.load(str(copy)).facts.family_name == "e5"
     modules, pooling = copy / "modules.json", copy / "1_Pooling" / "config.json"
     pooling.parent.mkdir()
     parts = {"Transformer": ".", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
@@ -167,13 +158,9 @@ def test_files_of_sentence_transformers_that_say_something_else_than_the_name_ar
     [
         ("intfloat/e5-base-v2", "e5"),
         ("intfloat/e5-mistral-7b-instruct", "e5-mistral-instruct"),
-        ("BAAI/bge-base-zh-v1.5", "bge-zh"),
         ("BAAI/bge-m3/", "bge-m3"),
         ("facebook/dpr-ctx_encoder-single-nq-base", "dpr"),
-        ("sentence-transformers/all-MiniLM-L6-v2", "minilm"),
-        ("Qwen/Qwen3-Embedding-0.6B", "qwen3-embedding"),
         ("someone/bge-e5", None),
-        ("someone/Qwen3-0.6B", None),
         ("e5/none", None),
         ("date5", None),
     ],
@@ -207,14 +194,12 @@ def test_texts_that_are_no_text_are_encoded_all_the_same(encoder: Encoder) -> No
     ("options", "code", "key"),
     [
         ({"device": "cuda:2"}, "no_room", "device"),
-        ({"device": "mps"}, "unknown", "device"),
         ({"device": "cuda:x"}, "unknown", "device"),
         ({"dtype": "int8"}, "unknown", "dtype"),
         ({"family": "e6"}, "unknown", "family"),
         ({"family": "auto"}, "missing", "family"),
         ({"family": "sentence-transformers"}, "not_found", None),
         ({"pooling": "max"}, "unknown", "pooling"),
-        ({"max_tokens": 0}, "out_of_range", "max_tokens"),
         ({"max_tokens": 513}, "out_of_range", "max_tokens"),
     ],
 )
@@ -226,23 +211,12 @@ def test_settings_that_a_model_or_machine_has_not_are_refused(
         Encoder.load(saved, **{"family": "e5"} | options)
 
 
-def deepen(folder: Path) -> None:
-    BertConfig(**SHAPE | {"num_hidden_layers": 3}).save_pretrained(folder)
+def resize(**changes: int) -> Callable[[Path], None]:
+    return lambda folder: BertConfig(**SHAPE | changes).save_pretrained(folder)
 
 
-def widen(folder: Path) -> None:
-    BertConfig(**SHAPE | {"hidden_size": 32}).save_pretrained(folder)
-
-
-def cut_weights(folder: Path) -> None:
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:100])
-
-
-def flip_a_bit(folder: Path) -> None:
-    weights = bytearray((folder / "model.safetensors").read_bytes())
-    weights[-1] ^= 1
-    (folder / "model.safetensors").write_bytes(weights)
+def rewrite_weights(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda folder: (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
 
 
 def remove_vocabulary(folder: Path) -> None:
@@ -250,34 +224,25 @@ def remove_vocabulary(folder: Path) -> None:
     (folder / "vocab.txt").unlink(missing_ok=True)
 
 
-def empty(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
-
-
-def make_reranker(folder: Path) -> None:
-    BertForSequenceClassification(BertConfig(**SHAPE)).save_pretrained(folder)
-
-
 @pytest.mark.parametrize(
     ("damage", "code"),
     [
-        (deepen, "mismatch"),
-        (widen, "mismatch"),
-        (cut_weights, "malformed"),
+        (resize(num_hidden_layers=3), "mismatch"),
+        (resize(hidden_size=32), "mismatch"),
+        (rewrite_weights(lambda whole: whole[:100]), "malformed"),
         (remove_vocabulary, "not_found"),
-        (empty, "malformed"),
-        (make_reranker, "unsupported"),
-        (flip_a_bit, None),
+        (lambda folder: (folder / "config.json").unlink(), "malformed"),
+        (BertForSequenceClassification(BertConfig(**SHAPE)).save_pretrained, "unsupported"),
     ],
+    ids=["deeper", "wider", "cut", "no vocabulary", "no config", "reranker"],
 )
-def test_a_folder_that_holds_no_whole_encoder_is_refused_and_other_weights_have_another_checksum(
-    copy: Path, damage: Callable[[Path], None], code: Code | None
-) -> None:
-    before = Encoder.load(str(copy)).facts.checksum
+def test_a_folder_that_holds_no_whole_encoder_is_refused(copy: Path, damage: Any, code: Code) -> None:
     damage(copy)
-    if code is None:
-        assert Encoder.load(str(copy)).facts.checksum != before
-        return
     with refused(code, copy):
         Encoder.load(str(copy))
+
+
+def test_other_weights_have_another_checksum(copy: Path) -> None:
+    before = Encoder.load(str(copy)).facts.checksum
+    rewrite_weights(lambda whole: whole[:-1] + bytes([whole[-1] ^ 1]))(copy)
+    assert Encoder.load(str(copy)).facts.checksum != before

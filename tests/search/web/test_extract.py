@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.search.web.extract import clean, decode, extract
+from rlsys.search.web.extract import Page, clean, decode, extract
 from rlsys.search.web.web_search import Fetched, Workers, best_passage, passages
 from tests.search.conftest import children_of
 from tests.search.web.fake_web import HTML
@@ -19,49 +19,43 @@ ENDLESS = "<html><body><p " + " ".join(f"a{row}=1" for row in range(100_000)) + 
 """Attributes that libxml2 compares with each other: minutes of work."""
 
 
-def test_a_page_has_a_title_and_paragraphs() -> None:
-    page = extract(HTML.encode(), "text/html", "utf-8")
+def read(html: str) -> Page:
+    page = extract(html.encode(), "text/html", "utf-8")
     assert page is not None
+    return page
+
+
+def test_a_page_has_a_title_and_paragraphs_without_scripts_and_menus() -> None:
+    page = read(HTML)
     assert page.title == "Old Towns"
     paragraphs = page.text.split("\n")
     assert len(paragraphs) == 3
     assert paragraphs[1].startswith("The lighthouse of Kalmar was built in 1852")
     assert page.contents == f'"Old Towns"\n{page.text}'
+    menu = "<nav><a href='/'>Home</a></nav><script>alert('x')</script><article>"
+    assert read(HTML.replace("<article>", menu)).text == page.text
 
 
-def test_scripts_and_menus_are_no_text() -> None:
-    hostile = HTML.replace("<article>", "<nav><a href='/'>Home</a></nav><script>alert('x')</script><article>")
-    page = extract(hostile.encode(), "text/html", None)
-    assert page is not None
-    assert "alert" not in page.text
-    assert page.text == extract(HTML.encode(), "text/html", None).text  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("body", [b"", b"   ", b"<html><body></body></html>", b"<html><script>x()</script></html>"])
-@pytest.mark.parametrize("media_type", ["text/html", "application/xhtml+xml"])
-def test_a_page_without_text_is_none(body: bytes, media_type: str) -> None:
-    assert extract(body, media_type, None) is None
+@pytest.mark.parametrize("body", [b"", b"<html><body></body></html>", b"<html><script>x()</script></html>"])
+def test_a_page_without_text_is_none(body: bytes) -> None:
+    assert extract(body, "text/html", None) is None
 
 
 def test_plain_text_is_taken_as_it_is() -> None:
     page = extract(b"One\x00\x1b[1m <b>\r\n\r\n  two\tthree ", "text/plain", None)
-    assert page is not None
-    assert (page.title, page.text) == ("", "One[1m <b>\ntwo three")
+    assert page == Page("", "One[1m <b>\ntwo three")
 
 
 @pytest.mark.parametrize(
     ("body", "charset", "text"),
     [
-        ("größer".encode(), None, "größer"),
         ("größer".encode("latin-1"), None, "größer"),
         ("“x”".encode("cp1252"), "iso-8859-1", "“x”"),
         ("東京".encode("shift_jis"), "Shift_JIS", "東京"),
         ("東京".encode(), "no-such-charset", "東京"),
         (b"\xef\xbb\xbf" + "東京".encode(), "shift_jis", "東京"),
         ("\ufeff東京".encode("utf-16-le"), None, "東京"),
-        (b"\xff\xfeab\xff", "utf-8", "扡�"),
         (b"abc", "zlib_codec", "abc"),
-        (b"abc", "\x00", "abc"),
         (b"a\xffc", "utf-8", "a�c"),
     ],
 )
@@ -78,12 +72,6 @@ def test_clean_text_has_no_controls_and_can_be_sent(text: str) -> None:
     cleaned.encode("utf-8")
     assert clean(cleaned) == cleaned
     assert all(line.strip() == line != "" for line in cleaned.split("\n")) or cleaned == ""
-
-
-@settings(max_examples=50)
-@given(st.binary(max_size=200), st.sampled_from([None, "utf-8", "utf-16", "utf-7", "big5", "idna", "punycode"]))
-def test_any_bytes_are_text(body: bytes, charset: str | None) -> None:
-    assert isinstance(decode(body, charset), str)
 
 
 async def test_a_worker_that_meets_a_hostile_page_ends_and_the_next_page_is_read(
@@ -103,7 +91,7 @@ async def test_a_worker_that_meets_a_hostile_page_ends_and_the_next_page_is_read
         assert worker.rlimit(resource.RLIMIT_CORE) == (0, 0)
         await workers.read(Fetched(b"<html><body>" + b"<div>" * 100_000 + b"text", "text/html", None))
         reading = asyncio.create_task(workers.read(endless))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0)  # the worker has its page
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
@@ -123,12 +111,10 @@ def test_passages_keep_every_word_in_order_within_their_length(paragraphs: list[
 
 
 def test_the_best_passage_has_the_rarest_words_of_the_query() -> None:
-    page = extract(HTML.encode(), "text/html", None)
-    assert page is not None
-    best = best_passage(page.text, "Who built the lighthouse of Kalmar?", 120)
+    text = read(HTML).text
+    best = best_passage(text, "Who built the lighthouse of Kalmar?", 120)
     assert best is not None
     assert best.startswith("The lighthouse of Kalmar")
-    assert best_passage(page.text, "quantum chromodynamics", 120) is None
-    assert best_passage(page.text, "of the", 120) is None
+    for nothing in ("quantum chromodynamics", "of the", "?!"):
+        assert best_passage(text, nothing, 120) is None
     assert best_passage("", "lighthouse", 120) is None
-    assert best_passage("a b c", "?!", 120) is None

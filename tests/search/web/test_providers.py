@@ -55,7 +55,6 @@ NOTHING_FOUND = {
     ("name", "body", "answer"),
     [
         ("google", GOOGLE, Answer((Result("Paris", "https://a/", "Capital of France."),), more=True)),
-        ("google", {"kind": "customsearch#search"}, Answer(())),
         (
             "serpapi",
             SERPAPI,

@@ -6,13 +6,14 @@ import json
 from typing import Any
 
 import pytest
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from rlsys.errors import Code
-from rlsys.search.web.providers import ProviderError, ProviderLimits
+from rlsys.search.web.providers import ProviderLimits
 from rlsys.search.web.web_search import FetchLimits, WebRetriever, open_web
+from tests.search.gated import in_process
+from tests.search.web.conftest import local
 from tests.search.web.fake_web import ENVIRON, KEY, FakeWeb
-from tests.search.web.test_fetch import local
 from tests.support.refusals import refused
 
 
@@ -60,22 +61,26 @@ def test_pages_give_their_best_passage_and_lost_ones_their_snippet(web: FakeWeb)
 
 def test_an_answer_without_a_page_is_a_document_of_the_query(web: FakeWeb) -> None:
     retriever = opened(web, "serpapi", fetch_pages=True)
-    ((score, document), *_) = found(retriever, ["what is it"], 2)[0]
-    assert (score, document) == (1.0, {"id": "answer: what is it", "contents": '""\n42 It is 42.', "url": ""})
+    body = {"search_metadata": {"status": "Success"}, "answer_box": {"answer": "42", "snippet": "It is 42."}}
+    web.script = [lambda: JSONResponse(body)]
+    assert found(retriever, ["what is it"], 2) == [
+        [(1.0, {"id": "answer: what is it", "contents": '""\n42 It is 42.', "url": ""})]
+    ]
     retriever.close()
 
 
-def test_an_outage_is_an_error_and_what_was_paid_for_is_kept(web: FakeWeb) -> None:
+async def test_an_outage_is_503_and_what_was_paid_for_is_kept(web: FakeWeb) -> None:
     retriever = opened(web)
     web.script = [lambda: Response("", 500)]
-    queries = ["a", "b", "c"]
-    with pytest.raises(ProviderError, match="status 500"):
-        found(retriever, queries, 3)
-    assert len(web.asked) == 3
-    assert [len(hits) for hits in found(retriever, queries, 3)] == [3, 3, 3]
-    assert len(web.asked) == 4
-    assert found(retriever, ["a"], 3) == found(retriever, ["b"], 3)
-    retriever.close()
+    asked = {"queries": ["a", "b", "c"], "topk": 3}
+    async with in_process(retriever) as client:
+        refused_once = await client.post("/retrieve", json=asked)
+        assert refused_once.status_code == 503
+        assert "status 500" in refused_once.json()["detail"]
+        assert len(web.asked) == 3
+        answered = await client.post("/retrieve", json=asked)
+        assert [len(line) for line in answered.json()["result"]] == [3, 3, 3]
+        assert len(web.asked) == 4
 
 
 @pytest.mark.parametrize(
@@ -83,7 +88,6 @@ def test_an_outage_is_an_error_and_what_was_paid_for_is_kept(web: FakeWeb) -> No
     [
         ("yahoo", {}, "unknown", "provider"),
         ("serper", {"environ": {}}, "missing", "SERPER_API_KEY"),
-        ("serper", {"endpoint": "localhost:80"}, "malformed", "endpoint"),
         ("serper", {"endpoint": "http://[::1"}, "malformed", "endpoint"),
         ("serper", {"passage_words": 0}, "out_of_range", "passage_words"),
     ],
