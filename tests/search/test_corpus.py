@@ -96,7 +96,6 @@ def test_any_lines_survive_whatever_the_scan_block(
 @pytest.mark.parametrize(
     "line",
     [
-        "",
         '{"id": "1", "contents": "\\ud800"}',
         '{"id": "1", "contents": 5}',
         '{"contents": "text"}',
@@ -134,22 +133,14 @@ def append(path: Path) -> None:
         file.write(row(2000, "more") + "\n")
 
 
-def replace_in_place(path: Path) -> None:
-    """Other rows of the same size, later."""
-    path.write_bytes(path.read_bytes().replace(b'"id": 1000,', b'"id":  999,'))
-    os.utime(path, (2e9, 2e9))
-
-
 def replace_and_keep_the_time(path: Path) -> None:
     """Another file of the same size and time, as `cp -p` may leave."""
     before = path.stat()
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    path.write_text("".join(reversed(lines)), encoding="utf-8")
+    path.write_bytes(b"".join(reversed(path.read_bytes().splitlines(keepends=True))))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
-@pytest.mark.parametrize("change", [append, replace_in_place, replace_and_keep_the_time])
+@pytest.mark.parametrize("change", [append, replace_and_keep_the_time])
 def test_a_changed_file_is_read_again(path: Path, change: Callable[[Path], None]) -> None:
     assert scans(path)
     assert not scans(path)

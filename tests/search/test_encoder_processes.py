@@ -121,4 +121,3 @@ def test_one_worker_is_this_process_and_gpus_are_dealt_out_in_turn(monkeypatch: 
         assert encoder_workers() == before
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert EncoderPool(EncoderSpec("minilm", device="cuda"), 3).devices == ["cuda:0", "cuda:1", "cuda:0"]
-    assert EncoderPool(EncoderSpec("minilm"), 2).devices == ["cpu", "cpu"]

@@ -1,7 +1,4 @@
-"""A web of one server on a real socket: search providers in their public formats, and pages that misbehave.
-
-The formats are written after the references of the APIs, not after the code under test.
-"""
+"""A web of one server on a real socket: a search provider, in Serper's format, and pages that misbehave."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import gzip
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -23,7 +20,7 @@ CSE_ID = "engine-9876543210"
 KEYS = ("GOOGLE_API_KEY", "SERPAPI_API_KEY", "SERPER_API_KEY", "BRAVE_API_KEY", "BING_API_KEY")
 ENVIRON = {**dict.fromkeys(KEYS, KEY), "GOOGLE_CSE_ID": CSE_ID}
 RESULTS = 200
-"""Results that every provider has for any query."""
+"""Those of any query."""
 ARTICLE = "".join(
     f"<p>{text}</p>"
     for text in (
@@ -33,51 +30,6 @@ ARTICLE = "".join(
     )
 )
 HTML = f"<html><head><title>Old  Towns</title></head><body><article>{ARTICLE}</article></body></html>"
-
-
-class Format(NamedTuple):
-    """The first result and the number of them that a request asks for, the most that it may, and the answer."""
-
-    window: Callable[[Mapping[str, Any]], tuple[int, int]]
-    most: int
-    fields: tuple[str, str, str]
-    answer: Callable[[list[dict[str, str]], bool], dict[str, Any]]
-    """(results, whether there are more) -> body"""
-
-
-LINKED = ("title", "link", "snippet")
-FORMATS = {
-    "google": Format(
-        lambda asked: (int(asked["start"]) - 1, int(asked["num"])),
-        10,
-        LINKED,
-        lambda items, more: {"items": items, "queries": {"nextPage": [{}]} if more else {}},
-    ),
-    "serpapi": Format(
-        lambda asked: (int(asked["start"]), 10),
-        10,
-        LINKED,
-        lambda items, more: {"organic_results": items, "serpapi_pagination": {"next": "https://x"} if more else {}},
-    ),
-    "serper": Format(
-        lambda asked: ((asked.get("page", 1) - 1) * asked["num"], asked["num"]),
-        10,
-        LINKED,
-        lambda items, _: {"searchParameters": {}, "organic": items},
-    ),
-    "brave": Format(
-        lambda asked: (int(asked["offset"]) * int(asked["count"]), int(asked["count"])),
-        20,
-        ("title", "url", "description"),
-        lambda items, more: {"query": {"more_results_available": more}, "web": {"results": items}},
-    ),
-    "bing": Format(
-        lambda asked: (int(asked["offset"]), int(asked["count"])),
-        50,
-        ("name", "url", "snippet"),
-        lambda items, _: {"webPages": {"value": items}},
-    ),
-}
 
 
 class FakeWeb:
@@ -99,8 +51,8 @@ class FakeWeb:
             seen.clear()
 
     def app(self) -> Starlette:
-        provider = Route("/{provider}", self._search, methods=["GET", "POST"])
-        return Starlette(routes=[Route("/page/{name:path}", self._page), provider])
+        search = Route("/search", self._search, methods=["GET", "POST"])
+        return Starlette(routes=[Route("/page/{name:path}", self._page), search])
 
     def item(self, index: int) -> tuple[str, str, str]:
         """Title, URL and snippet of result `index`, from 0."""
@@ -111,13 +63,10 @@ class FakeWeb:
         self.asked.append(asked | {name: value for name, value in request.headers.items() if value == KEY})
         if self.script:
             return self.script.pop(0)()
-        form = FORMATS[request.path_params["provider"]]
-        first, count = form.window(asked)
-        if not 1 <= count <= form.most:
-            return JSONResponse({"error": "invalid argument"}, 400)
-        rows = range(first, min(first + count, RESULTS))
-        items = [dict(zip(form.fields, self.item(row), strict=True)) for row in rows]
-        return JSONResponse(form.answer(items, first + count < RESULTS))
+        first = (asked.get("page", 1) - 1) * asked["num"]
+        rows = range(first, min(first + asked["num"], RESULTS))
+        organic = [dict(zip(("title", "link", "snippet"), self.item(row), strict=True)) for row in rows]
+        return JSONResponse({"searchParameters": {"q": asked["q"], "type": "search"}, "organic": organic})
 
     async def _page(self, request: Request) -> Response:
         name = request.path_params["name"]

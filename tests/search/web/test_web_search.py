@@ -1,4 +1,4 @@
-"""Pages for /access: in order, in turns that are fair, in time, and no longer than somebody waits for them."""
+"""The whole: a retriever of the web's hits for the server, and pages for /access in turns that are fair and in time."""
 
 from __future__ import annotations
 
@@ -6,12 +6,90 @@ import asyncio
 from typing import Any
 
 import pytest
+from starlette.responses import JSONResponse, Response
 
+from rlsys.errors import Code
 from rlsys.search.web.extract import Page
-from rlsys.search.web.web_search import FetchLimits, RankedSlots, WebPages, open_pages
-from tests.search.gated import until
+from rlsys.search.web.providers import ProviderLimits
+from rlsys.search.web.web_search import FetchLimits, RankedSlots, WebPages, WebRetriever, open_pages, open_web
+from tests.search.gated import in_process, until
 from tests.search.web.conftest import local
-from tests.search.web.fake_web import FakeWeb, redirect_to
+from tests.search.web.fake_web import ENVIRON, FakeWeb, redirect_to
+from tests.support.refusals import refused
+
+
+def opened(web: FakeWeb, name: str = "serper", **options: Any) -> WebRetriever:
+    options.setdefault("limits", ProviderLimits(tries=1, try_timeout_s=60.0, timeout_s=60.0))
+    options.setdefault("fetch_limits", FetchLimits(timeout_s=60.0))
+    return open_web(name, endpoint=f"{web.base}/search", environ=ENVIRON, policy=local(web), **options)
+
+
+def found(retriever: WebRetriever, queries: list[str], topk: int) -> list[list[tuple[float, dict[str, Any]]]]:
+    hits = retriever.find(retriever.prepare(queries), topk)
+    return [[(hit.score, dict(hit.document)) for hit in line] for line in hits]
+
+
+def test_hits_are_snippets_by_rank(web: FakeWeb) -> None:
+    retriever = opened(web)
+    expected = [
+        (1 / rank, {"id": url, "contents": f'"{title}"\n{snippet}', "url": url})
+        for rank, (title, url, snippet) in enumerate(map(web.item, range(2)), start=1)
+    ]
+    assert found(retriever, ["first query", "second query", " "], 2) == [expected, expected, []]
+    assert {asked["q"] for asked in web.asked} == {"first query", "second query"}
+    assert retriever.describe() == {"kind": "web", "provider": "serper", "fetch_pages": False}
+    retriever.close()
+
+
+def test_pages_give_their_best_passage_and_lost_ones_their_snippet(web: FakeWeb) -> None:
+    retriever = opened(web, fetch_pages=True, passage_words=60)
+    lighthouse, unrelated = (
+        [document["contents"].split("\n", 1)[1] for _, document in hits]
+        for hits in found(retriever, ["who built the lighthouse", "zebra"], 3)
+    )
+    assert lighthouse[0].startswith("The lighthouse of Kalmar was built in 1852")
+    assert lighthouse[1:] == ["Snippet 1 & more.", lighthouse[0]]
+    assert unrelated == [f"Snippet {row} & more." for row in range(3)]
+    assert sorted(web.fetched) == ["r0", "r1", "r2"]
+    retriever.close()
+
+
+def test_an_answer_without_a_page_is_a_document_of_the_query(web: FakeWeb) -> None:
+    retriever = opened(web, "serpapi", fetch_pages=True)
+    body = {"search_metadata": {"status": "Success"}, "answer_box": {"answer": "42", "snippet": "It is 42."}}
+    web.script = [lambda: JSONResponse(body)]
+    assert found(retriever, ["what is it"], 2) == [
+        [(1.0, {"id": "answer: what is it", "contents": '""\n42 It is 42.', "url": ""})]
+    ]
+    retriever.close()
+
+
+async def test_an_outage_is_503_and_what_was_paid_for_is_kept(web: FakeWeb) -> None:
+    retriever = opened(web)
+    web.script = [lambda: Response("", 500)]
+    asked = {"queries": ["a", "b", "c"], "topk": 3}
+    async with in_process(retriever) as client:
+        refused_once = await client.post("/retrieve", json=asked)
+        assert refused_once.status_code == 503
+        assert "status 500" in refused_once.json()["detail"]
+        assert len(web.asked) == 3
+        answered = await client.post("/retrieve", json=asked)
+        assert [len(line) for line in answered.json()["result"]] == [3, 3, 3]
+        assert len(web.asked) == 4
+
+
+@pytest.mark.parametrize(
+    ("provider", "options", "code", "key"),
+    [
+        ("yahoo", {}, "unknown", "provider"),
+        ("serper", {"environ": {}}, "missing", "SERPER_API_KEY"),
+        ("serper", {"endpoint": "http://[::1"}, "malformed", "endpoint"),
+        ("serper", {"passage_words": 0}, "out_of_range", "passage_words"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(provider: str, options: dict[str, Any], code: Code, key: str) -> None:
+    with refused(code, key):
+        open_web(provider, **{"environ": ENVIRON} | options)
 
 
 class Reader:
@@ -20,12 +98,10 @@ class Reader:
     def __init__(self, count: int = 1000) -> None:
         self._slots = RankedSlots(count)
         self.reading: list[str] = []
-        self.most = 0
 
     async def read(self, url: str, rank: int = 0) -> Page:
         async with self._slots.held(rank):
             self.reading.append(url)
-            self.most = max(self.most, len(self.reading))
             try:
                 if not url.startswith("fast"):
                     await asyncio.Event().wait()
@@ -51,7 +127,7 @@ async def test_one_request_leaves_room_for_others() -> None:
     asking = asyncio.create_task(pages.fetch(slow(0)))
     await until(lambda: len(reader.reading) == 8)
     assert (await pages.fetch(["fast"])) == [{"url": "fast", "contents": '""\nfast'}]
-    assert reader.most == 9
+    assert len(reader.reading) == 8
     asking.cancel()
     pages.close()
 
@@ -133,12 +209,11 @@ async def test_web_pages_gives_contents_or_none_in_order(web: FakeWeb) -> None:
     pages = open_pages(FetchLimits(timeout_s=300.0), local(web))
     pages.timeout_s = 300.0
     good, text = f"{web.base}/page/html", f"{web.base}/page/text"
-    bad = [f"{web.base}/page/missing", f"{web.base}/page/empty", web.base + redirect_to("http://10.0.0.1/"), "nonsense"]
+    bad = [f"{web.base}/page/empty", web.base + redirect_to("http://10.0.0.1/"), "nonsense"]
     first, *others, again, last = await pages.fetch([text, *bad, good, good])
     assert first == {"url": text, "contents": '""\nPlain text[31m.\nMore.'}
-    assert others == [None] * 4
+    assert others == [None] * 3
     assert again == last is not None
-    assert again["url"] == good
     assert again["contents"].startswith('"Old Towns"\nRivers carry water')
     assert web.fetched.count("html") == 1
     assert await pages.fetch([]) == []
