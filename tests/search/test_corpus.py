@@ -196,13 +196,6 @@ def scan_after(event: Callable[[], object]) -> Any:
     return patch.object(corpus_module, "_write_offsets", scan_later)
 
 
-def test_openings_that_overlap_do_not_disturb_each_other(path: Path) -> None:
-    with scan_after(lambda: assert_is_file(Corpus.open(path), path)):
-        assert_is_file(Corpus.open(path), path)
-    assert not scans(path)
-    assert names_beside(path) == ["corpus.jsonl", "corpus.jsonl.offsets"]
-
-
 def test_a_file_that_changes_while_it_is_read_is_refused_and_leaves_no_sidecar(path: Path) -> None:
     with scan_after(lambda: append(path)), refused("in_use", path):
         Corpus.open(path)

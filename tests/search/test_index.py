@@ -1,17 +1,21 @@
-"""A dense index finds what brute force finds, and is never asked with other inputs than it was built with."""
+"""Dense and hybrid indexes: what they find, and that they are never asked with other inputs than they were built with."""
 
 from __future__ import annotations
 
 import logging
 import shutil
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import faiss
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from rlsys.errors import Code, UserError
+from rlsys.errors import Code
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
@@ -23,9 +27,11 @@ from rlsys.search.index.dense import (
     build,
     open_prebuilt,
 )
-from rlsys.search.index.folder import write_manifest
+from rlsys.search.index.fusion import HybridRetriever, build_hybrid, fuse
+from rlsys.search.index.lexical import LexicalOptions, build_lexical
 from rlsys.search.server.command import open_retriever
 from tests.search.index_edits import Edit, edit_corpus, edit_manifest
+from tests.search.tiny_encoders import bert, save
 from tests.support.refusals import refused
 
 MINILM = EncoderSpec("minilm")
@@ -36,9 +42,7 @@ def copy(index_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(index_dir, tmp_path / "copy"))
 
 
-def test_scores_and_rows_equal_brute_force(
-    index_dir: Path, encoder: Encoder, queries: list[str], brute_force: tuple[Any, Any]
-) -> None:
+def test_hits_equal_brute_force(index_dir: Path, encoder: Encoder, queries: list[str], brute_force: Any) -> None:
     expected, order = brute_force
     scores, rows = DenseIndex.open(index_dir).vectors.search(encoder.encode_queries(queries), topk=5)
     np.testing.assert_allclose(scores, np.take_along_axis(expected, order[:, :5], axis=1), atol=1e-5)
@@ -94,15 +98,6 @@ def test_queries_are_encoded_as_the_manifest_says_not_as_the_family_would(copy: 
     np.testing.assert_allclose(prepared, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "options"), [("bm25", {"nprobe": 4}), ("elasticsearch", {"encoder": "e"}), ("x", {})])
-def test_options_that_the_kind_of_a_folder_has_not_are_refused(
-    tmp_path: Path, kind: str, options: dict[str, Any]
-) -> None:
-    write_manifest(tmp_path, kind, {})
-    with pytest.raises(UserError, match=kind):
-        open_retriever(tmp_path, **options)
-
-
 def test_describe_names_what_answers_depend_on_and_only_narrow_lists_give_short_answers(
     index_dir: Path, corpus_path: Path, retriever: VectorRetriever, tmp_path: Path
 ) -> None:
@@ -146,3 +141,92 @@ def test_a_bare_faiss_file_that_does_not_fit_is_refused(tmp_path: Path, corpus_p
         faiss.write_index(index, str(path))
         with refused(code):
             open_prebuilt(path, corpus_path, MINILM)
+
+
+# ---- hybrids
+
+rankings = st.lists(st.lists(st.integers(0, 12), unique=True, max_size=8), min_size=1, max_size=4)
+
+
+@settings(max_examples=50)
+@given(rankings, st.integers(0, 9))
+def test_fused_scores_equal_exact_fractions(lists: list[list[int]], topk: int) -> None:
+    exact = {
+        key: sum(Fraction(1, 61 + ranking.index(key)) for ranking in lists if key in ranking)
+        for key in {key for ranking in lists for key in ranking}
+    }
+    fused = fuse(lists, topk=100)
+    assert dict(fused) == pytest.approx({key: float(score) for key, score in exact.items()})
+    assert [exact[key] for key, _ in fused] == sorted(exact.values(), reverse=True)
+    assert fuse(lists, topk) == fused[:topk]
+
+
+def test_ties_go_to_the_first_ranking_and_a_repeated_key_counts_once() -> None:
+    assert [key for key, _ in fuse([["a", "x"], ["b", "y"]], topk=4)] == ["a", "b", "x", "y"]
+    assert fuse([["a", "a", "b"]], topk=5) == [("a", 1 / 61), ("b", 1 / 63)]
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> EncoderSpec:
+    """An encoder of 16 dimensions."""
+    return EncoderSpec(save(bert(), tmp_path_factory.mktemp("encoder") / "e5-tiny"))
+
+
+@pytest.fixture(scope="module")
+def hybrid_dir(corpus_path: Path, spec: EncoderSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("hybrid") / "countries"
+    assert build_hybrid(Corpus.open(corpus_path), spec, out)
+    return out
+
+
+@pytest.fixture
+def hybrid(hybrid_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(hybrid_dir, tmp_path / "copy"))
+
+
+def test_an_opened_hybrid_fuses_its_two_parts(hybrid_dir: Path, queries: list[str]) -> None:
+    hybrid = open_retriever(hybrid_dir)
+    parts = [open_retriever(hybrid_dir / "dense"), open_retriever(hybrid_dir / "bm25")]
+    found = [part.find(part.prepare(queries), 100) for part in parts]
+    for hits, *sides in zip(hybrid.find(hybrid.prepare(queries), 5), *found, strict=True):
+        ids = [[hit.document["id"] for hit in side] for side in sides]
+        expected = {key: sum(1 / (61 + side.index(key)) for side in ids if key in side) for key in {*ids[0], *ids[1]}}
+        assert [hit.score for hit in hits] == pytest.approx(sorted(expected.values())[:-6:-1])
+        assert [expected[hit.document["id"]] for hit in hits] == pytest.approx([hit.score for hit in hits])
+    ready = hybrid.prepare(queries)
+    assert [hits[:5] for hits in hybrid.find(ready, 50)] == hybrid.find(ready, 5)
+
+
+def test_only_the_part_that_changes_is_built_again(hybrid: Path, corpus_path: Path, spec: EncoderSpec) -> None:
+    corpus, stages = Corpus.open(corpus_path), set[str]()
+    before = (hybrid / "dense" / "index.faiss").stat().st_ino
+    assert not build_hybrid(corpus, spec, hybrid)
+    assert build_hybrid(corpus, spec, hybrid, None, LexicalOptions(k1=1.5), lambda *step: stages.add(step[0]))
+    assert stages == {"tokenise"}
+    assert (hybrid / "dense" / "index.faiss").stat().st_ino == before
+    assert HybridRetriever.open(hybrid).describe()["bm25"]["k1"] == 1.5
+    assert not list(hybrid.parent.glob(".*"))
+
+
+def test_a_build_that_fails_in_the_second_part_keeps_the_first(tmp_path: Path, spec: EncoderSpec) -> None:
+    path, stages = tmp_path / "corpus.jsonl", list[str]()
+    path.write_text('{"id": "0", "contents": "?"}\n')
+    for _ in range(2):
+        with refused("empty"):
+            build_hybrid(Corpus.open(path), spec, tmp_path / "out", progress=lambda stage, *_: stages.append(stage))
+    assert stages.count("add") == 2  # start and end of the one time that the dense part was built
+    assert not (tmp_path / "out").exists()
+
+
+def test_parts_that_do_not_fit_together_are_refused_and_closed(hybrid: Path, corpus_path: Path, tmp_path: Path) -> None:
+    shorter = tmp_path / "shorter.jsonl"
+    shorter.write_text("".join(corpus_path.read_text().splitlines(keepends=True)[:5]))
+    build_lexical(Corpus.open(shorter), hybrid / "bm25")
+    with refused("mismatch", "corpus_sha256"):
+        HybridRetriever.open(hybrid)
+    with refused("mismatch", hybrid / "dense"):
+        HybridRetriever.open(hybrid / "dense")
+    shutil.rmtree(hybrid / "bm25")
+    with patch.object(VectorRetriever, "close") as closed, refused("not_found", hybrid / "bm25"):
+        HybridRetriever.open(hybrid)
+    closed.assert_called_once()

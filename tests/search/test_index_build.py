@@ -73,9 +73,7 @@ def build_and_die(corpus: Path, spec: EncoderSpec, out: Path, options: BuildOpti
     build(Corpus.open(corpus), spec, out, options, die)
 
 
-def test_a_build_that_was_killed_ends_as_one_that_was_not(
-    corpus: Corpus, spec: EncoderSpec, whole: Path, tmp_path: Path
-) -> None:
+def test_a_killed_build_ends_as_any_other(corpus: Corpus, spec: EncoderSpec, whole: Path, tmp_path: Path) -> None:
     out, options, stages = tmp_path / "index", BuildOptions("IVF4,Flat"), Stages()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -154,7 +152,7 @@ def test_what_cannot_be_built_is_refused_before_anything_is_encoded(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_neither_a_folder_that_is_no_index_nor_the_draft_of_another_builder_is_touched(
+def test_no_foreign_folder_and_no_draft_of_another_is_touched(
     tmp_path: Path, corpus: Corpus, spec: EncoderSpec
 ) -> None:
     out, precious = tmp_path / "index", tmp_path / "papers" / "precious"
@@ -181,9 +179,7 @@ def test_neither_a_folder_that_is_no_index_nor_the_draft_of_another_builder_is_t
         ({"d/replaced/a": "old", "d/index/a": "half"}, {"x/a": "old", "d/index/a": "half"}),
     ],
 )
-def test_whenever_a_build_was_killed_there_is_a_whole_index_after(
-    tmp_path: Path, before: dict[str, str], after: dict[str, str]
-) -> None:
+def test_after_any_kill_there_is_a_whole_index(tmp_path: Path, before: dict[str, str], after: dict[str, str]) -> None:
     def place(name: str) -> Path:
         return tmp_path / name.replace("d/", ".x.building/", 1)
 

@@ -111,9 +111,7 @@ def test_more_is_found_the_broader_the_search(
 
 
 @pytest.mark.parametrize("faiss_type", ["HNSW16", "PQ32x4fs,RFlat", "IVF64,PQ32x4fs", "Flat"])
-def test_answers_do_not_depend_on_how_many_are_asked_for(
-    faiss_type: str, stored: Array, asked: Array, tmp_path: Path
-) -> None:
+def test_an_answer_does_not_depend_on_topk(faiss_type: str, stored: Array, asked: Array, tmp_path: Path) -> None:
     """Every vector is stored twice, so that scores tie; a search beyond the depth finds all and changes no later one."""
     index = Vectors.open(write(tmp_path / "i", faiss_type, np.tile(stored[:1500], (2, 1))), SearchOptions(depth=200))
     scores, rows = index.search(asked, 200)

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.errors import Code, RunError, UserError
+from rlsys.errors import RunError, UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.index.lexical import (
     LexicalOptions,
@@ -110,7 +110,7 @@ def test_bm25s_opens_the_postings_and_agrees(bm25_dir: Path, queries: list[str])
     st.data(),
 )
 def test_postings_equal_the_formula_however_they_are_cut(
-    tmp_path_factory: pytest.TempPathFactory, passages: list[list[int]], query: list[int], data: st.DataObject
+    tmp_path_factory: Any, passages: Any, query: Any, data: Any
 ) -> None:
     topk, block = data.draw(st.integers(1, 10)), data.draw(st.integers(1, 20))
     k1, b = data.draw(st.floats(0, 3)), data.draw(st.floats(0, 1))
@@ -142,6 +142,10 @@ def test_words_are_those_of_lucenes_english_analyser() -> None:
     split = WordSplitter().function()(text)
     assert split == ["beatles", "drummer", "o", "neil", "2nd", "café", "u", "s", "vitamin", "c"] == words(text)
     assert WordSplitter(stopwords="none").function()("To be, or") == ["to", "be", "or"]
+    with refused("unknown", "stopwords"):
+        LexicalOptions(stopwords="fr")
+    with refused("out_of_range", "k1"):
+        LexicalOptions(k1=math.nan)
 
 
 def test_building_twice_builds_once_and_other_inputs_replace(copy: Path, corpus_path: Path) -> None:
@@ -158,32 +162,21 @@ def test_building_twice_builds_once_and_other_inputs_replace(copy: Path, corpus_
     assert [path.name for path in copy.parent.iterdir()] == ["copy"]
 
 
-@pytest.mark.parametrize("code", ["malformed", "in_use", "empty"])
-def test_a_failed_build_leaves_the_old_index_and_no_draft(copy: Path, tmp_path: Path, code: Code) -> None:
-    """Of a corpus with a bad line, of one that grows meanwhile, and of one without a word."""
+def test_a_failed_build_leaves_the_old_index_and_no_draft(copy: Path, tmp_path: Path) -> None:
+    """Of a corpus without a word, and of one that grows meanwhile."""
     path = tmp_path / "corpus.jsonl"
-    second = {"malformed": {"id": 1}, "in_use": {"id": 1, "contents": "more"}, "empty": {"id": 1, "contents": "the"}}
-    path.write_text('{"id": "0", "contents": "?"}\n' + json.dumps(second[code]) + "\n")
 
     def grow(*_: object) -> None:
-        if code == "in_use":
-            with path.open("a") as file:
-                file.write('{"id": "1", "contents": "another"}\n')
+        with path.open("a") as file:
+            file.write('{"id": "1", "contents": "more"}\n')
 
     before = (copy / "manifest.json").read_text()
-    with refused(code, path):
-        build_lexical(Corpus.open(path), copy, None, grow)
-    assert (copy / "manifest.json").read_text() == before
-    assert not list(tmp_path.glob(".*"))
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "code"),
-    [("stopwords", "fr", "unknown"), ("k1", math.nan, "out_of_range"), ("b", 2, "out_of_range")],
-)
-def test_parameters_that_are_none_are_refused(key: str, value: Any, code: Code) -> None:
-    with refused(code, key):
-        LexicalOptions(**{key: value})
+    for text, meanwhile, code in (("?", lambda *_: None, "empty"), ("word", grow, "in_use")):
+        write(path, [text])
+        with refused(code, path):  # type: ignore[arg-type]
+            build_lexical(Corpus.open(path), copy, None, meanwhile)
+        assert (copy / "manifest.json").read_text() == before
+        assert not list(tmp_path.glob(".*"))
 
 
 def edit_array(name: str, change: Callable[[Array], Array]) -> Edit:
@@ -220,11 +213,8 @@ DAMAGED: list[tuple[Edit, str]] = [
     (edit_entry("indptr", 2**40), "mismatch"),
     (edit_entry("indptr", 0), "mismatch"),
     (edit_array("indices", lambda array: array.astype("int64")), "mismatch"),
-    (edit_array("data", lambda array: array[:-1]), "mismatch"),
-    (edit_manifest(rows=2**40), "mismatch"),
     (edit_corpus, "mismatch"),
     (edit_json(VOCABULARY, zebra="one"), "malformed"),
-    (edit_json("postings/params.index.json", num_docs=None), "mismatch"),
     (overwrite("vocab.index.json", b"[" * 100_000), "malformed"),
     (overwrite("indices.csc.index.npy", b""), "malformed"),
     (lambda folder: shutil.rmtree(folder / "postings"), "malformed"),
@@ -239,9 +229,7 @@ def find_all(folder: Path, queries: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("damage", "told"), DAMAGED)
-def test_a_damaged_index_ends_in_a_sentence(
-    copy: Path, passages: list[dict[str, Any]], damage: Edit, told: str
-) -> None:
+def test_a_damaged_index_ends_in_a_sentence(copy: Path, passages: list[Any], damage: Edit, told: str) -> None:
     damage(copy)
     with pytest.raises((RunError, UserError)) as caught:
         find_all(copy, [passage["contents"] for passage in passages])
@@ -267,7 +255,7 @@ def test_threads_that_search_at_once_do_not_disturb_each_other(bm25_dir: Path, q
     retriever.close()
 
 
-def test_what_did_not_reach_the_disk_is_never_taken_for_whole(
+def test_pages_that_the_disk_lost_make_no_index(
     corpus_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Linux tells of a lost page once: a second fsync works."""

@@ -118,7 +118,7 @@ def test_tokens_are_those_of_the_encoder(tmp_path: Path) -> None:
         ("a.pdf", b"%PDF", "unsupported", ""),
     ],
 )
-def test_bad_files_are_refused_with_the_place_and_leave_the_output(
+def test_bad_files_are_refused_with_the_place(
     tmp_path: Path, name: str, content: bytes, code: Code, place: str
 ) -> None:
     out = write(tmp_path / "out" / "corpus.jsonl", "before")

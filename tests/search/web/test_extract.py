@@ -36,14 +36,11 @@ def test_a_page_has_a_title_and_paragraphs_without_scripts_and_menus() -> None:
     assert read(HTML.replace("<article>", menu)).text == page.text
 
 
-@pytest.mark.parametrize("body", [b"", b"<html><body></body></html>", b"<html><script>x()</script></html>"])
-def test_a_page_without_text_is_none(body: bytes) -> None:
-    assert extract(body, "text/html", None) is None
-
-
-def test_plain_text_is_taken_as_it_is() -> None:
-    page = extract(b"One\x00\x1b[1m <b>\r\n\r\n  two\tthree ", "text/plain", None)
-    assert page == Page("", "One[1m <b>\ntwo three")
+def test_plain_text_is_taken_as_it_is_and_a_page_without_text_is_none() -> None:
+    text = extract(b"One\x00\x1b[1m <b>\r\n\r\n  two\tthree ", "text/plain", None)
+    assert text == Page("", "One[1m <b>\ntwo three")
+    for body in (b"", b"<html><body></body></html>", b"<html><script>x()</script></html>"):
+        assert extract(body, "text/html", None) is None
 
 
 @pytest.mark.parametrize(
@@ -74,9 +71,7 @@ def test_clean_text_has_no_controls_and_can_be_sent(text: str) -> None:
     assert all(line.strip() == line != "" for line in cleaned.split("\n")) or cleaned == ""
 
 
-async def test_a_worker_that_meets_a_hostile_page_ends_and_the_next_page_is_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_worker_that_meets_a_hostile_page_ends_and_the_next_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERPER_API_KEY", "hidden-from-workers")
     workers = Workers(1, job_timeout_s=0.3, hidden={"SERPER_API_KEY"})
     good, endless = Fetched(HTML.encode(), "text/html", "utf-8"), Fetched(ENDLESS.encode(), "text/html", None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -124,12 +123,10 @@ def test_any_json_is_an_answer_or_malformed(body: Any, name: str) -> None:
             assert result.snippet or (result.title and result.url)
 
 
-def client_of(
-    web: FakeWeb, clock: Clock, name: str = "serper", environ: Any = ENVIRON, **limits: Any
-) -> ProviderClient:
+def client_of(web: FakeWeb, clock: Clock, name: str = "serper", env: Any = ENVIRON, **limits: Any) -> ProviderClient:
     return ProviderClient(
         PROVIDERS[name],
-        Keys.of(PROVIDERS[name], environ),
+        Keys.of(PROVIDERS[name], env),
         endpoint=f"{web.base}/search",
         limits=ProviderLimits(**{"try_timeout_s": 300.0, "timeout_s": 900.0} | limits),
         sleep=clock.sleep,
@@ -166,13 +163,11 @@ async def test_the_requests_are_those_of_the_references(web: FakeWeb, clock: Clo
     ]
 
 
-@pytest.mark.parametrize(("count", "requests"), [(1, 1), (10, 1), (25, 3)])
-async def test_results_come_in_order_over_as_few_pages_as_there_must_be(
-    web: FakeWeb, clock: Clock, count: int, requests: int
-) -> None:
+@pytest.mark.parametrize(("count", "pages"), [(1, 1), (10, 1), (25, 3)])
+async def test_results_come_in_order_over_the_fewest_pages(web: FakeWeb, clock: Clock, count: int, pages: int) -> None:
     found = await search(client_of(web, clock), count=count)
     assert found == [web.item(row)[1] for row in range(count)]
-    assert len(web.asked) == requests
+    assert len(web.asked) == pages
 
 
 async def test_direct_answers_come_first_and_related_questions_last(web: FakeWeb, clock: Clock) -> None:
@@ -200,9 +195,7 @@ def test_a_missing_or_impossible_key_is_named_by_its_variable_and_not_repeated(v
 
 
 @pytest.mark.parametrize("name", ["google", "serper"])
-async def test_keys_are_in_no_log_no_error_and_no_repr(
-    web: FakeWeb, clock: Clock, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_keys_are_in_no_log_no_error_and_no_repr(web: FakeWeb, clock: Clock, name: str, caplog: Any) -> None:
     """Of parameters, and of a header."""
     # Other libraries quieten httpx in this process; a server does not.
     caplog.set_level(logging.DEBUG, "httpx")
@@ -249,8 +242,8 @@ async def test_a_busy_provider_is_asked_again_when_it_wants(web: FakeWeb, clock:
     ],
     ids=["long wait", "refused key", "redirect", "HTML", "no list", "bomb"],
 )
-async def test_what_no_further_try_would_mend_is_an_error_at_once(
-    web: FakeWeb, clock: Clock, answer: Callable[[], Response], reason: str
+async def test_what_no_further_try_mends_is_an_error_at_once(
+    web: FakeWeb, clock: Clock, answer: Any, reason: str
 ) -> None:
     web.script = [answer]
     with pytest.raises(ProviderError, match=reason):
