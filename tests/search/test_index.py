@@ -208,16 +208,6 @@ def test_only_the_part_that_changes_is_built_again(hybrid: Path, corpus_path: Pa
     assert not list(hybrid.parent.glob(".*"))
 
 
-def test_a_build_that_fails_in_the_second_part_keeps_the_first(tmp_path: Path, spec: EncoderSpec) -> None:
-    path, stages = tmp_path / "corpus.jsonl", list[str]()
-    path.write_text('{"id": "0", "contents": "?"}\n')
-    for _ in range(2):
-        with refused("empty"):
-            build_hybrid(Corpus.open(path), spec, tmp_path / "out", progress=lambda stage, *_: stages.append(stage))
-    assert stages.count("add") == 2  # start and end of the one time that the dense part was built
-    assert not (tmp_path / "out").exists()
-
-
 def test_parts_that_do_not_fit_together_are_refused_and_closed(hybrid: Path, corpus_path: Path, tmp_path: Path) -> None:
     shorter = tmp_path / "shorter.jsonl"
     shorter.write_text("".join(corpus_path.read_text().splitlines(keepends=True)[:5]))

@@ -105,23 +105,6 @@ async def test_nonsense_is_asked_of_others_and_a_wrong_token_of_none(bad: Behind
 
 
 @virtually
-async def test_a_dead_replica_is_probed_until_it_answers_and_then_used_again() -> None:
-    server = Behind(down=True)
-    async with over(ScriptedWire(a=server, b=Behind(takes_s=0.01))) as client:
-        await ask(client, 50)
-        assert len(server.asked) == 0, "the look at the start found it dead"
-        await asyncio.sleep(100)
-        assert 10 < len(server.probed) < 30
-        server.down = False
-        await asyncio.sleep(15)
-        probes = len(server.probed)
-        assert all_found(await ask(client, 50))
-        assert len(server.asked) > 10
-        await asyncio.sleep(60)
-        assert len(server.probed) == probes, "what is well is not probed"
-
-
-@virtually
 async def test_a_replica_of_something_else_is_never_asked(caplog: pytest.LogCaptureFixture) -> None:
     stranger = Behind(serves=SERVES | {"encoder": "f", "queries": 3})
     silent = Behind(serves=None)
@@ -167,14 +150,6 @@ async def test_a_slow_request_is_sent_twice_and_the_first_answer_counts(other_fa
         assert (now(), first.cancelled, client.counts.hedges_won) == ((20.0, 0, 0) if other_fails else (2.5, 1, 1))
         assert (first.asked, second.asked) == ([0.0], [2.0])
         assert (client.counts.hedges, client.counts.retries) == (1, 0)
-
-
-@virtually
-async def test_a_slow_cluster_is_not_doubled() -> None:
-    servers = {name: Behind(takes_s=5.0) for name in "ab"}
-    async with over(ScriptedWire(**servers), hedge_after_s=1.0, max_concurrent=1000) as client:
-        assert all_found(await ask(client, 400))
-        assert client.counts.hedges == 10, "no more than 10 are saved up for one moment"
 
 
 @virtually

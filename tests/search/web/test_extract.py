@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.search.web.extract import Page, clean, decode, extract
-from rlsys.search.web.web_search import Fetched, Workers, best_passage, passages
+from rlsys.search.web.web_search import Fetched, Workers, passages
 from tests.search.conftest import children_of
 from tests.search.web.fake_web import HTML
 
@@ -34,13 +34,6 @@ def test_a_page_has_a_title_and_paragraphs_without_scripts_and_menus() -> None:
     assert page.contents == f'"Old Towns"\n{page.text}'
     menu = "<nav><a href='/'>Home</a></nav><script>alert('x')</script><article>"
     assert read(HTML.replace("<article>", menu)).text == page.text
-
-
-def test_plain_text_is_taken_as_it_is_and_a_page_without_text_is_none() -> None:
-    text = extract(b"One\x00\x1b[1m <b>\r\n\r\n  two\tthree ", "text/plain", None)
-    assert text == Page("", "One[1m <b>\ntwo three")
-    for body in (b"", b"<html><body></body></html>", b"<html><script>x()</script></html>"):
-        assert extract(body, "text/html", None) is None
 
 
 @pytest.mark.parametrize(
@@ -103,13 +96,3 @@ def test_passages_keep_every_word_in_order_within_their_length(paragraphs: list[
     found = passages(text, words)
     assert " ".join(found).split() == text.split()
     assert all(1 <= len(passage.split()) <= words for passage in found)
-
-
-def test_the_best_passage_has_the_rarest_words_of_the_query() -> None:
-    text = read(HTML).text
-    best = best_passage(text, "Who built the lighthouse of Kalmar?", 120)
-    assert best is not None
-    assert best.startswith("The lighthouse of Kalmar")
-    for nothing in ("quantum chromodynamics", "of the", "?!"):
-        assert best_passage(text, nothing, 120) is None
-    assert best_passage("", "lighthouse", 120) is None

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from rlsys.search.web.extract import Page
 from rlsys.search.web.providers import ProviderLimits
@@ -50,16 +50,6 @@ def test_pages_give_their_best_passage_and_lost_ones_their_snippet(web: FakeWeb)
     assert lighthouse[1:] == ["Snippet 1 & more.", lighthouse[0]]
     assert unrelated == [f"Snippet {row} & more." for row in range(3)]
     assert sorted(web.fetched) == ["r0", "r1", "r2"]
-    retriever.close()
-
-
-def test_an_answer_without_a_page_is_a_document_of_the_query(web: FakeWeb) -> None:
-    retriever = opened(web, "serpapi", fetch_pages=True)
-    body = {"search_metadata": {"status": "Success"}, "answer_box": {"answer": "42", "snippet": "It is 42."}}
-    web.script = [lambda: JSONResponse(body)]
-    assert found(retriever, ["what is it"], 2) == [
-        [(1.0, {"id": "answer: what is it", "contents": '""\n42 It is 42.', "url": ""})]
-    ]
     retriever.close()
 
 
@@ -115,17 +105,6 @@ def pages_of(reader: Any) -> WebPages:
 
 def slow(request: int, count: int = 50) -> list[str]:
     return [f"slow {request}/{number}" for number in range(count)]
-
-
-async def test_one_request_leaves_room_for_others() -> None:
-    reader = Reader()
-    pages = pages_of(reader)
-    asking = asyncio.create_task(pages.fetch(slow(0)))
-    await until(lambda: len(reader.reading) == 8)
-    assert (await pages.fetch(["fast"])) == [{"url": "fast", "contents": '""\nfast'}]
-    assert len(reader.reading) == 8
-    asking.cancel()
-    pages.close()
 
 
 async def test_a_page_that_is_late_is_none_and_the_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
