@@ -184,20 +184,14 @@ def test_a_folder_that_cannot_be_written_is_left_for_the_cache_and_that_for_memo
     assert names_beside(path) == ["corpus.jsonl", "corpus.jsonl.offsets"]
 
 
-def scan_after(event: Callable[[], object]) -> Any:
-    """A scan before which something happens, once."""
-    scan, due = corpus_module._write_offsets, [event]
+def test_a_file_that_changes_while_it_is_read_is_refused_and_leaves_no_sidecar(path: Path) -> None:
+    scan = corpus_module._write_offsets
 
     def scan_later(*given: Any) -> Any:
-        if due:
-            due.pop()()
+        append(path)
         return scan(*given)
 
-    return patch.object(corpus_module, "_write_offsets", scan_later)
-
-
-def test_a_file_that_changes_while_it_is_read_is_refused_and_leaves_no_sidecar(path: Path) -> None:
-    with scan_after(lambda: append(path)), refused("in_use", path):
+    with patch.object(corpus_module, "_write_offsets", scan_later), refused("in_use", path):
         Corpus.open(path)
     assert names_beside(path) == ["corpus.jsonl"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import resource
@@ -74,6 +73,7 @@ def build_and_die(corpus: Path, spec: EncoderSpec, out: Path, options: BuildOpti
 
 
 def test_a_killed_build_ends_as_any_other(corpus: Corpus, spec: EncoderSpec, whole: Path, tmp_path: Path) -> None:
+    """Also where another corpus is built in its place: nothing is taken from its draft."""
     out, options, stages = tmp_path / "index", BuildOptions("IVF4,Flat"), Stages()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
@@ -82,6 +82,7 @@ def test_a_killed_build_ends_as_any_other(corpus: Corpus, spec: EncoderSpec, who
     process.join(600)
     assert process.exitcode == -signal.SIGKILL
     assert not out.exists()
+    shutil.copytree(tmp_path / ".index.building", tmp_path / "other" / ".index.building")
     before = embeddings_of(tmp_path / ".index.building" / "index")
     assert build(corpus, spec, out, options, stages)
     assert stages.seen == {"encode": (2 * CHUNK, 200), "train": (0, 200), "add": (0, 200)}
@@ -91,25 +92,11 @@ def test_a_killed_build_ends_as_any_other(corpus: Corpus, spec: EncoderSpec, who
     for ended in (after, embeddings_of(whole)):
         np.testing.assert_allclose(ended, Encoder.load(spec.name).encode_passages(texts), atol=1e-5)
     assert DenseIndex.open(out).vectors.rows == 200
-    assert [path.name for path in tmp_path.iterdir()] == ["index"]
-
-
-def test_a_draft_of_other_inputs_is_thrown_away_with_a_warning(
-    corpus: Corpus, spec: EncoderSpec, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def interrupt(stage: str, done: int, total: int) -> None:
-        del stage, total
-        if done:
-            raise KeyboardInterrupt
-
-    out, few = tmp_path / "index", tmp_path / "few.jsonl"
-    with pytest.raises(KeyboardInterrupt):
-        build(corpus, spec, out, progress=interrupt)
-    few.write_text("".join(corpus.path.read_text().splitlines(keepends=True)[:5]))
-    with caplog.at_level(logging.WARNING):
-        assert build(Corpus.open(few), spec, out)
-    assert str(out.with_name(".index.building")) in caplog.text
-    assert DenseIndex.open(out).manifest.rows == 5
+    assert not list(tmp_path.glob(".*"))
+    other, anew = tmp_path / "other" / "corpus.jsonl", Stages()
+    other.write_text("".join(reversed(corpus.path.read_text().splitlines(keepends=True))))
+    assert build(Corpus.open(other), spec, tmp_path / "other" / "index", options, anew)
+    assert anew.seen["encode"] == (0, 200)
 
 
 def test_only_what_changed_is_made_again(copy: Path, corpus: Corpus, spec: EncoderSpec) -> None:

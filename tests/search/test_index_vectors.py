@@ -104,37 +104,35 @@ def test_an_answer_does_not_depend_on_topk(faiss_type: str, stored: Array, asked
 
 
 @pytest.mark.parametrize(
-    ("faiss_type", "asked", "recorded", "expected"),
+    ("faiss_type", "asked", "recorded", "settled"),
     [
         ("Flat", {}, {}, (None, None)),
         ("OPQ8_32,IVF256_HNSW8,PQ8x4fs,RFlat", {}, {}, (16, 128)),
         ("IVF1024,Flat", {}, {"nprobe": 5}, (5, None)),
         ("IVF1024,Flat", {"nprobe": 6}, {"nprobe": 5}, (6, None)),
-        ("Flat", {"nprobe": 1}, {}, "conflict"),
-        ("IVF4,Flat", {"nprobe": 5}, {}, "out_of_range"),
-        ("HNSW4", {"ef_search": 0}, {}, "out_of_range"),
     ],
 )
 def test_settings_are_those_asked_for_else_recorded_else_the_types_own(
-    faiss_type: str, asked: dict[str, int], recorded: dict[str, int], expected: Any
+    faiss_type: str, asked: Any, recorded: Any, settled: tuple[int | None, int | None]
 ) -> None:
-    def settled() -> FaissSettings:
-        index = new_index(faiss_type, DIMENSION)
-        return settle(index, FaissSettings(**asked), faiss_type=faiss_type, recorded=FaissSettings(**recorded))
-
-    if isinstance(expected, tuple):
-        assert settled() == FaissSettings(*expected)
-        return
-    with refused(expected, *asked):
-        settled()
+    index, before = new_index(faiss_type, DIMENSION), FaissSettings(**recorded)
+    assert settle(index, FaissSettings(**asked), faiss_type=faiss_type, recorded=before) == FaissSettings(*settled)
 
 
 @pytest.mark.parametrize(
-    ("faiss_type", "code"), [("Flatty", "unknown"), ("HNSW32_PQ16", "unsupported"), ("IDMap,Flat", "unsupported")]
+    ("faiss_type", "asked", "code", "key"),
+    [
+        ("Flat", {"nprobe": 1}, "conflict", "nprobe"),
+        ("IVF4,Flat", {"nprobe": 5}, "out_of_range", "nprobe"),
+        ("HNSW4", {"ef_search": 0}, "out_of_range", "ef_search"),
+        ("Flatty", {}, "unknown", "faiss_type"),
+        ("HNSW32_PQ16", {}, "unsupported", "faiss_type"),
+        ("IDMap,Flat", {}, "unsupported", "faiss_type"),
+    ],
 )
-def test_types_that_do_not_fit_are_refused(faiss_type: str, code: Code) -> None:
-    with refused(code, "faiss_type"):
-        new_index(faiss_type, DIMENSION)
+def test_types_and_settings_that_do_not_fit_are_refused(faiss_type: str, asked: Any, code: Code, key: str) -> None:
+    with refused(code, key):
+        settle(new_index(faiss_type, DIMENSION), FaissSettings(**asked), faiss_type=faiss_type)
 
 
 def test_gpus_are_refused_where_there_are_none_and_to_types_that_stay_on_the_cpu(

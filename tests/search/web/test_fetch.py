@@ -105,18 +105,11 @@ async def test_the_server_sees_the_name_and_the_second_address_is_tried(web: Fak
     assert [headers["host"] for headers in web.headers] == [f"name.test:{port_of(web)}"]
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("tls")
-    key, chain = folder / "key.pem", folder / "cert.pem"
+async def test_tls_is_verified_against_the_name_and_not_the_address(tmp_path: Path) -> None:
+    key, chain = tmp_path / "key.pem", tmp_path / "cert.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=good.test"
     command += f" -addext subjectAltName=DNS:good.test -keyout {key} -out {chain}"
     subprocess.run(command.split(), check=True, capture_output=True)
-    return key, chain
-
-
-async def test_tls_is_verified_against_the_name_and_not_the_address(certificate: tuple[Path, Path]) -> None:
-    key, chain = certificate
     serving = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     serving.load_cert_chain(chain, key)
 
