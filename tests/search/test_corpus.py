@@ -8,7 +8,6 @@ import json
 import os
 import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -93,14 +92,7 @@ def test_any_lines_survive_whatever_the_scan_block(
         assert corpus.checksum == hashlib.sha256(raw.encode()).hexdigest()
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"id": "1", "contents": "\\ud800"}',
-        '{"id": "1", "contents": 5}',
-        '{"contents": "text"}',
-    ],
-)
+@pytest.mark.parametrize("line", ['{"id": "1", "contents": "\\ud800"}', '{"id": "1", "contents": 5}', "{}"])
 def test_a_bad_row_is_named_by_its_line_when_it_is_fetched(tmp_path: Path, line: str) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"id": "0", "contents": "fine"}\n' + line + '\n{"id": "2", "contents": "fine"}\n')
@@ -194,14 +186,6 @@ def test_a_file_that_changes_while_it_is_read_is_refused_and_leaves_no_sidecar(p
     with patch.object(corpus_module, "_write_offsets", scan_later), refused("in_use", path):
         Corpus.open(path)
     assert names_beside(path) == ["corpus.jsonl"]
-
-
-def test_threads_share_a_corpus(path: Path) -> None:
-    corpus, expected = Corpus.open(path), reference(path)
-    draws = [random.Random(seed).choices(range(2000), k=300) for seed in range(40)]
-    with ThreadPoolExecutor(8) as pool:
-        for rows, found in zip(draws, pool.map(corpus.fetch, draws), strict=True):
-            assert found == [expected[number] for number in rows]
 
 
 def test_a_file_that_shrinks_while_it_is_open_stops_the_run_and_not_the_process(path: Path) -> None:
