@@ -10,14 +10,15 @@ import pytest
 
 from rlsys.apps.running import finish
 from rlsys.errors import RunError
+from tests.apps.api.interrupts import interrupted
 
 
-async def in_a_task(error: Exception) -> None:
-    async def fail() -> None:
-        raise error
+async def fail() -> None:
+    async def in_a_task() -> None:
+        raise RunError("the engine died.")
 
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(fail())
+        tasks.create_task(in_a_task())
 
 
 async def number() -> int:
@@ -44,21 +45,19 @@ async def test_a_notebook_whose_loop_runs_gets_the_value() -> None:
 @pytest.mark.parametrize("in_loop", [False, True])
 def test_an_error_for_people_comes_out_of_its_group(in_loop: bool) -> None:
     async def cell() -> None:
-        finish(in_a_task(RunError("the engine died.")))
+        finish(fail())
 
     with pytest.raises(RunError, match=r"the engine died\."):
-        asyncio.run(cell()) if in_loop else finish(in_a_task(RunError("the engine died.")))
+        asyncio.run(cell()) if in_loop else finish(fail())
 
 
 @pytest.mark.parametrize("in_loop", [False, True])
 def test_an_interrupt_ends_the_work_first(in_loop: bool) -> None:
-    closed = []
+    begun, closed = threading.Event(), []
 
     async def work() -> None:
-        main = threading.main_thread().ident
-        assert main is not None
+        begun.set()
         try:
-            asyncio.get_running_loop().call_later(0.1, signal.pthread_kill, main, signal.SIGINT)
             await asyncio.Event().wait()
         finally:
             await asyncio.sleep(0)
@@ -73,10 +72,6 @@ def test_an_interrupt_ends_the_work_first(in_loop: bool) -> None:
         finally:
             loop.close()
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            cell() if in_loop else finish(work())
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with interrupted(begun.is_set, "result" if in_loop else "run_to_end"):
+        cell() if in_loop else finish(work())
     assert closed == [True]

@@ -37,23 +37,16 @@ def test_other_values_come_back_with_their_types(value: Any) -> None:
     assert type(found["key"]) is type(value)
 
 
-def test_a_setting_that_is_given_twice_is_refused() -> None:
-    arguments = [Given("num_iterations", {"trainer.steps": 3})]
-    with refused("conflict", "num_iterations"):
-        compose_settings("x", arguments, ["trainer.steps=4"])
-    assert compose_settings("x", arguments, ["trainer.seed=4"]).overrides == ("trainer.steps=3", "trainer.seed=4")
-
-
 @pytest.mark.parametrize(
     ("key", "override"),
     [
+        ("trainer.steps", "trainer.steps=4"),
         ("trainer.steps", "trainer={steps: 9}"),
         ("model.path", "model={path: b}"),
-        ("reward.terms.f1", "reward.terms={exact_match: 1.0}"),
         ("cluster.placement.actor", "++cluster.placement={actor: 0-3}"),
     ],
 )
-def test_a_section_around_what_is_given_is_refused_too(key: str, override: str) -> None:
+def test_a_setting_that_is_given_twice_is_refused_also_by_a_section_around_it(key: str, override: str) -> None:
     with refused("conflict", "mine"):
         compose_settings("x", [Given("mine", {key: 1})], [override])
 
@@ -62,7 +55,7 @@ def test_settings_of_one_run_alone_are_not_handed_on() -> None:
     search = Given("search_backend", {"search.url": "http://a:1", "search.token_env": "T"}, passing=True)
     made = compose_settings("x", [Given("name", {"name": "n"}), search], ["search.timeout_s=77"])
     assert made.lasting == ("name=n", "search.timeout_s=77")
-    assert len(made.overrides) == 4
+    assert made.overrides == ("name=n", "search.url='http://a:1'", "search.token_env=T", "search.timeout_s=77")
 
 
 @pytest.mark.parametrize("batch", [8.0, True, 0])
@@ -79,7 +72,6 @@ def test_eight_devices_are_the_published_node() -> None:
 @pytest.mark.parametrize(
     ("devices", "actor", "inference", "rollout"),
     [
-        (1, "0", "0", "0"),
         ([5, 4], "4-5", "4-5", "4-5"),
         (3, "0", "1", "2"),
         ([0, 2, 3, 6], "0,2", "3", "6"),
@@ -111,7 +103,6 @@ def test_a_reward_has_terms_and_keys() -> None:
     ("reward", "code", "key"),
     [
         ({"exact_match": "much"}, "unknown", ": exact_match"),
-        ({"exact_match": True}, "unknown", ": exact_match"),
         ({"judge": 3}, "wrong_type", ": judge"),
         (["exact_match"], "wrong_type", ""),
         ({"judge": {"uri": "x"}}, "unknown", ": judge.uri"),

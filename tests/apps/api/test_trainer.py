@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from transformers import GPTNeoXConfig
 
 from rlsys.apps.api import HttpRetriever, SearchR1Trainer, TrainingResult
 from rlsys.apps.api.arguments import model_folder
@@ -22,8 +25,9 @@ from rlsys.errors import Code, RunError, UserError
 from tests.config.conftest import SHAPE
 from tests.support.paths import PROJECT
 from tests.support.refusals import refused
+from tests.support.tiny_models import POLICY
 
-POLICY = PROJECT / "examples/searchr1/tiny/policy"
+DEAD = "http://127.0.0.1:9"
 ROWS = [{"question": f"what is {n}", "answers": [str(n)]} for n in range(20)]
 SERVER = HttpRetriever("http://127.0.0.1:8000")
 
@@ -87,7 +91,6 @@ def test_few_questions_are_a_step_of_their_own_and_none_is_on_both_sides(
     ("code", "key", "given", "asked_for"),
     [
         ("unknown", "rl_algorithm", {"rl_algorithm": "grpoo"}, {}),
-        ("wrong_type", "search_backend", {"search_backend": "http://127.0.0.1:8000"}, {}),
         ("wrong_type", "search_backend", {"search_backend": HttpRetriever}, {}),
         ("wrong_type", "overrides", {"overrides": "trainer.seed=1"}, {}),
         ("conflict", "num_iterations", {"overrides": ["trainer.steps=2"]}, {"num_iterations": 1}),
@@ -117,16 +120,38 @@ def test_settings_that_cannot_be_are_refused_before_a_download_or_a_server(
     assert asked == []
 
 
+def test_a_server_that_is_down_and_a_model_of_an_unknown_family_are_named_before_the_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begun(*_: Any) -> Any:
+        raise AssertionError("the run has begun")
+
+    def train(model: Path, **more: Any) -> None:
+        search = HttpRetriever(DEAD)
+        tiny = {"devices": "cpu", "config": "searchr1_tiny_cpu", "output_dir": tmp_path / "runs"}
+        SearchR1Trainer(model, search, **tiny).train(ROWS, 1, 8, **more)
+
+    monkeypatch.setattr("rlsys.train.train", begun)
+    with pytest.raises(RunError, match=DEAD):
+        train(POLICY)
+    with pytest.raises(UserError, match="resume=nowhere"):
+        train(POLICY, resume="nowhere")
+    other = shutil.copytree(POLICY, tmp_path / "model")
+    (other / "config.json").write_text(json.dumps(GPTNeoXConfig().to_dict()))
+    with pytest.raises(UserError, match=re.escape(f"{other}/config.json")):
+        train(other)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["questions"]
+
+
 def test_a_model_is_a_folder_or_a_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("no network")
+
     assert model_folder(POLICY) == POLICY
     with refused("malformed", tmp_path / "no/such"):
         model_folder(tmp_path / "no/such")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(tmp_path / name))
     assert model_folder("Qwen/Small") == tmp_path / "Qwen/Small"
-
-    def unreachable(*_: object, **__: object) -> str:
-        raise LocalEntryNotFoundError("no network")
-
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     with pytest.raises(RunError, match="Qwen/Small"):
         model_folder("Qwen/Small")

@@ -1,11 +1,15 @@
-"""`rlsys own`: the commands it stands for, in order, and what another call leaves out."""
+"""`rlsys own`: the commands it stands for, what another call leaves out, and mistakes, told before anything is made."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from typer import Exit, Typer
 from typer.testing import CliRunner
 
@@ -14,11 +18,13 @@ from rlsys.apps.cli.data import split
 from rlsys.apps.cli.own import Wish, Words, _run, commands
 from rlsys.apps.cli.search import app as search
 from rlsys.config.compose import load_config
+from rlsys.errors import UserError
 from rlsys.observe.status import Progress
 from rlsys.orchestrator.run_logger import RunLogger
-from tests.support.paths import PROJECT
+from tests.support.tiny_models import POLICY
 
-POLICY = PROJECT / "examples/searchr1/tiny/policy"
+HUB = "Some/Model"
+"""A name that would be downloaded."""
 
 
 class World:
@@ -83,8 +89,16 @@ class World:
         (run_dir / "summary.json").write_text(json.dumps(summary))
 
 
+class Downloaded(Exception):
+    """The Hub was asked."""
+
+
 @pytest.fixture
-def world(tmp_path: Path) -> World:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    def ask(name: str, *, local_files_only: bool = False, **_: object) -> str:
+        raise LocalEntryNotFoundError(name) if local_files_only else Downloaded(name)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", ask)
     return World(tmp_path)
 
 
@@ -107,12 +121,7 @@ def test_from_documents_to_a_report(world: World) -> None:
     assert done[5][-len(settings) :] == settings, "evaluated as it was trained"
 
 
-def test_finished_work_is_not_done_again(world: World) -> None:
-    world.run(world.wish())
-    assert names(world.run(world.wish()))[4:] == ["report"]
-
-
-def test_a_run_that_was_broken_off_goes_on(world: World) -> None:
+def test_a_run_that_was_broken_off_goes_on_and_finished_work_is_not_done_again(world: World) -> None:
     world.killed = True
     with pytest.raises(KeyboardInterrupt):
         world.run(world.wish())
@@ -120,20 +129,19 @@ def test_a_run_that_was_broken_off_goes_on(world: World) -> None:
     again = world.run(world.wish())
     assert names(again)[4:] == ["train", "eval", "report"]
     assert "resume=auto" in again[4]
+    assert names(world.run(world.wish()))[4:] == ["report"]
 
 
 def test_a_run_that_went_on_or_is_asked_otherwise_is_evaluated_again(world: World) -> None:
     asked = []
     for more in ({"steps": 2}, {"steps": 4}, {"steps": 4, "overrides": ("eval.limit=3",)}):
-        done = world.run(world.wish(**more))
-        (words,) = [words for words in done if words[0] == "eval"]
+        (words,) = [words for words in world.run(world.wish(**more)) if words[0] == "eval"]
         asked.append(Path(words[words.index("--out") + 1]))
     assert len(set(asked)) == 3
     assert len({folder.parent for folder in asked}) == 1, "one run, which went on"
     assert [folder.name.rpartition("-")[0] for folder in asked] == [
         "eval-global_step_2", "eval-global_step_4", "eval-global_step_4",
     ]  # fmt: skip
-    assert names(world.run(world.wish(steps=4, overrides=("eval.limit=3",))))[4:] == ["report"]
 
 
 def test_other_settings_documents_or_questions_train_again(world: World) -> None:
@@ -175,3 +183,94 @@ def test_a_command_that_fails_ends_it_as_it_ended(capfd: pytest.CaptureFixture[s
         _run(("report", "/nowhere"))
     assert ended.value.exit_code == 2
     assert "/nowhere" in capfd.readouterr().err
+
+
+def refusal(world: World, model: str | Path = HUB, **more: object) -> UserError:
+    """The error that refuses a wish and leaves everything as it was."""
+    before = set(world.docs.parent.rglob("*"))
+    with pytest.raises(UserError) as caught:
+        next(commands(replace(world.wish(**more), model=model)))
+    assert set(world.docs.parent.rglob("*")) == before
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def of_questions(text: str) -> Callable[[World], object]:
+    return lambda world: world.questions.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code", "key"),
+    [
+        (lambda world: world.docs.rename(world.docs.with_name("elsewhere")), None, "docs"),
+        (lambda world: (world.docs / "a.txt").write_text(" \n"), "empty", "docs"),
+        (lambda world: world.questions.unlink(), "not_found", "QUESTIONS"),
+        (of_questions(""), "empty", "q.csv"),
+        (of_questions("question,answer\nwhat is 1?,1\n  ,2\n"), "missing", "q.csv, line 3"),
+        (of_questions("question,answer\nwhat?,1\nwho?,2\n"), "out_of_range", "q.csv"),
+        (lambda world: world.out.write_text("a file"), "denied", "--out"),
+    ],
+)
+def test_files_that_cannot_be_used_are_refused(
+    world: World, spoil: Callable[[World], object], code: str | None, key: str
+) -> None:
+    spoil(world)
+    problem = refusal(world)
+    assert code in (None, problem.code)
+    assert key in f"{problem.key} {problem}"
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "key"),
+    [
+        ({"overrides": ("trainer.stps=3",)}, None, "trainer.stps"),
+        ({"overrides": ("trainer.steps=2",), "steps": 1}, "conflict", "--steps"),
+        ({"kind": "fancy"}, "unknown", "--kind"),
+        ({"encoder": "minilm"}, "conflict", "--encoder"),
+        ({"heldout": Path("no.csv")}, "conflict", "--holdout"),
+        ({"overrides": ("task.max_turn_tokens=9999",)}, None, "task.max_total_tokens"),
+        ({"prompt": Path("no.txt")}, None, "no.txt"),
+        ({"tools": ("nosuch.Tool",)}, None, "nosuch"),
+        ({"kind": "dense", "encoder": "no/such"}, None, "no/such"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(
+    world: World, more: dict[str, object], code: str | None, key: str
+) -> None:
+    problem = refusal(world, **more)
+    assert code in (None, problem.code)
+    assert key in f"{problem.key} {problem}"
+
+
+def test_a_model_is_downloaded_once_all_else_is_sound_and_is_checked_then(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = replace(world.wish(), model=HUB)
+    with pytest.raises(Downloaded, match=HUB):
+        next(commands(wish))
+    empty = world.docs.with_name("hub")
+    empty.mkdir()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(empty))
+    assert str(empty) in str(refusal(world))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(POLICY))
+    (train,) = (words for words in world.run(wish) if words[0] == "train")
+    assert f"model.path={POLICY}" in train
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("summary.json", lambda file: file.write_text("{")),
+        ("summary.json", lambda file: file.write_text('{"steps": 2}')),
+        ("config.yaml", Path.unlink),
+        ("config.yaml", lambda file: file.write_text("a: [")),
+    ],
+)
+def test_a_run_that_cannot_be_read_goes_on(world: World, name: str, damage: Callable[[Path], object]) -> None:
+    first = world.run(world.wish())
+    run_dir = Path(first[-1][1])
+    damage(run_dir / name)
+    again = world.run(world.wish())
+    assert names(again)[4:] == ["train", "report"], "what is evaluated stays so"
+    assert again[4] == first[4]
+    assert again[-1] == ("report", str(run_dir))
