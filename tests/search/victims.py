@@ -154,8 +154,7 @@ def run_search(port: int) -> None:
 def run_chat(port: int) -> None:
     """The page to ask from, over a scripted conversation."""
     from rlsys.apps.chat.web import serve
-    from tests.apps.chat.pages import opened
-    from tests.apps.chat.scripted import ANSWERS, Script, Shelf, codec
+    from tests.support.chat import ANSWERS, Script, Shelf, codec, opened
 
     with bind("127.0.0.1", port) as sock:
         asyncio.run(serve(opened(Script(codec(), (ANSWERS,)), Shelf()), sock, "127.0.0.1"))

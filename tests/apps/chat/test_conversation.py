@@ -1,11 +1,14 @@
-"""Events of an answer, against the episode that `run_episode` plays with the same engine and search."""
+"""Events of an answer, against the episode that `run_episode` plays with the same engine and search, and their texts."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from itertools import groupby, pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlsys.apps.chat.conversation import (
     Acted,
@@ -18,12 +21,13 @@ from rlsys.apps.chat.conversation import (
     FoundPassage,
     Kind,
     Observed,
+    Segments,
     TextPiece,
 )
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish
 from rlsys.rollout.agent.episode import EpisodeTools, Generation, TurnSampling, run_episode
-from tests.apps.chat.scripted import ANSWERS, PASSAGE, SEARCHES, Script, Shelf, codec, conversation, task
+from tests.support.chat import ANSWERS, PASSAGE, SEARCHES, Script, Shelf, codec, conversation, task
 
 QUESTION = "What is the capital of France?"
 
@@ -53,7 +57,6 @@ class Silent:
         (SEARCHES, ANSWERS),
         ("I do not know.", SEARCHES, ANSWERS),
         (SEARCHES + " and more", "<answer>Zürich 東京 🚀</answer>"),
-        ("nothing", "at all"),
         (SEARCHES, SEARCHES, SEARCHES),
     ],
 )
@@ -69,6 +72,7 @@ async def test_the_events_tell_the_episode_of_training(turns: tuple[str, ...]) -
     assert script.sampled == again.sampled
     assert search.queries == same_search.queries
     assert response(events) == played.response
+    assert not any("\ufffd" in event.text for event in events if isinstance(event, TextPiece)), "half a character waits"
     ended = events[-1]
     assert isinstance(ended, EpisodeEnded)
     assert (ended.answer, ended.finish, ended.searches) == (played.answer, played.finish, played.searches)
@@ -125,14 +129,6 @@ async def test_events_come_in_order_and_as_they_happen() -> None:
     assert kinds[Kind.thought] == "<think>I need it.</think>"
 
 
-async def test_half_a_character_waits_for_the_rest() -> None:
-    words = codec()
-    events = await all_of(conversation(Script(words, ("<answer>東京 🚀</answer>",)), Shelf()))
-    assert max(len(words.encode(one)) for one in "東🚀") > 1, "a character of several tokens"
-    assert response(events) == "<answer>東京 🚀</answer>"
-    assert not any("\ufffd" in event.text for event in events if isinstance(event, TextPiece))
-
-
 async def test_a_search_that_fails_is_told_and_the_answer_goes_on() -> None:
     events = await all_of(conversation(Script(codec(), (SEARCHES, ANSWERS)), Shelf(error="the server is gone")))
     found = next(event for event in events if isinstance(event, Found))
@@ -163,3 +159,47 @@ async def test_a_listener_that_leaves_ends_the_generation() -> None:
         await script.halted.wait()
     assert script.cancelled == 1
     assert len(asyncio.all_tasks()) == 1
+
+
+TAGS = {"think": Kind.thought, "search": Kind.search, "answer": Kind.answer}
+BITS = st.sampled_from(
+    ["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>", "<", ">", "</", "a", "b", "<b>", "<thin"]
+)
+
+
+def pieces(parts: list[str]) -> list[tuple[Kind, str]]:
+    """The pieces of all `parts`, with neighbours of one kind as one piece."""
+    segments = Segments(TAGS)
+    found = [piece for part in parts for piece in segments.feed(part)]
+    found += segments.end()
+    assert all(text for _, text in found)
+    return [(kind, "".join(text for _, text in group)) for kind, group in groupby(found, key=lambda piece: piece[0])]
+
+
+def test_a_tag_counts_to_what_it_opens_and_closes() -> None:
+    text = "so <think>hm < 3</think>\n<search> q </search>tail<answer>x"
+    assert pieces([text]) == [
+        (Kind.text, "so "),
+        (Kind.thought, "<think>hm < 3</think>"),
+        (Kind.text, "\n"),
+        (Kind.search, "<search> q </search>"),
+        (Kind.text, "tail"),
+        (Kind.answer, "<answer>x"),
+    ]
+
+
+@settings(max_examples=50)
+@given(st.lists(BITS, max_size=12).map("".join), st.lists(st.integers(0, 60), max_size=8))
+def test_the_pieces_do_not_depend_on_the_cuts_of_the_text(text: str, cuts: list[int]) -> None:
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    parts = [text[start:end] for start, end in pairwise(places)]
+    assert pieces(parts) == pieces(list(text)) == pieces([text])
+    assert "".join(piece for _, piece in pieces(parts)) == text
+
+
+def test_only_an_end_that_may_become_a_tag_is_held_back() -> None:
+    segments = Segments(TAGS)
+    assert list(segments.feed("a <sea")) == [(Kind.text, "a ")]
+    assert list(segments.feed("ring")) == [(Kind.text, "<searing")]
+    assert list(segments.feed("</")) == []
+    assert list(segments.end()) == [(Kind.text, "</")]

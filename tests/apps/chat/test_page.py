@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import expect
 
-from tests.apps.chat.pages import page_of
-from tests.apps.chat.scripted import ANSWERS, SEARCHES, Script, Shelf, codec
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
+from tests.support.chat import ANSWERS, SEARCHES, Script, Shelf, codec, page_of
 
 __all__ = ["browser", "look"]
 pytestmark = pytest.mark.slow

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,7 @@ from rlsys.apps.chat import web
 from rlsys.apps.chat.web import create_app
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.agent.episode import Generation
-from tests.apps.chat.pages import opened, page_of
-from tests.apps.chat.scripted import ANSWERS, SEARCHES, Script, Shelf, codec
-
-
-def until(true: Callable[[], bool], within_s: float = 100.0) -> None:
-    end = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < end, f"not within {within_s:g} s"
-        time.sleep(0.01)
+from tests.support.chat import ANSWERS, SEARCHES, Script, Shelf, codec, opened, page_of
 
 
 @pytest.fixture
@@ -76,7 +67,6 @@ def test_a_bad_request_is_refused_by_what_is_wrong(url: str, body: bytes, status
         ({"host": "evil.example"}, 403),
         ({"origin": "http://evil.example"}, 403),
         ({"content-type": "text/plain"}, 415),
-        ({"host": "["}, 403),
         ({"origin": "http://["}, 403),
         ({"host": "localhost"}, 200),
         ({"host": "[::1]:8801"}, 200),
@@ -106,17 +96,6 @@ def test_whatever_breaks_ends_the_answer_with_what_it_was(problem: Exception, co
         last = events_of(httpx.post(f"{url}/ask", json={"question": "Who?"}).text)[-1]
     assert (last["event"], last["code"]) == ("failed", code)
     assert named in last["reason"]
-
-
-def test_a_client_that_leaves_ends_the_episode() -> None:
-    script = Script(codec(), (SEARCHES, ANSWERS), halt_after=8)
-    with page_of(script, Shelf()) as url:
-        with httpx.stream("POST", f"{url}/ask", json={"question": "Who?"}) as answer:
-            parts = answer.iter_text()  # Its end is the end of the connection.
-            first = next(parts)
-            until(script.halted.is_set)
-        assert "asked" in first
-        until(lambda: script.cancelled == 1)
 
 
 async def test_a_client_that_leaves_while_an_event_is_sent_ends_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
