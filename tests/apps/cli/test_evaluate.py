@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 from rlsys.apps.cli import evaluate
 from rlsys.errors import UserError
-from tests.support.paths import PROJECT
+from tests.support.tiny_models import POLICY
 
-POLICY = PROJECT / "examples" / "searchr1" / "tiny" / "policy"
 Eval = Callable[..., UserError]
 
 

@@ -35,14 +35,11 @@ def jsonl(path: Path, *rows: Any) -> Path:
 def test_a_public_row_becomes_a_row_of_search_r1(tmp_path: Path) -> None:
     made = prepare_file(jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS), "nq", "test", tmp_path / "nq.jsonl")
     first, second = (json.loads(line) for line in made.path.read_text().splitlines())
-    assert first["data_source"] == "nq"
-    assert first["question"] == "who wrote Hamlet"
+    assert (first["data_source"], first["question"]) == ("nq", "who wrote Hamlet")
     assert first["prompt"][0]["content"].endswith("Question: who wrote Hamlet?\n")
     assert second["prompt"][0]["content"].endswith("Question: What is the capital of France?\n")
     assert first["reward_model"]["ground_truth"]["target"] == ["Shakespeare", "the Bard"]
-    assert [row["extra_info"] for row in (first, second)] == [
-        {"split": "test", "index": 0}, {"split": "test", "index": 1},
-    ]  # fmt: skip
+    assert second["extra_info"] == {"split": "test", "index": 1}
     question = read_questions(made.path)[0]
     assert (question.text, question.answers) == ("who wrote Hamlet", ("Shakespeare", "the Bard"))
 
@@ -50,15 +47,11 @@ def test_a_public_row_becomes_a_row_of_search_r1(tmp_path: Path) -> None:
 def test_a_prepared_file_is_recorded_by_its_hash(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS)
     made = prepare_file(source, "nq", "test", tmp_path / "nq.jsonl", limit=1)
-    digest = hashlib.sha256(made.path.read_bytes()).hexdigest()
-    assert made.sha256 == digest
     assert json.loads((tmp_path / "nq.jsonl.json").read_text()) == {
         "rows": 1,
-        "sha256": digest,
+        "sha256": hashlib.sha256(made.path.read_bytes()).hexdigest(),
         "from": [{"file": str(source), "sha256": hashlib.sha256(source.read_bytes()).hexdigest()}],
     }
-    again = prepare_file(source, "nq", "test", tmp_path / "again.jsonl", limit=1)
-    assert again.sha256 == digest
 
 
 def test_every_bad_row_is_named_and_nothing_is_written(tmp_path: Path) -> None:
@@ -100,14 +93,14 @@ def test_fields_of_other_names_are_told(tmp_path: Path) -> None:
 def test_merged_rows_are_all_there_once_with_an_index_of_their_own(tmp_path: Path) -> None:
     one = prepare_file(jsonl(tmp_path / "a.jsonl", HAMLET, PARIS), "nq", "train", tmp_path / "nq.jsonl")
     two = prepare_file(jsonl(tmp_path / "b.jsonl", PARIS), "hotpotqa", "train", tmp_path / "hotpotqa.jsonl")
-    plain = merge([one.path, two.path], tmp_path / "plain.jsonl", None)
-    shuffled = merge([one.path, two.path], tmp_path / "shuffled.jsonl", 3)
-    rows = [json.loads(line) for line in plain.path.read_text().splitlines()]
-    assert [row["extra_info"]["index"] for row in rows] == [0, 1, 2]
-    assert [row["data_source"] for row in rows] == ["nq", "nq", "hotpotqa"]
-    key = [(one.data_source, one.text, one.answers) for one in read_questions(plain.path)]
-    other = [(one.data_source, one.text, one.answers) for one in read_questions(shuffled.path)]
-    assert sorted(key) == sorted(other)
+    for seed in (None, 3):
+        merged = merge([one.path, two.path], tmp_path / "merged.jsonl", seed)
+        rows = [json.loads(line) for line in merged.path.read_text().splitlines()]
+        assert [row["extra_info"]["index"] for row in rows] == [0, 1, 2]
+        sources = [(row["data_source"], row["question"]) for row in rows]
+        expected = [("nq", "who wrote Hamlet"), ("nq", PARIS["question"]), ("hotpotqa", PARIS["question"])]
+        assert sorted(sources) == sorted(expected)
+        assert (sources == expected) is (seed is None)
     with refused("conflict", one.path):
         merge([one.path], one.path, None)
 
@@ -142,17 +135,13 @@ def test_without_local_files_the_hub_is_asked(tmp_path: Path, monkeypatch: pytes
 CALCULATOR = "rlsys.rollout.tools.calculator.Calculator"
 
 
-def prompts(file: Path) -> list[str]:
-    return [one.prompt for one in read_questions(file)]
-
-
 def own(tmp_path: Path, *arguments: object) -> list[str]:
     """The prompts that `prepare own` makes of two questions."""
     source, out = jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS), tmp_path / "own.jsonl"
     done = prepare("own", source, "--out", out, *arguments)
     if done.exception:
         raise done.exception
-    return prompts(out)
+    return [one.prompt for one in read_questions(out)]
 
 
 def test_a_tool_is_told_of_behind_the_search_or_in_its_place(tmp_path: Path) -> None:

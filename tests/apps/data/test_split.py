@@ -17,8 +17,9 @@ from tests.support.refusals import refused
 WORDS = st.lists(st.text("ab C", min_size=1, max_size=4).filter(str.strip), min_size=2, max_size=30)
 
 
-def row(text: str) -> dict[str, object]:
-    return {"question": text, "golden_answers": ["a"]}
+def write(file: Path, *texts: str) -> Path:
+    file.write_text("".join(json.dumps({"question": text, "golden_answers": ["a"]}) + "\n" for text in texts))
+    return file
 
 
 @settings(max_examples=50)
@@ -38,7 +39,7 @@ def test_the_same_question_is_on_one_side_in_any_order(texts: list[str], seed: i
     assert split([text for text, _ in pairs], count, seed, "x") == [side for _, side in pairs]
 
 
-@pytest.mark.parametrize(("many", "held"), [(2, 1), (4, 1), (40, 4), (9000, 500)])
+@pytest.mark.parametrize(("many", "held"), [(2, 1), (40, 4), (9000, 500)])
 def test_a_tenth_is_held_out_and_500_at_most(many: int, held: int) -> None:
     assert sum(split([f"question {number}" for number in range(many)], None, 0, "x")) == held
 
@@ -65,17 +66,15 @@ def test_rows_are_written_as_they_were(tmp_path: Path) -> None:
     [("all.jsonl", "h.jsonl", "conflict"), ("t.jsonl", "t.jsonl", "conflict"), ("t.csv", "h.jsonl", "unsupported")],
 )
 def test_files_in_each_others_way_are_refused(tmp_path: Path, train: str, heldout: str, code: Code) -> None:
-    source = tmp_path / "all.jsonl"
-    source.write_text('{"question": "a", "golden_answers": ["b"]}\n')
+    source = write(tmp_path / "all.jsonl", "a")
     with refused(code, tmp_path / train):
         split_file(source, tmp_path / train, tmp_path / heldout)
     assert source.read_text().startswith("{")
 
 
 def test_chosen_questions_are_held_out_and_not_trained_on(tmp_path: Path) -> None:
-    source, chosen = tmp_path / "all.jsonl", tmp_path / "chosen.jsonl"
-    source.write_text("".join(json.dumps(row(f"q {n}")) + "\n" for n in range(5)))
-    chosen.write_text("".join(json.dumps(row(text)) + "\n" for text in (" Q  3", "other")))
+    source = write(tmp_path / "all.jsonl", *(f"q {n}" for n in range(5)))
+    chosen = write(tmp_path / "chosen.jsonl", " Q  3", "other")
     train, heldout = tmp_path / "train.jsonl", tmp_path / "heldout.jsonl"
     assert split_file(source, train, heldout, chosen=chosen) == (4, 2)
     assert [json.loads(line)["question"] for line in train.read_text().splitlines()] == ["q 0", "q 1", "q 2", "q 4"]
