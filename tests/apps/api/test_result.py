@@ -1,11 +1,9 @@
-"""Results: what their files say, also damaged ones, and the commands that they run, which an interrupt ends first."""
+"""Results of a training and an evaluation, read from files that may be damaged."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +13,7 @@ import pytest
 
 from rlsys.apps.api import EvaluationResult, HttpRetriever, TrainingResult, training_result
 from rlsys.apps.api.arguments import RunSettings
-from rlsys.errors import RunError, UserError
-from tests.apps.api.interrupts import interrupted
+from rlsys.errors import UserError
 from tests.report.made import made_run
 from tests.support.damage import DAMAGES, OBJECTS
 from tests.support.refusals import refused
@@ -109,65 +106,3 @@ def test_own_settings_of_the_search_are_handed_on(trained: TrainingResult, monke
         "search.timeout_s=77", "search.url='http://new:2'", "search.topk=3", "search.replicas=[]",
         "search.token_env=null",
     ]  # fmt: skip
-
-
-Stand = Callable[[str], None]
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch) -> Stand:
-    """A function that puts Python code in the place of the commands of rlsys."""
-    popen = subprocess.Popen
-
-    def put(code: str) -> None:
-        def start(_: Any, **more: Any) -> subprocess.Popen[str]:
-            return popen([sys.executable, "-c", code], **more)
-
-        monkeypatch.setattr(training_result.subprocess, "Popen", start)
-
-    return put
-
-
-CLOSING = """
-import signal, sys, time
-def end(*_):
-    print("closing", file=sys.stderr, flush=True)
-    time.sleep(0.5)  # More than the quarter of a second that Python itself waits for a child.
-    open({done!r}, "w").close()
-    sys.exit(1)
-signal.signal(signal.SIGINT, end)
-open({begun!r}, "w").close()
-while True:
-    signal.pause()
-"""
-
-
-def test_an_interrupt_ends_the_command_first_which_has_time_to_close(command: Stand, tmp_path: Path) -> None:
-    begun, done = tmp_path / "begun", tmp_path / "done"
-    command(CLOSING.format(begun=str(begun), done=str(done)))
-    with interrupted(begun.exists, "_wait"):
-        training_result._rlsys("eval")
-    assert done.exists()
-
-
-@pytest.mark.parametrize(
-    ("said", "status", "expected"),
-    [
-        (
-            "the disk is full. [no_room]",
-            2,
-            UserError("rlsys convert: the disk is full.", code="no_room", key="convert"),
-        ),
-        ("Usage: [OPTIONS]", 2, UserError("rlsys convert: Usage: [OPTIONS]", code="malformed", key="convert")),
-        ("the disk is full.", 1, RunError("rlsys convert: the disk is full.")),
-    ],
-)
-def test_a_failure_is_what_the_command_says(
-    said: str, status: int, expected: Exception, command: Stand, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command(f"import sys; print({said!r}, file=sys.stderr); sys.exit({status})")
-    with pytest.raises(type(expected)) as caught:
-        training_result._rlsys("convert")
-    assert str(caught.value) == str(expected)
-    assert getattr(caught.value, "code", None) == getattr(expected, "code", None)
-    assert said in capsys.readouterr().err

@@ -78,6 +78,7 @@ async def test_a_server_that_is_down_is_said_before_the_first_question(settings:
         (("nowhere", "Who?"), "not_found", "nowhere"),
         ((".", "Who?"), "missing", "--hf"),
         ((POLICY, "Who?"), "missing", "--search-url"),
+        ((POLICY, "--search-url", "http://a:1", "--index", "b", "Who?"), "conflict", "--index"),
         ((POLICY, "--max-turns", 0, "--engine", "x", "Who?"), "unknown", "--engine"),
     ],
 )

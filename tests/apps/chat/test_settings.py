@@ -12,7 +12,7 @@ from rlsys.apps.chat.chat_settings import ChatOptions, ChatSettings, settings_of
 from rlsys.apps.evaluation.evaluation_inputs import Model
 from rlsys.config.compose import as_dict, load_config
 from rlsys.data.question import own_template, search_prompt
-from rlsys.errors import Code, UserError
+from rlsys.errors import UserError
 from rlsys.rollout.tools.interface import described
 from tests.support.chat import write_rows
 from tests.support.refusals import refused
@@ -119,22 +119,6 @@ def test_keys_of_another_version_are_left_out_and_named(run: Path, tree: dict[st
     assert found.config.task.max_turns == 7
     left_out = found.notes[1].rpartition("left out: ")[2].rstrip(".").split(", ")
     assert set(left_out) == {"search.cassette.speed", "task.eval_limit"}
-
-
-@pytest.mark.parametrize(
-    ("wanted", "code", "key"),
-    [
-        ({}, "missing", "--search-url"),
-        ({"search_url": "x"}, "malformed", "--search-url"),
-        ({"search_url": "http://a:1", "index": Path("b")}, "conflict", "--index"),
-    ],
-)
-def test_a_wish_that_cannot_be_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: dict[str, Any], code: Code, key: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with refused(code, key):
-        settings(tmp_path / "a" / "b" / "c" / "d", **wanted)
 
 
 def test_a_file_that_is_no_config_of_a_run_is_refused(run: Path, tree: dict[str, Any]) -> None:

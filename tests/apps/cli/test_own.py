@@ -200,43 +200,29 @@ def of_questions(text: str) -> Callable[[World], object]:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "code", "key"),
+    ("change", "code", "key"),
     [
         (lambda world: world.docs.rename(world.docs.with_name("elsewhere")), None, "docs"),
         (lambda world: (world.docs / "a.txt").write_text(" \n"), "empty", "docs"),
         (lambda world: world.questions.unlink(), "not_found", "QUESTIONS"),
-        (of_questions(""), "empty", "q.csv"),
         (of_questions("question,answer\nwhat is 1?,1\n  ,2\n"), "missing", "q.csv, line 3"),
         (of_questions("question,answer\nwhat?,1\nwho?,2\n"), "out_of_range", "q.csv"),
         (lambda world: world.out.write_text("a file"), "denied", "--out"),
-    ],
-)
-def test_files_that_cannot_be_used_are_refused(
-    world: World, spoil: Callable[[World], object], code: str | None, key: str
-) -> None:
-    spoil(world)
-    problem = refusal(world)
-    assert code in (None, problem.code)
-    assert key in f"{problem.key} {problem}"
-
-
-@pytest.mark.parametrize(
-    ("more", "code", "key"),
-    [
         ({"overrides": ("trainer.stps=3",)}, None, "trainer.stps"),
         ({"overrides": ("trainer.steps=2",), "steps": 1}, "conflict", "--steps"),
-        ({"kind": "fancy"}, "unknown", "--kind"),
         ({"encoder": "minilm"}, "conflict", "--encoder"),
         ({"heldout": Path("no.csv")}, "conflict", "--holdout"),
         ({"overrides": ("task.max_turn_tokens=9999",)}, None, "task.max_total_tokens"),
-        ({"prompt": Path("no.txt")}, None, "no.txt"),
         ({"tools": ("nosuch.Tool",)}, None, "nosuch"),
         ({"kind": "dense", "encoder": "no/such"}, None, "no/such"),
     ],
 )
-def test_settings_that_cannot_be_used_are_refused(
-    world: World, more: dict[str, object], code: str | None, key: str
+def test_what_cannot_be_used_is_refused_before_anything_is_made(
+    world: World, change: Callable[[World], object] | dict[str, object], code: str | None, key: str
 ) -> None:
+    more = change if isinstance(change, dict) else {}
+    if callable(change):
+        change(world)
     problem = refusal(world, **more)
     assert code in (None, problem.code)
     assert key in f"{problem.key} {problem}"

@@ -94,16 +94,11 @@ def test_a_new_process_goes_on_where_the_old_one_ended(fake: FakeHub, bench: Ben
     assert again.told == 4000
 
 
-def test_a_corrupted_body_is_fetched_once_more(fake: FakeHub, bench: Bench) -> None:
-    fake.faults = ["corrupt"]
-    assert bench.fetch() == WHOLE
-    assert [asked for _, asked in fake.asked] == ["", "", ""]
-    assert bench.told == 4000
-
-
-@pytest.mark.parametrize("fault", ["no ranges", "shifted"])
-def test_a_server_without_ranges_is_read_from_the_start(fake: FakeHub, bench: Bench, fault: str) -> None:
-    fake.faults = [100, fault]
+@pytest.mark.parametrize("faults", [["corrupt"], [100, "no ranges"], [100, "shifted"]])
+def test_a_corrupted_body_and_a_server_without_ranges_are_read_once_more(
+    fake: FakeHub, bench: Bench, faults: list[object]
+) -> None:
+    fake.faults = faults
     assert bench.fetch() == WHOLE
     assert bench.told == 4000
 

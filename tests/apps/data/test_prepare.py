@@ -32,8 +32,9 @@ def jsonl(path: Path, *rows: Any) -> Path:
     return path
 
 
-def test_a_public_row_becomes_a_row_of_search_r1(tmp_path: Path) -> None:
-    made = prepare_file(jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS), "nq", "test", tmp_path / "nq.jsonl")
+def test_a_public_row_becomes_a_row_of_search_r1_in_a_file_that_is_recorded_by_its_hash(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS, HAMLET)
+    made = prepare_file(source, "nq", "test", tmp_path / "nq.jsonl", limit=2)
     first, second = (json.loads(line) for line in made.path.read_text().splitlines())
     assert (first["data_source"], first["question"]) == ("nq", "who wrote Hamlet")
     assert first["prompt"][0]["content"].endswith("Question: who wrote Hamlet?\n")
@@ -42,13 +43,8 @@ def test_a_public_row_becomes_a_row_of_search_r1(tmp_path: Path) -> None:
     assert second["extra_info"] == {"split": "test", "index": 1}
     question = read_questions(made.path)[0]
     assert (question.text, question.answers) == ("who wrote Hamlet", ("Shakespeare", "the Bard"))
-
-
-def test_a_prepared_file_is_recorded_by_its_hash(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS)
-    made = prepare_file(source, "nq", "test", tmp_path / "nq.jsonl", limit=1)
     assert json.loads((tmp_path / "nq.jsonl.json").read_text()) == {
-        "rows": 1,
+        "rows": 2,
         "sha256": hashlib.sha256(made.path.read_bytes()).hexdigest(),
         "from": [{"file": str(source), "sha256": hashlib.sha256(source.read_bytes()).hexdigest()}],
     }
@@ -84,8 +80,6 @@ def test_own_files_of_every_kind_say_the_same(kind: str, tmp_path: Path) -> None
 
 def test_fields_of_other_names_are_told(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "mine.jsonl", {"q": "Who?", "gold": ["me", "I"]})
-    with refused("missing", f"{file}, line 1"):
-        prepare_file(file, "mine", "train", tmp_path / "out.jsonl")
     made = prepare_file(file, "mine", "train", tmp_path / "out.jsonl", question="q", answers="gold")
     assert read_questions(made.path)[0].answers == ("me", "I")
 
@@ -158,17 +152,15 @@ def test_a_tool_is_told_of_behind_the_search_or_in_its_place(tmp_path: Path) -> 
     [
         (b"no place", [], "{question}"),
         (b"{question}", ["--tool", CALCULATOR], "tools"),
-        (None, [], "prompt.txt"),
         (b"{question}", ["--no-search"], "--no-search"),
         (b"{tools} {question}", ["--tool", "no_such.Tool"], "no_such"),
     ],
 )
 def test_a_prompt_that_cannot_be_used_is_refused(
-    tmp_path: Path, content: bytes | None, arguments: list[str], named: str
+    tmp_path: Path, content: bytes, arguments: list[str], named: str
 ) -> None:
     file = tmp_path / "prompt.txt"
-    if content is not None:
-        file.write_bytes(content)
+    file.write_bytes(content)
     with pytest.raises(UserError) as caught:
         own(tmp_path, "--prompt", file, *arguments)
     assert named in str(caught.value)
