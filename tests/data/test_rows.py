@@ -25,8 +25,7 @@ CAPITAL: dict[str, Any] = {
 RIVER: dict[str, Any] = {
     "data_source": "hotpotqa",
     "prompt": [{"role": "user", "content": "Which river?"}],
-    "ability": "fact-reasoning",
-    "reward_model": {"style": "rule", "ground_truth": {"target": ["Nile"]}},
+    "reward_model": {"ground_truth": {"target": ["Nile"]}},
     "extra_info": {"split": "train", "index": 0},
 }
 
@@ -53,12 +52,6 @@ def test_both_formats_give_the_same_questions(tmp_path: Path) -> None:
         extra={"split": "train", "index": 0, "hops": 1},
     )
     assert "hops" not in lines[1].extra
-
-
-def test_ids_are_unique_though_merged_data_repeats_its_index(tmp_path: Path) -> None:
-    train = read_questions(write_jsonl(tmp_path / "train.jsonl", [CAPITAL, RIVER, CAPITAL]))
-    test = read_questions(write_jsonl(tmp_path / "test.jsonl", [CAPITAL, RIVER]))
-    assert len({question.uid for question in train + test}) == 5
 
 
 def test_a_limit_reads_no_further_and_empty_lines_are_passed_over_but_counted(tmp_path: Path) -> None:
@@ -92,11 +85,10 @@ def test_a_bad_row_is_named_by_file_line_and_field(tmp_path: Path, row: Any, nam
     assert named in str(caught.value)
 
 
-@pytest.mark.parametrize("wrong", [{"reward_model": None}, {"extra_info": {"asked": datetime(2026, 1, 1)}}])
-def test_a_bad_row_of_parquet_is_named_by_its_number(tmp_path: Path, wrong: dict[str, Any]) -> None:
+def test_a_bad_row_of_parquet_is_named_by_its_number(tmp_path: Path) -> None:
     """A parquet column may hold times and bytes, which no checkpoint could hold."""
-    same = {"extra_info": {"asked": None}} if "extra_info" in wrong else {}
-    file = write_parquet(tmp_path / "train.parquet", [{**RIVER, **same}, {**RIVER, **wrong}])
+    rows = [{**RIVER, "extra_info": {"asked": asked}} for asked in (None, datetime(2026, 1, 1))]
+    file = write_parquet(tmp_path / "train.parquet", rows)
     with refused("malformed", file) as caught:
         read_questions(file)
     assert f"{file}, line 2" in str(caught.value)

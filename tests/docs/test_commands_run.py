@@ -13,17 +13,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.docs.pages import PAGES, Command, commands
 from tests.support.paths import PROJECT
-from tests.support.ports import free_port
 from tests.support.runs import Finished
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -37,7 +33,7 @@ NEEDS = {
     r"-m bench\.": "minutes or hours of measuring; tests/bench runs some in small",
     r"-m pytest|warm_start|-m examples\.searchr1\.tiny\.world": "hours, or has a test of its own",
     r"infer\.py": "a server at its port; tests/examples/test_infer.py runs it",
-    r"^curl ": "a server, which `test_the_commands_of_a_page` asks itself",
+    r"^curl |search serve|rlsys watch|--web": "a reader who ends it; tests/live/test_ports.py runs each server",
     r" [A-Z]{2,}( |$|\.)|\w\|\w|\.\.\.| \[": "is a form to be filled in",
 }
 SMALL = {
@@ -49,8 +45,6 @@ SMALL = {
     "tracking.wandb": "false",
     "tracking.tensorboard": "false",
 }
-SERVERS = {"search serve": "/health", "watch": "/", "--web": "/"}
-"""Part of a command that serves until it is ended -> where it answers."""
 
 
 def to_be_run(page: Path) -> list[Command]:
@@ -99,48 +93,22 @@ def typed(command: Command) -> str:
     return text
 
 
-@contextmanager
-def begun(text: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """The command in a shell of its own, with the environment of this interpreter; nothing that it starts is left."""
+def run(text: str, folder: Path) -> None:
+    """Run a command to its end, which must be a good one, in a shell with the environment of this interpreter."""
     paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     process = subprocess.Popen(
         ["bash", "-c", text], cwd=folder, env=os.environ | paths, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
-        yield process
+        said, _ = process.communicate()
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def run(text: str, folder: Path) -> None:
-    """Run a command to its end, which must be a good one."""
-    with begun(text, folder) as process:
-        said, _ = process.communicate()
+            os.killpg(process.pid, signal.SIGKILL)  # Nothing that it has started is left.
     assert process.returncode == 0, f"{text}\n{said[-3000:]}"
-
-
-def serve(text: str, path: str, folder: Path) -> None:
-    """Run a server until it answers, then end it; it has a port of its own."""
-    port = free_port()
-    text = re.sub(r" --port \d+", "", text)
-    with begun(f"exec {text} --port {port}", folder) as process:
-        answered = False
-        while not answered:
-            assert process.poll() is None, f"{text}\n{process.communicate()[0][-3000:]}"
-            with suppress(httpx.TransportError):
-                answered = httpx.get(f"http://127.0.0.1:{port}{path}").status_code == 200
-            time.sleep(0.3)
-        process.send_signal(signal.SIGINT)
-        process.wait()
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if to_be_run(page)], ids=lambda page: page.name)
 def test_the_commands_of_a_page(page: Path, reader: Path) -> None:
     for command in to_be_run(page):
-        text = typed(command)
-        if answers := next((path for part, path in SERVERS.items() if part in text), None):
-            serve(text, answers, reader)
-        else:
-            run(text, reader)
+        run(typed(command), reader)

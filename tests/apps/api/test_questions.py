@@ -13,7 +13,6 @@ import pytest
 from rlsys.apps.api.arguments import Files, read_data, training_files
 from rlsys.data.question import Question, read_questions, search_prompt
 from rlsys.errors import Code, UserError
-from tests.support.refusals import refused
 
 HAMLET: dict[str, Any] = {"question": "who wrote Hamlet", "golden_answers": ["Shakespeare"]}
 OWN = {"query": "who wrote Hamlet", "answers": "Shakespeare", "hops": 1}
@@ -78,16 +77,6 @@ def test_a_row_without_a_question_is_refused_by_its_place(
     assert code in (None, caught.value.code)
     assert key in f"{caught.value.key} {caught.value}"
     assert not list(tmp_path.iterdir())
-
-
-def test_held_out_questions_are_not_trained_on(tmp_path: Path) -> None:
-    rows = [{"question": f"what is {n}", "answers": [str(n)]} for n in range(5)]
-    heldout = [{"question": "What is  3", "answers": ["3"]}]
-    files = training_files(rows, heldout, None, 0, tmp_path)
-    assert (files.questions, files.dropped) == (4, 1)
-    assert [one.text[-1] for one in read_questions(files.train)] == ["0", "1", "2", "4"]
-    with refused("empty", "train_data"):
-        training_files(heldout, rows, None, 0, tmp_path)
 
 
 def test_scalars_and_arrays_of_a_data_frames_rows_are_what_they_hold(tmp_path: Path) -> None:

@@ -59,29 +59,24 @@ async def number() -> int:
     return 7
 
 
-def test_a_script_gets_the_value_and_its_own_handlers_back() -> None:
+def test_a_script_gets_the_value_or_the_error_and_its_own_handlers_back() -> None:
     def mine(*_: object) -> None:
         return
 
     before = signal.signal(signal.SIGTERM, mine)
     try:
         assert finish(number()) == 7
+        with pytest.raises(RunError, match=r"the engine died\."):
+            finish(fail())
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-async def test_a_notebook_whose_loop_runs_gets_the_value() -> None:
+async def test_a_notebook_whose_loop_runs_gets_the_value_or_the_error() -> None:
     assert finish(number()) == 7
-
-
-@pytest.mark.parametrize("in_loop", [False, True])
-def test_an_error_for_people_comes_out_of_its_group(in_loop: bool) -> None:
-    async def cell() -> None:
-        finish(fail())
-
     with pytest.raises(RunError, match=r"the engine died\."):
-        asyncio.run(cell()) if in_loop else finish(fail())
+        finish(fail())
 
 
 @pytest.mark.parametrize("in_loop", [False, True])

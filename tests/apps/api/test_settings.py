@@ -64,11 +64,6 @@ def test_a_batch_that_is_no_count_is_refused(batch: Any) -> None:
         of_batch(batch, 4)
 
 
-def test_eight_devices_are_the_published_node() -> None:
-    config = load_config("searchr1_qwen2.5_3b_1node", [f"{k}={quoted(v)}" for k, v in of_devices(8).items()])
-    assert config == load_config("searchr1_qwen2.5_3b_1node")
-
-
 @pytest.mark.parametrize(
     ("devices", "actor", "inference", "rollout"),
     [
