@@ -1,8 +1,9 @@
-"""The benchmarks run in small; that of a GPU says what it lacks on a machine that has none."""
+"""Benchmarks run in small, that of a GPU says what it lacks where there is none, and all mutants fit the code."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,15 +14,14 @@ import torch
 from bench import scheduler
 from bench.gpu import step
 from bench.gpu.figures import FULL
+from bench.mutants.__main__ import mutants
 from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
-from tests.support.browser import chromium
 from tests.support.paths import PROJECT
 
 
-def bench(name: str, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", f"bench.{name}", *flags]
+def bench(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench.gpu", *flags]
     environment = {"PYTHONPATH": str(PROJECT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    environment |= {"CHROMIUM": str(chromium()), "COLUMNS": "120"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -30,7 +30,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="it is about 
 
 @without_gpu
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    done = bench("gpu", tmp_path)
+    done = bench(tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert "--small" in done.stderr
 
@@ -38,7 +38,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 @pytest.mark.slow
 @without_gpu
 def test_the_parts_that_train_run_at_the_small_scale(tmp_path: Path) -> None:
-    done = bench("gpu", tmp_path, "--small", "--only", "step", "sync", "parity")
+    done = bench(tmp_path, "--small", "--only", "step", "sync", "parity")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "outputs/bench/gpu.json").read_text())
     assert report["failures"] == {}
@@ -56,21 +56,6 @@ def test_the_estimate_of_a_step_holds_the_states_of_training_and_not_much_more()
     assert states < step._estimate(FULL, Path(FULL.shape)) < 1.6 * states
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(chromium() is None, reason="Install Chromium, or name it in $CHROMIUM.")
-def test_a_small_report_is_measured_as_a_reader_sees_it(tmp_path: Path) -> None:
-    flags = ("--trajectories", "65", "--tokens", "260", "--folder", str(tmp_path / "kept"))
-    done = bench("report", tmp_path, *flags)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads((tmp_path / "outputs/bench/report.json").read_text())
-    run = tmp_path / "kept" / "run"
-    kept = sum(file.stat().st_size for file in (run / "trajectories").iterdir())
-    assert (result["trajectories"], result["tokens"]) == (128, 260), "whole steps of 64"
-    assert (result["report_mb"], result["run_mb"]) == ((run / "report.html").stat().st_size / 1e6, kept / 1e6)
-    figures = ("made_s", "opened_s", "read_s", "listed_s", "trajectory_s", "searched_s")
-    assert min(result[name] for name in figures) > 0
-
-
 def test_the_scheduler_is_measured_only_where_two_steps_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scheduler.run(2, 1) > 0
     monkeypatch.setattr(
@@ -78,3 +63,16 @@ def test_the_scheduler_is_measured_only_where_two_steps_are_in_flight(monkeypatc
     )
     with pytest.raises(RuntimeError, match="2 groups were in flight, not 4"):
         scheduler.run(2, 1)
+
+
+def test_every_mutant_can_be_planted_and_names_tests_that_exist(tmp_path: Path) -> None:
+    found = mutants()
+    assert len(found) >= 60
+    assert len({one.name for one in found}) == len(found)
+    for mutant in found:
+        target = tmp_path / mutant.file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(PROJECT / mutant.file, target)
+        mutant.plant(tmp_path)
+        assert target.read_text() != (PROJECT / mutant.file).read_text()
+        assert all((PROJECT / test.partition("::")[0]).exists() for test in mutant.tests), mutant.name

