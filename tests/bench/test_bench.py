@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import scheduler
 from bench.gpu import step
 from bench.gpu.figures import FULL
 from bench.mutants.__main__ import mutants
-from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
 from tests.support.paths import PROJECT
 
 
@@ -54,15 +52,6 @@ def test_the_estimate_of_a_step_holds_the_states_of_training_and_not_much_more()
     """18 bytes for each of the model's 3,085,938,688 parameters: bfloat16, a float32 gradient, Adam's three of float32."""
     states = 18 * 3_085_938_688
     assert states < step._estimate(FULL, Path(FULL.shape)) < 1.6 * states
-
-
-def test_the_scheduler_is_measured_only_where_two_steps_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert scheduler.run(2, 1) > 0
-    monkeypatch.setattr(
-        scheduler, "StalenessScheduler", lambda per_step, **_: StalenessScheduler(per_step, max_staleness=0)
-    )
-    with pytest.raises(RuntimeError, match="2 groups were in flight, not 4"):
-        scheduler.run(2, 1)
 
 
 def test_every_mutant_can_be_planted_and_names_tests_that_exist(tmp_path: Path) -> None:

@@ -35,9 +35,3 @@ def test_a_link_to_a_link_to_a_script_is_one(tmp_path: Path) -> None:
     (line,) = done.stderr.splitlines()
     assert line.startswith("no where")
     assert not (tmp_path / "out").exists()
-
-
-def test_an_interpreter_without_the_packages_is_named(tmp_path: Path) -> None:
-    done = run_script(SCRIPTS / "mg2hf_3b.sh", "a", "b", "c", cwd=tmp_path, PYTHON="/bin/false")
-    assert done.returncode == 2
-    assert done.stderr.startswith("PYTHON=/bin/false")

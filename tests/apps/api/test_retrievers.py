@@ -25,9 +25,7 @@ DOCUMENTS: list[str | dict[str, Any]] = [
 def test_own_documents_are_found(tmp_path: Path) -> None:
     bm25 = BM25Retriever.from_documents(DOCUMENTS, tmp_path / "index", top_k=1)
     with bm25.serving(tmp_path) as settings:
-        assert settings == {
-            "search.index": str(bm25.index_path), "search.url": None, "search.replicas": [], "search.topk": 1,
-        }  # fmt: skip
+        assert (settings["search.index"], settings["search.topk"]) == (str(bm25.index_path), 1)
     with SearchServer(bm25.index_path, tmp_path / "log", topk=1, threads=1) as server:
         server.wait_healthy(600)
         body = {"queries": ["capital of Kenya", "Bamako"], "topk": 1}

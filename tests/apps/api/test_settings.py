@@ -20,16 +20,10 @@ ODD = st.text(st.sampled_from("a/ .,:=\\'\"${}[]()%#&~+-0null"), max_size=12)
 NUMBER = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 
 
-@given(TEXT | ODD)
+@given(TEXT | ODD | NUMBER | st.booleans() | st.none() | st.lists(NUMBER | ODD, max_size=3))
 @example("\\${")
 @example("a\\\\${b}\\")
-def test_any_text_comes_back_from_hydra_and_omegaconf_as_it_was(text: str) -> None:
-    parsed = OverridesParser.create().parse_override(f"key={quoted(text)}")
-    assert OmegaConf.create({"key": parsed.value()}).key == text
-
-
-@given(NUMBER | st.booleans() | st.none() | st.lists(NUMBER | ODD, max_size=3))
-def test_other_values_come_back_with_their_types(value: Any) -> None:
+def test_any_value_comes_back_from_hydra_and_omegaconf_as_it_was(value: Any) -> None:
     parsed = OverridesParser.create().parse_override(f"key={quoted(value)}").value()
     found = OmegaConf.to_container(OmegaConf.create({"key": parsed}))
     assert isinstance(found, dict)

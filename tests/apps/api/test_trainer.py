@@ -88,20 +88,20 @@ def test_few_questions_are_a_step_of_their_own_and_none_is_on_both_sides(
 
 
 @pytest.mark.parametrize(
-    ("code", "key", "given", "asked_for"),
+    ("code", "key", "given"),
     [
-        ("unknown", "rl_algorithm", {"rl_algorithm": "grpoo"}, {}),
-        ("wrong_type", "search_backend", {"search_backend": HttpRetriever}, {}),
-        ("wrong_type", "overrides", {"overrides": "trainer.seed=1"}, {}),
-        ("conflict", "num_iterations", {"overrides": ["trainer.steps=2"]}, {"num_iterations": 1}),
+        ("unknown", "rl_algorithm", {"rl_algorithm": "grpoo"}),
+        ("wrong_type", "search_backend", {"search_backend": HttpRetriever}),
+        ("wrong_type", "overrides", {"overrides": "trainer.seed=1"}),
+        ("conflict", "num_iterations", {"overrides": ["trainer.steps=2"]}),
     ],
 )
 def test_an_argument_that_cannot_be_is_refused(
-    code: Code, key: str, given: dict[str, Any], asked_for: dict[str, Any], asked: list[RunConfig], tmp_path: Path
+    code: Code, key: str, given: dict[str, Any], asked: list[RunConfig], tmp_path: Path
 ) -> None:
     with refused(code, key):
         trainer = SearchR1Trainer(**{"model_name": POLICY, "search_backend": SERVER, "output_dir": tmp_path} | given)
-        trainer.train(ROWS, **asked_for)
+        trainer.train(ROWS, num_iterations=1)
     assert asked == []
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -46,19 +45,11 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
     return run
 
 
-def test_a_process_ends_with_the_sentence_and_its_code() -> None:
-    command = [sys.executable, "-m", "rlsys.apps.cli.main", "train", *TINY, "trainer.stepz=3"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("trainer.stepz")
-    assert CODED.search(line)
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [
         (("train", "-c", "nope"), "nope"),
+        (("train", *TINY, "trainer.stepz=3"), "trainer.stepz"),
         (("search", "serve", "no/folder"), "no/folder"),
         (("eval", *TINY, "--engine", "nope"), "nope"),
         (("convert", "mg2hf", "no/folder", "out", "--hf", POLICY), "no/folder"),
@@ -75,6 +66,7 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(
     assert (status, out) == (2, "")
     (line,) = error.splitlines()
     assert named in line
+    assert CODED.search(line)
     assert list(tmp_path.iterdir()) == []
 
 

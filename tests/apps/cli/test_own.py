@@ -145,17 +145,14 @@ def test_a_run_that_went_on_or_is_asked_otherwise_is_evaluated_again(world: Worl
 
 
 def test_other_settings_documents_or_questions_train_again(world: World) -> None:
-    first = world.run(world.wish())[4]
-    changed = world.run(world.wish(overrides=("algorithm.clip_high=0.3",)))
-    assert names(changed)[4] == "train"
+    trained = [world.run(world.wish())[4], world.run(world.wish(overrides=("algorithm.clip_high=0.3",)))[4]]
     (world.docs / "b.txt").write_text("Mali: capital Bamako.")
-    other_documents = world.run(world.wish())[4]
+    trained.append(world.run(world.wish())[4])
     world.questions.write_text("question,answer\n" + "".join(f"who is {n}?,{n}\n" for n in range(9)))
-    other_questions = world.run(world.wish())[4]
-    named = {
-        next(word for word in words if word.startswith("name=")) for words in (first, other_documents, other_questions)
-    }
-    assert len(named) == 3
+    trained.append(world.run(world.wish())[4])
+    assert {words[0] for words in trained} == {"train"}
+    names = [next(word for word in words if word.startswith("name=")) for words in trained]
+    assert len(set(names)) == 3, "of each set of documents and questions"
 
 
 def test_own_heldout_questions_prompt_and_tools_are_passed_on(world: World, tmp_path: Path) -> None:

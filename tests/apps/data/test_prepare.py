@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,11 @@ def test_own_files_of_every_kind_say_the_same(kind: str, tmp_path: Path) -> None
     elif kind == "parquet":
         parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     else:
-        comma = "," if kind == "csv" else "\t"
-        text = [f"query{comma}answer", f'"Größte Stadt, von allen?"{comma}Tokio', f'Who?{comma}"a ""b"""']
-        file.write_text("\n".join(text) + "\n", encoding="utf-8")
+        text = 'query,answer\n"Größte Stadt, von allen?",Tokio\nWho?,"a ""b"""\n'
+        file.write_text(text if kind == "csv" else re.sub(",(?! )", "\t", text), encoding="utf-8")
     made = prepare_file(file, "mine", "train", tmp_path / "out.jsonl")
-    assert [(one.text, one.answers, one.data_source) for one in read_questions(made.path)] == [
-        ("Größte Stadt, von allen?", ("Tokio",), "mine"), ("Who?", ('a "b"',), "mine"),
+    assert [(one.text, *one.answers, one.data_source) for one in read_questions(made.path)] == [
+        ("Größte Stadt, von allen?", "Tokio", "mine"), ("Who?", 'a "b"', "mine"),
     ]  # fmt: skip
 
 

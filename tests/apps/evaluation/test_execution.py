@@ -15,7 +15,6 @@ from rlsys.apps.evaluation.execution import (
     limits_of,
     prompted,
     require_its_weights,
-    require_texts,
     run_evaluation,
     with_passages,
 )
@@ -83,13 +82,6 @@ async def test_rag_puts_the_passages_of_its_search_before_the_question() -> None
     cause = root_cause(error.value)
     assert isinstance(cause, RunError)
     assert "q:1" in str(cause)
-
-
-def test_a_question_without_its_text_is_refused_where_it_is_needed() -> None:
-    bare = Question("q:9", "prompt", ("x",), text=" ")
-    require_texts(Baseline.none, [bare])
-    with refused("conflict", "--baseline"):
-        require_texts(Baseline.cot, [QUESTION, bare])
 
 
 @pytest.fixture

@@ -101,14 +101,6 @@ def test_the_runs_config_says_the_original(saved: Path, tmp_path: Path) -> None:
     assert find(saved, other).original == other
 
 
-def test_a_runs_folder_names_its_newest_checkpoint(saved: Path) -> None:
-    (saved.parent / "global_step_9").mkdir()
-    for folder in (saved.parents[1], saved.parent):
-        with refused("mismatch", folder) as caught:
-            find(folder)
-        assert "global_step_12/actor" in str(caught.value)
-
-
 def test_a_checkpoint_that_is_not_whole_is_refused(saved: Path) -> None:
     (saved / "actor" / "shard.bin").write_bytes(b"123")
     with pytest.raises(UserError, match=r"shard\.bin"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from html.parser import HTMLParser
 from io import StringIO
-from itertools import pairwise
 from pathlib import Path
 
 from rich.console import Console
@@ -66,9 +65,8 @@ def test_the_table_fits_80_columns_and_has_a_row_for_everything() -> None:
     assert max(map(len, lines)) <= 80
     sets = ["2WikiMultiHopQA", "1 hop", "2 hops", "own[bold]", "average"]
     assert [first for line in lines if (first := line[:16].strip()) in sets] == sets
-    (row, interval), *_ = [(line.split(), below.split()) for line, below in pairwise(lines) if line.startswith("2Wiki")]
+    (row,) = [line.split() for line in lines if line.startswith("2Wiki")]
     assert row == ["2WikiMultiHopQA", "2", "50.0", "50.0", "50.0", "50.0", "0.50", "4"]
-    assert interval[0] == "9.5-90.5"
 
 
 EVIL = [
