@@ -36,15 +36,8 @@ NEEDS = {
     r"^curl |search serve|rlsys watch|--web": "a reader who ends it; tests/live/test_ports.py runs each server",
     r" [A-Z]{2,}( |$|\.)|\w\|\w|\.\.\.| \[": "is a form to be filled in",
 }
-SMALL = {
-    "trainer.steps": "2",
-    "trainer.prompts_per_step": "4",
-    "trainer.mini_batches": "1",
-    "algorithm.n_samples": "4",
-    "eval.limit": "4",
-    "tracking.wandb": "false",
-    "tracking.tensorboard": "false",
-}
+SMALL = "trainer.steps=2 trainer.prompts_per_step=4 trainer.mini_batches=1 algorithm.n_samples=4 eval.limit=4"
+SMALL += " tracking.wandb=false tracking.tensorboard=false"
 
 
 def to_be_run(page: Path) -> list[Command]:
@@ -87,7 +80,7 @@ def typed(command: Command) -> str:
     text = re.sub(r"global_step_(12|100)\b", "global_step_2", command.text)
     text = text.replace("outputs/own/runs/RUN", "outputs/RUN")
     if re.search(r"\brlsys train -c searchr1_tiny_cpu\b", text) and "--dry-run" not in text:
-        text += "".join(f" {key}={value}" for key, value in SMALL.items() if f" {key}=" not in text)
+        text = " ".join([text, *(one for one in SMALL.split() if one.partition("=")[0] not in text)])
     if text.startswith("rlsys eval"):
         text = re.sub(r" --limit \d+", "", text) + " --limit 4"
     return text

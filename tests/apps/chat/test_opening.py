@@ -23,7 +23,7 @@ from rlsys.apps.evaluation.evaluation_inputs import EngineName, Model
 from rlsys.apps.evaluation.execution import asking
 from rlsys.config.compose import as_dict, load_config
 from rlsys.data.question import Question
-from rlsys.errors import Code, RunError
+from rlsys.errors import Code
 from tests.support.chat import write_rows
 from tests.support.refusals import refused
 from tests.support.tiny import Search, search_server
@@ -45,7 +45,9 @@ def settings(search: Search) -> ChatSettings:
     return ChatSettings(config, lambda text: f"Question: {text}\n", ())
 
 
-async def test_the_policy_answers_as_in_an_evaluation(settings: ChatSettings, search: Search) -> None:
+async def test_the_policy_answers_as_in_an_evaluation_once_the_server_has(
+    settings: ChatSettings, search: Search
+) -> None:
     model = Model(POLICY, None)
     config = replace(settings.config, model=replace(settings.config.model, path=str(POLICY)))
     async with asking(config, EngineName.transformers) as ask:
@@ -61,13 +63,6 @@ async def test_the_policy_answers_as_in_an_evaluation(settings: ChatSettings, se
             assert (told[-1].answer, told[-1].searches) == (one.answer, one.searches)
     assert asked
     assert search.asked == [*asked, "Is anybody there?", *asked]
-
-
-async def test_a_server_that_is_down_is_said_before_the_first_question(settings: ChatSettings) -> None:
-    down = replace(settings.config, search=replace(settings.config.search, url="http://127.0.0.1:9", retries=0))
-    with pytest.raises(RunError, match=r"127\.0\.0\.1:9"):
-        async with opened(Model(POLICY, None), replace(settings, config=down), EngineName.transformers):
-            pass
 
 
 @pytest.mark.parametrize(

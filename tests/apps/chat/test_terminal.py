@@ -52,11 +52,10 @@ def test_nothing_acts_on_a_terminal() -> None:
     assert not set(out.getvalue()) & {"\x1b", "\x07", "\u202e", "\x9b", "\udc80"}
 
 
-@pytest.mark.parametrize(("encoding", "shown"), [("ascii", "> \\u6771 \\xe9\n"), ("latin-1", "> \\u6771 é\n")])
-def test_characters_that_an_encoding_lacks_are_spelled_out(encoding: str, shown: str) -> None:
-    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+def test_characters_that_an_encoding_lacks_are_spelled_out() -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     TextScreen(Console(file=out, color_system=None), echo=True).show(Asked("東 é", ""))
-    assert out.buffer.getvalue().decode(encoding) == shown  # type: ignore[attr-defined]
+    assert out.buffer.getvalue() == b"> \\u6771 \xe9\n"  # type: ignore[attr-defined]
 
 
 async def test_an_engine_that_dies_is_shown_and_raised() -> None:
