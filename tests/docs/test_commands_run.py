@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import PAGES, Command, commands
+from tests.docs.pages import PAGES, commands
 from tests.support.paths import PROJECT
 from tests.support.runs import Finished
 
@@ -40,9 +40,9 @@ SMALL = "trainer.steps=2 trainer.prompts_per_step=4 trainer.mini_batches=1 algor
 SMALL += " tracking.wandb=false tracking.tensorboard=false"
 
 
-def to_be_run(page: Path) -> list[Command]:
+def to_be_run(page: Path) -> list[str]:
     """The commands of a page that run here."""
-    return [one for one in commands(page) if one.in_block and not any(re.search(p, one.text) for p in NEEDS)]
+    return [text for text, in_block in commands(page) if in_block and not any(re.search(p, text) for p in NEEDS)]
 
 
 @pytest.fixture(scope="session")
@@ -75,9 +75,9 @@ def reader(tmp_path: Path, finished: Finished) -> Path:
     return tmp_path
 
 
-def typed(command: Command) -> str:
+def typed(command: str) -> str:
     """The command with sizes that suit a test, and a step that the runs have."""
-    text = re.sub(r"global_step_(12|100)\b", "global_step_2", command.text)
+    text = re.sub(r"global_step_(12|100)\b", "global_step_2", command)
     text = text.replace("outputs/own/runs/RUN", "outputs/RUN")
     if re.search(r"\brlsys train -c searchr1_tiny_cpu\b", text) and "--dry-run" not in text:
         text = " ".join([text, *(one for one in SMALL.split() if one.partition("=")[0] not in text)])
