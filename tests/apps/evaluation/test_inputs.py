@@ -8,9 +8,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file
 
 from rlsys.apps.evaluation.evaluation_inputs import (
     Baseline,
@@ -29,6 +27,7 @@ from rlsys.weights.checkpoint.store import CheckpointStore
 from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
 from tests.support.refusals import refused
 from tests.support.tiny_models import POLICY
+from tests.weights.convert.models import assert_same_tensors
 
 DEAD = "http://127.0.0.1:9"
 
@@ -129,9 +128,7 @@ def test_a_checkpoint_is_converted_for_as_long_as_it_takes(tmp_path: Path) -> No
     work.mkdir()
     with suppress(ZeroDivisionError), as_hf(find(tmp_path / "megatron"), work) as path:
         assert work in path.parents
-        got, expected = (load_file(folder / "model.safetensors") for folder in (path, POLICY))
-        assert got.keys() == expected.keys()
-        assert all(torch.equal(got[name], expected[name]) for name in expected)
+        assert_same_tensors(path, POLICY)
         assert (path / "tokenizer.json").is_file()
         raise ZeroDivisionError
     assert list(work.iterdir()) == []
