@@ -27,15 +27,9 @@ _INLINE = re.compile(r"`(rlsys [^`]+|python -m [^`]+|bash [^`]+)`")
 
 def commands(page: Path) -> Iterator[tuple[str, bool]]:
     """All commands of `page`, each on one line, in its order; and whether it stands in a block, or else in a sentence."""
-    text = page.read_text(encoding="utf-8")
-    pending = ""
+    text = re.sub(r"\s*\\\n\s*", " ", page.read_text(encoding="utf-8"))
     for line in _block_lines(text):
-        joined = f"{pending} {line.strip()}" if pending else line.strip()
-        if joined.endswith("\\"):
-            pending = joined[:-1].strip()
-            continue
-        pending = ""
-        bare = re.sub(r"\s{2,}#.*$", "", joined)
+        bare = re.sub(r"\s{2,}#.*$", "", line.strip())
         if _COMMAND.match(bare):
             yield bare, True
     outside = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
