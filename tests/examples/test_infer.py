@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from examples.searchr1 import infer
-from tests.support.refusals import refused
 from tests.support.tiny import search_server
 from tests.support.tiny_models import POLICY
 
@@ -37,10 +36,3 @@ def test_a_question_is_answered_with_searches(ask: Ask) -> None:
     searches = said.count("<information>")
     assert said.rstrip().endswith(f"({searches} searches)")
     assert len(search.asked) == searches + 1, "one to see whether it answers"
-
-
-def test_a_mistake_is_refused(ask: Ask) -> None:
-    with refused("malformed", "--search-url"):
-        ask("--search_url", "nowhere")
-    with refused("out_of_range", "task.max_prompt_tokens"):
-        ask("--max_turns", "0", "--question", "why " * 5000)

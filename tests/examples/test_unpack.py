@@ -125,8 +125,3 @@ def test_a_file_that_grows_a_little_is_no_attack(tmp_path: Path) -> None:
     plain = bytes(50 << 20)
     unpack(write(tmp_path, gzip.compress(plain, 1)), tmp_path / "out", list[int]().append)
     assert (tmp_path / "out").stat().st_size == len(plain)
-
-
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="none"):
-        unpack(write(tmp_path, gzip.compress(CONTENT, mtime=0)), tmp_path / "none" / "out", list[int]().append)

@@ -80,13 +80,6 @@ def test_a_file_of_which_nothing_can_be_read_is_refused(
         assert caught.value.key == str(file)
 
 
-def test_a_folder_that_is_gone_is_named(trained: TrainingResult, tmp_path: Path) -> None:
-    trained.run_dir.rename(tmp_path / "moved")
-    for ask in (lambda: trained.history, trained.report):
-        with pytest.raises(UserError, match=str(trained.run_dir)):
-            ask()
-
-
 def test_an_evaluation_is_read_and_a_figure_that_is_not_there_is_named(evaluated: EvaluationResult) -> None:
     assert (evaluated.em, evaluated.f1, evaluated.questions) == (0.25, 0.5, 4)
     assert str(evaluated).startswith("EM 0.250, F1 0.500, 1.50 searches a question, 4 questions; see ")

@@ -26,7 +26,7 @@ from rlsys.apps.chat.conversation import (
 from rlsys.config.schema import TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Trajectory
-from rlsys.rollout.agent.episode import EpisodeTools, Generation, TurnSampling, run_episode
+from rlsys.rollout.agent.episode import EpisodeTools, TurnSampling, run_episode
 from tests.support.chat import ANSWERS, PASSAGE, SEARCHES, Script, Shelf, codec, conversation, task
 
 QUESTION = "What is the capital of France?"
@@ -41,20 +41,10 @@ def response(events: list[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, TextPiece | Observed))
 
 
-class Silent:
-    """A script as a plain generator."""
-
-    def __init__(self, script: Script) -> None:
-        self._script = script
-
-    async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
-        return await self._script.generate(input_ids, sampling, rid, lambda _: None)
-
-
 async def trained(turns: tuple[str, ...], search: Shelf, tasks: TaskConfig) -> tuple[Script, Trajectory]:
     """The episode that training would play, and its engine."""
     script = Script(codec(), turns)
-    tools = EpisodeTools(Silent(script), search, script.codec, tasks)
+    tools = EpisodeTools(script, search, script.codec, tasks)
     sampling = TurnSampling(0.0, stop=("</search>", "</answer>"))
     return script, await run_episode(Question("other", f"Question: {QUESTION}\n", ()), 0, tools, sampling)
 
@@ -146,18 +136,6 @@ def pieces(parts: list[str]) -> list[tuple[Kind, str]]:
     found += segments.end()
     assert all(text for _, text in found)
     return [(kind, "".join(text for _, text in group)) for kind, group in groupby(found, key=lambda piece: piece[0])]
-
-
-def test_a_tag_counts_to_what_it_opens_and_closes() -> None:
-    text = "so <think>hm < 3</think>\n<search> q </search>tail<answer>x"
-    assert pieces([text]) == [
-        (Kind.text, "so "),
-        (Kind.thought, "<think>hm < 3</think>"),
-        (Kind.text, "\n"),
-        (Kind.search, "<search> q </search>"),
-        (Kind.text, "tail"),
-        (Kind.answer, "<answer>x"),
-    ]
 
 
 @settings(max_examples=50)

@@ -70,14 +70,6 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_each_problem_of_a_config_is_a_line(call: Call, tmp_path: Path) -> None:
-    status, _, error = call("train", *TINY, "--dry-run", f"model.path={tmp_path}", "trainer.steps=0")
-    assert status == 2
-    lines = error.strip().splitlines()
-    assert {"trainer.steps=0", f"model.path={tmp_path}"} <= {line.partition(" ")[0] for line in lines}
-    assert CODED.search(lines[-1])
-
-
 @pytest.mark.parametrize("words", [("train",), ("nope",)])
 def test_a_wrong_use_of_the_command_has_status_2(call: Call, words: tuple[str, ...]) -> None:
     status, _, error = call(*words)

@@ -17,7 +17,6 @@ from scipy import stats
 from rlsys.orchestrator.evaluation.scores import (
     AnswerScores,
     bootstrap,
-    estimate,
     mean_of,
     pass_at,
     scores_of,
@@ -96,14 +95,6 @@ def test_bootstrap_is_near_scipys_and_repeats() -> None:
     got = bootstrap(values)
     assert (got.low, got.high) == pytest.approx((expected.low, expected.high), abs=0.006)
     assert bootstrap(values) == got
-
-
-@settings(max_examples=50)
-@given(st.lists(st.sampled_from([0.0, 1.0, 0.5, 1 / 3]), min_size=1, max_size=12))
-def test_an_interval_holds_its_mean(values: list[float]) -> None:
-    got = estimate(values)
-    assert 0 <= got.low <= got.mean <= got.high <= 1
-    assert got.mean == pytest.approx(fmean(values))
 
 
 def test_the_mean_of_two_sets_covers_what_it_promises() -> None:
