@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,26 +11,23 @@ from examples.searchr1 import infer
 from tests.support.tiny import search_server
 from tests.support.tiny_models import POLICY
 
-Ask = Callable[..., str]
 
-
-@pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Ask:
-    """Run the script with these flags: its output."""
+def test_a_question_is_answered_with_searches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
-
-    def run(*flags: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["infer.py", "--model_id", str(POLICY), *flags])
-        infer.main()
-        return capsys.readouterr().out
-
-    return run
-
-
-def test_a_question_is_answered_with_searches(ask: Ask) -> None:
     with search_server() as search:
-        flags = ("--search_url", search.url, "--temperature", "0", "--max_turns", "2")
-        said = ask(*flags, "--question", "Where is Bamako")
+        given = {
+            "model_id": POLICY,
+            "search_url": search.url,
+            "temperature": 0,
+            "max_turns": 2,
+            "question": "Where is Gao",
+        }
+        words = [str(word) for flag, value in given.items() for word in (f"--{flag}", value)]
+        monkeypatch.setattr(sys, "argv", ["infer.py", *words])
+        infer.main()
+    said = capsys.readouterr().out
     assert "\n\nAnswer: " in said
     searches = said.count("<information>")
     assert said.rstrip().endswith(f"({searches} searches)")

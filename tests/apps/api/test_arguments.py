@@ -67,12 +67,6 @@ def test_settings_of_one_run_alone_are_not_handed_on() -> None:
     assert made.overrides == ("name=n", "search.url='http://a:1'", "search.token_env=T", "search.timeout_s=77")
 
 
-@pytest.mark.parametrize("batch", [8.0, True, 0])
-def test_a_batch_that_is_no_count_is_refused(batch: Any) -> None:
-    with refused("out_of_range", "batch_size"):
-        of_batch(batch, 4)
-
-
 @pytest.mark.parametrize(
     ("devices", "actor", "inference", "rollout"),
     [
@@ -92,6 +86,12 @@ def test_devices_are_dealt_to_the_groups(devices: Any, actor: str, inference: st
 def test_devices_that_are_none_are_refused(devices: Any) -> None:
     with refused("out_of_range", "devices"):
         of_devices(devices)
+
+
+@pytest.mark.parametrize("batch", [8.0, True, 0])
+def test_a_batch_that_is_no_count_is_refused(batch: Any) -> None:
+    with refused("out_of_range", "batch_size"):
+        of_batch(batch, 4)
 
 
 def test_a_reward_has_terms_and_keys() -> None:

@@ -169,14 +169,13 @@ asyncio.run(cell())
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.timeout(600)
 def test_ten_lines_train_and_evaluate_even_where_a_loop_runs(tmp_path: Path) -> None:
     """In a script without a guard of its main module and within a running loop, as in a notebook."""
     script = tmp_path / "cell.py"
     script.write_text(NOTEBOOK.format(outputs=str(tmp_path / "my outputs")))
     done = subprocess.run(
         [sys.executable, script], cwd=PROJECT, env=os.environ | {"PYTHONPATH": str(PROJECT)},
-        capture_output=True, text=True, timeout=550, check=False,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run_dir, checkpoint, command, saved = json.loads(done.stdout.splitlines()[-1])

@@ -70,12 +70,6 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("words", [("train",), ("nope",)])
-def test_a_wrong_use_of_the_command_has_status_2(call: Call, words: tuple[str, ...]) -> None:
-    status, _, error = call(*words)
-    assert (status, "Usage" in error, "Traceback" in error) == (2, True, False)
-
-
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
