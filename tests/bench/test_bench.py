@@ -12,31 +12,27 @@ import pytest
 import torch
 
 from bench.gpu import step
+from bench.gpu.__main__ import main
 from bench.gpu.figures import FULL
 from bench.mutants.__main__ import mutants
 from tests.support.paths import PROJECT
-
-
-def bench(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bench.gpu", *flags]
-    environment = {"PYTHONPATH": str(PROJECT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without a GPU")
 
 
 @without_gpu
-def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
-    done = bench(tmp_path)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "--small" in done.stderr
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    with pytest.raises(SystemExit, match="--small"):
+        main()
 
 
 @pytest.mark.slow
 @without_gpu
 def test_the_parts_that_train_run_at_the_small_scale(tmp_path: Path) -> None:
-    done = bench(tmp_path, "--small", "--only", "step", "sync", "parity")
+    command = [sys.executable, "-m", "bench.gpu", "--small", "--only", "step", "sync", "parity"]
+    environment = {"PYTHONPATH": str(PROJECT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "outputs/bench/gpu.json").read_text())
     assert report["failures"] == {}

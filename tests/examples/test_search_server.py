@@ -25,9 +25,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("my data")
     (folder / "wiki-18.jsonl").write_text("".join(json.dumps(passage) + "\n" for passage in PASSAGES))
     (folder / "pages.jsonl").write_text('{"url": "AM", "contents": "A whole page."}\n')
-    places = ["--corpus_path", str(folder / "wiki-18.jsonl"), "--save_dir", str(folder / "dense")]
-    encoder = ["--retrieval_method", "minilm", "--model_path", "minilm"]
-    assert index_builder.build(index_builder.parser().parse_args([*places, *encoder]))
+    places = ["--corpus_path", str(folder / "wiki-18.jsonl"), "--save_dir", str(folder / "index")]
+    assert index_builder.build(index_builder.parser().parse_args([*places, "--retrieval_method", "bm25"]))
     return folder
 
 
@@ -37,7 +36,7 @@ def flags_of(*words: str) -> Namespace:
 
 async def test_a_folder_is_opened_with_its_pages(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(data)
-    flags = flags_of("--index_path", "dense", "--corpus_path", "wiki-18.jsonl", "--pages_path", "pages.jsonl")
+    flags = flags_of("--index_path", "index", "--corpus_path", "wiki-18.jsonl", "--pages_path", "pages.jsonl")
     parts = local_retrieval_server.load(flags)
     try:
         ((first, _),) = parts.retriever.find(parts.retriever.prepare(["What is the capital of Armenia?"]), 2)
@@ -58,8 +57,8 @@ async def test_a_folder_is_opened_with_its_pages(data: Path, monkeypatch: pytest
         (("a.index", "--retriever_name", "bm25"), "unsupported", "--retriever_name"),
         (("a.index", "--pages_path", "p"), "not_found", "--pages_path"),
         (("lucene",), "unsupported", "--index_path"),
-        (("{data}/dense", "--retriever_name", "e5"), "mismatch", "--retriever_name"),
-        (("{data}/dense", "--corpus_path", "other.jsonl"), "mismatch", "--corpus_path"),
+        (("{data}/index", "--retriever_name", "e5"), "mismatch", "--retriever_name"),
+        (("{data}/index", "--corpus_path", "other.jsonl"), "mismatch", "--corpus_path"),
     ],
 )
 def test_flags_that_do_not_go_together_or_with_the_folder_are_refused(

@@ -40,7 +40,7 @@ NUMBER = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 @example("a\\\\${b}\\")
 def test_any_value_comes_back_from_hydra_and_omegaconf_as_it_was(value: Any) -> None:
     parsed = OverridesParser.create().parse_override(f"key={quoted(value)}").value()
-    found = OmegaConf.to_container(OmegaConf.create({"key": parsed}))
+    found = OmegaConf.to_container(OmegaConf.create({"key": parsed}), resolve=True)
     assert isinstance(found, dict)
     assert found["key"] == value
     assert type(found["key"]) is type(value)
