@@ -19,8 +19,8 @@ from rlsys.observe.kept import Kept, read_kept_step
 from rlsys.observe.run_folder import open_run
 from rlsys.report.report_page import compressed, inline_json
 from rlsys.report.run_model import ANSWERS, CHUNK, Memory, TrajectoryIndex, build, names_of, read_chunk, row_of, runs_of
-from tests.apps.evaluation.answers import SEARCH, answered, asked, turn
 from tests.report.made import Maker, Size, add_measured, made_run
+from tests.support.answers import SEARCH, answered, asked, turn
 from tests.support.damage import LEVELS, holding
 
 

@@ -1,24 +1,28 @@
-"""`rlsys own`: the commands it stands for, in order, and what another call leaves out."""
+"""`rlsys own`: the commands it stands for, what another call leaves out, and mistakes, told before anything is made."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import pytest
-from typer import Exit, Typer
+from huggingface_hub.errors import LocalEntryNotFoundError
+from typer import Exit
 from typer.testing import CliRunner
 
-from rlsys.apps.cli.data import app as data
-from rlsys.apps.cli.data import split
+from rlsys.apps.cli.main import app
 from rlsys.apps.cli.own import Wish, Words, _run, commands
-from rlsys.apps.cli.search import app as search
 from rlsys.config.compose import load_config
+from rlsys.errors import UserError
 from rlsys.observe.status import Progress
 from rlsys.orchestrator.run_logger import RunLogger
-from tests.support.paths import PROJECT
+from tests.support.tiny_models import POLICY
 
-POLICY = PROJECT / "examples/searchr1/tiny/policy"
+HUB = "Some/Model"
+"""A name that would be downloaded."""
 
 
 class World:
@@ -47,27 +51,18 @@ class World:
         return done
 
     def carry_out(self, words: Words) -> None:
-        splitter = Typer()
-        splitter.command()(split)
         match words:
-            case ("search", *rest):
-                result = CliRunner().invoke(search, rest)
-            case ("data", "split", *rest):
-                result = CliRunner().invoke(splitter, rest)
-            case ("data", *rest):
-                result = CliRunner().invoke(data, rest)
             case ("train", "-c", name, "--folder-to", note, *settings):
-                return self.train(name, Path(note), settings)
+                self.train(name, Path(note), settings)
             case ("eval", *rest):
                 out = Path(rest[rest.index("--out") + 1])
                 out.mkdir()
                 (out / "results.json").write_text("{}")
-                return None
             case ("report", run_dir):
                 assert (Path(run_dir) / "summary.json").is_file()
-                return None
-        assert result.exit_code == 0, result.output
-        return None
+            case _:
+                result = CliRunner().invoke(app, words)
+                assert result.exit_code == 0, result.output
 
     def train(self, name: str, note: Path, settings: list[str]) -> None:
         config = load_config(name, settings)
@@ -83,8 +78,16 @@ class World:
         (run_dir / "summary.json").write_text(json.dumps(summary))
 
 
+class Downloaded(Exception):
+    """The Hub was asked."""
+
+
 @pytest.fixture
-def world(tmp_path: Path) -> World:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    def ask(name: str, *, local_files_only: bool = False, **_: object) -> str:
+        raise LocalEntryNotFoundError(name) if local_files_only else Downloaded(name)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", ask)
     return World(tmp_path)
 
 
@@ -107,12 +110,7 @@ def test_from_documents_to_a_report(world: World) -> None:
     assert done[5][-len(settings) :] == settings, "evaluated as it was trained"
 
 
-def test_finished_work_is_not_done_again(world: World) -> None:
-    world.run(world.wish())
-    assert names(world.run(world.wish()))[4:] == ["report"]
-
-
-def test_a_run_that_was_broken_off_goes_on(world: World) -> None:
+def test_a_run_that_was_broken_off_goes_on_and_finished_work_is_not_done_again(world: World) -> None:
     world.killed = True
     with pytest.raises(KeyboardInterrupt):
         world.run(world.wish())
@@ -120,34 +118,28 @@ def test_a_run_that_was_broken_off_goes_on(world: World) -> None:
     again = world.run(world.wish())
     assert names(again)[4:] == ["train", "eval", "report"]
     assert "resume=auto" in again[4]
+    assert names(world.run(world.wish()))[4:] == ["report"]
 
 
 def test_a_run_that_went_on_or_is_asked_otherwise_is_evaluated_again(world: World) -> None:
     asked = []
     for more in ({"steps": 2}, {"steps": 4}, {"steps": 4, "overrides": ("eval.limit=3",)}):
-        done = world.run(world.wish(**more))
-        (words,) = [words for words in done if words[0] == "eval"]
+        (words,) = [words for words in world.run(world.wish(**more)) if words[0] == "eval"]
         asked.append(Path(words[words.index("--out") + 1]))
-    assert len(set(asked)) == 3
     assert len({folder.parent for folder in asked}) == 1, "one run, which went on"
-    assert [folder.name.rpartition("-")[0] for folder in asked] == [
-        "eval-global_step_2", "eval-global_step_4", "eval-global_step_4",
-    ]  # fmt: skip
-    assert names(world.run(world.wish(steps=4, overrides=("eval.limit=3",))))[4:] == ["report"]
+    assert len(set(asked)) == 3
+    assert [folder.name.rpartition("-")[0][-1] for folder in asked] == ["2", "4", "4"], "the steps of each checkpoint"
 
 
 def test_other_settings_documents_or_questions_train_again(world: World) -> None:
-    first = world.run(world.wish())[4]
-    changed = world.run(world.wish(overrides=("algorithm.clip_high=0.3",)))
-    assert names(changed)[4] == "train"
+    trained = [world.run(world.wish())[4], world.run(world.wish(overrides=("algorithm.clip_high=0.3",)))[4]]
     (world.docs / "b.txt").write_text("Mali: capital Bamako.")
-    other_documents = world.run(world.wish())[4]
+    trained.append(world.run(world.wish())[4])
     world.questions.write_text("question,answer\n" + "".join(f"who is {n}?,{n}\n" for n in range(9)))
-    other_questions = world.run(world.wish())[4]
-    named = {
-        next(word for word in words if word.startswith("name=")) for words in (first, other_documents, other_questions)
-    }
-    assert len(named) == 3
+    trained.append(world.run(world.wish())[4])
+    assert {words[0] for words in trained} == {"train"}
+    names = [next(word for word in words if word.startswith("name=")) for words in trained]
+    assert len(set(names)) == 3, "of each set of documents and questions"
 
 
 def test_own_heldout_questions_prompt_and_tools_are_passed_on(world: World, tmp_path: Path) -> None:
@@ -175,3 +167,76 @@ def test_a_command_that_fails_ends_it_as_it_ended(capfd: pytest.CaptureFixture[s
         _run(("report", "/nowhere"))
     assert ended.value.exit_code == 2
     assert "/nowhere" in capfd.readouterr().err
+
+
+def refusal(world: World, model: str | Path = HUB, **more: object) -> UserError:
+    """The error that refuses a wish and leaves everything as it was."""
+    before = set(world.docs.parent.rglob("*"))
+    with pytest.raises(UserError) as caught:
+        next(commands(replace(world.wish(**more), model=model)))
+    assert set(world.docs.parent.rglob("*")) == before
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def of_questions(text: str) -> Callable[[World], object]:
+    return lambda world: world.questions.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "key"),
+    [
+        (lambda world: world.docs.rename(world.docs.with_name("elsewhere")), None, "docs"),
+        (lambda world: (world.docs / "a.txt").write_text(" \n"), "empty", "docs"),
+        (lambda world: world.questions.unlink(), "not_found", "QUESTIONS"),
+        (of_questions("question,answer\nwhat is 1?,1\n  ,2\n"), "missing", "q.csv, line 3"),
+        (of_questions("question,answer\nwhat?,1\nwho?,2\n"), "out_of_range", "q.csv"),
+        (lambda world: world.out.write_text("a file"), "denied", "--out"),
+        ({"overrides": ("trainer.stps=3",)}, None, "trainer.stps"),
+        ({"overrides": ("trainer.steps=2",), "steps": 1}, "conflict", "--steps"),
+        ({"encoder": "minilm"}, "conflict", "--encoder"),
+        ({"heldout": Path("no.csv")}, "conflict", "--holdout"),
+        ({"overrides": ("task.max_turn_tokens=9999",)}, None, "task.max_total_tokens"),
+        ({"tools": ("nosuch.Tool",)}, None, "nosuch"),
+        ({"kind": "dense", "encoder": "no/such"}, None, "no/such"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_anything_is_made(
+    world: World, change: Callable[[World], object] | dict[str, object], code: str | None, key: str
+) -> None:
+    more = change if isinstance(change, dict) else {}
+    if callable(change):
+        change(world)
+    problem = refusal(world, **more)
+    assert code in (None, problem.code)
+    assert key in f"{problem.key} {problem}"
+
+
+def test_a_model_is_downloaded_once_all_else_is_sound_and_is_checked_then(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = replace(world.wish(), model=HUB)
+    with pytest.raises(Downloaded, match=HUB):
+        next(commands(wish))
+    empty = world.docs.with_name("hub")
+    empty.mkdir()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(empty))
+    assert str(empty) in str(refusal(world))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(POLICY))
+    (train,) = (words for words in world.run(wish) if words[0] == "train")
+    assert f"model.path={POLICY}" in train
+
+
+def test_a_run_that_cannot_be_read_goes_on(world: World) -> None:
+    first = world.run(world.wish())
+    run_dir = Path(first[-1][1])
+    damages: list[tuple[str, Callable[[Path], object]]] = [
+        ("summary.json", lambda file: file.write_text("{")),
+        ("config.yaml", lambda file: file.write_text("a: [")),
+    ]
+    for name, damage in damages:
+        damage(run_dir / name)
+        again = world.run(world.wish())
+        assert names(again)[4:] == ["train", "report"], "what is evaluated stays so"
+        assert again[4] == first[4]
+        assert again[-1] == ("report", str(run_dir))
