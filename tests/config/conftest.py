@@ -13,18 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from rlsys.config.compose import PROJECT_CONFIGS, as_dict, load_config, recorded, typed
 from rlsys.config.schema import RunConfig
-
-SHAPE = {
-    "model_type": "qwen2",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
+from tests.support.tiny_shape import SHAPE
 
 
 @pytest.fixture

@@ -17,11 +17,8 @@ TinyRun = Callable[..., RunConfig]
     "setting",
     [
         "algorithm.kl_coef=0.5",
-        "algorithm.correction.kind=mask",
         "actor.optimizer.lr=1e-7",
-        "actor.optimizer.distributed=false",
         "critic.value_clip=0.1",
-        "trainer.seed=7",
         "trainer.prompts_per_step=16",
         "task.tags.search=find",
         "reward.terms={exact_match: 2.0}",

@@ -26,13 +26,10 @@ def keys(config: RunConfig) -> list[str]:
     return [problem.key for problem in find_problems(config)]
 
 
-def test_a_cluster_that_has_room_is_valid(tiny_run: TinyRun) -> None:
-    assert keys(tiny_run(*TWO_MACHINES, APART)) == []
-
-
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
+        ([*TWO_MACHINES, APART], None),
         (["cluster.nodes=2"], "cluster.devices_per_node"),
         ([*TWO_MACHINES, "cluster.placement.rollout='4'"], "cluster.placement"),
         ([*TWO_MACHINES, APART, "cluster.sync_mode=tensor"], "cluster.sync_mode"),
@@ -42,13 +39,13 @@ def test_a_cluster_that_has_room_is_valid(tiny_run: TinyRun) -> None:
             "cluster.search.nodes",
         ),
         (["cluster.search.nodes=['1']"], "cluster.search.nodes"),
-        (["cluster.search.nodes=['0']", "search.index=null"], "cluster.search.nodes"),
         (["cluster.sync_mode=ipc"], "cluster.sync_mode"),
-        (["cluster.search.port=0"], "cluster.search.port"),
     ],
 )
-def test_settings_that_do_not_fit_the_machines_are_named(tiny_run: TinyRun, overrides: list[str], key: str) -> None:
-    assert keys(tiny_run(*overrides)) == [key]
+def test_settings_that_do_not_fit_the_machines_are_named(
+    tiny_run: TinyRun, overrides: list[str], key: str | None
+) -> None:
+    assert keys(tiny_run(*overrides)) == [key] * (key is not None)
 
 
 def test_groups_that_share_gpus_of_several_machines_are_told_of_the_disk(tiny_run: TinyRun) -> None:

@@ -41,11 +41,9 @@ def composed(tmp_path: Path) -> Composed:
 @pytest.mark.parametrize(
     ("mine", "beneath", "overrides", "expected"),
     [
-        ({}, {}, (), PipelinedSchedule()),
         (ASYNC, {}, (), FOUR),
         (ASYNC, {}, ("trainer.schedule.kind=pipelined",), PipelinedSchedule()),
         ({}, ASYNC, ("trainer.schedule={kind: sequential}",), SequentialSchedule()),
-        ({"kind": "sequential"}, ASYNC, (), SequentialSchedule()),
         ({"kind": "sequential"}, ASYNC, ("trainer.schedule.kind=async",), FOUR),
         (ASYNC, {}, ("trainer.schedule.max_staleness='2'",), AsyncSchedule("async", 2, FOUR.on_update)),
         ({"max_staleness": 2}, {"kind": "async"}, (), AsyncSchedule("async", 2)),
@@ -64,13 +62,10 @@ STALENESS, KIND = "trainer.schedule.max_staleness", "trainer.schedule.kind"
     ("mine", "beneath", "overrides", "code", "key"),
     [
         ({}, {}, (f"{STALENESS}=4",), "conflict", STALENESS),
-        ({}, {}, (f"{KIND}=sequential", f"{STALENESS}=4"), "conflict", STALENESS),
         (ASYNC, {}, ("trainer.schedule={kind: sequential, max_staleness: 4}",), "conflict", STALENESS),
         ({"kind": "pipelined", "max_staleness": 4}, {}, (), "conflict", STALENESS),
-        ({}, {"kind": "pipelined", "max_staleness": 4}, (), "conflict", STALENESS),
         ({"max_staleness": 4}, {"kind": "pipelined"}, (), "conflict", STALENESS),
         ({}, {}, (f"{KIND}=asnyc",), "unknown", KIND),
-        ({"kind": None}, {}, (), "unknown", KIND),
         ({}, {}, (f"{KIND}=async", "trainer.schedule.max_stalenes=4"), "unknown", "trainer.schedule.max_stalenes"),
         ({}, {}, (f"{KIND}=async", f"{STALENESS}=many"), "wrong_type", STALENESS),
         ({}, {}, ("trainer.schedule=async",), "wrong_type", "trainer.schedule"),

@@ -20,8 +20,8 @@ from rlsys.observe.run_folder import open_run
 from rlsys.report.report_page import compressed, inline_json
 from rlsys.report.run_model import ANSWERS, CHUNK, Memory, TrajectoryIndex, build, names_of, read_chunk, row_of, runs_of
 from tests.apps.evaluation.answers import SEARCH, answered, asked, turn
-from tests.report.made import Maker, Size, add_measured, made_run
 from tests.support.damage import LEVELS, holding
+from tests.support.made_run import Maker, Size, add_measured, made_run
 
 
 def spread(value: Any, count: int) -> list[Any]:

@@ -13,8 +13,8 @@ from playwright.sync_api import expect
 from rlsys.observe.run_folder import RunFolder, open_run
 from rlsys.report.report_page import write_report
 from tests.apps.evaluation.answers import answered, asked
-from tests.report.made import Maker, Size, add_measured, made_run
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
+from tests.support.made_run import Maker, Size, add_measured, made_run
 
 __all__ = ["browser", "look"]
 

@@ -17,7 +17,7 @@ from rlsys.apps.cli.runs import report as command
 from rlsys.observe.run_folder import open_run
 from rlsys.report.report_page import bundle, inline_json, live_page, packed, policy
 from rlsys.report.run_model import build
-from tests.report.made import Maker, Size, made_run
+from tests.support.made_run import Maker, Size, made_run
 from tests.support.refusals import refused
 
 TEXTS = st.text() | st.sampled_from(["</script><script>", "<!--<script>", "{{ script }}", "\u2028", "\ud800"])

@@ -166,7 +166,7 @@ def run_watch(port: int) -> None:
     import tempfile
 
     from rlsys.report.watch import serve_run
-    from tests.report.watch.folder import write_run
+    from tests.support.growing_run import write_run
 
     with tempfile.TemporaryDirectory() as folder:
         serve_run(write_run(Path(folder) / "run"), "127.0.0.1", port, lambda _: None)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from rlsys.report.watch import LiveRun, create_app
-from tests.report.watch.folder import EVIL, add_evaluation, add_step, write_run, write_status
+from tests.support.growing_run import EVIL, add_evaluation, add_step, write_run, write_status
 
 LOADS = 40
 """More than a process has threads for."""

@@ -13,7 +13,7 @@ import pytest
 
 from rlsys.report.run_model import QUIET_S, SILENT_S, Phase, life_of
 from rlsys.report.watch import REST, LiveRun
-from tests.report.watch.folder import EVIL, add_evaluation, add_step, write_run, write_status
+from tests.support.growing_run import EVIL, add_evaluation, add_step, write_run, write_status
 
 
 class Clock:

@@ -12,7 +12,7 @@ from rlsys.observe.run_folder import open_run
 from rlsys.observe.status import WAIT_PREFIX
 from rlsys.report.run_model import Phase, RunLife
 from rlsys.report.watch import exposition
-from tests.report.watch.folder import add_evaluation, add_step, write_run, write_status
+from tests.support.growing_run import add_evaluation, add_step, write_run, write_status
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.watch.folder import add_evaluation, add_step, write_run, write_status
 from tests.report.watch.test_server import watching
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
+from tests.support.growing_run import add_evaluation, add_step, write_run, write_status
 from tests.support.ports import free_port
 
 __all__ = ["browser", "look"]

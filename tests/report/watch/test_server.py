@@ -18,7 +18,7 @@ import requests
 
 from rlsys.errors import UserError
 from rlsys.report.watch import serve_run
-from tests.report.watch.folder import add_step, write_run, write_status
+from tests.support.growing_run import add_step, write_run, write_status
 
 TIMEOUT_S = 120
 
