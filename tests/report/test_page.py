@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -83,19 +82,18 @@ def test_figures_are_those_of_the_run(run: RunFolder, report: Path, look: Look) 
 def test_filters_find_what_columns_say_and_are_in_the_address(run: RunFolder, report: Path, look: Look) -> None:
     kept = list(run.trajectories())
     page = look(at(report, "view=trajectories")).page
-    expect(page.locator("output")).to_contain_text(f"{len(kept)} of {len(kept)}")
+    found = page.locator("output")
+    expect(found).to_contain_text(f"{len(kept)} of {len(kept)}")
     page.locator("#f-right").select_option("0")
-    wrong = [one for one in kept if not one.exact]
-    expect(page.locator("output")).to_contain_text(f"{len(wrong)} of {len(kept)}")
     page.locator("#f-to").fill("1")
-    first = [one for one in wrong if one.step == 1]
-    expect(page.locator("output")).to_contain_text(f"{len(first)} of {len(kept)}")
-    expect(page.locator("#results .card")).to_have_count(len(first))
+    wrong = sum(not one.exact and one.step == 1 for one in kept)
+    expect(found).to_contain_text(f"{wrong} of {len(kept)}")
+    expect(page.locator("#results .card")).to_have_count(wrong)
     page.reload()
-    expect(page.locator("output")).to_contain_text(f"{len(first)} of {len(kept)}")
+    expect(found).to_contain_text(f"{wrong} of {len(kept)}")
     page.get_by_role("button", name="reset").click()
     page.locator("#f-q").fill("train:2-3")
-    expect(page.locator("output")).to_contain_text(f"4 of {len(kept)}")
+    expect(found).to_contain_text(f"4 of {len(kept)}")
 
 
 def test_a_trajectory_is_read_token_by_token(run: RunFolder, report: Path, look: Look) -> None:
@@ -104,12 +102,8 @@ def test_a_trajectory_is_read_token_by_token(run: RunFolder, report: Path, look:
     opened = look(at(report, f"trajectory={number}"))
     page = opened.page
     expect(page.locator(".tokens")).to_be_visible()
-    turns = page.locator(".tokens .turn").all_text_contents()
-    assert turns == ["turn 1", "turn 2", "turn 3"]
-    shown = page.locator(".tokens .tok").all_text_contents()
-    assert shown == [
-        piece for piece, trained in zip(one.pieces, one.loss_mask[one.prompt_length :], strict=True) if trained
-    ]
+    trained = zip(one.pieces, one.loss_mask[one.prompt_length :], strict=True)
+    assert page.locator(".tokens .tok").all_text_contents() == [piece for piece, own in trained if own]
     page.get_by_role("radio", name="ratio").check()
     page.locator(".tokens").press("ArrowRight")
     place = int(np.flatnonzero(one.loss_mask)[0])
@@ -129,14 +123,6 @@ def test_a_trajectory_is_read_token_by_token(run: RunFolder, report: Path, look:
     assert opened.problems == []
 
 
-def bare_run(folder: Path, *rows: dict[str, float]) -> Path:
-    """A run of which only its figures are there."""
-    folder.mkdir()
-    lines = (json.dumps({"step": step, **row}) for step, row in enumerate(rows, 1))
-    (folder / "metrics.jsonl").write_text("\n".join(lines))
-    return folder
-
-
 def test_several_runs_are_laid_over_each_other(run: RunFolder, tmp_path: Path, look: Look) -> None:
     other = open_run(made_run(tmp_path / "second", Maker(Size(steps=4), seed=1), trainer={"steps": 4, "seed": 7}))
     opened = look(write_report([run, other], tmp_path / "both.html"))
@@ -147,7 +133,6 @@ def test_several_runs_are_laid_over_each_other(run: RunFolder, tmp_path: Path, l
         "trainer.seed\tnot there\t7",
         "trainer.steps\t3\t4",
     ]
-    expect(page.get_by_role("img", name="Reward")).to_have_attribute("aria-label", re.compile("first: .*second: "))
     page.get_by_role("button", name="second").click()
     page.get_by_role("link", name="Trajectories").click()
     expect(page.locator("output")).to_contain_text("of 64")
@@ -170,6 +155,7 @@ def test_text_of_others_stays_text(tmp_path: Path, look: Look) -> None:
         expect(page.locator("#main > *").first).to_be_visible()
         if "trajectory" in view:
             page.locator(".tok").first.wait_for()
+            assert "\\u202e" in page.locator(".tokens").text_content()
         if view == "evaluations":
             page.locator(".answers summary").first.click()
             expect(page.get_by_role("region", name="Measured by rlsys eval")).to_contain_text(EVIL[1])
@@ -179,10 +165,6 @@ def test_text_of_others_stays_text(tmp_path: Path, look: Look) -> None:
         text = page.locator("body").inner_text()
         assert not set(text) & {"\u202e", "\u2066", "\x1b", "\x00"}
         assert opened.problems == []
-    page = look(at(report, "trajectory=1")).page
-    tokens = "".join(page.locator(".tok").all_text_contents())
-    assert EVIL[0] in tokens or EVIL[1] in tokens
-    assert "\\u202e" in page.locator(".tokens").text_content()
 
 
 def test_parts_that_are_missing_are_said(tmp_path: Path, look: Look) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -107,3 +108,12 @@ def _turn(text: str, observation: str, drawn: Sequence[int], logprobs: Sequence[
         sampled_ids=np.array(drawn, np.int32),
         sampled_logprobs=np.array(logprobs, np.float32),
     )
+
+
+def with_differences(by_version: dict[int, float]) -> Kept:
+    """An episode with a turn of each version, drawn as trained, whose log-probs differ by so much."""
+    turn = (CODEC.encode("Paris"), "\n")
+    one = played("x", [turn] * len(by_version), versions=list(by_version))
+    known = np.isfinite(one.rollout_logprobs)
+    offsets = np.array([by_version.get(int(version), 0.0) for version in one.versions], np.float32)
+    return replace(one, old_logprobs=np.where(known, one.rollout_logprobs + offsets, 0.0).astype(np.float32))

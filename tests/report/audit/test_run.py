@@ -71,21 +71,13 @@ def test_the_figures_are_printed_and_nothing_that_acts_on_the_terminal(run: Run)
     assert result.stderr == "", "that other files are missing is not the audit's to say"
 
 
-@pytest.mark.parametrize("mode", TokenMode)
-def test_json_is_the_audit(run: Run, mode: TokenMode) -> None:
-    kept = episodes("Paris </search>", "東京", mode=mode)
-    result = ask(run(kept, mode=mode.value), "--json")
-    assert "NaN" not in result.stdout
-    assert json.loads(result.stdout) == json.loads(json.dumps(as_json(audit(kept, CODEC, mode))))
-
-
-def test_a_damaged_step_is_said_and_left_out(run: Run) -> None:
-    folder = run(episodes("Paris", "Paris"))
-    path = kept_file(folder, 5)
-    path.write_bytes(b"no gzip")
+def test_json_is_the_audit_without_steps_that_are_damaged(run: Run) -> None:
+    kept = episodes("Paris </search>", "東京", mode=TokenMode.append)
+    folder = run(kept, mode="append")
+    kept_file(folder, 5).write_bytes(b"no gzip")
     result = ask(folder, "--json")
-    assert json.loads(result.stdout)["trajectories"] == 2
-    assert path.name in result.stderr
+    assert json.loads(result.stdout) == json.loads(json.dumps(as_json(audit(kept, CODEC, TokenMode.append))))
+    assert kept_file(folder, 5).name in result.stderr
 
 
 def test_a_folder_that_cannot_be_audited_is_refused(run: Run, tmp_path: Path) -> None:
@@ -95,14 +87,14 @@ def test_a_folder_that_cannot_be_audited_is_refused(run: Run, tmp_path: Path) ->
     refuses("empty", folder, folder)
 
 
-@pytest.mark.parametrize("config", ["", "task: 3", "task: {token_mode: both}"])
+@pytest.mark.parametrize("config", ["task: 3", "task: {token_mode: both}"])
 def test_a_config_without_a_token_mode_is_refused(run: Run, config: str) -> None:
     folder = run(episodes("Paris"))
     (folder / "config.yaml").write_text(config)
     refuses("missing", "task.token_mode", folder)
 
 
-@pytest.mark.parametrize("content", [b"[]", b"{", b"", b"\xff\xfe\x00"])
+@pytest.mark.parametrize("content", [b"[]", b"\xff\xfe\x00"])
 def test_a_tokenizer_that_is_damaged_is_refused(run: Run, tokenizer: Path, content: bytes) -> None:
     folder = run(episodes("Paris"))
     (tokenizer / "tokenizer.json").write_bytes(content)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.report.watch.test_server import watching
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
-from tests.support.growing_run import add_evaluation, add_step, write_run, write_status
+from tests.support.growing_run import EVIL, add_evaluation, add_step, write_run, write_status
 from tests.support.ports import free_port
 
 __all__ = ["browser", "look"]
@@ -53,10 +53,9 @@ def test_a_step_made_while_the_server_was_away_is_shown(tmp_path: Path, look: Lo
 
 def test_markup_in_a_run_is_shown_as_text(tmp_path: Path, look: Look) -> None:
     folder = write_run(tmp_path / "run <b>")
-    evil = "<img src=x onerror=\"document.title='broken'\"> \x1b[31m"
     add_step(folder, 1)
     add_evaluation(folder, 0, 0.5)
-    write_status(folder, states={evil: {"text": evil, "since": 0}}, ended=None)
+    write_status(folder, states={EVIL: {"text": EVIL, "since": 0}}, ended=None)
     with watching(folder) as (address, _):
         looked = look(address, PHONE, dark=True)
         page = looked.page
