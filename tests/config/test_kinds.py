@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlsys.config.compose import as_dict, differences, load_config, recorded, typed
-from rlsys.config.schema import AsyncSchedule, OnUpdate, PipelinedSchedule, RunConfig, SequentialSchedule, TrainerConfig
+from rlsys.config.compose import as_dict, load_config, typed
+from rlsys.config.schema import AsyncSchedule, OnUpdate, PipelinedSchedule, RunConfig, SequentialSchedule
 from rlsys.errors import Code
 from tests.support.refusals import refused
 
@@ -66,8 +66,6 @@ STALENESS, KIND = "trainer.schedule.max_staleness", "trainer.schedule.kind"
         ({"kind": "pipelined", "max_staleness": 4}, {}, (), "conflict", STALENESS),
         ({"max_staleness": 4}, {"kind": "pipelined"}, (), "conflict", STALENESS),
         ({}, {}, (f"{KIND}=asnyc",), "unknown", KIND),
-        ({}, {}, (f"{KIND}=async", "trainer.schedule.max_stalenes=4"), "unknown", "trainer.schedule.max_stalenes"),
-        ({}, {}, (f"{KIND}=async", f"{STALENESS}=many"), "wrong_type", STALENESS),
         ({}, {}, ("trainer.schedule=async",), "wrong_type", "trainer.schedule"),
     ],
 )
@@ -82,36 +80,6 @@ def test_a_record_of_a_run_is_no_config_to_begin_from(tmp_path: Path) -> None:
     (tmp_path / "record.yaml").write_text(yaml.safe_dump(as_dict(RunConfig())))
     with refused("malformed", tmp_path / "record.yaml"):
         load_config("record", (), tmp_path)
-
-
-@given(
-    schedule=st.sampled_from([SequentialSchedule(), PipelinedSchedule(), FOUR, AsyncSchedule(max_staleness=0)]),
-    lacks=st.sets(st.sampled_from(["actor.optimizer.kind", "rollout.engine.kind", "task.tools"])),
-)
-@settings(max_examples=25)
-def test_an_old_record_with_keys_of_every_kind_is_no_difference(schedule: Any, lacks: set[str]) -> None:
-    """Earlier versions wrote all three keys of a schedule, and none of the keys that came later."""
-    now = RunConfig(trainer=TrainerConfig(schedule=schedule))
-    old = as_dict(now)
-    old["trainer"]["schedule"] = {"max_staleness": 7, "on_update": "finish", **old["trainer"]["schedule"]}
-    for key in lacks:
-        group, _, name = key.rpartition(".")
-        at: Any = old
-        for part in group.split("."):
-            at = at[part]
-        del at[name]
-    assert recorded(old) == as_dict(now)
-    assert differences(old, now) == []
-
-
-def test_another_kind_is_a_difference() -> None:
-    now = RunConfig(trainer=TrainerConfig(schedule=AsyncSchedule(max_staleness=2)))
-    changed = {one.key: (one.before, one.now) for one in differences(as_dict(RunConfig()), now)}
-    assert changed == {
-        "trainer.schedule.kind": ("pipelined", "async"),
-        "trainer.schedule.max_staleness": (None, 2),
-        "trainer.schedule.on_update": (None, "finish"),
-    }
 
 
 @dataclass

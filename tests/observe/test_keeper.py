@@ -74,7 +74,6 @@ def test_a_run_that_ends_waits_for_its_last_trajectories(keeper: Keeper, slow: S
     slow.go.release()
     closing.join(60)
     assert kept_steps(tmp_path) == [1]
-    keeper.close()
 
 
 async def test_a_full_disk_costs_one_warning_and_no_run(

@@ -57,8 +57,8 @@ def test_a_line_is_ended_wherever_it_was_cut(position: int | None, tmp_path: Pat
         assert json.loads(lines[3]) == {"row": "new"}
 
 
-@pytest.mark.parametrize("text", ["ä", "half a pair \ud83d", "a\u2028b\nc\x85d"])
-def test_any_text_stays_in_its_line(text: str, tmp_path: Path) -> None:
+def test_any_text_stays_in_its_line(tmp_path: Path) -> None:
+    text = "half a pair \ud83d, a\u2028b\nc\x85d"
     LineLog(tmp_path / "rows.jsonl").append({text: text})
     assert rows(tmp_path / "rows.jsonl") == [{text: text}]
 

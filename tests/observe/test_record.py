@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import io
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -212,49 +210,21 @@ def test_the_timeline_has_every_span_once(tmp_path: Path) -> None:
     assert [span.name for span in second.spans] == ["train.apply"]
 
 
-def test_evaluations_up_to_the_checkpoint_count(tmp_path: Path) -> None:
-    """By which the best checkpoint is known, and with which the curves and the summary begin."""
+def test_evaluations_up_to_the_checkpoint_count_and_nothing_that_a_kill_has_left(tmp_path: Path) -> None:
+    """By them the best checkpoint is known, and with them the curves and the summary begin."""
     run = Run(tmp_path)
     for step, em in ((0, 0.0), (2, 1.0), (3, 1.0), (4, 1.0)):
         if step:
             run.step(step)
         run.record.evaluation(evaluation(step, em))
-    resumed = Run(tmp_path, history=replace(run.record.history(3), step=3))
-    assert [resumed.record.em_of(step) for step in range(5)] == [0.0, None, 1.0, 1.0, None]
-    left = sorted(path.stem for path in (tmp_path / "evaluations").glob("*.json"))
-    assert left == ["step_000000", "step_000002", "step_000003"], "later ones are done again, or never"
-    resumed.record.evaluation(evaluation(4, 0.0))
-    assert resumed.record.em_of(4) == 0.0
-
-
-def test_files_that_a_kill_has_left_half_written_are_gone(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.step(1)
-    for step in (1, 2):
-        run.record.evaluation(evaluation(step, 1.0))
-    for left in ("evaluations/.step_000004.json.123.part", "trajectories/.step_000004.jsonl.gz.123.part"):
+    for left in ("evaluations/.step_000003.json.123.part", "trajectories/.step_000003.jsonl.gz.123.part"):
         (tmp_path / left).write_text("half")
     (tmp_path / "evaluations" / "step_000009.json.old").write_text("somebody's own")
-    Run(tmp_path, history=replace(run.record.history(1), step=1))
-    names = {path.name for path in (tmp_path / "evaluations").iterdir()}
-    assert names == {"step_000001.json", "step_000001.jsonl", "step_000009.json.old"}
-    assert [path.name for path in (tmp_path / "trajectories").iterdir()] == ["step_000001.jsonl.gz"]
-
-
-def test_the_config_of_a_resumed_run_is_whole_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path)
-    run.step(1)
-    before = (tmp_path / "config.yaml").read_text()
-    history = run.record.history(1)
-    real = os.fsync
-
-    def full(handle: int) -> None:
-        if "config.yaml" in os.readlink(f"/proc/self/fd/{handle}"):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(handle)
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left") as raised:
-        Run(tmp_path, history=history, patience=7)
-    assert raised.value.filename == str(tmp_path / "config.yaml")
-    assert (tmp_path / "config.yaml").read_text() == before
+    resumed = Run(tmp_path, history=replace(run.record.history(3), step=3))
+    assert [resumed.record.em_of(step) for step in range(5)] == [0.0, None, 1.0, 1.0, None]
+    left_over = {path.name for path in (tmp_path / "evaluations").iterdir() if path.suffix != ".jsonl"}
+    assert left_over == {"step_000000.json", "step_000002.json", "step_000003.json", "step_000009.json.old"}
+    assert kept_steps(tmp_path) == [2, 3]
+    assert len(list((tmp_path / "trajectories").iterdir())) == 2
+    resumed.record.evaluation(evaluation(4, 0.0))
+    assert resumed.record.em_of(4) == 0.0

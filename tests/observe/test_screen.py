@@ -61,15 +61,11 @@ SUMMARY = {
     "em_after": 0.731,
     "em_before_by_hop": {"1": 0.2, "2": 0.08},
     "em_after_by_hop": {"1": 0.77, "2": 0.69},
-    "searches_before": 0.62,
-    "searches_after": 1.48,
     "oracle_em": None,
     "logprob_max_diff": 2.34e-5,
     "first_ratio_max_dev": float("nan"),
-    "seconds": {"rollout": 60.0, "train": 30.0},
     "overlap_s": 12.0,
     "steps": 15,
-    "seed": 1234,
 }
 
 
@@ -100,13 +96,11 @@ def _row(step: int) -> dict[str, float]:
 def test_curves_are_pictures_with_something_on_them(tmp_path: Path) -> None:
     assert draw_curves([], [], tmp_path) == []
     rows = [_row(1), {"step": 2, "critic/score/mean": None, "time/step": None}]
-    names = [path.name for path in draw_curves(rows, [], tmp_path)]
-    assert names == ["reward.png", "stage_times.png", "curves.png"], "a run cut short draws what it has"
     evaluations = [
         {"step": 0, "em": 0.2, "em_by_hop": {"1": 0.3, "2": 0.1}, "searches": 0.5, "questions": 50},
         {"step": 5, "em": 0.6, "em_by_hop": {"1": 0.7, "2": 0.5}, "searches": 1.5, "questions": 50},
     ]
-    paths = draw_curves([_row(step) for step in range(1, 6)], evaluations, tmp_path)
+    paths = draw_curves(rows, evaluations, tmp_path)
     assert [path.name for path in paths] == ["em.png", "reward.png", "stage_times.png", "curves.png"]
     drawn = np.mean(image.imread(paths[0])[..., :3].min(axis=-1) < 0.9)
     assert 0.005 < drawn < 0.5

@@ -47,20 +47,17 @@ def test_the_file_says_everything_of_a_moment(tmp_path: Path) -> None:
 
 def test_an_unchanged_status_is_written_again_after_a_heartbeat(tmp_path: Path) -> None:
     clock = Clock(1010.0)
-    file, path = StatusFile(tmp_path / "status.json", clock), tmp_path / "status.json"
+    file = StatusFile(tmp_path / "status.json", clock)
 
-    def written_at() -> float:
-        return json.loads(path.read_text())["at"]
+    def written_at(step: int, passed: float) -> float:
+        clock.now += passed
+        file.write(replace(MOMENT, step=step, at=clock.now))
+        return json.loads((tmp_path / "status.json").read_text())["at"]
 
-    file.write(MOMENT)
-    clock.now += HEARTBEAT_S / 2
-    file.write(replace(MOMENT, at=clock.now))
-    assert written_at() == 1010.0
-    file.write(replace(MOMENT, step=4))
-    assert written_at() == 1010.0 + HEARTBEAT_S / 2
-    clock.now += HEARTBEAT_S
-    file.write(replace(MOMENT, step=4))
-    assert written_at() == 1010.0 + 1.5 * HEARTBEAT_S
+    assert written_at(3, 0) == 1010.0
+    assert written_at(3, HEARTBEAT_S / 2) == 1010.0
+    assert written_at(4, 0) == 1010.0 + HEARTBEAT_S / 2
+    assert written_at(4, HEARTBEAT_S) == 1010.0 + 1.5 * HEARTBEAT_S
 
 
 def test_a_disk_that_refuses_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

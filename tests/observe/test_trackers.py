@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import shutil
 import struct
 import subprocess
@@ -91,8 +90,7 @@ def lives(run_dir: Path) -> tuple[str, str, str]:
     if shutil.which("strace"):
         command = ["strace", "-f", "-qq", "-e", "trace=connect,sendto", "-o", str(log), *command]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "", "nothing of it is worth a warning"
+    assert (done.returncode, done.stderr) == (0, ""), "nothing of it is worth a warning"
     assert not log.exists() or "AF_INET" not in log.read_text(), "without a key no connection is opened"
     first, resumed, branch = done.stdout.split()
     return first, resumed, branch
@@ -142,14 +140,9 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.name.startswith("rlsys")]
 
 
-@pytest.mark.parametrize("which", ["wandb", "tensorboard"])
-def test_a_tracker_that_cannot_start_costs_one_warning(
-    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "not a key")
+def test_a_tracker_that_cannot_start_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "tensorboard").write_text("a file in the way of the folder")
-    with caplog.at_level(logging.WARNING, logger="rlsys"):
-        trackers = open_trackers(TrackingConfig(**{"wandb": False, "tensorboard": False, which: True}), tmp_path, {})
+    trackers = open_trackers(TrackingConfig(wandb=False), tmp_path, {})
     assert trackers.others == {}
     trackers.log(1, METRICS)
     trackers.close()
@@ -190,16 +183,11 @@ def test_a_tracker_that_fails_is_left_out_from_there_on(
     assert trackers.ids["wandb"] == "known there", "a resumed run goes on with its curves"
 
 
-@pytest.mark.parametrize(
-    ("switch", "mode"), [("offline", WandbMode.auto), pytest.param("online", WandbMode.offline, marks=pytest.mark.slow)]
-)
-def test_either_offline_switch_wins_over_a_key(
-    switch: str, mode: WandbMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_offline_switch_wins_over_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_MODE", switch)
+    monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    WandbTracker(tmp_path, "run", TrackingConfig(wandb_mode=mode), {}).close()
+    WandbTracker(tmp_path, "run", TrackingConfig(wandb_mode=WandbMode.auto), {}).close()
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
 
 

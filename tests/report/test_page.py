@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from playwright.sync_api import expect
 
+from rlsys.observe.kept import write_kept
 from rlsys.observe.run_folder import RunFolder, open_run
-from rlsys.report.report_page import write_report
+from rlsys.report.report_page import bundle, write_report
 from tests.apps.evaluation.answers import answered, asked
+from tests.report.audit.episodes import CODEC, POLICY, with_differences
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
 from tests.support.made_run import Maker, Size, add_measured, made_run
 
@@ -117,9 +121,6 @@ def test_a_trajectory_is_read_token_by_token(run: RunFolder, report: Path, look:
     assert "colour=ratio" in page.url
     page.go_back()
     expect(page).to_have_url(re.compile(rf"trajectory={number}\b"))
-    page.locator("#reading").focus()
-    page.keyboard.press("k")
-    expect(page).to_have_url(re.compile(rf"trajectory={number - 1}\b"))
     assert opened.problems == []
 
 
@@ -178,3 +179,46 @@ def test_parts_that_are_missing_are_said(tmp_path: Path, look: Look) -> None:
         expect(opened.page.locator("#main")).not_to_be_empty()
         expect(opened.page.locator("#main")).not_to_contain_text("could not be drawn")
         assert opened.problems == []
+
+
+def test_every_cause_has_its_size(tmp_path: Path, look: Look) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    sampling = {"temperature": 1.0, "top_p": 0.5}
+    config = {"rollout": {"sampling": sampling}, "task": {"token_mode": "retokenize"}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    write_kept(folder, POLICY + 1, [with_differences({1: 0.5, 2: -0.25, POLICY: 0.125})])
+    report = write_report([open_run(folder)], tmp_path / "report.html")
+    opened = look(f"{report.resolve().as_uri()}#view=tokens", PHONE)
+    page = opened.page
+    names = page.locator(".pairs dt").all_inner_texts()
+    sizes = dict(zip(names, page.locator(".pairs dd").all_inner_texts(), strict=True))
+    # The squares of 0.5 and 0.25 in mean are 0.15625, less that of 0.125 they are that of 0.375.
+    assert sizes["version lag"].startswith("0.375 nats a token, rms")
+    assert sizes["numerics"].startswith("0.125 nats a token, rms")
+    assert "as top_p 0.5 cut what is drawn from" in sizes["sampler"]
+    rows = page.get_by_role("region", name="Drift by version lag", exact=True).locator("tbody tr").all()
+    count = str(len(CODEC.encode("Paris")))
+    assert [row.locator("th, td").all_inner_texts() for row in rows] == [
+        ["0", count, "0.125", "0.125", "0.125"],
+        ["1", count, "−0.250", "0.250", "0.250"],
+        ["2", count, "0.500", "0.500", "0.500"],
+    ]
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert opened.problems == []
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [("-3", "3", [-2, 0, 2]), ("0.9999999999999999", "1", None), ("1e308", "Infinity", None), ("NaN", "1", [])],
+)
+def test_an_axis_always_has_few_ticks(look: Look, low: str, high: str, ticks: list[float] | None) -> None:
+    static = files("rlsys.report") / "static"
+    sources = {one.name: one.read_text() for one in static.iterdir() if one.name.endswith(".js")}
+    sources["test.js"] = f'import {{ niceTicks }} from "./chart.js";\nwindow.found = niceTicks({low}, {high}, 3);\n'
+    page = look("about:blank").page
+    page.evaluate(bundle(sources, "test.js"))
+    shown = page.evaluate("window.found")
+    assert len(shown) <= 50
+    assert ticks is None or shown == pytest.approx(ticks)

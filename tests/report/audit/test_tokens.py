@@ -145,14 +145,11 @@ def test_another_tokenizers_tokens_are_refused(mode: TokenMode) -> None:
         audit([replace(one, token_ids=ids)], CODEC, mode)
 
 
-def test_there_is_no_cut_within_a_character() -> None:
+def test_there_is_no_cut_within_a_character_or_in_white_space_of_both_neighbours() -> None:
     """Its tokens have one span, as a tokenizer gives them, or an empty piece, as their texts do."""
     assert spans_of(["a", "", "é", "b", ""], 3) == [(3, 4), (4, 5), (4, 5), (5, 6), (6, 6)]
     found = stretches([(0, 1), (1, 2), (1, 2), (2, 3)], [(0, 1), (1, 2), (2, 3)], (0, 3))
     assert [one.drawn for one in found] == [(0, 1), (1, 3), (3, 4)]
     assert [one.again for one in found] == [(0, 1), (1, 2), (2, 3)]
-
-
-def test_there_is_no_cut_where_white_space_is_of_both_neighbours() -> None:
     found = stretches([(0, 2), (2, 5)], [(0, 3), (2, 5)], (0, 5))
     assert [(one.drawn, one.again) for one in found] == [((0, 2), (0, 2))]

@@ -56,8 +56,8 @@ def test_a_run_in_the_middle(tmp_path: Path) -> None:
     found = samples(run, Phase.running, now)
     assert found["rlsys_run_info", (("name", "own"), ("run", "run"))] == 1
     assert of(found, "rlsys_run_phase") == {phase: float(phase == "running") for phase in Phase}
-    plain = {name: value for (name, labels), value in found.items() if not labels}
-    assert {name.removeprefix("rlsys_run_"): value for name, value in plain.items()} == {
+    plain = {name.removeprefix("rlsys_run_"): value for (name, labels), value in found.items() if not labels}
+    assert plain == {
         "step": 2,
         "steps": 9,
         "begun_timestamp_seconds": pytest.approx(now - 60),
