@@ -224,22 +224,21 @@ def test_measurements_in_the_folder_are_a_row_for_each_set(tmp_path: Path) -> No
     ],
 )
 def test_damaged_results_are_said_and_the_others_are_there(tmp_path: Path, old: str | None, new: str) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "config.yaml").write_text("name: made\n")
-    parts = ",".join(f'"{name}":{{"mean":0.5,"low":0.1,"high":0.9}}' for name in ("em", "f1", "sub_em"))
-    figures = f'{{"name":"own","questions":1,"searches":0,"search_errors":0,"pass_at":{{}},{parts}}}'
-    whole = f'{{"settings":{{"model":"m"}},"interval_level":0.95,"sets":{{"own":{figures}}}}}'
+    estimate = '{"mean":0.5,"low":0.1,"high":0.9}'
+    figures = (
+        f'"name":"own","questions":1,"searches":0,"search_errors":0,"pass_at":{{}},"em":{estimate},"f1":{estimate}'
+    )
+    own = f'{{{figures},"sub_em":{estimate}}}'
+    whole = f'{{"settings":{{"model":"m"}},"interval_level":0.95,"sets":{{"own":{own}}}}}'
+    (tmp_path / "config.yaml").write_text("name: made\n")
     for name, content in (("eval", whole.replace(old, new, 1) if old else new), ("eval-2", whole)):
-        (folder / name).mkdir()
-        (folder / name / "results.json").write_text(content)
-    (folder / "eval-3/results.json").mkdir(parents=True)
-    (folder / "eval-4").mkdir()
-    run = build([open_run(folder)])["runs"][0]
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(content)
+    (tmp_path / "eval-3/results.json").mkdir(parents=True)
+    run = build([open_run(tmp_path)])["runs"][0]
     assert [row["folder"] for row in run["measured"]] == ["eval-2"]
-    said = [one for one in run["problems"] if one.startswith("eval")]
-    assert sorted(one.split(maxsplit=1)[0] for one in said) == ["eval-3/results.json", "eval/results.json"]
-    assert all(one.endswith(".") for one in said)
+    said = [one.split(maxsplit=1)[0] for one in run["problems"] if one.startswith("eval")]
+    assert sorted(said) == ["eval-3/results.json", "eval/results.json"]
 
 
 def test_chunks_keep_their_numbers_while_a_run_goes_on(tmp_path: Path) -> None:

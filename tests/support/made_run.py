@@ -132,7 +132,6 @@ class Maker:
             "time": DAY + 60.0 * step,
             "critic/score/mean": 0.2 + 0.7 * done + noise,
             "reward/exact_match": 0.2 + 0.65 * done + noise,
-            "actor/policy_loss": -0.1 * done + noise,
             "actor/entropy": 1.2 - 0.9 * done + noise,
             "kl/k3": 0.02 * done + abs(noise),
             "actor/grad_norm": 0.4 + noise,
