@@ -54,8 +54,7 @@ def test_published_settings() -> None:
     assert (ppo.critic.value_clip, ppo.algorithm.gamma, ppo.algorithm.gae_lambda) == (0.5, 1.0, 1.0)
     assert (ema.algorithm.ref_policy_ema_tau, ema.algorithm.ref_policy_ema_update_period) == (0.9, 10)
     assert (ema.algorithm.kl_topk_tokens, ema.algorithm.clip_high, ema.task.max_turns) == (32, 0.28, 4)
-    compat = grpo.compat
-    assert not any((compat.answer_over_prompt, compat.sampled_validation, compat.observations_in_values))
+    assert not grpo.compat.answer_over_prompt
     assert load_config("searchr1_published_grpo", ["compat=search_r1"]).compat.answer_over_prompt
 
 

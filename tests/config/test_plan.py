@@ -59,26 +59,15 @@ def test_the_count_is_that_of_the_real_model(model: type, config: PretrainedConf
 
 
 def test_groups_and_batches_by_hand(tiny_run: TinyRun) -> None:
-    plan = make_plan(
-        tiny_run(
-            "cluster.placement={actor: 0-3, inference: 4-5, rollout: 6-8}",
-            "actor.parallel.tp=2",
-            "inference.parallel.pp=2",
-            "trainer.steps=20",
-        )
-    )
+    parallel = ("actor.parallel.tp=2", "inference.parallel.pp=2", "trainer.steps=20")
+    plan = make_plan(tiny_run("cluster.placement={actor: 0-3, inference: 4-5, rollout: 6-8}", *parallel))
     actor, inference, rollout = (plan["groups"][name] for name in ("actor", "inference", "rollout"))
-    assert plan["world_size"] == 9
-    assert actor["ranks"] == [0, 1, 2, 3]
+    assert (plan["world_size"], actor["ranks"]) == (9, [0, 1, 2, 3])
     assert [actor[size] for size in ("tp", "pp", "cp", "dp")] == [2, 1, 1, 2]
     assert (inference["pp"], inference["dp"]) == (2, 1)
     assert (rollout["engines"], rollout["tp"]) == (3, 1)
-    assert plan["batch"] == {
-        "prompts_per_step": 32,
-        "episodes_per_step": 256,
-        "episodes_per_update": [64],
-        "updates": 80,
-    }
+    sizes = {"prompts_per_step": 32, "episodes_per_step": 256, "episodes_per_update": [64], "updates": 80}
+    assert plan["batch"] == sizes
     uneven = make_plan(tiny_run("trainer.mini_batches=10", "trainer.steps=20"))
     assert (uneven["batch"]["episodes_per_update"], uneven["batch"]["updates"]) == ([3 * 8, 4 * 8], 200)
     assert "24 or 32" in render_plan(uneven)
@@ -126,7 +115,6 @@ def test_activations_of_a_te_layer_by_hand() -> None:
     assert more.parts["activations"] - less.parts["activations"] == pytest.approx(1000 * by_hand)
 
 
-TinyRun = Callable[..., RunConfig]
 TWO_MACHINES = ["cluster.nodes=2", "cluster.devices_per_node=2", "cluster.sync_mode=broadcast"]
 APART = "cluster.placement={actor: 0-1, inference: '2', rollout: '3'}"
 

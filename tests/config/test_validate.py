@@ -127,7 +127,7 @@ THREE_ENGINES = "cluster.placement={actor: 0, inference: 1, rollout: 2-4}"
         ),
         ({"cluster.placement.rollout"}, [THREE_ENGINES, "rollout.engine.tp=2"]),
         ({"rollout.engine.tp"}, [THREE_ENGINES, "rollout.engine.tp=3"]),
-        ({"cluster.placement"}, ["cluster.placement.judge=3"]),
+        ({"cluster.placement.judge"}, ["cluster.placement.judge=3"]),
     ],
 )
 def test_a_layout_that_cannot_run_names_its_keys(tiny_run: TinyRun, keys: set[str], overrides: list[str]) -> None:

@@ -13,7 +13,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlsys.data.trajectory import Action, Trajectory, Turn
-from rlsys.observe.records import TimelineRow, steps_of
 from rlsys.observe.spans import (
     Span,
     Tracer,
@@ -187,9 +186,6 @@ def test_micro_batches_are_as_full_as_all_calls_that_ended_in_the_window() -> No
     )
 
 
-S = 1_000_000_000
-
-
 def episode(*turns: tuple[int, int, int]) -> Trajectory:
     """Turns are (begun, seconds of generation, seconds of search)."""
     return trajectory(
@@ -228,23 +224,3 @@ def test_every_second_is_counted_once(episodes: list[list[tuple[int, int, int]]]
     assert {(span.group, span.lane, span.args["question"]) for span in found} <= {("rollout", "engine 3", "q")}
     ordered = sorted((span.start_ns, span.end_ns) for span in found)
     assert all(end <= start for (_, end), (start, _) in pairwise(ordered))
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 12)), max_size=12),
-    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 8)), max_size=5),
-)
-@settings(max_examples=50)
-def test_a_step_has_the_spans_that_touch_it(spans: list[tuple[int, int]], steps: list[tuple[int, int]]) -> None:
-    found = [Span(str(i), start, start + length, "actor", "0") for i, (start, length) in enumerate(spans)]
-    rows, at = [], 0
-    for number, (pause, length) in enumerate(steps, 1):
-        window = (at + pause, at + pause + length)
-        rows.append(TimelineRow(number, window, tuple(found[number - 1 :: len(steps)])))
-        at = window[1]
-    all_told = [span for row in rows for span in row.spans]
-    assert [(step.step, {span.name for span in step.spans}) for step in steps_of(rows)] == [
-        (row.step, {one.name for one in all_told if one.start_ns < row.window[1] and one.end_ns > row.window[0]})
-        for row in rows
-        if row.window
-    ]
