@@ -1,20 +1,15 @@
-"""Configs compose from files, groups and the command line; bad YAML and bad overrides are refused by their key."""
+"""Configs compose from files, groups and the command line; a run that goes on learns by the same settings as before."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from rlsys.config.compose import as_dict, load_config, typed
+from rlsys.config.compose import KeyDifference, as_dict, differences, load_config, recorded, typed
 from rlsys.config.schema import (
     AsyncSchedule,
     Device,
@@ -24,11 +19,13 @@ from rlsys.config.schema import (
     RunConfig,
     SequentialSchedule,
     TokenMode,
+    TrainerConfig,
 )
 from rlsys.errors import Code
 from tests.support.refusals import refused
 
 NAME = "searchr1_tiny_cpu"
+TinyRun = Callable[..., RunConfig]
 
 
 @pytest.mark.parametrize(
@@ -119,9 +116,7 @@ def test_a_config_of_ones_own_builds_on_the_projects_from_anywhere(tmp_path: Pat
     assert config.algorithm.baseline == "leave_one_out"
 
 
-def test_the_tiny_run_of_these_tests_is_what_hydra_composes(
-    tiny_run: Callable[..., RunConfig], files: list[str]
-) -> None:
+def test_the_tiny_run_of_these_tests_is_what_hydra_composes(tiny_run: TinyRun, files: list[str]) -> None:
     overrides = ["algorithm=ppo", "cluster.placement={critic: 3}", "reward.terms={f1: 0.5}", "search.index=no"]
     assert tiny_run(*overrides) == load_config(NAME, [*files, *overrides])
 
@@ -189,25 +184,90 @@ def test_a_record_of_a_run_is_no_config_to_begin_from(tmp_path: Path) -> None:
         load_config("record", (), tmp_path)
 
 
-@dataclass
-class Plain:
-    """One field of each plain type."""
+@pytest.mark.parametrize(
+    ("value", "hint", "meant"),
+    [("5", int, 5), (5, str, "5"), (5, float, 5.0), ("1e-6", float, 1e-6), ("yes", bool, True), (0, bool, False)],
+)
+def test_a_plain_value_is_taken_as_it_is_meant(value: Any, hint: type, meant: Any) -> None:
+    found = typed(value, hint, "key")
+    assert (found, type(found)) == (meant, hint)
 
-    whole: int = 1
-    number: float = 1.0
-    text: str = ""
-    truth: bool = False
+
+@pytest.mark.parametrize(("value", "hint"), [("1.5", int), (1.5, int), (True, int), ("many", float), (2, bool)])
+def test_a_plain_value_of_another_kind_is_refused(value: Any, hint: type) -> None:
+    with refused("wrong_type", "key"):
+        typed(value, hint, "key")
 
 
-@given(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5))
-@settings(max_examples=50)
-def test_plain_values_are_taken_as_omegaconf_takes_them(value: Any) -> None:
-    for name, hint in (("whole", int), ("number", float), ("text", str), ("truth", bool)):
-        try:
-            merged: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Plain), {name: value}))
-        except OmegaConfBaseException:
-            with refused("wrong_type", "key"):
-                typed(value, hint, "key")
-        else:
-            expected, got = getattr(merged, name), typed(value, hint, "key")
-            assert (got, type(got)) == (expected, type(expected)) or got != got
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "algorithm.kl_coef=0.5",
+        "actor.optimizer.lr=1e-7",
+        "critic.value_clip=0.1",
+        "trainer.prompts_per_step=16",
+        "task.tags.search=find",
+        "reward.terms={exact_match: 2.0}",
+        "rollout.sampling.temperature=0.7",
+        "search.topk=5",
+    ],
+)
+def test_settings_that_a_run_learns_by_must_stay(tiny_run: TinyRun, setting: str) -> None:
+    key, _, value = setting.partition("=")
+    key += ".exact_match" if value.startswith("{") else ""
+    assert [one.key for one in differences(as_dict(tiny_run()), tiny_run(setting))] == [key]
+
+
+def test_settings_of_place_and_speed_may_change(tiny_run: TinyRun) -> None:
+    changed = tiny_run(
+        "trainer.steps=99",
+        "actor.parallel.tp=2",
+        "actor.micro_batch_tokens=4096",
+        "cluster.placement={actor: '0-1', inference: '2', rollout: '3'}",
+        "search.url=http://127.0.0.1:9000",
+        "eval.interval=9",
+        "checkpoint.keep_last=1",
+        "tracking.wandb=false",
+        "model.recompute=true",
+        "task.train_path=elsewhere.jsonl",
+        "resume=auto",
+    )
+    assert differences(as_dict(tiny_run()), changed) == []
+
+
+@pytest.mark.parametrize("shape", ["actor.optimizer.decay=cosine", "critic.optimizer.warmup_fraction=0.1"])
+def test_the_end_must_stay_where_the_rate_knows_it(tiny_run: TinyRun, shape: str) -> None:
+    before = as_dict(tiny_run(shape))
+    assert [one.key for one in differences(before, tiny_run(shape, "trainer.steps=99"))] == ["trainer.steps"]
+
+
+def test_a_key_that_came_or_went_is_compared_with_its_default(tiny_run: TinyRun) -> None:
+    before = as_dict(tiny_run("search.enabled=true"))
+    del before["task"]["tools"], before["search"]["enabled"], before["algorithm"]["kl_coef"]
+    before["algorithm"]["old_key"] = 1
+    found = differences(before, tiny_run("search.enabled=false", "algorithm.kl_coef=0.5"))
+    assert [one.key for one in found] == ["algorithm.kl_coef", "algorithm.old_key", "search.enabled"]
+    assert found[2] == KeyDifference("search.enabled", True, False)
+
+
+def test_another_kind_is_a_difference() -> None:
+    now = RunConfig(trainer=TrainerConfig(schedule=AsyncSchedule(max_staleness=2)))
+    changed = {one.key: (one.before, one.now) for one in differences(as_dict(RunConfig()), now)}
+    assert changed == {
+        "trainer.schedule.kind": ("pipelined", "async"),
+        "trainer.schedule.max_staleness": (None, 2),
+        "trainer.schedule.on_update": (None, "finish"),
+    }
+
+
+@pytest.mark.parametrize(
+    "schedule", [SequentialSchedule(), PipelinedSchedule(), AsyncSchedule(max_staleness=0)], ids=lambda one: one.kind
+)
+def test_an_old_record_with_keys_of_every_kind_is_no_difference(schedule: Any) -> None:
+    """Earlier versions wrote all three keys of a schedule, and none of the keys that came later."""
+    now = RunConfig(trainer=TrainerConfig(schedule=schedule))
+    old = as_dict(now)
+    old["trainer"]["schedule"] = {"max_staleness": 7, "on_update": "finish", **old["trainer"]["schedule"]}
+    del old["actor"]["optimizer"]["kind"], old["rollout"]["engine"]["kind"], old["task"]["tools"]
+    assert recorded(old) == as_dict(now)
+    assert differences(old, now) == []

@@ -195,32 +195,20 @@ def test_text_that_is_no_list_of_ranks_is_refused(text: str) -> None:
         parse_ranks(text, "key")
 
 
-MIXTURE = {
-    **SHAPE,
-    "model_type": "qwen3_moe",
-    "num_attention_heads": 12,
-    "num_key_value_heads": 6,
-    "head_dim": 16,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-}
+MIXTURE = {**SHAPE, "model_type": "qwen3_moe", "num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 16}
+MIXTURE |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 @pytest.mark.parametrize(
-    ("key", "settings"),
-    [
-        ("actor.parallel.ep", ["actor.parallel.ep=4"]),
-        ("actor.parallel.ep", ["actor.parallel.pp=2", "actor.parallel.ep=3"]),
-        ("actor.parallel.tp", ["actor.parallel.tp=4", "actor.parallel.sequence_parallel=true"]),
-    ],
+    ("key", "parallel"),
+    [("ep", "{ep: 4}"), ("ep", "{pp: 2, ep: 3}"), ("tp", "{tp: 4, sequence_parallel: true}")],
 )
 def test_a_layout_that_a_mixture_cannot_have_names_its_key(
-    tiny_run: TinyRun, tmp_path: Path, key: str, settings: list[str]
+    tiny_run: TinyRun, tmp_path: Path, key: str, parallel: str
 ) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(MIXTURE))
     place = "cluster.placement={actor: 0-3, inference: 4, rollout: 5}"
-    assert key in keys_of(tiny_run(place, *settings))
+    assert f"actor.parallel.{key}" in keys_of(tiny_run(place, f"actor.parallel={parallel}"))
 
 
 def test_without_a_search_neither_server_nor_index_is_needed(tiny_run: TinyRun) -> None:

@@ -256,14 +256,6 @@ def test_apex_is_known_by_its_kernels_and_not_by_its_name(installed: Installed) 
     assert installed({}) == Capabilities(), "and without torch nothing is known of devices"
 
 
-def test_transformer_engine_is_its_part_for_torch(installed: Installed) -> None:
-    assert installed({"transformer-engine": "2.20.2"}).transformer_engine is None
-    wheels = {"transformer-engine": "2.20.2", "transformer-engine-torch": "2.20.2"}
-    assert installed(wheels).transformer_engine == "2.20.2"
-    built = installed({"transformer-engine": "2.21.0+abc"}, ("transformer_engine_torch",))
-    assert built.transformer_engine == "2.21.0+abc"
-
-
 def test_auto_layers_are_those_of_transformer_engine_where_it_can_work() -> None:
     assert H100.layers is Layers.te
     assert replace(H100, cuda_devices=0).layers is Layers.local

@@ -210,7 +210,7 @@ class Slow:
 
     def __call__(self, run_dir: Path, step: int, kept: Iterable[Kept]) -> None:
         self.begun.release()
-        assert self.go.acquire(timeout=60)
+        assert self.go.acquire(timeout=300)
         write_kept(run_dir, step, kept)
 
 
@@ -236,7 +236,7 @@ async def still_waits(waiting: asyncio.Task[None]) -> bool:
 
 async def test_training_goes_on_and_the_next_step_waits_its_turn(keeper: Keeper, slow: Slow, tmp_path: Path) -> None:
     await keeper.begin(1, [group(1)], None)  # Returns although nothing may be written yet.
-    assert await asyncio.to_thread(slow.begun.acquire, timeout=60)
+    assert await asyncio.to_thread(slow.begun.acquire, timeout=300)
     second = asyncio.create_task(keeper.begin(2, [group(2)], None))
     assert await still_waits(second)
     slow.go.release()
@@ -255,10 +255,10 @@ def test_a_run_that_ends_waits_for_its_last_trajectories(keeper: Keeper, slow: S
     asyncio.run(keeper.begin(1, [group(1)], None))
     closing = threading.Thread(target=keeper.close)
     closing.start()
-    assert slow.begun.acquire(timeout=60)
+    assert slow.begun.acquire(timeout=300)
     assert kept_steps(tmp_path) == []
     slow.go.release()
-    closing.join(60)
+    closing.join(300)
     assert kept_steps(tmp_path) == [1]
 
 

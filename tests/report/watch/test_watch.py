@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -42,7 +41,7 @@ def test_many_who_ask_for_the_page_share_one_build_and_leave_the_rest_alone(
 
     def slow() -> bytes:
         begun.release()
-        assert go_on.wait(60)
+        assert go_on.wait(300)
         return data()
 
     monkeypatch.setattr(run, "data", slow)
@@ -55,7 +54,7 @@ def test_many_who_ask_for_the_page_share_one_build_and_leave_the_rest_alone(
             loads[0].cancel()
             try:
                 for path in ("/metrics", "/status.json"):
-                    assert (await asyncio.wait_for(client.get(path), 30)).status_code == 200
+                    assert (await asyncio.wait_for(client.get(path), 300)).status_code == 200
             finally:
                 go_on.set()
             answers = await asyncio.gather(*loads[1:])
@@ -201,9 +200,7 @@ def test_a_change_of_state_or_a_file_that_is_being_written_is_no_other_version(t
 
 def test_a_run_whose_process_was_killed_has_ended(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
-    with subprocess.Popen(["true"]) as process:
-        process.wait()
-    write_status(folder, pid=process.pid, at=time.time() - QUIET_S - 1)
+    write_status(folder, pid=2**22 + 1, at=time.time() - QUIET_S - 1)  # Beyond the last that Linux gives.
     run = LiveRun(folder)
     told, (shown,) = run.status(), unpacked(run.data())["runs"]
     assert told
