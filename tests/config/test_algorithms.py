@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-from rlsys.cluster.planning.plan import make_plan
 from rlsys.config.compose import PROJECT_CONFIGS, load_config
 from rlsys.config.problems import Problem, algorithm_problems
 from rlsys.config.schema import RunConfig, schema_keys
@@ -121,20 +120,3 @@ def whole(name: str) -> str:
 )
 def test_settings_that_go_together_are_taken(tiny_run: TinyRun, overrides: list[str]) -> None:
     validate(tiny_run(*overrides))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "named"),
-    [
-        (["algorithm.policy_loss=gspo"], ["algorithm.clip_high=0.2"]),
-        (["algorithm=rloo"], ["trainer.mini_batches=4"]),
-        (["algorithm=rloo", "trainer.mini_batches=1"], []),
-        (["algorithm=gspo"], []),
-    ],
-)
-def test_settings_that_are_probably_not_meant_are_noted(
-    tiny_run: TinyRun, overrides: list[str], named: list[str]
-) -> None:
-    notes = make_plan(tiny_run(*overrides))["notes"]
-    assert len(notes) == len(named)
-    assert all(part in note for note, part in zip(notes, named, strict=True))

@@ -61,9 +61,6 @@ def test_an_unknown_name_is_answered_with_those_that_are_known(tmp_path: Path) -
     with refused("unknown", "--config-name") as caught:
         load_config("searchr1_huge")
     assert NAME in str(caught.value)
-    with refused("unknown", "optimizer") as caught:
-        load_config(NAME, ["optimizer.lr=1"])
-    assert "actor.optimizer.lr" in str(caught.value)
     with refused("not_found", "--config-name"):
         load_config(str(tmp_path / "no such.yaml"))
 

@@ -91,8 +91,7 @@ def test_a_3b_actor_by_hand() -> None:
     config.model.layers = Layers.te
     model = read_architecture(shape_of(config.model.path))
     tokens, hidden, vocab, parameters = 16384, 2048, 151936, 3_085_938_688
-    load = MicroBatchLoad(tokens, targets=1000, width=tokens)
-    found = group_memory(config, model, "actor", load).parts
+    found = group_memory(config, model, "actor", MicroBatchLoad(tokens, targets=1000, width=tokens)).parts
     assert found["parameters"] == 2 * parameters
     assert found["gradients"] == 4 * parameters
     assert found["optimizer"] == 12 * parameters / 4
@@ -100,18 +99,12 @@ def test_a_3b_actor_by_hand() -> None:
     assert found["activations"] == pytest.approx(36 * tokens * hidden * 2 + tokens * (2 * hidden + 4))
     # Logits, their gradient, and four pieces of 128 MiB.
     assert found["logits"] == 1000 * (2 * 2 * vocab + 2 * hidden) + 4 * 128 * 2**20
-
-
-def test_activations_of_a_te_layer_by_hand() -> None:
-    """One layer more keeps: of both norms input, output and 4 bytes of 1/rms; of attention queries, keys, values, output
-    and 4 bytes of each head's softmax; of the MLP gate, up and their product. 16 heads and 2 key heads of 128."""
-    config = load_config("searchr1_qwen2.5_3b_1node")
-    config.model.layers, config.model.recompute = Layers.te, False
-    model = read_architecture(shape_of(config.model.path))
-    load = MicroBatchLoad(1000, targets=10, width=1000)
-    layers = (model.layers, model.layers + 1)
+    # Without recomputation one layer more keeps: of both norms input, output and 4 bytes of 1/rms; of attention queries,
+    # keys, values, output and 4 bytes of each of 16 heads' softmax; of the MLP gate, up and their product.
+    config.model.recompute = False
+    layers, load = (model.layers, model.layers + 1), MicroBatchLoad(1000, targets=10, width=1000)
     less, more = (group_memory(config, replace(model, layers=n), "actor", load) for n in layers)
-    by_hand = 2 * (2 * 2 * 2048 + 4) + 2 * (2048 + 2 * 256 + 2048) + 4 * 16 + 2 * 3 * 11008
+    by_hand = 2 * (2 * 2 * hidden + 4) + 2 * (hidden + 2 * 256 + hidden) + 4 * 16 + 2 * 3 * 11008
     assert more.parts["activations"] - less.parts["activations"] == pytest.approx(1000 * by_hand)
 
 

@@ -208,6 +208,7 @@ def test_overrides_speak_either_language_and_go_before_the_file() -> None:
         "rollout.model.model_path=a model",
         "algorithm.group_size=8",
         "cluster.component_placement={actor: 0, inference: 1, rollout: 2}",
+        "tools.search.server_addr=0.0.0.0:8000",
         "trainer.seed=5",
         "algorithm.kl_estimator=k2",
         "reward.terms={exact_match: 2.0}",
@@ -215,6 +216,7 @@ def test_overrides_speak_either_language_and_go_before_the_file() -> None:
     assert (config.model.path, config.algorithm.n_samples, config.trainer.seed) == ("a model", 8, 5)
     assert config.cluster.placement == {"actor": "0", "inference": "1", "rollout": "2"}
     assert (part(config, "algorithm.kl_estimator"), config.reward.terms) == ("k2", {"exact_match": 2.0})
+    assert config.search.url == "http://127.0.0.1:8000", "a server on all interfaces is asked on this machine's own"
     assert config.cluster.device is Device.cpu  # The profile, and what the file says too.
     assert (config.model.dtype, config.rollout.engine.memory_fraction) == (Dtype.float32, 0.5)
 
@@ -222,10 +224,3 @@ def test_overrides_speak_either_language_and_go_before_the_file() -> None:
 def test_every_rule_leads_to_a_key_of_ours() -> None:
     known = {*schema_keys(), *free_maps(), "tracking"}
     assert {ours for rule in rules().values() if rule for ours in rule.ours} <= known
-
-
-def test_addresses_of_servers() -> None:
-    """A server on all interfaces is asked on this machine's own."""
-    address, url = "http://node3:8000/retrieve", "http://node3:8000"
-    assert translate(TRAIN, [f"tools.search.server_addr={address}"])[0]["search"]["url"] == url
-    assert translate(TRAIN, ["tools.search.server_addr=0.0.0.0:8000"])[0]["search"]["url"] == "http://127.0.0.1:8000"

@@ -180,13 +180,10 @@ ANY_FLASH = config(attention=Attention.flash)
         (H100, config()),
         (H100, FULL),
         (LAPTOP, config(Device.cpu)),
-        (LAPTOP, config(Device.cpu, Mode.collocated, SyncMode.broadcast)),
         (V100, config(dtype=Dtype.float32)),
-        (H100, config(cp=2, layers=Layers.local)),
         (H100, config(cp=2, layers=Layers.local, dtype=Dtype.float32)),
         # Any FlashAttention of the GPU's generation will do.
         (A100, ANY_FLASH),
-        (replace(H100, flash_attn_3="3.0.0", flash_attn_4=None), ANY_FLASH),
         (replace(H100, flash_attn="2.8.3", flash_attn_4=None), ANY_FLASH),
     ],
 )
@@ -206,18 +203,15 @@ def test_everything_is_said_at_once() -> None:
     [
         (replace(H100, transformer_engine=None), config(layers=Layers.te), "model.layers"),
         (LAPTOP, config(Device.cpu, layers=Layers.te), "model.layers"),
-        (replace(H100, transformer_engine=None), config(attention=Attention.fused), "model.attention"),
         (H100, config(layers=Layers.local, attention=Attention.flash), "model.attention"),
         (H100, config(attention=Attention.flash, dtype=Dtype.float32), "model.attention"),
         (replace(A100, flash_attn=None, flash_attn_4="4"), config(attention=Attention.flash), "model.attention"),
         (H100, config(layers=Layers.local, fp8=True), "model.fp8"),
-        (LAPTOP, config(Device.cpu, fp8=True), "model.fp8"),
         (A100, config(fp8=True), "model.fp8"),
         (replace(H100, sglang_kernel=None), config(), "cluster.device"),
         (replace(H100, nccl=False), config(), "cluster.device"),
         (replace(H100, torch_memory_saver=None), config(mode=Mode.collocated), "cluster.mode"),
         (replace(H100, foreign_apex="0.9.10"), config(), "model.fusions"),
-        (H100, config(cp=2, attention=Attention.unfused), "actor.parallel.cp"),
         (H100, config(cp=2, dtype=Dtype.float32), "actor.parallel.cp"),
     ],
 )
@@ -254,8 +248,3 @@ def test_apex_is_known_by_its_kernels_and_not_by_its_name(installed: Installed) 
     half = installed({"apex": "0.1"}, kernels[:1])
     assert (half.apex, half.foreign_apex) == (False, None), "NVIDIA's, built without the kernel that is wanted"
     assert installed({}) == Capabilities(), "and without torch nothing is known of devices"
-
-
-def test_auto_layers_are_those_of_transformer_engine_where_it_can_work() -> None:
-    assert H100.layers is Layers.te
-    assert replace(H100, cuda_devices=0).layers is Layers.local

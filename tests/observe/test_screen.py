@@ -264,10 +264,3 @@ def test_changes_reach_the_file_while_the_run_hangs(tmp_path: Path) -> None:
 )
 def test_the_end_of_a_run_is_told_by_its_error(error: BaseException | None, said: str) -> None:
     assert ending(error) == said
-
-
-def test_a_file_that_is_missing_or_damaged_is_none(tmp_path: Path) -> None:
-    assert read_status(tmp_path) is None
-    for content in ("", '{"step": 1', "[]"):
-        (tmp_path / "status.json").write_text(content)
-        assert read_status(tmp_path) is None

@@ -18,7 +18,7 @@ from rlsys.data.trajectory import Action
 from rlsys.observe.kept import Kept, read_kept_step
 from rlsys.observe.run_folder import open_run
 from rlsys.report.report_page import compressed, inline_json
-from rlsys.report.run_model import ANSWERS, CHUNK, Memory, TrajectoryIndex, build, names_of, read_chunk, row_of, runs_of
+from rlsys.report.run_model import ANSWERS, CHUNK, Memory, TrajectoryIndex, build, read_chunk, row_of, runs_of
 from tests.apps.evaluation.answers import SEARCH, answered, asked, turn
 from tests.support.damage import LEVELS, holding
 from tests.support.made_run import Maker, Size, add_measured, made_run
@@ -247,8 +247,3 @@ def test_chunks_keep_their_numbers_while_a_run_goes_on(tmp_path: Path) -> None:
     build([open_run(folder)], after.__setitem__)
     assert len(after) == len(before) + 2
     assert after.items() >= before.items()
-
-
-def test_runs_whose_folders_have_one_name_are_told_apart(tmp_path: Path) -> None:
-    folders = [made_run(tmp_path / name, Maker(Size(steps=1, groups=1))) for name in ("a/run", "b/run", "other")]
-    assert names_of([open_run(folder) for folder in folders]) == ["a/run", "b/run", "other"]

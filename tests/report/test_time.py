@@ -126,7 +126,6 @@ def spans(draw: st.DrawFn) -> list[Span]:
 
 def by_nanoseconds(found: Sequence[Span], group: str, lane: str | None) -> Counter[tuple[bool, str]]:
     """Somebody's work (True) or waits, instant by instant, by the rules as the document tells them."""
-    stages = {"train": "training"}
     special = {
         "generate.turns": "generation",
         "search.queries": "search",
@@ -142,7 +141,7 @@ def by_nanoseconds(found: Sequence[Span], group: str, lane: str | None) -> Count
     counts: Counter[tuple[bool, str]] = Counter()
     for instant in range(*WINDOW):
         on = [one for one in found if one.start_ns <= instant < one.end_ns]
-        kinds = {id(one): special.get(one.name) or stages.get(one.stage, one.stage) for one in on}
+        kinds = {id(one): special.get(one.name) or one.stage.replace("train", "training") for one in on}
         mine = {kinds[id(one)] for one in on if one.group == group and lane in (None, one.lane)}
         anybody = set(kinds.values())
         work = [

@@ -178,31 +178,30 @@ def made_run(folder: Path, maker: Maker | None = None, **settings: Any) -> Path:
     """Write a run of `maker` to `folder`; `settings` are keys of its config."""
     maker = maker or Maker()
     size = maker.size
-    folder.mkdir(parents=True)
+    (folder / "evaluations").mkdir(parents=True)
     config = {"name": "made", "trainer": {"steps": size.steps}, "model": {"path": "nowhere"}, **settings}
     config |= {"rollout": {"sampling": {"temperature": 1.0}}, "task": {"token_mode": "append"}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     life = Life(DAY, 0, {"host": "here", "python": "3.11"}, "abc", True, ["rlsys", "train", "a b"])
     (folder / "run.json").write_text(json.dumps({"lives": [asdict(life)]}))
-    rows = [maker.metrics(step) for step in range(1, size.steps + 1)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "evaluations").mkdir()
+    _write_lines(folder / "metrics.jsonl", [maker.metrics(step) for step in range(1, size.steps + 1)])
     for after in (0, size.steps):
         answers = maker.answers(after)
         em = sum(one["em"] for one in answers) / len(answers)
-        figures = {"em": em, "f1": em, "em/made": em}
-        row = {"step": after, "questions": len(answers), "em": em, "em_by_hop": {}, "searches": 2.0} | {
-            "figures": figures
-        }
+        row = {"step": after, "questions": len(answers), "em": em, "em_by_hop": {}, "searches": 2.0}
         stem = folder / "evaluations" / f"step_{after:06d}"
-        stem.with_suffix(".json").write_text(json.dumps(row))
-        stem.with_suffix(".jsonl").write_text("".join(json.dumps(one) + "\n" for one in answers))
+        stem.with_suffix(".json").write_text(json.dumps(row | {"figures": {"em": em, "f1": em, "em/made": em}}))
+        _write_lines(stem.with_suffix(".jsonl"), answers)
     _write_timeline(folder, size.steps)
     for step in range(1, size.steps + 1):
         pairs = [(group, sample) for group in range(size.groups) for sample in range(size.samples)]
         write_kept(folder, step, [maker.kept(step, *pair) for pair in pairs])
     (folder / "summary.json").write_text('{"em_after": 0.8}')
     return folder
+
+
+def _write_lines(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def add_measured(run: Path, name: str, *answers: Answered, **settings: Any) -> Path:
