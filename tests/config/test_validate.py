@@ -136,6 +136,10 @@ def test_contradictions_disappear_with_either_way_out(tiny_run: TinyRun) -> None
     layout = (APART, "actor.parallel.pp=2", "actor.parallel.pp_layers=[1,3]")
     validate(tiny_run(*APPEND, *layout, "algorithm.kl_coef=0", "eval.samples=4", "eval.temperature=0.5"))
     validate(tiny_run("eval.samples=4", "compat.sampled_validation=true", "trainer.mini_batches=5"))
+    tools = "task.tools=[rlsys.rollout.tools.calculator.Calculator]"
+    config = tiny_run(tools, "search.enabled=false", "search.index=null", "task.invalid_message=Answer.")
+    validate(config)
+    assert not needs_server(config.search)
 
 
 def numeric_keys() -> dict[str, bool]:
@@ -204,10 +208,3 @@ def test_a_layout_that_a_mixture_cannot_have_names_its_key(
     (tmp_path / "model" / "config.json").write_text(json.dumps(MIXTURE))
     place = "cluster.placement={actor: 0-3, inference: 4, rollout: 5}"
     assert f"actor.parallel.{key}" in keys_of(tiny_run(place, f"actor.parallel={parallel}"))
-
-
-def test_without_a_search_neither_server_nor_index_is_needed(tiny_run: TinyRun) -> None:
-    tools = "task.tools=[rlsys.rollout.tools.calculator.Calculator]"
-    config = tiny_run(tools, "search.enabled=false", "search.index=null", "task.invalid_message=Answer.")
-    validate(config)
-    assert not needs_server(config.search)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import json
 import os
@@ -35,7 +36,6 @@ from rlsys.observe.status import (
     read_status,
 )
 from tests.orchestrator.pipeline.build import trajectory
-from tests.support.small_disk import run_on_small_disk
 
 
 class Clock:
@@ -206,30 +206,17 @@ def test_a_disk_that_refuses_is_warned_of_once(tmp_path: Path, caplog: pytest.Lo
     assert str(tmp_path / "run" / "status.json") in record.getMessage()
 
 
-FULL = """
-import sys
-from pathlib import Path
-from rich.console import Console
-from rlsys.observe.status import Progress
-from rlsys.observe.status import StatusFile, read_status
+def test_the_end_of_a_run_is_written_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which has no room for a new file, but that of the old one."""
+    file = StatusFile(tmp_path / "status.json")
+    file.write(MOMENT)
 
-run = Path(sys.argv[1])
-try:
-    with Progress(Console(quiet=True), status=StatusFile(run / "status.json")):
-        with (run / "others").open("wb", buffering=0) as file:
-            while file.write(bytes(1024)):
-                pass
-except OSError as full:
-    assert read_status(run)["ended"] == f"failed: {full}", read_status(run)
-else:
-    raise AssertionError("there was room")
-assert sorted(path.name for path in run.iterdir()) == ["others", "status.json"]
-"""
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-
-@pytest.mark.slow
-def test_the_end_of_a_run_is_written_on_a_full_disk(tmp_path: Path) -> None:
-    run_on_small_disk(FULL, tmp_path, "64k")
+    monkeypatch.setattr("rlsys.observe.status.write_atomically", full)
+    file.end(replace(MOMENT, ended="failed: full"))
+    assert (read_status(tmp_path) or {})["ended"] == "failed: full"
 
 
 def test_changes_reach_the_file_while_the_run_hangs(tmp_path: Path) -> None:

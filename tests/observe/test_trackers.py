@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import shutil
-import struct
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rlsys.config.schema import TrackingConfig, WandbMode
 from rlsys.errors import RunError
 from rlsys.observe.records import LineLog, read_metrics
-from rlsys.observe.trackers import Resumed, Trackers, WandbTracker, open_trackers
+from rlsys.observe.trackers import Resumed, Told, Trackers, WandbTracker, open_trackers
 
 METRICS = {"critic/score/mean": 0.25, "time/step": float("nan"), "note": "text"}
 
@@ -54,81 +50,40 @@ def test_curves_of_a_run_that_goes_back_have_each_step_once(tmp_path: Path) -> N
     assert [(row["step"], row["loss"]) for row in map(json.loads, lines)] == shown, "and no row of evaluations"
 
 
-LIVES = """
-import sys
-import time
-from pathlib import Path
-from rlsys.config.schema import TrackingConfig
-from rlsys.observe.trackers import Resumed, Told, open_trackers
+def test_an_offline_run_of_wandb_that_goes_back_has_each_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after step 4 and resumed after step 2; a branch is another run there, and what was uploaded stays."""
+    rows: list[tuple[int, float]] = []
+    parts = tmp_path / "wandb"
 
-def live(resumed, steps, value):
-    trackers = open_trackers(TrackingConfig(tensorboard=False), Path(sys.argv[1]), {}, resumed)
-    for step in steps:
-        trackers.log(step, {"loss": value + step})
-        if step == 2:
-            trackers.log_evaluation(step, {"eval/em": value})
-    trackers.close()
-    time.sleep(1)  # W&B names its folders by the second.
-    return trackers.ids.get("wandb")
+    def init(id: str | None, **_: object) -> SimpleNamespace:
+        known_as = id or f"new{len(rows)}"
+        part = parts / f"offline-run-{len(rows)}-{known_as}"
+        part.mkdir(parents=True)
+        run = SimpleNamespace(id=known_as, settings=SimpleNamespace(sync_dir=str(part)), finish=lambda: None)
+        run.define_metric = lambda *_, **__: None
+        run.log = lambda row: rows.append((row["trainer/step"], row["loss"]))
+        return run
 
-first = live(None, (1, 2, 3, 4), 0.0)
-told = [Told(1, {"loss": 1.0}, 1e9), Told(2, {"loss": 2.0}, 1e9 + 1), Told(2, {"eval/em": 0.0}, 1e9 + 1)]
-print(first, live(Resumed(2, {"wandb": first}, 0, told), (3, 4), 10.0), live(Resumed(2, {}, 0, told), (3,), 30.0))
-"""
+    def live(resumed: Resumed | None, *steps: int) -> str:
+        tracker = WandbTracker(tmp_path, "run", TrackingConfig(), {}, resumed)
+        for step in steps:
+            tracker.log(step, {"loss": 10.0 * step if resumed else step})
+        return tracker.id
 
-
-def lives(run_dir: Path) -> list[str]:
-    """The ids of a run that is killed, of one that goes on, and of a branch.
-
-    In a process of its own: wandb also phones home from exit handlers, and from a helper binary.
-    """
-    command, log = [sys.executable, "-c", LIVES, str(run_dir)], run_dir / "connect.log"
-    if shutil.which("strace"):
-        command = ["strace", "-f", "-qq", "-e", "trace=connect,sendto", "-o", str(log), *command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stderr) == (0, ""), "nothing of it is worth a warning"
-    assert not log.exists() or "AF_INET" not in log.read_text(), "without a key no connection is opened"
-    return done.stdout.split()
-
-
-def records(content: bytes) -> Iterator[bytes]:
-    """Records of a LevelDB log: pieces with a head of checksum, length and kind, in blocks of 32 KiB."""
-    at, block, whole = 7, 32768, b""
-    while at < len(content):
-        if block - at % block < 7:
-            at += block - at % block
-            continue
-        _, length, kind = struct.unpack_from("<IHB", content, at)
-        whole += content[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # All of a record, or the last of it.
-            yield whole
-            whole = b""
-
-
-def curves(part: Path) -> dict[str, list[tuple[int, float]]]:
-    """Curves of the rows that a file of W&B holds: name -> (trainer step, value)."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    (file,) = part.glob("*.wandb")
-    found: dict[str, list[tuple[int, float]]] = {}
-    for data in records(file.read_bytes()):
-        items = Record.FromString(data).history.item
-        row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in items}
-        for name in {"loss", "eval/em"} & row.keys():
-            found.setdefault(name, []).append((row["trainer/step"], row[name]))
-    return found
-
-
-@pytest.mark.slow
-def test_an_offline_run_of_wandb_that_goes_back_has_each_step_once(tmp_path: Path) -> None:
-    """Killed after step 4 and resumed after step 2, as are the curves of its files; a branch is another run there."""
-    first, resumed, branch = lives(tmp_path)
-    assert first == resumed != branch
-    parts = {path.name.split("-")[3]: path for path in (tmp_path / "wandb").glob("offline-run-*")}
-    assert parts.keys() == {first, branch}, "one part of each"
-    assert curves(parts[first]) == {"loss": [(1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0)], "eval/em": [(2, 0.0)]}
-    assert curves(parts[branch]) == {"loss": [(3, 33.0)]}
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=SimpleNamespace))
+    counts = [Told(1, {"loss": 1.0}, 1e9), Told(2, {"loss": 2.0}, 1e9 + 1)]
+    first = live(None, 1, 2, 3, 4)
+    assert live(Resumed(2, {"wandb": first}, 0, counts), 3, 4) == first
+    assert rows[4:] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
+    (part,) = parts.iterdir()
+    assert live(Resumed(2, {}, 0, counts), 3) != first
+    assert rows[8:] == [(3, 30.0)]
+    (part / "run.wandb.synced").touch()
+    assert live(Resumed(2, {"wandb": first}, 0, counts), 3) == first
+    assert rows[9:] == [(3, 30.0)]
+    assert part.exists()
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -227,14 +227,9 @@ def test_json_is_the_audit_without_steps_that_are_damaged(run: Run) -> None:
 
 
 def test_a_folder_that_cannot_be_audited_is_refused(run: Run, tmp_path: Path) -> None:
-    refuses("not_found", tmp_path / "nothing", tmp_path / "nothing")
     refuses("malformed", tmp_path, tmp_path)
     folder = run([])
     refuses("empty", folder, folder)
-
-
-def test_a_config_without_a_token_mode_is_refused(run: Run) -> None:
-    folder = run(episodes("Paris"))
     for config in ("task: 3", "task: {token_mode: both}"):
         (folder / "config.yaml").write_text(config)
         refuses("missing", "task.token_mode", folder)

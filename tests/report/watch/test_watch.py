@@ -309,13 +309,9 @@ def test_a_run_in_the_middle(tmp_path: Path) -> None:
     }
 
 
-def test_before_the_first_step_there_is_little_to_tell(tmp_path: Path) -> None:
-    found = samples(write_run(tmp_path / "run"), Phase.unknown, 1000.0)
-    assert {name for name, _ in found} == {"rlsys_run_info", "rlsys_run_phase"}
-
-
-def test_a_run_that_is_over_waits_for_nothing(tmp_path: Path) -> None:
+def test_a_run_that_has_not_begun_or_is_over_waits_for_nothing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
+    assert {name for name, _ in samples(run, Phase.unknown, 0.0)} == {"rlsys_run_info", "rlsys_run_phase"}
     write_status(run, ended="failed: no disk")
     found = samples(run, Phase.failed, 9e9)
     assert of(found, "rlsys_run_phase")["failed"] == 1
