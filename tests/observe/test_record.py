@@ -66,7 +66,7 @@ class Run:
             algorithm=AlgorithmConfig(kl_coef=0.25),
         )
         folder.mkdir(exist_ok=True)
-        self.clock, self.printed, self.folder = Clock(), io.StringIO(), folder
+        self.clock, self.printed = Clock(), io.StringIO()
         console = Console(file=self.printed, width=500)
         self.record = RunLogger(config, folder, Progress(console), cost, history, str)
         self.record.actor_peak = peak
@@ -92,9 +92,6 @@ class Run:
     async def kept(self, step: int) -> None:
         await self.record.trajectories(step, GROUPS)
         await self.record.trajectories_kept()
-
-    def rows(self) -> list[dict[str, Any]]:
-        return read_metrics(self.folder / "metrics.jsonl")
 
 
 def test_updates_become_one_by_mean_maximum_and_minimum() -> None:
@@ -129,7 +126,7 @@ def test_times_of_a_step_by_hand(tmp_path: Path) -> None:
     with run.working("driver", "sync.transfer", 1):
         pass
     run.record.step(1, GROUPS, [{"actor/lr": 1.0}], {"extra": 7.0})
-    (row,) = run.rows()
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert (row["time/step"], row["time/rollout"], row["time/inference"]) == (12, 11, 2)
     assert (row["time/training"], row["time/sync_weights"], row["time/reward"]) == (5, 1, 0)
     assert row["time/overlap"] == 7

@@ -197,16 +197,9 @@ def test_an_unchanged_status_is_written_again_after_a_heartbeat(tmp_path: Path) 
     assert written_at(4, HEARTBEAT_S) == 1010.0 + 1.5 * HEARTBEAT_S
 
 
-def test_a_disk_that_refuses_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "run").write_text("in the way of the folder")
-    file = StatusFile(tmp_path / "run" / "status.json")
-    for step in range(3):
-        file.write(replace(MOMENT, step=step))
-    (record,) = caplog.records
-    assert str(tmp_path / "run" / "status.json") in record.getMessage()
-
-
-def test_the_end_of_a_run_is_written_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_run_is_written_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Which has no room for a new file, but that of the old one."""
     file = StatusFile(tmp_path / "status.json")
     file.write(MOMENT)
@@ -215,8 +208,12 @@ def test_the_end_of_a_run_is_written_on_a_full_disk(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("rlsys.observe.status.write_atomically", full)
+    for step in range(4, 7):
+        file.write(replace(MOMENT, step=step))
     file.end(replace(MOMENT, ended="failed: full"))
     assert (read_status(tmp_path) or {})["ended"] == "failed: full"
+    (record,) = caplog.records
+    assert str(tmp_path / "status.json") in record.getMessage(), "said once"
 
 
 def test_changes_reach_the_file_while_the_run_hangs(tmp_path: Path) -> None:

@@ -62,18 +62,6 @@ def test_stage_seconds_are_unions_within_the_window() -> None:
     assert seconds == pytest.approx({"rollout": 4.0, "logprob": 2.0, "train": 2.0, "sync": 3.0})
 
 
-def test_work_that_goes_on_counts_up_to_now() -> None:
-    ticks = count(0, 5)
-    tracer = Tracer("actor", clock=lambda: next(ticks))
-    with tracer.span("train.accumulate"):
-        (running,) = tracer.running()
-        assert (running.start_ns, running.end_ns) == (0, 5)
-        assert tracer.drain() == []
-    assert tracer.running() == []
-    (done,) = tracer.drain()
-    assert (done.start_ns, done.end_ns) == (0, 10)
-
-
 def test_idle_share_is_what_no_lane_covers_inside_the_window() -> None:
     shares = idle_share(ONE_STEP, (5 * S, 15 * S))
     # Actor: 5-9 and 12-13 of ten seconds; inference: 5-6 and 9-12; rollout: 5-10.
@@ -105,9 +93,12 @@ def test_tracer_records_nesting_errors_and_late_args_and_hands_out_once() -> Non
         with pytest.raises(KeyError), tracer.span("train.apply", lane="rank 1", step=7):
             raise KeyError("x")
         args["tokens"] = 12
+        (running,) = tracer.running()
+        assert (running.start_ns, running.end_ns) == (100, 130), "work that goes on counts up to now"
+    assert tracer.running() == []
     assert tracer.drain() == [
         Span("train.apply", 110, 120, "actor", "rank 1", {"step": 7, "error": "KeyError"}),
-        Span("train.step", 100, 130, "actor", "main", {"step": 7, "tokens": 12}),
+        Span("train.step", 100, 140, "actor", "main", {"step": 7, "tokens": 12}),
     ]
     assert tracer.drain() == []
 

@@ -170,11 +170,9 @@ def test_text_of_others_stays_text(tmp_path: Path, look: Look) -> None:
 
 
 def test_parts_that_are_missing_are_said(tmp_path: Path, look: Look) -> None:
-    folder = tmp_path / "bare"
-    folder.mkdir()
-    (folder / "config.yaml").write_text("")
-    report = write_report([open_run(folder)])
-    assert report == folder / "report.html"
+    (tmp_path / "config.yaml").write_text("")
+    report = write_report([open_run(tmp_path)])
+    assert report == tmp_path / "report.html"
     for view in VIEWS:
         opened = look(at(report, f"view={view}"))
         expect(opened.page.locator("#main")).not_to_be_empty()
