@@ -161,7 +161,7 @@ def test_the_launcher_settles_addresses(tiny_run: TinyRun) -> None:
 
 
 def test_an_engine_lies_on_one_machine(tiny_run: TinyRun) -> None:
-    """Of machines of 3 devices, the second engine of two ranks would be on both."""
+    """The second engine of two ranks would be on both of these machines of 3 devices."""
     placed = "cluster.placement={actor: '4', inference: '5', rollout: 0-3}"
     config = tiny_run(*TWO_MACHINES, "cluster.devices_per_node=3", placed, "rollout.engine.tp=2")
     assert any("ranks 2 to 3" in problem.sentence for problem in find_problems(config))

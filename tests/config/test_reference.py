@@ -36,7 +36,7 @@ def test_the_page_is_up_to_date_and_has_every_key_once_with_its_meaning(page: st
 
 
 def test_the_reader_of_a_key_is_a_file_that_reads_it(page: str) -> None:
-    """By hand: the optimiser of the trained groups reads its betas, and nothing else does."""
+    """The optimiser of the trained groups reads its betas, and nothing else does."""
     (row,) = [line for line in page.splitlines() if line.startswith("| `actor.optimizer.beta1` |")]
     assert row.endswith("| `trainer/optimizer.py` |")
     assert "config.beta1" in (PACKAGE / "trainer" / "optimizer.py").read_text()

@@ -144,7 +144,9 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         ({"actor": "0-3", "inference": 4, "rollout": "5-7", "reward": "0-1"}, Mode.disaggregated, ("0-3", "4", "5-7")),
     ],
 )
-def test_placements(place: dict[str, Any], mode: Mode, placement: tuple[str, ...]) -> None:
+def test_groups_are_placed_on_their_devices_and_share_them(
+    place: dict[str, Any], mode: Mode, placement: tuple[str, ...]
+) -> None:
     """A group with a device of its own need not be offloaded."""
     offload = {"actor.offload_optimizer": False} if mode is Mode.disaggregated else {}
     config = load(TRAIN, *yaml_of({"cluster.component_placement": place, **offload}))

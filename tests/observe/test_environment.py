@@ -224,7 +224,7 @@ Installed = Callable[..., Capabilities]
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
-    """What is detected where these packages and modules are there besides torch."""
+    """Detect capabilities as if these packages and modules alone were installed."""
 
     def installed(packages: dict[str, str], modules: tuple[str, ...] = ()) -> Capabilities:
         def version(name: str) -> str:

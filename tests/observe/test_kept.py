@@ -228,7 +228,7 @@ def keeper(tmp_path: Path) -> Keeper:
 
 
 async def still_waits(waiting: asyncio.Task[None]) -> bool:
-    """Whether `waiting` still waits, having had every chance to go on."""
+    """Tell if `waiting` still waits, having had every chance to go on."""
     for _ in range(100):
         await asyncio.sleep(0)
     return not waiting.done()
@@ -251,7 +251,7 @@ async def test_training_goes_on_and_the_next_step_waits_its_turn(keeper: Keeper,
 
 
 def test_a_run_that_ends_waits_for_its_last_trajectories(keeper: Keeper, slow: Slow, tmp_path: Path) -> None:
-    """Also one that fails, and whose event loop is gone."""
+    """A run that fails does too, and has no event loop any more."""
     asyncio.run(keeper.begin(1, [group(1)], None))
     closing = threading.Thread(target=keeper.close)
     closing.start()

@@ -59,7 +59,7 @@ def documented() -> set[str]:
 
 
 def covers(name: str, key: str) -> bool:
-    """Whether a documented name stands for `key`: a star is one part of it, dots are any."""
+    """Tell if a documented name stands for `key`: a star is one part of it, dots are any."""
     pattern = re.escape(name).replace(r"\*", "[^/]+").replace(r"\.\.\.", ".+")
     return re.fullmatch(pattern, key) is not None
 

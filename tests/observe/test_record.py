@@ -208,7 +208,7 @@ def test_the_timeline_has_every_span_once(tmp_path: Path) -> None:
 
 
 def test_evaluations_up_to_the_checkpoint_count_and_nothing_that_a_kill_has_left(tmp_path: Path) -> None:
-    """By them the best checkpoint is known, and with them the curves and the summary begin."""
+    """The best checkpoint is chosen by them, and the curves and the summary begin with them."""
     run = Run(tmp_path)
     for step, em in ((0, 0.0), (2, 1.0), (3, 1.0), (4, 1.0)):
         if step:

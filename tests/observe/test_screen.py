@@ -1,4 +1,4 @@
-"""What a person sees of a run: status.json, progress, the final table, curves, and samples that cannot steer a terminal."""
+"""Status, progress, final table and curves of a run, and samples that cannot steer a terminal."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_an_unchanged_status_is_written_again_after_a_heartbeat(tmp_path: Path) 
 def test_the_end_of_a_run_is_written_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Which has no room for a new file, but that of the old one."""
+    """There is no room for a new file, but the old one may be written over."""
     file = StatusFile(tmp_path / "status.json")
     file.write(MOMENT)
 

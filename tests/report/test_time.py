@@ -33,7 +33,7 @@ def step(*spans: Span, seconds: float, number: int = 1) -> StepTimeline:
 
 
 def test_scores_for_a_later_step_are_on_the_path_where_they_held_the_weights_up() -> None:
-    """Of an `async` schedule: question a is trained in this step, b and c are scored for the next one."""
+    """The schedule is `async`: question a is trained in this step, b and c are scored for the next one."""
     training = [
         span("logprob.compute", "inference", 0, 1, questions=["a"]),
         span("train.accumulate", "actor", 1, 3, step=1, questions=["a"]),
@@ -62,7 +62,7 @@ def test_scores_for_a_later_step_are_on_the_path_where_they_held_the_weights_up(
 
 
 def test_episodes_and_a_switch_that_waits_for_them_count_as_what_they_do() -> None:
-    """With `on_update=finish`: 6 to 8 an episode generates, 8 to 9 it searches, and the rest is the switch itself."""
+    """The switch of `on_update=finish` waits: from 6 to 8 an episode generates, from 8 to 9 it searches."""
     spans = [
         span("rollout.group", "rollout", 0, 2, "engine 0", question="a"),
         span("generate.turns", "rollout", 0, 1, "engine 0", question="a"),
@@ -95,7 +95,7 @@ def test_devices_that_are_shared_and_episodes_that_failed_make_room() -> None:
 
 
 def test_optimiser_steps_wait_for_the_critics_scores() -> None:
-    """With a critic no optimiser step is taken before the step's last score."""
+    """No optimiser step is taken before the step's last score where there is a critic."""
     spans = [
         span("logprob.compute", "inference", 0, 1, questions=["a"]),
         span("train.accumulate", "actor", 1, 2, questions=["a"]),

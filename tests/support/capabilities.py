@@ -1,4 +1,4 @@
-"""What a machine with the gpu profile has."""
+"""A machine on which the gpu profile is installed."""
 
 from rlsys.observe.environment import Capabilities
 

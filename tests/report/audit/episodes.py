@@ -21,7 +21,7 @@ from tests.support.made_run import Maker, Size
 TOKENIZER = build_tokenizer()
 CODEC = Codec(TOKENIZER)
 MADE = Maker(Size(steps=1)).kept(1, 0, 0)
-"""What else is kept of an episode."""
+"""All else that is kept of an episode."""
 POLICY = 3
 """Version that is trained."""
 
@@ -37,7 +37,7 @@ def drawn_logprob(prefix: Sequence[int]) -> float:
 
 
 def trained_logprob(prefix: Sequence[int]) -> float:
-    """As `drawn_logprob`, but of the trained policy."""
+    """The same as `drawn_logprob` of the trained policy."""
     return -(zlib.crc32(np.array([7, *prefix], np.int32).tobytes()) % 8192) / 1024
 
 

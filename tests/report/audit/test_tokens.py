@@ -89,7 +89,7 @@ def test_counts_and_log_ratios_are_those_of_bytes(prompt: str, turns: list[tuple
 @settings(max_examples=40)
 @given(TEXTS, st.lists(st.tuples(ANY_IDS, TEXTS), min_size=1, max_size=3), st.booleans())
 def test_figures_agree_for_any_drawn_tokens(prompt: str, turns: list[tuple[list[int], str]], eos: bool) -> None:
-    """With bytes of no character too: what does not differ is the same on both sides, and parts make up the whole."""
+    """Tokens that do not differ are as many on both sides, and parts make up the whole, with bytes of no character too."""
     one = played(prompt, turns, eos=eos)
     found = audit([one], CODEC, RETOKENIZE)
     total = found.total
@@ -123,7 +123,7 @@ def test_append_says_what_would_have_differed_and_no_bias() -> None:
         ("x", [*CODEC.encode("\xff")[:1]], "x", "broken"),
     ],
 )
-def test_places(before: str, drawn: list[int], after: str, place: str) -> None:
+def test_each_difference_is_counted_under_its_place(before: str, drawn: list[int], after: str, place: str) -> None:
     found = audit([played(before, [(drawn, after)])], CODEC, RETOKENIZE)
     assert list(found.by_place) == [place]
     assert {one.place for one in found.examples} == {place}
