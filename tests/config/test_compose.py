@@ -219,13 +219,10 @@ def test_settings_of_place_and_speed_may_change(tiny_run: TinyRun) -> None:
     changed = tiny_run(
         "trainer.steps=99",
         "actor.parallel.tp=2",
-        "actor.micro_batch_tokens=4096",
         "cluster.placement={actor: '0-1', inference: '2', rollout: '3'}",
         "search.url=http://127.0.0.1:9000",
         "eval.interval=9",
         "checkpoint.keep_last=1",
-        "tracking.wandb=false",
-        "model.recompute=true",
         "task.train_path=elsewhere.jsonl",
         "resume=auto",
     )

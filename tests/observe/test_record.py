@@ -52,14 +52,7 @@ class Clock:
 class Run:
     """A record whose tracers go by one clock."""
 
-    def __init__(
-        self,
-        folder: Path,
-        cost: Flops | None = None,
-        peak: float | None = None,
-        history: History | None = None,
-        **guards: Any,
-    ) -> None:
+    def __init__(self, folder: Path, cost: Flops | None = None, history: History | None = None, **guards: Any) -> None:
         config = RunConfig(
             tracking=TrackingConfig(tensorboard=False, wandb=False),
             guards=GuardsConfig(**guards),
@@ -69,7 +62,6 @@ class Run:
         self.clock, self.printed = Clock(), io.StringIO()
         console = Console(file=self.printed, width=500)
         self.record = RunLogger(config, folder, Progress(console), cost, history, str)
-        self.record.actor_peak = peak
         self.record.tracers |= {name: Tracer(name, self.clock) for name in self.record.tracers}
 
     @contextmanager
@@ -112,7 +104,8 @@ def test_updates_become_one_by_mean_maximum_and_minimum() -> None:
 
 
 def test_times_of_a_step_by_hand(tmp_path: Path) -> None:
-    run = Run(tmp_path, Flops(per_token=1e12), peak=1e13)
+    run = Run(tmp_path, Flops(per_token=1e12))
+    run.record.actor_peak = 1e13
     with run.working("driver", "eval.ask", 50):
         pass
     run.record.begin_step()

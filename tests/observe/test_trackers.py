@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -50,21 +51,30 @@ def test_curves_of_a_run_that_goes_back_have_each_step_once(tmp_path: Path) -> N
     assert [(row["step"], row["loss"]) for row in map(json.loads, lines)] == shown, "and no row of evaluations"
 
 
+def fake_wandb(monkeypatch: pytest.MonkeyPatch, rows: list[Any] | None = None) -> list[dict[str, Any]]:
+    """Put a module without an account in W&B's place: what it is asked, `rows` getting what is logged."""
+    asked: list[dict[str, Any]] = []
+
+    def init(**how: Any) -> SimpleNamespace:
+        asked.append(how)
+        part = Path(how["dir"]) / "wandb" / f"offline-run-{len(asked)}-{how['id'] or len(asked)}"
+        part.mkdir(parents=True)
+        run = SimpleNamespace(id=how["id"] or str(len(asked)), settings=SimpleNamespace(sync_dir=str(part)))
+        run.finish = run.define_metric = lambda *_, **__: None
+        run.log = [].append if rows is None else rows.append
+        return run
+
+    module = SimpleNamespace(init=init, Settings=SimpleNamespace, login=lambda **how: asked.append(how))
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return asked
+
+
 def test_an_offline_run_of_wandb_that_goes_back_has_each_step_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed after step 4 and resumed after step 2; a branch is another run there, and what was uploaded stays."""
-    rows: list[tuple[int, float]] = []
-    parts = tmp_path / "wandb"
-
-    def init(id: str | None, **_: object) -> SimpleNamespace:
-        known_as = id or f"new{len(rows)}"
-        part = parts / f"offline-run-{len(rows)}-{known_as}"
-        part.mkdir(parents=True)
-        run = SimpleNamespace(id=known_as, settings=SimpleNamespace(sync_dir=str(part)), finish=lambda: None)
-        run.define_metric = lambda *_, **__: None
-        run.log = lambda row: rows.append((row["trainer/step"], row["loss"]))
-        return run
+    rows: list[dict[str, float]] = []
+    fake_wandb(monkeypatch, rows)
 
     def live(resumed: Resumed | None, *steps: int) -> str:
         tracker = WandbTracker(tmp_path, "run", TrackingConfig(), {}, resumed)
@@ -72,17 +82,16 @@ def test_an_offline_run_of_wandb_that_goes_back_has_each_step_once(
             tracker.log(step, {"loss": 10.0 * step if resumed else step})
         return tracker.id
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=SimpleNamespace))
     counts = [Told(1, {"loss": 1.0}, 1e9), Told(2, {"loss": 2.0}, 1e9 + 1)]
     first = live(None, 1, 2, 3, 4)
     assert live(Resumed(2, {"wandb": first}, 0, counts), 3, 4) == first
-    assert rows[4:] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
-    (part,) = parts.iterdir()
+    shown = [(row["trainer/step"], row["loss"]) for row in rows]
+    assert shown[4:] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
+    (part,) = (tmp_path / "wandb").iterdir()
     assert live(Resumed(2, {}, 0, counts), 3) != first
-    assert rows[8:] == [(3, 30.0)]
     (part / "run.wandb.synced").touch()
     assert live(Resumed(2, {"wandb": first}, 0, counts), 3) == first
-    assert rows[9:] == [(3, 30.0)]
+    assert len(rows) == 10, "one of the branch and one more"
     assert part.exists()
 
 
@@ -133,17 +142,32 @@ def test_a_tracker_that_fails_is_left_out_from_there_on(
     assert trackers.ids["wandb"] == "known there", "a resumed run goes on with its curves"
 
 
-def test_the_offline_switch_wins_over_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_a_real_offline_run_of_wandb_is_replaced_by_the_one_that_goes_on(tmp_path: Path) -> None:
+    told, ids = [Told(1, {"loss": 1.0}, 1e9)], {}
+    for resumed in (None, Resumed(1, ids, 0, told)):
+        tracker = WandbTracker(tmp_path, "run", TrackingConfig(), {}, resumed)
+        tracker.log(2, {"loss": 2.0})
+        tracker.close()
+        assert ids.setdefault("wandb", tracker.id) == tracker.id
+    (part,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert part.name.endswith(ids["wandb"])
+    assert list(part.glob("*.wandb"))
+
+
+@pytest.mark.parametrize(("switch", "mode"), [("offline", WandbMode.auto), ("online", WandbMode.offline)])
+def test_either_offline_switch_wins_over_a_key(
+    switch: str, mode: WandbMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    WandbTracker(tmp_path, "run", TrackingConfig(wandb_mode=WandbMode.auto), {}).close()
-    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    monkeypatch.setenv("WANDB_MODE", switch)
+    asked = fake_wandb(monkeypatch)
+    WandbTracker(tmp_path, "run", TrackingConfig(wandb_mode=mode), {})
+    assert asked[0]["mode"] == "offline"
 
 
 def test_online_is_refused_where_wandb_knows_no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, object]] = []
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=lambda **how: asked.append(how)))
+    asked = fake_wandb(monkeypatch)
     with pytest.raises(RunError, match="online"):
         WandbTracker(tmp_path, "run", TrackingConfig(wandb_mode=WandbMode.online), {})
     assert asked == [{"prompt": False}], "else the run would wait for somebody to answer"

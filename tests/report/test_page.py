@@ -34,8 +34,6 @@ EVIL = (
     "<!--<script>",
     "\x1b[31m\u202eevil\u2066\x00\ud800",
     "javascript:document.title='owned'",
-    "{{ script }}",
-    "' onmouseover='document.title=2",
 )
 
 
