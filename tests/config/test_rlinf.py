@@ -59,9 +59,7 @@ PUBLISHED = {
     "actor.optimizer.lr": 1e-6,
     "actor.optimizer.clip_grad": 0.8,
     "actor.optimizer.warmup_fraction": 0.285,
-    "eval.interval": 25,
     "reward.max_answer_tags": 10,
-    "tracking.wandb": False,
 }
 """RLinf's published file in our words, by hand."""
 
