@@ -20,7 +20,7 @@ from rlsys.errors import UserError
 from rlsys.report.watch import serve_run
 from tests.support.growing_run import add_step, write_run, write_status
 
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 @contextmanager
