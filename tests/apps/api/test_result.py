@@ -14,8 +14,8 @@ import pytest
 from rlsys.apps.api import EvaluationResult, HttpRetriever, TrainingResult, training_result
 from rlsys.apps.api.arguments import RunSettings
 from rlsys.errors import UserError
-from tests.report.made import made_run
 from tests.support.damage import DAMAGES, OBJECTS
+from tests.support.made_run import made_run
 from tests.support.refusals import refused
 
 AVERAGE = {"em": {"mean": 0.25}, "f1": {"mean": 0.5}, "searches": 1.5, "questions": 4}

@@ -22,10 +22,10 @@ from rlsys.apps.api.arguments import model_folder
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
 from rlsys.errors import Code, RunError, UserError
-from tests.config.conftest import SHAPE
 from tests.support.paths import PROJECT
 from tests.support.refusals import refused
 from tests.support.tiny_models import POLICY
+from tests.support.tiny_shape import SHAPE
 
 DEAD = "http://127.0.0.1:9"
 ROWS = [{"question": f"what is {n}", "answers": [str(n)]} for n in range(20)]

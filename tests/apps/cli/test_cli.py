@@ -18,9 +18,9 @@ from rlsys.apps.cli.convert import parse_size
 from rlsys.apps.cli.main import main, run_command
 from rlsys.apps.running import run_to_end
 from rlsys.errors import RunError, UserError
+from tests.support.hf_models import assert_same_tensors, make_model
 from tests.support.refusals import refused
 from tests.support.tiny_models import POLICY
-from tests.weights.convert.models import assert_same_tensors, make_model
 
 Call = Callable[..., tuple[int, str, str]]
 TINY = ("-c", "searchr1_tiny_cpu")

@@ -29,10 +29,10 @@ from rlsys.data.trajectory import Action, Finish, Trajectory
 from rlsys.observe import status
 from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation, evaluate, heldout_questions, heldout_score
 from rlsys.orchestrator.evaluation.scores import bootstrap, wilson
-from tests.orchestrator.pipeline.build import trajectory
-from tests.orchestrator.rewards.episodes import episode, question, task_of
 from tests.support.answers import SEARCH, answered, asked, turn
 from tests.support.refusals import refused
+from tests.support.trajectories import trajectory
+from tests.support.written_episodes import episode, question, task_of
 
 QUESTIONS = [
     Question("q:1", "?", ("The Nile", "Nil"), extra={"hops": 1}),

@@ -25,9 +25,9 @@ from rlsys.config.schema import RunConfig
 from rlsys.errors import RunError, UserError
 from rlsys.weights.checkpoint.store import CheckpointStore
 from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
+from tests.support.hf_models import assert_same_tensors
 from tests.support.refusals import refused
 from tests.support.tiny_models import POLICY
-from tests.weights.convert.models import assert_same_tensors
 
 DEAD = "http://127.0.0.1:9"
 

@@ -47,7 +47,7 @@ from rlsys.orchestrator.validate import find_problems
 from rlsys.weights.hf_io import INDEX
 from rlsys.weights.weight_map import WeightMap, read_architecture
 from tests.config.conftest import SHAPE
-from tests.observe.test_capabilities import H100
+from tests.support.capabilities import H100
 
 URL = "http://127.0.0.1:8000"
 BARE_H100 = replace(H100, transformer_engine=None, flash_attn_4=None, apex=False)

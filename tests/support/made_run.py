@@ -132,20 +132,16 @@ class Maker:
             "time": DAY + 60.0 * step,
             "critic/score/mean": 0.2 + 0.7 * done + noise,
             "reward/exact_match": 0.2 + 0.65 * done + noise,
-            "actor/policy_loss": -0.1 * done + noise,
             "actor/entropy": 1.2 - 0.9 * done + noise,
             "kl/k3": 0.02 * done + abs(noise),
             "actor/grad_norm": 0.4 + noise,
-            "actor/clip_fraction": 0.02 + abs(noise),
             "response_length/mean": 900 + 700 * done,
             "env/number_of_valid_search": 0.4 + 1.6 * done,
-            "env/finish_ratio": 0.9 + 0.09 * done,
             "rollout/tokens_per_s": 5000 + 900 * done,
             "time/step": 9 + noise,
             "idle/actor": 0.3 + noise,
             "batch/fill/actor": 0.8 + noise,
             "batch/fill/inference": 0.6 + noise,
-            "batch/padding/actor": 0.1,
             "staleness/mean": 0.4,
             "state_tokens/total": 1000 if step == 1 else 3000,
             **({"staleness/lag_0": 1.0} if step == 1 else {"staleness/lag_1": 1.0}),
@@ -179,31 +175,30 @@ def made_run(folder: Path, maker: Maker | None = None, **settings: Any) -> Path:
     """Write a run of `maker` to `folder`; `settings` are keys of its config."""
     maker = maker or Maker()
     size = maker.size
-    folder.mkdir(parents=True)
+    (folder / "evaluations").mkdir(parents=True)
     config = {"name": "made", "trainer": {"steps": size.steps}, "model": {"path": "nowhere"}, **settings}
     config |= {"rollout": {"sampling": {"temperature": 1.0}}, "task": {"token_mode": "append"}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     life = Life(DAY, 0, {"host": "here", "python": "3.11"}, "abc", True, ["rlsys", "train", "a b"])
     (folder / "run.json").write_text(json.dumps({"lives": [asdict(life)]}))
-    rows = [maker.metrics(step) for step in range(1, size.steps + 1)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "evaluations").mkdir()
+    _write_lines(folder / "metrics.jsonl", [maker.metrics(step) for step in range(1, size.steps + 1)])
     for after in (0, size.steps):
         answers = maker.answers(after)
         em = sum(one["em"] for one in answers) / len(answers)
-        figures = {"em": em, "f1": em, "em/made": em}
-        row = {"step": after, "questions": len(answers), "em": em, "em_by_hop": {}, "searches": 2.0} | {
-            "figures": figures
-        }
+        row = {"step": after, "questions": len(answers), "em": em, "em_by_hop": {}, "searches": 2.0}
         stem = folder / "evaluations" / f"step_{after:06d}"
-        stem.with_suffix(".json").write_text(json.dumps(row))
-        stem.with_suffix(".jsonl").write_text("".join(json.dumps(one) + "\n" for one in answers))
+        stem.with_suffix(".json").write_text(json.dumps(row | {"figures": {"em": em, "f1": em, "em/made": em}}))
+        _write_lines(stem.with_suffix(".jsonl"), answers)
     _write_timeline(folder, size.steps)
     for step in range(1, size.steps + 1):
         pairs = [(group, sample) for group in range(size.groups) for sample in range(size.samples)]
         write_kept(folder, step, [maker.kept(step, *pair) for pair in pairs])
     (folder / "summary.json").write_text('{"em_after": 0.8}')
     return folder
+
+
+def _write_lines(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def add_measured(run: Path, name: str, *answers: Answered, **settings: Any) -> Path:
