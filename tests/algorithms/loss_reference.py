@@ -1,7 +1,4 @@
-"""The policy losses once more, as their papers have them: loops over tokens in Python's floats.
-
-Also episodes as tensors, with NaN wherever nothing is trained.
-"""
+"""The policy losses once more, by loops over tokens in Python's floats; episodes as tensors with NaN where nothing is trained."""
 
 from __future__ import annotations
 

@@ -68,9 +68,8 @@ def _half_packed(batches: list[MicroBatch], layout: Layout) -> list[MicroBatch]:
 
 def _in_group(group: Group, layout: Layout, model: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    actor = make_actor(
-        group, model, layout.parallel, replace(OPTIMIZER, distributed=layout.distributed), recompute=layout.recompute
-    )
+    optimizer = replace(OPTIMIZER, distributed=layout.distributed)
+    actor = make_actor(group, model, layout.parallel, optimizer, recompute=layout.recompute)
     place = actor.place
     actor.load_hf(model)
     results["initial"] = weights_of(actor)

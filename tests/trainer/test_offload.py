@@ -31,6 +31,7 @@ from tests.trainer.harness import OPTIMIZER, digest_of, export, local_model, mak
 AVERAGE = ReferencePlan(tau=0.5, update_period=2, reset_period=None)
 STEPS = [reference.make_batches(4, seed=step) for step in range(3)]
 MIB = 2**20
+PP2 = ParallelConfig(pp=2, pp_layers=[2, 1])
 
 
 def raw(tensor: Tensor) -> bytes:
@@ -190,14 +191,7 @@ def _switching(
     ("processes", "parallel", "distributed", "dtype"),
     [
         pytest.param(2, ParallelConfig(), True, Dtype.float32, id="dp2"),
-        pytest.param(
-            4,
-            ParallelConfig(pp=2, pp_layers=[2, 1]),
-            True,
-            Dtype.bfloat16,
-            id="pp2 dp2 bfloat16",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(4, PP2, True, Dtype.bfloat16, id="pp2 dp2 bfloat16", marks=pytest.mark.slow),
         pytest.param(2, ParallelConfig(tp=2), False, Dtype.bfloat16, id="not distributed", marks=pytest.mark.slow),
     ],
 )
