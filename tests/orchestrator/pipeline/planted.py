@@ -76,7 +76,6 @@ PLANTED = [
     bug("scores come in the wrong order", Broken.own, Pipeline._score, "zip(asked, found", "zip(asked, found[::-1]"),
     bug("the newest is trained first", Broken.order, Pipeline._score, "_Scored(prompt_group", "_Scored(-prompt_group"),
 ]  # fmt: skip
-"""The property that each must be seen to break."""
 
 PLANTED_IN_RESUMING = [
     bug("numbers begin anew", Broken.once, Scheduler.resume, "state.admitted, state", "0, state"),
@@ -118,4 +117,4 @@ PLANTED_IN_RESUMING = [
     ),
     bug("the first epoch begins again", Broken.conserved, PromptSource.__init__, "state.position if state else 0", "0"),
 ]  # fmt: skip
-"""The property that each must be seen to break in a run that is killed and resumed."""
+"""Those that show in a run that is killed and resumed."""
