@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from textwrap import dedent
 from typing import Any
 
@@ -23,14 +24,19 @@ PARTS = {Scheduler: "scheduler", Pipeline: "pipeline", PromptSource: "prompts"}
 
 
 def bug(told: str, broken: Broken, method: Callable[..., Any], old: str, new: str) -> Any:
-    """A case: the property that must be seen to break, and the parts of a run whose `method` says `new` for `old`."""
+    """A case: the property that must be seen to break, and what plants the bug."""
+    return pytest.param(broken, partial(_planted, method, old, new), id=told)
+
+
+def _planted(method: Callable[..., Any], old: str, new: str) -> Parts:
+    """The parts of a run whose `method` says `new` for `old`."""
     (part,) = [part for part in PARTS if vars(part).get(method.__name__) is method]
     source = dedent(inspect.getsource(method))
     assert source.count(old) == 1, f"{method.__qualname__} has not one {old!r}"
-    code = compile("from __future__ import annotations\n" + source.replace(old, new), told, "exec")
+    code = compile("from __future__ import annotations\n" + source.replace(old, new), "planted", "exec")
     methods: dict[str, Any] = {}
     exec(code, vars(sys.modules[part.__module__]), methods)
-    return pytest.param(broken, Parts(**{PARTS[part]: type(f"Planted{part.__name__}", (part,), methods)}), id=told)
+    return Parts(**{PARTS[part]: type(f"Planted{part.__name__}", (part,), methods)})
 
 
 PLANTED = [
@@ -70,7 +76,6 @@ PLANTED = [
     bug("scores come in the wrong order", Broken.own, Pipeline._score, "zip(asked, found", "zip(asked, found[::-1]"),
     bug("the newest is trained first", Broken.order, Pipeline._score, "_Scored(prompt_group", "_Scored(-prompt_group"),
 ]  # fmt: skip
-"""The property that each must be seen to break."""
 
 PLANTED_IN_RESUMING = [
     bug("numbers begin anew", Broken.once, Scheduler.resume, "state.admitted, state", "0, state"),
@@ -112,4 +117,4 @@ PLANTED_IN_RESUMING = [
     ),
     bug("the first epoch begins again", Broken.conserved, PromptSource.__init__, "state.position if state else 0", "0"),
 ]  # fmt: skip
-"""The property that each must be seen to break in a run that is killed and resumed."""
+"""Those that show in a run that is killed and resumed."""

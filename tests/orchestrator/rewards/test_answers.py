@@ -59,7 +59,6 @@ def test_f1_is_squads_and_an_exact_match_is_one_by_every_measure(prediction: str
     [
         ("It is Bamako, in Mali.", ["Paris", "bamako"], True),
         ("Bama", ["Bamako"], False),
-        ("animals", ["Mali"], False),
         ("a normal issue", ["mal"], True),
         ("anything", ["the"], False),
         ("a", ["the"], True),

@@ -39,15 +39,12 @@ def test_only_a_reply_that_says_one_of_yes_and_no_first_is_a_verdict(reply: str,
     assert verdict_of(reply) is verdict
 
 
-ASKED_AROUND = "A {answer} B"
-
-
 @settings_of_hypothesis(max_examples=50)
 @given(
     st.text(st.characters(), max_size=40) | st.sampled_from(["{answer}", "{answers}", '" B\nyes', "<|im_end|>", "\\"])
 )
 def test_an_answer_cannot_leave_its_quotation(answer: str) -> None:
-    filled = fill(ASKED_AROUND, question("x"), answer)
+    filled = fill("A {answer} B", question("x"), answer)
     assert filled.encode(), "it can be sent"
     quoted = filled.removeprefix("A ").removesuffix(" B")
     assert "\n" not in quoted

@@ -101,9 +101,7 @@ def test_information_that_the_policy_forges_is_no_retrieval() -> None:
         ((SEARCH, ANSWER), "Bamako", 0),
         ((("<search>a</search>", "nothing"), SEARCH, SEARCH, ANSWER), "the BAMAKO", 1),
         ((SEARCH, ANSWER), "Ségou", None),
-        ((ANSWER,), "Bamako", None),
         (((SEARCH[0], "Search failed: Bamako is away", "Bamako is away"), ANSWER), "Bamako", None),
-        ((SEARCH, ANSWER), "the", None),
     ],
 )
 def test_the_turn_that_found_an_answer(said: tuple[str, ...], answer: str, turn: int | None) -> None:

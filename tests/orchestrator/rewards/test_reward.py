@@ -50,11 +50,6 @@ async def test_the_articles_reward(said: tuple[Said, ...], turn_rewards: list[fl
     assert result.reward == pytest.approx(sum(turn_rewards))
 
 
-async def test_without_terms_exact_match_alone_counts() -> None:
-    assert await scored(RewardConfig(), episode(SEARCH, RIGHT)) == Scored(1.0, (0.0, 1.0), {"exact_match": 1.0})
-    assert (await scored(RewardConfig(), episode(SEARCH, WRONG))).reward == 0.0
-
-
 async def test_a_term_of_the_users_own_counts_beside_others() -> None:
     config = terms(**{"exact_match": 1.0, "tests.orchestrator.rewards.own_terms.per_turn": 0.5})
     result = await scored(config, episode(SEARCH, SEARCH, RIGHT))
