@@ -74,10 +74,7 @@ def _seen(simulation: Simulation) -> Counter[str]:
         f"runs that end by {simulation.script.ending}": 1,
         "tickets": len(record.prompt_groups),
         "groups trained": len(record.trained),
-        "of them with tokens of several versions": record.mixed_groups,
-        "answers that came twice or too late": record.late_answers,
         "policy updates": record.version,
-        **{f"tokens trained {lag} versions late": count for lag, count in record.lags.items() if lag},
     }
     return dropped + Counter(counts)
 

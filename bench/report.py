@@ -23,8 +23,8 @@ from rich.table import Table
 
 from rlsys.observe.run_folder import open_run
 from rlsys.report.report_page import write_report
-from tests.report.made import Maker, Size, made_run
 from tests.support.browser import chromium
+from tests.support.made_run import Maker, Size, made_run
 
 RESULT = Path("outputs/bench/report.json")
 OF_A_STEP = 64

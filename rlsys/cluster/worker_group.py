@@ -42,6 +42,8 @@ _DEATHS = (
     ray.exceptions.ObjectLostError,
 )
 """What Ray raises when a worker's process is gone, or its machine with the answer."""
+_OF_MEMORY = ("NODE_OUT_OF_MEMORY", "running low on memory")
+"""In Ray's words for a process that its memory monitor has ended."""
 
 
 class _RankLost(RunError):
@@ -286,8 +288,13 @@ def _explain(rank: Rank, purpose: str, problem: BaseException) -> Exception:
             return cause
         return RunError(f"{rank.name} failed {purpose}: {type(cause).__name__}: {cause}\n{_tail(rank)}")
     if isinstance(problem, _DEATHS):
-        could = purpose.removeprefix("to ")
-        return RankDied(f"{rank.name} died before it could {could}.\n{_tail(rank)}", rank.number)
+        died = f"{rank.name} died before it could {purpose.removeprefix('to ')}"
+        if isinstance(problem, ray.exceptions.OutOfMemoryError) or any(sign in str(problem) for sign in _OF_MEMORY):
+            died += (
+                ": Ray ended it because the memory of its machine was nearly used up, so free some there, place the groups "
+                "on more machines, or take a smaller model"
+            )
+        return RankDied(f"{died}.\n{_tail(rank)}", rank.number)
     return RunError(f"{rank.name} could not be asked {purpose}: {type(problem).__name__}: {problem}\n{_tail(rank)}")
 
 

@@ -32,13 +32,6 @@ SETTINGS = [
 ]
 
 
-def called(value: object) -> str | None:
-    """A short name of a setting."""
-    if not isinstance(value, AlgorithmConfig):
-        return None
-    return f"{value.credit}-{value.baseline}-{value.advantage_scale}"
-
-
 @dataclass(frozen=True)
 class ExactEpisode:
     """An episode in fractions: entries of tokens with turn -1 mean nothing."""
@@ -94,41 +87,36 @@ def mini_batches() -> st.SearchStrategy[list[list[ExactEpisode]]]:
     return st.lists(st.lists(episodes(), min_size=1, max_size=4), min_size=1, max_size=3)
 
 
-def oracle(
-    batch: list[list[ExactEpisode]], config: AlgorithmConfig
-) -> tuple[list[list[list[float]]], list[list[list[float]]]]:
-    """Advantages and the critic's targets of each token of each episode of each group."""
-    every = [one for group in batch for one in group]
-    advantages: list[list[dict[int, Fraction]]] = []
-    found: list[list[list[float]]] = []
-    targets: list[list[list[float]]] = []
+Numbers = list[list[list[float]]]
+"""A number for each token of each episode of each group."""
+
+
+def oracle(batch: list[list[ExactEpisode]], config: AlgorithmConfig) -> tuple[Numbers, Numbers]:
+    """Advantages, and the critic's targets."""
+    spread_of_batch = _spread(_of_units(batch, config))
+    tokens = [_centred(one, token, group, batch, config) for group in batch for one in group for token in one.trained]
+    mean, spread_of_tokens = sum(tokens) / max(1, len(tokens)), _spread(tokens)
+    advantages: Numbers = []
+    targets: Numbers = []
     for group in batch:
-        peers = every if config.baseline is AdvantageBaseline.batch else group
-        centred = [_less_baseline(one, at, group, peers, config) for at, one in enumerate(group)]
-        targets.append(
-            [
-                [float(own[t] + one.values[t]) if t in own else 0.0 for t in range(len(one.turns))]
-                for one, own in zip(group, centred, strict=True)
-            ]
-        )
-        advantages.append(centred)
-    flat = _of_units(batch, advantages, config)
-    tokens = [own for group in advantages for one in group for own in one.values()]
-    for group, group_advantages in zip(batch, advantages, strict=True):
-        found.append([])
-        for one, own in zip(group, group_advantages, strict=True):
-            line = [0.0] * len(one.turns)
-            for token, value in own.items():
+        advantages.append([])
+        targets.append([])
+        for one in group:
+            line, target = [0.0] * len(one.turns), [0.0] * len(one.turns)
+            for token in one.trained:
+                value = _centred(one, token, group, batch, config)
+                target[token] = float(value + one.values[token])
                 if config.advantage_scale is AdvantageScale.group:
-                    line[token] = float(value) / _spread(_returns_of_peers(one, token, group, config))
+                    line[token] = float(value) / _spread(_returns_of(group, one, token, config))
                 elif config.advantage_scale is AdvantageScale.batch:
-                    line[token] = float(value) / _spread(flat)
+                    line[token] = float(value) / spread_of_batch
                 elif config.advantage_scale is AdvantageScale.whiten:
-                    line[token] = float(value - sum(tokens) / len(tokens)) / _spread(tokens)
+                    line[token] = float(value - mean) / spread_of_tokens
                 else:
                     line[token] = float(value)
-            found[-1].append(line)
-    return found, targets
+            advantages[-1].append(line)
+            targets[-1].append(target)
+    return advantages, targets
 
 
 def _token_rewards(one: ExactEpisode) -> dict[int, Fraction]:
@@ -140,21 +128,16 @@ def _token_rewards(one: ExactEpisode) -> dict[int, Fraction]:
     return rewards
 
 
-def _total(one: ExactEpisode) -> Fraction:
-    return sum(one.rewards, Fraction(0)) - sum((one.penalties[token] for token in one.trained), Fraction(0))
-
-
-def _return(one: ExactEpisode, token: int, config: AlgorithmConfig) -> Fraction:
-    """What `token` answers for."""
-    credit, gamma = config.credit, Fraction(config.gamma)
-    if credit is Credit.trajectory:
-        return _total(one)
+def _return(one: ExactEpisode, token: int | None, config: AlgorithmConfig) -> Fraction:
+    """The sum that `token` answers for; of a whole episode without one."""
+    if token is None or config.credit is Credit.trajectory:
+        return sum(one.rewards, Fraction(0)) - sum((one.penalties[t] for t in one.trained), Fraction(0))
     rewards, result = _token_rewards(one), Fraction(0)
-    own_turn = one.turns[token]
+    own_turn, gamma = one.turns[token], Fraction(config.gamma)
     for other in one.trained:
-        if credit is Credit.token and other >= token:
+        if config.credit is Credit.token and other >= token:
             result += gamma ** sum(token < t <= other for t in one.trained) * rewards[other]
-        if credit is Credit.turn and one.turns[other] >= own_turn:
+        if config.credit is Credit.turn and one.turns[other] >= own_turn:
             between = {one.turns[t] for t in one.trained if own_turn < one.turns[t] <= one.turns[other]}
             result += gamma ** len(between) * rewards[other]
     return result
@@ -170,61 +153,49 @@ def _generalised(one: ExactEpisode, token: int, config: AlgorithmConfig) -> Frac
     return result
 
 
-def _return_at_turn(one: ExactEpisode, turn: int, config: AlgorithmConfig) -> Fraction | None:
-    tokens = [token for token in one.trained if one.turns[token] == turn]
-    return _return(one, tokens[0], config) if tokens else None
+def _returns_of(peers: list[ExactEpisode], one: ExactEpisode, token: int | None, config: AlgorithmConfig) -> Exact:
+    """The returns that compare with that of `token` of `one`: of episodes, or of those that have its turn."""
+    if token is None or config.credit is Credit.trajectory:
+        return [_return(peer, None, config) for peer in peers]
+    alike = [[t for t in peer.trained if peer.turns[t] == one.turns[token]] for peer in peers]
+    return [_return(peer, tokens[0], config) for peer, tokens in zip(peers, alike, strict=True) if tokens]
 
 
-def _returns_of_peers(one: ExactEpisode, token: int, peers: list[ExactEpisode], config: AlgorithmConfig) -> Exact:
-    if config.credit is Credit.trajectory:
-        return [_total(peer) for peer in peers]
-    found = [_return_at_turn(peer, one.turns[token], config) for peer in peers]
-    return [value for value in found if value is not None]
-
-
-def _less_baseline(
+def _centred(
     one: ExactEpisode,
-    at: int,
+    token: int | None,
     group: list[ExactEpisode],
-    peers: list[ExactEpisode],
-    config: AlgorithmConfig,
-) -> dict[int, Fraction]:
-    result = {}
-    for token in one.trained:
-        own = _return(one, token, config)
-        if config.baseline is AdvantageBaseline.critic:
-            result[token] = _generalised(one, token, config)
-        elif config.baseline is AdvantageBaseline.none:
-            result[token] = own
-        elif config.baseline is AdvantageBaseline.leave_one_out:
-            others = _returns_of_peers(one, token, group[:at] + group[at + 1 :], config)
-            result[token] = own - sum(others) / len(others) if others else Fraction(0)
-        else:
-            alike = _returns_of_peers(one, token, peers, config)
-            result[token] = own - sum(alike) / len(alike)
-    return result
-
-
-def _of_units(
     batch: list[list[ExactEpisode]],
-    advantages: list[list[dict[int, Fraction]]],
     config: AlgorithmConfig,
-) -> Exact:
+) -> Fraction:
+    """The return of `token` less its baseline."""
+    if config.baseline is AdvantageBaseline.critic:
+        assert token is not None
+        return _generalised(one, token, config)
+    own = _return(one, token, config)
+    if config.baseline is AdvantageBaseline.none:
+        return own
+    every = [peer for peers in batch for peer in peers]
+    peers = {
+        AdvantageBaseline.leave_one_out: [peer for peer in group if peer is not one],
+        AdvantageBaseline.group: group,
+        AdvantageBaseline.batch: every,
+    }[config.baseline]
+    returns = _returns_of(peers, one, token, config)
+    return own - sum(returns) / len(returns) if returns else Fraction(0)
+
+
+def _of_units(batch: list[list[ExactEpisode]], config: AlgorithmConfig) -> Exact:
     """One number for each episode, turn or token of the mini-batch, whatever has a return of its own."""
     found: Exact = []
-    for group, group_advantages in zip(batch, advantages, strict=True):
-        for at, (one, own) in enumerate(zip(group, group_advantages, strict=True)):
-            if config.baseline is AdvantageBaseline.critic or config.credit is Credit.token:
-                found += own.values()
-            elif config.credit is Credit.turn:
-                found += {one.turns[token]: value for token, value in own.items()}.values()
-            else:
-                # Of one token, so that an episode without trained ones has a number too: its score counts.
-                whole = ExactEpisode([_total(one)], [0], [Fraction(0)], [Fraction(0)])
-                others = [*group[:at], whole, *group[at + 1 :]]
-                every = [peer for peers in batch for peer in peers]
-                peers = every if config.baseline is AdvantageBaseline.batch else others
-                found += _less_baseline(whole, at, others, peers, config).values()
+    for group in batch:
+        for one in group:
+            tokens: list[int | None] = [*one.trained]
+            if config.baseline is not AdvantageBaseline.critic and config.credit is Credit.turn:
+                tokens = [*{one.turns[token]: token for token in one.trained}.values()]
+            elif config.baseline is not AdvantageBaseline.critic and config.credit is Credit.trajectory:
+                tokens = [None]  # One without trained tokens has a number too: its score counts.
+            found += [_centred(one, token, group, batch, config) for token in tokens]
     return found
 
 

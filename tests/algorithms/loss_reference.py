@@ -1,7 +1,4 @@
-"""The policy losses once more, as their papers have them: loops over tokens in Python's floats.
-
-Also how episodes are laid out as tensors in any arrangement, with NaN wherever nothing is trained.
-"""
+"""The policy losses once more, by loops over tokens in Python's floats; episodes as tensors with NaN where nothing is trained."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms.losses import LossInputs, token_weights
-from rlsys.config.algorithm import Aggregation, AlgorithmConfig, KlEstimator, PolicyLoss
+from rlsys.config.algorithm import Aggregation, AlgorithmConfig, PolicyLoss
 
 LOSS_LENGTH = 7
 NAN = math.nan
@@ -50,7 +47,7 @@ def episode(draw: random.Random, trained: Sequence[bool], one_advantage: bool = 
 
 
 def episodes(seed: int, count: int = 6, longest: int = 7, one_advantage: bool = False) -> list[Episode]:
-    """Of different lengths; the first has no trained token, the second one only."""
+    """Episodes of different lengths; the first has no trained token, the second one only."""
     draw = random.Random(seed)
     masks = [[False, False], [False, True]]
     masks += [[draw.random() < 0.7 for _ in range(draw.randint(2, longest))] for _ in range(count - 2)]
@@ -70,24 +67,8 @@ def surrogate(config: AlgorithmConfig, token: Token, held: Token, ratio: float) 
     return -min(max(ratio, low), largest) * advantage
 
 
-def divergence(estimator: KlEstimator, token: Token, held: Token) -> float:
-    """One token's estimate; stop-gradients read `held`."""
-    log_w, held_log_w = token.ref - token.logprob, held.ref - held.logprob
-    r = math.exp(token.logprob - held.logprob)
-    k3 = math.exp(log_w) - 1 - log_w
-    return {
-        "k1": -log_w,
-        "k2": log_w**2 / 2,
-        "k3": k3,
-        "k3++": r * k3,
-        "k4": r * -held_log_w,
-        "k5": math.exp(held_log_w) * log_w + math.log(r),
-        "abs": abs(log_w),
-    }[estimator]
-
-
 def token_losses(config: AlgorithmConfig, now: Episode, held: Episode) -> list[float]:
-    """The loss of each trained token of one episode; what a stop-gradient holds fast is read from `held`."""
+    """The loss of each trained token of one episode, its KL term by k3; stop-gradients read `held`."""
     pairs = [(token, fixed) for token, fixed in zip(now, held, strict=True) if token.trained]
     losses = []
     for token, fixed in pairs:
@@ -100,9 +81,9 @@ def token_losses(config: AlgorithmConfig, now: Episode, held: Episode) -> list[f
             weight = 1.0
             if config.use_kl_iw:
                 weight = math.exp(fixed.logprob - fixed.old)
-                weight = max(weight, -math.inf if config.kl_iw_clip_lower is None else config.kl_iw_clip_lower)
-                weight = min(weight, math.inf if config.kl_iw_clip_upper is None else config.kl_iw_clip_upper)
-            loss += config.kl_coef * weight * divergence(config.kl_estimator, token, fixed)
+                weight = min(max(weight, config.kl_iw_clip_lower), config.kl_iw_clip_upper)
+            log_w = token.ref - token.logprob
+            loss += config.kl_coef * weight * (math.exp(log_w) - 1 - log_w)
         losses.append(loss)
     return losses
 
@@ -110,8 +91,6 @@ def token_losses(config: AlgorithmConfig, now: Episode, held: Episode) -> list[f
 def aggregated(aggregation: Aggregation, losses: Sequence[Sequence[float]]) -> float:
     """Token losses of each episode as one number."""
     some = [one for one in losses if one]
-    if not some:
-        return 0.0
     if aggregation == "token-mean":
         flat = [value for one in some for value in one]
         return sum(flat) / len(flat)
@@ -131,12 +110,11 @@ def reference_loss(config: AlgorithmConfig, batch: Sequence[Episode], held: Sequ
 
 
 def numeric_gradient(loss: Callable[[list[Episode]], float], batch: list[Episode], name: str) -> list[float]:
-    """Central differences by each token's value called `name`, all episodes one after the other."""
+    """Central differences by each trained token's value called `name`, episode by episode."""
     step, gradient = 1e-5, []
     for row, one in enumerate(batch):
         for column, token in enumerate(one):
             if not token.trained:
-                gradient.append(0.0)
                 continue
             sides = []
             for sign in (1, -1):
@@ -147,63 +125,39 @@ def numeric_gradient(loss: Callable[[list[Episode]], float], batch: list[Episode
     return gradient
 
 
-Layout = list[list[int | None]]
-"""Rows of equal width: places in the episodes, laid one after the other, or None for padding."""
-
-
 class Flat:
-    """Episodes one after the other as tensors [tokens], of which log-probs and entropies are leaves."""
+    """A mini-batch as tensors in one micro-batch, of which log-probs and entropies [rows, width] are leaves.
 
-    def __init__(self, config: AlgorithmConfig, batch: Sequence[Episode]) -> None:
-        tokens = [token for one in batch for token in one]
+    Padded, each episode has a row; packed, all lie in one. NaN stands in the padding, of which there is a column at least.
+    """
 
-        def column(name: str) -> Tensor:
-            return torch.tensor([getattr(token, name) for token in tokens], dtype=torch.float64)
+    def __init__(self, config: AlgorithmConfig, batch: Sequence[Episode], packed: bool = False) -> None:
+        rows = [[token for one in batch for token in one]] if packed else batch
+        width = max(map(len, rows)) + 1
+        padded = [[*row, *[Token(False)] * (width - len(row))] for row in rows]
 
-        self.logprobs, self.entropy = column("logprob").requires_grad_(), column("entropy").requires_grad_()
-        self.old, self.ref, self.advantages = column("old"), column("ref"), column("advantage")
-        self.mask = torch.tensor([token.trained for token in tokens], dtype=torch.bool)
+        def table(name: str) -> Tensor:
+            return torch.tensor([[getattr(token, name) for token in row] for row in padded], dtype=torch.float64)
+
+        self.logprobs, self.entropy = table("logprob").requires_grad_(), table("entropy").requires_grad_()
         self.lengths = np.array([sum(token.trained for token in one) for one in batch], dtype=np.int64)
-        self.places = [range(end - len(one), end) for one, end in zip(batch, _ends(batch), strict=True)]
-        counts = torch.tensor([len(one) for one in batch])
-        self.sequences = torch.arange(len(batch)).repeat_interleave(counts)
+        numbers = [[number for number, one in enumerate(batch) for _ in one]]
+        numbers = numbers if packed else [[number] * len(one) for number, one in enumerate(batch)]
+        sequences = torch.tensor([[*row, *[-1] * (width - len(row))] for row in numbers])
         weights = torch.from_numpy(token_weights(config.aggregation, self.lengths))
-        self.weights = weights.repeat_interleave(counts)
-
-    def at(self, layout: Layout) -> tuple[Tensor, Tensor, LossInputs]:
-        """Log-probs, entropies and inputs of a layout; NaN stands in the padding."""
-        width = len(layout[0]) if layout else 0
-        index = torch.tensor([[-1 if one is None else one for one in row] for row in layout]).long()
-        index = index.view(len(layout), width)
-        there = index >= 0
-
-        def take(values: Tensor) -> Tensor:
-            return torch.where(there, values[index.clamp(min=0)], NAN)
-
-        sequences = torch.where(there, self.sequences[index.clamp(min=0)], -1)
-        present = sequences.unique()
-        present = present[present >= 0]
-        numbered = torch.where(there, torch.searchsorted(present, sequences), -1)
-        inputs = LossInputs(
-            old_logprobs=take(self.old),
-            ref_logprobs=take(self.ref),
-            advantages=take(self.advantages),
-            mask=there & self.mask[index.clamp(min=0)],
-            weights=take(self.weights),
-            sequences=numbered,
+        self.inputs = LossInputs(
+            old_logprobs=table("old"),
+            ref_logprobs=table("ref"),
+            advantages=table("advantage"),
+            mask=torch.tensor([[token.trained for token in row] for row in padded]),
+            weights=weights[sequences].where(sequences >= 0, NAN),
+            sequences=sequences,
         )
-        return take(self.logprobs), take(self.entropy), inputs
 
-
-def padded(pieces: Sequence[Sequence[int | None]], spare: int = 1) -> Layout:
-    """A row for each piece."""
-    width = max((len(piece) for piece in pieces), default=0) + spare
-    return [[*piece, *[None] * (width - len(piece))] for piece in pieces]
-
-
-def packed(pieces: Sequence[Sequence[int | None]], spare: int = 1) -> Layout:
-    """One row of all."""
-    return [[place for piece in pieces for place in piece] + [None] * spare]
+    def trained(self, values: Tensor | None) -> list[float]:
+        """`values` [rows, width] of the trained tokens, episode by episode."""
+        assert values is not None
+        return values[self.inputs.mask].tolist()
 
 
 def poisoned(inputs: LossInputs, poison: float) -> LossInputs:
@@ -214,7 +168,3 @@ def poisoned(inputs: LossInputs, poison: float) -> LossInputs:
         if one.name not in ("mask", "sequences") and getattr(inputs, one.name) is not None
     }
     return replace(inputs, **floats)
-
-
-def _ends(batch: Sequence[Episode]) -> list[int]:
-    return np.cumsum([len(one) for one in batch], dtype=np.int64).tolist()

@@ -52,7 +52,7 @@ def expectation(kl: TopKKl, k: int, logits: Tensor, log_r: Tensor, log_old: Tens
 
 
 def errors(kl: TopKKl, k: int, on_policy: bool) -> tuple[float, float]:
-    """How far the expected value and the expected gradient are from the KL's own."""
+    """Distances of the expected value and the expected gradient from the KL's own."""
     logits, log_r, log_old = distributions(0)
     log_p = logits.log_softmax(-1)
     exact = dense(log_p, log_r, kl.config.kl_estimator is KlEstimator.full_forward)
@@ -68,6 +68,8 @@ def test_exact_tail_is_unbiased_in_value_and_gradient(forward_kl: bool, k: int) 
     weighted = top_k(forward_kl, EXACT, weighted=True)
     for kl, on_policy in ((plain, True), (weighted, True), (weighted, False)):
         assert max(errors(kl, k, on_policy)) < 1e-12
+    # A token that another policy sampled needs the weight.
+    assert k == VOCAB or min(errors(plain, k, on_policy=False)) > 0.001
 
 
 @DIRECTIONS
@@ -79,14 +81,6 @@ def test_upstream_tail_is_unbiased_in_value_alone(forward_kl: bool) -> None:
         of_value, of_gradient = errors(kl, k, on_policy)
         assert of_value < 1e-12
         assert of_gradient > 0.01
-    assert max(errors(plain, VOCAB, True)) < 1e-12, "without a tail there is nothing to be off by"
-
-
-@DIRECTIONS
-def test_a_token_that_another_policy_sampled_needs_the_weight(forward_kl: bool) -> None:
-    of_value, of_gradient = errors(top_k(forward_kl, EXACT, weighted=False), 3, on_policy=False)
-    assert of_value > 0.001
-    assert of_gradient > 0.001
 
 
 def test_head_alone_leaves_the_tail_out() -> None:
@@ -99,7 +93,7 @@ def test_head_alone_leaves_the_tail_out() -> None:
 
 @pytest.mark.parametrize(
     ("lower", "upper", "weight"),
-    [(None, None, 4.0), (None, 3.0, 3.0), (5.0, None, 5.0), (0.5, 6.0, 4.0), (0.0, 0.0, 0.0)],
+    [(None, None, 4.0), (None, 3.0, 3.0), (5.0, None, 5.0), (0.0, 0.0, 0.0)],
 )
 def test_the_weight_is_of_the_tail_alone_and_cut_to_its_bounds(
     lower: float | None, upper: float | None, weight: float
@@ -136,12 +130,11 @@ def test_extreme_log_ratios_stay_finite(rows: list[tuple[float, ...]]) -> None:
 
 
 @DIRECTIONS
-@pytest.mark.parametrize("cuts", [[3, 4], [1] * VOCAB])
-def test_parts_join_to_the_whole(forward_kl: bool, cuts: list[int]) -> None:
+def test_parts_join_to_the_whole(forward_kl: bool) -> None:
     logits, log_r, _ = distributions(3)
     log_p = logits.detach().log_softmax(-1)
     masses, ref_masses, within = [], [], []
-    for part, ref_part in zip(log_p.split(cuts), log_r.split(cuts), strict=True):
+    for part, ref_part in zip(log_p.split([3, 1, 3]), log_r.split([3, 1, 3]), strict=True):
         masses.append(part.logsumexp(0))
         ref_masses.append(ref_part.logsumexp(0))
         within.append(dense(part - masses[-1], ref_part - ref_masses[-1], forward_kl))

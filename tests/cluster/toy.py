@@ -19,12 +19,10 @@ class Toy:
         self.calls: list[int] = []
 
     def add(self, value: int) -> tuple[int, list[int]]:
-        """Remember the order of calls."""
         self.calls.append(value)
         return self.rank, list(self.calls)
 
     def wait_for(self, file: Path) -> None:
-        """Rank 1 does not answer before the file is there."""
         while self.rank == 1 and not file.exists():
             time.sleep(0.02)
 
@@ -35,16 +33,14 @@ class Toy:
         time.sleep(3600)
 
     def refuse(self) -> None:
-        """A mistake of the user's that shows in a worker."""
         raise UserError("some.key=3 must be 2.", code="out_of_range", key="some.key")
 
     def visible_gpus(self) -> str:
-        """The GPUs that CUDA would see."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "all")
 
     def spawn(self) -> int:
         """Start a process that would outlive this one, in a session of its own; its id."""
-        return subprocess.Popen(["sleep", "600"], start_new_session=True).pid
+        return subprocess.Popen(["sleep", "3600"], start_new_session=True).pid
 
     def die_on(self, rank: int) -> None:
         """End the process without a word to Ray, while the others never answer."""
@@ -54,7 +50,7 @@ class Toy:
         time.sleep(3600)
 
     def lose(self, rank: int, file: Path) -> None:
-        """The process of one rank ends after the others have failed for it."""
+        """End the process of one rank after the others have failed for it."""
         if self.rank != rank:
             file.touch()
             raise ConnectionError("closed by peer")

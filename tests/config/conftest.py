@@ -10,21 +10,11 @@ from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from rlsys.config.compose import PROJECT_CONFIGS, as_dict, load_config, recorded, typed
 from rlsys.config.schema import RunConfig
-
-SHAPE = {
-    "model_type": "qwen2",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
+from tests.support.tiny_shape import SHAPE
 
 
 @pytest.fixture
@@ -48,26 +38,17 @@ def _composed(groups: tuple[str, ...]) -> dict[str, Any]:
     return as_dict(load_config("searchr1_tiny_cpu", groups))
 
 
-def _set(tree: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """`tree` with `value` at the dotted `key`; maps are merged, as Hydra merges them."""
-    name, _, inner = key.partition(".")
-    if not isinstance(value, dict) or inner or not isinstance(tree.get(name), dict):
-        return {**tree, name: _set(tree.get(name, {}), inner, value) if inner else value}
-    return {**tree, name: {**tree[name], **value}}
-
-
 @pytest.fixture
 def tiny_run(files: list[str]) -> Callable[..., RunConfig]:
     """The tiny run with further overrides. Each choice of groups is composed once: Hydra takes a fifth of a second."""
 
     def compose(*overrides: str) -> RunConfig:
         of_group = [one for one in overrides if (PROJECT_CONFIGS / one.partition("=")[0]).is_dir()]
-        tree = _composed(tuple(of_group))
-        for one in OverridesParser.create().parse_overrides(
-            [*files, *(one for one in overrides if one not in of_group)]
-        ):
-            tree = _set(tree, one.key_or_group, one.value())
-        config = typed(recorded(tree), RunConfig)
+        tree = OmegaConf.create(_composed(tuple(of_group)))
+        others = [*files, *(one for one in overrides if one not in of_group)]
+        for one in OverridesParser.create().parse_overrides(others):
+            OmegaConf.update(tree, one.key_or_group, one.value(), merge=True, force_add=True)
+        config = typed(recorded(OmegaConf.to_container(tree)), RunConfig)
         assert isinstance(config, RunConfig)
         return config
 

@@ -1,11 +1,14 @@
-"""The plan's figures and docs/memory.md, against transformers' own count and numbers worked out by hand."""
+"""The plan by hand and by transformers' own count; a config that does not fit its machines is refused before anything starts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -15,11 +18,15 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from typer.testing import CliRunner
 
+from rlsys.apps.cli.main import app
+from rlsys.cluster.planning.placement import fullest_device, launch_problems, memory_problems
 from rlsys.cluster.planning.plan import MicroBatchLoad, count_parameters, group_memory, make_plan, render_plan
 from rlsys.config.compose import load_config
-from rlsys.config.schema import Layers, RunConfig
+from rlsys.config.schema import Layers, RunConfig, SyncMode
 from rlsys.errors import UserError
+from rlsys.orchestrator.validate import find_problems
 from rlsys.weights.weight_map import architecture_of, read_architecture
 from scripts.memory_tables import PAGE, shape_of, with_tables
 
@@ -52,62 +59,30 @@ def test_the_count_is_that_of_the_real_model(model: type, config: PretrainedConf
 
 
 def test_groups_and_batches_by_hand(tiny_run: TinyRun) -> None:
-    plan = make_plan(
-        tiny_run(
-            "cluster.placement={actor: 0-3, inference: 4-5, rollout: 6-8}",
-            "actor.parallel.tp=2",
-            "inference.parallel.pp=2",
-            "trainer.steps=20",
-        )
-    )
-    assert plan["world_size"] == 9
-    assert {key: plan["groups"]["actor"][key] for key in ("ranks", "tp", "pp", "cp", "dp")} == {
-        "ranks": [0, 1, 2, 3],
-        "tp": 2,
-        "pp": 1,
-        "cp": 1,
-        "dp": 2,
-    }
-    assert (plan["groups"]["inference"]["pp"], plan["groups"]["inference"]["dp"]) == (2, 1)
-    assert (plan["groups"]["rollout"]["engines"], plan["groups"]["rollout"]["tp"]) == (3, 1)
-    assert plan["batch"] == {
-        "prompts_per_step": 32,
-        "episodes_per_step": 256,
-        "episodes_per_update": [64],
-        "updates": 80,
-    }
+    parallel = ("actor.parallel.tp=2", "inference.parallel.pp=2", "trainer.steps=20")
+    plan = make_plan(tiny_run("cluster.placement={actor: 0-3, inference: 4-5, rollout: 6-8}", *parallel))
+    actor, inference, rollout = (plan["groups"][name] for name in ("actor", "inference", "rollout"))
+    assert (plan["world_size"], actor["ranks"]) == (9, [0, 1, 2, 3])
+    assert [actor[size] for size in ("tp", "pp", "cp", "dp")] == [2, 1, 1, 2]
+    assert (inference["pp"], inference["dp"]) == (2, 1)
+    assert (rollout["engines"], rollout["tp"]) == (3, 1)
+    sizes = {"prompts_per_step": 32, "episodes_per_step": 256, "episodes_per_update": [64], "updates": 80}
+    assert plan["batch"] == sizes
     uneven = make_plan(tiny_run("trainer.mini_batches=10", "trainer.steps=20"))
     assert (uneven["batch"]["episodes_per_update"], uneven["batch"]["updates"]) == ([3 * 8, 4 * 8], 200)
     assert "24 or 32" in render_plan(uneven)
 
 
-def test_memory_by_hand(tiny_run: TinyRun) -> None:
-    """Float32, DP 4: weights, gradients, and two moments in four shards; the total is of parts, not all at once."""
-    plan = make_plan(
-        tiny_run("cluster.placement={actor: 0-3, inference: 4, rollout: 5}", "rollout.engine.kv_cache_tokens=1000000")
-    )
-    count, gib = plan["model"]["parameters"], 2**30
-    actor, inference, rollout = (plan["groups"][name] for name in ("actor", "inference", "rollout"))
-    # The embedding is padded from 320 to 384 tokens.
-    held = count + 64 * 64
-    always = {"parameters": held * 4, "gradients": held * 4, "optimizer": held * 8 / 4}
-    for part, size in always.items():
-        assert actor["memory_gib"][part] == pytest.approx(size / gib, abs=1e-4)
-    passing = actor["memory_gib"]["activations"] + max(actor["memory_gib"]["logits"], actor["memory_gib"]["backward"])
-    assert actor["memory_gib_per_rank"] == pytest.approx(sum(always.values()) / gib + passing, abs=1e-3)
-    assert inference["memory_gib"]["reference"] == pytest.approx(held * 4 / gib, abs=1e-4)
+def test_an_engines_memory_by_hand(tiny_run: TinyRun) -> None:
+    rollout = make_plan(tiny_run("rollout.engine.kv_cache_tokens=1000000"))
     cache = 1_000_000 * 4 * 2 * (2 * 16) * 4  # tokens, layers, key and value, 2 heads of 16, float32
-    assert rollout["memory_gib_per_rank"] == pytest.approx((count * 4 + cache) / gib, abs=1e-4)
+    held = rollout["model"]["parameters"] * 4 + cache
+    assert rollout["groups"]["rollout"]["memory_gib_per_rank"] == pytest.approx(held / 2**30, abs=1e-4)
 
 
 def test_the_page_is_what_the_experiments_say() -> None:
     page = PAGE.read_text()
     assert with_tables(page) == page, "run python scripts/memory_tables.py"
-
-
-def test_a_model_without_a_shape_is_named() -> None:
-    with pytest.raises(UserError, match="models/GPT-9"):
-        shape_of("models/GPT-9")
 
 
 def test_a_3b_actor_by_hand() -> None:
@@ -116,8 +91,7 @@ def test_a_3b_actor_by_hand() -> None:
     config.model.layers = Layers.te
     model = read_architecture(shape_of(config.model.path))
     tokens, hidden, vocab, parameters = 16384, 2048, 151936, 3_085_938_688
-    load = MicroBatchLoad(tokens, targets=1000, width=tokens)
-    found = group_memory(config, model, "actor", load).parts
+    found = group_memory(config, model, "actor", MicroBatchLoad(tokens, targets=1000, width=tokens)).parts
     assert found["parameters"] == 2 * parameters
     assert found["gradients"] == 4 * parameters
     assert found["optimizer"] == 12 * parameters / 4
@@ -125,16 +99,108 @@ def test_a_3b_actor_by_hand() -> None:
     assert found["activations"] == pytest.approx(36 * tokens * hidden * 2 + tokens * (2 * hidden + 4))
     # Logits, their gradient, and four pieces of 128 MiB.
     assert found["logits"] == 1000 * (2 * 2 * vocab + 2 * hidden) + 4 * 128 * 2**20
-
-
-def test_activations_of_a_te_layer_by_hand() -> None:
-    """One layer more keeps: of both norms input, output and 4 bytes of 1/rms; of attention queries, keys, values, output
-    and 4 bytes of each head's softmax; of the MLP gate, up and their product. 16 heads and 2 key heads of 128."""
-    config = load_config("searchr1_qwen2.5_3b_1node")
-    config.model.layers, config.model.recompute = Layers.te, False
-    model = read_architecture(shape_of(config.model.path))
-    load = MicroBatchLoad(1000, targets=10, width=1000)
-    layers = (model.layers, model.layers + 1)
+    # Without recomputation one layer more keeps: of both norms input, output and 4 bytes of 1/rms; of attention queries,
+    # keys, values, output and 4 bytes of each of 16 heads' softmax; of the MLP gate, up and their product.
+    config.model.recompute = False
+    layers, load = (model.layers, model.layers + 1), MicroBatchLoad(1000, targets=10, width=1000)
     less, more = (group_memory(config, replace(model, layers=n), "actor", load) for n in layers)
-    by_hand = 2 * (2 * 2 * 2048 + 4) + 2 * (2048 + 2 * 256 + 2048) + 4 * 16 + 2 * 3 * 11008
+    by_hand = 2 * (2 * 2 * hidden + 4) + 2 * (hidden + 2 * 256 + hidden) + 4 * 16 + 2 * 3 * 11008
     assert more.parts["activations"] - less.parts["activations"] == pytest.approx(1000 * by_hand)
+
+
+TWO_MACHINES = ["cluster.nodes=2", "cluster.devices_per_node=2", "cluster.sync_mode=broadcast"]
+SEARCHED = "cluster.search.nodes=[alpha]"
+APART = "cluster.placement={actor: 0-1, inference: '2', rollout: '3'}"
+
+
+def keys(config: RunConfig) -> list[str]:
+    return [problem.key for problem in find_problems(config)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ([*TWO_MACHINES, APART], None),
+        (["cluster.nodes=2"], "cluster.devices_per_node"),
+        ([*TWO_MACHINES, "cluster.placement.rollout='4'"], "cluster.placement"),
+        ([*TWO_MACHINES, APART, "cluster.sync_mode=tensor"], "cluster.sync_mode"),
+        ([*TWO_MACHINES, APART, "cluster.search.nodes=['0', '2']"], "cluster.search.nodes"),
+        ([*TWO_MACHINES, APART, SEARCHED, "search.index=null", "search.url=http://a:1"], "cluster.search.nodes"),
+        (["cluster.search.nodes=['1']"], "cluster.search.nodes"),
+        (["cluster.sync_mode=ipc"], "cluster.sync_mode"),
+    ],
+)
+def test_settings_that_do_not_fit_the_machines_are_named(
+    tiny_run: TinyRun, overrides: list[str], key: str | None
+) -> None:
+    assert keys(tiny_run(*overrides)) == [key] * (key is not None)
+
+
+def test_groups_that_share_gpus_of_several_machines_are_told_of_the_disk(tiny_run: TinyRun) -> None:
+    """NCCL refuses what sync_mode=broadcast would do there, and the others do not leave a machine."""
+    shared = ["cluster.mode=collocated", "trainer.schedule.kind=sequential", "cluster.device=gpu"]
+    places = "cluster.placement={actor: 0-3, inference: 0-3, rollout: 0-3}"
+    for mode in SyncMode:
+        found = keys(tiny_run(*TWO_MACHINES, *shared, places, f"cluster.sync_mode={mode}"))
+        assert ("cluster.sync_mode" in found) == (mode is not SyncMode.disk)
+
+
+def test_the_launcher_settles_addresses(tiny_run: TinyRun) -> None:
+    served = ["cluster.search.nodes=['0']", "search.url=null"]
+    unsettled = [one.key for one in launch_problems(tiny_run(*TWO_MACHINES, *served))]
+    assert unsettled == ["cluster.address", "cluster.search.nodes"]
+    assert list(launch_problems(tiny_run())) == []
+    settled = ["cluster.address=a:6379", "search.url=http://a:1"]
+    assert list(launch_problems(tiny_run(*TWO_MACHINES, *served, *settled))) == []
+    played = ["search.cassette.path=calls.jsonl", "search.cassette.mode=replay"]
+    assert list(launch_problems(tiny_run(*served, *played))) == [], "no server is needed"
+
+
+def test_an_engine_lies_on_one_machine(tiny_run: TinyRun) -> None:
+    """The second engine of two ranks would be on both of these machines of 3 devices."""
+    placed = "cluster.placement={actor: '4', inference: '5', rollout: 0-3}"
+    config = tiny_run(*TWO_MACHINES, "cluster.devices_per_node=3", placed, "rollout.engine.tp=2")
+    assert any("ranks 2 to 3" in problem.sentence for problem in find_problems(config))
+
+
+def plan_of(placed: dict[str, list[int]], gib: dict[str, float]) -> dict[str, Any]:
+    return {"groups": {name: {"ranks": placed[name], "memory_gib_per_rank": size} for name, size in gib.items()}}
+
+
+EIGHT = ["cluster.device_memory_gib=80", "rollout.engine.memory_fraction=0.5"]
+GIB = {"actor": 30.0, "critic": 25.0, "inference": 12.0, "rollout": 5.0}
+
+
+def test_groups_that_share_a_device_side_by_side_add_up(tiny_run: TinyRun) -> None:
+    """Actor and critic on one device, 30 + 25: they learn together, and never with an engine that takes turns."""
+    plan = plan_of({"actor": [0], "critic": [0], "inference": [1], "rollout": [2]}, GIB)
+    assert fullest_device(tiny_run(*EIGHT), plan) == (("actor", "critic"), 55.0)
+    turns = tiny_run(*EIGHT, "cluster.mode=collocated", "trainer.schedule.kind=sequential")
+    assert fullest_device(turns, plan_of({name: [0] for name in GIB}, GIB)) == (("actor", "critic"), 55.0)
+
+
+@pytest.mark.parametrize(("gib", "problems"), [(72.0, 0), (72.5, 1)])
+def test_more_than_nine_tenths_of_a_device_is_too_much(tiny_run: TinyRun, gib: float, problems: int) -> None:
+    plan = plan_of({"actor": [0], "inference": [1], "rollout": [2]}, {"actor": gib, "inference": 1, "rollout": 1})
+    assert len(list(memory_problems(tiny_run(*EIGHT), plan))) == problems
+    assert list(memory_problems(tiny_run(), plan)) == [], "the device's memory is not known"
+
+
+def test_the_big_experiment_does_not_fit_smaller_cards() -> None:
+    """The estimate of a real shape reaches the check: 3B on four cards of 24 GiB is refused, of 80 it is not."""
+    files = ["task.train_path=README.md", "task.eval_path=README.md"]
+    files += ["model.path=configs/model/shapes/qwen2.5-3b-instruct"]
+    assert keys(load_config("searchr1_qwen2.5_3b_1node", files)) == []
+    small = load_config("searchr1_qwen2.5_3b_1node", [*files, "cluster.device_memory_gib=24"])
+    (found,) = find_problems(small)
+    assert "cluster.device_memory_gib=24" in found.sentence
+
+
+def test_training_without_the_launcher_is_refused_and_planning_is_not(files: list[str], tmp_path: Path) -> None:
+    words = ["--config-name", "searchr1_tiny_cpu", *files, f"output_dir={tmp_path / 'runs'}"]
+    served = [*words, "cluster.search.nodes=['0']", *TWO_MACHINES, APART]
+    with pytest.raises(UserError) as caught:
+        typer.main.get_command(app).main(["train", *served], standalone_mode=False)
+    assert all(key in str(caught.value) for key in ("cluster.address", "cluster.search.nodes"))
+    assert not (tmp_path / "runs").exists()
+    assert CliRunner().invoke(app, ["train", *served, "--dry-run"]).exit_code == 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.paths import PROJECT
@@ -26,38 +25,22 @@ _INDENT = "    "
 _INLINE = re.compile(r"`(rlsys [^`]+|python -m [^`]+|bash [^`]+)`")
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """One command of a page."""
-
-    page: str
-    """Its path within the project."""
-    text: str
-    """On one line."""
-    in_block: bool
-    """Whether it stands in a block of its own, to be typed; else it is spoken of in a sentence."""
-
-    def __str__(self) -> str:
-        return f"{self.page}: {self.text}"
-
-
-def commands(page: Path) -> Iterator[Command]:
-    """All commands of `page`, in its order, blocks before sentences."""
-    name = page.relative_to(PROJECT).as_posix()
-    text = page.read_text(encoding="utf-8")
-    pending = ""
+def commands(page: Path) -> Iterator[tuple[str, bool]]:
+    """All commands of `page`, each on one line, in its order; and whether it stands in a block, or else in a sentence."""
+    text = re.sub(r"\s*\\\n\s*", " ", page.read_text(encoding="utf-8"))
     for line in _block_lines(text):
-        joined = f"{pending} {line.strip()}" if pending else line.strip()
-        if joined.endswith("\\"):
-            pending = joined[:-1].strip()
-            continue
-        pending = ""
-        bare = re.sub(r"\s{2,}#.*$", "", joined)
+        bare = re.sub(r"\s{2,}#.*$", "", line.strip())
         if _COMMAND.match(bare):
-            yield Command(name, bare, True)
+            yield bare, True
     outside = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     for match in _INLINE.finditer(outside):
-        yield Command(name, " ".join(match[1].split()), False)
+        yield " ".join(match[1].split()), False
+
+
+def fenced_blocks(page: Path, language: str) -> list[str]:
+    """The texts of all fenced blocks of `page` in a language."""
+    text = page.read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def _block_lines(text: str) -> Iterator[str]:

@@ -6,7 +6,6 @@ here is listed in `NEEDS` with what it would take; `test_commands_exist.py` hold
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -14,15 +13,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.docs.pages import PAGES, Command, commands
+from tests.docs.pages import PAGES, commands
 from tests.support.paths import PROJECT
-from tests.support.ports import free_port
 from tests.support.runs import Finished
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -33,28 +30,19 @@ NEEDS = {
     r"hf download|download\.py|data prepare (all|nq)|data/(nq|wiki18)|search web": "the network",
     r"launch/|rlsys launch|kubectl": "several machines",
     r"^nft ": "a network to be cut off",
-    r"-m bench\.": "minutes or hours of measuring; tests/bench runs those of the report and of a GPU in small",
+    r"-m bench\.": "minutes or hours of measuring; tests/bench runs some in small",
     r"-m pytest|warm_start|-m examples\.searchr1\.tiny\.world": "hours, or has a test of its own",
     r"infer\.py": "a server at its port; tests/examples/test_infer.py runs it",
-    r"^curl ": "a server, which `test_the_commands_of_a_page` asks itself",
+    r"^curl |search serve|rlsys watch|--web": "a reader who ends it; tests/live/test_ports.py runs each server",
     r" [A-Z]{2,}( |$|\.)|\w\|\w|\.\.\.| \[": "is a form to be filled in",
 }
-SMALL = {
-    "trainer.steps": "2",
-    "trainer.prompts_per_step": "4",
-    "trainer.mini_batches": "1",
-    "algorithm.n_samples": "4",
-    "eval.limit": "4",
-    "tracking.wandb": "false",
-    "tracking.tensorboard": "false",
-}
-SERVERS = {"search serve": "/health", "watch": "/", "--web": "/"}
-"""Part of a command that serves until it is ended -> where it answers."""
+SMALL = "trainer.steps=2 trainer.prompts_per_step=4 trainer.mini_batches=1 algorithm.n_samples=4 eval.limit=4"
+SMALL += " tracking.wandb=false tracking.tensorboard=false"
 
 
-def to_be_run(page: Path) -> list[Command]:
+def to_be_run(page: Path) -> list[str]:
     """The commands of a page that run here."""
-    return [one for one in commands(page) if one.in_block and not any(re.search(p, one.text) for p in NEEDS)]
+    return [text for text, in_block in commands(page) if in_block and not any(re.search(p, text) for p in NEEDS)]
 
 
 @pytest.fixture(scope="session")
@@ -87,75 +75,33 @@ def reader(tmp_path: Path, finished: Finished) -> Path:
     return tmp_path
 
 
-def typed(command: Command) -> str:
+def typed(command: str) -> str:
     """The command with sizes that suit a test, and a step that the runs have."""
-    text = re.sub(r"global_step_(12|100)\b", "global_step_2", command.text)
+    text = re.sub(r"global_step_(12|100)\b", "global_step_2", command)
     text = text.replace("outputs/own/runs/RUN", "outputs/RUN")
     if re.search(r"\brlsys train -c searchr1_tiny_cpu\b", text) and "--dry-run" not in text:
-        text += "".join(f" {key}={value}" for key, value in SMALL.items() if f" {key}=" not in text)
+        text = " ".join([text, *(one for one in SMALL.split() if one.partition("=")[0] not in text)])
     if text.startswith("rlsys eval"):
         text = re.sub(r" --limit \d+", "", text) + " --limit 4"
     return text
 
 
-def shell(text: str, folder: Path) -> subprocess.Popen[str]:
-    """The command in a shell of its own, with the environment of this interpreter."""
-    paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    return subprocess.Popen(
-        ["bash", "-c", text],
-        cwd=folder,
-        env=os.environ | paths,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
 def run(text: str, folder: Path) -> None:
-    """Run a command to its end, which must be a good one."""
-    process = shell(text, folder)
+    """Run a command to its end, which must be a good one, in a shell with the environment of this interpreter."""
+    paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    process = subprocess.Popen(
+        ["bash", "-c", text], cwd=folder, env=os.environ | paths, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
     try:
-        said, _ = process.communicate(timeout=900)
+        said, _ = process.communicate()
     finally:
-        end(process)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # Nothing that it has started is left.
     assert process.returncode == 0, f"{text}\n{said[-3000:]}"
-
-
-def serve(text: str, path: str, folder: Path) -> None:
-    """Run a server until it answers, then end it; it has a port of its own."""
-    port = free_port()
-    text = re.sub(r" --port \d+", "", text)
-    process = shell(f"exec {text} --port {port}", folder)
-    try:
-        until = time.monotonic() + 300
-        while True:
-            try:
-                assert httpx.get(f"http://127.0.0.1:{port}{path}").status_code == 200
-                break
-            except httpx.TransportError:
-                if process.poll() is not None or time.monotonic() > until:
-                    end(process)
-                    raise AssertionError(f"{text}\n{process.communicate()[0][-3000:]}") from None
-                time.sleep(0.3)
-        process.send_signal(signal.SIGINT)
-        process.wait(100)
-    finally:
-        end(process)
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    """Nothing that a command started is left."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if to_be_run(page)], ids=lambda page: page.name)
 def test_the_commands_of_a_page(page: Path, reader: Path) -> None:
     for command in to_be_run(page):
-        text = typed(command)
-        answers = next((path for part, path in SERVERS.items() if part in text), None)
-        if answers is None:
-            run(text, reader)
-        else:
-            serve(text, answers, reader)
+        run(typed(command), reader)

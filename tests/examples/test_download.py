@@ -1,10 +1,13 @@
-"""download.py against a local server that speaks the Hub's protocol."""
+"""download.py against a local server that speaks the Hub's protocol, and unpacking, against archives of the standard library."""
 
 from __future__ import annotations
 
 import gzip
 import io
 import random
+import re
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,41 +15,45 @@ from pathlib import Path
 import pytest
 
 from examples.searchr1 import download
+from examples.searchr1.unpack import unpack
 from rlsys.apps.data.download import Hub
 from rlsys.errors import RunError
 from tests.support.fake_hub import FakeHub, running
+from tests.support.paths import PROJECT
 from tests.support.refusals import refused
 
 CORPUS = b'{"id": "0", "contents": "a"}\n' * 1000
-PARTS = [random.Random(seed).randbytes(2000) for seed in range(3)]
+PARTS = [random.Random(seed).randbytes(2000) for seed in range(2)]
+FILES = {
+    "PeterJinGo/wiki-18-e5-index/part_aa": PARTS[0],
+    "PeterJinGo/wiki-18-e5-index/part_ab": PARTS[1],
+    "PeterJinGo/wiki-18-e5-index/README.md": b"no part",
+    "PeterJinGo/wiki-18-bm25-index/bm25/segments_1": b"",
+    "inclusionAI/ASearcher-Local-Knowledge/wiki_corpus.jsonl": CORPUS,
+    "inclusionAI/ASearcher-Local-Knowledge/wiki_webpages.jsonl": CORPUS,
+}
+NAME = "wiki 18.jsonl.gz"
+CONTENT = b'{"id": 1}\n' + random.Random(0).randbytes(100_000) * 3
 Download = Callable[..., None]
 
 
-def tar_gz(content: bytes) -> bytes:
-    """As wiki-18.jsonl.gz is made: a tar archive of one file in some folder, under a name that hides it."""
+def tar_of(*contents: bytes) -> bytes:
+    """As wiki-18.jsonl.gz is made: an archive of one file in some folder, under a name that hides it."""
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-        member = tarfile.TarInfo("data00/somewhere/wiki_dump.jsonl")
-        member.size = len(content)
-        archive.addfile(member, io.BytesIO(content))
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        folder = tarfile.TarInfo("some")
+        folder.type = tarfile.DIRTYPE
+        archive.addfile(folder)
+        for number, content in enumerate(contents):
+            member = tarfile.TarInfo(f"some/{number}.jsonl")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
     return packed.getvalue()
 
 
 @pytest.fixture
 def fake() -> Iterator[FakeHub]:
-    files = {
-        "PeterJinGo/wiki-18-corpus/wiki-18.jsonl.gz": tar_gz(CORPUS),
-        "PeterJinGo/wiki-18-e5-index/part_aa": PARTS[0],
-        "PeterJinGo/wiki-18-e5-index/part_ab": PARTS[1],
-        "PeterJinGo/wiki-18-e5-index-HNSW64/part_ab": PARTS[1],
-        "PeterJinGo/wiki-18-e5-index-HNSW64/part_aa": PARTS[0],
-        "PeterJinGo/wiki-18-e5-index-HNSW64/part_ac": PARTS[2],
-        "PeterJinGo/wiki-18-e5-index-HNSW64/README.md": b"no part",
-        "PeterJinGo/wiki-18-bm25-index/bm25/segments_1": b"",
-        "PeterJinGo/wiki-18-bm25-index/bm25/_0.fdt": PARTS[2],
-        "inclusionAI/ASearcher-Local-Knowledge/wiki_corpus.jsonl": CORPUS,
-        "inclusionAI/ASearcher-Local-Knowledge/wiki_webpages.jsonl": CORPUS,
-    }
+    files = FILES | {"PeterJinGo/wiki-18-corpus/wiki-18.jsonl.gz": gzip.compress(tar_of(CORPUS))}
     with running(FakeHub(files, small={"PeterJinGo/wiki-18-bm25-index/bm25/segments_1"})) as hub:
         yield hub
 
@@ -66,15 +73,14 @@ def fetch(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Dow
 
 def files(tmp_path: Path) -> dict[str, bytes]:
     folder = tmp_path / "save here"
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and ".downloads" not in path.parts
-    }
+    paths = (path for path in folder.rglob("*") if path.is_file() and ".downloads" not in path.parts)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 def test_by_default_the_flat_index_and_the_corpus(fake: FakeHub, fetch: Download, tmp_path: Path) -> None:
-    """Dropped connections on the way; the corpus comes out of its archive, which goes; a second run fetches nothing."""
+    """A dry run writes nothing; dropped connections on the way; the corpus comes out of its archive, which goes."""
+    fetch("--dry_run")
+    assert (files(tmp_path), fake.asked) == ({}, [])
     fake.faults = [100, None, 500]
     fetch()
     assert files(tmp_path) == {"e5_Flat.index": PARTS[0] + PARTS[1], "wiki-18.jsonl": CORPUS}
@@ -83,24 +89,9 @@ def test_by_default_the_flat_index_and_the_corpus(fake: FakeHub, fetch: Download
     assert len(fake.asked) == asked
 
 
-def test_everything_else(fetch: Download, tmp_path: Path) -> None:
-    fetch("--what", "wiki18-e5-hnsw64", "wiki18-bm25", "asearcher-corpus")
-    assert files(tmp_path) == {
-        "bm25/_0.fdt": PARTS[2],
-        "bm25/segments_1": b"",
-        "e5_HNSW64.index": b"".join(PARTS),
-        "wiki_corpus.jsonl": CORPUS,
-        "wiki_webpages.jsonl": CORPUS,
-    }
-
-
-def test_a_dry_run_says_and_writes_nothing(
-    fake: FakeHub, fetch: Download, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fetch("--dry_run")
-    assert "wiki-18.jsonl" in capsys.readouterr().out
-    assert not (tmp_path / "save here").exists()
-    assert fake.asked == []
+def test_files_of_other_sets_keep_their_names(fetch: Download, tmp_path: Path) -> None:
+    fetch("--what", "wiki18-bm25", "asearcher-corpus")
+    assert files(tmp_path) == {"bm25/segments_1": b"", "wiki_corpus.jsonl": CORPUS, "wiki_webpages.jsonl": CORPUS}
 
 
 def test_an_unknown_revision_and_a_damaged_archive_are_refused(fake: FakeHub, fetch: Download, tmp_path: Path) -> None:
@@ -110,3 +101,95 @@ def test_an_unknown_revision_and_a_damaged_archive_are_refused(fake: FakeHub, fe
     with pytest.raises(RunError, match=r"wiki-18\.jsonl\.gz"):
         fetch("--what", "wiki18-corpus")
     assert list(files(tmp_path)) == ["wiki-18.jsonl.gz"]
+
+
+def write(folder: Path, content: bytes) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / NAME).write_bytes(content)
+    return folder / NAME
+
+
+@pytest.mark.parametrize("plain", [CONTENT, tar_of(CONTENT), b"short"])
+def test_one_file_comes_out(tmp_path: Path, plain: bytes) -> None:
+    archive = write(tmp_path, gzip.compress(plain, mtime=0))
+    told: list[int] = []
+    unpack(archive, tmp_path / "out", told.append)
+    assert (tmp_path / "out").read_bytes() == (CONTENT if len(plain) > 10 else plain)
+    assert sum(told) <= archive.stat().st_size
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        gzip.compress(CONTENT, mtime=0)[:-50],
+        gzip.compress(tar_of(CONTENT), mtime=0)[:-8] + b"\0" * 8,
+        gzip.compress(tar_of(CONTENT)[:200_000], mtime=0),
+        b"no gzip",
+        gzip.compress(tar_of(b"a", b"b"), mtime=0),
+        gzip.compress(tar_of(), mtime=0),
+        b"",
+    ],
+)
+def test_a_damaged_archive_leaves_nothing(tmp_path: Path, damaged: bytes) -> None:
+    archive = write(tmp_path, damaged)
+    with pytest.raises(RunError, match=re.escape(str(archive))):
+        unpack(archive, tmp_path / "out", list[int]().append)
+    assert [path.name for path in tmp_path.iterdir()] == [archive.name]
+
+
+ATTACK = """
+import resource, signal, sys
+from pathlib import Path
+from examples.searchr1.unpack import unpack
+from rlsys.errors import RunError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 27, 1 << 27))
+resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
+for folder in map(Path, sys.argv[1:]):
+    try:
+        unpack(folder / "wiki 18.jsonl.gz", folder / "out", lambda count: None)
+    except RunError as refused:
+        print(str(refused).replace("\\n", " "))
+"""
+"""May write 128 MiB and take 512 MiB of memory."""
+
+
+def header(kind: bytes, size: int, **pax: str) -> bytes:
+    member = tarfile.TarInfo("some.jsonl")
+    member.type, member.size, member.pax_headers = kind, size, pax
+    return member.tobuf(tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT)
+
+
+def with_zeros(head: bytes, mebibytes: int) -> bytes:
+    packed = io.BytesIO()
+    with gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=1) as file:
+        file.write(head)
+        for _ in range(mebibytes):
+            file.write(bytes(1 << 20))
+    return packed.getvalue()
+
+
+ATTACKS: dict[str, Callable[[], bytes]] = {
+    "sparse": lambda: gzip.compress(
+        header(tarfile.REGTYPE, 0, **{"GNU.sparse.map": "0,0", "GNU.sparse.size": str(1 << 40)}) + bytes(1024)
+    ),
+    "long header": lambda: with_zeros(header(tarfile.GNUTYPE_LONGNAME, 1 << 29), 512),
+    "many folders": lambda: gzip.compress(header(tarfile.DIRTYPE, 0) * (1 << 15)),
+    "a file of zeros": lambda: with_zeros(header(tarfile.REGTYPE, 160 << 20), 160),
+}
+
+
+def test_an_archive_that_would_fill_the_disk_or_the_memory_is_refused(tmp_path: Path) -> None:
+    folders = [write(tmp_path / name, attack()).parent for name, attack in ATTACKS.items()]
+    command = [sys.executable, "-c", ATTACK, *map(str, folders)]
+    child = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    refused = child.stdout.splitlines()
+    assert [str(folder) in line for folder, line in zip(folders, refused, strict=True)] == [True] * len(ATTACKS)
+    assert all([path.name for path in folder.iterdir()] == [NAME] for folder in folders)
+
+
+def test_a_file_that_grows_a_little_is_no_attack(tmp_path: Path) -> None:
+    plain = bytes(50 << 20)
+    unpack(write(tmp_path, gzip.compress(plain, 1)), tmp_path / "out", list[int]().append)
+    assert (tmp_path / "out").stat().st_size == len(plain)

@@ -23,7 +23,7 @@ from rich.console import Console
 from examples.searchr1.tiny.demo import prepare_world
 from rlsys.cluster.local_ray import own_addresses
 from rlsys.cluster.preflight.machine import Unseen, cluster_at
-from tests.report.watch.folder import add_step, write_run
+from tests.support.growing_run import add_step, write_run
 from tests.support.paths import PROJECT
 from tests.support.ports import free_port
 from tests.support.runs import SETTINGS

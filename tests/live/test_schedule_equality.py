@@ -14,10 +14,9 @@ and 1.6e-5. The parameters move by 1e-2.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +47,11 @@ from rlsys.config.schema import (
 from rlsys.data.question import PromptSource, Question
 from rlsys.data.trajectory import Sample, Scores, Trajectory
 from rlsys.trainer.batches import MicroBatch, collate
-from tests.orchestrator.pipeline.build import rewarded
-from tests.orchestrator.pipeline.recorded import RIGHT, Recording, Shape, record
+from tests.support.megatron_processes import ANSWER_S, pool
+from tests.support.recorded_episodes import RIGHT, Recording, Shape, record
 from tests.support.scheduled import PAD_ID, Arrivals, Learner, Outcome, run
+from tests.support.trajectories import rewarded
 from tests.trainer import reference
-from tests.trainer.hosts import ANSWER_S, hosts
 
 TOLERANCE = 5e-6
 BREACH = 100 * TOLERANCE
@@ -109,10 +108,8 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Bench:
-    """The processes, the model and the episodes that all runs begin with."""
+    """The model and the episodes that all runs begin with."""
 
-    pipes: list[Connection]
-    """To one process for log-probs and two that train."""
     model: Path
     recording: Recording
 
@@ -126,8 +123,8 @@ class Bench:
         packing: Packing = Packing.packed,
         learner: type[Learner] = Learner,
     ) -> Outcome:
-        config, actor = self.config(case, schedule, packing), self.pipes[1 : 1 + actor_ranks]
-        return run(config, self.recording, QUESTIONS, arrivals, self.pipes[:1], actor, learner)
+        config, (scorer, *actor) = self.config(case, schedule, packing), pool(1 + actor_ranks)
+        return run(config, self.recording, QUESTIONS, arrivals, [scorer], actor, learner)
 
     def config(self, case: Case, schedule: str, packing: Packing = Packing.packed) -> RunConfig:
         return RunConfig(
@@ -161,11 +158,9 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with hosts(3) as pipes:
-        model = reference.make_model(reference.tiny_config(layers=2), tmp_path_factory.mktemp("model"))
-        recording = record(QUESTIONS, Shape(STEPS, SAMPLES, reference.VOCAB), seed=5)
-        yield Bench(pipes, model, recording)
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    model = reference.make_model(reference.tiny_config(layers=2), tmp_path_factory.mktemp("model"))
+    return Bench(model, record(QUESTIONS, Shape(STEPS, SAMPLES, reference.VOCAB), seed=5))
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from rich.console import Console
 
 from examples.searchr1.tiny.demo import WORLD, prepare_world
 from rlsys.config.compose import load_config
-from tests.examples.test_search_scripts import served
 from tests.support.paths import PROJECT
+from tests.support.scripts import served
 
 EXAMPLE = PROJECT / "examples" / "searchr1"
 POLICY = EXAMPLE / "tiny" / "policy"
@@ -293,7 +293,7 @@ def server(world: Path) -> Iterator[str]:
         "wiki_webpages.jsonl",
     )
     encoding = ("--topk", "3", "--retriever_name", "minilm", "--retriever_model", "minilm", "--port", "0")
-    with served("launch_local_server.sh", *flags, *encoding, cwd=world) as address:
+    with served(EXAMPLE / "launch_local_server.sh", *flags, *encoding, cwd=world) as address:
         yield address.removeprefix("http://")
 
 

@@ -13,8 +13,9 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from rlsys.observe.kept import Kept, read_kept
-from tests.rollout.tools.test_docs import blocks
+from tests.docs.pages import fenced_blocks
 from tests.support import tiny
+from tests.support.paths import PROJECT
 from tests.support.runs import Finished
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(600)]
@@ -50,7 +51,7 @@ def test_tools_are_called_beside_the_search_and_what_they_say_is_not_trained(
     # As the run reads it: for a Qwen2, transformers splits text in Qwen2's way, whatever the file says.
     words = AutoTokenizer.from_pretrained(policy)
     learnt([RIGHT, WRONG], words).save_pretrained(policy)
-    (tmp_path / "my_tools.py").write_text(blocks("python")[0])
+    (tmp_path / "my_tools.py").write_text(fenced_blocks(PROJECT / "docs" / "tools.md", "python")[0])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     row = {
         "prompt": [{"role": "user", "content": PROMPT}],

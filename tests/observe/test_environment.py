@@ -1,16 +1,46 @@
-"""A run records where it ran, life after life."""
+"""A run records where it ran; what a machine lacks for a config is said, each thing once, with the key to change."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from rlsys.observe.environment import RUN, begin_life, changes, commit_of, environment, read_lives, tree_cpu_seconds
+from rlsys.config.schema import (
+    Attention,
+    ClusterConfig,
+    Device,
+    Dtype,
+    EngineConfig,
+    Layers,
+    Mode,
+    ModelConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+    SyncMode,
+)
+from rlsys.observe.environment import (
+    RUN,
+    Capabilities,
+    begin_life,
+    changes,
+    commit_of,
+    detect,
+    environment,
+    lacking,
+    read_lives,
+    tree_cpu_seconds,
+)
+from tests.support.capabilities import H100
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +56,6 @@ def git(folder: Path, *words: str) -> str:
 
 
 def test_the_commit_of_a_checkout_and_whether_files_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert commit_of(tmp_path) == (None, None), "no checkout"
     git(tmp_path, "init")
     assert commit_of(tmp_path) == (None, None), "no commit yet"
     (tmp_path / "file").write_text("1")
@@ -43,11 +72,10 @@ def test_the_commit_of_a_checkout_and_whether_files_differ(tmp_path: Path, monke
 
 
 def test_a_run_has_its_lives_in_order(tmp_path: Path) -> None:
-    begin_life(tmp_path, 0)
-    begin_life(tmp_path, 7)
+    for step in (0, 7):
+        begin_life(tmp_path, step)
     first, second = read_lives(tmp_path)
     assert (first.after_step, second.after_step) == (0, 7)
-    assert first.begun <= second.begun
     assert (second.environment, second.command) == (environment(), sys.argv)
 
 
@@ -66,37 +94,28 @@ def driver(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(folder))
 
 
-def test_the_machines_memory_and_its_gpus_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machines_gpus_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "_lazy_init", None)  # CUDA must not be initialised.
     asked = tmp_path / "asked"
-    driver(
-        tmp_path / "bin", f'echo "$@" >> {asked}\nwhile read row; do echo "$row"; done <<END\n{CARDS}END', monkeypatch
-    )
+    script = f'echo "$@" >> {asked}\nwhile read row; do echo "$row"; done <<END\n{CARDS}END'
+    driver(tmp_path / "bin", script, monkeypatch)
     found = environment()
-    facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    kib = int(facts["MemTotal"].removesuffix("kB"))
-    assert found["memory"] == f"{kib / 1024**2:.1f} GiB"
     assert found["gpus"] == "2 x NVIDIA H100 80GB HBM3, 1 x NVIDIA A100-SXM4-40GB"
     assert (found["gpu driver"], found["cuda of torch"]) == ("580.82.07", "12.8")
     assert environment() == found
     assert asked.read_text() == "--query-gpu=name,driver_version --format=csv,noheader\n", "asked once"
 
 
-@pytest.mark.parametrize(
-    "script", ["exit 9", "echo 'No devices were found'", "echo 'NVIDIA H100, 580'; exit 1", "exec sleep 600"]
-)
+@pytest.mark.parametrize("script", ["echo 'NVIDIA H100, 580'; exit 1", "echo 'No devices'", "exec /bin/sleep 600"])
 def test_a_driver_without_an_answer_is_left_out(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlsys.observe.environment._TIMEOUT_S", 0.5 if "sleep" in script else 120)
-    driver(tmp_path / "bin", script.replace("sleep", "/bin/sleep"), monkeypatch)
-    with_it = environment()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert with_it == environment()
-    assert not {"gpus", "gpu driver", "cuda of torch"} & with_it.keys()
+    driver(tmp_path / "bin", script, monkeypatch)
+    assert not {"gpus", "gpu driver", "cuda of torch"} & environment().keys()
 
 
 def test_a_damaged_record_of_lives_does_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for content in ("", "{", "[]", '{"lives": [1]}', '{"lives": [{"begun": 1}]}'):
+    for content in ("{", '{"lives": [1]}', '{"lives": [{"begun": 1}]}'):
         (tmp_path / RUN).write_text(content)
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="rlsys"):
@@ -124,3 +143,108 @@ def test_a_childs_work_is_counted_while_it_lives() -> None:
         used = tree_cpu_seconds() - before
         child.communicate("\n")
     assert used > 0.25, "the kernel counts in hundredths"
+
+
+LAPTOP = Capabilities(torch="2.13.0+cpu")
+A100 = replace(H100, compute_capability=(8, 0), flash_attn="2.8.3", flash_attn_4=None)
+V100 = replace(H100, compute_capability=(7, 0), flash_attn_4=None)
+
+
+def config(
+    device: Device = Device.gpu,
+    mode: Mode = Mode.disaggregated,
+    sync: SyncMode = SyncMode.tensor,
+    cp: int = 1,
+    **model: Any,
+) -> RunConfig:
+    made = RunConfig(
+        model=ModelConfig(path="model", **model),
+        cluster=ClusterConfig(device=device, mode=mode, sync_mode=sync),
+        rollout=RolloutConfig(engine=EngineConfig(dtype=model.get("dtype", Dtype.bfloat16))),
+    )
+    made.actor.parallel = ParallelConfig(cp=cp)
+    return made
+
+
+def keys(asked: RunConfig, here: Capabilities) -> list[str]:
+    return [problem.key for problem in lacking(asked, here)]
+
+
+FULL = config(mode=Mode.collocated, sync=SyncMode.ipc, cp=2, layers=Layers.te, attention=Attention.flash, fp8=True)
+ANY_FLASH = config(attention=Attention.flash)
+
+
+@pytest.mark.parametrize(
+    ("here", "asked"),
+    [
+        (H100, config()),
+        (H100, FULL),
+        (LAPTOP, config(Device.cpu)),
+        (V100, config(dtype=Dtype.float32)),
+        (H100, config(cp=2, layers=Layers.local, dtype=Dtype.float32)),
+        # Any FlashAttention of the GPU's generation will do.
+        (A100, ANY_FLASH),
+        (replace(H100, flash_attn="2.8.3", flash_attn_4=None), ANY_FLASH),
+    ],
+)
+def test_a_machine_that_has_all_lacks_nothing(here: Capabilities, asked: RunConfig) -> None:
+    assert keys(asked, here) == []
+
+
+def test_everything_is_said_at_once() -> None:
+    # No device, no NCCL, no kernels of SGLang: three sentences of one key.
+    everywhere = ["model.layers", *["cluster.device"] * 3, "cluster.mode"]
+    assert keys(config(mode=Mode.collocated, layers=Layers.te, fp8=True), LAPTOP) == everywhere
+    assert keys(config(), V100) == ["model.dtype", "rollout.engine.dtype"], "it has no bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("here", "asked", "key"),
+    [
+        (replace(H100, transformer_engine=None), config(layers=Layers.te), "model.layers"),
+        (LAPTOP, config(Device.cpu, layers=Layers.te), "model.layers"),
+        (H100, config(layers=Layers.local, attention=Attention.flash), "model.attention"),
+        (H100, config(attention=Attention.flash, dtype=Dtype.float32), "model.attention"),
+        (replace(A100, flash_attn=None, flash_attn_4="4"), config(attention=Attention.flash), "model.attention"),
+        (H100, config(layers=Layers.local, fp8=True), "model.fp8"),
+        (A100, config(fp8=True), "model.fp8"),
+        (replace(H100, sglang_kernel=None), config(), "cluster.device"),
+        (replace(H100, nccl=False), config(), "cluster.device"),
+        (replace(H100, torch_memory_saver=None), config(mode=Mode.collocated), "cluster.mode"),
+        (replace(H100, foreign_apex="0.9.10"), config(), "model.fusions"),
+        (H100, config(cp=2, dtype=Dtype.float32), "actor.parallel.cp"),
+    ],
+)
+def test_what_is_lacking_is_named(here: Capabilities, asked: RunConfig, key: str) -> None:
+    assert keys(asked, here) == [key]
+
+
+Installed = Callable[..., Capabilities]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
+    """Detect capabilities as if these packages and modules alone were installed."""
+
+    def installed(packages: dict[str, str], modules: tuple[str, ...] = ()) -> Capabilities:
+        def version(name: str) -> str:
+            if name in packages:
+                return packages[name]
+            raise importlib.metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr("rlsys.observe.environment.version", version)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in modules else None)
+        return detect()
+
+    return installed
+
+
+def test_apex_is_known_by_its_kernels_and_not_by_its_name(installed: Installed) -> None:
+    kernels = ("amp_C", "fused_weight_gradient_mlp_cuda")
+    theirs = installed({"apex": "0.9.10.dev0"})
+    assert (theirs.apex, theirs.foreign_apex) == (False, "0.9.10.dev0")
+    nvidia = installed({"apex": "0.1"}, kernels)
+    assert (nvidia.apex, nvidia.foreign_apex) == (True, None)
+    half = installed({"apex": "0.1"}, kernels[:1])
+    assert (half.apex, half.foreign_apex) == (False, None), "NVIDIA's, built without the kernel that is wanted"
+    assert installed({}) == Capabilities(), "and without torch nothing is known of devices"

@@ -1,16 +1,18 @@
-"""Files of a run: written whole or not at all, read with limits, JSON and YAML that can be trusted."""
+"""Files of a run: written whole or not at all, rows that survive a crash, damage that is a sentence, JSON and YAML with limits."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import resource
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from rlsys.errors import RunError
 from rlsys.files import (
     CONFIG_BYTES,
     DEPTH,
@@ -24,9 +26,10 @@ from rlsys.files import (
     read_yaml,
     write_atomically,
 )
-from rlsys.observe.records import LineLog, read_metrics, write_summary
-from rlsys.observe.trackers import Trackers
-from tests.support.damage import ALIASES, DEEP, LEVELS
+from rlsys.observe.records import LineLog, read_metrics
+from rlsys.observe.run_folder import open_run
+from tests.support.damage import ALIASES, DAMAGES, DEEP, LEVELS, OBJECTS, holding
+from tests.support.refusals import refused
 
 
 def test_scalars_of_numpy_and_torch_and_what_json_lacks() -> None:
@@ -36,26 +39,20 @@ def test_scalars_of_numpy_and_torch_and_what_json_lacks() -> None:
         json_safe({"a": {1}})
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_the_old_file_and_tells_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "new" / "a.txt"
     write_atomically(path, "old")
     with pytest.raises(UnicodeEncodeError):
         write_atomically(path, "half \ud800")
-    assert path.read_text() == "old"
-    assert [found.name for found in path.parent.iterdir()] == ["a.txt"]
-
-
-def test_a_full_disk_is_told_with_the_name_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.txt"
-    write_atomically(path, "old")
-    full = OSError(errno.ENOSPC, "No space left on device")
+    full = OSError(errno.ENOSPC, "No space left on device")  # Without a name, as a write raises it.
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(full))
-    assert full.filename is None, "as a write raises it"
     with pytest.raises(OSError, match="No space left") as raised:
         write_atomically(path, "new")
     assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(path))
-    assert [found.name for found in tmp_path.iterdir()] == ["a.txt"]
     assert path.read_text() == "old"
+    assert [found.name for found in path.parent.iterdir()] == ["a.txt"]
 
 
 def test_only_what_a_kill_has_left_is_forgotten(tmp_path: Path) -> None:
@@ -68,48 +65,23 @@ def test_only_what_a_kill_has_left_is_forgotten(tmp_path: Path) -> None:
     forget_parts(tmp_path / "none")
 
 
-def test_summary_is_strict_json_with_stable_order(tmp_path: Path) -> None:
-    first, second = tmp_path / "1.json", tmp_path / "2.json"
-    write_summary(first, {"steps": 3, "em_after": float("nan")})
-    write_summary(second, {"em_after": float("nan"), "steps": 3})
-    assert first.read_bytes() == second.read_bytes()
-    assert json.loads(first.read_text()) == {"em_after": None, "steps": 3}
-    assert "NaN" not in first.read_text()
-
-
 def test_the_last_row_of_a_step_counts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    for steps, figure in (((1, 2, 3), 0.1), ((3,), 0.9)):
-        log = Trackers(LineLog(path), {})
-        for step in steps:
-            log.log(step, {"loss": figure * step})
-        log.close()
-        with path.open("a") as file:
-            file.write('{"step": 4, "rew')  # the crash
-    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(1, 0.1), (2, 0.2), (3, 2.7)]
+    path.write_text('{"step": 1, "loss": 0.1}\n{"step": 2, "loss": 0.2}\n{"step": 2, "rew\n{"step": 2, "loss": 2.7}\n')
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(1, 0.1), (2, 2.7)]
 
 
 @pytest.mark.timeout(120)
 def test_only_regular_files_are_read_and_only_so_much_of_them(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "endless").symlink_to("/dev/zero")
-    (tmp_path / "sparse").touch()
-    os.truncate(tmp_path / "sparse", 2**40)
-    for name in ("pipe", "endless", "sparse"):
+    (tmp_path / "rows.jsonl").write_bytes(b"{}\n[]\n")
+    os.truncate(tmp_path / "rows.jsonl", 2**40)
+    for name in ("pipe", "endless", "rows.jsonl"):
         with pytest.raises(OSError, match=r"regular|1099511627776"):
             read_regular(tmp_path / name)
-    (tmp_path / "whole").write_bytes(b"1234")
-    assert read_regular(tmp_path / "whole", 4) == b"1234"
-    with pytest.raises(OSError, match="3"):
-        read_regular(tmp_path / "whole", 3)
-
-
-def test_no_line_is_longer_than_its_limit(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(b"{}\n[]\n")
-    os.truncate(file, 2**40)
     read = []
-    with pytest.raises(OSError, match=str(LINE_BYTES)), open_regular(file) as lines:
+    with pytest.raises(OSError, match=str(LINE_BYTES)), open_regular(tmp_path / "rows.jsonl") as lines:
         read.extend(limited_lines(lines))
     assert read == [b"{}\n", b"[]\n"]
 
@@ -132,8 +104,8 @@ def test_json_of_rlsys_is_taken() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *(ALIASES, DEEP, LEVELS, b"a: &a 1\nb: *a", b"a: 2024-01-01", b"a: !!binary YQ==", b"a: !!set {b}"),
-        *(b"a: !!bool x", b"a: !!timestamp x", b'a: !!int ""', b"a: 1%s" % (b"0" * 400), b"? [a]\n: b"),
+        *(ALIASES, DEEP, LEVELS, b"a: &a 1\nb: *a", b"a: 2024-01-01", b"a: !!binary YQ=="),
+        *(b"a: !!bool x", b'a: !!int ""', b"a: 1%s" % (b"0" * 400), b"? [a]\n: b"),
         *(b"a: 190" + b":59" * 400 + b".5", b"a: [", b"\xff", b"#" * (CONFIG_BYTES + 1)),
     ],
 )
@@ -149,3 +121,183 @@ def test_yaml_of_rlsys_is_taken(tmp_path: Path) -> None:
     file.write_text("name: é\ntrainer: {steps: 3, clip: .inf, none: null}\nlist:\n- '2024-01-01'\n")
     clip = {"steps": 3, "clip": float("inf"), "none": None}
     assert read_yaml(file) == {"name": "é", "trainer": clip, "list": ["2024-01-01"]}
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def filled(path: Path, count: int = 3) -> list[int]:
+    """A file of `count` rows, and its position after each."""
+    log, positions = LineLog(path), []
+    for number in range(count):
+        log.append({"row": number, "text": "ä" * number})
+        positions.append(log.position)
+    log.close()
+    return positions
+
+
+@pytest.mark.parametrize("kept", [0, 2, 3])
+def test_a_log_that_goes_back_has_the_rows_up_to_there(kept: int, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "rows.jsonl"
+    position = [0, *filled(path)][kept]
+    assert LineLog(path).position == path.stat().st_size
+    log = LineLog(path, position)
+    assert log.position == position == path.stat().st_size, "known before anything is appended"
+    assert path.read_bytes().count(b"\n") == kept
+    log.append({"row": "new"})
+    log.append({"row": "last"})
+    assert log.position == path.stat().st_size
+    assert [row["row"] for row in rows(path)] == [*range(kept), "new", "last"]
+
+
+@pytest.mark.parametrize("position", [None, 10_000])
+def test_a_line_is_ended_wherever_it_was_cut(position: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    whole, last = filled(path)[-2:]
+    content = path.read_bytes()
+    for size in (whole + 1, (whole + last) // 2, last - 1):
+        path.write_bytes(content[:size])
+        log = LineLog(path, position)
+        log.append({"row": "new"})
+        log.close()
+        lines = path.read_bytes().splitlines()
+        assert lines[:2] == content.splitlines()[:2]
+        assert lines[2] == content[whole:size]
+        assert json.loads(lines[3]) == {"row": "new"}
+
+
+def test_any_text_stays_in_its_line(tmp_path: Path) -> None:
+    text = "half a pair \ud83d, a\u2028b\nc\x85d"
+    LineLog(tmp_path / "rows.jsonl").append({text: text})
+    assert rows(tmp_path / "rows.jsonl") == [{text: text}]
+
+
+def test_the_position_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint must not know of rows that a machine which goes down takes along."""
+    log, synced = LineLog(tmp_path / "rows.jsonl"), []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_size))
+    log.append({"row": 1})
+    assert log.position == synced[0] == len('{"row": 1}\n')
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    log = LineLog(path)
+    log.append({"row": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
+    try:
+        with pytest.raises(RunError, match=r"rows\.jsonl"):
+            log.append({"row": 2, "text": "long enough"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert rows(path) == [{"row": 1}], "what was written of the row is taken back"
+    log.append({"row": 3})
+    assert log.position == path.stat().st_size
+    log.close()
+    again = LineLog(path)
+    again.append({"row": 4})
+    assert [row["row"] for row in rows(path)] == [1, 3, 4]
+
+
+FILES = ("run.json", "config.yaml", "metrics.jsonl", "timeline.jsonl", "summary.json", "status.json")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run of three steps, whole."""
+    run = tmp_path / "outputs" / "run-20250101-120000"
+    (run / "evaluations").mkdir(parents=True)
+    (run / "trajectories").mkdir()
+    life = {"begun": 1.0, "after_step": 0, "environment": {"torch": "2"}, "commit": None, "changed": None}
+    (run / "run.json").write_text(json.dumps({"lives": [{**life, "command": ["rlsys"]}]}))
+    (run / "config.yaml").write_text("name: run\n")
+    rows = [{"step": step, "time": 1.0, "actor/loss": step / 2} for step in (1, 2, 3)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spans = [{"step": step, "window": [step, step + 1], "spans": []} for step in (1, 2, 3)]
+    (run / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in spans))
+    for step in (0, 3):
+        (run / "evaluations" / f"step_{step:06d}.json").write_text(json.dumps({"step": step, "em": 0.5}))
+        (run / "evaluations" / f"step_{step:06d}.jsonl").write_text('{"uid": "q"}\n')
+    (run / "summary.json").write_text('{"em_after": 0.5}')
+    for name in ("eval", "eval-1"):
+        (run / name).mkdir()
+        (run / name / "results.json").write_text('{"sets": {}}')
+    return run
+
+
+def test_a_whole_folder_is_read(folder: Path) -> None:
+    run = open_run(folder)
+    assert run.problems == []
+    assert (run.name, run.config) == ("run-20250101-120000", {"name": "run"})
+    assert [row["actor/loss"] for row in run.rows] == [0.5, 1.0, 1.5]
+    assert [row["step"] for row in run.evaluations] == [0, 3]
+    assert run.answers(3) == [{"uid": "q"}]
+    assert list(run.measured()) == [("eval", {"sets": {}}), ("eval-1", {"sets": {}})]
+    assert [one.step for one in run.timeline()] == [1, 2, 3]
+    assert (run.summary, run.status) == ({"em_after": 0.5}, None)
+    assert run.lives[0].command == ["rlsys"]
+    assert run.problems == []
+    assert list(run.trajectories()) == []
+    assert run.problems == ["trajectories is missing: no trajectory was kept, or the run is of an older rlsys."]
+
+
+def test_a_folder_that_is_no_run_is_refused_with_one_that_is(folder: Path) -> None:
+    for path in (folder.parent / "run-2", folder / "config.yaml"):
+        with refused("not_found", path):
+            open_run(path)
+    with refused("malformed", folder / "evaluations"):
+        open_run(folder / "evaluations")
+    with refused("malformed", folder.parent) as caught:
+        open_run(folder.parent)
+    assert "outputs/run-20250101-120000" in str(caught.value)
+
+
+@pytest.mark.parametrize("line", [b"[1]", b'{"no": "step"}', b'{"step": "one"}', b"\xff\xfe", b'{"step": true}'])
+def test_a_row_that_is_none_is_told_by_its_line(folder: Path, line: bytes) -> None:
+    rows = (folder / "metrics.jsonl").read_bytes().splitlines()
+    (folder / "metrics.jsonl").write_bytes(b"\n".join([rows[0], line, b"", rows[2], rows[2][:-9]]))
+    run = open_run(folder)
+    assert [problem.partition(" is ")[0] for problem in run.problems] == [
+        "metrics.jsonl, line 2",
+        "metrics.jsonl, line 5",
+    ]
+    assert [row["step"] for row in run.rows] == [1, 3]
+
+
+NO_LIVES = {"number": b'{"lives": 3}', "empty life": b'{"lives": [{}]}'}
+TAKE_ANY_OBJECT = ("config.yaml", "summary.json", "status.json", "evaluations/step_000003.jsonl", "eval/results.json")
+MAY_BE_MISSING = ("summary.json", "status.json", "evaluations/step_000003.json", "eval/results.json")
+
+
+DAMAGED = [*FILES, "evaluations/step_000003.json", "evaluations/step_000003.jsonl", "eval/results.json"]
+GRID = [
+    # Each damage to two files, and each file with several of them, by default.
+    pytest.param(name, damage, marks=() if (row + column) % 5 == 0 else pytest.mark.slow)
+    for row, name in enumerate(DAMAGED)
+    for column, damage in enumerate([*sorted(DAMAGES.keys() - {"blank"}), *NO_LIVES])
+]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("name", "damage"), GRID)
+def test_damage_is_a_sentence_and_the_rest_is_read(folder: Path, name: str, damage: str) -> None:
+    (folder / "status.json").write_text('{"step": 1}')
+    change = holding(NO_LIVES[damage]) if damage in NO_LIVES else DAMAGES[damage]
+    change(folder / name)
+    run = open_run(folder)
+    for _ in range(2):
+        run.timeline()
+        measured = [folder for folder, _ in run.measured()]
+        for row in run.evaluations:
+            run.answers(row["step"])
+    is_object = damage in (*OBJECTS, *NO_LIVES)
+    # A link that leads nowhere is none of those that are looked for by a pattern.
+    is_gone = damage == "removed" or (damage == "circle" and name == "eval/results.json")
+    fine = name in (MAY_BE_MISSING if is_gone else TAKE_ANY_OBJECT if is_object else ())
+    assert len(run.problems) == (0 if fine else 1)
+    assert all(told.startswith(name) and told.endswith(".") and "\n" not in told for told in run.problems)
+    assert len(run.rows) == (0 if name == "metrics.jsonl" else 3)
+    assert len(run.evaluations) == (1 if name == "evaluations/step_000003.json" else 2)
+    assert measured == (["eval-1"] if name == "eval/results.json" and not is_object else ["eval", "eval-1"])

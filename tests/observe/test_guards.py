@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -39,10 +39,6 @@ def steps_alarmed(values: Sequence[float | None], figure: str = "actor/entropy")
     return [step for step, found in enumerate(alarms, start=1) if found]
 
 
-def test_a_healthy_run_is_left_alone() -> None:
-    assert watch([{}] * 10) == [[]] * 10
-
-
 @pytest.mark.parametrize(
     ("guard", "figure", "kept", "passed"),
     [
@@ -61,26 +57,21 @@ def test_each_bound_may_be_met_but_not_passed(guard: str, figure: str, kept: flo
 
 
 def test_an_alarm_is_new_once_in_each_row() -> None:
-    assert steps_alarmed([0.0, 0.0, 1.0, 0.0, 0.0, 1.0]) == [], "patience counts steps in a row"
     low, high = {"actor/entropy": 0.0}, {"actor/entropy": 1.0}
-    alarms = watch([low, low, low, low, high, low, low, low])
+    alarms = watch([low, low, high, low, low, low, low, high, low, low, low])
     assert [(alarm.step, alarm.first, alarm.steps) for found in alarms for alarm in found] == [
-        (3, True, 3),
-        (4, False, 4),
-        (8, True, 3),
+        (6, True, 3),
+        (7, False, 4),
+        (11, True, 3),
     ]
 
 
-def test_nan_is_an_alarm_at_once() -> None:
+def test_nan_is_an_alarm_at_once_and_infinity_in_its_time() -> None:
     assert steps_alarmed([1.0, NAN, 1.0]) == [2]
     assert steps_alarmed([1.0, None, 1.0]) == [2], "a file has null for NaN"
+    assert steps_alarmed([float("inf")] * 3, "actor/kl") == [3]
     (alarm,) = watch([{"actor/entropy": NAN}])[0]
     assert alarm.first
-    assert "actor/entropy is not a number at step 1" in str(alarm)
-
-
-def test_infinity_passes_a_ceiling_in_its_time() -> None:
-    assert steps_alarmed([float("inf")] * 3, "actor/kl") == [3]
 
 
 def test_a_figure_that_a_step_does_not_have_ends_the_row() -> None:
@@ -90,9 +81,7 @@ def test_a_figure_that_a_step_does_not_have_ends_the_row() -> None:
 
 
 def test_a_bound_that_is_null_is_not_watched() -> None:
-    config = replace(CONFIG, entropy_floor=None)
-    assert watch([{"actor/entropy": NAN}] * 4, config) == [[]] * 4
-    assert Guards(config, K3).names == ("kl", "ratio", "many_answers", "same_answer")
+    assert watch([{"actor/entropy": NAN}] * 4, replace(CONFIG, entropy_floor=None)) == [[]] * 4
 
 
 @pytest.mark.parametrize(
@@ -105,16 +94,11 @@ def test_a_kl_that_is_no_part_of_the_loss_is_taken_from_the_samples(estimator: s
     (alarm,) = guards.check(1, row)
     assert (alarm.guard, alarm.figure) == ("kl", figure)
     assert guards.check(2, row | {"actor/kl": 0.0}) == [], "the loss knows better"
-    every = {f"kl/{name}": 9.0 for name in ("k1", "k2", "k3", "k5", "abs")}
-    for one in KlEstimator:
-        (alarm,) = Guards(replace(CONFIG, patience=1), one).check(1, every)
-        assert alarm.guard == "kl"
 
 
 def test_an_alarm_names_figure_value_bound_and_a_key_that_can_be_set() -> None:
     (alarm,) = watch([{"actor/entropy": 0.01234567}] * 3)[-1]
     for fact in ("actor/entropy", "0.01235", "step 3", "guards.entropy_floor=0.1", "algorithm.entropy_coef"):
         assert fact in str(alarm)
-    for name in ("entropy", "kl", "ratio", "many_answers", "same_answer"):
-        (found,) = [one for one in watch([dict.fromkeys(HEALTHY, NAN)])[0] if one.guard == name]
-        assert hasattr(CONFIG, found.key.removeprefix("guards.")), "the key must be one that can be set"
+    (every,) = watch([dict.fromkeys(HEALTHY, NAN)])
+    assert {one.key.removeprefix("guards.") for one in every} <= {item.name for item in fields(CONFIG)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from rlsys.orchestrator.evaluation.scores import scores_of
 from rlsys.orchestrator.run_logger import RunLogger
 from rlsys.orchestrator.worker_groups import ActorGroup, CriticGroup
 from rlsys.trainer.batches import Flops
-from tests.orchestrator.pipeline.build import question, rewarded, trajectory
+from tests.support.trajectories import question, rewarded, trajectory
 
 SOURCE = Path(rlsys.__file__).parent
 DOCUMENT = SOURCE.parent / "docs/metrics.md"
@@ -36,13 +36,15 @@ KEY = re.compile(r"[a-z]+(/[a-z0-9_*]+)+")
 NOT_METRICS = {"search", "config", "cli", "evaluation"}
 """Packages whose dictionaries have other keys with a slash; figures of an evaluation get the first part of their name
 from the record."""
-SPANS = {
-    "rollout": "rollout.group",
-    "driver": "sync.transfer",
-    "inference": "logprob.compute",
-    "actor": "train.apply",
-    "critic": "values.compute",
-}
+SPANS = (
+    ("rollout", "rollout.group"),
+    ("driver", "sync.transfer"),
+    ("driver", "reward.score"),
+    ("driver", "switch.acquire"),
+    ("inference", "logprob.compute"),
+    ("actor", "train.apply"),
+    ("critic", "values.compute"),
+)
 
 
 def documented() -> set[str]:
@@ -57,34 +59,25 @@ def documented() -> set[str]:
 
 
 def covers(name: str, key: str) -> bool:
-    """Whether a documented name stands for `key`: a star is one part of it, dots are any."""
+    """Tell if a documented name stands for `key`: a star is one part of it, dots are any."""
     pattern = re.escape(name).replace(r"\*", "[^/]+").replace(r"\.\.\.", ".+")
     return re.fullmatch(pattern, key) is not None
 
 
 def in_source() -> set[str]:
     """Keys with a slash of all dictionaries in the source, with a star where something is filled in."""
-    found: set[str] = set()
-    for file in SOURCE.rglob("*.py"):
-        if not NOT_METRICS & set(file.relative_to(SOURCE).parts):
-            found |= {key for key in map(spelled, keys(ast.parse(file.read_text()))) if KEY.fullmatch(key)}
-    return found
+    files = [file for file in SOURCE.rglob("*.py") if not NOT_METRICS & {*file.relative_to(SOURCE).parts}]
+    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
+    return {key for node in nodes for key in map(spelled, keys(node)) if KEY.fullmatch(key)}
 
 
-def keys(tree: ast.AST) -> Iterator[ast.expr]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Dict):
-            yield from (key for key in node.keys if key is not None)
-        elif isinstance(node, ast.DictComp):
-            yield node.key
+def keys(node: ast.AST) -> Iterable[ast.expr | None]:
+    return node.keys if isinstance(node, ast.Dict) else [node.key] if isinstance(node, ast.DictComp) else []
 
 
-def spelled(key: ast.expr) -> str:
-    if isinstance(key, ast.Constant):
-        return str(key.value)
-    if isinstance(key, ast.JoinedStr):
-        return "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in key.values)
-    return ""
+def spelled(key: ast.expr | None) -> str:
+    parts = key.values if isinstance(key, ast.JoinedStr) else [key]
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in parts)
 
 
 def updates() -> dict[str, float]:
@@ -104,61 +97,41 @@ def updates() -> dict[str, float]:
 def full_group() -> Group:
     """A group of a run that has a critic, a reference with its KL in the reward, and off-policy weights."""
     turn = Turn("<answer>yes</answer>", Action.ANSWER, "yes", "", 2, 1, 0, 0.1, 0.0)
-    one = trajectory(range(3), turns=[turn], rollout_logprobs=[float("nan"), -1.0, -1.0])
-    logprobs = np.array([0.0, -1.0, -2.0], dtype=np.float32)
-    full = replace(
-        rewarded(one, 1.0),
-        parts={"f1": 1.0},
-        old_logprobs=logprobs,
-        ref_logprobs=logprobs,
-        weights=np.ones(3, dtype=np.float32),
-        values=logprobs,
-        returns=logprobs,
-        kl_sum=0.5,
-    )
+    one = rewarded(trajectory(range(3), turns=[turn], rollout_logprobs=[float("nan"), -1.0, -1.0]), 1.0)
+    some = np.array([0.0, -1.0, -2.0], dtype=np.float32)
+    arrays = dict.fromkeys(("old_logprobs", "ref_logprobs", "weights", "values", "returns"), some)
+    full = replace(one, parts={"f1": 1.0}, kl_sum=0.5, **arrays)
     return Group(question(1), (full, full))
 
 
 def asked(step: int) -> Evaluation:
     """An evaluation that has every figure: two data sources, of which one says its hops."""
-    questions = (
-        replace(question(1), data_source="nq"),
-        replace(question(2), data_source="hotpotqa", extra={"hops": 2}),
-    )
+    sources = (("nq", {}), ("hotpotqa", {"hops": 2}))
+    questions = [replace(question(1), data_source=source, extra=extra) for source, extra in sources]
     return Evaluation(step, tuple(Answered(one, trajectory(), scores_of("yes", ("yes",))) for one in questions))
 
 
 @pytest.fixture
-def shown(tmp_path: Path) -> set[str]:
-    """Names that trackers get from evaluations."""
-    record = RunLogger(RunConfig(tracking=TrackingConfig(wandb=False)), tmp_path, Progress())
-    record.evaluation(asked(1))
-    record.reference_evaluation(asked(1))
-    record.close()
-    return {*EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]}
-
-
-@pytest.fixture
-def row(tmp_path: Path) -> Mapping[str, float]:
-    """A row of a run that has everything."""
-    config = RunConfig(tracking=TrackingConfig(tensorboard=False, wandb=False))
+def logged(tmp_path: Path) -> set[str]:
+    """Names of a run that has everything: in its row, and what trackers get of its evaluations."""
+    config = RunConfig(tracking=TrackingConfig(wandb=False))
     record = RunLogger(config, tmp_path, Progress(), Flops(per_token=1.0))
     record.actor_peak = 1e15
     record.begin_step()
-    for group, name in SPANS.items():
+    for group, name in SPANS:
         with record.tracers[group].span(name):
             pass
-    for name in ("reward.score", "switch.acquire"):
-        with record.tracers["driver"].span(name):
-            pass
     record.step(1, [full_group()], [updates()], {})
+    record.evaluation(asked(1))
+    record.reference_evaluation(asked(1))
     record.close()
-    (found,) = read_metrics(tmp_path / "metrics.jsonl")
-    return {key: value for key, value in found.items() if key not in ("step", "time")}
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    scalars = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
+    return {*row, *scalars} - {"step", "time"}
 
 
-def test_the_document_lists_what_is_logged_and_nothing_else(row: Mapping[str, float], shown: set[str]) -> None:
-    names, known, logged = documented(), in_source(), {*row, *shown}
+def test_the_document_lists_what_is_logged_and_nothing_else(logged: set[str]) -> None:
+    names, known = documented(), in_source()
     assert {key for key in logged if not any(covers(name, key) for name in names)} == set()
     assert {key for key in known if "*" not in key} - names == set()
     assert {name for name in names if name not in known and not any(covers(name, key) for key in logged)} == set()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import io
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,7 +31,7 @@ from rlsys.orchestrator.evaluation.scores import scores_of
 from rlsys.orchestrator.pipeline.scheduler import Ended, Reason, Stage
 from rlsys.orchestrator.run_logger import History, RunLogger, update_metrics
 from rlsys.trainer.batches import Flops
-from tests.orchestrator.pipeline.build import question, rewarded, trajectory
+from tests.support.trajectories import question, rewarded, trajectory
 
 S = 1_000_000_000
 SCORED = replace(rewarded(trajectory(range(5), version=0), 1.0), old_logprobs=np.zeros(5, np.float32))
@@ -54,23 +52,16 @@ class Clock:
 class Run:
     """A record whose tracers go by one clock."""
 
-    def __init__(
-        self,
-        folder: Path,
-        cost: Flops | None = None,
-        peak: float | None = None,
-        history: History | None = None,
-        **guards: Any,
-    ) -> None:
+    def __init__(self, folder: Path, cost: Flops | None = None, history: History | None = None, **guards: Any) -> None:
         config = RunConfig(
             tracking=TrackingConfig(tensorboard=False, wandb=False),
             guards=GuardsConfig(**guards),
             algorithm=AlgorithmConfig(kl_coef=0.25),
         )
-        self.clock, self.printed, self.folder = Clock(), io.StringIO(), folder
+        folder.mkdir(exist_ok=True)
+        self.clock, self.printed = Clock(), io.StringIO()
         console = Console(file=self.printed, width=500)
         self.record = RunLogger(config, folder, Progress(console), cost, history, str)
-        self.record.actor_peak = peak
         self.record.tracers |= {name: Tracer(name, self.clock) for name in self.record.tracers}
 
     @contextmanager
@@ -94,9 +85,6 @@ class Run:
         await self.record.trajectories(step, GROUPS)
         await self.record.trajectories_kept()
 
-    def rows(self) -> list[dict[str, Any]]:
-        return read_metrics(self.folder / "metrics.jsonl")
-
 
 def test_updates_become_one_by_mean_maximum_and_minimum() -> None:
     updates: list[Mapping[str, float]] = [
@@ -110,16 +98,14 @@ def test_updates_become_one_by_mean_maximum_and_minimum() -> None:
         "actor/ratio_dev_max": 0.3,
         "actor/first_ratio_dev_max": 0.1,
     }
-
-
-@pytest.mark.parametrize("name", ["actor/ratio", "actor/ratio_max", "actor/ratio_min"])
-def test_nan_stays_nan(name: str) -> None:
-    for values in ((NAN, 1.0), (1.0, NAN)):
-        assert math.isnan(update_metrics([{name: value} for value in values])[name])
+    for name in ("actor/ratio", "actor/ratio_max", "actor/ratio_min"):
+        for values in ((NAN, 1.0), (1.0, NAN)):
+            assert math.isnan(update_metrics([{name: value} for value in values])[name])
 
 
 def test_times_of_a_step_by_hand(tmp_path: Path) -> None:
-    run = Run(tmp_path, Flops(per_token=1e12), peak=1e13)
+    run = Run(tmp_path, Flops(per_token=1e12))
+    run.record.actor_peak = 1e13
     with run.working("driver", "eval.ask", 50):
         pass
     run.record.begin_step()
@@ -133,7 +119,7 @@ def test_times_of_a_step_by_hand(tmp_path: Path) -> None:
     with run.working("driver", "sync.transfer", 1):
         pass
     run.record.step(1, GROUPS, [{"actor/lr": 1.0}], {"extra": 7.0})
-    (row,) = run.rows()
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert (row["time/step"], row["time/rollout"], row["time/inference"]) == (12, 11, 2)
     assert (row["time/training"], row["time/sync_weights"], row["time/reward"]) == (5, 1, 0)
     assert row["time/overlap"] == 7
@@ -150,55 +136,45 @@ def evaluation(step: int, em: float) -> Evaluation:
     return Evaluation(step, (Answered(question(1), trajectory(), scores),))
 
 
-def content(folder: Path) -> dict[str, Any]:
-    """Everything that a run has recorded but its clock."""
-    rows = [
-        {key: row[key] for key in row if key not in ("time", "time/cpu")}
-        for row in read_metrics(folder / "metrics.jsonl")
-    ]
-    ends = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
-    run = open_run(folder)
-    timeline = [(one.step, one.spans) for one in run.timeline()]
-    return {"rows": rows, "ends": ends, "timeline": timeline, "kept": [*map(write_row, run.trajectories())]}
+def content(folder: Path) -> list[list[Any]]:
+    """Figures, ends and trajectories that a run has recorded, without its clock."""
+    rows, ends = (
+        [json.loads(line) for line in (folder / name).read_text().splitlines()]
+        for name in ("metrics.jsonl", "prompts.jsonl")
+    )
+    for row in rows:
+        del row["time"], row["time/cpu"]
+    return [rows, ends, [*map(write_row, open_run(folder).trajectories())]]
 
 
 def test_a_resumed_record_is_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """A run of six steps, and one that dies in its fifth, having been saved after the third."""
     entropies = {1: 1.0, 2: 0.1, 3: 0.1, 4: 0.1, 5: 0.1, 6: 1.0}
-    folders = {name: tmp_path / name for name in ("whole", "killed")}
-    for folder in folders.values():
-        folder.mkdir()
-
-    whole = Run(folders["whole"], patience=3, entropy_floor=0.5)
+    whole = Run(tmp_path / "whole", patience=3, entropy_floor=0.5)
     expected = {step: [str(alarm) for alarm in whole.step(step, entropies[step])] for step in entropies}
     whole.record.close()
     assert [step for step in expected if expected[step]] == [4, 5]
 
-    killed = Run(folders["killed"], patience=3, entropy_floor=0.5)
+    folder = tmp_path / "killed"
+    killed = Run(folder, patience=3, entropy_floor=0.5)
     for step in (1, 2, 3):
         killed.step(step, entropies[step])
     history = killed.record.history(3)
     for step in (4, 5):
         killed.step(step, 1.0)  # The prompts came in another order.
-    with (folders["killed"] / "metrics.jsonl").open("a") as file:
+    with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "actor/ent')
 
-    resumed = Run(folders["killed"], history=history, patience=3, entropy_floor=0.5)
+    resumed = Run(folder, history=history, patience=3, entropy_floor=0.5)
     assert resumed.record.history(3) == history
     # At once, for whoever reads them before the next step.
-    assert [one.step for one in open_run(folders["killed"]).timeline()] == kept_steps(folders["killed"]) == [1, 2, 3]
+    assert [one.step for one in open_run(folder).timeline()] == kept_steps(folder) == [1, 2, 3]
     for step in (4, 5, 6):
         assert [str(alarm) for alarm in resumed.step(step, entropies[step])] == expected[step]
     resumed.record.close()
-    found, expected_content = content(folders["killed"]), content(folders["whole"])
-    assert len(found["kept"]) == 6
-    assert [step for step, _ in found["timeline"]] == [1, 2, 3, 4, 5, 6]
-    assert {name: found[name] for name in ("rows", "ends", "kept")} == {
-        name: expected_content[name] for name in ("rows", "ends", "kept")
-    }
-    assert [life.after_step for life in read_lives(folders["killed"])] == [0, 3]
-    lines = (folders["killed"] / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6], "each once, and nothing torn"
+    assert content(folder) == content(tmp_path / "whole")
+    assert [one.step for one in open_run(folder).timeline()] == [1, 2, 3, 4, 5, 6]
+    assert [life.after_step for life in read_lives(folder)] == [0, 3]
     assert resumed.printed.getvalue().count("Warning: actor/entropy") == 1
 
 
@@ -224,51 +200,21 @@ def test_the_timeline_has_every_span_once(tmp_path: Path) -> None:
     assert [span.name for span in second.spans] == ["train.apply"]
 
 
-def test_evaluations_up_to_the_checkpoint_count(tmp_path: Path) -> None:
-    """By which the best checkpoint is known, and with which the curves and the summary begin."""
+def test_evaluations_up_to_the_checkpoint_count_and_nothing_that_a_kill_has_left(tmp_path: Path) -> None:
+    """The best checkpoint is chosen by them, and the curves and the summary begin with them."""
     run = Run(tmp_path)
     for step, em in ((0, 0.0), (2, 1.0), (3, 1.0), (4, 1.0)):
         if step:
             run.step(step)
         run.record.evaluation(evaluation(step, em))
-    resumed = Run(tmp_path, history=replace(run.record.history(3), step=3))
-    assert [resumed.record.em_of(step) for step in range(5)] == [0.0, None, 1.0, 1.0, None]
-    left = sorted(path.stem for path in (tmp_path / "evaluations").glob("*.json"))
-    assert left == ["step_000000", "step_000002", "step_000003"], "later ones are done again, or never"
-    resumed.record.evaluation(evaluation(4, 0.0))
-    assert resumed.record.em_of(4) == 0.0
-
-
-def test_files_that_a_kill_has_left_half_written_are_gone(tmp_path: Path) -> None:
-    """A run that was killed while it wrote an evaluation and trajectories is resumed, as often as one likes."""
-    run = Run(tmp_path)
-    run.step(1)
-    for step in (1, 2):
-        run.record.evaluation(evaluation(step, 1.0))
-    for left in ("evaluations/.step_000004.json.123.part", "trajectories/.step_000004.jsonl.gz.123.part"):
+    for left in ("evaluations/.step_000003.json.123.part", "trajectories/.step_000003.jsonl.gz.123.part"):
         (tmp_path / left).write_text("half")
     (tmp_path / "evaluations" / "step_000009.json.old").write_text("somebody's own")
-    for _ in range(2):
-        Run(tmp_path, history=replace(run.record.history(1), step=1))
-        names = {path.name for path in (tmp_path / "evaluations").iterdir()}
-        assert names == {"step_000001.json", "step_000001.jsonl", "step_000009.json.old"}
-        assert [path.name for path in (tmp_path / "trajectories").iterdir()] == ["step_000001.jsonl.gz"]
-
-
-def test_the_config_of_a_resumed_run_is_whole_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(tmp_path)
-    run.step(1)
-    before = (tmp_path / "config.yaml").read_text()
-    history = run.record.history(1)
-    real = os.fsync
-
-    def full(handle: int) -> None:
-        if "config.yaml" in os.readlink(f"/proc/self/fd/{handle}"):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(handle)
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left") as raised:
-        Run(tmp_path, history=history, patience=7)
-    assert raised.value.filename == str(tmp_path / "config.yaml")
-    assert (tmp_path / "config.yaml").read_text() == before
+    resumed = Run(tmp_path, history=replace(run.record.history(3), step=3))
+    assert [resumed.record.em_of(step) for step in range(5)] == [0.0, None, 1.0, 1.0, None]
+    left_over = {path.name for path in (tmp_path / "evaluations").iterdir() if path.suffix != ".jsonl"}
+    assert left_over == {"step_000000.json", "step_000002.json", "step_000003.json", "step_000009.json.old"}
+    assert kept_steps(tmp_path) == [2, 3]
+    assert len(list((tmp_path / "trajectories").iterdir())) == 2
+    resumed.record.evaluation(evaluation(4, 0.0))
+    assert resumed.record.em_of(4) == 0.0

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections import defaultdict
-from itertools import count
+from itertools import count, pairwise, permutations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from rlsys.data.trajectory import Action, Trajectory, Turn
 from rlsys.observe.spans import (
     Span,
     Tracer,
     batch_figures,
     common_intervals,
+    episode_spans,
     idle_share,
     merge_intervals,
     overlap_seconds,
@@ -26,6 +27,7 @@ from rlsys.observe.spans import (
     without_intervals,
     write_chrome_trace,
 )
+from tests.support.trajectories import trajectory
 
 S = 1_000_000_000
 
@@ -55,31 +57,15 @@ def test_overlap_counts_the_window_alone() -> None:
 
 
 def test_stage_seconds_are_unions_within_the_window() -> None:
-    seconds = stage_seconds(ONE_STEP)
-    assert seconds == pytest.approx({"rollout": 10.0, "logprob": 5.0, "train": 4.0, "sync": 4.0})
     # Of rollout 6-10, log-probs 9-11, training 6-8 and sending 6-9 the window 6-11 has all.
     seconds = stage_seconds(ONE_STEP, (6 * S, 11 * S))
     assert seconds == pytest.approx({"rollout": 4.0, "logprob": 2.0, "train": 2.0, "sync": 3.0})
-
-
-def test_work_that_goes_on_counts_up_to_now() -> None:
-    ticks = count(0, 5)
-    tracer = Tracer("actor", clock=lambda: next(ticks))
-    with tracer.span("train.accumulate"):
-        (running,) = tracer.running()
-        assert (running.start_ns, running.end_ns) == (0, 5)
-        assert tracer.drain() == []
-    assert tracer.running() == []
-    (done,) = tracer.drain()
-    assert (done.start_ns, done.end_ns) == (0, 10)
 
 
 def test_idle_share_is_what_no_lane_covers_inside_the_window() -> None:
     shares = idle_share(ONE_STEP, (5 * S, 15 * S))
     # Actor: 5-9 and 12-13 of ten seconds; inference: 5-6 and 9-12; rollout: 5-10.
     assert shares == pytest.approx({"actor": 0.5, "inference": 0.6, "rollout": 0.5})
-    with pytest.raises(ValueError, match="empty"):
-        idle_share(ONE_STEP, (5, 5))
 
 
 RAW = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)))
@@ -107,77 +93,45 @@ def test_tracer_records_nesting_errors_and_late_args_and_hands_out_once() -> Non
         with pytest.raises(KeyError), tracer.span("train.apply", lane="rank 1", step=7):
             raise KeyError("x")
         args["tokens"] = 12
+        (running,) = tracer.running()
+        assert (running.start_ns, running.end_ns) == (100, 130), "work that goes on counts up to now"
+    assert tracer.running() == []
     assert tracer.drain() == [
         Span("train.apply", 110, 120, "actor", "rank 1", {"step": 7, "error": "KeyError"}),
-        Span("train.step", 100, 130, "actor", "main", {"step": 7, "tokens": 12}),
+        Span("train.step", 100, 140, "actor", "main", {"step": 7, "tokens": 12}),
     ]
     assert tracer.drain() == []
-
-
-def test_no_span_is_lost_or_handed_out_twice_under_threads() -> None:
-    tracer, drained = Tracer("rollout"), list[Span]()
-
-    def work(thread: int) -> None:
-        for number in range(200):
-            with tracer.span("rollout.group", thread=thread, number=number):
-                pass
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        drained += tracer.drain()
-    drained += tracer.drain()
-    assert sorted((s.args["thread"], s.args["number"]) for s in drained) == [
-        (thread, number) for thread in range(4) for number in range(200)
-    ]
 
 
 def test_chrome_trace_names_processes_and_threads_and_never_half_overlaps(tmp_path: Path) -> None:
     nested = [span("train.step", 2, 20, "actor"), span("train.apply", 19, 20, "actor")]
     crossing = [span("rollout.group", i, i + 5, "rollout", lane="engine 0") for i in range(8)]
-    path = tmp_path / "trace.json"
-    write_chrome_trace(path, nested + crossing)
-    events = json.loads(path.read_text())["traceEvents"]
-
+    write_chrome_trace(tmp_path / "trace.json", nested + crossing)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
-    drawn = [e for e in events if e["ph"] == "X"]
-    assert len(drawn) == 10
     rows = defaultdict(list)
-    for event in drawn:
-        group = names["process_name", event["pid"], 0]
-        lane = names["thread_name", event["pid"], event["tid"]]
-        rows[event["pid"], event["tid"]].append(event)
-        assert (group, lane) == (("actor", "main") if "train" in event["name"] else ("rollout", "engine 0"))
-    assert len(rows) == 1 + 5  # five groups at a time overlap; what is nested shares a row
+    for event in (e for e in events if e["ph"] == "X"):
+        pid, tid = event["pid"], event["tid"]
+        named = (names["process_name", pid, 0], names["thread_name", pid, tid])
+        assert named == (("actor", "main") if "train" in event["name"] else ("rollout", "engine 0"))
+        rows[pid, tid].append(event)
+    # Five groups at a time overlap; what is nested shares a row.
+    assert sorted(map(len, rows.values())) == [1, 1, 2, 2, 2, 2]
     for row in rows.values():
-        for first in row:
-            for second in row:
-                start, end = second["ts"], second["ts"] + second["dur"]
-                if first["ts"] < start < first["ts"] + first["dur"]:
-                    assert end <= first["ts"] + first["dur"]
-    apply = next(e for e in drawn if e["name"] == "train.apply")
+        for first, second in permutations(row, 2):
+            if first["ts"] < second["ts"] < first["ts"] + first["dur"]:
+                assert second["ts"] + second["dur"] <= first["ts"] + first["dur"]
+    apply = next(e for e in events if e["name"] == "train.apply")
     assert (apply["ts"], apply["dur"], apply["args"]) == (19e6, 1e6, {"step": 1})
 
 
 def test_peaks_of_devices_add_up_and_one_unknown_device_makes_all_unknown() -> None:
     """From the vendors' data sheets; a device is known by the words of its name."""
-    for name, tflops in (
-        ("NVIDIA H100 80GB HBM3", 989.0),
-        ("NVIDIA H200", 989.0),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA L40S", 362.05),
-        ("NVIDIA GB200", 2500.0),
-    ):
-        assert peak_flops([name]) == pytest.approx(tflops * 1e12)
     assert peak_flops(["NVIDIA H100 PCIe", "NVIDIA L4"]) == pytest.approx((756 + 121) * 1e12)
     assert peak_flops(["NVIDIA H100 PCIe", "cpu"]) is None
     assert peak_flops(["NVIDIA A10G"]) is None, "another device than the A10"
     assert peak_flops([]) is None
-
-
-def test_the_rate_is_known_without_a_peak_the_share_is_not() -> None:
-    assert utilisation_figures(6e12, 2.0, None) == {"perf/actor_tflops": 3.0}
+    assert utilisation_figures(6e12, 2.0, None) == {"perf/actor_tflops": 3.0}, "the rate is known without a peak"
     assert utilisation_figures(6e12, 2.0, 12e12) == {"perf/actor_tflops": 3.0, "mfu/actor": 0.25}
     assert utilisation_figures(6e12, 0.0, 12e12) == {}
 
@@ -204,3 +158,43 @@ def test_micro_batches_are_as_full_as_all_calls_that_ended_in_the_window() -> No
             "batch/padding/inference": 0.0,
         }
     )
+
+
+def episode(*turns: tuple[int, int, int]) -> Trajectory:
+    """Turns are (begun, seconds of generation, seconds of search)."""
+    return trajectory(
+        turns=[
+            Turn("", Action.SEARCH, "", "", 1, 1, 0, float(generate), float(search), "", begun * S)
+            for begun, generate, search in turns
+        ]
+    )
+
+
+def seconds(spans: list[Span], name: str) -> set[int]:
+    return {second for span in spans if span.name == name for second in range(span.start_ns // S, span.end_ns // S)}
+
+
+TURNS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6), st.integers(0, 6)), max_size=4)
+
+
+@example([[(10, 2, 5)], [(11, 3, 0)]], 10, 10)
+@given(st.lists(TURNS, max_size=4), st.integers(0, 15), st.integers(1, 20))
+@settings(max_examples=50)
+def test_every_second_is_counted_once(episodes: list[list[tuple[int, int, int]]], start: int, length: int) -> None:
+    """Second by second: somebody generates, or nobody does and somebody searches, within the group's time."""
+    whole = (start * S, (start + length) * S)
+    found = episode_spans(whole, "engine 3", {"question": "q"}, [episode(*turns) for turns in episodes])
+    within = set(range(start, start + length))
+    turns = [turn for one in episodes for turn in one if turn[0]]  # EpisodeProgress at 0: it is not known when.
+    generating = {at for begun, generate, _ in turns for at in range(begun, begun + generate)} & within
+    searching = {
+        at
+        for begun, generate, search in turns
+        for at in range(begun + generate, begun + generate + search)
+        if at in within - generating
+    }
+    assert seconds(found, "generate.turns") == generating
+    assert seconds(found, "search.queries") == searching
+    assert {(span.group, span.lane, span.args["question"]) for span in found} <= {("rollout", "engine 3", "q")}
+    ordered = sorted((span.start_ns, span.end_ns) for span in found)
+    assert all(end <= start for (_, end), (start, _) in pairwise(ordered))

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
-import shutil
-import struct
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -19,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rlsys.config.schema import TrackingConfig, WandbMode
 from rlsys.errors import RunError
 from rlsys.observe.records import LineLog, read_metrics
-from rlsys.observe.trackers import Resumed, Trackers, WandbTracker, open_trackers
+from rlsys.observe.trackers import Resumed, Told, Trackers, WandbTracker, open_trackers
 
 METRICS = {"critic/score/mean": 0.25, "time/step": float("nan"), "note": "text"}
 
@@ -30,24 +26,12 @@ def _without_account(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
-    trackers = open_trackers(TrackingConfig(wandb=False), tmp_path, {})
-    assert list(trackers.others) == ["tensorboard"]
-    trackers.log(3, METRICS)
-    trackers.close()
-    (row,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert {name: row[name] for name in METRICS} == {**METRICS, "time/step": None}
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert events.Tags()["scalars"] == ["critic/score/mean"]
-    assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [(3, 0.25)]
-
-
 def test_curves_of_a_run_that_goes_back_have_each_step_once(tmp_path: Path) -> None:
     """Killed after step 5 and resumed after step 3: what steps 4 and 5 had shown is gone, also where they show less."""
     config = TrackingConfig(wandb=False)
     killed = open_trackers(config, tmp_path, {})
     for step in range(6):
-        killed.log(step, {"loss": step / 4})
+        killed.log(step, {"loss": step / 4, "note": "text", "time/step": float("nan")})
         if step == 3:
             counts = killed.metrics.position
         if step in (3, 5):
@@ -62,106 +46,62 @@ def test_curves_of_a_run_that_goes_back_have_each_step_once(tmp_path: Path) -> N
     shown = [(event.step, event.value) for event in events.Scalars("loss")]
     assert shown == [(0, 0.0), (1, 0.25), (2, 0.5), (3, 0.75), (4, 0.5), (5, 0.625), (6, 0.75)]
     assert [event.step for event in events.Scalars("eval/em")] == [3]
+    assert events.Tags()["scalars"] == ["loss", "eval/em"], "numbers alone"
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [(row["step"], row["loss"]) for row in map(json.loads, lines)] == shown, "and no row of evaluations"
 
 
-LIVES = """
-import sys
-import time
-from pathlib import Path
-from rlsys.config.schema import TrackingConfig
-from rlsys.observe.trackers import Resumed, Told, open_trackers
-config, run_dir = TrackingConfig(tensorboard=False), Path(sys.argv[1])
+def fake_wandb(monkeypatch: pytest.MonkeyPatch, rows: list[Any] | None = None) -> list[dict[str, Any]]:
+    """Put a module without an account in W&B's place: what it is asked, `rows` getting what is logged."""
+    asked: list[dict[str, Any]] = []
 
-def live(resumed, steps, value):
-    trackers = open_trackers(config, run_dir, {}, resumed)
-    for step in steps:
-        trackers.log(step, {"loss": value + step})
-        if step == 2:
-            trackers.log_evaluation(step, {"eval/em": value})
-    trackers.close()
-    time.sleep(1)  # W&B names its folders by the second.
-    return trackers.ids.get("wandb")
+    def init(**how: Any) -> SimpleNamespace:
+        asked.append(how)
+        part = Path(how["dir"]) / "wandb" / f"offline-run-{len(asked)}-{how['id'] or len(asked)}"
+        part.mkdir(parents=True)
+        run = SimpleNamespace(id=how["id"] or str(len(asked)), settings=SimpleNamespace(sync_dir=str(part)))
+        run.finish = run.define_metric = lambda *_, **__: None
+        run.log = [].append if rows is None else rows.append
+        return run
 
-first = live(None, (1, 2, 3, 4), 0.0)
-told = [Told(1, {"loss": 1.0}, 1e9), Told(2, {"loss": 2.0}, 1e9 + 1), Told(2, {"eval/em": 0.0}, 1e9 + 1)]
-resumed = live(Resumed(2, {"wandb": first}, 0, told), (3, 4), 10.0)
-branch = live(Resumed(2, {}, 0, told), (3,), 30.0)
-print(first, resumed, branch)
-"""
+    module = SimpleNamespace(init=init, Settings=SimpleNamespace, login=lambda **how: asked.append(how))
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return asked
 
 
-def lives(run_dir: Path) -> tuple[str, str, str]:
-    """The ids of a run that is killed and goes on, and of a branch.
+def test_an_offline_run_of_wandb_that_goes_back_has_each_step_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after step 4 and resumed after step 2; a branch is another run there, and what was uploaded stays."""
+    rows: list[dict[str, float]] = []
+    fake_wandb(monkeypatch, rows)
 
-    In a process of its own: wandb also phones home from exit handlers, and from a helper binary.
-    """
-    command, log = [sys.executable, "-c", LIVES, str(run_dir)], run_dir / "connect.log"
-    if shutil.which("strace"):
-        command = ["strace", "-f", "-qq", "-e", "trace=connect,sendto", "-o", str(log), *command]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "", "nothing of it is worth a warning"
-    assert not log.exists() or "AF_INET" not in log.read_text(), "without a key no connection is opened"
-    first, resumed, branch = done.stdout.split()
-    return first, resumed, branch
+    def live(resumed: Resumed | None, *steps: int) -> str:
+        tracker = WandbTracker(tmp_path, "run", TrackingConfig(), {}, resumed)
+        for step in steps:
+            tracker.log(step, {"loss": 10.0 * step if resumed else step})
+        return tracker.id
 
-
-def records(content: bytes) -> Iterator[bytes]:
-    """Records of a LevelDB log: pieces with a head of checksum, length and kind, in blocks of 32 KiB."""
-    at, block, whole = 7, 32768, b""
-    while at < len(content):
-        if block - at % block < 7:
-            at += block - at % block
-            continue
-        _, length, kind = struct.unpack_from("<IHB", content, at)
-        whole += content[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # All of a record, or the last of it.
-            yield whole
-            whole = b""
-
-
-def curves(part: Path) -> dict[str, list[tuple[int, float]]]:
-    """Curves of the rows that a file of W&B holds: name -> (trainer step, value)."""
-    from wandb.proto import wandb_internal_pb2
-
-    (file,) = part.glob("*.wandb")
-    found: dict[str, list[tuple[int, float]]] = {}
-    for data in records(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-        for name in ("loss", "eval/em"):
-            if name in row:
-                found.setdefault(name, []).append((row["trainer/step"], row[name]))
-    return found
-
-
-@pytest.mark.slow
-def test_an_offline_run_of_wandb_that_goes_back_has_each_step_once(tmp_path: Path) -> None:
-    """Killed after step 4 and resumed after step 2, as are the curves of its files; a branch is another run there."""
-    first, resumed, branch = lives(tmp_path)
-    assert first == resumed != branch
-    parts = {path.name.split("-")[3]: path for path in (tmp_path / "wandb").glob("offline-run-*")}
-    assert parts.keys() == {first, branch}, "one part of each"
-    assert curves(parts[first]) == {"loss": [(1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0)], "eval/em": [(2, 0.0)]}
-    assert curves(parts[branch]) == {"loss": [(3, 33.0)]}
+    counts = [Told(1, {"loss": 1.0}, 1e9), Told(2, {"loss": 2.0}, 1e9 + 1)]
+    first = live(None, 1, 2, 3, 4)
+    assert live(Resumed(2, {"wandb": first}, 0, counts), 3, 4) == first
+    shown = [(row["trainer/step"], row["loss"]) for row in rows]
+    assert shown[4:] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
+    (part,) = (tmp_path / "wandb").iterdir()
+    assert live(Resumed(2, {}, 0, counts), 3) != first
+    (part / "run.wandb.synced").touch()
+    assert live(Resumed(2, {"wandb": first}, 0, counts), 3) == first
+    assert len(rows) == 10, "one of the branch and one more"
+    assert part.exists()
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.name.startswith("rlsys")]
 
 
-@pytest.mark.parametrize("which", ["wandb", "tensorboard"])
-def test_a_tracker_that_cannot_start_costs_one_warning(
-    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "not a key")
+def test_a_tracker_that_cannot_start_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "tensorboard").write_text("a file in the way of the folder")
-    with caplog.at_level(logging.WARNING, logger="rlsys"):
-        trackers = open_trackers(TrackingConfig(**{"wandb": False, "tensorboard": False, which: True}), tmp_path, {})
+    trackers = open_trackers(TrackingConfig(wandb=False), tmp_path, {})
     assert trackers.others == {}
     trackers.log(1, METRICS)
     trackers.close()
@@ -174,56 +114,60 @@ class Failing:
     id = "known there"
 
     def __init__(self, fails_at: str) -> None:
-        self.fails_at, self.told = fails_at, [""]
+        self.fails_at, self.told = fails_at, list[str]()
 
-    def _do(self, what: str) -> None:
+    def log(self, *_: object, what: str = "log") -> None:
         self.told.append(what)
         if what == self.fails_at:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    def log(self, *_: object) -> None:
-        self._do("log")
-
     def close(self) -> None:
-        self._do("close")
+        self.log(what="close")
 
 
-@pytest.mark.parametrize("fails_at", ["log", "close"])
+@pytest.mark.parametrize(("fails_at", "heard"), [("log", ["log"]), ("close", ["log", "log", "log", "log", "close"])])
 def test_a_tracker_that_fails_is_left_out_from_there_on(
-    fails_at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fails_at: str, heard: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing, fine = Failing(fails_at), Failing("never")
-    metrics = LineLog(tmp_path / "metrics.jsonl")
-    trackers = Trackers(metrics, {"wandb": lambda: failing, "tensorboard": lambda: fine})
+    trackers = Trackers(LineLog(tmp_path / "metrics.jsonl"), {"wandb": lambda: failing, "tensorboard": lambda: fine})
     for step in (1, 2):
         trackers.log(step, METRICS)
         trackers.log_evaluation(step, METRICS)
     trackers.close()
     (line,) = told(caplog)
     assert "No space left on device" in line
-    assert failing.told.count(fails_at) == 1
-    assert failing.told[-1] == fails_at, "nothing is told to it afterwards"
-    assert fine.told == ["", *["log"] * 4, "close"]
+    assert (failing.told, fine.told) == (heard, [*["log"] * 4, "close"])
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     assert trackers.ids["wandb"] == "known there", "a resumed run goes on with its curves"
 
 
-@pytest.mark.parametrize(
-    ("switch", "mode"), [("offline", WandbMode.auto), pytest.param("online", WandbMode.offline, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+def test_a_real_offline_run_of_wandb_is_replaced_by_the_one_that_goes_on(tmp_path: Path) -> None:
+    told, ids = [Told(1, {"loss": 1.0}, 1e9)], {}
+    for resumed in (None, Resumed(1, ids, 0, told)):
+        tracker = WandbTracker(tmp_path, "run", TrackingConfig(), {}, resumed)
+        tracker.log(2, {"loss": 2.0})
+        tracker.close()
+        assert ids.setdefault("wandb", tracker.id) == tracker.id
+    (part,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert part.name.endswith(ids["wandb"])
+    assert list(part.glob("*.wandb"))
+
+
+@pytest.mark.parametrize(("switch", "mode"), [("offline", WandbMode.auto), ("online", WandbMode.offline)])
 def test_either_offline_switch_wins_over_a_key(
     switch: str, mode: WandbMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_MODE", switch)
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    WandbTracker(tmp_path, "run", TrackingConfig(wandb_mode=mode), {}).close()
-    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    asked = fake_wandb(monkeypatch)
+    WandbTracker(tmp_path, "run", TrackingConfig(wandb_mode=mode), {})
+    assert asked[0]["mode"] == "offline"
 
 
 def test_online_is_refused_where_wandb_knows_no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, object]] = []
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(login=lambda **how: asked.append(how)))
+    asked = fake_wandb(monkeypatch)
     with pytest.raises(RunError, match="online"):
         WandbTracker(tmp_path, "run", TrackingConfig(wandb_mode=WandbMode.online), {})
     assert asked == [{"prompt": False}], "else the run would wait for somebody to answer"

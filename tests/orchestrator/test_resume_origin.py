@@ -21,14 +21,14 @@ from rlsys.files import claim, sha256_of
 from rlsys.observe.environment import environment
 from rlsys.observe.guards import GuardsState
 from rlsys.observe.kept import kept_steps, write_kept
+from rlsys.orchestrator.pipeline.rollout_pipeline import PipelineState
 from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
 from rlsys.orchestrator.resume import CHECKPOINTS, Origin, RunState, find_origin, folder_of, write_state
 from rlsys.orchestrator.run_logger import LOGS, History
 from rlsys.weights.checkpoint.state_file import save_values
 from rlsys.weights.checkpoint.store import CheckpointStore
-from tests.orchestrator.pipeline.bare import Bare
-from tests.orchestrator.pipeline.build import question, same
 from tests.support.refusals import refused
+from tests.support.trajectories import question, same
 
 STEPS = 9
 FIRST, SECOND = "run-20250101-120000", "run-20250102-120000"
@@ -83,11 +83,10 @@ class Outputs:
         return published
 
     def state(self, run_dir: Path, step: int) -> RunState:
-        pipeline, _ = Bare().pipeline(StalenessScheduler(1, 0))
         logs = {name: (run_dir / name).stat().st_size for name in LOGS}
         return RunState(
             step=step,
-            pipeline=pipeline.state({}),
+            pipeline=PipelineState(StalenessScheduler(1, 0).state(), {}, {}, {}, {}),
             prompts=SourceState(3 * step, (question(1),)),
             kl={"coef": 0.25},
             history=History(step, logs, {"wandb": "abc"}, GuardsState({"kl": 2}, ("kl",)), ()),
@@ -141,9 +140,7 @@ def test_everything_comes_back(outputs: Outputs) -> None:
     assert folder_of(outputs.config(), origin) == run_dir
 
 
-@pytest.mark.parametrize(
-    ("spelling", "step"), [("plain", None), ("slash", 2), ("relative", 1), ("symlink", None), ("dots", 2)]
-)
+@pytest.mark.parametrize(("spelling", "step"), [("relative", 1), ("symlink", None), ("dots", 2)])
 def test_a_path_may_be_spelt_in_any_way(
     spelling: str, step: int | None, outputs: Outputs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -152,8 +149,6 @@ def test_a_path_may_be_spelt_in_any_way(
     (tmp_path / "link").symlink_to(target)
     monkeypatch.chdir(target)
     path = {
-        "plain": str(target),
-        "slash": f"{target}/",
         "relative": ".",
         "symlink": str(tmp_path / "link"),
         "dots": f"../{target.name}/../{target.name}",
@@ -173,9 +168,7 @@ def test_checkpoints_may_lie_on_another_disk(outputs: Outputs, tmp_path: Path) -
     assert not found(outputs.config(str(checkpoint(run_dir, 1)))).newest
 
 
-@pytest.mark.parametrize(
-    "kind", ["nothing", "file", "empty run", "no such step", "elsewhere", "too deep", "root", "empty"]
-)
+@pytest.mark.parametrize("kind", ["nothing", "file", "empty run", "no such step", "elsewhere", "too deep", "empty"])
 def test_a_path_without_a_checkpoint_is_refused(
     kind: str, outputs: Outputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,7 +181,6 @@ def test_a_path_without_a_checkpoint_is_refused(
         "no such step": checkpoint(run_dir, 7),
         "elsewhere": tmp_path / "global_step_1",
         "too deep": checkpoint(run_dir, 1) / "actor",
-        "root": Path("/"),
         "empty": "",
     }[kind]
     monkeypatch.chdir(run_dir)
@@ -197,25 +189,18 @@ def test_a_path_without_a_checkpoint_is_refused(
     assert not [*tmp_path.glob(".*")], "nothing is left where no run is"
 
 
-def cut(file: Path) -> None:
-    os.truncate(file, file.stat().st_size // 2)
-
-
-def seal(folder: Path, file: str, text: str) -> None:
+def seal(folder: Path, file: str, content: bytes) -> None:
     """Write a file anew, and have the manifest agree: damage that sizes do not show."""
-    (folder / file).write_text(text)
+    (folder / file).write_bytes(content)
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"][file] = len(text.encode())
+    manifest["files"][file] = len(content)
     del manifest["sha256"][file]
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def another_type(folder: Path) -> None:
     save_values(folder / "data" / "state.npz", SourceState(1, ()))
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"]["data/state.npz"] = (folder / "data" / "state.npz").stat().st_size
-    del manifest["sha256"]["data/state.npz"]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    seal(folder, "data/state.npz", (folder / "data" / "state.npz").read_bytes())
 
 
 def renamed(folder: Path) -> None:
@@ -229,18 +214,13 @@ def forgotten(folder: Path) -> None:
 
 
 DAMAGE: dict[str, Callable[[Path], Any]] = {
-    "cut part": lambda folder: cut(folder / "actor" / "part"),
-    "missing part": lambda folder: (folder / "actor" / "part").unlink(),
-    "missing folder": lambda folder: shutil.rmtree(folder / "data"),
-    "garbage state": lambda folder: seal(folder, "data/state.npz", "PK\x03\x04 garbage"),
+    "cut part": lambda folder: os.truncate(folder / "actor" / "part", 3),
+    "garbage state": lambda folder: seal(folder, "data/state.npz", b"PK\x03\x04 garbage"),
     "state of another type": another_type,
     "missing manifest": lambda folder: (folder / "manifest.json").unlink(),
-    "manifest of numbers": lambda folder: (folder / "manifest.json").write_text('{"files": [3]}'),
     "manifest of bytes": lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe{"),
     "manifest that lacks files": forgotten,
-    "config no YAML": lambda folder: seal(folder, "data/config.yaml", "a: [1\n b: }"),
-    "config empty": lambda folder: seal(folder, "data/config.yaml", ""),
-    "environment a number": lambda folder: seal(folder, "data/environment.json", "3"),
+    "config no YAML": lambda folder: seal(folder, "data/config.yaml", b"a: [1\n b: }"),
     "renamed": renamed,
 }
 
@@ -267,28 +247,6 @@ def test_a_run_without_a_whole_checkpoint_has_none_to_fall_back_to(outputs: Outp
     with refused("malformed", "resume"):
         find_origin(outputs.config("auto", True), said.append)
     assert [f"global_step_{step}/actor/part" in line for step, line in zip((2, 1), said, strict=True)] == [True] * 2
-
-
-def test_falling_back_never_goes_past_the_checkpoint_that_was_asked_for(outputs: Outputs) -> None:
-    run_dir = outputs.run(FIRST, 1, 2, 3)
-    (checkpoint(run_dir, 2) / "actor" / "part").unlink()
-    origin = find_origin(outputs.config(str(checkpoint(run_dir, 2)), True), lambda _: None)
-    assert origin is not None
-    assert origin.checkpoint.step == 1
-
-
-@pytest.mark.parametrize("harm", ["replaced", "partial", "deleted"])
-def test_a_save_that_a_kill_left_half_done_is_put_right(harm: str, outputs: Outputs) -> None:
-    run_dir = outputs.run(FIRST, 1, 2)
-    newest = checkpoint(run_dir, 2)
-    hidden = newest.with_name(f".global_step_2.{harm}")
-    if harm == "replaced":
-        newest.rename(hidden)
-        shutil.copytree(hidden, newest.with_name(".global_step_2.partial"))
-    else:
-        shutil.copytree(checkpoint(run_dir, 1), hidden)
-    assert found(outputs.config(str(run_dir))).checkpoint.step == 2
-    assert {path.name for path in newest.parent.iterdir()} == {"global_step_1", "global_step_2"}
 
 
 def test_a_run_that_still_goes_on_is_left_alone(outputs: Outputs) -> None:
@@ -349,7 +307,7 @@ def test_a_run_cannot_end_before_its_checkpoint(outputs: Outputs) -> None:
 def test_other_versions_of_packages_are_told(outputs: Outputs) -> None:
     run_dir = outputs.run(FIRST, 1)
     before = environment() | {"torch": "0.1", "host": "elsewhere"}
-    seal(checkpoint(run_dir, 1), "data/environment.json", json.dumps(before))
+    seal(checkpoint(run_dir, 1), "data/environment.json", json.dumps(before).encode())
     assert found(outputs.config()).changed == (f"torch 0.1 -> {environment()['torch']}",)
 
 
@@ -377,19 +335,3 @@ def test_an_earlier_checkpoint_branches(outputs: Outputs) -> None:
     assert origin.history == replace(origin.state.history, trackers={})
     assert origin.state.history.trackers == {"wandb": "abc"}
     assert snapshot(run_dir) == before
-
-
-def test_lost_rows_are_told_and_do_not_end_the_run(outputs: Outputs) -> None:
-    run_dir = outputs.run(FIRST, 2, 4)
-    os.truncate(run_dir / "metrics.jsonl", 16)
-    (run_dir / "prompts.jsonl").unlink()
-    os.truncate(run_dir / "timeline.jsonl", 12)
-    shutil.rmtree(run_dir / "evaluations")
-    said: list[str] = []
-    config = outputs.config(str(checkpoint(run_dir, 2)))
-    origin = find_origin(config, said.append)
-    lost = {"metrics.jsonl": 16, "prompts.jsonl": 0, "timeline.jsonl": 12}
-    assert all(f"{run_dir / name} has {size} " in line for (name, size), line in zip(lost.items(), said, strict=True))
-    branch = folder_of(config, origin)
-    assert (branch / "metrics.jsonl").stat().st_size == 16
-    assert not (branch / "prompts.jsonl").exists()

@@ -6,9 +6,10 @@ import asyncio
 import errno
 import os
 import resource
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,12 @@ import pytest
 import rlsys.orchestrator.saving
 from rlsys.data.question import SourceState
 from rlsys.errors import RunError
+from rlsys.observe import status
+from rlsys.orchestrator import run as driver
 from rlsys.orchestrator.saving import Saver
 from rlsys.weights.checkpoint.state_file import save_values
 from rlsys.weights.checkpoint.store import CheckpointStore, Keep, check
-from tests.orchestrator.pipeline.build import question
-
-ALL = Keep(last=None, every=None, best=False)
+from tests.support.trajectories import question
 
 
 @pytest.fixture(autouse=True)
@@ -30,21 +31,17 @@ def _look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Part:
-    """Writes one file, as soon as it may."""
+    """Writes one file, as soon as it may; it may fail, once, as it begins or as it finishes."""
 
-    def __init__(self, name: str, events: list[str], written: asyncio.Event | None = None) -> None:
+    def __init__(self, name: str, events: list[str]) -> None:
         self.name, self.events = name, events
-        self.written = written or asyncio.Event()
-        self.fails: str | None = None
-        self.fails_to_begin: str | None = None
+        self.written = asyncio.Event()
+        self.fails = ""
         self.folder: Path | None = None
 
     async def begin_save(self, folder: Path) -> None:
         assert self.folder is None, "the save before is not finished"
-        self.events.append(f"begin {self.name} {folder.name}")
-        if self.fails_to_begin is not None:
-            problem, self.fails_to_begin = self.fails_to_begin, None
-            raise RunError(problem)
+        self.note("begin")
         self.folder = folder
         folder.mkdir()
 
@@ -55,40 +52,37 @@ class Part:
     async def finish_save(self) -> None:
         """As groups do: what failed is told once, and a save that is finished may be finished again."""
         await self.written.wait()
-        self.events.append(f"finish {self.name}")
         folder, self.folder = self.folder, None
-        if self.fails is not None:
-            problem, self.fails = self.fails, None
-            raise RunError(problem)
+        self.note("finish")
         if folder:
             (folder / "part").write_text(f"{self.name}\n")
 
+    def note(self, event: str) -> None:
+        self.events.append(f"{event} {self.name}")
+        if self.fails == event:
+            self.fails = ""
+            raise RunError(f"{self.name} rank 0: the disk is full.")
+
 
 class Run:
-    """A saver with two parts; `events` is what was asked of them and of the store, in order."""
+    """A saver with two parts; `events` is what was asked of them, in order."""
 
-    def __init__(
-        self,
-        folder: Path,
-        keep: Keep = ALL,
-        scores: Mapping[int, float] | None = None,
-        background: bool = True,
-    ) -> None:
+    def __init__(self, folder: Path, background: bool = True) -> None:
         self.events: list[str] = []
-        self.store = Watched(folder / "checkpoints", self.events)
+        self.store = CheckpointStore(folder / "checkpoints")
         self.parts = {name: Part(name, self.events) for name in ("actor", "critic")}
-        self.saver = Saver(self.store, keep, (scores or {}).get, self._need, background)
+        keep = Keep(last=None, every=None, best=False)
+        self.saver = Saver(self.store, keep, {}.get, self._need, background)
 
-    async def begin(self, step: int, write_data: Callable[[Path], None] | None = None) -> None:
-        await self.saver.begin(
-            step,
-            write_data or self.write_data,
-            {name: (f"{name} group", p) for name, p in self.parts.items()},
-        )
+    async def begin(self, step: int, write_data: Callable[[Path], None] = lambda _: None, **parts: Part) -> None:
+        self.events.clear()
+        await self.saver.begin(step, write_data, {name: (name, part) for name, part in (parts or self.parts).items()})
 
-    def let_write(self) -> None:
+    async def save(self, step: int) -> None:
         for part in self.parts.values():
             part.written.set()
+        await self.begin(step)
+        await self.saver.finish()
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints, all of which are whole."""
@@ -103,205 +97,104 @@ class Run:
     async def _need(self, group: str) -> None:
         self.events.append(f"need {group}")
 
-    def write_data(self, folder: Path) -> None:
-        self.events.append("data")
-        (folder / "data").write_text("state")
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
 
 
-class Watched(CheckpointStore):
-    """Says what it does."""
-
-    def __init__(self, folder: Path, events: list[str]) -> None:
-        super().__init__(folder)
-        self._events = events
-
-    def begin(self, step: int) -> Path:
-        self._events.append(f"open {step}")
-        return super().begin(step)
-
-    def publish(self, step: int) -> Path:
-        self._events.append(f"publish {step}")
-        return super().publish(step)
-
-    def prune(self, keep: Keep, score_of: Callable[[int], float | None], spared: Collection[int] = ()) -> None:
-        self._events.append("prune")
-        super().prune(keep, score_of, spared)
+BEGUN = ["need actor", "begin actor", "need critic", "begin critic"]
+FINISHED = ["finish actor", "finish critic"]
 
 
-BEGUN = [
-    "open {0}",
-    "data",
-    "need actor group",
-    "begin actor actor",
-    "need critic group",
-    "begin critic critic",
-]
-FINISHED = ["finish actor", "finish critic", "publish {0}", "prune"]
+async def let_all_go_on() -> None:
+    for _ in range(100):
+        await asyncio.sleep(0)
 
 
-def expected(lines: Sequence[str], step: int) -> list[str]:
-    return [line.format(step) for line in lines]
+async def test_a_save_is_begun_part_by_part_and_published_once_all_is_written(run: Run, tmp_path: Path) -> None:
+    await run.begin(3)
+    assert (run.events, run.steps()) == (BEGUN, [])
+    for part in run.parts.values():
+        part.written.set()
+    await run.saver.finish()
+    assert (run.events, run.steps()) == (BEGUN + FINISHED, [3])
+    assert run.saver.newest == run.store.path(3)
+    assert (run.store.path(3) / "critic" / "part").read_text() == "critic\n"
+    await run.saver.finish()
+    assert run.events == BEGUN + FINISHED, "there is nothing left to finish"
+    at_once = Run(tmp_path / "at once", background=False)
+    for part in at_once.parts.values():
+        part.written.set()
+    await at_once.begin(3)
+    assert at_once.steps() == [3]
 
 
-def play(scenario: Callable[[], Awaitable[None]]) -> None:
-    """Run it; a save that waits for what never comes fails instead of hanging."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(60):
-            await scenario()
-
-    asyncio.run(bounded())
-
-
-def test_a_save_is_begun_part_by_part_and_published_once_all_is_written(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        run = Run(tmp_path)
-        await run.begin(3)
-        assert run.events == expected(BEGUN, 3)
-        assert run.steps() == []
-        run.let_write()
-        await run.saver.finish()
-        assert run.events == expected(BEGUN + FINISHED, 3)
-        assert run.steps() == [3]
-        assert run.saver.newest == run.store.path(3)
-        assert (run.store.path(3) / "critic" / "part").read_text() == "critic\n"
-        await run.saver.finish()
-        assert run.events == expected(BEGUN + FINISHED, 3), "there is nothing left to finish"
-        at_once = Run(tmp_path / "at once", background=False)
-        at_once.let_write()
-        await at_once.begin(3)
-        assert at_once.events == expected(BEGUN + FINISHED, 3)
-
-    play(scenario)
-
-
-def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        run = Run(tmp_path)
-        await run.begin(1)
-        settled = asyncio.create_task(run.saver.settle())
-        second = asyncio.create_task(run.begin(2))
-        for _ in range(100):
-            await asyncio.sleep(0)
-        assert run.events == expected(BEGUN, 1)
-        run.let_write()
-        await second
-        await settled
-        assert run.events == expected(BEGUN + FINISHED, 1) + expected(BEGUN, 2)
-        assert run.steps() == [1]
-        await run.saver.finish()
-        assert run.steps() == [1, 2]
-
-    play(scenario)
+async def test_the_next_save_waits_for_the_one_before(run: Run) -> None:
+    await run.begin(1)
+    settled = asyncio.create_task(run.saver.settle())
+    second = asyncio.create_task(run.saver.begin(2, lambda _: None, {"actor": ("actor", run.parts["actor"])}))
+    await let_all_go_on()
+    assert run.events == BEGUN
+    for part in run.parts.values():
+        part.written.set()
+    await second
+    await settled
+    assert (run.events, run.steps()) == (BEGUN + FINISHED + BEGUN[:2], [1])
+    await run.saver.finish()
+    assert run.steps() == [1, 2]
 
 
 @pytest.mark.parametrize("way", ["settle", "finish"])
-def test_a_part_that_fails_is_told_once_and_leaves_what_was_there(way: str, tmp_path: Path) -> None:
-    async def scenario() -> None:
-        run = Run(tmp_path)
-        run.let_write()
-        await run.begin(1)
+async def test_a_part_that_fails_is_told_once_and_leaves_what_was_there(way: str, run: Run) -> None:
+    await run.save(1)
+    await run.begin(2)
+    run.parts["critic"].fails = "finish"
+    with pytest.raises(RunError, match="critic rank 0"):
+        await getattr(run.saver, way)()
+    await run.saver.finish()
+    await run.saver.settle()
+    assert run.steps() == [1], "a part that is asked again complains no more"
+    assert run.left() == ["global_step_1"]
+    assert run.saver.newest == run.store.path(1)
+    await run.save(3)
+    assert run.steps() == [1, 3]
+
+
+@pytest.mark.parametrize("fails", ["begin", "finish"])
+async def test_a_failed_save_is_deleted_once_nobody_writes_to_it(fails: str, run: Run) -> None:
+    """The actor fails while the critic still writes."""
+    await run.save(1)
+    actor, critic = run.parts.values()
+    critic.written.clear()
+    actor.fails = fails
+    order: Mapping[str, Part] = {"critic": critic, "actor": actor} if fails == "begin" else run.parts
+
+    async def save() -> None:
+        await run.begin(2, **order)
         await run.saver.finish()
-        await run.begin(2)
-        run.parts["critic"].fails = "critic rank 0: the disk is full."
-        with pytest.raises(RunError, match="critic rank 0"):
-            await getattr(run.saver, way)()
-        await run.saver.finish()
-        await run.saver.settle()
-        assert run.steps() == [1], "a part that is asked again complains no more"
-        assert run.left() == ["global_step_1"]
-        assert run.saver.newest == run.store.path(1)
-        await run.begin(3)
-        await run.saver.finish()
-        assert run.steps() == [1, 3]
 
-    play(scenario)
+    saved = asyncio.create_task(save())
+    while critic.folder is None or run.events[-1] != f"{fails} actor":
+        await asyncio.sleep(0)
+    await let_all_go_on()
+    assert run.left() == [".global_step_2.partial", "global_step_1"]
+    assert not saved.done()
+    critic.written.set()
+    with pytest.raises(RunError, match="the disk is full"):
+        await saved
+    assert run.left() == ["global_step_1"]
 
 
-def test_a_failed_save_is_deleted_once_nobody_writes_to_it(tmp_path: Path) -> None:
-    """The actor fails while the critic still writes, once as it begins and once as it ends."""
-
-    async def scenario() -> None:
-        run = Run(tmp_path)
-        run.let_write()
-        await run.begin(1)
-        await run.saver.finish()
-        for fails in ("begin", "finish"):
-            actor, critic = run.parts.values()
-            parts = {"actor": ("actor group", actor), "critic": ("critic group", critic)}
-            if fails == "begin":
-                parts = dict(reversed(parts.items()))
-            critic.written.clear()
-            setattr(actor, f"fails{'_to_begin' if fails == 'begin' else ''}", "the disk is full.")
-
-            async def save(parts: Mapping[str, Any] = parts) -> None:
-                await run.saver.begin(2, run.write_data, parts)
-                await run.saver.finish()
-
-            saved = asyncio.create_task(save())
-            while critic.folder is None or run.events[-1].split()[1] != "actor":
-                await asyncio.sleep(0)
-            for _ in range(10):
-                await asyncio.sleep(0)
-            assert run.left() == [".global_step_2.partial", "global_step_1"]
-            assert not saved.done()
-            critic.written.set()
-            with pytest.raises(RunError, match="the disk is full"):
-                await saved
-            assert run.left() == ["global_step_1"]
-
-    play(scenario)
-
-
-def test_older_ones_go_and_the_best_stays(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        run = Run(tmp_path, Keep(last=2, every=None, best=True), {1: 0.1, 2: 0.9, 3: 0.3})
-        run.let_write()
-        for step in range(1, 7):
-            await run.begin(step)
-        await run.saver.finish()
-        assert run.steps() == [2, 5, 6]
-
-    play(scenario)
-
-
-def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stuck(*_: Any) -> None:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
-    async def scenario() -> None:
-        run = Run(tmp_path)
-        run.let_write()
-        await run.begin(1)
-        monkeypatch.setattr(CheckpointStore, "prune", stuck)
-        await run.saver.finish()
-        assert run.steps() == [1]
-
-    play(scenario)
-
-
-def test_all_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files and the folders that name them: a machine that goes down must not leave an empty checkpoint."""
-    synced: list[str] = []
-
-    def fsync(handle: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{handle}"))
-
-    monkeypatch.setattr(os, "fsync", fsync)
-
-    async def scenario() -> None:
-        run = Run(tmp_path)
-        run.let_write()
-        await run.begin(1)
-        await run.saver.finish()
-
-    play(scenario)
-    partial = tmp_path / "checkpoints" / ".global_step_1.partial"
-    inside = {"data", "actor", "actor/part", "critic", "critic/part", "manifest.json"}
-    assert {*synced[:-1]} >= {str(partial), *(str(partial / name) for name in inside)}
-    assert synced[-1] == str(partial.parent)
+    monkeypatch.setattr(CheckpointStore, "prune", stuck)
+    await run.save(1)
+    assert run.steps() == [1]
 
 
 @contextmanager
@@ -315,58 +208,69 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def write_state(folder: Path) -> None:
-    """Some kilobytes, as the driver writes them."""
-    (folder / "data").mkdir()
-    save_values(folder / "data" / "state.npz", SourceState(1, tuple(map(question, range(100)))))
+async def test_a_full_disk_while_the_drivers_part_is_written(run: Run) -> None:
+    def write_state(folder: Path) -> None:
+        """Some kilobytes, as the driver writes them."""
+        save_values(folder / "state.npz", SourceState(1, tuple(map(question, range(100)))))
 
-
-def test_a_full_disk_while_the_drivers_part_is_written(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        run = Run(tmp_path)
-        run.let_write()
-        await run.begin(1)
-        await run.saver.finish()
-        with files_of_at_most(500), pytest.raises(RunError) as told:
-            await run.begin(2, write_state)
-        assert "global_step_2" in str(told.value)
-        assert not [event for event in run.events[len(BEGUN + FINISHED) :] if event.startswith("begin")]
-        await run.saver.finish()
-        assert run.steps() == [1]
-        assert run.left() == ["global_step_1"]
+    await run.save(1)
+    with files_of_at_most(500), pytest.raises(RunError, match="global_step_2"):
         await run.begin(2, write_state)
-        await run.saver.finish()
-        assert run.steps() == [1, 2]
+    assert run.events == [], "no part was begun"
+    assert run.left() == ["global_step_1"]
+    await run.begin(2, write_state)
+    await run.saver.finish()
+    assert run.steps() == [1, 2]
 
-    play(scenario)
 
-
-@pytest.mark.parametrize(("call", "way"), [("manifest", "settle"), ("fsync", "finish"), ("rename", "settle")])
-def test_a_full_disk_while_it_is_published(
-    call: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("home", "call", "way"),
+    [(Path, "write_text", "settle"), (os, "fsync", "finish"), (Path, "rename", "settle")],
+    ids=["manifest", "fsync", "rename"],
+)
+async def test_a_full_disk_while_it_is_published(
+    home: Any, call: str, way: str, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    async def scenario() -> None:
-        run = Run(tmp_path)
-        run.let_write()
-        await run.begin(1)
-        await run.saver.finish()
-        await run.begin(2)
-        homes = {"manifest": (Path, "write_text"), "fsync": (os, "fsync"), "rename": (Path, "rename")}
-        for part in run.parts.values():
-            await part.finish_save()
-        with monkeypatch.context() as patch:
-            patch.setattr(*homes[call], full)
-            with pytest.raises(RunError) as told:
-                await getattr(run.saver, way)()
-        assert str(run.store.path(2)) in str(told.value)
-        assert run.steps() == [1]
-        assert run.left() == ["global_step_1"]
-        assert run.saver.newest == run.store.path(1)
-        await run.begin(3)
-        await run.saver.finish()
-        assert run.steps() == [1, 3]
+    await run.save(1)
+    await run.begin(2)
+    for part in run.parts.values():
+        await part.finish_save()
+    with monkeypatch.context() as patch:
+        patch.setattr(home, call, full)
+        with pytest.raises(RunError, match="global_step_2"):
+            await getattr(run.saver, way)()
+    assert run.left() == ["global_step_1"]
+    await run.save(3)
+    assert run.steps() == [1, 3]
 
-    play(scenario)
+
+class _BeganError(Exception):
+    """The checkpoint has begun."""
+
+
+def test_a_checkpoint_begins_once_the_trajectories_of_its_steps_are_on_disk() -> None:
+    """Else a run that is killed and goes on from it would lack some of them."""
+    said: list[str] = []
+
+    async def kept() -> None:
+        said.append("kept")
+
+    async def in_flight() -> None:
+        said.append("the checkpoint's moment")
+        raise _BeganError
+
+    run = driver.Run.__new__(driver.Run)
+    run.log = SimpleNamespace(trajectories_kept=kept)  # type: ignore[assignment]
+    run.groups = SimpleNamespace(engines=SimpleNamespace(in_flight=in_flight), trained={"actor": None})  # type: ignore[assignment]
+    reported = status.reported_to(lambda stage, text: said.append(f"{stage}: {text}"))
+    with reported, pytest.raises(_BeganError):
+        asyncio.run(run.save(3))
+    assert said == [
+        "actor.trajectories: waits for trajectories to be written",
+        "kept",
+        "actor.trajectories: ",
+        "the checkpoint's moment",
+    ]

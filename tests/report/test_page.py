@@ -1,20 +1,26 @@
-"""The report in a real browser: every view, what a reader does there, and text that wants to be more than text."""
+"""The report and the live page in a real browser: every view, what a reader does there, and text that wants to be more."""
 
 from __future__ import annotations
 
-import json
 import re
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from playwright.sync_api import expect
 
+from rlsys.observe.kept import write_kept
 from rlsys.observe.run_folder import RunFolder, open_run
-from rlsys.report.report_page import write_report
-from tests.apps.evaluation.answers import answered, asked
-from tests.report.made import Maker, Size, add_measured, made_run
+from rlsys.report.report_page import bundle, write_report
+from tests.report.audit.episodes import POLICY, with_differences
+from tests.report.watch.test_server import watching
+from tests.support.answers import answered, asked
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
+from tests.support.growing_run import add_evaluation, add_step, write_run, write_status
+from tests.support.made_run import Maker, Size, add_measured, made_run
+from tests.support.ports import free_port
 
 __all__ = ["browser", "look"]
 
@@ -28,8 +34,6 @@ EVIL = (
     "<!--<script>",
     "\x1b[31m\u202eevil\u2066\x00\ud800",
     "javascript:document.title='owned'",
-    "{{ script }}",
-    "' onmouseover='document.title=2",
 )
 
 
@@ -74,28 +78,25 @@ def test_figures_are_those_of_the_run(run: RunFolder, report: Path, look: Look) 
     page.goto(at(report, "view=time"))
     actor = page.get_by_role("img", name="Time of the actor group")
     expect(actor).to_have_attribute(
-        "aria-label",
-        "Time of the actor group: works: training 33.3\xa0%, waits for generation 33.3\xa0%, waits for search 11.1\xa0%, "
-        "waits for log-probs 22.2\xa0%",
+        "aria-label", re.compile(r"training 33.3\s%, .*search 11.1\s%, .*log-probs 22.2\s%")
     )
 
 
 def test_filters_find_what_columns_say_and_are_in_the_address(run: RunFolder, report: Path, look: Look) -> None:
     kept = list(run.trajectories())
     page = look(at(report, "view=trajectories")).page
-    expect(page.locator("output")).to_contain_text(f"{len(kept)} of {len(kept)}")
+    found = page.locator("output")
+    expect(found).to_contain_text(f"{len(kept)} of {len(kept)}")
     page.locator("#f-right").select_option("0")
-    wrong = [one for one in kept if not one.exact]
-    expect(page.locator("output")).to_contain_text(f"{len(wrong)} of {len(kept)}")
     page.locator("#f-to").fill("1")
-    first = [one for one in wrong if one.step == 1]
-    expect(page.locator("output")).to_contain_text(f"{len(first)} of {len(kept)}")
-    expect(page.locator("#results .card")).to_have_count(len(first))
+    wrong = sum(not one.exact and one.step == 1 for one in kept)
+    expect(found).to_contain_text(f"{wrong} of {len(kept)}")
+    expect(page.locator("#results .card")).to_have_count(wrong)
     page.reload()
-    expect(page.locator("output")).to_contain_text(f"{len(first)} of {len(kept)}")
+    expect(found).to_contain_text(f"{wrong} of {len(kept)}")
     page.get_by_role("button", name="reset").click()
     page.locator("#f-q").fill("train:2-3")
-    expect(page.locator("output")).to_contain_text(f"4 of {len(kept)}")
+    expect(found).to_contain_text(f"4 of {len(kept)}")
 
 
 def test_a_trajectory_is_read_token_by_token(run: RunFolder, report: Path, look: Look) -> None:
@@ -104,12 +105,8 @@ def test_a_trajectory_is_read_token_by_token(run: RunFolder, report: Path, look:
     opened = look(at(report, f"trajectory={number}"))
     page = opened.page
     expect(page.locator(".tokens")).to_be_visible()
-    turns = page.locator(".tokens .turn").all_text_contents()
-    assert turns == ["turn 1", "turn 2", "turn 3"]
-    shown = page.locator(".tokens .tok").all_text_contents()
-    assert shown == [
-        piece for piece, trained in zip(one.pieces, one.loss_mask[one.prompt_length :], strict=True) if trained
-    ]
+    trained = zip(one.pieces, one.loss_mask[one.prompt_length :], strict=True)
+    assert page.locator(".tokens .tok").all_text_contents() == [piece for piece, own in trained if own]
     page.get_by_role("radio", name="ratio").check()
     page.locator(".tokens").press("ArrowRight")
     place = int(np.flatnonzero(one.loss_mask)[0])
@@ -123,18 +120,7 @@ def test_a_trajectory_is_read_token_by_token(run: RunFolder, report: Path, look:
     assert "colour=ratio" in page.url
     page.go_back()
     expect(page).to_have_url(re.compile(rf"trajectory={number}\b"))
-    page.locator("#reading").focus()
-    page.keyboard.press("k")
-    expect(page).to_have_url(re.compile(rf"trajectory={number - 1}\b"))
     assert opened.problems == []
-
-
-def bare_run(folder: Path, *rows: dict[str, float]) -> Path:
-    """A run of which only its figures are there."""
-    folder.mkdir()
-    lines = (json.dumps({"step": step, **row}) for step, row in enumerate(rows, 1))
-    (folder / "metrics.jsonl").write_text("\n".join(lines))
-    return folder
 
 
 def test_several_runs_are_laid_over_each_other(run: RunFolder, tmp_path: Path, look: Look) -> None:
@@ -147,7 +133,6 @@ def test_several_runs_are_laid_over_each_other(run: RunFolder, tmp_path: Path, l
         "trainer.seed\tnot there\t7",
         "trainer.steps\t3\t4",
     ]
-    expect(page.get_by_role("img", name="Reward")).to_have_attribute("aria-label", re.compile("first: .*second: "))
     page.get_by_role("button", name="second").click()
     page.get_by_role("link", name="Trajectories").click()
     expect(page.locator("output")).to_contain_text("of 64")
@@ -170,6 +155,7 @@ def test_text_of_others_stays_text(tmp_path: Path, look: Look) -> None:
         expect(page.locator("#main > *").first).to_be_visible()
         if "trajectory" in view:
             page.locator(".tok").first.wait_for()
+            assert "\\u202e" in page.locator(".tokens").text_content()
         if view == "evaluations":
             page.locator(".answers summary").first.click()
             expect(page.get_by_role("region", name="Measured by rlsys eval")).to_contain_text(EVIL[1])
@@ -179,20 +165,89 @@ def test_text_of_others_stays_text(tmp_path: Path, look: Look) -> None:
         text = page.locator("body").inner_text()
         assert not set(text) & {"\u202e", "\u2066", "\x1b", "\x00"}
         assert opened.problems == []
-    page = look(at(report, "trajectory=1")).page
-    tokens = "".join(page.locator(".tok").all_text_contents())
-    assert EVIL[0] in tokens or EVIL[1] in tokens
-    assert "\\u202e" in page.locator(".tokens").text_content()
 
 
 def test_parts_that_are_missing_are_said(tmp_path: Path, look: Look) -> None:
-    folder = tmp_path / "bare"
-    folder.mkdir()
-    (folder / "config.yaml").write_text("")
-    report = write_report([open_run(folder)])
-    assert report == folder / "report.html"
+    (tmp_path / "config.yaml").write_text("")
+    report = write_report([open_run(tmp_path)])
+    assert report == tmp_path / "report.html"
     for view in VIEWS:
         opened = look(at(report, f"view={view}"))
         expect(opened.page.locator("#main")).not_to_be_empty()
         expect(opened.page.locator("#main")).not_to_contain_text("could not be drawn")
         assert opened.problems == []
+
+
+def test_every_cause_has_its_size(tmp_path: Path, look: Look) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    sampling = {"temperature": 1.0, "top_p": 0.5}
+    config = {"rollout": {"sampling": sampling}, "task": {"token_mode": "retokenize"}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    write_kept(folder, POLICY + 1, [with_differences({1: 0.5, 2: -0.25, POLICY: 0.125})])
+    report = write_report([open_run(folder)], tmp_path / "report.html")
+    opened = look(f"{report.resolve().as_uri()}#view=tokens", PHONE)
+    page = opened.page
+    names = page.locator(".pairs dt").all_inner_texts()
+    sizes = dict(zip(names, page.locator(".pairs dd").all_inner_texts(), strict=True))
+    # The squares of 0.5 and 0.25 in mean are 0.15625, less that of 0.125 they are that of 0.375.
+    assert sizes["version lag"].startswith("0.375 nats a token, rms")
+    assert sizes["numerics"].startswith("0.125 nats a token, rms")
+    assert "as top_p 0.5 cut what is drawn from" in sizes["sampler"]
+    rows = page.get_by_role("region", name="Drift by version lag", exact=True).locator("tbody tr").all()
+    means = [row.locator("th, td").all_inner_texts()[2] for row in rows]
+    assert means == ["0.125", "−0.250", "0.500"]
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert opened.problems == []
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [("-3", "3", [-2, 0, 2]), ("0.9999999999999999", "1", None), ("1e308", "Infinity", None), ("NaN", "1", [])],
+)
+def test_an_axis_always_has_few_ticks(look: Look, low: str, high: str, ticks: list[float] | None) -> None:
+    static = files("rlsys.report") / "static"
+    sources = {one.name: one.read_text() for one in static.iterdir() if one.name.endswith(".js")}
+    sources["test.js"] = f'import {{ niceTicks }} from "./chart.js";\nwindow.found = niceTicks({low}, {high}, 3);\n'
+    page = look("about:blank").page
+    page.evaluate(bundle(sources, "test.js"))
+    shown = page.evaluate("window.found")
+    assert len(shown) <= 50
+    assert ticks is None or shown == pytest.approx(ticks)
+
+
+def test_the_page_follows_a_run_from_before_its_first_step_to_its_end(tmp_path: Path, look: Look) -> None:
+    folder = write_run(tmp_path / "run")
+    with watching(folder) as (address, _):
+        looked = look(address, DESKTOP)
+        page = looked.page
+        page.wait_for_selector(".live:has-text('The run has not begun yet.')")
+        write_status(folder, step=0)
+        page.wait_for_selector(".live:has-text('actor waits for log-probs and values')")
+        add_step(folder, 1)
+        add_evaluation(folder, 0, 0.125)
+        page.wait_for_selector("main:has-text('12.5 %')")
+        write_status(folder, step=1, states={EVIL[1]: {"text": EVIL[1], "since": 0}})
+        page.wait_for_selector(".live:has-text('onerror')")
+        assert page.locator("img").count() == 0, "text of others stays text"
+        write_status(folder, step=1, ended="failed: engine 0 has died")
+        page.wait_for_selector(".badge:has-text('failed: engine 0 has died')")
+        page.wait_for_selector(".live:has-text('The run is over')")
+        assert looked.problems == []
+        assert {request.startswith(address) for request in looked.requests} == {True}
+
+
+def test_a_step_made_while_the_server_was_away_is_shown(tmp_path: Path, look: Look) -> None:
+    folder = write_run(tmp_path / "run")
+    add_step(folder, 1, **{"time/step": 3.0})
+    write_status(folder)
+    port = str(free_port())
+    with watching(folder, "--port", port) as (address, _):
+        page = look(address).page
+        page.wait_for_selector(".tiles:has-text('mean of 1 step')")
+    page.wait_for_selector(".live:has-text('The server does not answer')")
+    add_step(folder, 2, **{"time/step": 3.0})
+    with watching(folder, "--port", port):
+        page.wait_for_selector(".tiles:has-text('mean of 2 steps')")
+        page.wait_for_selector(".live:has-text('step 1 of 9')")

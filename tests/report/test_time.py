@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -33,82 +32,8 @@ def step(*spans: Span, seconds: float, number: int = 1) -> StepTimeline:
     return StepTimeline(number, (0, round(seconds * S)), spans)
 
 
-ONE_STEP = step(
-    span("rollout.group", "rollout", 0, 6, "engine 0", question="a"),
-    span("generate.turns", "rollout", 0, 2, "engine 0", question="a"),
-    span("search.queries", "rollout", 2, 4, "engine 0", question="a"),
-    span("generate.turns", "rollout", 4, 6, "engine 0", question="a"),
-    span("rollout.group", "rollout", 0, 3, "engine 1", question="b"),
-    span("generate.turns", "rollout", 0, 3, "engine 1", question="b"),
-    span("reward.score", "driver", 3, 3.5, question="b"),
-    span("logprob.compute", "inference", 3.5, 4.5, questions=["b"]),
-    span("train.accumulate", "actor", 4.5, 5, questions=["b"], step=1),
-    span("reward.score", "driver", 6, 7, question="a"),
-    span("logprob.compute", "inference", 7.5, 9, questions=["a"]),
-    span("train.accumulate", "actor", 9, 10, questions=["a"], step=1),
-    span("train.apply", "actor", 10, 11, step=1),
-    span("sync.transfer", "driver", 11.5, 13, step=1),
-    span("sync.switch", "driver", 13, 14, step=1),
-    seconds=15,
-)
-"""Two questions on two engines; the actor has trained on the short one by the time the long one is scored."""
-
-
-def test_a_step_by_hand() -> None:
-    (account,) = time_report([ONE_STEP]).steps
-    assert account.groups["actor"].use.busy == {"training": 2.5}
-    # 0-3 an engine generates, 3-3.5 the reward, 3.5-4.5 log-probs, 5-6 generates, 6-7 reward, 7-7.5 nothing, 7.5-9 log-probs.
-    assert account.groups["actor"].use.waits == {
-        "generation": 4.0,
-        "reward": 1.5,
-        "logprob": 2.5,
-        "sync": 2.5,
-        "other": 0.5 + 0.5 + 1.0,
-    }
-    assert account.groups["inference"].use.busy == {"logprob": 2.5}
-    engines = account.groups["rollout"]
-    # Engine 1 generates until 3; then engine 0, alone, searches until 4.
-    assert engines.use.busy == {"generation": 5.0}
-    assert engines.use.waits == {
-        "search": 1.0,
-        "reward": 1.0,
-        "logprob": 1.5,
-        "training": 2.0,
-        "sync": 2.5,
-        "other": 2.0,
-    }
-    assert engines.lanes["engine 0"].busy == {"generation": 4.0}
-    assert engines.lanes["engine 0"].waits[Activity.search] == 2.0
-    # 3-3.5 the other's reward, 3.5-4.5 its log-probs, 4.5-5 training, then the other engine generates until 6.
-    assert engines.lanes["engine 1"].waits[Activity.generation] == 1.0
-    assert "critic" not in account.groups
-
-
-def test_the_path_of_a_step_by_hand() -> None:
-    path = critical_path(ONE_STEP)
-    assert [(link.name, link.questions, link.waited_s) for link in path.links] == [
-        ("rollout.group", ("a",), 0.0),
-        ("reward.score", ("a",), 0.0),
-        ("logprob.compute", ("a",), 0.5),
-        ("train.accumulate", ("a",), 0.0),
-        ("train.apply", (), 0.0),
-        ("sync.transfer", (), 0.5),
-        ("sync.switch", (), 0.0),
-    ]
-    assert path.rest_s == 1.0
-    assert path.seconds == {
-        "generation": 4.0,
-        "search": 2.0,
-        "reward": 1.0,
-        "logprob": 1.5,
-        "training": 2.0,
-        "sync": 2.5,
-        "other": 2.0,
-    }
-
-
 def test_scores_for_a_later_step_are_on_the_path_where_they_held_the_weights_up() -> None:
-    """An `async` schedule: question a is trained in this step, b and c are scored for the next one."""
+    """The schedule is `async`: question a is trained in this step, b and c are scored for the next one."""
     training = [
         span("logprob.compute", "inference", 0, 1, questions=["a"]),
         span("train.accumulate", "actor", 1, 3, step=1, questions=["a"]),
@@ -121,39 +46,37 @@ def test_scores_for_a_later_step_are_on_the_path_where_they_held_the_weights_up(
         span("sync.transfer", "driver", 6.5, 7, step=1),
     ]
     found = critical_path(step(*training, *ahead, seconds=7))
-    assert [(link.name, link.questions, link.start_s, link.seconds, link.waited_s) for link in found.links] == [
-        ("logprob.compute", ("a",), 0, 1, 0),
-        ("train.accumulate", ("a",), 1, 2, 0),
-        ("train.apply", (), 3, 1, 0),
+    assert [(link.name, link.questions, link.start_s, link.seconds) for link in found.links] == [
+        ("logprob.compute", ("a",), 0, 1),
+        ("train.accumulate", ("a",), 1, 2),
+        ("train.apply", (), 3, 1),
         # 4 to 4.5 only: until then the transfer waited for the training.
-        ("logprob.compute", ("b",), 4, 0.5, 0),
-        ("logprob.compute", ("c",), 4.5, 1.5, 0),
-        ("sync.transfer", (), 6.5, 0.5, 0.5),
+        ("logprob.compute", ("b",), 4, 0.5),
+        ("logprob.compute", ("c",), 4.5, 1.5),
+        ("sync.transfer", (), 6.5, 0.5),
     ]
     # The last switch ends at 5, later than the training: the step waits for that one, which began before it.
     last_switch = span("sync.switch", "driver", -1, 5, step=0)
     found = critical_path(step(*training, last_switch, *ahead, seconds=7))
-    assert [(link.name, link.start_s, link.seconds) for link in found.links] == [
-        ("sync.switch", 0, 5),
-        ("logprob.compute", 5, 1),
-        ("sync.transfer", 6.5, 0.5),
-    ]
     assert found.seconds == {"sync": 5.5, "logprob": 1.0, "other": 0.5}
 
 
-def test_a_switch_that_waits_for_episodes_in_flight_counts_as_what_they_do() -> None:
-    """With `on_update=finish`: 6 to 8 an episode generates, 8 to 9 it searches, and the rest is the switch itself."""
+def test_episodes_and_a_switch_that_waits_for_them_count_as_what_they_do() -> None:
+    """The switch of `on_update=finish` waits: from 6 to 8 an episode generates, from 8 to 9 it searches."""
     spans = [
-        span("train.apply", "actor", 0, 4, step=1),
+        span("rollout.group", "rollout", 0, 2, "engine 0", question="a"),
+        span("generate.turns", "rollout", 0, 1, "engine 0", question="a"),
+        span("search.queries", "rollout", 1, 2, "engine 0", question="a"),
+        span("logprob.compute", "inference", 2, 3, questions=["a"]),
+        span("train.accumulate", "actor", 3, 3.5, step=1, questions=["a"]),
+        span("train.apply", "actor", 3.5, 4, step=1),
         span("sync.transfer", "driver", 4, 6, step=1),
         span("generate.turns", "rollout", 5, 8, "engine 0", question="z"),
         span("search.queries", "rollout", 8, 9, "engine 0", question="z"),
         span("sync.switch", "driver", 6, 10, step=1),
     ]
     found = critical_path(step(*spans, seconds=10))
-    assert [link.name for link in found.links] == ["train.apply", "sync.transfer", "sync.switch"]
-    assert found.links[-1].parts == {"generation": 2.0, "search": 1.0, "sync": 1.0}
-    assert found.seconds == {"training": 4.0, "sync": 3.0, "generation": 2.0, "search": 1.0}
+    assert found.seconds == {"generation": 3.0, "search": 2.0, "logprob": 1.0, "training": 1.0, "sync": 3.0}
 
 
 def test_devices_that_are_shared_and_episodes_that_failed_make_room() -> None:
@@ -172,7 +95,7 @@ def test_devices_that_are_shared_and_episodes_that_failed_make_room() -> None:
 
 
 def test_optimiser_steps_wait_for_the_critics_scores() -> None:
-    """With a critic no optimiser step is taken before the step's last score."""
+    """No optimiser step is taken before the step's last score where there is a critic."""
     spans = [
         span("logprob.compute", "inference", 0, 1, questions=["a"]),
         span("train.accumulate", "actor", 1, 2, questions=["a"]),
@@ -203,7 +126,6 @@ def spans(draw: st.DrawFn) -> list[Span]:
 
 def by_nanoseconds(found: Sequence[Span], group: str, lane: str | None) -> Counter[tuple[bool, str]]:
     """Somebody's work (True) or waits, instant by instant, by the rules as the document tells them."""
-    stages = {"train": "training"}
     special = {
         "generate.turns": "generation",
         "search.queries": "search",
@@ -219,7 +141,7 @@ def by_nanoseconds(found: Sequence[Span], group: str, lane: str | None) -> Count
     counts: Counter[tuple[bool, str]] = Counter()
     for instant in range(*WINDOW):
         on = [one for one in found if one.start_ns <= instant < one.end_ns]
-        kinds = {id(one): special.get(one.name) or stages.get(one.stage, one.stage) for one in on}
+        kinds = {id(one): special.get(one.name) or one.stage.replace("train", "training") for one in on}
         mine = {kinds[id(one)] for one in on if one.group == group and lane in (None, one.lane)}
         anybody = set(kinds.values())
         work = [
@@ -288,15 +210,11 @@ def test_the_path_of_a_schedule_without_slack_is_the_longest_chain(
         needs.append(after)
         return len(found) - 1
 
-    rolled: list[int] = []
-    scored: list[int] = []
-    trained: list[int] = []
+    rolled, scored, trained = list[int](), list[int](), list[int]()
     for number, (roll, reward, score, train) in enumerate(durations):
         uid = f"q{number}"
-        # In each of the engine's slots one group follows the other.
-        rolled.append(
-            add("rollout.group", "rollout", roll, rolled[-slots:][:1] if number >= slots else [], question=uid)
-        )
+        before = rolled[-slots:][:1] if number >= slots else []  # In each slot of the engine one follows the other.
+        rolled.append(add("rollout.group", "rollout", roll, before, question=uid))
         rewarded = add("reward.score", "driver", reward, [rolled[-1]], question=uid)
         scored.append(add("logprob.compute", "inference", score, [rewarded, *scored[-1:]], questions=[uid]))
         trained.append(add("train.accumulate", "actor", train, [scored[-1], *trained[-1:]], questions=[uid]))
@@ -309,7 +227,3 @@ def test_the_path_of_a_schedule_without_slack_is_the_longest_chain(
     for one, after in zip(found, needs, strict=True):
         lengths.append(one.end_ns - one.start_ns + max((lengths[before] for before in after), default=0))
     assert round(sum(link.seconds for link in path.links) * S) == lengths[last]
-    by_start = {(one.name, one.start_ns) for one in found}
-    assert all((link.name, round(link.start_s * S)) in by_start for link in path.links)
-    assert path.links[-1].name == "sync.transfer"
-    assert all(a.start_s + a.seconds == pytest.approx(b.start_s) for a, b in pairwise(path.links))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ from transformers import PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 from rlsys.config.schema import Device, EngineConfig, RolloutConfig, SamplingConfig, SearchConfig, TaskConfig
 from rlsys.errors import Code
 from rlsys.rollout import sglang_cpu
-from rlsys.rollout.agent.episode import TurnSampling, evaluation_sampling, training_sampling
-from rlsys.rollout.cpu_standins import sgl_kernel
+from rlsys.rollout.agent.episode import TurnSampling, evaluation_sampling
 from rlsys.rollout.engine import Engine, RolloutWorker
 from tests.support import tiny
 from tests.support.refusals import refused
 from tests.support.tiny_models import POLICY
 
-DENSE, EXPERTS = Qwen2Config(), Qwen3MoeConfig()
+EXPERTS = Qwen3MoeConfig()
 CONFIG = EngineConfig(tp=2, memory_fraction=0.6)
 NO_GRAPHS = {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
 
@@ -33,26 +31,21 @@ def arguments(
     return Engine(str(folder), config, device, seed=3, memory_saver=memory_saver)._arguments()
 
 
-def test_a_gpu_gets_sglangs_own_choices_but_for_experts(tmp_path: Path) -> None:
-    dense = arguments(tmp_path / "dense", DENSE, CONFIG, Device.gpu)
+def test_a_gpu_gets_sglangs_own_choices_but_for_experts_and_a_cpu_its_own(tmp_path: Path) -> None:
+    dense = arguments(tmp_path / "dense", Qwen2Config(), CONFIG, Device.gpu)
     assert (dense["tp_size"], dense["mem_fraction_static"], dense["random_seed"]) == (2, 0.6, 3)
-    chosen = ("device", "attention_backend", "moe_runner_backend", "enable_memory_saver", *NO_GRAPHS)
-    assert not dense.keys() & set(chosen)
+    chosen = {"device", "attention_backend", "moe_runner_backend", "enable_memory_saver", *NO_GRAPHS}
+    assert not dense.keys() & chosen
     # Experts are predicted as they were sent: gate, then up, no row elsewhere.
     experts = arguments(tmp_path / "experts", EXPERTS, CONFIG, Device.gpu)
     assert experts == {**dense, "model_path": experts["model_path"], "moe_runner_backend": "triton"}
-
-
-def test_cuda_graphs_can_be_off(tmp_path: Path) -> None:
-    on = arguments(tmp_path, EXPERTS, CONFIG, Device.gpu)
-    off = arguments(tmp_path, EXPERTS, replace(CONFIG, cuda_graphs=False), Device.gpu)
-    assert off == {**on, **NO_GRAPHS}
-
-
-def test_a_cpu_has_its_own(tmp_path: Path) -> None:
-    found = arguments(tmp_path, EXPERTS, replace(CONFIG, cuda_graphs=False), Device.cpu, memory_saver=True)
-    assert (found["device"], found["attention_backend"]) == ("cpu", "torch_native")
-    assert not found.keys() & {"moe_runner_backend", "enable_memory_saver", *NO_GRAPHS}
+    no_graphs = replace(CONFIG, cuda_graphs=False)
+    assert arguments(tmp_path / "experts", EXPERTS, no_graphs, Device.gpu) == {**experts, **NO_GRAPHS}
+    on_cpu = arguments(tmp_path / "experts", EXPERTS, no_graphs, Device.cpu, memory_saver=True)
+    assert {name: on_cpu[name] for name in chosen & on_cpu.keys()} == {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+    }
 
 
 @pytest.mark.engine
@@ -73,36 +66,21 @@ def test_sglang_knows_every_argument_and_value(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "key", "task", "search"),
+    ("code", "key", "room", "search"),
     [
-        ("out_of_range", "task.max_total_tokens", {"max_total_tokens": 1001}, SearchConfig(url="http://127.0.0.1:1")),
-        ("missing", "search.url", {}, SearchConfig()),
-        ("missing", "search.token_env", {}, SearchConfig(url="http://127.0.0.1:1", token_env="RLSYS_NO_TOKEN_HERE")),
+        ("out_of_range", "task.max_total_tokens", 999, SearchConfig(url="http://127.0.0.1:1")),
+        ("missing", "search.url", 1000, SearchConfig()),
+        ("missing", "search.token_env", 1000, SearchConfig(url="http://127.0.0.1:1", token_env="RLSYS_NO_TOKEN_HERE")),
     ],
 )
-def test_a_worker_that_could_not_work_is_refused(
-    code: Code, key: str, task: dict[str, int], search: SearchConfig
-) -> None:
-    rollout = RolloutConfig(engine=EngineConfig(kv_cache_tokens=1000))
-    config = TaskConfig(train_path="", eval_path="", **{"max_total_tokens": 1000, **task})
+def test_a_worker_that_could_not_work_is_refused(code: Code, key: str, room: int, search: SearchConfig) -> None:
+    rollout = RolloutConfig(engine=EngineConfig(kv_cache_tokens=room))
+    task = TaskConfig(train_path="", eval_path="", max_total_tokens=1000)
     with refused(code, key):
-        RolloutWorker(str(POLICY), rollout, config, search, Device.cpu, seed=0)
+        RolloutWorker(str(POLICY), rollout, task, search, Device.cpu, seed=0)
 
 
-def test_a_stand_in_raises_when_it_is_called_and_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RuntimeError, match=r"sgl_kernel\.rmsnorm"):
-        sgl_kernel.rmsnorm()
-    monkeypatch.setattr(sys, "path", ["first"])
-    sglang_cpu.prepare(Device.gpu)
-    assert sys.path == ["first"]
-    sglang_cpu.prepare(Device.cpu)
-    sglang_cpu.prepare(Device.cpu)
-    assert sys.path == ["first", str(sglang_cpu.STANDINS)]
-
-
-def test_answers_have_a_temperature_of_their_own_and_the_whole_vocabulary() -> None:
+def test_answers_are_drawn_from_the_whole_vocabulary_unless_as_rollouts() -> None:
     rollouts = SamplingConfig(temperature=0.7, top_p=0.9, top_k=20, stop=["</a>"])
-    as_trained = TurnSampling(0.7, 0.9, 20, ("</a>",))
-    assert training_sampling(rollouts) == as_trained
     assert evaluation_sampling(rollouts, 0.5, as_rollouts=False) == TurnSampling(0.5, 1.0, -1, ("</a>",))
-    assert evaluation_sampling(rollouts, 0.0, as_rollouts=True) == as_trained
+    assert evaluation_sampling(rollouts, 0.0, as_rollouts=True) == TurnSampling(0.7, 0.9, 20, ("</a>",))

@@ -1,12 +1,14 @@
-"""The engine's switch over a scripted SGLang: whatever breaks, nobody is left waiting."""
+"""An engine over a scripted SGLang: its switch, its gate, its start and its streamed answers; nobody is left waiting."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import threading
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partialmethod
 from typing import Any
+from unittest.mock import AsyncMock
 
 import psutil
 import pytest
@@ -14,41 +16,41 @@ import torch
 
 from rlsys.config.schema import Device, Dtype, EngineConfig
 from rlsys.errors import RunError
+from rlsys.rollout import sglang_cpu
 from rlsys.rollout.agent.episode import EngineDied, TurnSampling
-from rlsys.rollout.engine import Engine, Liveness, StagedVersion, sha256_prefix
-from rlsys.weights.transport import Bucket, digest, pack, pack_into, unpack
+from rlsys.rollout.engine import DrainLock, Engine, Liveness, StagedVersion, as_generation, read_stream, sha256_prefix
+from rlsys.weights.transport import Bucket, pack, pack_into, unpack
+from tests.rollout.bench import digest_of
 from tests.support.tiny_models import POLICY
 
 NAME = "model.norm.weight"
 SAMPLING = TurnSampling(temperature=0.0, max_new_tokens=1)
 
 
+def part(*tokens: int, finish: dict[str, Any] | None = None) -> dict[str, Any]:
+    """As SGLang repeats what it has said so far."""
+    logprobs = [(-0.5, token, None) for token in tokens]
+    return {"meta_info": {"output_token_logprobs": logprobs, "finish_reason": finish}}
+
+
 class Script:
-    """An SGLang that holds one tensor, logs what it is told, and fails in the call `broken`."""
+    """An SGLang that holds one tensor, logs what it is told, and answers the step `broken` as `how` does."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.broken = ""
-        self.failure: Exception | None = None
-        self.refuses = False
+        self.how: Callable[[Script], Awaitable[tuple[bool, str]]] = hang
         self.stray = False
         """It loads other values than it is given."""
         self.holds: dict[str, str] = {}
-        self.reach: asyncio.Event | None = None
+        self.reached = asyncio.Event()
         self.paused = False
         self.engine = self
 
     async def _step(self, name: str) -> tuple[bool, str]:
         self.log.append(name)
         await asyncio.sleep(0)
-        if name != self.broken:
-            return True, ""
-        if self.reach is not None:
-            self.reach.set()
-            await asyncio.Event().wait()
-        if self.failure is not None:
-            raise self.failure
-        return not self.refuses, "it would not"
+        return await self.how(self) if name == self.broken else (True, "")
 
     begin_update, end_update = partialmethod(_step, "begin_update"), partialmethod(_step, "end_update")
 
@@ -78,39 +80,39 @@ class Script:
     async def async_generate(self, *, input_ids: list[int], rid: str, **_options: object) -> dict[str, Any]:
         if input_ids == [0]:
             await asyncio.Event().wait()  # Runs for ever.
-        meta = {
-            "id": rid, "output_token_logprobs": [(-0.5, 7, None)], "finish_reason": {"type": "stop"},
-            "weight_version": "0", "cached_tokens": 0,
-        }  # fmt: skip
-        return {"meta_info": meta}
+        output = part(7, finish={"type": "stop"})
+        output["meta_info"] |= {"id": rid, "weight_version": "0", "cached_tokens": 0}
+        return output
+
+
+async def hang(script: Script) -> tuple[bool, str]:
+    script.reached.set()
+    await asyncio.Event().wait()
+    return True, ""
 
 
 @pytest.fixture
-async def engine() -> Engine:
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+async def engine(script: Script) -> Engine:
     engine = Engine(str(POLICY), EngineConfig(dtype=Dtype.float32), Device.cpu, seed=0)
-    engine._process = Script()  # type: ignore[assignment]
+    engine._process = script  # type: ignore[assignment]
     engine._liveness = Liveness("The engine", [])
     return engine
-
-
-@pytest.fixture
-def script(engine: Engine) -> Script:
-    assert isinstance(engine._process, Script)
-    return engine._process
 
 
 async def stage(engine: Engine, version: int) -> str:
     (bucket,) = pack([(NAME, torch.full((4,), float(version)))], bucket_bytes=100)
     await engine.begin_update(version)
     await engine.load_bucket(bucket)
-    return digest({record.name: record.checksum for record in bucket.records})
+    return digest_of([bucket])
 
 
 def generate(engine: Engine, ids: list[int]) -> asyncio.Task[object]:
     return asyncio.create_task(engine.generate(ids, SAMPLING, "r"))
-
-
-STEPS = ["pause", "begin_update", "load_bucket", "end_update", "checksums"]
 
 
 async def refused_to_all(*asked: Awaitable[object]) -> None:
@@ -120,37 +122,29 @@ async def refused_to_all(*asked: Awaitable[object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "failure"),
+    ("step", "how", "raised"),
     [
-        ("pause", "error"),
-        ("pause", "cancellation"),
-        ("begin_update", "refusal"),
-        ("load_bucket", "error"),
-        ("load_bucket", "cancellation"),
-        ("end_update", "refusal"),
-        ("checksums", "cancellation"),
-        ("checksums", "refusal"),
+        ("pause", hang, asyncio.CancelledError),
+        ("begin_update", AsyncMock(return_value=(False, "it would not")), RunError),
+        ("load_bucket", AsyncMock(side_effect=ValueError), ValueError),
+        ("checksums", AsyncMock(return_value=(False, "it would not")), RunError),
     ],
 )
 async def test_a_switch_that_breaks_refuses_all_and_another_heals(
-    engine: Engine, script: Script, step: str, failure: str
+    engine: Engine, script: Script, step: str, how: Any, raised: type[BaseException]
 ) -> None:
-    script.broken, script.refuses = step, failure == "refusal"
-    script.failure = ValueError("boom") if failure == "error" else None
-    script.reach = asyncio.Event() if failure == "cancellation" else None
+    script.broken, script.how = step, how
     running = generate(engine, [0])
-    total = await stage(engine, 1)
-    update = asyncio.create_task(engine.finish_update(1, total))
+    update = asyncio.create_task(engine.finish_update(1, await stage(engine, 1)))
     await asyncio.sleep(0)
     waiting = generate(engine, [1])
-    if script.reach is not None:
-        await script.reach.wait()
+    if how is hang:
+        await script.reached.wait()
         assert not waiting.done()
         with pytest.raises(RunError, match="version 2"):
             await engine.begin_update(2)
         update.cancel()
-    expected = {"refusal": RunError, "error": ValueError, "cancellation": asyncio.CancelledError}[failure]
-    with pytest.raises(expected):
+    with pytest.raises(raised):
         await update
     await refused_to_all(running, waiting, generate(engine, [1]))
     assert script.log[-2:] == ["abort_all", "resume"]
@@ -186,10 +180,10 @@ async def test_an_update_that_is_not_what_was_sent_is_refused_to_all(
 async def test_who_dies_in_a_switch_is_dead_to_all_and_not_refusing(engine: Engine, script: Script) -> None:
     sglang = psutil.Popen(["sleep", "600"])
     engine._liveness = Liveness("The engine", [sglang])
-    script.broken, script.reach = "load_bucket", asyncio.Event()
+    script.broken, script.how = "load_bucket", hang
     running = generate(engine, [0])
     update = asyncio.create_task(engine.finish_update(1, await stage(engine, 1)))
-    await script.reach.wait()
+    await script.reached.wait()
     waiting = generate(engine, [0])
     await asyncio.sleep(0)
     sglang.kill()
@@ -197,18 +191,6 @@ async def test_who_dies_in_a_switch_is_dead_to_all_and_not_refusing(engine: Engi
         with pytest.raises(EngineDied, match=str(sglang.pid)):
             await asyncio.wait_for(told, timeout=60)
     sglang.wait()
-
-
-async def test_a_switch_loads_between_pause_and_resume(engine: Engine, script: Script) -> None:
-    running = generate(engine, [0])
-    await engine.finish_update(1, await stage(engine, 1))
-    assert script.log == [*STEPS, "resume"]
-    assert not running.done()
-    assert engine.counts.pause_s > 0
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert (engine.running, engine.counts.aborted) == (0, 1)
 
 
 async def test_who_sleeps_waits_for_a_bucket_that_is_being_staged(
@@ -236,3 +218,76 @@ async def test_who_sleeps_waits_for_a_bucket_that_is_being_staged(
     may_end.set()
     await asyncio.gather(staging, sleeping)
     assert (left, script.log) == (["16 bytes"], ["sleep"])
+
+
+async def test_a_gate_closes_once_all_have_left_and_lets_nobody_in_meanwhile() -> None:
+    gate, leave, happened = DrainLock(), asyncio.Event(), list[str]()
+
+    async def visit(name: str) -> None:
+        async with gate.inside():
+            happened.append(f"{name} is in")
+            await leave.wait()
+        happened.append(f"{name} is out")
+
+    async def close(name: str) -> None:
+        async with gate.closed():
+            happened.append(f"{name} has closed")
+            await asyncio.sleep(0)
+            happened.append(f"{name} opens")
+
+    visits = [asyncio.create_task(visit(name)) for name in "ab"]
+    await asyncio.sleep(0)
+    rest = [asyncio.create_task(each) for each in (close("x"), visit("late"), close("y"))]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert happened == ["a is in", "b is in"], "neither closed nor open to others"
+    leave.set()
+    async with asyncio.timeout(60):
+        await asyncio.gather(*visits, *rest)
+    assert sorted(happened[2:4]) == ["a is out", "b is out"]
+    assert happened[4:] == ["x has closed", "x opens", "late is in", "late is out", "y has closed", "y opens"]
+
+
+async def test_a_start_out_of_time_ends_what_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(str(POLICY), EngineConfig(start_timeout_s=0.05), Device.cpu, seed=0)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def launch() -> None:
+        started.append(subprocess.Popen(["sleep", "600"]))
+        started[0].wait()
+
+    monkeypatch.setattr(engine, "_launch", launch)
+    monkeypatch.setattr(sglang_cpu, "prepare", lambda _device: None)
+    with pytest.raises(RunError, match=str(POLICY)):
+        await engine.start()
+    assert [child.returncode for child in started] == [-9]
+
+
+async def stream(*parts: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def told() -> AsyncIterator[dict[str, Any]]:
+        for part in parts:
+            yield part
+
+    return told()
+
+
+async def test_the_last_part_of_a_stream_is_the_answer_all_are_heard_and_a_refusal_is_raised() -> None:
+    heard: list[list[int]] = []
+    last = part(1, 2, 3, finish={"type": "abort", "message": "Aborted", "status_code": None})
+    assert await read_stream(stream(part(1), last), heard.append) == last
+    assert heard == [[1], [1, 2, 3]]
+    refused = part(1, finish={"type": "abort", "message": "The input is too long.", "status_code": 400})
+    with pytest.raises(RunError, match=r"The input is too long"):
+        await read_stream(stream(part(1), refused), heard.append)
+    with pytest.raises(RunError):
+        await read_stream(stream(), heard.append)
+
+
+def test_versions_that_do_not_cover_the_tokens_are_an_error() -> None:
+    output = part(1, 2, 3, 4, 5, finish={"type": "stop"})
+    spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 5}]
+    output["meta_info"] |= {"id": "r", "weight_version": "9", "weight_versions": spans}
+    assert as_generation(output).versions == [3, 3, 4, 4, 4]
+    spans[1]["end"] = 4
+    with pytest.raises(RunError, match="4 of the 5"):
+        as_generation(output)

@@ -16,7 +16,6 @@ from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.dense import VectorRetriever, build
-from tests.support.serving import serving as serving
 
 
 @pytest.fixture(scope="session")

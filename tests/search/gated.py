@@ -33,7 +33,6 @@ class Gated:
         self.threads: set[str] = set()
         self.finding = 0
         self.most_finding = 0
-        self.closed = False
         self._lock = threading.Lock()
 
     def prepare(self, queries: Sequence[str]) -> Any:
@@ -53,8 +52,9 @@ class Gated:
         assert self.may_find.wait(60)
         with self._lock:
             self.finding -= 1
+        places = [(rank, 1.0 - rank / topk, f"https://a/{rank}") for rank in range(topk)]
         return [
-            [Hit(1.0 - rank / topk, {"id": f"{query}/{rank}", "contents": query}) for rank in range(topk)]
+            [Hit(score, {"id": f"{query}/{rank}", "contents": query, "url": url}) for rank, score, url in places]
             for query in prepared
         ]
 
@@ -62,7 +62,7 @@ class Gated:
         return {"kind": "gated", "passages": 7}
 
     def close(self) -> None:
-        self.closed = True
+        """Nothing to give back."""
 
 
 class Lengths:

@@ -7,7 +7,7 @@ retriever prints `closed` when it is closed.
 from __future__ import annotations
 
 import argparse
-import subprocess
+import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 from rlsys.search.retrieval import Hit
 from rlsys.search.server import command
 from rlsys.search.server_process import SearchServer, child_environment
-from tests.search.gated import Gated
+from tests.search.gated import Gated, Lengths, Pages
 
 MODULE = "tests.search.gated_server"
 
@@ -27,17 +27,6 @@ class GatedServer(SearchServer):
     def __init__(self, log: Path, *, port: int = 0, options: Sequence[str] = ()) -> None:
         words = [MODULE, "at-once", "--max-batch", "4", *options]
         self._start(words, log, "127.0.0.1", port, child_environment(1))
-
-
-def started(*options: str) -> subprocess.Popen[str]:
-    """A server process that prints `finding` and waits for a line; `options` name a host and a port."""
-    return subprocess.Popen(
-        [sys.executable, "-m", MODULE, "step-by-step", "--max-batch", "1", *options],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 class _StepByStep(Gated):
@@ -57,12 +46,18 @@ def main() -> int:
     parser.add_argument("--device")
     parser.add_argument("--shutdown-s", type=float, default=command._SHUTDOWN_S)
     parser.add_argument("--force-s", type=float, default=command._FORCE_S)
+    parser.add_argument("--files", type=int, help="that it may have open")
+    parser.add_argument("--full", action="store_true", help="with a reranker and pages")
     return command._run(parser, None, "pace", _load)
 
 
-def _load(given: argparse.Namespace) -> tuple[Gated, None]:
+def _load(given: argparse.Namespace) -> tuple[Gated, Pages | None]:
     command._SHUTDOWN_S, command._FORCE_S = given.shutdown_s, given.force_s
-    return (Gated() if given.pace == "at-once" else _StepByStep()), None
+    if given.files is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (given.files, given.files))
+    if given.full:
+        given.reranker, command.load_reranker = "lengths", lambda *_: Lengths()
+    return (Gated() if given.pace == "at-once" else _StepByStep()), Pages() if given.full else None
 
 
 if __name__ == "__main__":

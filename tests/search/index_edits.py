@@ -1,4 +1,4 @@
-"""Changes of an index folder that do not fit the rest of it, and the stages that a build reports."""
+"""Changes of an index folder that do not fit the rest of it."""
 
 from __future__ import annotations
 
@@ -30,16 +30,3 @@ def edit_corpus(folder: Path) -> None:
     text = path.read_text()
     path.unlink()  # it may be a link to the corpus of other tests
     path.write_text(text.replace("capital", "Capital", 1))
-
-
-class Stages:
-    """What a build reports: every stage with its first and its last count."""
-
-    def __init__(self) -> None:
-        self.seen: dict[str, tuple[int, int]] = {}
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        assert done <= total
-        first, last = self.seen.get(stage, (done, done))
-        assert last <= done
-        self.seen[stage] = (first, done)

@@ -1,4 +1,4 @@
-"""Scripted servers, below a client or in its place, and cassettes of them."""
+"""Scripted servers, below a client, over HTTP or in its place, and cassettes of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlsys.errors import RunError
 from rlsys.search.cassette import CassetteFile, CassetteTool, Header, RecordedCall
 from rlsys.search.retrieval import Passage, SearchResult
 from rlsys.search.wire import NoReplyError, Reply
-from tests.orchestrator.pipeline.virtual_time import now, run_virtually
+from tests.support.virtual_time import now, run_virtually
 
 RECORD, REPLAY, EXTEND = CassetteMode.record, CassetteMode.replay, CassetteMode.extend
 
@@ -149,3 +149,20 @@ def answer(queries: Iterable[str]) -> bytes:
         for query in queries
     ]
     return json.dumps({"result": lines}).encode()
+
+
+class Told:
+    """An application that notes its requests and answers all by `status`, `headers` and `body`."""
+
+    def __init__(self, body: bytes = b"", status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self._body, self._status = body, status
+        self._headers = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+        self.asked: list[dict[str, str]] = []
+
+    async def __call__(self, scope: Any, _receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        self.asked.append(headers | {"path": scope["path"]})
+        await send({"type": "http.response.start", "status": self._status, "headers": self._headers})
+        await send({"type": "http.response.body", "body": self._body})

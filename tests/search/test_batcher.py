@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.search.dynamic_batching import Batcher, BatcherClosed, QueueFull
-from tests.orchestrator.pipeline.virtual_time import now, run_virtually
+from tests.support.virtual_time import now, run_virtually
 
 from .scripted import virtually
 
@@ -61,18 +61,6 @@ def test_every_item_gets_its_own_result_in_order_and_within_limits(
 
 
 @virtually
-async def test_items_that_come_while_a_batch_runs_go_together() -> None:
-    run = Doubler(takes_s=10)
-    batching = batcher(run)
-    futures = batching.submit([0])
-    for item in (1, 2, 3):
-        await asyncio.sleep(1)
-        futures += batching.submit([item])
-    await asyncio.gather(*futures)
-    assert run.batches == [[0], [1, 2, 3]]
-
-
-@virtually
 async def test_cancelled_items_never_run_and_take_no_place_in_a_full_queue() -> None:
     run = Doubler(takes_s=10)
     batching = batcher(run, max_batch=1, max_pending=2)
@@ -118,22 +106,6 @@ async def test_close_resolves_what_runs_and_what_waits() -> None:
     with pytest.raises(BatcherClosed):
         batching.submit([3])
     assert now() == 1
-
-
-@virtually
-async def test_a_batch_that_passes_its_place_on_lets_the_next_one_start() -> None:
-    begun: dict[int, float] = {}
-
-    async def run(items: list[int]) -> list[int]:
-        begun[items[0]] = now()
-        await asyncio.sleep(1)
-        batching.pass_on()
-        await asyncio.sleep(10)
-        return items
-
-    batching = batcher(run, max_batch=1, max_wait_s=0)
-    assert await asyncio.gather(*batching.submit([1, 2, 3])) == [1, 2, 3]
-    assert begun == {1: 0, 2: 1, 3: 2}
 
 
 @virtually

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import multiprocessing
 import resource
-import subprocess
-import sys
-import threading
-from collections import Counter
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -18,8 +16,8 @@ from hypothesis import strategies as st
 
 from rlsys.errors import RunError
 from rlsys.search.cassette import Cassette, CassetteFile, Header, RecordedCall
-from rlsys.search.retrieval import SearchResult
-from tests.orchestrator.pipeline.virtual_time import run_virtually
+from rlsys.search.retrieval import Passage, SearchResult
+from tests.support.virtual_time import run_virtually
 
 from .scripted import EXTEND, RECORD, Script, found, rows, tool, virtually, written
 
@@ -106,75 +104,52 @@ async def test_a_full_disk_ends_the_run_and_costs_the_cassette_nothing(tmp_path:
 
 
 def test_a_line_in_the_making_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another writer holds the lock until this one asks for it, and only then ends its line."""
+    """Another writer has the lock, and half a line written, until this one asks for the lock."""
     path = written(tmp_path / "tape.jsonl", [1.0])
     line = RecordedCall("Chad", found("Chad"), 2.0).line(with_passages=True)
-    half_written, asked, lock = threading.Event(), threading.Event(), fcntl.flock
+    rest = [line[20:]]
+    asked: list[int] = []
+    with path.open("ab", buffering=0) as other:
+        other.write(line[:20])
 
-    def write_slowly() -> None:
-        with path.open("ab", buffering=0) as file:
-            lock(file, fcntl.LOCK_EX)
-            file.write(line[:20])
-            half_written.set()
-            asked.wait(10)
-            file.write(line[20:])
+        def flock(_: int, operation: int) -> None:
+            asked.append(operation)
+            other.write(rest.pop() if rest else b"")
 
-    def flock(file: int, operation: int) -> None:
-        asked.set()
-        lock(file, operation)
-
-    other = threading.Thread(target=write_slowly)
-    other.start()
-    half_written.wait()
-    monkeypatch.setattr(fcntl, "flock", flock)
-    file = CassetteFile(path, Header(3))
-    file.append(RecordedCall("Togo", found("Togo"), 2.0).line(with_passages=True))
-    file.close()
-    other.join()
+        monkeypatch.setattr(fcntl, "flock", flock)
+        file = CassetteFile(path, Header(3))
+        file.append(RecordedCall("Togo", found("Togo"), 2.0).line(with_passages=True))
+        file.close()
+    assert asked == [fcntl.LOCK_EX, fcntl.LOCK_UN] * 2
     assert [row.get("query") for row in rows(path)] == [None, "Mali", "Chad", "Togo"]
 
 
 PROCESSES, CALLS = 3, 120
-WRITER = """
-import sys
-from pathlib import Path
-from rlsys.search.cassette import CassetteFile, Header, RecordedCall
-from rlsys.search.retrieval import Passage, SearchResult
 
-path, process, calls = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-print("ready", flush=True)
-sys.stdin.readline()
-file = CassetteFile(path, Header(3))
-for call in range(calls):
-    found = SearchResult((Passage("0", f"{process}.{call}" * (call * 97 % 4000), 1.0),))
-    file.append(RecordedCall(f"{process}.{call}", found, 1.0).line(with_passages=True))
-"""
+
+def contents(process: int, call: int) -> str:
+    """Of many sizes, up to several pages of memory."""
+    return f"{process}.{call}" * (call * 97 % 4000)
+
+
+def write(path: Path, process: int, start: Barrier) -> None:
+    start.wait()
+    file = CassetteFile(path, Header(3))
+    for call in range(CALLS):
+        result = SearchResult((Passage("0", contents(process, call), 1.0),))
+        file.append(RecordedCall(f"{process}.{call}", result, 1.0).line(with_passages=True))
 
 
 def test_processes_that_write_one_cassette_lose_nothing(tmp_path: Path) -> None:
-    """Lines of many sizes, up to several pages of memory."""
-    path = tmp_path / "tape.jsonl"
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path), str(process), str(CALLS)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for process in range(PROCESSES)
-    ]
+    path, context = tmp_path / "tape.jsonl", multiprocessing.get_context("spawn")
+    start = context.Barrier(PROCESSES)
+    writers = [context.Process(target=write, args=(path, row, start), daemon=True) for row in range(PROCESSES)]
     for writer in writers:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "ready\n"
+        writer.start()
     for writer in writers:
-        assert writer.stdin is not None
-        writer.stdin.write("\n")
-        writer.stdin.flush()
-    for writer in writers:
-        writer.communicate(timeout=120)
-        assert writer.returncode == 0
-    names = [f"{process}.{call}" for process in range(PROCESSES) for call in range(CALLS)]
-    assert Counter(row["query"] for row in rows(path)[1:]) == Counter(names)
-    answers = Cassette.read(path).answers
-    assert all(answers[name].passages[0].contents == name * (int(name[2:]) * 97 % 4000) for name in names)
+        writer.join(300)
+        assert writer.exitcode == 0
+    texts = {f"{process}.{call}": contents(process, call) for process in range(PROCESSES) for call in range(CALLS)}
+    assert sorted(row["query"] for row in rows(path)[1:]) == sorted(texts)
+    assert {query: one.passages[0].contents for query, one in Cassette.read(path).answers.items()} == texts
     assert list(tmp_path.iterdir()) == [path], "no scratch file is left"

@@ -8,7 +8,6 @@ import json
 import os
 import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -93,17 +92,7 @@ def test_any_lines_survive_whatever_the_scan_block(
         assert corpus.checksum == hashlib.sha256(raw.encode()).hexdigest()
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "not json",
-        "",
-        '{"id": "1", "contents": "\\ud800"}',
-        '["1", "text"]',
-        '{"id": "1", "contents": 5}',
-        '{"contents": "text"}',
-    ],
-)
+@pytest.mark.parametrize("line", ['{"id": "1", "contents": "\\ud800"}', '{"id": "1", "contents": 5}', "{}"])
 def test_a_bad_row_is_named_by_its_line_when_it_is_fetched(tmp_path: Path, line: str) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"id": "0", "contents": "fine"}\n' + line + '\n{"id": "2", "contents": "fine"}\n')
@@ -118,7 +107,6 @@ def test_a_bad_row_is_named_by_its_line_when_it_is_fetched(tmp_path: Path, line:
     ("content", "code"),
     [
         (None, "not_found"),
-        (b"", "empty"),
         (b"\n \r\n\n", "empty"),
         (gzip.compress(b"{}", mtime=0), "unsupported"),
         (b"PAR1\x15\x04", "unsupported"),
@@ -132,38 +120,26 @@ def test_what_is_no_jsonl_file_is_refused(tmp_path: Path, content: bytes | None,
         Corpus.open(path)
 
 
-def test_a_file_is_read_through_once(path: Path) -> None:
-    assert scans(path)
-    assert not scans(path)
-    assert names_beside(path) == ["corpus.jsonl", "corpus.jsonl.offsets"]
-
-
 def append(path: Path) -> None:
     with path.open("a") as file:
         file.write(row(2000, "more") + "\n")
 
 
-def replace_in_place(path: Path) -> None:
-    """Other rows of the same size, later."""
-    path.write_bytes(path.read_bytes().replace(b'"id": 1000,', b'"id":  999,'))
-    os.utime(path, (2e9, 2e9))
-
-
 def replace_and_keep_the_time(path: Path) -> None:
     """Another file of the same size and time, as `cp -p` may leave."""
     before = path.stat()
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    path.write_text("".join(reversed(lines)), encoding="utf-8")
+    path.write_bytes(b"".join(reversed(path.read_bytes().splitlines(keepends=True))))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
-@pytest.mark.parametrize("change", [append, replace_in_place, replace_and_keep_the_time])
+@pytest.mark.parametrize("change", [append, replace_and_keep_the_time])
 def test_a_changed_file_is_read_again(path: Path, change: Callable[[Path], None]) -> None:
     assert scans(path)
+    assert not scans(path)
     change(path)
     assert scans(path)
     assert not scans(path)
+    assert names_beside(path) == ["corpus.jsonl", "corpus.jsonl.offsets"]
 
 
 @settings(max_examples=40)
@@ -200,37 +176,16 @@ def test_a_folder_that_cannot_be_written_is_left_for_the_cache_and_that_for_memo
     assert names_beside(path) == ["corpus.jsonl", "corpus.jsonl.offsets"]
 
 
-def scan_after(event: Callable[[], object]) -> Any:
-    """A scan before which something happens, once."""
-    scan, due = corpus_module._write_offsets, [event]
+def test_a_file_that_changes_while_it_is_read_is_refused_and_leaves_no_sidecar(path: Path) -> None:
+    scan = corpus_module._write_offsets
 
     def scan_later(*given: Any) -> Any:
-        if due:
-            due.pop()()
+        append(path)
         return scan(*given)
 
-    return patch.object(corpus_module, "_write_offsets", scan_later)
-
-
-def test_openings_that_overlap_do_not_disturb_each_other(path: Path) -> None:
-    with scan_after(lambda: assert_is_file(Corpus.open(path), path)):
-        assert_is_file(Corpus.open(path), path)
-    assert not scans(path)
-    assert names_beside(path) == ["corpus.jsonl", "corpus.jsonl.offsets"]
-
-
-def test_a_file_that_changes_while_it_is_read_is_refused_and_leaves_no_sidecar(path: Path) -> None:
-    with scan_after(lambda: append(path)), refused("in_use", path):
+    with patch.object(corpus_module, "_write_offsets", scan_later), refused("in_use", path):
         Corpus.open(path)
     assert names_beside(path) == ["corpus.jsonl"]
-
-
-def test_threads_share_a_corpus(path: Path) -> None:
-    corpus, expected = Corpus.open(path), reference(path)
-    draws = [random.Random(seed).choices(range(2000), k=300) for seed in range(40)]
-    with ThreadPoolExecutor(8) as pool:
-        for rows, found in zip(draws, pool.map(corpus.fetch, draws), strict=True):
-            assert found == [expected[number] for number in rows]
 
 
 def test_a_file_that_shrinks_while_it_is_open_stops_the_run_and_not_the_process(path: Path) -> None:

@@ -1,33 +1,46 @@
-"""A dense index finds what brute force finds, and is never asked with other inputs than it was built with."""
+"""Dense and hybrid indexes: what they find, and that they are never asked with other inputs than they were built with."""
 
 from __future__ import annotations
 
 import logging
 import shutil
-from dataclasses import replace
+from collections.abc import Callable
+from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import faiss
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from rlsys.errors import Code, UserError
+from rlsys.errors import Code
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
+from rlsys.search.index import dense
 from rlsys.search.index.dense import (
     BuildOptions,
     DenseIndex,
-    Manifest,
+    FaissSettings,
     SearchOptions,
     VectorRetriever,
+    Vectors,
     build,
+    least_train_rows,
+    new_index,
     open_prebuilt,
+    reserve,
+    settle,
 )
-from rlsys.search.index.folder import write_manifest
+from rlsys.search.index.fusion import HybridRetriever, build_hybrid, fuse
+from rlsys.search.index.lexical import LexicalOptions, build_lexical
 from rlsys.search.server.command import open_retriever
 from tests.search.index_edits import Edit, edit_corpus, edit_manifest
+from tests.search.tiny_encoders import bert, save
 from tests.support.refusals import refused
 
 MINILM = EncoderSpec("minilm")
@@ -38,18 +51,11 @@ def copy(index_dir: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(index_dir, tmp_path / "copy"))
 
 
-def test_scores_and_rows_equal_brute_force(
-    index_dir: Path, encoder: Encoder, queries: list[str], brute_force: tuple[Any, Any]
-) -> None:
+def test_hits_equal_brute_force(index_dir: Path, encoder: Encoder, queries: list[str], brute_force: Any) -> None:
     expected, order = brute_force
     scores, rows = DenseIndex.open(index_dir).vectors.search(encoder.encode_queries(queries), topk=5)
     np.testing.assert_allclose(scores, np.take_along_axis(expected, order[:, :5], axis=1), atol=1e-5)
     np.testing.assert_allclose(np.take_along_axis(expected, rows, axis=1), scores, atol=1e-5)
-
-
-def test_more_hits_than_passages_gives_all_of_them(retriever: VectorRetriever) -> None:
-    (hits,) = retriever.find(retriever.prepare(["Bamako"]), topk=1000)
-    assert len({hit.document["id"] for hit in hits}) == 200
 
 
 def drop_vector(folder: Path) -> None:
@@ -65,13 +71,10 @@ def drop_vector(folder: Path) -> None:
         (edit_manifest(rows=199), "mismatch", ""),
         (edit_manifest(dimension=768), "mismatch", ""),
         (edit_manifest(surprise=1), "malformed", "manifest.json"),
-        (edit_manifest(encoder=None), "malformed", "manifest.json"),
         (edit_manifest(rows=True), "malformed", "manifest.json"),
-        (edit_manifest(nprobe=-1), "out_of_range", None),
         (edit_manifest(ef_search=2**40), "out_of_range", None),
         (edit_manifest(format=3), "unsupported", "manifest.json"),
         (edit_manifest(kind="bm25"), "mismatch", ""),
-        (edit_manifest(kind=None), "malformed", "manifest.json"),
         (drop_vector, "mismatch", ""),
         (lambda folder: (folder / "index.faiss").write_bytes(b"junk"), "malformed", "index.faiss"),
         (lambda folder: (folder / "index.faiss").unlink(), "not_found", "index.faiss"),
@@ -104,39 +107,21 @@ def test_queries_are_encoded_as_the_manifest_says_not_as_the_family_would(copy: 
     np.testing.assert_allclose(prepared, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [("bm25", {"nprobe": 4, "device": "cpu"}), ("elasticsearch", {"encoder": "minilm"}), ("colbert", {})],
-)
-def test_a_folder_is_opened_by_its_kind_with_what_the_kind_has(
-    tmp_path: Path, index_dir: Path, kind: str, options: dict[str, Any]
+def test_describe_names_what_answers_depend_on_and_only_narrow_lists_give_short_answers(
+    index_dir: Path, corpus_path: Path, retriever: VectorRetriever, tmp_path: Path
 ) -> None:
-    assert open_retriever(index_dir, depth=7).describe() == VectorRetriever.open(index_dir).describe()
-    write_manifest(tmp_path, kind, {})
-    with pytest.raises(UserError, match=kind):
-        open_retriever(tmp_path, **options)
-
-
-def test_describe_names_what_answers_depend_on_and_narrow_lists_give_short_answers(
-    index_dir: Path, corpus_path: Path, tmp_path: Path
-) -> None:
-    assert VectorRetriever.open(index_dir).describe() == {
-        "kind": "dense",
-        "passages": 200,
-        "corpus_sha256": Corpus.open(corpus_path).checksum,
-        "encoder": "minilm",
-        "dimension": 384,
-        "faiss_type": "Flat",
-    }
+    made = {"kind": "dense", "passages": 200, "encoder": "minilm", "dimension": 384}
+    made["corpus_sha256"] = Corpus.open(corpus_path).checksum
+    assert open_retriever(index_dir, depth=7).describe() == made | {"faiss_type": "Flat"}
     out = Path(shutil.copytree(index_dir, tmp_path / "lists"))
-    build(Corpus.open(corpus_path), MINILM, out, BuildOptions("IVF16_HNSW4,Flat", nprobe=5))
-    built = VectorRetriever.open(out).describe()
-    assert (built["faiss_type"], built["nprobe"], built["ef_search"]) == ("IVF16_HNSW4,Flat", 5, 128)
-    narrow = VectorRetriever.open(out, options=SearchOptions(nprobe=1, ef_search=9))
-    assert (narrow.describe()["nprobe"], narrow.describe()["ef_search"]) == (1, 9)
-    (hits,) = narrow.find(narrow.prepare(["Bamako"]), 190)
+    build(Corpus.open(corpus_path), MINILM, out, BuildOptions("IVF16,Flat", nprobe=5))
+    assert VectorRetriever.open(out).describe() == made | {"faiss_type": "IVF16,Flat", "nprobe": 5}
+    narrow = VectorRetriever.open(out, options=SearchOptions(nprobe=1))
+    assert narrow.describe()["nprobe"] == 1
+    (hits,) = narrow.find(narrow.prepare(["Bamako"]), 1000)
     assert 0 < len({hit.document["id"] for hit in hits}) == len(hits) < 190
-    assert all(np.isfinite(hit.score) for hit in hits)
+    (hits,) = retriever.find(retriever.prepare(["Bamako"]), 1000)
+    assert len({hit.document["id"] for hit in hits}) == 200
 
 
 def test_a_bare_faiss_file_is_served_with_its_corpus_and_a_warning(
@@ -150,29 +135,232 @@ def test_a_bare_faiss_file_is_served_with_its_corpus_and_a_warning(
         assert hits[0].document == expected[0].document
 
 
-@pytest.mark.parametrize(
-    ("rows", "dimension", "metric", "code"),
-    [
-        (199, 384, faiss.METRIC_INNER_PRODUCT, "mismatch"),
-        (200, 768, faiss.METRIC_INNER_PRODUCT, "mismatch"),
+def test_a_bare_faiss_file_that_does_not_fit_is_refused(tmp_path: Path, corpus_path: Path) -> None:
+    path, inner = tmp_path / "bare.index", faiss.METRIC_INNER_PRODUCT
+    with refused("not_found", path):
+        open_prebuilt(path, corpus_path, MINILM)
+    cases: list[tuple[int, int, int, Code]] = [
+        (199, 384, inner, "mismatch"),
+        (200, 768, inner, "mismatch"),
         (200, 384, faiss.METRIC_L2, "unsupported"),
-        (0, 384, None, "not_found"),
-    ],
-)
-def test_a_bare_faiss_file_that_does_not_fit_is_refused(
-    tmp_path: Path, corpus_path: Path, rows: int, dimension: int, metric: int | None, code: Code
-) -> None:
-    path = tmp_path / "bare.index"
-    if metric is not None:
+    ]
+    for rows, dimension, metric, code in cases:
         index = faiss.index_factory(dimension, "Flat", metric)
         index.add(np.ones((rows, dimension), dtype=np.float32))
         faiss.write_index(index, str(path))
-    with refused(code):
-        open_prebuilt(path, corpus_path, MINILM)
+        with refused(code):
+            open_prebuilt(path, corpus_path, MINILM)
 
 
-def test_embeddings_are_shared_by_manifests_that_differ_only_in_the_search(index_dir: Path) -> None:
-    made = Manifest.read(index_dir)
-    assert made.embeddings() == replace(made, faiss_type="SQ8", nprobe=3).embeddings()
-    for change in ({"embeddings_dtype": "float16"}, {"pooling": "cls"}, {"passage_prefix": "x"}, {"max_tokens": 9}):
-        assert made.embeddings() != replace(made, **change).embeddings()
+# ---- hybrids
+
+rankings = st.lists(st.lists(st.integers(0, 12), unique=True, max_size=8), min_size=1, max_size=4)
+
+
+@settings(max_examples=50)
+@given(rankings, st.integers(0, 9))
+def test_fused_scores_equal_exact_fractions(lists: list[list[int]], topk: int) -> None:
+    exact = {
+        key: sum(Fraction(1, 61 + ranking.index(key)) for ranking in lists if key in ranking)
+        for key in {key for ranking in lists for key in ranking}
+    }
+    fused = fuse(lists, topk=100)
+    assert dict(fused) == pytest.approx({key: float(score) for key, score in exact.items()})
+    assert [exact[key] for key, _ in fused] == sorted(exact.values(), reverse=True)
+    assert fuse(lists, topk) == fused[:topk]
+
+
+def test_ties_go_to_the_first_ranking_and_a_repeated_key_counts_once() -> None:
+    assert [key for key, _ in fuse([["a", "x"], ["b", "y"]], topk=4)] == ["a", "b", "x", "y"]
+    assert fuse([["a", "a", "b"]], topk=5) == [("a", 1 / 61), ("b", 1 / 63)]
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> EncoderSpec:
+    """An encoder of 16 dimensions."""
+    return EncoderSpec(save(bert(), tmp_path_factory.mktemp("encoder") / "e5-tiny"))
+
+
+@pytest.fixture(scope="module")
+def hybrid_dir(corpus_path: Path, spec: EncoderSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("hybrid") / "countries"
+    assert build_hybrid(Corpus.open(corpus_path), spec, out)
+    return out
+
+
+@pytest.fixture
+def hybrid(hybrid_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(hybrid_dir, tmp_path / "copy"))
+
+
+def test_an_opened_hybrid_fuses_its_two_parts(hybrid_dir: Path, queries: list[str]) -> None:
+    hybrid = open_retriever(hybrid_dir)
+    parts = [open_retriever(hybrid_dir / "dense"), open_retriever(hybrid_dir / "bm25")]
+    found = [part.find(part.prepare(queries), 100) for part in parts]
+    for hits, *sides in zip(hybrid.find(hybrid.prepare(queries), 5), *found, strict=True):
+        ids = [[hit.document["id"] for hit in side] for side in sides]
+        expected = {key: sum(1 / (61 + side.index(key)) for side in ids if key in side) for key in {*ids[0], *ids[1]}}
+        assert [hit.score for hit in hits] == pytest.approx(sorted(expected.values())[:-6:-1])
+        assert [expected[hit.document["id"]] for hit in hits] == pytest.approx([hit.score for hit in hits])
+    ready = hybrid.prepare(queries)
+    assert [hits[:5] for hits in hybrid.find(ready, 50)] == hybrid.find(ready, 5)
+
+
+def test_only_the_part_that_changes_is_built_again(hybrid: Path, corpus_path: Path, spec: EncoderSpec) -> None:
+    corpus, stages = Corpus.open(corpus_path), set[str]()
+    before = (hybrid / "dense" / "index.faiss").stat().st_ino
+    assert not build_hybrid(corpus, spec, hybrid)
+    assert build_hybrid(corpus, spec, hybrid, None, LexicalOptions(k1=1.5), lambda *step: stages.add(step[0]))
+    assert stages == {"tokenise"}
+    assert (hybrid / "dense" / "index.faiss").stat().st_ino == before
+    assert HybridRetriever.open(hybrid).describe()["bm25"]["k1"] == 1.5
+    assert not list(hybrid.parent.glob(".*"))
+
+
+def test_parts_that_do_not_fit_together_are_refused_and_closed(hybrid: Path, corpus_path: Path, tmp_path: Path) -> None:
+    shorter = tmp_path / "shorter.jsonl"
+    shorter.write_text("".join(corpus_path.read_text().splitlines(keepends=True)[:5]))
+    build_lexical(Corpus.open(shorter), hybrid / "bm25")
+    with refused("mismatch", "corpus_sha256"):
+        HybridRetriever.open(hybrid)
+    with refused("mismatch", hybrid / "dense"):
+        HybridRetriever.open(hybrid / "dense")
+    shutil.rmtree(hybrid / "bm25")
+    with patch.object(VectorRetriever, "close") as closed, refused("not_found", hybrid / "bm25"):
+        HybridRetriever.open(hybrid)
+    closed.assert_called_once()
+
+
+# ---- vectors
+
+ROWS, DIMENSION, QUERIES = 4000, 64, 100
+Array = np.ndarray[Any, Any]
+
+
+def normalised(drawn: Array) -> Array:
+    return (drawn / np.linalg.norm(drawn, axis=1, keepdims=True)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def stored() -> Array:
+    """[4000, 64] around 100 centres; later dimensions matter less, as after a rotation by PCA."""
+    random = np.random.default_rng(0)
+    centres = random.standard_normal((100, DIMENSION))
+    drawn = centres[random.integers(0, 100, ROWS)] + random.standard_normal((ROWS, DIMENSION))
+    return normalised(drawn / (1 + np.arange(DIMENSION) / 4))
+
+
+@pytest.fixture(scope="module")
+def asked(stored: Array) -> Array:
+    """[100, 64] near stored ones."""
+    random = np.random.default_rng(1)
+    return normalised(stored[random.integers(0, ROWS, QUERIES)] + 0.05 * random.standard_normal((QUERIES, DIMENSION)))
+
+
+@pytest.fixture(scope="module")
+def exact(stored: Array, asked: Array) -> Array:
+    """[100, 4000] scores."""
+    return asked.astype(np.float64) @ stored.T.astype(np.float64)
+
+
+def write(path: Path, faiss_type: str, vectors: Array) -> Path:
+    index = new_index(faiss_type, DIMENSION)
+    index.train(vectors)
+    reserve(index, len(vectors))
+    index.add(vectors)
+    faiss.write_index(index, str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def written(stored: Array, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The file of a type's index of the stored vectors, made when it is first asked for."""
+    folder = tmp_path_factory.mktemp("types")
+    return cache(lambda faiss_type: write(folder / faiss_type, faiss_type, stored))
+
+
+def test_a_mapped_index_is_the_one_that_is_read(written: Callable[[str], Path]) -> None:
+    read, mapped = (Vectors.open(written("RR64,HNSW8"), SearchOptions(mmap=mmap)) for mmap in (False, True))
+    np.testing.assert_array_equal(faiss.serialize_index(mapped._index), faiss.serialize_index(read._index))
+
+
+@pytest.mark.parametrize(("faiss_type", "setting"), [("RR64,IVF64,Flat", "nprobe"), ("RR64,HNSW8", "ef_search")])
+def test_more_is_found_the_broader_the_search(
+    faiss_type: str, setting: str, asked: Array, exact: Array, written: Callable[[str], Path]
+) -> None:
+    def found(recorded: FaissSettings | None = None, **options: Any) -> float:
+        index = Vectors.open(written(faiss_type), SearchOptions(depth=10, **options), recorded=recorded)
+        best = np.argsort(-exact, axis=1)[:, :10]
+        rows = index.search(asked, 10)[1]
+        return float(np.mean([len(set(a) & set(b)) / 10 for a, b in zip(rows, best, strict=True)]))
+
+    assert found(**{setting: 1}) < found(**{setting: 64}) - 0.03
+    assert found(**{setting: 64}) >= 0.95
+    assert found(recorded=FaissSettings(**{setting: 64})) >= 0.95
+
+
+@pytest.mark.parametrize("faiss_type", ["HNSW16", "PQ32x4fs,RFlat", "IVF64,PQ32x4fs", "Flat"])
+def test_an_answer_does_not_depend_on_topk(faiss_type: str, stored: Array, asked: Array, tmp_path: Path) -> None:
+    """Every vector is stored twice, so that scores tie; a search beyond the depth finds all and changes no later one."""
+    index = Vectors.open(write(tmp_path / "i", faiss_type, np.tile(stored[:1500], (2, 1))), SearchOptions(depth=200))
+    scores, rows = index.search(asked, 200)
+    for topk in (1, 3, 50):
+        some_scores, some_rows = index.search(asked, topk)
+        np.testing.assert_array_equal(some_rows, rows[:, :topk])
+        np.testing.assert_array_equal(some_scores, scores[:, :topk])
+    assert (index.search(asked, 500)[1] >= 0).all() or "IVF" in faiss_type
+    np.testing.assert_array_equal(index.search(asked, 200)[1], rows)
+
+
+@pytest.mark.parametrize(
+    ("faiss_type", "asked", "recorded", "settled"),
+    [
+        ("Flat", {}, {}, (None, None)),
+        ("OPQ8_32,IVF256_HNSW8,PQ8x4fs,RFlat", {}, {}, (16, 128)),
+        ("IVF1024,Flat", {}, {"nprobe": 5}, (5, None)),
+        ("IVF1024,Flat", {"nprobe": 6}, {"nprobe": 5}, (6, None)),
+    ],
+)
+def test_settings_are_those_asked_for_else_recorded_else_the_types_own(
+    faiss_type: str, asked: Any, recorded: Any, settled: tuple[int | None, int | None]
+) -> None:
+    index, before = new_index(faiss_type, DIMENSION), FaissSettings(**recorded)
+    assert settle(index, FaissSettings(**asked), faiss_type=faiss_type, recorded=before) == FaissSettings(*settled)
+
+
+@pytest.mark.parametrize(
+    ("faiss_type", "asked", "code", "key"),
+    [
+        ("Flat", {"nprobe": 1}, "conflict", "nprobe"),
+        ("IVF4,Flat", {"nprobe": 5}, "out_of_range", "nprobe"),
+        ("HNSW4", {"ef_search": 0}, "out_of_range", "ef_search"),
+        ("Flatty", {}, "unknown", "faiss_type"),
+        ("HNSW32_PQ16", {}, "unsupported", "faiss_type"),
+        ("IDMap,Flat", {}, "unsupported", "faiss_type"),
+    ],
+)
+def test_types_and_settings_that_do_not_fit_are_refused(faiss_type: str, asked: Any, code: Code, key: str) -> None:
+    with refused(code, key):
+        settle(new_index(faiss_type, DIMENSION), FaissSettings(**asked), faiss_type=faiss_type)
+
+
+def test_gpus_are_refused_where_there_are_none_and_to_types_that_stay_on_the_cpu(
+    written: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(faiss, "StandardGpuResources", raising=False)
+    with refused("not_installed", "faiss_gpu"):
+        Vectors.open(written("Flat"), SearchOptions(faiss_gpu=True))
+    monkeypatch.setattr(dense, "gpu_count", lambda: 1)
+    with refused("unsupported", "faiss_gpu"):
+        Vectors.open(written("HNSW16"), SearchOptions(faiss_gpu=True))
+
+
+@pytest.mark.parametrize(
+    ("faiss_type", "least"), [("Flat", 0), ("PQ8x4fs", 16), ("OPQ8_32,Flat", 256), ("PCA32,IVF300_HNSW8,SQ8", 300)]
+)
+def test_training_works_with_the_least_rows_and_fails_with_fewer(faiss_type: str, least: int, stored: Array) -> None:
+    assert least_train_rows(new_index(faiss_type, DIMENSION)) == least
+    if least:
+        new_index(faiss_type, DIMENSION).train(stored[:least])
+        with pytest.raises(RuntimeError):
+            new_index(faiss_type, DIMENSION).train(stored[: least - 1])

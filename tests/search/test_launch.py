@@ -19,7 +19,8 @@ import pytest
 import requests
 
 from rlsys.errors import Code, RunError
-from rlsys.search.address import TOKEN_VARIABLE, bind
+from rlsys.search.address import TOKEN_VARIABLE
+from rlsys.search.corpus import PageStore
 from rlsys.search.server import command
 from rlsys.search.server.command import Parts, read_token, serve_index
 from rlsys.search.server.contract import ServerLimits
@@ -27,8 +28,7 @@ from rlsys.search.server_process import SearchServer
 from tests.support.ports import free_port
 from tests.support.refusals import refused
 
-from .gated import Gated
-from .gated_server import GatedServer, started
+from .gated_server import MODULE, GatedServer
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -38,49 +38,27 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def is_over(process: psutil.Process) -> bool:
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-
-
 # ---- a handle of a process
 
 
-def test_close_leaves_no_process_and_frees_the_port(tmp_path: Path) -> None:
-    with GatedServer(tmp_path / "logs" / "server.log") as server:
-        server.wait_healthy(120)
-        body = {"queries": ["Mali"]}
-        assert len(requests.post(f"{server.url}/retrieve", json=body, timeout=120).json()["result"][0]) == 3
-        port = int(server.url.rsplit(":", 1)[1])
-    assert not psutil.pid_exists(server.pid)
-    bind("127.0.0.1", port).close()
-    server.close()
-
-
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
-    with (
-        SearchServer(tmp_path / "nowhere", tmp_path / "server.log") as server,
-        pytest.raises(RunError, match="status 2") as failed,
-    ):
+    nowhere = tmp_path / "nowhere"
+    with SearchServer(nowhere, tmp_path / "log") as server, pytest.raises(RunError, match="status 2") as failed:
         server.wait_healthy(120)
-    assert str(tmp_path / "nowhere") in str(failed.value), "the end of the log"
+    assert str(nowhere) in str(failed.value), "the end of the log"
 
 
-def test_a_server_that_is_killed_is_noticed(tmp_path: Path) -> None:
-    with GatedServer(tmp_path / "server.log") as server:
-        os.kill(server.pid, signal.SIGKILL)
-        with pytest.raises(RunError, match="status -9"):
-            server.wait_healthy(120)
-
-
-def test_a_server_that_hangs_is_named_after_the_time_limit_and_ended_by_close(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "wait_s", "said"), [(signal.SIGKILL, 120, "status -9"), (signal.SIGSTOP, 0.2, r"server\.log")]
+)
+def test_a_server_that_is_killed_or_hangs_is_explained_and_ended_by_close(
+    number: int, wait_s: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlsys.search.server_process._TERMINATE_S", 0.2)
-    server = GatedServer(tmp_path / "server.log")
-    os.kill(server.pid, signal.SIGSTOP)
-    with pytest.raises(RunError, match=r"server\.log"):
-        server.wait_healthy(0.2)
-    server.close()
+    with GatedServer(tmp_path / "server.log") as server:
+        os.kill(server.pid, number)
+        with pytest.raises(RunError, match=said):
+            server.wait_healthy(wait_s)
     assert not psutil.pid_exists(server.pid)
 
 
@@ -97,7 +75,7 @@ def test_the_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     finally:
         parent.kill()
         parent.wait()
-    wait_until(lambda: is_over(child))
+    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
 # ---- the end of a process
@@ -106,9 +84,11 @@ def test_the_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
 @contextmanager
 def searching(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server process, and its address."""
-    port = free_port()
+    port = str(free_port())
     url = f"http://127.0.0.1:{port}"
-    with started("--port", str(port), *options) as process:
+    command = [sys.executable, "-m", MODULE, "step-by-step", "--max-batch", "1", "--port", port, *options]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, **streams) as process:
         try:
             wait_until(lambda: health(url) is not None)
             yield process, url
@@ -127,75 +107,71 @@ def search(url: str, query: str) -> requests.Response:
     return requests.post(f"{url}/retrieve", json={"queries": [query]}, timeout=120)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_lets_requests_end_and_closes_the_retriever(number: int) -> None:
-    with searching("--shutdown-s", "60", "--force-s", "120") as (process, url), ThreadPoolExecutor(2) as pool:
-        assert process.stdin is not None
+def test_sigterm_lets_requests_end_and_closes_the_retriever() -> None:
+    with searching("--shutdown-s", "600", "--force-s", "600") as (process, url), ThreadPoolExecutor(2) as pool:
         assert process.stdout is not None
         first = pool.submit(search, url, "first")
         assert process.stdout.readline() == "finding\n"
         second = pool.submit(search, url, "second")
         wait_until(lambda: (health(url) or {}).get("queries") == 2)
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         wait_until(lambda: health(url) is None)
-        process.stdin.write("\n\n")
-        process.stdin.flush()
+        output, log = process.communicate("\n\n", timeout=120)
         for query, answer in (("first", first), ("second", second)):
             assert answer.result().json()["result"][0][0]["id"] == f"{query}/0"
-        output, log = process.communicate(timeout=120)
     assert (output, process.returncode) == ("finding\nclosed\n", 0)
     assert "Traceback" not in log
 
 
-def test_a_search_that_hangs_and_a_body_on_its_way_are_turned_away_and_the_server_ends() -> None:
-    with searching("--shutdown-s", "0.5", "--force-s", "2") as (process, url), ThreadPoolExecutor(1) as pool:
+def test_sigint_turns_away_what_takes_too_long_and_a_body_on_its_way() -> None:
+    with searching("--shutdown-s", "0.5", "--force-s", "600") as (process, url), ThreadPoolExecutor(1) as pool:
         assert process.stdout is not None
-        hung = pool.submit(search, url, "hung")
+        late = pool.submit(search, url, "late")
         assert process.stdout.readline() == "finding\n"
         with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=120) as sender:
             sender.sendall(b"POST /retrieve HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             assert health(url) is not None
-            process.terminate()
+            process.send_signal(signal.SIGINT)
             assert b" 503 " in sender.recv(1000).partition(b"\r\n")[0]
-        assert hung.result().status_code == 503
+        assert late.result().status_code == 503
+        assert process.communicate("\n", timeout=120)[0] == "closed\n"
+        assert process.returncode == 0
+
+
+def test_a_search_that_never_ends_is_ended_with_the_server() -> None:
+    with searching("--shutdown-s", "600", "--force-s", "0.5") as (process, url), ThreadPoolExecutor(1) as pool:
+        assert process.stdout is not None
+        hung = pool.submit(search, url, "hung")
+        assert process.stdout.readline() == "finding\n"
+        process.terminate()
         assert process.stdout.read() == "closed\n"
-        assert process.wait(60) == 1
+        assert process.wait(120) == 1
+        assert isinstance(hung.exception(), requests.ConnectionError)
 
 
 # ---- the command
 
 
-@pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Settings of the servers that the command would have run, and what they opened."""
-    found: list[dict[str, Any]] = []
-
-    def serve(load: Callable[[], Parts], **settings: Any) -> None:
-        found.append(settings)
-        found[-1]["parts"] = load()
-
-    def opened(folder: Path, **options: Any) -> Gated:
-        found[-1]["index"] = {"folder": folder} | {key: value for key, value in options.items() if value is not None}
-        return Gated()
-
-    monkeypatch.setattr(command, "serve_parts", serve)
-    monkeypatch.setattr(command, "open_retriever", opened)
-    return found
-
-
-def test_flags_reach_the_server(served: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_reach_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[Path, dict[str, Any]]] = []
+    served: list[tuple[Parts, dict[str, Any]]] = []
+    monkeypatch.setattr(command, "open_retriever", lambda folder, **options: opened.append((folder, options)))
+    monkeypatch.setattr(command, "serve_parts", lambda load, **settings: served.append((load(), settings)))
+    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
     pages = tmp_path / "pages.jsonl"
     pages.write_text('{"url": "https://a.example/", "contents": "a page"}\n')
-    monkeypatch.setenv(TOKEN_VARIABLE, "s3cret")
     flags = "--topk 1 --max-topk 2000 --cache-entries 0 --port 7 --allowed-host a --allowed-host b --nprobe 9 --mmap"
     assert serve_index([str(tmp_path), "--pages", str(pages), *flags.split()]) == 0
-    (settings,) = served
+    ((parts, settings),) = served
     assert settings["limits"] == ServerLimits(max_topk=2000, cache_entries=0)
     assert (settings["topk"], settings["port"], settings["token"]) == (1, 7, "s3cret")
     assert settings["allowed_hosts"] == ["a", "b"]
-    assert settings["parts"].pages.find(["https://a.example/"])[0]["contents"] == "a page"
+    assert isinstance(parts.pages, PageStore)
+    ((folder, options),) = opened
+    assert folder == tmp_path
     # As deep as the server may be asked.
-    assert settings["index"] == {"folder": tmp_path, "own_process": True, "nprobe": 9, "mmap": True, "depth": 2000}
+    given = {"own_process": True, "nprobe": 9, "mmap": True, "depth": 2000}
+    assert {key: value for key, value in options.items() if value is not None} == given
 
 
 @pytest.mark.parametrize(
@@ -204,11 +180,9 @@ def test_flags_reach_the_server(served: list[dict[str, Any]], tmp_path: Path, mo
         (["FILE"], "missing", "--corpus"),
         (["FILE", "--corpus", "passages.jsonl"], "missing", "--encoder"),
         (["FOLDER", "--corpus", "passages.jsonl"], "conflict", "--corpus"),
-        (["FOLDER", "--query-prefix", "query: "], "conflict", "--query-prefix"),
         (["FOLDER", "--topk", "0"], "out_of_range", "topk"),
         (["FOLDER", "--threads", "0"], "out_of_range", "--threads"),
         (["FOLDER", "--max-batch=0"], "out_of_range", "max_batch"),
-        (["FOLDER", "--max-pending=-1"], "out_of_range", "max_pending"),
         (["FOLDER", "--request-timeout-s=nan"], "out_of_range", "request_timeout_s"),
     ],
 )
@@ -229,19 +203,17 @@ def test_an_index_of_an_unknown_kind_and_options_that_a_kind_has_not_are_refused
 
 
 def test_a_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
-    file = tmp_path / "token"
+    file, environment = tmp_path / "token", {TOKEN_VARIABLE: "of-the-environment"}
     file.write_text("of-the-file\n")
-    assert read_token(file, {TOKEN_VARIABLE: "of-the-environment"}) == "of-the-file"
-    assert read_token(None, {TOKEN_VARIABLE: "of-the-environment"}) == "of-the-environment"
+    assert read_token(file, environment) == "of-the-file"
+    assert read_token(None, environment) == "of-the-environment"
     assert read_token(None, {}) is None
-    for text in ("", " \n", "two words", "naïve"):
-        file.write_text(text)
+    for content in (b"", b" \n", b"two words", "naïve".encode(), b"\xff\xff"):
+        file.write_bytes(content)
         with refused("malformed", file):
-            read_token(file, {})
+            read_token(file, environment)
+    for text in ("", "two words"):
         with refused("malformed", TOKEN_VARIABLE):
             read_token(None, {TOKEN_VARIABLE: text})
-    file.write_bytes(b"\xff\xff")
-    with refused("malformed", file):
-        read_token(file, {})
     with refused("not_found", tmp_path / "missing"):
-        read_token(tmp_path / "missing", {})
+        read_token(tmp_path / "missing", environment)

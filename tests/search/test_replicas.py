@@ -1,4 +1,4 @@
-"""The choice of a replica, held against a plain reference over random histories."""
+"""The states of replicas and the choice among them."""
 
 from __future__ import annotations
 
@@ -6,114 +6,96 @@ from collections import Counter
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from rlsys.search.client import HedgeBudget, Replica, Replicas, ReplicaState, SearchRequest
+from rlsys.search.client import Replica, Replicas, ReplicaState, SearchRequest
 from rlsys.search.retrieval import differences, served
 from rlsys.search.wire import ReplicaVerdict
 
 URLS = ("http://a", "http://b", "http://c")
-ROWS = st.integers(0, len(URLS) - 1)
+HEALTHS = {"silent": None, "mute": {}, "same": {"corpus_sha256": "x"}, "other": {"corpus_sha256": "y"}}
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ("abandoned-mute-same", ReplicaState.healthy),
+        ("lost", ReplicaState.suspect),
+        ("silent", ReplicaState.suspect),
+        ("busy-busy", ReplicaState.healthy),
+        ("busy-busy-busy", ReplicaState.suspect),
+        ("busy-busy-answered-busy", ReplicaState.healthy),
+        ("lost-answered", ReplicaState.healthy),
+        ("lost-same", ReplicaState.healthy),
+        ("lost-mute-busy", ReplicaState.suspect),  # the health was not true
+        ("other-lost-silent-answered", ReplicaState.foreign),
+        ("other-same", ReplicaState.healthy),
+    ],
+)
+def test_answers_and_probes_change_the_state_of_a_replica(events: str, state: ReplicaState) -> None:
+    replicas = Replicas(URLS, Random(0))
+    first, replica, _ = replicas.all
+    replicas.probed(first, HEALTHS["same"])
+    for event in events.split("-"):
+        if event in HEALTHS:
+            replicas.probed(replica, HEALTHS[event])
+        else:
+            replicas.start(replica)
+            replicas.end(replica, ReplicaVerdict[event])
+    assert replica.state is state
 
 
 class Histories(RuleBasedStateMachine):
-    """Requests and probes in any order; the reference is kept in lists and plain rules."""
+    """Requests and probes in any order, and the choice among the replicas after each."""
 
     @initialize(seed=st.integers(0, 2**32))
     def begin(self, seed: int) -> None:
         self.replicas = Replicas(URLS, Random(seed))
         self.under_way: list[tuple[Replica, SearchRequest]] = []
         self.trails: list[SearchRequest] = [SearchRequest()]
-        self.state = [ReplicaState.healthy] * 3
-        self.busy = [0] * 3
-        self.suspicions = [0] * 3
-        self.reference: str | None = None
 
     @rule(data=st.data())
     def send(self, data: st.DataObject) -> None:
+        """Of healthy ones that have not failed it, else of the healthy, else of all: the one that failed longest ago."""
         trail = data.draw(st.sampled_from(self.trails))
         chosen = self.replicas.pick(trail)
-        rows = [row for row in range(3) if self.state[row] is not ReplicaState.foreign]
-        fresh = [row for row in rows if self.state[row] is ReplicaState.healthy and not self.failed(row, trail.failed)]
-        if not fresh:
-            fresh = [row for row in rows if not self.failed(row, trail.broken)]
-        if not fresh:
-            assert chosen is None
-            return
-        assert chosen is not None
-        row = URLS.index(chosen.url)
-        assert row in fresh
-        last = trail.failed[-1] if trail.failed else None
-        healthy = [row for row in fresh if self.state[row] is ReplicaState.healthy]
-        if healthy:
-            assert row in healthy
-        if len(healthy or fresh) > 1:
-            assert chosen is not last, "there is another one"
-        if not trail.failed:
-            flying = [self.in_flight(other) for other in healthy or fresh]
-            assert self.in_flight(row) == min(flying)
-        self.replicas.start(chosen)
-        self.under_way.append((chosen, trail))
+        latest = {replica: place for place, replica in enumerate(trail.failed)}
+        healthy = [replica for replica in self.replicas.all if replica.state is ReplicaState.healthy]
+        rows = [replica for replica in healthy if replica not in latest]
+        if not rows:
+            known = [replica for replica in self.replicas.all if replica.state is not ReplicaState.foreign]
+            usable = [replica for replica in known if replica not in trail.broken]
+            rows = [replica for replica in healthy if replica in usable] or usable
+            rows = [row for row in rows if latest.get(row, -1) == min(latest.get(other, -1) for other in rows)]
+        assert (chosen is None) == (not rows)
+        if chosen is not None:
+            assert chosen in rows
+            assert self.in_flight(chosen) == min(map(self.in_flight, rows))
+            self.replicas.start(chosen)
+            self.under_way.append((chosen, trail))
 
     @precondition(lambda self: self.under_way)
     @rule(data=st.data(), verdict=st.sampled_from(ReplicaVerdict), broken=st.booleans())
     def end(self, data: st.DataObject, verdict: ReplicaVerdict, broken: bool) -> None:
         replica, trail = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
-        row = URLS.index(replica.url)
         if verdict in (ReplicaVerdict.lost, ReplicaVerdict.busy):
             trail.failed.append(replica)
         if verdict is ReplicaVerdict.lost and broken:
             trail.broken.append(replica)
         self.replicas.end(replica, verdict)
-        if verdict is ReplicaVerdict.answered:
-            self.busy[row] = self.suspicions[row] = 0
-            if self.state[row] is ReplicaState.suspect:
-                self.state[row] = ReplicaState.healthy
-        self.busy[row] += verdict is ReplicaVerdict.busy
-        gone = verdict is ReplicaVerdict.lost or (verdict is ReplicaVerdict.busy and self.busy[row] >= 3)
-        if gone and self.state[row] is ReplicaState.healthy:
-            self.state[row] = ReplicaState.suspect
-            self.suspicions[row] += 1
 
-    @rule(row=ROWS, corpus=st.sampled_from([None, "", "x", "y"]))
-    def probe(self, row: int, corpus: str | None) -> None:
-        """None: no answer. The empty one: no word of the corpus."""
-        replica = self.replicas.all[row]
-        self.replicas.probed(replica, None if corpus is None else {"corpus_sha256": corpus} if corpus else {})
-        if corpus is None:
-            self.suspicions[row] += 1
-            if self.state[row] is ReplicaState.healthy:
-                self.state[row] = ReplicaState.suspect
-            return
-        self.reference = self.reference or corpus or None
-        if corpus and corpus != self.reference:
-            self.state[row] = ReplicaState.foreign
-        elif self.state[row] is not ReplicaState.healthy:
-            self.state[row], self.busy[row] = ReplicaState.healthy, 2
+    @rule(row=st.integers(0, len(URLS) - 1), health=st.sampled_from(list(HEALTHS)))
+    def probe(self, row: int, health: str) -> None:
+        self.replicas.probed(self.replicas.all[row], HEALTHS[health])
 
     @rule()
     def another_request(self) -> None:
         self.trails = [*self.trails[-4:], SearchRequest()]
 
-    @invariant()
-    def states_are_those_of_the_reference(self) -> None:
-        if hasattr(self, "replicas"):
-            assert [replica.state for replica in self.replicas.all] == self.state
-            for row, replica in enumerate(self.replicas.all):
-                assert replica.in_flight == self.in_flight(row)
-                wait_s = min(0.1 * 2 ** max(0, self.suspicions[row] - 1), 10.0)
-                if self.state[row] is ReplicaState.foreign:
-                    wait_s = 10.0
-                assert wait_s <= self.replicas.probe_after_s(replica) <= 1.5 * wait_s
-
-    def in_flight(self, row: int) -> int:
-        return sum(replica.url == URLS[row] for replica, _ in self.under_way)
-
-    @staticmethod
-    def failed(row: int, where: list[Replica]) -> bool:
-        return any(replica.url == URLS[row] for replica in where)
+    def in_flight(self, replica: Replica) -> int:
+        return sum(other is replica for other, _ in self.under_way)
 
 
 TestHistories = Histories.TestCase
@@ -128,55 +110,7 @@ def test_equals_are_chosen_by_lot() -> None:
     assert all(abs(count - 1000) < 5 * 26 for count in chosen.values())
 
 
-def test_suspects_are_asked_in_turns() -> None:
-    """First the one whose failure is the longest ago."""
-    replicas, trail, order = Replicas(URLS, Random(0)), SearchRequest(), []
-    for _ in range(9):
-        replica = replicas.pick(trail)
-        assert replica is not None
-        replicas.start(replica)
-        replicas.end(replica, ReplicaVerdict.lost)
-        trail.failed.append(replica)
-        order.append(replica.url)
-    assert set(order[:3]) == set(URLS)
-    assert order == order[:3] * 3
-
-
-@settings(max_examples=50)
-@given(spends=st.lists(st.booleans(), max_size=100), every=st.integers(1, 30), most=st.integers(1, 10))
-def test_hedges_keep_their_share_at_any_moment(spends: list[bool], every: int, most: int) -> None:
-    """No stretch of requests has more hedges than were saved up before it, and its own share."""
-    budget = HedgeBudget(every, most)
-    taken = [0]
-    for spend in spends:
-        budget.earn()
-        taken.append(taken[-1] + (spend and budget.take()))
-    for start in range(len(taken)):
-        saved = min(most, 1 + start / every)
-        assert all(taken[end] - taken[start] <= saved + (end - start) / every for end in range(start, len(taken)))
-
-
-def test_hedges_are_saved_up_to_the_most() -> None:
-    budget = HedgeBudget(20, 3)
-    assert [budget.take(), budget.take()] == [True, False]
-    for _ in range(500):
-        budget.earn()
-    assert [budget.take() for _ in range(5)] == [True] * 3 + [False] * 2
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "keys"),
-    [
-        ({}, {"encoder": "e"}, []),
-        ({"encoder": "e", "passages": 7}, {"encoder": "e", "kind": "dense"}, []),
-        ({"encoder": "e", "passages": 7}, {"passages": 8, "encoder": "f"}, ["encoder", "passages"]),
-    ],
-)
-def test_servers_differ_in_what_both_say(one: dict[str, object], other: dict[str, object], keys: list[str]) -> None:
-    assert differences(one, other) == keys
-    assert sorted(differences(other, one)) == keys
-
-
-def test_counts_of_searches_are_no_part_of_what_is_served() -> None:
-    health = {"status": "ok", "kind": "dense", "passages": 7, "faiss_type": "Flat", "queries": 9, "cached": 1}
-    assert served(health) == {"kind": "dense", "passages": 7, "faiss_type": "Flat"}
+def test_servers_differ_in_what_both_say_besides_counts() -> None:
+    one, other = {"encoder": "e", "passages": 7, "queries": 9}, {"passages": 8, "encoder": "f", "queries": 3}
+    assert set(differences(served(one), served(other))) == {"encoder", "passages"}
+    assert differences(served(one), served({"kind": "dense", "encoder": "e", "status": "ok"})) == []

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from rlsys.search.retrieval import Hit
+from rlsys.search.server.asgi import create_app
 from rlsys.search.server.contract import SMALL_BODY_BYTES, ServerLimits
 from rlsys.search.server.service import HitCache
+from tests.support.serving import serving
 
 from .gated import Gated, Lengths, Pages, in_process, until
-
-ONE_BY_ONE = ServerLimits(max_batch=1, cache_entries=0)
 
 
 def ask(client: httpx.AsyncClient, *queries: str, **body: Any) -> asyncio.Task[httpx.Response]:
@@ -28,8 +29,13 @@ def ids(answer: httpx.Response) -> list[list[str]]:
 
 
 async def pending(client: httpx.AsyncClient, queries: int) -> None:
+    await says(client, "/health", f'"pending":{queries},')
+
+
+async def says(client: httpx.AsyncClient, path: str, text: str) -> None:
+    """Wait until the answer to GET holds `text`."""
     async with asyncio.timeout(60):
-        while (await client.get("/health")).json()["pending"] < queries:
+        while text not in (await client.get(path)).text:
             await asyncio.sleep(0.001)
 
 
@@ -51,7 +57,7 @@ async def test_one_batch_is_prepared_while_another_is_found_and_no_more() -> Non
 
 async def test_as_many_searches_run_at_once_as_the_retriever_allows() -> None:
     gated = Gated(parallel=3, find_open=False)
-    async with in_process(gated, ONE_BY_ONE) as client:
+    async with in_process(gated, ServerLimits(max_batch=1)) as client:
         tasks = [ask(client, query) for query in "abcdef"]
         await until(lambda: gated.finding == 3 and len(gated.seen) == 4)
         gated.may_find.set()
@@ -176,14 +182,32 @@ async def test_values_that_json_can_hold_are_answered_and_others_are_503(
         assert answer.json()["result"] == [[{"contents": value}]]
 
 
-async def test_closing_answers_those_who_wait() -> None:
-    gated = Gated(prepare_open=False)
-    async with in_process(gated, ONE_BY_ONE) as client:
-        running, waiting = ask(client, "a"), ask(client, "b")
-        await until(lambda: len(gated.seen) == 1)
-        waiting.add_done_callback(lambda _: gated.may_prepare.set())  # The server's end waits for its threads.
-    for answer in await asyncio.gather(running, waiting):
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+async def test_a_client_that_hangs_up_is_not_searched_for() -> None:
+    class Slow(Pages):
+        async def fetch(self, _: Sequence[str]) -> list[Mapping[str, Any] | None]:
+            began.set()
+            try:
+                return await asyncio.Future()
+            finally:
+                left.set()
+
+    gated, began, left = Gated(prepare_open=False), threading.Event(), threading.Event()
+    with serving(create_app(gated, limits=ServerLimits(max_batch=1), pages=Slow())) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            stays = ask(client, "stays")
+            await until(lambda: gated.seen == [["stays"]])
+            leaves = ask(client, "leaves")
+            await pending(client, 1)
+            leaves.cancel()
+            await says(client, "/metrics", 'path="/retrieve",status="499"')
+            reads = asyncio.create_task(client.post("/access", json={"urls": ["https://a.example/"]}))
+            await until(began.is_set)
+            reads.cancel()
+            await until(left.is_set)
+            gated.may_prepare.set()
+            for answer in (await stays, await ask(client, "last")):
+                assert answer.status_code == 200
+    assert gated.seen == [["stays"], ["last"]]
 
 
 @pytest.mark.parametrize(("entries", "searched"), [(16, 2), (0, 3)])
@@ -210,111 +234,82 @@ def test_the_cache_forgets_what_was_not_asked_for_longest_and_bounds_passages() 
 
 
 async def test_rerank_gives_each_query_its_own_documents_in_order() -> None:
-    reranker = Lengths()
-    documents = [
-        ["bb", {"contents": "a", "id": 1}, {"document": {"contents": "cccc", "id": 2}, "score": 0.1}],
-        [],
-        ["xx", "yy", "z"],
-    ]
+    """Longer ones are better; equals keep their order."""
+    hit = {"document": {"contents": "cccc", "id": 2}, "score": 0.1}
+    documents = [["bb", {"contents": "a", "id": 1}, hit], [], ["xx", "yy", "z"]]
     body = {"queries": ["q", "r", "s"], "documents": documents, "return_scores": True}
-    async with in_process(Gated(), ServerLimits(), reranker=reranker) as client:
-        result = (await client.post("/rerank", json=body)).json()["result"]
-        plain = (await client.post("/rerank", json=body | {"return_scores": False, "rerank_topk": 1})).json()
-        wrong = await client.post("/rerank", json=body | {"queries": ["q"]})
-        textless = await client.post("/rerank", json={"queries": ["q"], "documents": [[{"id": 1}]]})
-    assert result == [
-        [
-            {"document": {"contents": "cccc", "id": 2}, "score": 4.0},
-            {"document": "bb", "score": 2.0},
-            {"document": {"contents": "a", "id": 1}, "score": 1.0},
-        ],
+    reranker = Lengths()
+    async with in_process(Gated(), reranker=reranker) as client:
+        scored = (await client.post("/rerank", json=body)).json()["result"]
+        plain = (await client.post("/rerank", json=body | {"return_scores": False, "rerank_topk": 1})).json()["result"]
+        for wrong in ({"queries": ["q"]}, {"documents": [["a"], [], [{"id": 1}]]}):
+            assert (await client.post("/rerank", json=body | wrong)).status_code == 422
+    assert [[(line["document"], line["score"]) for line in lines] for lines in scored] == [
+        [(hit["document"], 4.0), ("bb", 2.0), ({"contents": "a", "id": 1}, 1.0)],
         [],
-        [{"document": "xx", "score": 2.0}, {"document": "yy", "score": 2.0}, {"document": "z", "score": 1.0}],
+        [("xx", 2.0), ("yy", 2.0), ("z", 1.0)],
     ]
-    assert plain["result"] == [[{"contents": "cccc", "id": 2}], [], ["xx"]]
-    own = [("q", "bb"), ("q", "a"), ("q", "cccc"), ("s", "xx"), ("s", "yy"), ("s", "z")]
-    assert reranker.pairs == own * 2
-    assert (wrong.status_code, textless.status_code) == (422, 422)
+    assert plain == [[hit["document"]], [], ["xx"]]
+    assert reranker.pairs == [("q", "bb"), ("q", "a"), ("q", "cccc"), ("s", "xx"), ("s", "yy"), ("s", "z")] * 2
 
 
 async def test_retrieve_with_rerank_orders_the_candidates() -> None:
     class Backwards(Lengths):
-        def scores(self, pairs: Any) -> list[float]:
-            self.pairs += pairs
+        def scores(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
             return [float(row) for row, _ in enumerate(pairs)]
 
-    gated, reranker = Gated(), Backwards()
-    limits = ServerLimits(rerank_candidates=10, max_pending_pairs=40)
-    async with in_process(gated, limits, reranker=reranker) as client:
-        answer = await ask(client, "a", topk=2, rerank=True, return_scores=True)
+    gated, limits = Gated(), ServerLimits(rerank_candidates=10, max_pending_pairs=40)
+    async with in_process(gated, limits, reranker=Backwards()) as client:
+        few = await ask(client, "a", topk=2, rerank=True, return_scores=True)
         more = await ask(client, "b", topk=12, rerank=True)
-        beyond = await ask(client, *"abcde", rerank=True)
-    hits = answer.json()["result"][0]
+        assert (await ask(client, *"abcde", rerank=True)).status_code == 422
+    hits = few.json()["result"][0]
     assert [(hit["document"]["id"], hit["score"]) for hit in hits] == [("a/9", 9.0), ("a/8", 8.0)]
     assert ids(more) == [[f"b/{rank}" for rank in reversed(range(12))]]
     assert [topk for _, topk in gated.found] == [10, 12]
-    assert beyond.status_code == 422
-
-
-TOKEN = "s3cret"
 
 
 @pytest.mark.parametrize("header", [None, "Bearer", "Basic s3cret", "s3cret", "Bearer s3cret2", "Bearer s3cre"])
 async def test_without_the_token_only_health_answers_and_says_little(header: str | None) -> None:
     gated = Gated()
-    async with in_process(gated, token=TOKEN, pages=Pages()) as client:
+    async with in_process(gated, token="s3cret", pages=Pages()) as client:
         client.headers.update({} if header is None else {"Authorization": header})
         assert (await client.get("/health")).json() == {"status": "ok"}
         for answer in (await ask(client, "a"), await client.get("/metrics"), await client.get("/nothing")):
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
         assert gated.seen == []
-        client.headers["Authorization"] = f"bearer {TOKEN}"
+        client.headers["Authorization"] = "bearer s3cret"
         assert (await ask(client, "a")).status_code == 200
         assert (await client.get("/health")).json()["passages"] == 7
         assert (await client.get("/metrics")).status_code == 200
 
 
-# ---- counts
-
-Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-async def scrape(client: httpx.AsyncClient) -> Samples:
-    answer = await client.get("/metrics")
-    return {
-        (sample.name.removeprefix("rlsys_search_"), tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(answer.text)
-        for sample in family.samples
-        if sample.name.startswith("rlsys_search_")
-    }
-
-
 async def test_every_request_query_batch_and_stage_is_counted() -> None:
     """Two applications of a process count on their own."""
     async with in_process(Gated()) as other, in_process(Gated(), reranker=Lengths(), pages=Pages()) as client:
-        for queries in (["a", "b", "c"], ["a"], ["a", "a"], ["d"]):
-            assert (await ask(client, *queries)).status_code == 200
-        assert (await ask(client)).status_code == 422
-        assert (await ask(client, "poison")).status_code == 503
-        assert (await client.post("/access", json={"urls": ["https://a.example/"]})).status_code == 200
-        body = {"queries": ["q", "r"], "documents": [["x", "y"], ["z"]]}
-        assert (await client.post("/rerank", json=body)).status_code == 200
-        assert (await client.get("/made/up/path")).status_code == 404
-        samples = await scrape(client)
-        assert (await scrape(other))["queries_total", ()] == 0
-    requests = {tuple(dict(key[1]).values()): value for key, value in samples.items() if key[0] == "requests_total"}
-    assert requests == {
-        ("/retrieve", "200"): 4,
-        ("/retrieve", "422"): 1,
-        ("/retrieve", "503"): 1,
-        ("/access", "200"): 1,
-        ("/rerank", "200"): 1,
-        ("other", "404"): 1,
-    }
-    numbers = {name: value for (name, labels), value in samples.items() if not labels}
-    expected = {"queries_total": 8, "cached_total": 3, "batches_total": 3, "batch_queries_sum": 5, "pairs_total": 3}
-    assert numbers.items() >= expected.items()
-    counted = {
-        dict(labels)["stage"]: value for (name, labels), value in samples.items() if name == "stage_seconds_count"
-    }
-    assert counted == {"prepare": 3, "find": 2, "rerank": 1, "pages": 1}
+        for queries in (["a", "b", "c"], ["a"], ["a", "a"], ["d"], [], ["poison"]):
+            await ask(client, *queries)
+        await client.post("/access", json={"urls": ["https://a.example/"]})
+        await client.post("/rerank", json={"queries": ["q", "r"], "documents": [["x", "y"], ["z"]]})
+        await client.get("/made/up/path")
+        counted = (await client.get("/metrics")).text
+        assert "\nrlsys_search_queries_total 0.0\n" in (await other.get("/metrics")).text
+    for name, value in (
+        ('requests_total{path="/retrieve",status="200"}', 4),
+        ('requests_total{path="/retrieve",status="422"}', 1),
+        ('requests_total{path="/retrieve",status="503"}', 1),
+        ('requests_total{path="/access",status="200"}', 1),
+        ('requests_total{path="/rerank",status="200"}', 1),
+        ('requests_total{path="other",status="404"}', 1),
+        ("queries_total", 8),
+        ("cached_total", 3),
+        ("batches_total", 3),
+        ("batch_queries_sum", 5),
+        ("pairs_total", 3),
+        ('stage_seconds_count{stage="prepare"}', 3),
+        ('stage_seconds_count{stage="find"}', 2),
+        ('stage_seconds_count{stage="rerank"}', 1),
+        ('stage_seconds_count{stage="pages"}', 1),
+    ):
+        assert f"\nrlsys_search_{name} {value:.1f}\n" in counted
+    assert counted.count("\nrlsys_search_requests_total{") == 6

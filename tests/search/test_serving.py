@@ -5,10 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,23 +13,12 @@ from rlsys.config.schema import CassetteConfig, SearchConfig
 from rlsys.errors import RunError
 from rlsys.orchestrator.search_server import Serving, require_named, serving
 from rlsys.search.address import TOKEN_VARIABLE
-from tests.search.gated_server import GatedServer
 from tests.support.serving import serving as serving_app
 
+from .gated_server import GatedServer
+from .scripted import Told
+
 DEAD = "http://127.0.0.1:9"
-
-
-@contextmanager
-def saying(status: int) -> Iterator[str]:
-    """The address of a server that says `status` to every query."""
-
-    async def app(scope: Any, _receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            await send({"type": "http.response.start", "status": status, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
-
-    with serving_app(app) as url:
-        yield url
 
 
 async def test_a_played_cassette_needs_no_server(tmp_path: Path) -> None:
@@ -64,7 +50,6 @@ async def test_a_run_shows_its_own_server_the_token_that_both_inherit_and_names_
         (503, None, "rlsys search serve"),
         (401, None, TOKEN_VARIABLE),
         (403, "OWN", "OWN"),
-        (422, None, "--flag"),
         (404, None, "--flag"),
     ],
 )
@@ -72,7 +57,7 @@ async def test_the_remedy_is_for_the_servers_answer(
     status: int, token_env: str | None, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OWN", "wrong")
-    with saying(status) as url, pytest.raises(RunError) as refused:
+    with serving_app(Told(status=status)) as url, pytest.raises(RunError) as refused:
         await Serving(SearchConfig(url=url, retries=0, token_env=token_env), None).require("--flag")
     (sentence,) = str(refused.value).splitlines()
     assert url in sentence

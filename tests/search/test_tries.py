@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from rlsys.errors import RunError
 from rlsys.search.client import SearchClient
 from rlsys.search.retrieval import Failure, SearchResult
-from tests.orchestrator.pipeline.virtual_time import now, run_virtually
 from tests.support.refusals import refused
+from tests.support.virtual_time import now, run_virtually
 
 from .scripted import SERVES, Behind, ScriptedWire, found, virtually
 
@@ -66,33 +66,23 @@ def test_all_servers_dead_or_silent_is_a_typed_failure_in_bounded_time() -> None
     """The bound: (replicas + retries) * timeout_s + retries * 6."""
 
     async def work(**behind: Behind) -> float:
-        wire = ScriptedWire(**behind)
-        async with over(wire, retries=3, timeout_s=10.0) as client:
+        async with over(ScriptedWire(**behind), retries=3, timeout_s=10.0) as client:
             results = await ask(client, 20)
         assert {result.failure for result in results} == {Failure.unavailable}
         assert client.counts.failures == {Failure.unavailable: 20}
-        assert client.counts.searches == 20
-        assert wire.closed
         return now()
 
     assert run_virtually(work(a=Behind(down=True), b=Behind(down=True))) <= 3 * 6
-    assert run_virtually(work(a=Behind(takes_s=1e6))) <= 4 * 10 + 3 * 6
     assert run_virtually(work(a=Behind(takes_s=1e6), b=Behind(takes_s=1e6))) <= 5 * 10 + 3 * 6
 
 
-@pytest.mark.parametrize(
-    ("status", "failed"),
-    [
-        (422, SearchResult((), "status 422: a bad query", Failure.rejected)),
-        (500, SearchResult((), "http://a: status 500: a bad query", Failure.broken)),
-    ],
-)
+@pytest.mark.parametrize(("status", "failure"), [(422, Failure.rejected), (500, Failure.broken)])
 @virtually
-async def test_bad_queries_are_found_by_halving_and_the_others_get_theirs(status: int, failed: SearchResult) -> None:
+async def test_bad_queries_are_found_by_halving_and_the_others_get_theirs(status: int, failure: Failure) -> None:
     server = Behind(refuses={"q5": status, "q40": status})
     async with over(ScriptedWire(a=server), max_coalesced=64) as client:
         for row, result in enumerate(await ask(client, 64)):
-            assert result == (failed if row in (5, 40) else found(f"q{row}"))
+            assert result.failure is failure if row in (5, 40) else result == found(f"q{row}")
     # The whole, and both halves of each part with a bad query: 1 + 2 * (1 + 5 * 2).
     assert len(server.asked) == 23
 
@@ -101,35 +91,12 @@ async def test_bad_queries_are_found_by_halving_and_the_others_get_theirs(status
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [
-        Behind(down=True),
-        Behind(status=404),
-        Behind(status=503),
-        Behind(body=b'{"result": []}'),
-        Behind(takes_s=1e6),
-    ],
-    ids=["down", "404", "503", "wrong number", "silent"],
-)
-@virtually
-async def test_a_bad_replica_costs_no_search_and_is_then_left_alone(bad: Behind) -> None:
-    wire = ScriptedWire(a=bad, b=Behind(takes_s=0.01))
-    async with over(wire, retries=0, timeout_s=1.0, max_concurrent=8) as client:
-        assert all_found(await ask(client, 400))
-    assert client.counts.failovers == client.counts.retries == len(bad.asked)
-    assert client.counts.requests == 400 + len(bad.asked)
-    assert len(bad.asked) < 40, "no more than was under way at once, and one after each probe"
-
-
-@pytest.mark.parametrize(
     ("bad", "failure", "tries"),
     [(Behind(body=b"<html>"), Failure.broken, 3), (Behind(status=401), Failure.denied, 1)],
     ids=["nonsense", "wrong token"],
 )
 @virtually
-async def test_no_server_is_asked_again_for_nonsense_and_none_after_a_wrong_token(
-    bad: Behind, failure: Failure, tries: int
-) -> None:
+async def test_nonsense_is_asked_of_others_and_a_wrong_token_of_none(bad: Behind, failure: Failure, tries: int) -> None:
     servers = {name: replace(bad, asked=[]) for name in "abc"}
     async with over(ScriptedWire(**servers)) as client:
         assert (await client.search("Mali")).failure is failure
@@ -138,39 +105,19 @@ async def test_no_server_is_asked_again_for_nonsense_and_none_after_a_wrong_toke
 
 
 @virtually
-async def test_a_dead_replica_is_probed_ever_less_and_used_again_when_it_answers() -> None:
-    server = Behind(down=True)
-    async with over(ScriptedWire(a=server, b=Behind(takes_s=0.01))) as client:
-        await ask(client, 50)
-        assert len(server.asked) == 0, "the look at the start found it dead"
-        await asyncio.sleep(100)
-        server.down = False
-        await asyncio.sleep(15)
-        probes = len(server.probed)
-        await ask(client, 50)
-        assert len(server.asked) > 10
-        await asyncio.sleep(60)
-        assert len(server.probed) == probes, "what is well is not probed"
-    gaps = [late - early for early, late in zip(server.probed, server.probed[1:], strict=False)]
-    least = [min(0.1 * 2**row, 10.0) for row in range(len(gaps))]
-    assert all(low <= gap + 1e-9 and gap <= 1.5 * low + 1e-9 for low, gap in zip(least, gaps, strict=True))
-
-
-@virtually
 async def test_a_replica_of_something_else_is_never_asked(caplog: pytest.LogCaptureFixture) -> None:
     stranger = Behind(serves=SERVES | {"encoder": "f", "queries": 3})
-    wire = ScriptedWire(a=Behind(serves=SERVES | {"queries": 9}), b=stranger, c=Behind(serves=None))
+    silent = Behind(serves=None)
+    wire = ScriptedWire(a=Behind(serves=SERVES | {"queries": 9}), b=stranger, c=silent)
     async with over(wire) as client:
         assert all_found(await ask(client, 40))
-        assert stranger.asked == []
-        assert wire.behind["http://c"].asked, "one that says nothing of itself is taken at its word"
-        wire.behind["http://a"].down = wire.behind["http://c"].down = True
+        assert silent.asked, "one that says nothing of itself is taken at its word"
+        wire.behind["http://a"].down = silent.down = True
         assert {result.failure for result in await ask(client, 3)} == {Failure.unavailable}
         assert stranger.asked == []
         stranger.serves = SERVES
         await asyncio.sleep(20)
         assert all_found(await ask(client, 3))
-        assert len(stranger.asked) == 3
     assert "http://b" in caplog.text
     assert "encoder=f" in caplog.text
 
@@ -200,24 +147,9 @@ async def test_a_slow_request_is_sent_twice_and_the_first_answer_counts(other_fa
         first, second = sorted(servers, key=lambda server: not server.asked)
         second.takes_s, second.status = 0.5, 503 if other_fails else 200
         assert await search == found("Mali")
-        assert now() == (20.0 if other_fails else 2.5)
+        assert (now(), first.cancelled, client.counts.hedges_won) == ((20.0, 0, 0) if other_fails else (2.5, 1, 1))
         assert (first.asked, second.asked) == ([0.0], [2.0])
-        counts = client.counts
-        assert (counts.hedges, counts.hedges_won, counts.retries) == (1, 0 if other_fails else 1, 0)
-        assert first.cancelled == (0 if other_fails else 1)
-
-
-@virtually
-async def test_a_slow_cluster_is_not_doubled() -> None:
-    """One at the start, and then one in twenty."""
-    servers = {name: Behind(takes_s=5.0) for name in "ab"}
-    async with over(ScriptedWire(**servers), hedge_after_s=1.0, max_concurrent=1000) as client:
-        assert all_found(await ask(client, 400))
-        assert client.counts.hedges == 10, "no more than 10 are saved up for one moment"
-        for _ in range(20):
-            assert all_found(await ask(client, 20))
-        assert client.counts.hedges == 10 + 20
-        assert client.counts.requests == 800 + 30
+        assert (client.counts.hedges, client.counts.retries) == (1, 0)
 
 
 @virtually
@@ -261,38 +193,32 @@ TROUBLE = st.sampled_from(
         {},
     ]
 )
+WELL = {"down": False, "status": 200, "retry_after_s": 0.0, "body": None, "takes_s": 0.1}
 EVENTS = st.lists(st.tuples(st.integers(0, 2), st.floats(0, 30), TROUBLE), max_size=12)
 
 
 @settings(max_examples=40)
 @given(events=EVENTS, seed=st.integers(0, 2**32), good=st.booleans(), hedged=st.booleans())
-def test_whatever_happens_each_search_gets_its_own_answer(
-    events: list[tuple[int, float, dict[str, Any]]], seed: int, good: bool, hedged: bool
-) -> None:
+def test_every_search_gets_its_own_answer(events: list[Any], seed: int, good: bool, hedged: bool) -> None:
     """No search fails where one of three servers stays well (`good`), also without retries."""
-    lots = Random(seed)
-    servers = [Behind(takes_s=0.1) for _ in range(3)]
+    lots, servers = Random(seed), [Behind(takes_s=0.1) for _ in range(3)]
+    patience = {"timeout_s": 5.0, "retries": 0 if good else 2, "hedge_after_s": 1.0 if hedged else None}
 
     async def happen(server: Behind, at_s: float, trouble: dict[str, Any]) -> None:
         await asyncio.sleep(at_s)
-        well = Behind(takes_s=0.1)
-        for name in ("down", "status", "retry_after_s", "body", "takes_s"):
-            setattr(server, name, trouble.get(name, getattr(well, name)))
+        for name, value in (WELL | trouble).items():
+            setattr(server, name, value)
+
+    async def later(client: SearchClient, row: int) -> SearchResult:
+        await asyncio.sleep(lots.uniform(0, 30))
+        return await client.search(f"q{row}")
 
     async def work() -> None:
         wire = ScriptedWire(a=servers[0], b=servers[1], c=servers[2])
-        client = over(
-            wire, lots=lots, timeout_s=5.0, retries=0 if good else 2, hedge_after_s=1.0 if hedged else None,
-            max_coalesced=4, coalesce_ms=50.0,
-        )  # fmt: skip
-
-        async def later(row: int) -> SearchResult:
-            await asyncio.sleep(lots.uniform(0, 30))
-            return await client.search(f"q{row}")
-
-        async with client:
+        async with over(wire, lots=lots, max_coalesced=4, coalesce_ms=50.0, **patience) as client:
             trouble = [happen(servers[row], at, what) for row, at, what in events if not (good and row == 0)]
-            results, _ = await asyncio.gather(asyncio.gather(*map(later, range(60))), asyncio.gather(*trouble))
+            searches = asyncio.gather(*(later(client, row) for row in range(60)))
+            results, _ = await asyncio.gather(searches, asyncio.gather(*trouble))
         for row, result in enumerate(results):
             failed = result.failure in (Failure.unavailable, Failure.broken) and result.error
             assert result == found(f"q{row}") or (failed and not good)

@@ -17,11 +17,14 @@ import pytest
 
 pytest.importorskip("playwright.sync_api", reason="Playwright is not installed (requirements/dev.txt).")
 
-from playwright.sync_api import Browser, Page, Request, sync_playwright
+from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 DESKTOP, PHONE = (1280, 900), (390, 844)
 """Width and height in CSS pixels."""
+PATIENCE_MS = 180_000
+"""On a busy machine a page takes its time."""
+expect.set_options(PATIENCE_MS)
 
 
 @dataclass(slots=True)
@@ -66,7 +69,7 @@ def look(browser: Browser) -> Iterator[Look]:
             viewport={"width": size[0], "height": size[1]}, color_scheme="dark" if dark else "light"
         )
         contexts.append(context)
-        context.set_default_timeout(15_000)
+        context.set_default_timeout(PATIENCE_MS)
         looked = Looked(context.new_page())
 
         def asked(request: Request) -> None:

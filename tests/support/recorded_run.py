@@ -58,11 +58,10 @@ from rlsys.orchestrator.weight_sync import SyncReport, WeightSync
 from rlsys.orchestrator.worker_groups import Checkpoints, InferenceGroup, OffloadManager, TrainedGroup, launch_megatron
 from rlsys.train import train
 from rlsys.weights.checkpoint.store import CheckpointStore, Keep
-from tests.orchestrator.pipeline.recorded import RIGHT, Recording, Shape, record
+from tests.support.megatron_processes import ANSWER_S, Host, HostedGroup, forks, pool
+from tests.support.recorded_episodes import RIGHT, Recording, Shape, record
 from tests.support.scheduled import Arrivals, Learner, NoSearch, Outcome, Playback, Scorer, make_sharder
 from tests.trainer import reference
-from tests.trainer.harness import forks
-from tests.trainer.hosts import ANSWER_S, HostedGroup, hosts
 
 STEPS, GROUPS, SAMPLES = 4, 4, 3
 SEED = 5
@@ -246,11 +245,11 @@ def settings(model: Path, outputs: Path) -> RunConfig:
 
 @asynccontextmanager
 async def opened(
-    pipes: Sequence[Any], fate: Fate, config: RunConfig, run_dir: Path, origin: Origin | None
+    hosts: Sequence[Host], fate: Fate, config: RunConfig, run_dir: Path, origin: Origin | None
 ) -> AsyncIterator[Run]:
     """A run as `open_run` opens it, of recorded episodes and without Ray."""
     state = origin.state if origin else None
-    groups = {"inference": HostedGroup("inference", pipes[:1]), "actor": HostedGroup("actor", pipes[1:])}
+    groups = {"inference": HostedGroup("inference", hosts[:1]), "actor": HostedGroup("actor", hosts[1:])}
     async with AsyncExitStack() as stack:
         progress = stack.enter_context(Progress(Console(file=io.StringIO())))
         run = RunLogger(config, run_dir, progress, None, origin.history if origin else None, str)
@@ -329,8 +328,7 @@ def train_recorded(model: Path, outputs: Path, moment: str | None, count: int) -
     config, fate = settings(model, outputs), Fate(moment, count)
     origin = find_origin(config, print)
     run_dir = folder_of(config, origin)
-    with hosts(3) as pipes:
-        asyncio.run(train(config, run_dir, origin, functools.partial(opened, pipes, fate)))
+    asyncio.run(train(config, run_dir, origin, functools.partial(opened, pool(3), fate)))
 
 
 def ended(model: Path, outputs: Path, moment: str | None = None, count: int = 1) -> int:

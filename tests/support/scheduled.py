@@ -13,7 +13,6 @@ import functools
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,9 +36,9 @@ from rlsys.orchestrator.worker_groups import ActorGroup, InferenceGroup, Offload
 from rlsys.rollout.agent.tokens import EpisodeProgress
 from rlsys.trainer.batches import BatchSharder, MicroBatch
 from rlsys.weights.transport import BucketHandle, Receiver, TransportSpec, open_receiver, unpack
-from tests.orchestrator.pipeline.recorded import Recording
-from tests.orchestrator.pipeline.virtual_time import run_virtually
-from tests.trainer.hosts import HostedGroup
+from tests.support.megatron_processes import Host, HostedGroup
+from tests.support.recorded_episodes import Recording
+from tests.support.virtual_time import run_virtually
 
 EPISODE_S, CALL_S = 10.0, 2.0
 """Longest waits: for a group's episodes; before and after a call to a worker."""
@@ -229,11 +228,11 @@ def run(
     recording: Recording,
     questions: Sequence[Question],
     arrivals: Arrivals,
-    inference: Sequence[Connection],
-    actor: Sequence[Connection],
+    inference: Sequence[Host],
+    actor: Sequence[Host],
     learner: type[Learner] = Learner,
 ) -> Outcome:
-    """Train as the driver does, from the weights at `config.model.path`, in the processes behind the pipes."""
+    """Train as the driver does, from the weights at `config.model.path`, in processes of their own."""
     groups = {"inference": HostedGroup("inference", inference), "actor": HostedGroup("actor", actor)}
     seen = Outcome()
 

@@ -1,42 +1,24 @@
-"""Groups of Megatron processes over gloo, what they build, and the weights that they hand out."""
+"""Actors of the tests, how they are cut, and the weights that they hand out."""
 
 from __future__ import annotations
 
-import multiprocessing
-import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
-from multiprocessing.context import BaseContext
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
-import pytest
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from rlsys.config.schema import Device, Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig, SyncMode
-from rlsys.trainer import mesh
 from rlsys.trainer.actor import Actor, Objective
 from rlsys.trainer.batches import MicroBatch, collate
 from rlsys.trainer.export import WeightSender
-from rlsys.trainer.mesh import Rendezvous
 from rlsys.weights.transport import Bucket, TransportSpec, digest, open_receiver, open_sender, unpack
-from tests.support.ports import free_port
+from tests.support.megatron_processes import Group
 from tests.trainer import reference
 
 OBJECTIVE = Objective(reference.LOSS, reference.TEMPERATURE)
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1)
-PRELOADED = "tests.trainer.preloaded"
-MEETINGS = 8
-"""Process groups that a test can form one after the other."""
-
-
-def rendezvous(rank: int, world_size: int, port: int) -> Rendezvous:
-    return Rendezvous(rank, world_size, "127.0.0.1", port, Device.cpu, timeout_s=120.0)
+TOTAL_STEPS = 3
 
 
 def local_model(path: Path | str, dtype: Dtype = Dtype.float32, recompute: bool = False) -> ModelConfig:
@@ -44,86 +26,26 @@ def local_model(path: Path | str, dtype: Dtype = Dtype.float32, recompute: bool 
     return ModelConfig(str(path), Layers.local, dtype, recompute)
 
 
-@dataclass
-class Group:
-    """One process's view of the processes that run a test."""
-
-    rank: int
-    world: int
-    ports: list[int]
-
-    def meet(self) -> Rendezvous:
-        """Leave the process group that there is, and say where the next one meets."""
-        mesh.stop()
-        return rendezvous(self.rank, self.world, self.ports.pop(0))
-
-    def actor(
-        self,
-        model: Path | str,
-        parallel: ParallelConfig | None = None,
-        optimizer: OptimizerConfig = OPTIMIZER,
-        objective: Objective = OBJECTIVE,
-        *,
-        dtype: Dtype = Dtype.float32,
-        recompute: bool = False,
-        scratch: Path | str = ".",
-    ) -> Actor:
-        """An actor of the next process group, without weights."""
-        config = local_model(model, dtype, recompute)
-        return Actor(self.meet(), config, parallel or ParallelConfig(), optimizer, objective, 3, 1, scratch)
-
-
-def forks() -> BaseContext:
-    """Makes processes by forking one that has imported Megatron and has no threads.
-
-    A fork takes milliseconds and an import seconds. There is one such process at a time: one that has imported something
-    else for other tests ends. A process that was made so forks itself.
-    """
-    if PRELOADED in sys.modules:
-        return multiprocessing.get_context("fork")
-    server = forkserver._forkserver
-    if server._preload_modules != [PRELOADED]:
-        server._stop()
-        server.set_forkserver_preload([PRELOADED])
-    return multiprocessing.get_context("forkserver")
-
-
-def run_group(function: Callable[..., None], world_size: int, *args: Any) -> None:
-    """Call `function(rank, world_size, *args)` in each of `world_size` processes; raise what one raises."""
-    forks()
-    mp.start_processes(_forked, args=(function, world_size, *args), nprocs=world_size, start_method="forkserver")
-
-
-def _forked(rank: int, function: Callable[..., None], *args: Any) -> None:
-    # An import that fails in the process that is forked would only make every test slow.
-    assert PRELOADED in sys.modules
-    try:
-        function(rank, *args)
-    except pytest.fail.Exception as failure:
-        # Torch hands on what is an Exception, and of others the exit code alone.
-        raise AssertionError(str(failure)) from failure
-
-
-def on_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
-    """What `function(Group, *args)` returns in each of `world` processes."""
-    ports = [free_port() for _ in range(MEETINGS)]
-    with TemporaryDirectory() as folder:
-        run_group(_on_rank, world, folder, ports, function, args)
-        return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]
-
-
-def _on_rank(
-    rank: int, world: int, folder: str, ports: list[int], function: Callable[..., Any], args: Sequence[Any]
-) -> None:
-    result = function(Group(rank, world, ports), *args)
-    mesh.stop()
-    torch.save(result, f"{folder}/{rank}.pt")
+def make_actor(
+    group: Group,
+    model: Path | str,
+    parallel: ParallelConfig | None = None,
+    optimizer: OptimizerConfig = OPTIMIZER,
+    objective: Objective = OBJECTIVE,
+    *,
+    dtype: Dtype = Dtype.float32,
+    recompute: bool = False,
+    scratch: Path | str = ".",
+) -> Actor:
+    """An actor of the next process group, without weights."""
+    config = local_model(model, dtype, recompute)
+    return Actor(group.meet(), config, parallel or ParallelConfig(), optimizer, objective, TOTAL_STEPS, 1, scratch)
 
 
 def shared_memory(rank: int, bucket_bytes: int) -> TransportSpec:
     """A transport within one process."""
     members = ("the actor", "the test")
-    return TransportSpec(SyncMode.tensor, rank, members, bucket_bytes, 10.0, Device.cpu, ("", 0), "")
+    return TransportSpec(SyncMode.tensor, rank, members, bucket_bytes, 120.0, Device.cpu, ("", 0), "")
 
 
 def export(worker: WeightSender, bucket_bytes: int) -> list[Bucket]:
@@ -153,12 +75,12 @@ def digest_of(buckets: list[Bucket]) -> str:
 
 def weights_of(worker: WeightSender) -> dict[str, Tensor]:
     """Every exported tensor by name, on rank 0."""
-    return {r.name: tensor.clone() for bucket in export(worker, 50_000) for r, tensor in unpack(bucket)}
+    return {r.name: tensor.clone() for bucket in export(worker, 500_000) for r, tensor in unpack(bucket)}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model under test is cut."""
+    """Cuts of a model, and the settings that go with them."""
 
     tp: int = 1
     pp: int = 1
@@ -173,15 +95,8 @@ class Layout:
 
     @property
     def parallel(self) -> ParallelConfig:
-        layers = list(self.pp_layers) if self.pp_layers else None
-        return ParallelConfig(
-            tp=self.tp,
-            pp=self.pp,
-            cp=self.cp,
-            ep=self.ep,
-            pp_layers=layers,
-            sequence_parallel=self.sequence_parallel,
-        )
+        sizes = {name: getattr(self, name) for name in ("tp", "pp", "cp", "ep", "sequence_parallel")}
+        return ParallelConfig(**sizes, pp_layers=list(self.pp_layers) if self.pp_layers else None)
 
     @property
     def processes(self) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -16,51 +15,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 
-@dataclass(frozen=True)
-class Storage:
-    """Memory that is alive."""
-
-    nbytes: int
-    made_by: str
-    """The operation, or `before` for what was there when counting began."""
-    shape: tuple[int, ...]
-    """Of the first tensor in it."""
-
-
 class MemoryMeter(TorchDispatchMode):
-    """Within its `with` block, `peak` is the largest number of bytes alive at a time since `reset`."""
+    """Within its `with` block, `peak` is the largest number of bytes alive at a time."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
         """`tensors` are there already; others are counted when an operation first touches them."""
         super().__init__()
         self.alive = self.peak = 0
-        self.at_peak: list[Storage] = []
-        """What made up the peak."""
-        self._held: dict[int, Storage] = {}
+        self._held: dict[int, int] = {}
         for tensor in tensors:
-            self._count(tensor, "before")
-
-    def reset(self) -> None:
-        """Forget the peak."""
-        self.peak, self.at_peak = self.alive, list(self._held.values())
+            self._count(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor):
-                self._count(tensor, str(func))
-        if self.alive > self.peak:
-            self.reset()
+                self._count(tensor)
+        self.peak = max(self.peak, self.alive)
         return result
 
-    def _count(self, tensor: Tensor, made_by: str) -> None:
+    def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._held or not storage.nbytes():
             return
-        self._held[key] = Storage(storage.nbytes(), made_by, tuple(tensor.shape))
+        self._held[key] = storage.nbytes()
         self.alive += storage.nbytes()
         weakref.finalize(storage, self._forget, key).atexit = False
 
     def _forget(self, key: int) -> None:
-        self.alive -= self._held.pop(key).nbytes
+        self.alive -= self._held.pop(key)

@@ -1,4 +1,4 @@
-"""What a step of any policy loss comes to in one process: transformers' models in float64, and autograd.
+"""A step of any policy loss in one process: transformers' models in float64, and autograd.
 
 Three policies differ, so that ratios are clipped and weights are cut: the one that sampled, the one that is trained by
 now, and the reference.
@@ -19,7 +19,7 @@ from rlsys.algorithms.losses import DIVISOR, LossInputs, divisor, policy_loss, r
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
 from rlsys.config.derived import sums_over_vocabulary
 from rlsys.data.trajectory import Sample
-from tests.orchestrator.pipeline.build import sample
+from tests.support.trajectories import sample
 from tests.trainer import reference
 
 LOSS_LENGTH = 13
@@ -64,7 +64,7 @@ class Policies:
 
 @dataclass(frozen=True)
 class Expected:
-    """Of one step."""
+    """Results of one step."""
 
     gradients: dict[str, Tensor]
     divisor: int

@@ -31,17 +31,17 @@ LOSS_LENGTH = 13
 VOCAB = 100
 
 
-def tiny_config(layers: int = 3, tied: bool = True, kv_heads: int = 2) -> PretrainedConfig:
-    return Qwen2Config(**_sizes(layers, tied, kv_heads))
+def tiny_config(layers: int = 3, tied: bool = True) -> PretrainedConfig:
+    return Qwen2Config(**_sizes(layers, tied))
 
 
 def tiny_qwen3(layers: int = 3, tied: bool = False) -> PretrainedConfig:
-    return Qwen3Config(**_sizes(layers, tied, 2), head_dim=24)
+    return Qwen3Config(**_sizes(layers, tied), head_dim=24)
 
 
 def tiny_qwen3_moe(layers: int = 3, tied: bool = False, norm_topk: bool = True) -> PretrainedConfig:
     return Qwen3MoeConfig(
-        **_sizes(layers, tied, 2),
+        **_sizes(layers, tied),
         head_dim=24,
         num_experts=4,
         num_experts_per_tok=2,
@@ -60,7 +60,7 @@ def tiny_llama3(layers: int = 3, tied: bool = False) -> PretrainedConfig:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
     }
-    return LlamaConfig(**{**_sizes(layers, tied, 2), "rope_parameters": rope})
+    return LlamaConfig(**{**_sizes(layers, tied), "rope_parameters": rope})
 
 
 TINY: dict[str, Callable[..., PretrainedConfig]] = {
@@ -71,14 +71,14 @@ TINY: dict[str, Callable[..., PretrainedConfig]] = {
 }
 
 
-def _sizes(layers: int, tied: bool, kv_heads: int) -> dict[str, object]:
+def _sizes(layers: int, tied: bool) -> dict[str, object]:
     return {
         "vocab_size": VOCAB,
         "hidden_size": 64,
         "intermediate_size": 96,
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
-        "num_key_value_heads": kv_heads,
+        "num_key_value_heads": 2,
         "max_position_embeddings": 128,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1234.0},
         "tie_word_embeddings": tied,
@@ -152,6 +152,14 @@ def logprobs_and_entropy(model: torch.nn.Module, tokens: np.ndarray) -> tuple[Te
     return torch.nn.functional.pad(picked, (1, 0)), torch.nn.functional.pad(entropy, (1, 0))
 
 
+def adamw(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """An optimiser that decays matrices alone."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others: dict[str, Any] = {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}
+    betas, decay = (config.beta1, config.beta2), config.weight_decay
+    return torch.optim.AdamW([{"params": matrices}, others], config.lr, betas, config.eps, decay)
+
+
 def train(
     path: Path,
     steps: Sequence[Sequence[MicroBatch]],
@@ -161,15 +169,7 @@ def train(
 ) -> tuple[torch.nn.Module, list[float]]:
     """Train on each step's micro-batches as one batch; the model and the gradient norms before clipping."""
     model = load(path)
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() == 1]
-    parameter_groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(
-        parameter_groups,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-    )
+    optimizer = adamw(model, config)
     norms = []
     for batches, rate in zip(steps, rates, strict=True):
         for group in optimizer.param_groups:
@@ -183,13 +183,17 @@ def train(
 
 def by_sequence(model: torch.nn.Module, batches: Sequence[MicroBatch]) -> list[tuple[Tensor, int]]:
     """(sum of losses, trained tokens) of each sequence that has any, of padded rows."""
-    per_token = ("tokens", "lengths", "loss_mask", "advantages", "old_logprobs", "ref_logprobs")
-    rows = [
-        replace(batch, **{name: getattr(batch, name)[row : row + 1] for name in per_token})
+    return [(loss_of(model, row), row.trained_tokens) for row in rows_of(batches) if row.trained_tokens]
+
+
+def rows_of(batches: Iterable[MicroBatch]) -> list[MicroBatch]:
+    """Each padded row by itself."""
+    arrays = ("tokens", "lengths", "loss_mask", "advantages", "old_logprobs", "ref_logprobs")
+    return [
+        replace(batch, **{name: getattr(batch, name)[row : row + 1] for name in arrays})
         for batch in batches
         for row in range(len(batch.tokens))
     ]
-    return [(loss_of(model, row), row.trained_tokens) for row in rows if row.trained_tokens]
 
 
 def aggregated(aggregation: str, parts: Sequence[tuple[Tensor, int]]) -> Tensor:
@@ -220,7 +224,7 @@ def loss_of(model: torch.nn.Module, batch: MicroBatch, loss: LossFunction = LOSS
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """As a checkpoint names them: a tied matrix appears once, and every expert by itself."""
+    """The names of a checkpoint: a tied matrix appears once, and every expert by itself."""
     return by_checkpoint_names((name, parameter.detach()) for name, parameter in model.named_parameters())
 
 

@@ -1,4 +1,4 @@
-"""What is not trained contributes nothing, and how the rest is cut up does not matter."""
+"""Tokens that are not trained contribute nothing, and any cut of the others gives the same step."""
 
 from __future__ import annotations
 
@@ -9,51 +9,26 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.algorithms.losses import policy_loss
-from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
-from rlsys.config.schema import OptimizerConfig, ParallelConfig
+from rlsys.config.schema import OptimizerConfig
 from rlsys.errors import RunError
-from rlsys.trainer.actor import Objective
 from rlsys.trainer.batches import MicroBatch, collate
-from rlsys.trainer.log_prob import ReferencePlan
-from rlsys.trainer.model.logprobs import divergence_of
+from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
-from tests.trainer.harness import Group, on_ranks, weights_of
+from tests.trainer.harness import make_actor, weights_of
 
-PER_TOKEN = ("tokens", "loss_mask", "advantages", "old_logprobs", "ref_logprobs")
-
-
-def _row(batch: MicroBatch, row: int) -> MicroBatch:
-    return replace(batch, **{name: getattr(batch, name)[row : row + 1] for name in ("lengths", *PER_TOKEN)})
+FLOATS = ("advantages", "old_logprobs", "ref_logprobs")
 
 
 def _poisoned(batch: MicroBatch) -> MicroBatch:
     """Other values wherever nothing is trained: in every per-token array, and as tokens of the padding."""
     held = batch.lengths.sum() if batch.packed else batch.lengths[:, None]
     padding = np.arange(batch.tokens.shape[1])[None] >= held
-    values = [np.where(batch.loss_mask, array, np.nan).astype(np.float32) for array in _floats(batch)]
-    return replace(
-        batch,
-        tokens=np.where(padding, 99 - batch.tokens, batch.tokens),
-        advantages=values[0],
-        old_logprobs=values[1],
-        ref_logprobs=values[2],
-    )
-
-
-def _floats(batch: MicroBatch) -> list[np.ndarray]:
-    assert batch.old_logprobs is not None
-    assert batch.ref_logprobs is not None
-    return [batch.advantages, batch.old_logprobs, batch.ref_logprobs]
-
-
-def _widened(batch: MicroBatch) -> MicroBatch:
-    """Five columns of padding more."""
-    return replace(batch, **{name: np.pad(getattr(batch, name), ((0, 0), (0, 5))) for name in PER_TOKEN})
+    floats = {name: np.where(batch.loss_mask, getattr(batch, name), np.float32(np.nan)) for name in FLOATS}
+    return replace(batch, tokens=np.where(padding, 99 - batch.tokens, batch.tokens), **floats)
 
 
 def _one_step(group: Group, model: Path, calls: list[list[MicroBatch]]) -> dict[str, torch.Tensor]:
-    actor = group.actor(model, optimizer=OptimizerConfig(lr=0.1, eps=1.0, clip_grad=1e9))
+    actor = make_actor(group, model, optimizer=OptimizerConfig(lr=0.1, eps=1.0, clip_grad=1e9))
     actor.load_hf(model)
     for batches in calls:
         actor.accumulate(batches)
@@ -63,20 +38,19 @@ def _one_step(group: Group, model: Path, calls: list[list[MicroBatch]]) -> dict[
 
 def _variants(group: Group, model: Path) -> dict[str, dict[str, torch.Tensor]]:
     batches = reference.make_batches(4, seed=3)
-    rows = [_row(batch, row) for batch in batches for row in range(len(batch.tokens))]
+    rows = reference.rows_of(batches)
     row = reference.packed(*batches)
     fillers = [collate([], pad_id=0, multiple_of=8, packed=packed) for packed in (False, True)]
     variants = {
         "plain": [batches],
         "poisoned and filled": [[fillers[0], *map(_poisoned, batches)], fillers],
-        "widened": [[_widened(batch) for batch in batches]],
         "rows, reversed": [rows[4:][::-1], rows[:3], [], rows[3:4]],
         "packed": [[row]],
         "packed, poisoned": [[_poisoned(row)]],
         "some packed": [[reference.packed(*batches[1::-1]), reference.packed(batches[2]), batches[3]]],
     }
     results = {name: _one_step(group, model, calls) for name, calls in variants.items()}
-    actor = group.actor(model)
+    actor = make_actor(group, model)
     with pytest.raises(ValueError, match="first token"):
         actor.accumulate([replace(batches[0], loss_mask=batches[0].tokens >= 0)])
     with pytest.raises(ValueError, match="old_logprobs"):
@@ -104,65 +78,8 @@ def test_masked_tokens_give_nothing_and_cuts_do_not_matter(tmp_path: Path) -> No
 
 
 def _gradient_norm(model: Path) -> float:
-    """Of all micro-batches as one batch, in transformers."""
+    """The norm of all micro-batches as one batch, in transformers."""
     module, batches = reference.load(model), reference.make_batches(4, seed=3)
     total = torch.stack([reference.loss_of(module, batch) for batch in batches]).sum()
     (total / sum(batch.trained_tokens for batch in batches)).backward()
-    return _norm(module)
-
-
-def _norm(module: torch.nn.Module) -> float:
     return float(torch.nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None]))
-
-
-KL_COEF, TAU = 0.5, 0.5
-WHOLE_VOCABULARY = AlgorithmConfig(kl_coef=KL_COEF, kl_estimator=KlEstimator.full_forward)
-
-
-def _two_steps(group: Group, model: Path, start: Path) -> list[float]:
-    plan = ReferencePlan(TAU, update_period=1, reset_period=None)
-    aim = Objective(
-        policy_loss(WHOLE_VOCABULARY),
-        reference.TEMPERATURE,
-        divergence=divergence_of(WHOLE_VOCABULARY),
-        reference=plan,
-    )
-    adam = OptimizerConfig(lr=0.05, eps=1.0, clip_grad=1e9, weight_decay=0.0)
-    actor = group.actor(model, ParallelConfig(pp=2), adam, aim)
-    actor.load_hf(start)
-    norms = []
-    for step in (1, 2):
-        actor.accumulate(reference.make_batches(4, seed=3))
-        norms.append(actor.apply().grad_norm)
-        actor.end_step(step)
-    return norms
-
-
-def test_a_kl_goes_to_a_reference_that_follows_each_step(tmp_path: Path) -> None:
-    """The reference begins as `model`, the policy elsewhere."""
-    shape = reference.tiny_config(layers=2)
-    model, start = (reference.make_model(shape, tmp_path / str(seed), seed) for seed in (0, 1))
-    found, _ = on_ranks(_two_steps, 2, model, start)
-    policy, anchor, batches = reference.load(start), reference.load(model), reference.make_batches(4, seed=3)
-    surrogate = policy_loss(replace(WHOLE_VOCABULARY, kl_coef=0.0))
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.05, eps=1.0, weight_decay=0.0)
-    for norm in found:
-        policy.zero_grad()
-        total = torch.zeros(())
-        for batch in batches:
-            log_p, log_r = (_log_p(one, batch) for one in (policy, anchor))
-            kl = (log_r.exp() * (log_r - log_p)).sum()
-            total = total + reference.loss_of(policy, batch, surrogate) + KL_COEF * kl
-        (total / sum(batch.trained_tokens for batch in batches)).backward()
-        assert norm == pytest.approx(_norm(policy), rel=2e-4)
-        optimizer.step()
-        with torch.no_grad():
-            for ours, theirs in zip(anchor.parameters(), policy.parameters(), strict=True):
-                ours.lerp_(theirs, 1.0 - TAU)
-
-
-def _log_p(model: torch.nn.Module, batch: MicroBatch) -> torch.Tensor:
-    """[trained tokens, vocabulary] in the place of each."""
-    row, column = batch.loss_mask.nonzero()
-    logits = model(torch.tensor(batch.tokens)).logits / reference.TEMPERATURE
-    return torch.log_softmax(logits, dim=-1)[row, column - 1]

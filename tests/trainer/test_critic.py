@@ -16,9 +16,10 @@ from rlsys.algorithms.losses import ValueLoss
 from rlsys.config.schema import Dtype, OptimizerConfig, ParallelConfig
 from rlsys.trainer.actor import Critic
 from rlsys.trainer.batches import MicroBatch, collate
+from tests.support.megatron_processes import Group, on_ranks
 from tests.support.refusals import refused
 from tests.trainer import reference
-from tests.trainer.harness import Group, Layout, local_model, on_ranks
+from tests.trainer.harness import Layout, local_model
 
 # Large eps, so that Adam's update depends on the size of the gradient and not only on its sign.
 OPTIMIZER = OptimizerConfig(lr=2e-3, weight_decay=0.1, eps=1e-2, clip_grad=4.0)
@@ -28,19 +29,9 @@ CLIP, STEPS, PER_STEP = 0.3, 2, 4
 ALONE = Layout()
 LAYOUTS = [
     pytest.param(Layout(tp=2, sequence_parallel=True, tied=False), id="tp2-sp"),
-    *(
-        pytest.param(layout, id=name, marks=pytest.mark.slow)
-        for name, layout in {
-            "one-process": ALONE,
-            "dp2": Layout(dp=2, tied=False),
-            "tp2": Layout(tp=2),
-            "pp2-tied": Layout(pp=2, pp_layers=(2, 1)),
-            "cp2": Layout(cp=2),
-            "tp2-cp2-pp2": Layout(tp=2, cp=2, pp=2, pp_layers=(1, 2), sequence_parallel=True),
-            "cp2-dp2": Layout(cp=2, dp=2, tied=False),
-            "tp2-pp2-dp2": Layout(tp=2, pp=2, dp=2, pp_layers=(1, 2), sequence_parallel=True),
-        }.items()
-    ),
+    pytest.param(Layout(pp=2, pp_layers=(2, 1)), id="pp2-tied", marks=pytest.mark.slow),
+    pytest.param(Layout(tp=2, cp=2, sequence_parallel=True), id="tp2-cp2", marks=pytest.mark.slow),
+    pytest.param(Layout(cp=2, dp=2, tied=False), id="cp2-dp2", marks=pytest.mark.slow),
 ]
 
 
@@ -71,11 +62,9 @@ def _packed(*batches: MicroBatch, layout: Layout = ALONE) -> MicroBatch:
     return reference.packed(*batches, also=("values", "returns"), cp=layout.cp, tp=layout.tp)
 
 
-def _critic(
-    group: Group, model: Path, parallel: ParallelConfig | None = None, dtype: Dtype = Dtype.float32, scratch: str = "."
-) -> Critic:
+def _critic(group: Group, model: Path, parallel: ParallelConfig | None = None, dtype: Dtype = Dtype.float32) -> Critic:
     config, loss = local_model(model, dtype), ValueLoss(CLIP)
-    return Critic(group.meet(), config, parallel or ParallelConfig(), OPTIMIZER, loss, STEPS, 1, scratch)
+    return Critic(group.meet(), config, parallel or ParallelConfig(), OPTIMIZER, loss, STEPS, seed=1)
 
 
 def _train(critic: Critic, step: int, layout: Layout = ALONE) -> list[Any]:
@@ -96,14 +85,19 @@ def _probe(layout: Layout) -> list[MicroBatch]:
     return [first, _packed(*others, layout=layout), layout.filler or collate([], pad_id=0, multiple_of=4)]
 
 
-def _in_group(group: Group, layout: Layout, model: Path) -> dict[str, Any]:
+def _in_group(group: Group, layout: Layout, model: Path, checkpoint: Path) -> dict[str, Any]:
     critic = _critic(group, model, layout.parallel)
     critic.load_hf(model)
-    return {
-        "before": critic.compute(_probe(layout)),
-        "steps": [_train(critic, step, layout) for step in range(STEPS)],
-        "after": critic.compute(_probe(layout)),
-    }
+    results = {"before": critic.compute(_probe(layout)), "steps": [_train(critic, 0, layout)]}
+    critic.begin_save(checkpoint)
+    critic.finish_save()
+    results["steps"].append(_train(critic, 1, layout))
+    results["after"] = critic.compute(_probe(layout))
+    # Cut otherwise: all in one stage, one copy a rank.
+    critic = _critic(group, model)
+    critic.load(checkpoint)
+    _train(critic, 1)
+    return results | {"after, cut otherwise": critic.compute(_probe(ALONE))}
 
 
 def _values(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
@@ -114,25 +108,15 @@ def _values(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
 
 def _reference_steps(model: torch.nn.Module) -> list[float]:
     """Train on each step's micro-batches as one batch; gradient norms before clipping."""
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed}, others],
-        lr=OPTIMIZER.lr,
-        eps=OPTIMIZER.eps,
-        weight_decay=OPTIMIZER.weight_decay,
-    )
+    optimizer = reference.adamw(model, OPTIMIZER)
     norms = []
     for batches in _steps():
         optimizer.zero_grad()
         errors = []
         for batch in batches:
-            mask, old, target = (
-                torch.tensor(part)[torch.tensor(batch.loss_mask)]
-                for part in (batch.loss_mask, batch.values, batch.returns)
-            )
-            assert mask.all()
-            v = _values(model, batch)[torch.tensor(batch.loss_mask)]
+            mask = torch.tensor(batch.loss_mask)
+            old, target = torch.tensor(batch.values)[mask], torch.tensor(batch.returns)[mask]
+            v = _values(model, batch)[mask]
             near = torch.minimum(torch.maximum(v, old - CLIP), old + CLIP)
             errors.append(0.5 * torch.maximum((v - target) ** 2, (near - target) ** 2))
         torch.cat(errors).mean().backward()
@@ -158,7 +142,7 @@ def test_values_and_training_equal_transformers(layout: Layout, tmp_path: Path) 
     policy = reference.make_model(reference.tiny_config(tied=layout.tied), tmp_path / "policy")
     model = _classifier(policy, tmp_path / "model")
     world = layout.processes
-    results = on_ranks(_in_group, world, layout, model)
+    results = on_ranks(_in_group, world, layout, model, tmp_path / "checkpoint")
 
     trained = AutoModelForTokenClassification.from_pretrained(model, dtype=torch.float32)
     for rank in layout.reporting:
@@ -167,6 +151,8 @@ def test_values_and_training_equal_transformers(layout: Layout, tmp_path: Path) 
     for rank in layout.reporting:
         after = _assert_values(results[rank]["after"], trained, 1e-4, layout)
     assert np.abs(after - before).max() > 0.05
+    for found in results:
+        _assert_values(found["after, cut otherwise"], trained, 1e-4, ALONE)
     for rank in set(range(world)) - set(layout.reporting):
         assert results[rank]["before"] is None
         assert not any(stats for step in results[rank]["steps"] for stats in step[0])
@@ -178,8 +164,7 @@ def test_values_and_training_equal_transformers(layout: Layout, tmp_path: Path) 
 
 
 def _alone(group: Group, policy: Path, model: Path, out: Path) -> None:
-    """Padding, packing, fresh heads and offloading, in one process."""
-    critic = _critic(group, policy, scratch=str(out))
+    critic = _critic(group, policy)
     critic.load_hf(policy)
     padded = _steps()[0]
     found = critic.compute(padded)
@@ -201,13 +186,12 @@ def _alone(group: Group, policy: Path, model: Path, out: Path) -> None:
     with refused("mismatch", out / "two_labels"):
         critic.load_hf(out / "two_labels")
     critic.load_hf(model)
-    before = critic.compute(padded)
+    (exact,) = critic.compute(padded[:1]) or ()
     critic = _critic(group, policy, dtype=Dtype.bfloat16)
     critic.load_hf(model)
     (rough,) = critic.compute(padded[:1]) or ()
     assert rough.dtype == np.float32
-    assert before is not None
-    np.testing.assert_allclose(rough, before[0], atol=0.2)
+    np.testing.assert_allclose(rough, exact, atol=0.2)
 
 
 def test_packing_does_not_matter_and_a_fresh_critic_knows_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What leaves the actor and what the log-prob worker makes of it, where the memory between them is tight."""
+"""Weights on their way from the actor to the log-prob worker, where the memory between them is tight."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from rlsys.trainer import export as export_module
 from rlsys.trainer.log_prob import LogProbWorker
 from rlsys.weights.transport import Bucket, digest, pack, unpack
 from rlsys.weights.weight_map import largest_tensor_bytes
+from tests.support import transport_ends as ends
+from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
-from tests.trainer.harness import Group, Layout, digest_of, export, local_model, on_ranks
-from tests.weights import ends
+from tests.trainer.harness import digest_of, export, local_model, make_actor
 
 
 def _in_process(group: Group, model: Path, other: Path) -> None:
-    actor = group.actor(model)
+    actor = make_actor(group, model)
     actor.load_hf(other)
     smallest = largest_tensor_bytes(model, Dtype.float32)
     buckets = export(actor, smallest)
@@ -57,9 +58,14 @@ def test_buckets_are_as_small_as_the_model_allows_and_may_lie_in_one_memory(tmp_
     on_ranks(_in_process, 1, model, other)
 
 
-def _every_stage_sends(group: Group, layout: Layout, models: list[Path], folder: Path) -> None:
-    export_module.open_sender = ends.sender_of
-    actor, rank = group.actor(models[0], layout.parallel), group.rank
+def _every_stage_sends(group: Group, models: list[Path], folder: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_module, "open_sender", ends.sender_of)
+        _send_all(group, models, folder)
+
+
+def _send_all(group: Group, models: list[Path], folder: Path) -> None:
+    actor, rank = make_actor(group, models[0], ParallelConfig(pp=2, pp_layers=[2, 1])), group.rank
     spec = ends.spec(SyncMode.ipc, 1, folder, bucket_bytes=50_000)
     receiver = ends.receiver_of(replace(spec, rank=1))
     speed = actor.open_export(spec)
@@ -90,17 +96,10 @@ def _every_stage_sends(group: Group, layout: Layout, models: list[Path], folder:
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], expected[name]) for name in expected)
             assert whole == digest(checksums)
-            assert len(pids) == layout.pp, "each stage hands out its own"
+            assert len(pids) == 2, "each stage hands out its own"
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(Layout(pp=2, pp_layers=(2, 1), tied=False), id="two stages"),
-        pytest.param(Layout(tp=2, pp=2, pp_layers=(1, 2)), id="cut stages", marks=pytest.mark.slow),
-    ],
-)
-def test_each_stage_hands_its_part_out_where_it_lies(layout: Layout, tmp_path: Path) -> None:
-    shape = reference.tiny_config(tied=layout.tied)
+def test_each_stage_hands_its_part_out_where_it_lies(tmp_path: Path) -> None:
+    shape = reference.tiny_config(tied=False)
     models = [reference.make_model(shape, tmp_path / str(seed), seed=seed) for seed in (1, 2)]
-    on_ranks(_every_stage_sends, layout.processes, layout, models, tmp_path)
+    on_ranks(_every_stage_sends, 2, models, tmp_path)

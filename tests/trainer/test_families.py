@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +25,9 @@ from rlsys.trainer.model.layers import ExpertRouter
 from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.weights.hf_io import HfReader
 from rlsys.weights.weight_map import read_architecture
+from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
-from tests.trainer.harness import Group, local_model, on_ranks
+from tests.trainer.harness import local_model
 
 WIDTH = 120
 FAMILIES: dict[str, PretrainedConfig] = {
@@ -48,11 +48,6 @@ def _batch() -> MicroBatch:
     mask = np.arange(WIDTH)[None, :].repeat(2, axis=0) > 0
     lengths = np.full(2, WIDTH)
     return MicroBatch(tokens, lengths, mask, np.zeros(tokens.shape, np.float32))
-
-
-def _model(group: Group, path: Path) -> PolicyModel:
-    place = mesh.start(group.meet(), ParallelConfig(), seed=1)
-    return PolicyModel(read_architecture(path), local_model(path), ParallelConfig(), place)
 
 
 def _on_the_way_through(group: Group, folder: Path, names: Sequence[str]) -> dict[str, Any]:
@@ -81,22 +76,6 @@ def test_logits_of_every_family_equal_transformers(tmp_path: Path) -> None:
             assert torch.equal(original.get(tensor), value), (name, tensor)
 
 
-@pytest.mark.parametrize("by", [4, 40])
-def test_a_model_is_the_same_wherever_its_weights_lie_in_their_file(by: int, tmp_path: Path) -> None:
-    """Files are mapped, and kernels of some CPUs round otherwise where memory is not aligned."""
-    model = reference.make_model(FAMILIES["qwen2, tied"], tmp_path / "model")
-    shutil.copytree(model, tmp_path / "moved")
-    file = tmp_path / "moved" / "model.safetensors"
-    content = file.read_bytes()
-    begin = 8 + int.from_bytes(content[:8], "little")
-    file.write_bytes((begin - 8 + by).to_bytes(8, "little") + content[8:begin] + b" " * by + content[begin:])
-    (found,) = on_ranks(_on_the_way_through, 1, tmp_path, ["model", "moved"])
-    (logits, weights), (others, moved) = found.values()
-    assert all(torch.equal(weights[name], tensor) for name, tensor in moved.items())
-    torch.testing.assert_close(others, logits, rtol=2e-5, atol=5e-5)
-    torch.testing.assert_close(others[:, : reference.VOCAB], _expected(tmp_path / "moved"), rtol=2e-5, atol=5e-5)
-
-
 def _expected(path: Path) -> Tensor:
     """In the order of the targets: row by row, of the position before each."""
     with torch.no_grad():
@@ -104,7 +83,8 @@ def _expected(path: Path) -> Tensor:
 
 
 def _load_tied_with_another_output_layer(group: Group, path: Path) -> None:
-    model = _model(group, path)
+    place = mesh.start(group.meet(), ParallelConfig(), seed=1)
+    model = PolicyModel(read_architecture(path), local_model(path), ParallelConfig(), place)
     with pytest.raises(UserError, match="lm_head"):
         load_hf(model, path)
 

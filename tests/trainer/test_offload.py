@@ -7,6 +7,7 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +24,14 @@ from rlsys.trainer.actor import Actor
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
 from rlsys.trainer.offload import HostBlocks, InHostMemory, Offload
 from rlsys.weights.transport import open_sender
+from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
-from tests.trainer.harness import (
-    OPTIMIZER,
-    Group,
-    digest_of,
-    export,
-    local_model,
-    on_ranks,
-    shared_memory,
-    weights_of,
-)
+from tests.trainer.harness import OPTIMIZER, digest_of, export, local_model, make_actor, shared_memory, weights_of
 
 AVERAGE = ReferencePlan(tau=0.5, update_period=2, reset_period=None)
 STEPS = [reference.make_batches(4, seed=step) for step in range(3)]
 MIB = 2**20
+PP2 = ParallelConfig(pp=2, pp_layers=[2, 1])
 
 
 def raw(tensor: Tensor) -> bytes:
@@ -86,10 +80,7 @@ def test_without_room_nothing_is_released(tmp_path: Path) -> None:
     tensors = [torch.randn(MIB // 4) for _ in range(3)]
     before = [raw(tensor) for tensor in tensors]
     memory = Offload("The tester", lambda: tensors)
-    with (
-        _files_of_at_most(2 * MIB),
-        pytest.raises(RunError, match=f"{tmp_path}"),
-    ):
+    with _files_of_at_most(2 * MIB), pytest.raises(RunError, match=f"{tmp_path}"):
         memory.offload(tmp_path)
     assert memory.away is None
     assert [raw(tensor) for tensor in tensors] == before
@@ -155,20 +146,6 @@ def test_a_gpu_gets_its_memory_back(tmp_path: Path) -> None:
         assert not zeros.any()
 
 
-VARIANTS = {
-    "dp2": (2, ParallelConfig(), True, Dtype.float32),
-    "tp2 pp2": (4, ParallelConfig(tp=2, pp=2, pp_layers=[2, 1]), True, Dtype.float32),
-    "bfloat16": (4, ParallelConfig(tp=2, sequence_parallel=True), True, Dtype.bfloat16),
-    "not distributed": (4, ParallelConfig(tp=2), False, Dtype.bfloat16),
-}
-
-
-def _actor(group: Group, model: Path, variant: str, scratch: Path) -> Actor:
-    _, parallel, distributed, dtype = VARIANTS[variant]
-    optimizer = replace(OPTIMIZER, distributed=distributed)
-    return group.actor(model, parallel, optimizer, dtype=dtype, scratch=scratch / "scratch")
-
-
 def _train(actor: Actor, step: int) -> dict[str, Tensor]:
     """The weights after one step, and the gradient's norm."""
     actor.accumulate(STEPS[step][actor.place.dp :: actor.place.dp_size])
@@ -181,13 +158,17 @@ def _away_and_back(actor: Actor) -> None:
     assert away.bytes == there.bytes > 0
 
 
-def _switching(group: Group, model: Path, out: Path, variant: str) -> tuple[list[Any], list[Any]]:
+def _switching(
+    group: Group, model: Path, out: Path, parallel: ParallelConfig, distributed: bool, dtype: Dtype
+) -> tuple[list[Any], list[Any]]:
     """Weights step by step of a run that does not switch, and the same of those that do."""
-    actor = _actor(group, model, variant, out)
+    optimizer = replace(OPTIMIZER, distributed=distributed)
+    new = partial(make_actor, group, model, parallel, optimizer, dtype=dtype, scratch=out / "scratch")
+    actor = new()
     actor.load_hf(model)
     plain = [_train(actor, step) for step in range(3)]
 
-    actor = _actor(group, model, variant, out)
+    actor = new()
     _away_and_back(actor)  # as after the build, before there is any state of Adam
     actor.load_hf(model)
     switched = [_train(actor, 0)]
@@ -200,16 +181,25 @@ def _switching(group: Group, model: Path, out: Path, variant: str) -> tuple[list
     actor.finish_save()
     switched.append(_train(actor, 2))
 
-    actor = _actor(group, model, variant, out)
+    actor = new()
     actor.load(out / "checkpoint")
     _away_and_back(actor)
     return [*plain, plain[1], plain[2]], [*switched, exported, _train(actor, 2)]
 
 
-@pytest.mark.parametrize("variant", ["dp2", *(pytest.param(name, marks=pytest.mark.slow) for name in [*VARIANTS][1:])])
-def test_a_run_that_switches_equals_one_that_does_not(variant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("processes", "parallel", "distributed", "dtype"),
+    [
+        pytest.param(2, ParallelConfig(), True, Dtype.float32, id="dp2"),
+        pytest.param(4, PP2, True, Dtype.bfloat16, id="pp2 dp2 bfloat16", marks=pytest.mark.slow),
+        pytest.param(2, ParallelConfig(tp=2), False, Dtype.bfloat16, id="not distributed", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_switches_equals_one_that_does_not(
+    processes: int, parallel: ParallelConfig, distributed: bool, dtype: Dtype, tmp_path: Path
+) -> None:
     model = reference.make_model(reference.tiny_config(), tmp_path / "model")
-    wanted, got = on_ranks(_switching, VARIANTS[variant][0], model, tmp_path, variant)[0]
+    wanted, got = on_ranks(_switching, processes, model, tmp_path, parallel, distributed, dtype)[0]
     for number, (one, other) in enumerate(zip(wanted, got, strict=True)):
         assert one.keys() == other.keys()
         for name, tensor in one.items():
@@ -217,14 +207,14 @@ def test_a_run_that_switches_equals_one_that_does_not(variant: str, tmp_path: Pa
     assert not torch.equal(wanted[0]["model.norm.weight"], wanted[2]["model.norm.weight"])
 
 
-def _refused(calls: dict[str, Callable[[], object]], who: str) -> None:
-    for purpose, call in calls.items():
-        with pytest.raises(RunError, match=rf"{who} .* cannot {purpose}"):
+def _refused(*calls: Callable[[], object]) -> None:
+    for call in calls:
+        with pytest.raises(RunError, match="offloaded"):
             call()
 
 
 def _refusals(group: Group, model: Path, out: Path) -> None:
-    actor = group.actor(model, scratch=out)
+    actor = make_actor(group, model, scratch=out)
     actor.load_hf(model)
     actor.accumulate(STEPS[0][:1])
     for holds_gradients in (actor.offload, lambda: actor.begin_save(out / "checkpoint")):
@@ -235,17 +225,14 @@ def _refusals(group: Group, model: Path, out: Path) -> None:
     begun.next()
     actor.offload()
     _refused(
-        {
-            "load weights": lambda: actor.load_hf(model),
-            "accumulate": lambda: actor.accumulate(STEPS[0]),
-            "apply": actor.apply,
-            "export": begun.next,
-            "save": lambda: actor.begin_save(out / "checkpoint"),
-            "load": lambda: actor.load(out / "checkpoint"),
-        },
-        "actor",
+        lambda: actor.load_hf(model),
+        lambda: actor.accumulate(STEPS[0]),
+        actor.apply,
+        begun.next,
+        lambda: actor.export(50_000, None),
+        lambda: actor.begin_save(out / "checkpoint"),
+        lambda: actor.load(out / "checkpoint"),
     )
-    _refused({"export": lambda: actor.export(50_000, None)}, "actor")
     actor.restore()
     buckets = export(actor, 50_000)
     sent = digest_of(buckets)
@@ -256,14 +243,7 @@ def _refusals(group: Group, model: Path, out: Path) -> None:
     away = worker.offload()
     weights = sum(tensor.nbytes for tensor in reference.named_tensors(reference.load(model)).values())
     assert weights < away.bytes <= 2.2 * weights, "policy and reference, all but the ends of their tensors"
-    _refused(
-        {
-            "compute": lambda: worker.compute(STEPS[1]),
-            "begin an update": worker.begin_update,
-            "take weights": lambda: worker.take_bucket(buckets[0]),
-        },
-        "log-prob worker",
-    )
+    _refused(lambda: worker.compute(STEPS[1]), worker.begin_update, lambda: worker.take_bucket(buckets[0]))
     worker.restore()
     worker.begin_update()
     for number, bucket in enumerate(buckets):
@@ -272,14 +252,9 @@ def _refusals(group: Group, model: Path, out: Path) -> None:
             worker.offload()
             worker.restore()
     worker.finish_update(1, sent)
-    before = worker.compute(STEPS[1])
-    worker.offload()
-    worker.restore()
     after = worker.compute(STEPS[1])
-    assert before is not None
     assert after is not None
-    assert (before[0].policy == after[0].policy).all()
-    assert (before[0].policy != first[0].policy).any()
+    assert (after[0].policy != first[0].policy).any()
     assert (after[0].reference == first[0].reference).all()
 
 

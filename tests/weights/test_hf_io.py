@@ -7,12 +7,12 @@ import os
 import pickle
 import struct
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM
 from rlsys.errors import Code
 from rlsys.weights import hf_io
 from rlsys.weights.hf_io import DTYPES, INDEX, SINGLE, HfReader, TensorSpec, file_bytes, write_safetensors
+from tests.support.hf_models import make_model
 from tests.support.refusals import refused
-from tests.weights.convert.models import make_model
-from tests.weights.ends import raw
+from tests.support.tensors import raw
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
@@ -32,11 +32,12 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
 
 
 def of_dtype(dtype: torch.dtype, *shape: int) -> Tensor:
-    numbers = torch.randn(shape) * 10
+    """Random numbers that do not lie one after the other."""
+    numbers = (torch.randn((*shape, 2)) * 10)[..., 0]
     return (numbers > 0) if dtype is torch.bool else numbers.abs().to(dtype)
 
 
-def test_what_transformers_wrote_is_read(tmp_path: Path) -> None:
+def test_the_files_of_a_model_that_transformers_wrote_are_read(tmp_path: Path) -> None:
     model = make_model(tmp_path, "llama", shard_size="20KB")
     expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).state_dict()
     reader = pickle.loads(pickle.dumps(HfReader(model)))
@@ -47,28 +48,6 @@ def test_what_transformers_wrote_is_read(tmp_path: Path) -> None:
         assert raw(reader.get(name)) == raw(tensor), name
 
 
-def test_every_dtype_and_view_goes_both_ways(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    tensors = {str(dtype): of_dtype(dtype, 3, 5) for dtype in DTYPES.values()}
-    whole = torch.arange(24.0).view(4, 6)
-    tensors |= {"scalar": torch.tensor(2.0), "empty": torch.empty(0, 4), "columns": whole[:, 2:4], "turned": whole.T}
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / SINGLE)
-    reader = HfReader(tmp_path)
-    for name, tensor in tensors.items():
-        assert reader.spec(name) == spec_of(name, tensor)
-        assert raw(reader.get(name)) == raw(tensor), name
-
-    written = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-    specs = [spec_of(*item) for item in written]
-    write_safetensors(tmp_path / "again.safetensors", specs, iter(written))
-    assert (tmp_path / "again.safetensors").stat().st_size == file_bytes(specs)
-    back = load_file(tmp_path / "again.safetensors")
-    assert back.keys() == tensors.keys()
-    assert all(raw(back[name]) == raw(tensor) for name, tensor in tensors.items())
-    with safe_open(tmp_path / "again.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}, "transformers refuses files that do not say so"
-
-
 @settings(max_examples=30)
 @given(
     contents=st.dictionaries(
@@ -77,17 +56,29 @@ def test_every_dtype_and_view_goes_both_ways(tmp_path: Path) -> None:
         max_size=6,
     )
 )
-def test_any_file_is_one_that_the_library_reads(
+@example(contents={name: (dtype, (3, 5)) for name, dtype in DTYPES.items()})
+def test_files_are_those_of_the_library(
     contents: dict[str, tuple[torch.dtype, tuple[int, ...]]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """In any order of dtypes: then some are not aligned."""
-    path = tmp_path_factory.mktemp("any") / "model.safetensors"
+    """Dtypes come in any order: then some are not aligned."""
+    path = tmp_path_factory.mktemp("any") / SINGLE
     tensors = {name: of_dtype(dtype, *shape) for name, (dtype, shape) in contents.items()}
-    write_safetensors(path, [spec_of(*item) for item in tensors.items()], iter(tensors.items()))
-    reader = HfReader(path.parent)
-    assert load_file(path).keys() == tensors.keys() == reader.names()
-    for name, tensor in tensors.items():
-        assert raw(reader.get(name)) == raw(tensor)
+    specs = [spec_of(*item) for item in tensors.items()]
+
+    def assert_holds_all() -> None:
+        reader, by_library = HfReader(path.parent), load_file(path)
+        assert by_library.keys() == tensors.keys() == reader.names()
+        for spec in specs:
+            assert reader.spec(spec.name) == spec
+            assert raw(reader.get(spec.name)) == raw(by_library[spec.name]) == raw(tensors[spec.name])
+
+    write_safetensors(path, specs, iter(tensors.items()))
+    assert path.stat().st_size == file_bytes(specs)
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}, "transformers refuses files that do not say so"
+    assert_holds_all()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    assert_holds_all()
 
 
 def test_a_tensor_is_a_copy_to_whoever_writes_to_it(tmp_path: Path) -> None:
@@ -96,23 +87,16 @@ def test_a_tensor_is_a_copy_to_whoever_writes_to_it(tmp_path: Path) -> None:
     assert torch.equal(HfReader(tmp_path).get("a"), torch.arange(1000.0))
 
 
-def _breaks_off() -> Iterator[tuple[str, Tensor]]:
-    yield "a", torch.zeros(2)
-    raise ValueError
-
-
 @pytest.mark.parametrize(
     "tensors",
     [
-        [("a", torch.zeros(2)), ("c", torch.zeros(3))],
-        [("a", torch.zeros(2)), ("b", torch.zeros(4))],
-        [("a", torch.zeros(2)), ("b", torch.zeros(3, dtype=torch.float16))],
-        [("a", torch.zeros(2))],
-        _breaks_off(),
+        pytest.param([("a", torch.zeros(2)), ("c", torch.zeros(3))], id="name"),
+        pytest.param([("a", torch.zeros(2)), ("b", torch.zeros(4))], id="shape"),
+        pytest.param([("a", torch.zeros(2)), ("b", torch.zeros(3, dtype=torch.float16))], id="dtype"),
+        pytest.param([("a", torch.zeros(2))], id="missing"),
     ],
-    ids=["name", "shape", "dtype", "missing", "breaks off"],
 )
-def test_other_tensors_than_announced_make_no_file(tensors: Iterator[tuple[str, Tensor]], tmp_path: Path) -> None:
+def test_other_tensors_than_announced_make_no_file(tensors: list[tuple[str, Tensor]], tmp_path: Path) -> None:
     specs = [TensorSpec("a", torch.float32, (2,)), TensorSpec("b", torch.float32, (3,))]
     with pytest.raises(ValueError):  # noqa: PT011
         write_safetensors(tmp_path / SINGLE, specs, iter(tensors))
@@ -129,19 +113,18 @@ F32 = '{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, %d]}}'
 @pytest.mark.parametrize(
     "content",
     [
-        b"abc",
-        header(b"{}", 10**15),
-        header(b"not json"),
-        header(b"[]"),
-        header(b'{"a": 3}'),
-        header((F32 % 8).encode()),
-        header((F32 % 4).encode()) + bytes(8),
-        header((F32 % 8).replace("F32", "Q2").encode()) + bytes(8),
-        *(header((F32 % 8).replace("[2]", shape).encode()) + bytes(8) for shape in ("[-1, -2]", "[2.0]", "[true, 2]")),
-        header(b'{"a": {"dtype": "F32", "shape": [0, 99999999999999999999], "data_offsets": [0, 0]}}'),
-        header(b"[" * 200_000),
+        pytest.param(b"abc", id="short"),
+        pytest.param(header(b"{}", 10**15), id="header longer than the file"),
+        pytest.param(header(b"not json"), id="no JSON"),
+        pytest.param(header(b'{"a": 3}'), id="no entry"),
+        pytest.param(header((F32 % 8).encode()), id="cut"),
+        pytest.param(header((F32 % 4).encode()) + bytes(8), id="fewer bytes than the shape"),
+        pytest.param(header((F32 % 8).replace("F32", "Q2").encode()) + bytes(8), id="dtype"),
+        pytest.param(header((F32 % 8).replace("[2]", "[-1, -2]").encode()) + bytes(8), id="negative"),
+        pytest.param(header((F32 % 8).replace("[2]", "[true, 2]").encode()) + bytes(8), id="boolean"),
+        pytest.param(header((F32 % 0).replace("[2]", f"[0, {10**20}]").encode()), id="huge"),
+        pytest.param(header(b"[" * 200_000), id="deep"),
     ],
-    ids=range(13),
 )
 def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(content)
@@ -153,11 +136,6 @@ def _index(content: object) -> Callable[[Path], object]:
     return lambda folder: (folder / INDEX).write_text(content if isinstance(content, str) else json.dumps(content))
 
 
-def _two_files(folder: Path) -> None:
-    for file in (SINGLE, "old.safetensors"):
-        save_file({"a": torch.zeros(1), file: torch.zeros(1)}, folder / file)
-
-
 def _beside_an_index(folder: Path) -> None:
     """transformers reads the one and other programs the others."""
     _index({"weight_map": {"b": "part.safetensors"}})(folder)
@@ -167,19 +145,17 @@ def _beside_an_index(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "code", "key"),
     [
-        (Path.is_dir, "empty", ""),
-        (lambda folder: folder.rename(folder.with_name("gone")), "not_found", ""),
-        (lambda folder: (folder / SINGLE).mkdir(), "malformed", SINGLE),
-        (_index({"weight_map": {"a": "gone.safetensors"}}), "not_found", "gone.safetensors"),
-        (_index({"weight_map": {"a": "part.safetensors"}}), "mismatch", "part.safetensors"),
-        (_index([1]), "malformed", INDEX),
-        (_index({"weight_map": ["a"]}), "malformed", INDEX),
-        (_index("[" * 200_000), "malformed", INDEX),
-        (_index({"weight_map": {"a": "../part.safetensors"}}), "unsafe", INDEX),
-        (_index({"weight_map": {"a": 3}}), "unsafe", INDEX),
-        (_beside_an_index, "conflict", ""),
+        pytest.param(Path.is_dir, "empty", "", id="empty"),
+        pytest.param(lambda folder: folder.rename(folder.with_name("gone")), "not_found", "", id="gone"),
+        pytest.param(lambda folder: (folder / SINGLE).mkdir(), "malformed", SINGLE, id="folder"),
+        pytest.param(_index({"weight_map": {"a": "gone.safetensors"}}), "not_found", "gone.safetensors", id="no file"),
+        pytest.param(_index({"weight_map": {"a": "part.safetensors"}}), "mismatch", "part.safetensors", id="no tensor"),
+        pytest.param(_index({"weight_map": ["a"]}), "malformed", INDEX, id="no index"),
+        pytest.param(_index("[" * 200_000), "malformed", INDEX, id="deep index"),
+        pytest.param(_index({"weight_map": {"a": "../part.safetensors"}}), "unsafe", INDEX, id="outside"),
+        pytest.param(_index({"weight_map": {"a": 3}}), "unsafe", INDEX, id="no name"),
+        pytest.param(_beside_an_index, "conflict", "", id="file beside the index"),
     ],
-    ids=range(11),
 )
 def test_a_folder_that_is_no_model_is_refused(
     make: Callable[[Path], object], code: Code, key: str, tmp_path: Path
@@ -195,7 +171,8 @@ def test_a_folder_that_is_no_model_is_refused(
 
 def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     """Nothing says which of two files counts."""
-    _two_files(tmp_path)
+    for file in (SINGLE, "old.safetensors"):
+        save_file({"a": torch.zeros(1), file: torch.zeros(1)}, tmp_path / file)
     with refused("conflict", "a"):
         HfReader(tmp_path)
 

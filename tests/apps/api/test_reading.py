@@ -15,8 +15,8 @@ from rlsys.apps.api import EvaluationResult, HttpRetriever, TrainingResult
 from rlsys.apps.api.arguments import RunSettings
 from rlsys.errors import UserError
 from rlsys.observe.records import read_metrics
-from tests.report.made import made_run
 from tests.support.damage import DAMAGES, OBJECTS
+from tests.support.made_run import made_run
 from tests.support.refusals import refused
 
 AVERAGE = {"em": {"mean": 0.25}, "f1": {"mean": 0.5}, "searches": 1.5, "questions": 4}

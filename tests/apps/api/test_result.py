@@ -1,104 +1,101 @@
-"""Commands that a result runs: their settings, their failures, and interrupts, which end them first."""
+"""Results of a training and an evaluation, read from files that may be damaged."""
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-import time
+import json
+import re
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlsys.apps.api import HttpRetriever, TrainingResult
+from rlsys.apps.api import EvaluationResult, HttpRetriever, TrainingResult, training_result
 from rlsys.apps.api.arguments import RunSettings
-from rlsys.errors import RunError, UserError
+from rlsys.errors import UserError
+from tests.support.damage import DAMAGES, OBJECTS
+from tests.support.made_run import made_run
+from tests.support.refusals import refused
 
-TRAINED = "examples/searchr1/tiny/policy"
+AVERAGE = {"em": {"mean": 0.25}, "f1": {"mean": 0.5}, "searches": 1.5, "questions": 4}
 
 
-def result(folder: Path) -> TrainingResult:
+@pytest.fixture
+def trained(tmp_path: Path) -> TrainingResult:
+    """The result of a run of three steps."""
+    run = made_run(tmp_path / "run")
     overrides = ("search.url=http://old:1", "search.token_env=OLD", "search.timeout_s=77")
     settings = RunSettings("searchr1_tiny_cpu", overrides, frozenset({"search.url", "search.token_env"}))
-    return TrainingResult(folder, {"checkpoint": TRAINED}, settings, HttpRetriever("http://new:2"))
+    trained = {"checkpoint": "examples/searchr1/tiny/policy"}
+    return TrainingResult(run, trained, settings, HttpRetriever("http://new:2"))
 
 
-def test_own_settings_of_the_search_are_handed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def evaluated(tmp_path: Path) -> EvaluationResult:
+    """The result of two answers."""
+    (tmp_path / "results.json").write_text(json.dumps({"sets": {}, "average": AVERAGE}))
+    (tmp_path / "answers.jsonl").write_text('{"uid": "a\u2028b"}\n{"uid": "c"}\n')
+    return EvaluationResult(tmp_path)
+
+
+def test_a_whole_run_has_its_history_and_its_report(trained: TrainingResult) -> None:
+    (trained.run_dir / "run.json").write_text("{")  # Not of the history's concern.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows = trained.history
+    assert rows == [json.loads(line) for line in (trained.run_dir / "metrics.jsonl").read_text().splitlines()]
+    report = trained.report()
+    model = re.search(r'<script type="application/json" id="model">(.*?)</script>', report.read_text())
+    assert model is not None
+    (run,) = json.loads(model[1])["runs"]
+    assert run["metrics"]["actor/entropy"] == [row["actor/entropy"] for row in rows]
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"step": "two"}'])
+def test_a_damaged_row_of_the_history_is_named(trained: TrainingResult, line: str) -> None:
+    file = trained.run_dir / "metrics.jsonl"
+    first, _, third = file.read_text().splitlines()
+    file.write_text("\n".join([first, line, third]) + "\n")
+    with pytest.warns(UserWarning, match="line 2") as caught:
+        assert [row["step"] for row in trained.history] == [1, 3]
+    (warning,) = caught
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGES.keys() - {*OBJECTS}))
+def test_a_file_of_which_nothing_can_be_read_is_refused(
+    damage: str, trained: TrainingResult, evaluated: EvaluationResult
+) -> None:
+    asked: list[tuple[Path, Callable[[], Any]]] = [
+        (trained.run_dir / "metrics.jsonl", lambda: trained.history),
+        (evaluated.folder / "results.json", lambda: evaluated.em),
+        (evaluated.folder / "answers.jsonl", lambda: evaluated.answers),
+    ]
+    for file, ask in asked:
+        DAMAGES[damage](file)
+        with pytest.raises(UserError) as caught:
+            ask()
+        assert caught.value.code in ("not_found", "malformed", "empty")
+        assert caught.value.key == str(file)
+
+
+def test_an_evaluation_is_read_and_a_figure_that_is_not_there_is_named(evaluated: EvaluationResult) -> None:
+    assert (evaluated.em, evaluated.f1, evaluated.questions) == (0.25, 0.5, 4)
+    assert str(evaluated).startswith("EM 0.250, F1 0.500, 1.50 searches a question, 4 questions; see ")
+    assert [row["uid"] for row in evaluated.answers] == ["a\u2028b", "c"]
+    for average in (None, {"em": 1.0}, {"em": {"mean": None}}):
+        (evaluated.folder / "results.json").write_text(json.dumps({"average": average}))
+        with refused("missing", evaluated.folder / "results.json"):
+            _ = evaluated.em
+
+
+def test_own_settings_of_the_search_are_handed_on(trained: TrainingResult, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr("rlsys.apps.api.training_result._rlsys", lambda *words: asked.append(words))
-    result(tmp_path).evaluate(limit=3)
+    monkeypatch.setattr(training_result, "_rlsys", lambda *words: asked.append(words))
+    trained.evaluate(limit=3)
     settings = [word for word in asked[0] if word.startswith("search.")]
     assert settings == [
         "search.timeout_s=77", "search.url='http://new:2'", "search.topk=3", "search.replicas=[]",
         "search.token_env=null",
     ]  # fmt: skip
-
-
-CHILD = """
-import signal, sys, time
-def end(*_):
-    print("closing", file=sys.stderr, flush=True)
-    time.sleep(1)  # More than the quarter of a second that Python itself waits for a child.
-    open({done!r}, "w").close()
-    sys.exit(1)
-signal.signal(signal.SIGINT, end)
-open({begun!r}, "w").close()
-time.sleep(600)
-"""
-PARENT = """
-import signal, subprocess, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # A test run in the background ignores it, and so would this.
-from rlsys.apps.api import training_result as result
-popen = subprocess.Popen
-result.subprocess.Popen = lambda command, **more: popen([sys.executable, {child!r}], **more)
-result._rlsys("eval")
-"""
-
-
-def test_an_interrupt_ends_the_command_first_which_has_time_to_close(tmp_path: Path) -> None:
-    child, begun, done = tmp_path / "child.py", tmp_path / "begun", tmp_path / "done"
-    child.write_text(CHILD.format(begun=str(begun), done=str(done)))
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT.format(child=str(child))], stderr=subprocess.PIPE, text=True
-    )
-    until = time.monotonic() + 100
-    while not begun.exists():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    parent.send_signal(signal.SIGINT)
-    _, said = parent.communicate(timeout=100)
-    assert done.exists()
-    assert "KeyboardInterrupt" in said
-    assert "closing" in said
-
-
-@pytest.mark.parametrize(
-    ("said", "status", "expected"),
-    [
-        (
-            "the disk is full. [no_room]",
-            2,
-            UserError("rlsys convert: the disk is full.", code="no_room", key="convert"),
-        ),
-        ("Usage: [OPTIONS]", 2, UserError("rlsys convert: Usage: [OPTIONS]", code="malformed", key="convert")),
-        ("the disk is full.", 1, RunError("rlsys convert: the disk is full.")),
-    ],
-)
-def test_a_failure_is_what_the_command_says(
-    said: str, status: int, expected: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from rlsys.apps.api import training_result as module
-
-    popen = subprocess.Popen
-    code = f"import sys; print({said!r}, file=sys.stderr); sys.exit({status})"
-
-    def start(_: Any, **more: Any) -> subprocess.Popen[str]:
-        return popen([sys.executable, "-c", code], **more)
-
-    monkeypatch.setattr(module.subprocess, "Popen", start)
-    with pytest.raises(type(expected)) as caught:
-        module._rlsys("convert")
-    assert str(caught.value) == str(expected)
-    assert getattr(caught.value, "code", None) == getattr(expected, "code", None)
-    assert said in capsys.readouterr().err

@@ -1,23 +1,55 @@
-"""Coroutines from scripts and notebooks: they end, are interrupted, and leave no handler behind."""
+"""Coroutines and commands that scripts and notebooks run: they end, fail and are interrupted, and leave no handler."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
+from rlsys.apps.api import training_result
 from rlsys.apps.running import finish
-from rlsys.errors import RunError
+from rlsys.errors import RunError, UserError
 
 
-async def in_a_task(error: Exception) -> None:
-    async def fail() -> None:
-        raise error
+@contextmanager
+def interrupted(ready: Callable[[], bool], function: str) -> Iterator[None]:
+    """A block that Ctrl-C ends, once `ready` says so and the block is within `function`."""
+    main, over = threading.get_ident(), threading.Event()
+
+    def interrupt() -> None:
+        while not over.is_set():
+            stack = traceback.walk_stack(sys._current_frames()[main])
+            if ready() and function in {frame.f_code.co_name for frame, _ in stack}:
+                signal.pthread_kill(main, signal.SIGINT)
+                return
+            time.sleep(0.01)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        over.set()
+        thread.join()
+        signal.signal(signal.SIGINT, before)
+
+
+async def fail() -> None:
+    async def in_a_task() -> None:
+        raise RunError("the engine died.")
 
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(fail())
+        tasks.create_task(in_a_task())
 
 
 async def number() -> int:
@@ -25,40 +57,33 @@ async def number() -> int:
     return 7
 
 
-def test_a_script_gets_the_value_and_its_own_handlers_back() -> None:
+def test_a_script_gets_the_value_or_the_error_and_its_own_handlers_back() -> None:
     def mine(*_: object) -> None:
         return
 
     before = signal.signal(signal.SIGTERM, mine)
     try:
         assert finish(number()) == 7
+        with pytest.raises(RunError, match=r"the engine died\."):
+            finish(fail())
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-async def test_a_notebook_whose_loop_runs_gets_the_value() -> None:
+async def test_a_notebook_whose_loop_runs_gets_the_value_or_the_error() -> None:
     assert finish(number()) == 7
-
-
-@pytest.mark.parametrize("in_loop", [False, True])
-def test_an_error_for_people_comes_out_of_its_group(in_loop: bool) -> None:
-    async def cell() -> None:
-        finish(in_a_task(RunError("the engine died.")))
-
     with pytest.raises(RunError, match=r"the engine died\."):
-        asyncio.run(cell()) if in_loop else finish(in_a_task(RunError("the engine died.")))
+        finish(fail())
 
 
 @pytest.mark.parametrize("in_loop", [False, True])
 def test_an_interrupt_ends_the_work_first(in_loop: bool) -> None:
-    closed = []
+    begun, closed = threading.Event(), []
 
     async def work() -> None:
-        main = threading.main_thread().ident
-        assert main is not None
+        begun.set()
         try:
-            asyncio.get_running_loop().call_later(0.1, signal.pthread_kill, main, signal.SIGINT)
             await asyncio.Event().wait()
         finally:
             await asyncio.sleep(0)
@@ -73,10 +98,42 @@ def test_an_interrupt_ends_the_work_first(in_loop: bool) -> None:
         finally:
             loop.close()
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            cell() if in_loop else finish(work())
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with interrupted(begun.is_set, "result" if in_loop else "run_to_end"):
+        cell() if in_loop else finish(work())
     assert closed == [True]
+
+
+def stand_in(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a shell script in the place of Python, which would run a command of rlsys."""
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+
+
+def test_an_interrupt_ends_the_command_first_which_has_time_to_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than the quarter of a second that Python itself waits for a child."""
+    begun, done = tmp_path / "begun", tmp_path / "done"
+    closing = f"trap 'sleep 0.5; touch {done}; exit 1' INT; touch {begun}; while :; do sleep 0.05; done"
+    stand_in(closing, tmp_path, monkeypatch)
+    with interrupted(begun.exists, "_wait"):
+        training_result._rlsys("eval")
+    assert done.exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "code"),
+    [("The disk is full. [no_room]", 2, "no_room"), ("Usage: OPTIONS", 2, "malformed"), ("The disk is full.", 1, None)],
+)
+def test_a_failure_is_what_the_command_says(
+    said: str, status: int, code: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    stand_in(f"echo '{said}' >&2; exit {status}", tmp_path, monkeypatch)
+    with pytest.raises(UserError if code else RunError) as caught:
+        training_result._rlsys("convert")
+    assert str(caught.value) == f"rlsys convert: {said.partition(' [')[0]}"
+    assert getattr(caught.value, "code", None) == code
+    assert said in capsys.readouterr().err

@@ -1,11 +1,13 @@
-"""Events of an answer, against the episode that `run_episode` plays with the same engine and search."""
+"""Events of an answer, against the episode that `run_episode` plays with the same engine and search, and their texts."""
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import aclosing
+from itertools import groupby, pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlsys.apps.chat.conversation import (
     Acted,
@@ -18,12 +20,14 @@ from rlsys.apps.chat.conversation import (
     FoundPassage,
     Kind,
     Observed,
+    Segments,
     TextPiece,
 )
+from rlsys.config.schema import TaskConfig
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Finish
-from rlsys.rollout.agent.episode import EpisodeTools, Generation, TurnSampling, run_episode
-from tests.apps.chat.scripted import ANSWERS, PASSAGE, SEARCHES, Script, Shelf, codec, conversation, task
+from rlsys.data.trajectory import Finish, Trajectory
+from rlsys.rollout.agent.episode import EpisodeTools, TurnSampling, run_episode
+from tests.support.chat import ANSWERS, PASSAGE, SEARCHES, Script, Shelf, codec, conversation, task
 
 QUESTION = "What is the capital of France?"
 
@@ -37,68 +41,51 @@ def response(events: list[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, TextPiece | Observed))
 
 
-class Silent:
-    """A script as a plain generator."""
-
-    def __init__(self, script: Script) -> None:
-        self._script = script
-
-    async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
-        return await self._script.generate(input_ids, sampling, rid, lambda _: None)
+async def trained(turns: tuple[str, ...], search: Shelf, tasks: TaskConfig) -> tuple[Script, Trajectory]:
+    """The episode that training would play, and its engine."""
+    script = Script(codec(), turns)
+    tools = EpisodeTools(script, search, script.codec, tasks)
+    sampling = TurnSampling(0.0, stop=("</search>", "</answer>"))
+    return script, await run_episode(Question("other", f"Question: {QUESTION}\n", ()), 0, tools, sampling)
 
 
 @pytest.mark.parametrize(
-    "turns",
+    ("turns", "failure"),
     [
-        (SEARCHES, ANSWERS),
-        ("I do not know.", SEARCHES, ANSWERS),
-        (SEARCHES + " and more", "<answer>Zürich 東京 🚀</answer>"),
-        ("nothing", "at all"),
-        (SEARCHES, SEARCHES, SEARCHES),
+        ((SEARCHES, ANSWERS), ""),
+        (("I do not know.", SEARCHES, ANSWERS), "the server is gone"),
+        ((SEARCHES + " and more", "<answer>Zürich 東京 🚀</answer>"), ""),
+        ((SEARCHES, SEARCHES, SEARCHES), ""),
     ],
 )
-async def test_the_events_tell_the_episode_of_training(turns: tuple[str, ...]) -> None:
-    words = codec()
-    script, search = Script(words, turns), Shelf()
+async def test_the_events_tell_the_episode_of_training(turns: tuple[str, ...], failure: str) -> None:
+    script, search, same_search = Script(codec(), turns), Shelf(error=failure), Shelf(error=failure)
     events = await all_of(conversation(script, search))
-    again, same_search = Script(words, turns), Shelf()
-    tools = EpisodeTools(Silent(again), same_search, words, task())
-    sampling = TurnSampling(0.0, stop=("</search>", "</answer>"))
-    played = await run_episode(Question("other", f"Question: {QUESTION}\n", ()), 0, tools, sampling)
+    again, played = await trained(turns, same_search, task())
     assert script.inputs == again.inputs
     assert script.sampled == again.sampled
     assert search.queries == same_search.queries
     assert response(events) == played.response
+    assert not any("\ufffd" in event.text for event in events if isinstance(event, TextPiece)), "half a character waits"
     ended = events[-1]
     assert isinstance(ended, EpisodeEnded)
     assert (ended.answer, ended.finish, ended.searches) == (played.answer, played.finish, played.searches)
     assert ended.tokens == sum(turn.generated_tokens for turn in played.turns)
     acted = [event for event in events if isinstance(event, Acted)]
     assert [(one.action, one.content) for one in acted] == [(t.action, t.content) for t in played.turns]
+    assert {event.error for event in events if isinstance(event, Found)} == {failure}
     observed = [event.text for event in events if isinstance(event, Observed)]
     assert observed == [turn.observation for turn in played.turns if turn.observation]
 
 
-@pytest.mark.parametrize("last", [SEARCHES, "no action", "<calculator> 1 + 1 </calculator>"])
-async def test_an_observation_that_fills_the_last_room_is_told(last: str) -> None:
-    """Over every limit of tokens that ends the episode somewhere around its first observation."""
-    words, ends = codec(), set()
-    passage = '"Paris"\n' + "Paris is the capital of France. " * 20
-    question = Question("other", f"Question: {QUESTION}\n", ())
-    for limit in range(40, 220, 15):
-        tasks = task(
-            max_total_tokens=limit, max_observation_tokens=400, tools=["rlsys.rollout.tools.calculator.Calculator"]
-        )
-        events = await all_of(conversation(Script(words, (last, ANSWERS)), Shelf(passage), tasks))
-        tools = EpisodeTools(Silent(Script(words, (last, ANSWERS))), Shelf(passage), words, tasks)
-        sampling = TurnSampling(0.0, stop=("</search>", "</answer>"))
-        played = await run_episode(question, 0, tools, sampling)
-        assert response(events) == played.response
-        kinds = [type(event) for event in events]
-        assert kinds[-1] is EpisodeEnded
-        assert kinds.count(Observed) == sum(bool(turn.observation) for turn in played.turns)
-        ends.add((played.finish, kinds[-2] is Observed))
-    assert last != SEARCHES or (Finish.TOKEN_LIMIT, True) in ends
+async def test_an_observation_that_fills_the_last_room_is_told() -> None:
+    turns = (SEARCHES, ANSWERS)
+    whole, _ = await trained(turns, Shelf(), task())
+    tight = task(max_total_tokens=len(whole.inputs[1]) - 3)
+    events = await all_of(conversation(Script(codec(), turns), Shelf(), tight))
+    _, played = await trained(turns, Shelf(), tight)
+    assert response(events) == played.response
+    assert (played.finish, type(events[-2])) == (Finish.TOKEN_LIMIT, Observed)
 
 
 async def test_an_episode_that_runs_out_of_time_says_so() -> None:
@@ -125,23 +112,6 @@ async def test_events_come_in_order_and_as_they_happen() -> None:
     assert kinds[Kind.thought] == "<think>I need it.</think>"
 
 
-async def test_half_a_character_waits_for_the_rest() -> None:
-    words = codec()
-    events = await all_of(conversation(Script(words, ("<answer>東京 🚀</answer>",)), Shelf()))
-    assert max(len(words.encode(one)) for one in "東🚀") > 1, "a character of several tokens"
-    assert response(events) == "<answer>東京 🚀</answer>"
-    assert not any("\ufffd" in event.text for event in events if isinstance(event, TextPiece))
-
-
-async def test_a_search_that_fails_is_told_and_the_answer_goes_on() -> None:
-    events = await all_of(conversation(Script(codec(), (SEARCHES, ANSWERS)), Shelf(error="the server is gone")))
-    found = next(event for event in events if isinstance(event, Found))
-    assert (found.error, found.passages) == ("the server is gone", ())
-    assert "Search failed: the server is gone" in response(events)
-    assert isinstance(events[-1], EpisodeEnded)
-    assert events[-1].answer == "Paris"
-
-
 @pytest.mark.parametrize(
     ("text", "code", "key"), [(" \n", "empty", "question"), ("why " * 100, "out_of_range", "task.max_prompt_tokens")]
 )
@@ -153,13 +123,33 @@ async def test_a_question_that_cannot_be_asked_fails_and_the_next_is_answered(te
     assert isinstance((await all_of(asked))[-1], EpisodeEnded)
 
 
-async def test_a_listener_that_leaves_ends_the_generation() -> None:
-    script = Script(codec(), (SEARCHES, ANSWERS), halt_after=6)
-    asked = conversation(script, Shelf())
-    async with aclosing(asked.ask(QUESTION)) as events:
-        async for event in events:
-            if isinstance(event, TextPiece):
-                break
-        await script.halted.wait()
-    assert script.cancelled == 1
-    assert len(asyncio.all_tasks()) == 1
+TAGS = {"think": Kind.thought, "search": Kind.search, "answer": Kind.answer}
+BITS = st.sampled_from(
+    ["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>", "<", ">", "</", "a", "b", "<b>", "<thin"]
+)
+
+
+def pieces(parts: list[str]) -> list[tuple[Kind, str]]:
+    """The pieces of all `parts`, with neighbours of one kind as one piece."""
+    segments = Segments(TAGS)
+    found = [piece for part in parts for piece in segments.feed(part)]
+    found += segments.end()
+    assert all(text for _, text in found)
+    return [(kind, "".join(text for _, text in group)) for kind, group in groupby(found, key=lambda piece: piece[0])]
+
+
+@settings(max_examples=50)
+@given(st.lists(BITS, max_size=12).map("".join), st.lists(st.integers(0, 60), max_size=8))
+def test_the_pieces_do_not_depend_on_the_cuts_of_the_text(text: str, cuts: list[int]) -> None:
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    parts = [text[start:end] for start, end in pairwise(places)]
+    assert pieces(parts) == pieces(list(text)) == pieces([text])
+    assert "".join(piece for _, piece in pieces(parts)) == text
+
+
+def test_only_an_end_that_may_become_a_tag_is_held_back() -> None:
+    segments = Segments(TAGS)
+    assert list(segments.feed("a <sea")) == [(Kind.text, "a ")]
+    assert list(segments.feed("ring")) == [(Kind.text, "<searing")]
+    assert list(segments.feed("</")) == []
+    assert list(segments.end()) == [(Kind.text, "</")]

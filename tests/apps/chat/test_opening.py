@@ -7,30 +7,29 @@ import json
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import typer
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from rlsys.apps.chat.chat_settings import ChatSettings
-from rlsys.apps.chat.conversation import EpisodeEnded, Event, Found, Observed, TextPiece, opened
+from rlsys.apps.chat.conversation import EpisodeEnded, Event, Observed, TextPiece, opened
 from rlsys.apps.cli import chat
 from rlsys.apps.evaluation.evaluation_inputs import EngineName, Model
 from rlsys.apps.evaluation.execution import asking
 from rlsys.config.compose import as_dict, load_config
 from rlsys.data.question import Question
-from rlsys.errors import Code, RunError
-from tests.apps.chat.test_settings import write_rows
+from rlsys.errors import Code
+from tests.support.chat import write_rows
 from tests.support.refusals import refused
 from tests.support.tiny import Search, search_server
 from tests.support.tiny_models import POLICY
 
 QUESTIONS = ["What is the country of Bielefeld?", "Iquique is in a country with which language?"]
-Chat = Callable[..., Result]
 
 
 @pytest.fixture
@@ -46,7 +45,9 @@ def settings(search: Search) -> ChatSettings:
     return ChatSettings(config, lambda text: f"Question: {text}\n", ())
 
 
-async def test_the_policy_answers_as_in_an_evaluation(settings: ChatSettings, search: Search) -> None:
+async def test_the_policy_answers_as_in_an_evaluation_once_the_server_has(
+    settings: ChatSettings, search: Search
+) -> None:
     model = Model(POLICY, None)
     config = replace(settings.config, model=replace(settings.config.model, path=str(POLICY)))
     async with asking(config, EngineName.transformers) as ask:
@@ -64,52 +65,25 @@ async def test_the_policy_answers_as_in_an_evaluation(settings: ChatSettings, se
     assert search.asked == [*asked, "Is anybody there?", *asked]
 
 
-async def test_a_server_that_dies_in_the_middle_costs_a_search(settings: ChatSettings) -> None:
-    with search_server() as dying:
-        served = replace(settings.config, search=replace(settings.config.search, url=dying.url, retries=0))
-        opening = opened(Model(POLICY, None), replace(settings, config=served), EngineName.transformers)
-        chat = await opening.__aenter__()
-    try:
-        async with aclosing(chat.conversation.ask(QUESTIONS[1])) as events:
-            told = [event async for event in events]
-    finally:
-        await opening.__aexit__(None, None, None)
-    assert dying.url in next(event for event in told if isinstance(event, Found)).error
-    assert isinstance(told[-1], EpisodeEnded)
-
-
-async def test_a_server_that_is_down_is_said_before_the_first_question(settings: ChatSettings) -> None:
-    down = replace(settings.config, search=replace(settings.config.search, url="http://127.0.0.1:9", retries=0))
-    with pytest.raises(RunError, match=r"127\.0\.0\.1:9"):
-        async with opened(Model(POLICY, None), replace(settings, config=down), EngineName.transformers):
-            pass
-
-
-@pytest.fixture
-def run_chat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chat:
-    app = typer.Typer()
-    app.command()(chat.command)
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: object) -> Result:
-        return CliRunner().invoke(app, [str(one) for one in arguments])
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "key"),
     [
-        (("--model", POLICY, "  "), "empty", "QUESTION"),
-        (("--model", POLICY, "--web", "Who?"), "conflict", "--web"),
-        (("--model", "nowhere", "Who?"), "not_found", "nowhere"),
-        (("--model", ".", "Who?"), "missing", "--hf"),
-        (("--model", POLICY, "Who?"), "missing", "--search-url"),
-        (("--model", POLICY, "--max-turns", 0, "--engine", "x", "Who?"), "unknown", "--engine"),
+        ((POLICY, "  "), "empty", "QUESTION"),
+        ((POLICY, "--web", "Who?"), "conflict", "--web"),
+        (("nowhere", "Who?"), "not_found", "nowhere"),
+        ((".", "Who?"), "missing", "--hf"),
+        ((POLICY, "Who?"), "missing", "--search-url"),
+        ((POLICY, "--search-url", "http://a:1", "--index", "b", "Who?"), "conflict", "--index"),
+        ((POLICY, "--max-turns", 0, "--engine", "x", "Who?"), "unknown", "--engine"),
     ],
 )
-def test_a_mistake_is_refused(run_chat: Chat, arguments: tuple[object, ...], code: Code, key: str) -> None:
-    outcome = run_chat(*arguments)
+def test_a_mistake_is_refused(
+    arguments: tuple[object, ...], code: Code, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = typer.Typer()
+    app.command()(chat.command)
+    monkeypatch.chdir(tmp_path)
+    outcome = CliRunner().invoke(app, ["--model", *map(str, arguments)])
     with refused(code, key):
         raise outcome.exception or AssertionError(outcome.output)
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import expect
 
-from tests.apps.chat.pages import page_of
-from tests.apps.chat.scripted import ANSWERS, SEARCHES, Script, Shelf, codec
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
+from tests.support.chat import ANSWERS, SEARCHES, Script, Shelf, codec, page_of
 
 __all__ = ["browser", "look"]
 pytestmark = pytest.mark.slow
@@ -32,8 +31,7 @@ def test_questions_one_after_the_other_and_nothing_hostile_runs(
     page = looked.page
     expect(page.locator("#about")).to_contain_text("<b>model</b>")
     for number, question in enumerate(["What is the capital?", HOSTILE], start=1):
-        # The figures of the answer before come a moment before its stream ends.
-        page.wait_for_selector("#send:enabled")
+        page.wait_for_selector("#send:enabled")  # The figures of an answer come a moment before its stream ends.
         page.fill("#question", question)
         page.keyboard.press("Enter")
         page.wait_for_selector(f"article:nth-of-type({number}) .figures")

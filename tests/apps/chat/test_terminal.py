@@ -16,7 +16,7 @@ from rlsys.apps.chat.conversation import Asked, EpisodeEnded, Failed, Kind, Obse
 from rlsys.apps.chat.terminal import JsonScreen, TextScreen, lines_of, session
 from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import Generation
-from tests.apps.chat.scripted import ANSWERS, SEARCHES, Script, Shelf, codec, conversation
+from tests.support.chat import ANSWERS, SEARCHES, Script, Shelf, codec, conversation
 
 HOSTILE = "\x1b]0;owned\x07[bold]x[/bold] \u202e\x9b31m\udc80"
 ESCAPED = "\\x1b]0;owned\\x07[bold]x[/bold] \\u202e\\x9b31m\\udc80"
@@ -27,16 +27,10 @@ async def these(*questions: str) -> AsyncIterator[str]:
         yield question
 
 
-async def shown(terminal: bool, *turns: str, search: Shelf | None = None) -> str:
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=terminal, color_system="standard" if terminal else None, width=20)
-    script = Script(codec(), turns)
-    assert await session(conversation(script, search or Shelf()), these("Who?"), TextScreen(console, echo=True)) == 0
-    return out.getvalue()
-
-
 async def test_a_pipe_gets_the_response_as_it_is() -> None:
-    text = await shown(False, SEARCHES, ANSWERS)
+    screen = TextScreen(Console(file=(out := io.StringIO()), color_system=None, width=20), echo=True)
+    assert await session(conversation(Script(codec(), (SEARCHES, ANSWERS)), Shelf()), these("Who?"), screen) == 0
+    text = out.getvalue()
     passage = 'Doc 1(Title: "Paris") Paris is the capital of <b>France</b>.'
     response = f"{SEARCHES}\n\n<information>{passage}</information>\n\n{ANSWERS}"
     assert text.startswith(f"> Who?\n{response}\nanswer: Paris\n(1 search, ")
@@ -58,11 +52,10 @@ def test_nothing_acts_on_a_terminal() -> None:
     assert not set(out.getvalue()) & {"\x1b", "\x07", "\u202e", "\x9b", "\udc80"}
 
 
-@pytest.mark.parametrize(("encoding", "shown"), [("ascii", "> \\u6771 \\xe9\n"), ("latin-1", "> \\u6771 é\n")])
-def test_characters_that_an_encoding_lacks_are_spelled_out(encoding: str, shown: str) -> None:
-    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+def test_characters_that_an_encoding_lacks_are_spelled_out() -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     TextScreen(Console(file=out, color_system=None), echo=True).show(Asked("東 é", ""))
-    assert out.buffer.getvalue().decode(encoding) == shown  # type: ignore[attr-defined]
+    assert out.buffer.getvalue() == b"> \\u6771 \xe9\n"  # type: ignore[attr-defined]
 
 
 async def test_an_engine_that_dies_is_shown_and_raised() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +13,9 @@ import pytest
 
 from rlsys.apps.chat import web
 from rlsys.apps.chat.web import create_app
-from rlsys.errors import RunError, UserError
+from rlsys.errors import UserError
 from rlsys.rollout.agent.episode import Generation
-from tests.apps.chat.pages import opened, page_of
-from tests.apps.chat.scripted import ANSWERS, SEARCHES, Script, Shelf, codec
-
-
-def until(true: Callable[[], bool], within_s: float = 100.0) -> None:
-    end = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < end, f"not within {within_s:g} s"
-        time.sleep(0.01)
+from tests.support.chat import ANSWERS, SEARCHES, Script, Shelf, codec, opened, page_of
 
 
 @pytest.fixture
@@ -34,38 +24,36 @@ def url() -> Iterator[str]:
         yield url
 
 
-def events_of(text: str) -> list[dict[str, Any]]:
-    return [json.loads(message.removeprefix("data: ")) for message in text.split("\n\n") if message]
+def ask(url: str, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+    return httpx.post(f"{url}/ask", timeout=600, headers={"content-type": "application/json"} | (headers or {}), **body)
+
+
+def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    return [json.loads(message.removeprefix("data: ")) for message in answer.text.split("\n\n") if message]
 
 
 def test_a_question_is_answered_event_by_event(url: str) -> None:
-    answer = httpx.post(f"{url}/ask", json={"question": "Who?"})
+    answer = ask(url, json={"question": "Who?"})
     assert answer.headers["content-type"].startswith("text/event-stream")
-    events = events_of(answer.text)
+    events = events_of(answer)
     kinds = [event["event"] for event in events if event["event"] != "text"]
     assert kinds == ["asked", "acted", "found", "observed", "acted", "ended"]
     assert events[-1]["answer"] == "Paris"
-    again = events_of(httpx.post(f"{url}/ask", json={"question": "And now?", "temperature": 0.5}).text)
-    assert [event["event"] for event in again][-1] == "ended"
-
-
-def test_an_empty_question_fails_with_its_code(url: str) -> None:
-    (event,) = events_of(httpx.post(f"{url}/ask", json={"question": "  "}).text)
-    assert (event["event"], event["code"], event["key"]) == ("failed", "empty", "question")
+    again = events_of(ask(url, json={"question": "And now?", "temperature": 0.5}))
+    assert again[-1]["event"] == "ended"
 
 
 @pytest.mark.parametrize(
     ("body", "status", "named"),
     [
         (b"{", 422, "JSON"),
-        (b"{}", 422, "question"),
         (b'{"question": "x", "temperature": -1}', 422, "temperature"),
         (b'{"question": "x", "more": 1}', 422, "more"),
         (b'{"question": "%s"}' % (b"x" * (1 << 16)), 413, "bytes"),
     ],
 )
 def test_a_bad_request_is_refused_by_what_is_wrong(url: str, body: bytes, status: int, named: str) -> None:
-    answer = httpx.post(f"{url}/ask", content=body, headers={"content-type": "application/json"})
+    answer = ask(url, content=body)
     assert answer.status_code == status
     assert named in answer.json()["detail"]
 
@@ -76,23 +64,18 @@ def test_a_bad_request_is_refused_by_what_is_wrong(url: str, body: bytes, status
         ({"host": "evil.example"}, 403),
         ({"origin": "http://evil.example"}, 403),
         ({"content-type": "text/plain"}, 415),
-        ({"host": "["}, 403),
         ({"origin": "http://["}, 403),
         ({"host": "localhost"}, 200),
-        ({"host": "[::1]:8801"}, 200),
         ({"host": "192.168.1.7:8801", "origin": "http://192.168.1.7:8801"}, 200),
-        ({"host": socket.gethostname()}, 200),
     ],
 )
 def test_only_the_page_itself_may_ask(url: str, headers: dict[str, str], status: int) -> None:
-    sent = {"content-type": "application/json"} | headers
-    assert httpx.post(f"{url}/ask", content=b'{"question": "x"}', headers=sent).status_code == status
+    assert ask(url, headers, content=b'{"question": "x"}').status_code == status
 
 
 @pytest.mark.parametrize(
     ("problem", "code", "named"),
     [
-        (RunError("The engine has died."), None, "The engine has died."),
         (UserError("The tool is broken.", code="user_code", key="task.tools"), "user_code", "The tool is broken."),
         (KeyError("x"), None, "KeyError"),
     ],
@@ -103,20 +86,9 @@ def test_whatever_breaks_ends_the_answer_with_what_it_was(problem: Exception, co
             raise problem
 
     with page_of(Broken(codec(), ()), Shelf()) as url:
-        last = events_of(httpx.post(f"{url}/ask", json={"question": "Who?"}).text)[-1]
+        last = events_of(ask(url, json={"question": "Who?"}))[-1]
     assert (last["event"], last["code"]) == ("failed", code)
     assert named in last["reason"]
-
-
-def test_a_client_that_leaves_ends_the_episode() -> None:
-    script = Script(codec(), (SEARCHES, ANSWERS), halt_after=8)
-    with page_of(script, Shelf()) as url:
-        with httpx.stream("POST", f"{url}/ask", json={"question": "Who?"}) as answer:
-            parts = answer.iter_text()  # Its end is the end of the connection.
-            first = next(parts)
-            until(script.halted.is_set)
-        assert "asked" in first
-        until(lambda: script.cancelled == 1)
 
 
 async def test_a_client_that_leaves_while_an_event_is_sent_ends_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,91 +1,79 @@
-"""The contract of the `rlsys` command: a mistake is one sentence with its code and status 2, never a traceback."""
+"""The `rlsys` command: a mistake is one sentence with its code and status 2, never a traceback; `eval` and `convert`."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from rlsys.apps.cli.convert import parse_size
 from rlsys.apps.cli.main import main, run_command
 from rlsys.apps.running import run_to_end
 from rlsys.errors import RunError, UserError
+from tests.support.hf_models import assert_same_tensors, make_model
+from tests.support.refusals import refused
+from tests.support.tiny_models import POLICY
 
 Call = Callable[..., tuple[int, str, str]]
-TINY = ["-c", "searchr1_tiny_cpu"]
+TINY = ("-c", "searchr1_tiny_cpu")
 CODED = re.compile(r"[.?] \[[a-z_]+\]$")
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Run the command in this process: exit status, standard output, standard error."""
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Call:
+    """Run `rlsys` with these words in a folder of its own: exit status, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
 
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["rlsys", *arguments])
-        with pytest.raises(SystemExit) as exit_:
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["rlsys", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
             main()
-        code = exit_.value.code
-        assert isinstance(code, int)
-        return code, *capsys.readouterr()
+        code = ended.value.code
+        assert code is None or isinstance(code, int)
+        return code or 0, *capsys.readouterr()
 
     return run
 
 
-def test_a_process_ends_with_the_sentence_and_its_code() -> None:
-    command = [sys.executable, "-m", "rlsys.apps.cli.main", "train", *TINY, "trainer.stepz=3"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("trainer.stepz")
-    assert CODED.search(line)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("words", "named"),
     [
         (("train", "-c", "nope"), "nope"),
-        (("search", "serve", "{}/none"), "{}/none"),
-        (("search", "index", "{}/none", "{}/out"), "{}/none"),
-        (("search", "cassette", "{}/none.jsonl"), "{}/none.jsonl"),
+        (("train", *TINY, "trainer.stepz=3"), "trainer.stepz"),
+        (("search", "serve", "no/folder"), "no/folder"),
         (("eval", *TINY, "--engine", "nope"), "nope"),
-        (("convert", "info", "{}/none"), "{}/none"),
+        (("convert", "mg2hf", "no/folder", "out", "--hf", POLICY), "no/folder"),
+        (("convert", "mg2hf", "mg", "out", "--shard-size", "5 apples"), "5 apples"),
+        (("convert", "hf2mg", POLICY, "out", "--pp", "2", "--pp-layers", "2;1"), "2;1"),
+        (("convert", "hf2mg", POLICY, POLICY), str(POLICY)),
+        (("convert", "verify", "no/folder", POLICY), "no/folder"),
     ],
 )
-def test_a_mistake_is_one_sentence(call: Call, tmp_path: Path, arguments: tuple[str, ...], named: str) -> None:
-    status, out, error = call(*(argument.format(tmp_path) for argument in arguments))
+def test_a_mistake_is_one_sentence_and_leaves_nothing(
+    call: Call, tmp_path: Path, words: tuple[object, ...], named: str
+) -> None:
+    status, out, error = call(*words)
     assert (status, out) == (2, "")
     (line,) = error.splitlines()
-    assert named.format(tmp_path) in line
-
-
-def test_each_problem_of_a_config_is_a_line(call: Call, tmp_path: Path) -> None:
-    status, _, error = call("train", *TINY, "--dry-run", f"model.path={tmp_path}", "trainer.steps=0")
-    assert status == 2
-    lines = error.strip().splitlines()
-    assert {"trainer.steps=0", f"model.path={tmp_path}"} <= {line.partition(" ")[0] for line in lines}
-    assert CODED.search(lines[-1])
-
-
-@pytest.mark.parametrize("arguments", [("train",), ("train", *TINY, "--nope"), ("nope",)])
-def test_a_wrong_use_of_the_command_has_status_2(call: Call, arguments: tuple[str, ...]) -> None:
-    status, _, error = call(*arguments)
-    assert status == 2
-    assert "Usage" in error
-    assert "Traceback" not in error
+    assert named in line
+    assert CODED.search(line)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
         (UserError("steps=0 is too few.", code="out_of_range", key="steps"), 2, "steps=0 is too few. [out_of_range]"),
-        (RunError("actor rank 1 is gone."), 1, "actor rank 1 is gone."),
         (BaseExceptionGroup("stages", [KeyError("x"), RunError("actor rank 1 is gone.")]), 1, "actor rank 1 is gone."),
         (OSError(errno.ENOSPC, "No space left on device", "/a/file"), 1, "/a/file"),
         (KeyboardInterrupt(), 130, "Interrupted"),
@@ -97,23 +85,20 @@ def test_each_kind_of_end_has_its_status(
     def fail() -> None:
         raise error
 
-    with pytest.raises(SystemExit) as exit_:
+    with pytest.raises(SystemExit) as ended:
         run_command(fail)
-    assert exit_.value.code == status
+    assert ended.value.code == status
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(said)
 
 
 def test_a_mistake_of_the_program_keeps_its_traceback() -> None:
-    def fail() -> None:
-        raise ZeroDivisionError
-
     with pytest.raises(ZeroDivisionError):
-        run_command(fail)
+        run_command(lambda: 1 / 0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_closes_what_it_opened(capsys: pytest.CaptureFixture[str], number: signal.Signals) -> None:
+def test_an_interrupted_run_closes_what_it_opened(number: signal.Signals) -> None:
     closed = []
 
     async def work() -> None:
@@ -124,8 +109,81 @@ def test_an_interrupted_run_closes_what_it_opened(capsys: pytest.CaptureFixture[
             await asyncio.sleep(0)
             closed.append(True)
 
-    with pytest.raises(SystemExit) as exit_:
+    with pytest.raises(SystemExit) as ended:
         run_command(lambda: run_to_end(work()))
-    assert exit_.value.code == 130
-    assert closed == [True]
-    assert capsys.readouterr().err.startswith("Interrupted")
+    assert (ended.value.code, closed) == (130, [True])
+
+
+def test_a_model_is_converted_there_and_back_and_verified(call: Call, tmp_path: Path) -> None:
+    model, megatron, back = make_model(tmp_path / "model"), tmp_path / "mg", tmp_path / "back"
+    there = (model, megatron, "--tp", 2, "--pp", 2, "--pp-layers", "1,2", "--processes", 1)
+    assert call("convert", "hf2mg", *there) == (0, f"{megatron}: 0.00 GB in 2 files\n", "")
+    home = (megatron, back, "--hf", model, "--shard-size", "100KB", "--processes", 1)
+    status, out, error = call("convert", "mg2hf", *home)
+    assert (status, error) == (0, "")
+    assert out.startswith(f"{back}: 0.00 GB in ")
+    assert_same_tensors(model, back)
+    status, out, error = call("convert", "verify", megatron, back)
+    assert (status, error) == (0, "")
+    assert "tensors: 39 of 39 the same" in out
+    assert "logits: the same" in out
+
+
+@pytest.mark.parametrize("text", ["", "-5GB", "0GB", "5IB", "1e9"])
+def test_a_size_that_is_none_is_refused(text: str) -> None:
+    with refused("malformed", "--shard-size"):
+        parse_size(text)
+
+
+@pytest.fixture
+def evaluate(call: Call, tmp_path: Path) -> Call:
+    """Run an evaluation without searches of a question that stands only in a prompt."""
+    row = {"prompt": [{"role": "user", "content": "Who?"}], "reward_model": {"ground_truth": {"target": ["I"]}}}
+    (tmp_path / "own.jsonl").write_text(json.dumps(row))
+    engine = ("--engine", "transformers", "--model", POLICY, f"output_dir={tmp_path}")
+
+    def run(*words: object) -> tuple[int, str, str]:
+        return call("eval", *TINY, *engine, "--baseline", "direct", "--data", "own.jsonl", *words)
+
+    return run
+
+
+def test_an_evaluation_takes_sets_as_words_too_prints_its_table_and_leaves_its_files(
+    evaluate: Call, tmp_path: Path
+) -> None:
+    for name in ("own.jsonl", "other.jsonl"):
+        (tmp_path / name).write_text('{"question": "Who?", "golden_answers": ["I"]}\n' * 3)
+    status, out, _ = evaluate("other.jsonl", "--limit", 2, "--samples", 2, "--temperature", 1, "--out", "my out")
+    assert status == 0
+    assert "average" in out
+    results = json.loads((tmp_path / "my out" / "results.json").read_text())
+    assert [one["questions"] for one in results["sets"].values()] == [2, 2]
+    assert len((tmp_path / "my out" / "answers.jsonl").read_text().splitlines()) == 8
+
+
+@pytest.mark.parametrize(
+    ("flags", "key"),
+    [
+        (("--samples", "3", "eval.samples=1"), "eval.samples"),
+        (("--temperature", "1", "compat.sampled_validation=true"), "eval.temperature"),
+    ],
+)
+def test_a_flag_is_held_to_the_rules_of_its_key(evaluate: Call, flags: tuple[str, ...], key: str) -> None:
+    status, _, error = evaluate(*flags)
+    assert status == 2
+    assert error.startswith(key)
+
+
+def test_after_a_failure_only_a_folder_that_was_made_here_goes(evaluate: Call, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    before = set(tmp_path.iterdir())
+    for out in (("--out", "mine"), ("--out", "made"), ()):
+        assert evaluate(*out)[2].rstrip().endswith("[conflict]")
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_results_that_are_there_and_a_file_are_not_written_over(evaluate: Call, tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text("{}")
+    for out, code in ((tmp_path / "own.jsonl", "denied"), (tmp_path, "exists")):
+        assert evaluate("--out", out)[2].rstrip().endswith(f"[{code}]")
+    assert (tmp_path / "results.json").read_text() == "{}"

@@ -1,23 +1,27 @@
-"""Prepared questions: what a row becomes, what is refused, and that nothing is left out in silence."""
+"""Prepared questions: nothing is left out in silence, and held-out ones are the same whatever the order."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
+import re
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pyarrow
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pyarrow import parquet
 from typer.testing import CliRunner
 
 from rlsys.apps.cli.data import app
 from rlsys.apps.data.download import Hub
-from rlsys.apps.data.prepare import REPOSITORY, SETS, merge, prepare_file
+from rlsys.apps.data.prepare import REPOSITORY, SETS, merge, prepare_file, split, split_file
 from rlsys.data.question import read_questions, search_prompt
-from rlsys.errors import UserError
+from rlsys.errors import Code, UserError
 from rlsys.rollout.tools.interface import described
 from tests.support.fake_hub import FakeHub, running
 from tests.support.refusals import refused
@@ -32,33 +36,22 @@ def jsonl(path: Path, *rows: Any) -> Path:
     return path
 
 
-def test_a_public_row_becomes_a_row_of_search_r1(tmp_path: Path) -> None:
-    made = prepare_file(jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS), "nq", "test", tmp_path / "nq.jsonl")
+def test_a_public_row_becomes_a_row_of_search_r1_in_a_file_that_is_recorded_by_its_hash(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS, HAMLET)
+    made = prepare_file(source, "nq", "test", tmp_path / "nq.jsonl", limit=2)
     first, second = (json.loads(line) for line in made.path.read_text().splitlines())
-    assert first["data_source"] == "nq"
-    assert first["question"] == "who wrote Hamlet"
+    assert (first["data_source"], first["question"]) == ("nq", "who wrote Hamlet")
     assert first["prompt"][0]["content"].endswith("Question: who wrote Hamlet?\n")
     assert second["prompt"][0]["content"].endswith("Question: What is the capital of France?\n")
     assert first["reward_model"]["ground_truth"]["target"] == ["Shakespeare", "the Bard"]
-    assert [row["extra_info"] for row in (first, second)] == [
-        {"split": "test", "index": 0}, {"split": "test", "index": 1},
-    ]  # fmt: skip
+    assert second["extra_info"] == {"split": "test", "index": 1}
     question = read_questions(made.path)[0]
     assert (question.text, question.answers) == ("who wrote Hamlet", ("Shakespeare", "the Bard"))
-
-
-def test_a_prepared_file_is_recorded_by_its_hash(tmp_path: Path) -> None:
-    source = jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS)
-    made = prepare_file(source, "nq", "test", tmp_path / "nq.jsonl", limit=1)
-    digest = hashlib.sha256(made.path.read_bytes()).hexdigest()
-    assert made.sha256 == digest
     assert json.loads((tmp_path / "nq.jsonl.json").read_text()) == {
-        "rows": 1,
-        "sha256": digest,
+        "rows": 2,
+        "sha256": hashlib.sha256(made.path.read_bytes()).hexdigest(),
         "from": [{"file": str(source), "sha256": hashlib.sha256(source.read_bytes()).hexdigest()}],
     }
-    again = prepare_file(source, "nq", "test", tmp_path / "again.jsonl", limit=1)
-    assert again.sha256 == digest
 
 
 def test_every_bad_row_is_named_and_nothing_is_written(tmp_path: Path) -> None:
@@ -80,19 +73,16 @@ def test_own_files_of_every_kind_say_the_same(kind: str, tmp_path: Path) -> None
     elif kind == "parquet":
         parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     else:
-        comma = "," if kind == "csv" else "\t"
-        text = [f"query{comma}answer", f'"Größte Stadt, von allen?"{comma}Tokio', f'Who?{comma}"a ""b"""']
-        file.write_text("\n".join(text) + "\n", encoding="utf-8")
+        text = 'query,answer\n"Größte Stadt, von allen?",Tokio\nWho?,"a ""b"""\n'
+        file.write_text(text if kind == "csv" else re.sub(",(?! )", "\t", text), encoding="utf-8")
     made = prepare_file(file, "mine", "train", tmp_path / "out.jsonl")
-    assert [(one.text, one.answers, one.data_source) for one in read_questions(made.path)] == [
-        ("Größte Stadt, von allen?", ("Tokio",), "mine"), ("Who?", ('a "b"',), "mine"),
+    assert [(one.text, *one.answers, one.data_source) for one in read_questions(made.path)] == [
+        ("Größte Stadt, von allen?", "Tokio", "mine"), ("Who?", 'a "b"', "mine"),
     ]  # fmt: skip
 
 
 def test_fields_of_other_names_are_told(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "mine.jsonl", {"q": "Who?", "gold": ["me", "I"]})
-    with refused("missing", f"{file}, line 1"):
-        prepare_file(file, "mine", "train", tmp_path / "out.jsonl")
     made = prepare_file(file, "mine", "train", tmp_path / "out.jsonl", question="q", answers="gold")
     assert read_questions(made.path)[0].answers == ("me", "I")
 
@@ -100,14 +90,14 @@ def test_fields_of_other_names_are_told(tmp_path: Path) -> None:
 def test_merged_rows_are_all_there_once_with_an_index_of_their_own(tmp_path: Path) -> None:
     one = prepare_file(jsonl(tmp_path / "a.jsonl", HAMLET, PARIS), "nq", "train", tmp_path / "nq.jsonl")
     two = prepare_file(jsonl(tmp_path / "b.jsonl", PARIS), "hotpotqa", "train", tmp_path / "hotpotqa.jsonl")
-    plain = merge([one.path, two.path], tmp_path / "plain.jsonl", None)
-    shuffled = merge([one.path, two.path], tmp_path / "shuffled.jsonl", 3)
-    rows = [json.loads(line) for line in plain.path.read_text().splitlines()]
-    assert [row["extra_info"]["index"] for row in rows] == [0, 1, 2]
-    assert [row["data_source"] for row in rows] == ["nq", "nq", "hotpotqa"]
-    key = [(one.data_source, one.text, one.answers) for one in read_questions(plain.path)]
-    other = [(one.data_source, one.text, one.answers) for one in read_questions(shuffled.path)]
-    assert sorted(key) == sorted(other)
+    for seed in (None, 3):
+        merged = merge([one.path, two.path], tmp_path / "merged.jsonl", seed)
+        rows = [json.loads(line) for line in merged.path.read_text().splitlines()]
+        assert [row["extra_info"]["index"] for row in rows] == [0, 1, 2]
+        sources = [(row["data_source"], row["question"]) for row in rows]
+        expected = [("nq", "who wrote Hamlet"), ("nq", PARIS["question"]), ("hotpotqa", PARIS["question"])]
+        assert sorted(sources) == sorted(expected)
+        assert (sources == expected) is (seed is None)
     with refused("conflict", one.path):
         merge([one.path], one.path, None)
 
@@ -142,17 +132,13 @@ def test_without_local_files_the_hub_is_asked(tmp_path: Path, monkeypatch: pytes
 CALCULATOR = "rlsys.rollout.tools.calculator.Calculator"
 
 
-def prompts(file: Path) -> list[str]:
-    return [one.prompt for one in read_questions(file)]
-
-
 def own(tmp_path: Path, *arguments: object) -> list[str]:
     """The prompts that `prepare own` makes of two questions."""
     source, out = jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS), tmp_path / "own.jsonl"
     done = prepare("own", source, "--out", out, *arguments)
     if done.exception:
         raise done.exception
-    return prompts(out)
+    return [one.prompt for one in read_questions(out)]
 
 
 def test_a_tool_is_told_of_behind_the_search_or_in_its_place(tmp_path: Path) -> None:
@@ -169,18 +155,87 @@ def test_a_tool_is_told_of_behind_the_search_or_in_its_place(tmp_path: Path) -> 
     [
         (b"no place", [], "{question}"),
         (b"{question}", ["--tool", CALCULATOR], "tools"),
-        (None, [], "prompt.txt"),
         (b"{question}", ["--no-search"], "--no-search"),
         (b"{tools} {question}", ["--tool", "no_such.Tool"], "no_such"),
     ],
 )
 def test_a_prompt_that_cannot_be_used_is_refused(
-    tmp_path: Path, content: bytes | None, arguments: list[str], named: str
+    tmp_path: Path, content: bytes, arguments: list[str], named: str
 ) -> None:
     file = tmp_path / "prompt.txt"
-    if content is not None:
-        file.write_bytes(content)
+    file.write_bytes(content)
     with pytest.raises(UserError) as caught:
         own(tmp_path, "--prompt", file, *arguments)
     assert named in str(caught.value)
     assert not (tmp_path / "own.jsonl").exists()
+
+
+WORDS = st.lists(st.text("ab C", min_size=1, max_size=4).filter(str.strip), min_size=2, max_size=30)
+
+
+def write(file: Path, *texts: str) -> Path:
+    file.write_text("".join(json.dumps({"question": text, "golden_answers": ["a"]}) + "\n" for text in texts))
+    return file
+
+
+@settings(max_examples=50)
+@given(WORDS, st.integers(0, 3), st.randoms(use_true_random=False))
+def test_the_same_question_is_on_one_side_in_any_order(texts: list[str], seed: int, random: Random) -> None:
+    different = {" ".join(text.split()).casefold() for text in texts}
+    if len(different) < 2:
+        return
+    count = len(different) // 2
+    pairs = list(zip(texts, split(texts, count, seed, "x"), strict=True))
+    sides: dict[str, set[bool]] = {}
+    for text, side in pairs:
+        sides.setdefault(" ".join(text.split()).casefold(), set()).add(side)
+    assert all(len(side) == 1 for side in sides.values())
+    assert sum(side == {True} for side in sides.values()) == count
+    random.shuffle(pairs)
+    assert split([text for text, _ in pairs], count, seed, "x") == [side for _, side in pairs]
+
+
+@pytest.mark.parametrize(("many", "held"), [(2, 1), (40, 4), (9000, 500)])
+def test_a_tenth_is_held_out_and_500_at_most(many: int, held: int) -> None:
+    assert sum(split([f"question {number}" for number in range(many)], None, 0, "x")) == held
+
+
+@pytest.mark.parametrize(("texts", "count"), [(["a"], None), (["a", " A "], None), (["a", "b"], 2), (["a", "b"], 0)])
+def test_a_side_without_questions_is_refused(texts: list[str], count: int | None) -> None:
+    with refused("out_of_range", "mine.jsonl"):
+        split(texts, count, 0, "mine.jsonl")
+
+
+def test_rows_are_written_as_they_were(tmp_path: Path) -> None:
+    rows = [{"question": f"Wer ist {n}?", "golden_answers": ["ö"], "more": {"n": n}} for n in range(10)]
+    source = tmp_path / "all.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train, heldout = tmp_path / "a" / "train.jsonl", tmp_path / "heldout.jsonl"
+    assert split_file(source, train, heldout, 3) == (7, 3)
+    parts = [[json.loads(line) for line in file.read_text().splitlines()] for file in (train, heldout)]
+    assert all(part == [row for row in rows if row in part] for part in parts), "the order is kept"
+    assert sorted((*parts[0], *parts[1]), key=str) == sorted(rows, key=str)
+
+
+@pytest.mark.parametrize(
+    ("train", "heldout", "code"),
+    [("all.jsonl", "h.jsonl", "conflict"), ("t.jsonl", "t.jsonl", "conflict"), ("t.csv", "h.jsonl", "unsupported")],
+)
+def test_files_in_each_others_way_are_refused(tmp_path: Path, train: str, heldout: str, code: Code) -> None:
+    source = write(tmp_path / "all.jsonl", "a")
+    with refused(code, tmp_path / train):
+        split_file(source, tmp_path / train, tmp_path / heldout)
+    assert source.read_text().startswith("{")
+
+
+def test_chosen_questions_are_held_out_and_not_trained_on(tmp_path: Path) -> None:
+    source = write(tmp_path / "all.jsonl", *(f"q {n}" for n in range(5)))
+    chosen = write(tmp_path / "chosen.jsonl", " Q  3", "other")
+    train, heldout = tmp_path / "train.jsonl", tmp_path / "heldout.jsonl"
+    assert split_file(source, train, heldout, chosen=chosen) == (4, 2)
+    assert [json.loads(line)["question"] for line in train.read_text().splitlines()] == ["q 0", "q 1", "q 2", "q 4"]
+    assert heldout.read_text() == chosen.read_text()
+    with refused("empty", source):
+        split_file(source, train, heldout, chosen=source)
+    with refused("conflict", chosen):
+        split_file(source, train, chosen, chosen=chosen)

@@ -1,8 +1,8 @@
-"""Several hosts on one machine: each a set of namespaces with an address of its own, joined by a bridge.
+"""Two hosts on one machine, each a set of namespaces with an address of its own, and `rlsys launch` on them.
 
-A host has its own network, host name, process numbers, /tmp and /dev/shm; the rest of the file system, and what
-is `shared`, is everybody's, as on a cluster with a common disk. Nothing leaves the bridge: it is in a
-network namespace too. A host's processes end with its first, which ends when this process closes or dies.
+A host has its own network, host name, process numbers, /tmp and /dev/shm; the rest of the file system is both's, as on a
+cluster with a common disk. Nothing leaves the cable between them. A host's processes end with its first, which ends when
+this process closes or dies.
 """
 
 from __future__ import annotations
@@ -11,20 +11,36 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 
+from examples.searchr1.tiny.demo import prepare_world
 from tests.support.paths import PROJECT
 
-NETWORK = "10.211.77"
 _INIT = "import signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); print('up', flush=True); sys.stdin.read()"
 """The first process of a host: it lets orphans go, and ends once nobody holds its input."""
 _ALONE = ("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
+_SETTINGS = [
+    "eval.interval=0",
+    "eval.limit=4",
+    "trainer.prompts_per_step=8",
+    "trainer.mini_batches=2",
+    "tracking.wandb=false",
+    "tracking.tensorboard=false",
+    "cluster.nodes=2",
+    "cluster.devices_per_node=2",
+    "cluster.sync_mode=broadcast",
+    "cluster.placement={actor: '0-1', inference: '2', rollout: '3'}",
+    "rollout.engine.kv_cache_tokens=16384",
+]
+"""The actor on the first machine, the others on the second."""
 
 
 @dataclass
@@ -33,8 +49,6 @@ class Host:
 
     address: str
     _first: psutil.Process
-    _port: str
-    """Its end of the cable at the bridge."""
 
     def start(self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         """Start a command there, in the project's folder; its output goes to `log`."""
@@ -49,93 +63,71 @@ class Host:
 
     def run(self, *command: str) -> str:
         """What a command there prints. Raises CalledProcessError if it fails."""
-        return subprocess.run([*self._enter(), *command], check=True, capture_output=True, text=True, timeout=30).stdout
+        return subprocess.run([*self._enter(), *command], check=True, capture_output=True, text=True).stdout
 
     def processes(self) -> list[psutil.Process]:
         """All that runs there but the host's first process."""
         namespace = os.readlink(f"/proc/{self._first.pid}/ns/pid")
         found = []
         for process in psutil.process_iter():
-            try:
-                here = os.readlink(f"/proc/{process.pid}/ns/pid") == namespace
-                if here and process.pid != self._first.pid and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (OSError, psutil.NoSuchProcess):
-                continue
+            with suppress(OSError, psutil.NoSuchProcess):
+                here = os.readlink(f"/proc/{process.pid}/ns/pid") == namespace and process != self._first
+                found += [process] if here and process.status() != psutil.STATUS_ZOMBIE else []
         return found
 
-    def power_off(self) -> None:
-        """End everything there at once, and its network with it."""
+    def cut_off(self, other: Host) -> None:
+        """Lose all packets between the two, which go to nobody's card from now on; connections stay as they are."""
+        for here, there in ((self, other), (other, self)):
+            nobody = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", "eth0")
+            here.run("ip", "neighbour", "replace", there.address, *nobody)
+
+    def power_off(self, other: Host) -> None:
+        """End everything there at once, without a word to the other."""
+        self.cut_off(other)
         self._first.kill()
-        self._first.wait(10)
+        self._first.wait(60)
 
     def _enter(self) -> list[str]:
         return ["nsenter", "-t", str(self._first.pid), "--net", "--mount", "--uts", "--pid"]
 
 
-@dataclass
-class Hosts:
-    """Hosts that reach each other."""
-
-    _all: Sequence[Host]
-    _switch: psutil.Process
-
-    def __getitem__(self, index: int) -> Host:
-        return self._all[index]
-
-    def cut(self, index: int) -> None:
-        """Pull the cable of one host: packets are lost, connections stay as they are."""
-        _in(self._switch, f"ip link set {self[index]._port} down")
-
-
 @contextmanager
-def namespaced_hosts(count: int, folder: Path) -> Iterator[Hosts]:
-    """`count` hosts named node-0 and so on; `folder` is theirs in common. Skips where namespaces are not allowed."""
-    _require_namespaces()
-    (folder / "private").mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        switch = stack.enter_context(_first_process([]))
-        _in(switch, "ip link add bridge type bridge && ip link set bridge up")
-        hosts = []
-        for number in range(count):
-            name, address = f"node-{number}", f"{NETWORK}.{number + 1}"
-            first = stack.enter_context(_first_process([name, *_private(folder, name)]))
-            _in(
-                switch,
-                f"ip link add port{number} type veth peer name eth0 netns {first.pid} && "
-                f"ip link set port{number} master bridge up",
-            )
-            _in(first, f"ip addr add {address}/24 dev eth0 && ip link set eth0 up && ip link set lo up")
-            hosts.append(Host(address, first, f"port{number}"))
-        yield Hosts(hosts, switch)
+def two_hosts(folder: Path) -> Iterator[list[Host]]:
+    """Hosts named node-0 and node-1; `folder` is theirs in common. Skips where namespaces are not allowed."""
+    probe = subprocess.run(
+        [*_ALONE, "sh", "-c", "ip link add left type veth peer name right"], capture_output=True, text=True, check=False
+    )
+    if probe.returncode != 0:
+        pytest.skip(f"namespaces of network, mounts and processes are not allowed here: {probe.stderr.strip()}")
+    with _first_process(_set_up("node-0", folder)) as one, _first_process(_set_up("node-1", folder)) as other:
+        hosts = [Host("10.211.77.1", one), Host("10.211.77.2", other)]
+        _in(one, f"ip link add eth0 type veth peer name eth0 netns {other.pid}")
+        for host, first in zip(hosts, (one, other), strict=True):
+            _in(first, f"ip addr add {host.address}/24 dev eth0 && ip link set eth0 up && ip link set lo up")
+        yield hosts
 
 
-def _private(folder: Path, name: str) -> list[str]:
-    """The host's own /tmp, and what everybody has in it."""
+def _set_up(name: str, folder: Path) -> str:
+    """A script that gives a host its name, its own /dev/shm, and its own /tmp with what both have in it."""
     own = folder / "private" / name
-    own.mkdir()
-    everybodys = {path.resolve() for path in (folder, PROJECT, Path(sys.prefix), Path(sys.base_prefix))}
-    shared = [path for path in everybodys if path.is_relative_to("/tmp") and not everybodys & {*path.parents}]
+    own.mkdir(parents=True)
+    both = {path.resolve() for path in (folder, PROJECT, Path(sys.prefix), Path(sys.base_prefix))}
+    shared = [path for path in both if path.is_relative_to("/tmp") and not both & {*path.parents}]
     for path in shared:
         (own / path.relative_to("/tmp")).mkdir(parents=True, exist_ok=True)
-    return [str(own), *map(str, shared)]
+    pairs = [(path, f"/run/shared-folder-{number}") for number, path in enumerate(shared)]
+    steps = [f"hostname {name}", "mount -t tmpfs -o size=2g tmpfs /dev/shm"]
+    steps += [f"mkdir -p {aside} && mount --rbind {path} {aside}" for path, aside in pairs]
+    steps += [f"mount --bind {own} /tmp"]
+    steps += [f"mount --move {aside} {path}" for path, aside in pairs]
+    return " && ".join(steps)
 
 
 @contextmanager
-def _first_process(settings: Sequence[str]) -> Iterator[psutil.Process]:
+def _first_process(set_up: str) -> Iterator[psutil.Process]:
     """A process in namespaces of its own, with everything that it and others start in them."""
-    setting_up = "true"
-    if settings:
-        name, own, *shared = settings
-        aside = [f"/run/shared-folder-{number}" for number in range(len(shared))]
-        pairs = list(zip(shared, aside, strict=True))
-        steps = [f"hostname {name}", "mount -t tmpfs -o size=2g tmpfs /dev/shm"]
-        steps += [f"mkdir -p {there} && mount --rbind {path} {there}" for path, there in pairs]
-        steps += [f"mount --bind {own} /tmp"]
-        steps += [f"mount --move {there} {path}" for path, there in pairs]
-        setting_up = " && ".join(steps)
     wrapper = subprocess.Popen(
-        [*_ALONE, "sh", "-c", f'{setting_up} && exec {sys.executable} -S -c "{_INIT}"'],
+        [*_ALONE, "sh", "-c", f'{set_up} && exec {sys.executable} -S -c "{_INIT}"'],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -144,15 +136,16 @@ def _first_process(settings: Sequence[str]) -> Iterator[psutil.Process]:
     try:
         assert wrapper.stdout.readline() == b"up\n"
         (first,) = psutil.Process(wrapper.pid).children()
-        yield first
+        with open(f"/proc/{first.pid}/ns/net"):  # Else the cable would go with the last process of one host.
+            yield first
     finally:
         wrapper.stdin.close()
         wrapper.stdout.close()
         try:
-            wrapper.wait(10)
+            wrapper.wait(60)
         except subprocess.TimeoutExpired:
             wrapper.send_signal(signal.SIGKILL)
-            wrapper.wait(10)
+            wrapper.wait()
 
 
 def _in(process: psutil.Process, script: str) -> None:
@@ -160,12 +153,49 @@ def _in(process: psutil.Process, script: str) -> None:
     subprocess.run(["nsenter", "-t", str(process.pid), "--net", "sh", "-c", script], check=True)
 
 
-def _require_namespaces() -> None:
-    probe = subprocess.run(
-        [*_ALONE, "sh", "-c", "ip link add left type veth peer name right"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if probe.returncode != 0:
-        pytest.skip(f"namespaces of network, mounts and processes are not allowed here: {probe.stderr.strip()}")
+class Launched:
+    """The launcher of one of two hosts, while it runs and afterwards. `home` is by default this user's."""
+
+    def __init__(
+        self, hosts: Sequence[Host], rank: int, folder: Path, *arguments: str, home: Path | None = None
+    ) -> None:
+        prepare_world(Console(quiet=True))
+        self.host = hosts[rank]
+        self.log = folder / f"launch-{rank}.log"
+        where = ["--rank", str(rank), "--nodes", "2", "--head", hosts[0].address]
+        command = [sys.executable, "-m", "rlsys.apps.cli.main", "launch", "--config-name", "searchr1_tiny_cpu", *where]
+        self._process = self.host.start(
+            [*command, f"output_dir={folder}/outputs", *_SETTINGS, *arguments],
+            self.log,
+            {"HOME": str(home)} if home else None,
+        )
+
+    def wait(self) -> int:
+        """Its exit status."""
+        try:
+            return self._process.wait(540)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise AssertionError(f"still running:\n{self.said()}") from None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the launcher itself, which is below the command that enters the host."""
+        (launcher,) = psutil.Process(self._process.pid).children()
+        launcher.send_signal(number)
+
+    def said(self) -> str:
+        """All that it has printed."""
+        return self.log.read_text(errors="replace")
+
+    def leaves_nothing(self) -> bool:
+        """Whether no process and none of its folders are left on its host."""
+        wait_until(lambda: not self.host.processes(), self)
+        return "rlsys-" not in self.host.run("ls", "/tmp")
+
+
+def wait_until(condition: Callable[[], object], *launched: Launched) -> None:
+    """Return once `condition` holds. Raises AssertionError, with what the launchers said, if it does not in time."""
+    until = time.monotonic() + 600
+    while not condition():
+        assert time.monotonic() < until, "\n".join(one.said() for one in launched)
+        time.sleep(0.2)

@@ -14,11 +14,9 @@ import yaml
 from rlsys.apps.cli.training import launch as command
 from rlsys.cluster.launch.role import check_searching, serving_positions
 from rlsys.config.compose import load_config
-from rlsys.config.schema import RunConfig
 from tests.support.paths import PROJECT
 
 SBATCH = PROJECT / "launch" / "slurm" / "train.sbatch"
-BARE = PROJECT / "launch" / "ray" / "launch.sh"
 RAYJOB = PROJECT / "launch" / "kubernetes" / "rayjob.yaml"
 SRUN = """#!/bin/sh
 printf '%s\\n' "$@" > "$0.words"
@@ -33,60 +31,35 @@ def parsed(words: list[str]) -> dict[str, Any]:
     return typer.main.get_command(app).make_context("launch", words).params
 
 
-def composed(params: dict[str, Any]) -> RunConfig:
-    config = load_config(params["config_name"], params["overrides"] or ())
-    check_searching(config)
-    return config
-
-
-def run(script: Path, *words: str, cwd: Path, **settings: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
-    return subprocess.run(
-        ["bash", str(script), *words], cwd=cwd, env=kept | settings, capture_output=True, text=True, timeout=600,
-        check=False,
-    )  # fmt: skip
-
-
 def test_slurms_file_runs_the_launcher_once_a_machine_and_passes_its_status_on(tmp_path: Path) -> None:
-    srun = tmp_path / "srun"
-    srun.write_text(SRUN)
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexit 0\n")
-    for file in (srun, python):
-        file.chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    words = ["cluster.search.nodes=[0, node-1]", "search.index=/a b"]
-    done = run(SBATCH, *words, cwd=tmp_path, PATH=path, SLURM_JOB_ID="1", PYTHON=str(python))
-    assert done.returncode == 7, done.stderr
-    given = (tmp_path / "srun.words").read_text().splitlines()
-    assert "--ntasks-per-node=1" in given
-    assert "--cpu-bind=none" in given
-    launcher = given.index(str(python))
-    assert given[launcher : launcher + 4] == [str(python), "-m", "rlsys.apps.cli.main", "launch"]
-    params = parsed(given[launcher + 4 :])
-    config = composed(params)
-    assert config.search.index == "/a b"
-    assert params["wait"] == 600
+    for name, script in (("srun", SRUN), ("python", "#!/bin/sh\nexit 0\n")):
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    python = str(tmp_path / "python")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    settings = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "PYTHON": python}
+
+    def given(*words: str, **more: str) -> list[str]:
+        """What srun is given."""
+        done = subprocess.run(["bash", str(SBATCH), *words], cwd=tmp_path, env=kept | settings | more, check=False)
+        assert done.returncode == 7
+        return (tmp_path / "srun.words").read_text().splitlines()
+
+    words = given("cluster.search.nodes=[0, node-1]", "search.index=/a b")
+    assert {"--ntasks-per-node=1", "--cpu-bind=none"} <= set(words)
+    launcher = words.index(python)
+    assert words[launcher : launcher + 4] == [python, "-m", "rlsys.apps.cli.main", "launch"]
+    params = parsed(words[launcher + 4 :])
+    config = load_config(params["config_name"], params["overrides"])
+    check_searching(config)
+    assert (config.search.index, params["wait"]) == ("/a b", 600)
     # The file's own number of machines is that of its own config.
     assert f"#SBATCH --nodes={config.cluster.nodes}\n" in SBATCH.read_text()
     assert f"#SBATCH --gpus-per-node={config.cluster.devices_per_node}\n" in SBATCH.read_text()
-    other = ["searchr1_tiny_cpu", "trainer.steps=3"]
-    assert (
-        run(SBATCH, *other, cwd=tmp_path, PATH=path, SLURM_JOB_ID="1", WAIT_S="9", PYTHON=str(python)).returncode == 7
-    )
-    given = (tmp_path / "srun.words").read_text().splitlines()
-    params = parsed(given[given.index("launch") + 1 :])
-    assert (params["config_name"], params["overrides"], params["wait"]) == (other[0], other[1:], 9)
-
-
-def test_scripts_say_what_is_missing(tmp_path: Path) -> None:
-    outside = run(SBATCH, cwd=tmp_path)
-    assert (outside.returncode, outside.stdout) == (2, "")
-    assert "sbatch" in outside.stderr
-    for script, settings in ((BARE, {}), (SBATCH, {"SLURM_JOB_ID": "1"})):
-        lacking = run(script, "--config-name", "x", cwd=tmp_path, PYTHON="/nowhere", **settings)
-        assert (lacking.returncode, lacking.stdout) == (2, "")
-        assert "PYTHON=/nowhere" in lacking.stderr
+    words = given("searchr1_tiny_cpu", "trainer.steps=3", WAIT_S="9")
+    params = parsed(words[words.index("launch") + 1 :])
+    found = (params["config_name"], params["overrides"], params["wait"])
+    assert found == ("searchr1_tiny_cpu", ["trainer.steps=3"], 9)
 
 
 def test_the_kubernetes_job_has_the_machines_that_its_config_needs() -> None:
@@ -96,8 +69,8 @@ def test_the_kubernetes_job_has_the_machines_that_its_config_needs() -> None:
     assert words[:2] == ["rlsys", "launch"]
     params = parsed(words[2:])
     assert params["cluster"] == "auto"
-    config = composed(params)
-    assert config.search.url is None
+    config = load_config(params["config_name"], params["overrides"])
+    check_searching(config)
     cluster = job["spec"]["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}, "all pods see the dashboard, at which code can be run"
     (workers,) = cluster["workerGroupSpecs"]

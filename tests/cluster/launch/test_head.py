@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Coroutine
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,8 +17,9 @@ from rlsys.cluster.launch.head import Crew, GatheredLogs, NodeAgent
 from rlsys.cluster.launch.ray_node import FOLDER_VARIABLE
 from rlsys.cluster.launch.role import Role
 from rlsys.cluster.local_ray import rays_own
+from rlsys.cluster.preflight.examine import as_data, ok, wrong
 from rlsys.cluster.runtime import Machine
-from rlsys.cluster.worker_group import RankSilent
+from rlsys.cluster.worker_group import RankSilent, WorkerGroup
 from rlsys.errors import RunError
 from tests.support.refusals import refused
 
@@ -27,21 +30,20 @@ def machine(rank: int, host: str) -> Machine:
     return Machine(rank, True, host, f"10.0.0.{rank}", f"{rank + 1:056x}", f"node-{rank}", {})
 
 
-async def assembled(monkeypatch: pytest.MonkeyPatch, *there: Machine) -> list[Machine]:
-    """`there` when all of a run of three machines have come, with no time to wait for more."""
-    monkeypatch.setattr(head, "machines", lambda: list(there))
-    return await head._assemble(ROLE, "a:6379", 60.0, 0.0, None, print)
-
-
 async def test_machines_that_do_not_come_are_named_and_ranks_given_twice_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def assembled(*there: Machine) -> Coroutine[Any, Any, list[Machine]]:
+        """`there` when all of a run of three machines have come, with no time to wait for more."""
+        monkeypatch.setattr(head, "machines", lambda: list(there))
+        return head._assemble(ROLE, "a:6379", 60.0, 0.0, None, print)
+
     a, b, c = (machine(rank, host) for rank, host in enumerate("abc"))
-    assert await assembled(monkeypatch, a, b, c) == [a, b, c]
+    assert await assembled(a, b, c) == [a, b, c]
     with pytest.raises(RunError, match=r"node 1 \(b\) and node 2 \(c\)"):
-        await assembled(monkeypatch, a)
+        await assembled(a)
     with refused("conflict", "--rank"):
-        await assembled(monkeypatch, a, b, machine(1, "c"))
+        await assembled(a, b, machine(1, "c"))
 
 
 async def test_machines_that_are_lost_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -60,17 +62,15 @@ async def test_a_port_of_the_head_that_is_taken_is_refused() -> None:
         await head.lead(None, Role(0, 1, "127.0.0.1", taken.getsockname()[1]), print)  # type: ignore[arg-type]
 
 
-class Called:
-    """Stands for a group of agents; those in `silent` do not answer."""
+def called(*agents: NodeAgent, silent: int = -1) -> Mock:
+    """Stands for a group of agents, of which one may not answer."""
 
-    def __init__(self, *found: NodeAgent) -> None:
-        self.found = found
-        self.silent: set[int] = set()
-
-    async def call_rank(self, index: int, method: str, *args: Any, timeout_s: float) -> Any:
-        if index in self.silent and timeout_s:
+    async def call_rank(index: int, method: str, *args: Any, timeout_s: float) -> Any:
+        if index == silent and timeout_s:
             raise RankSilent("late", index)
-        return getattr(self.found[index], method)(*args)
+        return getattr(agents[index], method)(*args)
+
+    return Mock(spec=WorkerGroup, call_rank=call_rank)
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def ray_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def test_logs_grow_move_and_begin_anew(ray_logs: Path, tmp_path: Path) -> None:
-    gathering = GatheredLogs(Called(NodeAgent()), [3], tmp_path / "first")  # type: ignore[arg-type]
+    gathering = GatheredLogs(called(NodeAgent()), [3], tmp_path / "first")
     (ray_logs / "raylet.out").write_bytes(b"one\n")
     (ray_logs / "events").mkdir()
     (ray_logs / "events" / "e.log").write_bytes(b"\xff\x00")
@@ -101,60 +101,48 @@ async def test_logs_grow_move_and_begin_anew(ray_logs: Path, tmp_path: Path) -> 
     (ray_logs / "raylet.out").write_bytes(b"new\n")
     await gathering.gather(1)
     assert (there / "raylet.out").read_bytes() == b"one\ntwo\nnew\n"
+    # A resumed run has those of its earlier lives beside its own.
+    resumed = GatheredLogs(called(NodeAgent()), [3], tmp_path / "second")
+    await resumed.gather(1)
+    resumed.move_to(tmp_path / "run" / "logs" / "nodes")
+    assert len(list((tmp_path / "run" / "logs" / "nodes").glob("*/3/ray/raylet.out"))) == 2
 
 
-async def test_the_logs_of_a_resumed_run_lie_beside_those_of_its_earlier_lives(ray_logs: Path, tmp_path: Path) -> None:
-    nodes = tmp_path / "run" / "logs" / "nodes"
-    for life in ("first", "second"):
-        (ray_logs / "raylet.out").write_text(life)
-        gathering = GatheredLogs(Called(NodeAgent()), [0], tmp_path / life)  # type: ignore[arg-type]
-        await gathering.gather(1)
-        gathering.move_to(nodes)
-    assert sorted(file.read_text() for file in nodes.glob("*/0/ray/raylet.out")) == ["first", "second"]
-
-
-async def test_workers_logs_come_from_machines_that_do_not_share_the_folder(tmp_path: Path) -> None:
+async def test_logs_of_workers_come_from_machines_that_have_another_folder_and_answer(
+    ray_logs: Path, tmp_path: Path
+) -> None:
     shared, own = tmp_path / "shared", tmp_path / "own"
     for folder in (shared, own):
         folder.mkdir()
         (folder / "actor-1.log").write_text("said")
     (shared / "nodes").mkdir()
-    called = Called(NodeAgent(), NodeAgent())
-    called.found[0].follow(str(shared))
-    called.found[1].follow(str(own))
-    gathering = GatheredLogs(called, [0, 1], shared / "nodes")  # type: ignore[arg-type]
-    await gathering.gather(1)
-    assert (shared / "nodes" / "1" / "workers" / "actor-1.log").read_text() == "said"
-    assert not (shared / "nodes" / "0").exists()
-
-
-async def test_who_is_silent_is_told_and_keeps_nobody_else_from_being_read(ray_logs: Path, tmp_path: Path) -> None:
-    called = Called(NodeAgent(), NodeAgent())
-    called.silent = {0}
     (ray_logs / "a.log").write_text("a")
-    gathering = GatheredLogs(called, [0, 1], tmp_path / "logs")  # type: ignore[arg-type]
-    assert await gathering.gather(1) == [0]
-    assert (tmp_path / "logs" / "1" / "ray" / "a.log").read_text() == "a"
+    agents = [NodeAgent(), NodeAgent(), NodeAgent()]
+    for agent, folder in zip(agents, (shared, own, own), strict=True):
+        agent.follow(str(folder))
+    gathering = GatheredLogs(called(*agents, silent=2), [0, 1, 2], shared / "nodes")
+    assert await gathering.gather(1) == [2]
+    found = {str(file.relative_to(shared / "nodes")) for file in (shared / "nodes").rglob("*") if file.is_file()}
+    assert found == {"0/ray/a.log", "1/ray/a.log", "1/workers/actor-1.log"}
 
 
 def test_the_end_is_told_before_the_search_server_takes_its_time(tmp_path: Path) -> None:
     agent, told = NodeAgent(), []
-
-    class Server:
-        def close(self) -> None:
-            told.append(json.loads((tmp_path / "ray" / "end.json").read_text()))
-
-    agent._server = Server()  # type: ignore[assignment]
+    agent._server = Mock()
+    agent._server.close.side_effect = lambda: told.append((tmp_path / "ray" / "end.json").read_text())
     agent.close(3, "it is over")
-    assert told == [{"status": 3, "sentence": "it is over"}]
+    assert [json.loads(text) for text in told] == [{"status": 3, "sentence": "it is over"}]
     assert not list((tmp_path / "ray").glob("rlsys-node-*"))
 
 
 def test_a_machine_says_what_is_wrong_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["doctor", "--for", "searchr1_tiny_cpu", f"model.path={tmp_path}/nothing", "search.index=nowhere"]
-    wrong = NodeAgent().examine(arguments, 600)
-    assert any(one.startswith("model.path: ") for one in wrong)
-    assert not any(one.startswith(("search", "task")) for one in wrong), "the head looks at these"
+    """The search and the questions are for the head to look at."""
+    findings = [wrong(what, "it is not there", "get it") for what in ("model.path", "search server", "task.eval_path")]
+    doctor = tmp_path / "doctor"
+    doctor.write_text(f"#!/bin/sh\necho '{json.dumps(as_data('a_run', [ok('config', 'good'), *findings]))}'\nexit 2\n")
+    doctor.chmod(0o755)
+    monkeypatch.setattr(head.sys, "executable", str(doctor))
+    assert NodeAgent().examine([], 600) == ["model.path: it is not there -> get it"]
     monkeypatch.setattr(head.sys, "executable", "false")
     with pytest.raises(RunError, match="status 1"):
-        NodeAgent().examine(arguments, 600)
+        NodeAgent().examine([], 600)

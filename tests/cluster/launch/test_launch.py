@@ -6,151 +6,122 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.cluster.launch.hosts import Hosts, namespaced_hosts
-from tests.cluster.launch.launched import Launched, launch, run_folder, wait_until
+from tests.cluster.launch.hosts import Host, Launched, two_hosts, wait_until
 
-TAKES_A_PORT = """
-import socket, sys, time
-with socket.create_server(("", int(sys.argv[1]))):
-    print("taken", flush=True)
-    time.sleep(600)
-"""
-LOGS = "outputs/*/logs/nodes/*/1/ray/raylet.out"
+pytestmark = pytest.mark.slow
+
+TAKES_A_PORT = (
+    "import socket, time; s = socket.create_server(('', 10001)); print('taken', flush=True); time.sleep(3600)"
+)
+"""Where Ray's own client server, which nobody needs, would listen."""
+KNOCKS = "import httpx, sys; print(httpx.post(sys.argv[1], json={'queries': ['Rome']}).status_code)"
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    with namespaced_hosts(2, tmp_path) as found:
+def hosts(tmp_path: Path) -> Iterator[list[Host]]:
+    with two_hosts(tmp_path) as found:
         yield found
 
 
-def under_way(hosts: Hosts, folder: Path, *settings: str) -> list[Launched]:
-    """Launchers of a run of which logs come in."""
-    launched = launch(hosts, folder, *settings)
-    wait_until(lambda: list(folder.glob(LOGS)), 600, *launched)
-    return launched
-
-
-@pytest.mark.slow
-def test_two_machines_train_search_on_a_named_one_and_leave_nothing(hosts: Hosts, tmp_path: Path) -> None:
-    launched = launch(hosts, tmp_path, "cluster.search.nodes=[node-1]", preflight=True)
+def test_two_machines_train_search_on_a_named_one_and_leave_nothing(hosts: list[Host], tmp_path: Path) -> None:
+    log = tmp_path / "taken.log"
+    taken = hosts[0].start([sys.executable, "-c", TAKES_A_PORT], log)
+    wait_until(log.read_text)
+    settings = ["--preflight", "trainer.steps=2", "cluster.search.nodes=[node-1]"]
+    launched = [Launched(hosts, rank, tmp_path, *settings) for rank in (0, 1)]
     assert [one.wait() for one in launched] == [0, 0], launched[0].said()
+    for process in psutil.Process(taken.pid).children():
+        process.kill()
+    taken.wait()
     assert f"serves data/tiny_world/index at {hosts[1].address}:8000" in launched[0].said()
     assert "searchr1_tiny_cpu can run" in launched[0].said()
     assert "leaves: the run has ended" in launched[1].said()
-    folder = run_folder(tmp_path)
+    (folder,) = (tmp_path / "outputs").glob("searchr1_tiny_cpu-*")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 2
     assert rows[1]["engine/0/search_requests"] > 0
     assert [row["rollout/search_errors"] for row in rows] == [0, 0]
     assert not (folder / "logs" / "search.log").exists(), "the run started none itself"
-    assert json.loads((folder / "summary.json").read_text())["steps"] == 2
     (logs,) = (folder / "logs" / "nodes").iterdir()
     assert "Application startup complete" in (logs / "1" / "node" / "search.log").read_text()
-    assert not (logs / "0" / "node").exists(), "the first machine serves nothing"
     for rank in "01":
         assert (logs / rank / "ray" / "raylet.out").stat().st_size > 0
     assert all(one.leaves_nothing() for one in launched)
 
 
-@pytest.mark.slow
-def test_a_machine_that_does_not_come_is_named(hosts: Hosts, tmp_path: Path) -> None:
-    # Where Ray's own client server, which nobody needs, would listen.
-    taken = hosts[0].start([sys.executable, "-c", TAKES_A_PORT, "10001"], tmp_path / "taken.log")
-    wait_until(lambda: (tmp_path / "taken.log").read_text(), 60)
-    (head,) = launch(hosts, tmp_path, "--wait", "120", ranks=(0,))
-    assert head.wait() == 1
-    for process in psutil.Process(taken.pid).children():
-        process.kill()
-    taken.wait(60)
-    assert re.search(rf"node 1 .*{hosts[0].address}:6379.*1 of 2", head.said())
-    assert head.leaves_nothing()
-    assert not (tmp_path / "outputs").exists()
-
-
-KNOCKS = """
-import sys, urllib.error, urllib.request
-request = urllib.request.Request(sys.argv[1] + "/retrieve", b'{"queries": ["Rome"]}', {"Content-Type": "application/json"})
-try:
-    print(urllib.request.urlopen(request, timeout=20).status)
-except urllib.error.HTTPError as refused:
-    print(refused.code)
-"""
-
-
-@pytest.mark.slow
-def test_a_machine_without_the_token_runs_nothing_and_finds_nothing(hosts: Hosts, tmp_path: Path) -> None:
-    homes = [tmp_path / "home", tmp_path / "strange"]
-    for home in homes:
-        home.mkdir()
-    settings = ["cluster.search.nodes=[node-0]", "trainer.steps=200"]
-    head, worker = launch(hosts, tmp_path, *settings, home=homes[0])
-    wait_until(lambda: "the run starts" in head.said(), 600, head, worker)
+def test_a_machine_without_the_token_runs_nothing_and_finds_nothing(hosts: list[Host], tmp_path: Path) -> None:
+    home, strange, more = (tmp_path / name for name in ("home", "strange", "more"))
+    for folder in (home, strange, more):
+        folder.mkdir()
+    settings = ["--no-preflight", "cluster.search.nodes=[node-0]", "trainer.steps=200"]
+    head, worker = (Launched(hosts, rank, tmp_path, *settings, home=home) for rank in (0, 1))
+    wait_until(lambda: "the run starts" in head.said(), head, worker)
     look = [sys.executable, "-m", "rlsys.cluster.preflight.machine", f"{hosts[0].address}:6379"]
-    for home, mode, status in ((homes[0], "token", 0), (homes[1], "disabled", 1)):
-        given = {"HOME": str(home), "RAY_AUTH_MODE": mode}
-        looked = hosts[1].start(look, tmp_path / f"look-{mode}.log", given)
-        assert (looked.wait(120) == 0) == (status == 0), (tmp_path / f"look-{mode}.log").read_text()
-    url = f"http://{hosts[0].address}:8000"
-    assert hosts[1].run(sys.executable, "-c", KNOCKS, url).strip() == "401"
-    strangers = launch(hosts, tmp_path / "more", "--wait", "60", ranks=(1,), home=homes[1])
-    assert strangers[0].wait() == 2
-    assert str(homes[1] / ".ray" / "auth_token") in strangers[0].said()
+    for seen_from, mode in ((home, "token"), (strange, "disabled")):
+        given = {"HOME": str(seen_from), "RAY_AUTH_MODE": mode}
+        status = hosts[1].start(look, tmp_path / f"look-{mode}.log", given).wait(300)
+        assert (status == 0) == (mode == "token"), (tmp_path / f"look-{mode}.log").read_text()
+    assert hosts[1].run(sys.executable, "-c", KNOCKS, f"http://{hosts[0].address}:8000/retrieve").strip() == "401"
+    stranger = Launched(hosts, 1, more, "--no-preflight", "--wait", "60", home=strange)
+    assert stranger.wait() == 2
+    assert str(strange / ".ray" / "auth_token") in stranger.said()
     head.signal(signal.SIGINT)
     assert [head.wait(), worker.wait()] == [130, 130]
     assert head.leaves_nothing()
 
 
-def test_without_a_head_a_machine_gives_up(hosts: Hosts, tmp_path: Path) -> None:
-    (worker,) = launch(hosts, tmp_path, "--wait", "2", ranks=(1,))
-    assert worker.wait() == 1
-    assert re.search(rf"node 1 .*{hosts[0].address}:6379", worker.said())
-    assert worker.leaves_nothing()
+def kill_gcs(host: Host) -> None:
+    (gcs,) = [process for process in host.processes() if process.name() == "gcs_server"]
+    gcs.kill()
 
 
-@pytest.mark.slow
-def test_a_machine_that_loses_power_ends_the_run_and_is_named(hosts: Hosts, tmp_path: Path) -> None:
-    head, _ = under_way(hosts, tmp_path)
-    hosts[1].power_off()
-    assert head.wait() == 1
-    assert f"node 1 (node-1, {hosts[1].address}) is lost" in head.said()
-    assert head.leaves_nothing()
+def tell_all(*launched: Launched) -> None:
+    """As Slurm does at the end of a job's time."""
+    for one in launched:
+        one.signal(signal.SIGTERM)
 
 
-@pytest.mark.slow
-def test_a_machine_whose_cable_is_pulled_is_named_and_ends_by_itself(hosts: Hosts, tmp_path: Path) -> None:
-    head, worker = launch(hosts, tmp_path, "trainer.steps=200")
-    wait_until(lambda: list(tmp_path.glob("outputs/*/metrics.jsonl")), 600, head, worker)
-    hosts.cut(1)
-    assert [head.wait(), worker.wait()] == [1, 1]
-    assert f"node 1 (node-1, {hosts[1].address}) is lost" in head.said()
-    assert f"{hosts[0].address}:6379 is lost" in worker.said()
-    assert list(tmp_path.glob(LOGS))
-    assert head.leaves_nothing()
-    assert worker.leaves_nothing()
+LOST = r"node 1 \(node-1, 10\.211\.77\.2\) is lost"
+INTERRUPTED = "leaves: the run was interrupted"
+ENDED = "Ray ended on this machine|the head of the Ray cluster"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupted_head_ends_every_machine(hosts: Hosts, tmp_path: Path, number: int) -> None:
-    head, worker = under_way(hosts, tmp_path)
-    head.signal(number)
-    assert [head.wait(), worker.wait()] == [130, 130]
-    assert "leaves: the run was interrupted" in worker.said()
-    assert head.leaves_nothing()
-    assert worker.leaves_nothing()
-
-
-@pytest.mark.slow
-def test_a_killed_launcher_leaves_no_process(hosts: Hosts, tmp_path: Path) -> None:
-    head, worker = under_way(hosts, tmp_path)
-    head.signal(signal.SIGKILL)
-    assert worker.wait() == 1
-    wait_until(lambda: not hosts[0].processes(), 90, head)
-    assert worker.leaves_nothing()
+@pytest.mark.parametrize(
+    ("end", "statuses", "head_says", "worker_says"),
+    [
+        pytest.param(lambda head, _: head.signal(signal.SIGINT), [130, 130], "", INTERRUPTED, id="head interrupted"),
+        pytest.param(tell_all, [130, 130], "", INTERRUPTED, id="all told"),
+        pytest.param(lambda _, worker: worker.signal(signal.SIGINT), [1, 130], LOST, "", id="worker interrupted"),
+        pytest.param(
+            lambda head, worker: worker.host.cut_off(head.host), [1, 1], LOST, ":6379 is lost", id="cable pulled"
+        ),
+        pytest.param(lambda head, _: kill_gcs(head.host), [1, 1], ENDED, "", id="gcs killed"),
+        pytest.param(lambda head, _: head.signal(signal.SIGKILL), [-9, 1], "", "", id="launcher killed"),
+        pytest.param(lambda head, worker: worker.host.power_off(head.host), [1, None], LOST, "", id="power lost"),
+    ],
+)
+def test_however_a_run_is_ended_its_machines_say_why_and_keep_nothing(
+    hosts: list[Host],
+    tmp_path: Path,
+    end: Callable[[Launched, Launched], None],
+    statuses: list[int | None],
+    head_says: str,
+    worker_says: str,
+) -> None:
+    launched = [Launched(hosts, rank, tmp_path, "--no-preflight", "trainer.steps=200") for rank in (0, 1)]
+    wait_until(lambda: list(tmp_path.glob("outputs/*/logs/nodes/*/1/ray/raylet.out")), *launched)
+    end(*launched)
+    for one, status, said in zip(launched, statuses, (head_says, worker_says), strict=True):
+        found = one.wait()
+        assert found == (found if status is None else status), one.said()
+        assert re.search(said, one.said()), one.said()
+        if status == -signal.SIGKILL:
+            wait_until(lambda: not hosts[0].processes(), *launched)  # Nobody is left to remove its folder.
+        elif status is not None:
+            assert one.leaves_nothing()

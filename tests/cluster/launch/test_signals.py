@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -48,43 +49,38 @@ def test_the_loss_of_the_terminal_is_an_interruption_but_under_nohup() -> None:
     assert closed == [True, True]
 
 
-class Node:
-    """Stands for Ray on the machine."""
-
-    told: Ending | None = None
-
-    def ending(self) -> Ending | None:
-        return self.told
-
-    def require_alive(self) -> None:
-        pass
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
+@pytest.fixture
+def node() -> Mock:
+    """Stands for a Ray on the machine, of which nobody says that the run has ended."""
+    made = Mock(spec=RayNode)
+    made.ending.return_value = None
+    return made
 
 
 @pytest.mark.parametrize("then", ["head", "time", "again"])
 async def test_sigterm_leaves_when_the_head_says_so_or_in_time_or_at_the_second(
-    then: str, monkeypatch: pytest.MonkeyPatch
+    then: str, node: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    async def until(condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(60):
+            while not condition():
+                await asyncio.sleep(0.01)
+
     monkeypatch.setattr(worker, "LOOK_S", 0.02)
     monkeypatch.setattr(worker, "LOST_S", 600.0)
     monkeypatch.setattr(worker, "FAREWELL_S", 0.2 if then == "time" else 600.0)
-    node, said = Node(), list[str]()
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Another test may have left asyncio's own.
+    said: list[str] = []
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Another test may have left asyncio's own.
     with closing(socket.create_server(("127.0.0.1", 0))) as head:
         role = Role(1, 2, "127.0.0.1", head.getsockname()[1])
-        stay = asyncio.create_task(worker._stay(role, node, said.append))  # type: ignore[arg-type]
+        stay = asyncio.create_task(worker._stay(role, node, said.append))
         await until(lambda: signal.getsignal(signal.SIGTERM) != signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
         await until(lambda: said)
         if then == "head":
             assert not stay.done()
-            node.told = Ending(130, "the run was interrupted")
-            assert await stay == node.told
+            node.ending.return_value = Ending(130, "the run was interrupted")
+            assert await stay == Ending(130, "the run was interrupted")
         else:
             if then == "again":
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -92,17 +88,16 @@ async def test_sigterm_leaves_when_the_head_says_so_or_in_time_or_at_the_second(
                 await stay
     assert len(said) == 1
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, before)
 
 
-async def test_a_head_that_is_silent_or_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_head_that_is_silent_or_does_not_come_is_named(node: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "LOOK_S", 0.02)
     monkeypatch.setattr(worker, "LOST_S", 0.1)
     with promised_port() as nobody:
         role = Role(1, 2, "127.0.0.1", nobody.getsockname()[1])
         named = f"127.0.0.1:{role.port} is lost"
         with pytest.raises(RunError, match=named):
-            await asyncio.wait_for(worker._stay(role, Node(), print), 60)  # type: ignore[arg-type]
+            await asyncio.wait_for(worker._stay(role, node, print), 60)
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         with pytest.raises(RunError, match=f"node 1 .*127.0.0.1:{role.port}"):
             await asyncio.wait_for(worker._await_head(role, wait_s=0.05), 60)

@@ -11,7 +11,7 @@ import pytest
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
 from tests.cluster.preflight.machine import save_model
-from tests.config.conftest import SHAPE
+from tests.support.tiny_shape import SHAPE
 
 ROW = {"prompt": "Who?", "question": "Who wrote it?", "solutions": ["me"]}
 Compose = Callable[..., RunConfig]

@@ -17,7 +17,7 @@ from rlsys.config.schema import SearchConfig
 from rlsys.observe.environment import Capabilities
 from rlsys.weights.hf_io import INDEX
 from rlsys.weights.weight_map import WeightMap, read_architecture
-from tests.observe.test_capabilities import H100
+from tests.support.capabilities import H100
 
 BARE_H100 = replace(H100, transformer_engine=None, flash_attn_4=None, apex=False)
 """With what the gpu profile cannot do without."""

@@ -1,119 +1,202 @@
-"""All that a run needs, each thing taken away in turn; and all of it at once."""
+"""All that a run needs, each thing taken away in turn, and all of it at once; and the command that says so."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from rich.console import Console
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import zeros
+from typer.testing import CliRunner
 
-from rlsys.cluster.preflight.examine import REQUIREMENTS, Finding, FindingState, examine, is_right, read_requirements
-from rlsys.cluster.preflight.machine import GpuProcess, Gpus, RayCluster, RayMachine, SearchAnswer, Unseen
-from rlsys.config.schema import RunConfig
+from examples.searchr1.tiny.demo import prepare_world
+from rlsys.apps.cli.main import app
+from rlsys.cluster.preflight.examine import (
+    REQUIREMENTS,
+    Finding,
+    FindingState,
+    data_findings,
+    examine,
+    is_right,
+    model_findings,
+    read_requirements,
+)
+from rlsys.cluster.preflight.machine import (
+    Disk,
+    Gpu,
+    GpuProcess,
+    Gpus,
+    RayCluster,
+    RayMachine,
+    SearchAnswer,
+    ThisMachine,
+    Unseen,
+)
+from rlsys.config.compose import load_config
+from rlsys.config.schema import RunConfig, SearchConfig
+from rlsys.errors import UserError
 from rlsys.observe.environment import Capabilities
 from rlsys.orchestrator.validate import find_problems
-from tests.cluster.preflight.conftest import Compose
-from tests.cluster.preflight.machine import Machine, cards
+from rlsys.weights.hf_io import INDEX
+from rlsys.weights.weight_map import WeightMap, read_architecture
+from tests.config.conftest import SHAPE
+from tests.support.capabilities import H100
 
 URL = "http://127.0.0.1:8000"
+BARE_H100 = replace(H100, transformer_engine=None, flash_attn_4=None, apex=False)
+"""With what the gpu profile cannot do without."""
+
+_PROFILE = {
+    pin.name: next(iter(pin.specifier)).version
+    for pin in read_requirements(REQUIREMENTS / "gpu.txt")
+    if len(pin.specifier) == 1
+}
+PINNED = _PROFILE | {
+    needed.name: _PROFILE[name]
+    for needed in read_requirements(REQUIREMENTS / "base.txt")
+    for name in (needed.name, needed.name.replace("_", "-").lower())
+    if name in _PROFILE
+}
+"""Packages in the versions that requirements/gpu.txt pins."""
 
 
-def complete(**changed: object) -> Machine:
-    """A machine with everything that requirements/gpu.txt pins."""
-    pins = {
-        pin.name: next(iter(pin.specifier)).version
-        for pin in read_requirements(REQUIREMENTS / "gpu.txt")
-        if len(pin.specifier) == 1
-    }
-    known = {
-        one.name: pins[key]
-        for one in read_requirements(REQUIREMENTS / "base.txt")
-        for key in (one.name, one.name.replace("_", "-").lower())
-        if key in pins
-    }
-    return Machine(packages=pins | known, **changed)  # type: ignore[arg-type]
+def cards(count: int, used_gib: float = 0.0, total_gib: float = 79.6) -> tuple[Gpu, ...]:
+    return tuple(Gpu(index, f"GPU-{index}", "H100", total_gib, used_gib) for index in range(count))
 
 
-def wrong_things(config: RunConfig, machine: Machine) -> dict[str, Finding]:
-    return {
-        one.what: one
-        for one in examine(config, list(find_problems(config)), machine)
-        if one.state is FindingState.wrong
-    }
+ALL_CARDS, NOBODY = Gpus("580.82", cards(8)), Unseen("nobody listens there")
 
 
-def found(config: RunConfig, machine: Machine, what: str) -> Finding:
-    (one,) = [one for one in examine(config, list(find_problems(config)), machine) if one.what == what]
-    return one
+def machine(
+    found: Gpus | Unseen = ALL_CARDS,
+    here: Capabilities = BARE_H100,
+    packages: Mapping[str, str] = PINNED,
+    free_gib: Mapping[str, float] = {},
+    environment: Mapping[str, str] = {},
+    cluster: RayCluster | Unseen = NOBODY,
+    answers: Mapping[str, SearchAnswer] = {},
+    differs: str = "",
+) -> Mock:
+    """Probes with set answers: a node of eight H100 where all is well, unless a test says otherwise.
+
+    `free_gib` is by path; elsewhere 1000 are free, of 2000. `answers` are by address of a search server.
+    """
+    made = Mock(spec=ThisMachine, capabilities=here, version=packages.get, variable=environment.get)
+    made.gpus = Mock(side_effect=found) if isinstance(found, Unseen) else Mock(return_value=found)
+    made.disk = lambda path: Disk(path, 2000.0, free_gib.get(str(path), 1000.0), writable=True)
+    made.interfaces.return_value = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]}
+    made.port_is_free.return_value = True
+    made.ray.return_value = cluster
+    made.search_differs.return_value = differs
+
+    def search(settings: SearchConfig, _question: str) -> tuple[SearchAnswer, ...]:
+        urls = [url for url in [settings.url, *settings.replicas] if url]
+        return tuple(answers.get(url, SearchAnswer(url, settings.topk)) for url in urls)
+
+    made.search.side_effect = search
+    return made
+
+
+ROW = {"prompt": "Who?", "question": "Who wrote it?", "solutions": ["me"]}
+Compose = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Weights of zeros in two files with an index, and a tokenizer."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPE | {"max_position_embeddings": 8192}))
+    entries = WeightMap(read_architecture(folder)).entries()
+    sent = {name: shape for entry in entries for name, shape in zip(entry.hf, entry.rule.shapes, strict=True)}
+    where = {name: f"model-{number % 2 + 1:05d}-of-00002.safetensors" for number, name in enumerate(sorted(sent))}
+    for file in set(where.values()):
+        save_file({name: zeros(sent[name]) for name in where if where[name] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": where}))
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
+    return folder
+
+
+@pytest.fixture
+def node_run(tmp_path: Path, model: Path) -> Compose:
+    """Compose the run of one node of eight GPUs with further overrides."""
+    (tmp_path / "questions.jsonl").write_text(json.dumps(ROW) + "\n")
+    files = [
+        f"model.path={model}",
+        f"output_dir={tmp_path / 'outputs'}",
+        f"task.train_path={tmp_path / 'questions.jsonl'}",
+        f"task.eval_path={tmp_path / 'questions.jsonl'}",
+    ]
+    return lambda *overrides: load_config("searchr1_qwen2.5_3b_1node", [*files, *overrides])
+
+
+def all_things(config: RunConfig, machine: Mock) -> dict[str, Finding]:
+    """Findings by what was looked at; of several of one thing, one that is wrong."""
+    findings = examine(config, list(find_problems(config)), machine)
+    return {one.what: one for one in sorted(findings, key=lambda one: one.state is FindingState.wrong)}
+
+
+def wrong_things(config: RunConfig, machine: Mock) -> dict[str, Finding]:
+    return {what: one for what, one in all_things(config, machine).items() if one.state is FindingState.wrong}
 
 
 def test_where_all_is_there_nothing_is_wrong(node_run: Compose) -> None:
-    machine = complete()
-    findings = list(examine(node_run(), list(find_problems(node_run())), machine))
-    assert [one for one in findings if one.state is FindingState.wrong] == []
-    assert is_right(findings)
-    assert machine.asked == ["Who wrote it?"], "a server is asked a question of the run's own"
+    here = machine()
+    assert wrong_things(node_run(), here) == {}
+    assert here.search.call_args.args[1] == "Who wrote it?", "a server is asked a question of the run's own"
 
 
-TAKEN_AWAY: dict[str, tuple[Callable[[], Machine], str, str]] = {
-    "few cards": (lambda: complete(cards=Gpus("580.82", cards(4))), "GPUs", "4 of 8"),
-    "no driver": (lambda: complete(cards=Unseen("no driver")), "GPUs", "no driver"),
-    "an old driver": (lambda: complete(cards=Gpus("570.1", cards(8))), "CUDA driver", "580"),
-    "small cards": (lambda: complete(cards=Gpus("580.82", cards(8, total_gib=0.001))), "GPU memory", "of 0.0 GiB"),
-    "a tenant": (
-        lambda: complete(cards=Gpus("580.82", cards(8, used_gib=70), (GpuProcess("GPU-0", 7, "python", 69.0),))),
-        "GPU 0 in use",
-        "python (process 7, 69.0 GiB)",
-    ),
-    "an interface": (
-        lambda: complete(environment={"NCCL_SOCKET_IFNAME": "ib"}),
-        "NCCL_SOCKET_IFNAME",
-        "eth0, lo",
-    ),
-    "shared memory": (lambda: complete(free_gib={"/dev/shm": 0.06}), "/dev/shm", "0.1 GiB"),
-    "a full disk": (lambda: complete(free_gib={"/tmp": 80.0}), "disk for Ray", "96% full"),
-    "a server": (lambda: complete(answers={URL: SearchAnswer(URL, 0, "refused")}), "search server", "refused"),
-    "passages": (lambda: complete(answers={URL: SearchAnswer(URL, 1)}), "search server", "1 of search.topk=3"),
-    "a version": (
-        lambda: replace(complete(), packages={**(complete().packages or {}), "megatron-core": "0.15.0"}),
-        "versions",
-        "megatron-core 0.15.0",
-    ),
-}
+TENANT = GpuProcess("GPU-0", 7, "python", 69.0)
 
 
-@pytest.mark.parametrize("missing", TAKEN_AWAY)
+@pytest.mark.parametrize(
+    ("machine", "what", "says"),
+    [
+        (machine(Gpus("580.82", cards(4))), "GPUs", "4 of 8"),
+        (machine(Unseen("no driver")), "GPUs", "no driver"),
+        (machine(Gpus("570.1", cards(8))), "CUDA driver", "580"),
+        (machine(Gpus("580.82", cards(8, total_gib=0.001))), "GPU memory", "of 0.0 GiB"),
+        (machine(Gpus("580.82", cards(8, 70), (TENANT,))), "GPU 0 in use", "python (process 7, 69.0 GiB)"),
+        (machine(environment={"NCCL_SOCKET_IFNAME": "ib"}), "NCCL_SOCKET_IFNAME", "eth0, lo"),
+        (machine(free_gib={"/dev/shm": 0.06}), "/dev/shm", "0.1 GiB"),
+        (machine(free_gib={"/tmp": 80.0}), "disk for Ray", "96% full"),
+        (machine(answers={URL: SearchAnswer(URL, 0, "refused")}), "search server", "refused"),
+        (machine(answers={URL: SearchAnswer(URL, 1)}), "search server", "1 of search.topk=3"),
+        (machine(packages={**PINNED, "megatron-core": "0.15.0"}), "versions", "megatron-core 0.15.0"),
+    ],
+)
 def test_the_thing_that_is_missing_is_the_one_thing_that_is_wrong(
-    node_run: Compose, monkeypatch: pytest.MonkeyPatch, missing: str
+    node_run: Compose, monkeypatch: pytest.MonkeyPatch, machine: Mock, what: str, says: str
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/tmp")
-    machine, what, says = TAKEN_AWAY[missing]
-    wrong = {
-        key: one
-        for key, one in wrong_things(node_run(), machine()).items()
-        if not key.startswith("GPU ") or key == what
-    }
-    assert set(wrong) == {what}
+    wrong = wrong_things(node_run(), machine)
+    assert {key for key in wrong if not key.startswith("GPU ") or key == what} == {what}
     assert says in wrong[what].found
     assert wrong[what].fix
 
 
 def test_an_engine_fills_its_part_of_the_card_that_is_there(node_run: Compose) -> None:
     """Of a card of 40 GiB, not of the stated 80."""
-    small = complete(cards=Gpus("580.82", cards(8, total_gib=40.0)))
+    small = machine(Gpus("580.82", cards(8, total_gib=40.0)))
     assert wrong_things(node_run("rollout.engine.memory_fraction=0.8"), small) == {}
-    told = found(node_run("rollout.engine.memory_fraction=0.8"), small, "GPU memory").found
+    told = all_things(node_run("rollout.engine.memory_fraction=0.8"), small)["GPU memory"].found
     assert "32.0 of 40.0 GiB" in told
     assert "cluster.device_memory_gib=80" in told
 
 
 def test_all_that_is_missing_is_said_at_once(node_run: Compose, tmp_path: Path) -> None:
     config = node_run(f"model.path={tmp_path / 'none'}", "task.eval_path=none.jsonl", "cluster.address=10.0.0.9:6379")
-    machine = Machine(cards=Unseen("no driver"), here=Capabilities(), answers={URL: SearchAnswer(URL, 0, "refused")})
+    bare = machine(Unseen("no driver"), Capabilities(), packages={}, answers={URL: SearchAnswer(URL, 0, "refused")})
     expected = {"model.path", "task.eval_path", "Ray", "GPUs", "versions", "search server", "cluster.device"}
-    assert set(wrong_things(config, machine)) == expected
+    assert set(wrong_things(config, bare)) == expected
 
 
 def test_disk_for_checkpoints_is_counted_and_the_fix_fits(node_run: Compose, tmp_path: Path) -> None:
@@ -123,13 +206,11 @@ def test_disk_for_checkpoints_is_counted_and_the_fix_fits(node_run: Compose, tmp
     one = (320 * 64 + 4 * layer + 64) * 14 / 2**30
     outputs = str(tmp_path / "outputs")
     config = node_run("trainer.steps=105", "checkpoint.interval=10")
-    enough = 1.0 + 11 * one
-    assert found(config, complete(free_gib={outputs: enough * 1.0001}), "disk for the run").state is FindingState.ok
-    short = found(config, complete(free_gib={outputs: 1.0 + 5.5 * one}), "disk for the run")
-    assert short.state is FindingState.wrong
+    enough, half = (machine(free_gib={outputs: 1.0 + count * one}) for count in (11.001, 5.5))
+    assert wrong_things(config, enough) == {}
+    (short,) = wrong_things(config, half).values()
     assert "set checkpoint.keep_last=4" in short.fix
-    mended = node_run("trainer.steps=105", "checkpoint.interval=10", "checkpoint.keep_last=4")
-    assert found(mended, complete(free_gib={outputs: 1.0 + 5.5 * one}), "disk for the run").state is FindingState.ok
+    assert wrong_things(node_run("trainer.steps=105", "checkpoint.interval=10", "checkpoint.keep_last=4"), half) == {}
 
 
 CLUSTER = RayCluster(
@@ -146,9 +227,9 @@ TWO_NODES = [
 
 
 def test_a_cluster_that_fits_is_right_and_what_is_on_other_machines_is_unknown(node_run: Compose) -> None:
-    findings = list(examine(node_run(*TWO_NODES), list(find_problems(node_run(*TWO_NODES))), complete(cluster=CLUSTER)))
-    assert [one for one in findings if one.state is FindingState.wrong] == []
-    assert "1 other machine" in [one.what for one in findings if one.state is FindingState.unknown]
+    seen = all_things(node_run(*TWO_NODES), machine(cluster=CLUSTER))
+    assert FindingState.wrong not in {one.state for one in seen.values()}
+    assert seen["1 other machine"].state is FindingState.unknown
 
 
 @pytest.mark.parametrize(
@@ -156,11 +237,6 @@ def test_a_cluster_that_fits_is_right_and_what_is_on_other_machines_is_unknown(n
     [
         (RayCluster(CLUSTER.nodes[:1], {"GPU": 8.0}), "Ray", "1 of 2 machines"),
         (RayCluster(CLUSTER.nodes, {"GPU": 4.0}), "Ray's GPUs", "4 are free"),
-        (
-            RayCluster((CLUSTER.nodes[0], RayMachine("10.0.0.2", {"GPU": 2.0})), {"GPU": 10.0}),
-            "Ray's GPUs",
-            "10.0.0.2 2",
-        ),
         (
             RayCluster((RayMachine("10.0.0.1", {"GPU": 12.0}), RayMachine("10.0.0.2", {"GPU": 4.0})), {"GPU": 16.0}),
             "Ray's GPUs",
@@ -172,25 +248,25 @@ def test_a_cluster_that_fits_is_right_and_what_is_on_other_machines_is_unknown(n
 def test_a_cluster_that_does_not_fit_says_in_what(
     node_run: Compose, cluster: RayCluster | Unseen, what: str, says: str
 ) -> None:
-    wrong = wrong_things(node_run(*TWO_NODES), complete(cluster=cluster))
+    wrong = wrong_things(node_run(*TWO_NODES), machine(cluster=cluster))
     assert says in wrong[what].found
 
 
 def test_what_the_launcher_alone_starts_is_wrong_without_it(node_run: Compose) -> None:
     config = node_run(*TWO_NODES[1:-1], "search.url=null", "search.index=none", "cluster.search.nodes=['1']")
-    wrong = wrong_things(config, complete())
+    wrong = wrong_things(config, machine())
     assert set(wrong) == {"cluster.address", "cluster.search.nodes"}
-    assert is_right(examine(config, list(find_problems(config)), complete(), launched=True))
+    assert is_right(examine(config, list(find_problems(config)), machine(), launched=True))
     # What the launcher adds.
     added = ("cluster.address=10.0.0.1:6379", "search.url=http://10.0.0.2:8000")
     launched = node_run(*TWO_NODES[1:-1], "search.index=none", "cluster.search.nodes=['1']", *added)
-    assert wrong_things(launched, complete(cluster=CLUSTER)) == {}
+    assert wrong_things(launched, machine(cluster=CLUSTER)) == {}
 
 
 def test_servers_that_differ_or_are_another_machine_elsewhere_are_wrong(node_run: Compose) -> None:
-    assert set(wrong_things(node_run(*TWO_NODES[:-1]), complete(cluster=CLUSTER))) == {"search server"}
+    assert set(wrong_things(node_run(*TWO_NODES[:-1]), machine(cluster=CLUSTER))) == {"search server"}
     config = node_run("search.replicas=[http://10.0.0.2:8000]")
-    wrong = wrong_things(config, complete(differs="they serve different things"))
+    wrong = wrong_things(config, machine(differs="they serve different things"))
     assert wrong["search server"].found == "they serve different things"
 
 
@@ -200,18 +276,92 @@ def test_an_index_that_is_cut_short_is_found(node_run: Compose, tmp_path: Path) 
     (index / "manifest.json").write_text(json.dumps({"format": 2, "kind": "bm25", "rows": 5}))
     (index / "postings").write_bytes(b"")
     config = node_run("search.url=null", f"search.index={index}")
-    assert "postings is empty" in wrong_things(config, complete())["search.index"].found
+    assert "postings is empty" in wrong_things(config, machine())["search.index"].found
     (index / "postings").write_bytes(b"1")
-    assert wrong_things(config, complete()) == {}
+    assert wrong_things(config, machine()) == {}
 
 
-def test_a_run_without_a_search_needs_no_server(node_run: Compose, tmp_path: Path) -> None:
-    none = ["search.enabled=false", "task.invalid_message=no", "search.url=null", f"search.index={tmp_path}/no"]
-    assert wrong_things(node_run(*none), complete()) == {}
-
-
-def test_an_index_that_another_machine_serves_need_not_be_here(node_run: Compose, tmp_path: Path) -> None:
+def test_an_index_that_nobody_serves_here_need_not_be_here(node_run: Compose, tmp_path: Path) -> None:
     elsewhere = ["search.url=null", f"search.index={tmp_path / 'none'}"]
+    assert "search.index" in wrong_things(node_run(*elsewhere), machine())
+    assert wrong_things(node_run(*elsewhere, "search.enabled=false", "task.invalid_message=no"), machine()) == {}
     served = node_run(*TWO_NODES[1:], *elsewhere, "cluster.search.nodes=['1']")
-    assert found(served, complete(), "search.index").state is FindingState.unknown
-    assert "search.index" in wrong_things(node_run(*elsewhere), complete())
+    assert all_things(served, machine())["search.index"].state is FindingState.unknown
+
+
+def wrong_of_model(folder: Path) -> list[str]:
+    return [one.found for one in model_findings(folder) if one.state is FindingState.wrong]
+
+
+def test_missing_and_short_files_are_named_together(model: Path) -> None:
+    assert wrong_of_model(model) == []
+    first, second = sorted(model.glob("*.safetensors"))
+    first.unlink()
+    second.write_bytes(second.read_bytes()[:-1])
+    (model / "tokenizer.json").unlink()
+    lacking, short, tokenizer = wrong_of_model(model)
+    assert first.name in lacking
+    assert second.name in short
+    assert "tokenizer.json" in tokenizer
+    for file in (second, model / INDEX):
+        file.unlink()
+    assert len(wrong_of_model(model)) == 2, "no weights at all, and the tokenizer"
+
+
+@pytest.mark.parametrize("text", ["{", '{"weight_map": 3}'])
+def test_a_damaged_index_is_said(model: Path, text: str) -> None:
+    (model / INDEX).write_text(text)
+    (damaged,) = wrong_of_model(model)
+    assert str(model / INDEX) in damaged
+
+
+@pytest.mark.parametrize(
+    ("other", "says"), [({"intermediate_size": 128}, "128"), ({"num_hidden_layers": 5}, "12 tensors")]
+)
+def test_weights_of_another_model_are_found(model: Path, other: dict[str, int], says: str) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | other))
+    (lacking,) = wrong_of_model(model)
+    assert says in lacking
+
+
+def test_a_tokenizer_without_an_end_is_said(model: Path) -> None:
+    (model / "tokenizer_config.json").write_text("{}")
+    (endless,) = wrong_of_model(model)
+    assert str(model / "tokenizer_config.json") in endless
+    (model / "special_tokens_map.json").write_text('{"eos_token": "a"}')
+    assert wrong_of_model(model) == []
+
+
+def test_the_first_row_is_read_as_the_run_reads_it(tmp_path: Path) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"prompt": "Who?"}\n')
+    finding, question = data_findings("task.train_path", file)
+    assert finding.state is FindingState.wrong
+    assert "reward_model.ground_truth.target" in finding.found
+    assert question is None
+    file.write_text('{"prompt": "Who?", "solutions": ["me"]}\n{')
+    finding, question = data_findings("task.train_path", file)
+    assert finding.state is FindingState.ok
+    assert question is not None
+    assert question.answers == ("me",)
+
+
+def test_the_tiny_run_can_run_here_and_not_without_its_questions(tmp_path: Path) -> None:
+    prepare_world(Console(quiet=True))
+    words = ["doctor", "--for", "searchr1_tiny_cpu", "--json", f"output_dir={tmp_path}"]
+    good = CliRunner().invoke(app, words)
+    assert good.exit_code == 0, good.stdout
+    assert json.loads(good.stdout)["right"]
+    bad = CliRunner().invoke(app, [*words, "task.eval_path=none.jsonl", "cluster.nodes=0"])
+    assert bad.exit_code == 2
+    wrong = [one["what"] for one in json.loads(bad.stdout)["findings"] if one["state"] == "wrong"]
+    assert wrong == ["cluster.nodes", "task.eval_path"]
+    assert list(tmp_path.iterdir()) == [], "nothing is begun"
+
+
+@pytest.mark.parametrize("words", [["--json"], ["--launched"], ["--for", "searchr1_tiny_cpu", "--strict"]])
+def test_options_that_do_not_go_together_are_refused(words: list[str]) -> None:
+    done = CliRunner().invoke(app, ["doctor", *words])
+    assert done.exit_code != 0
+    assert isinstance(done.exception, SystemExit | UserError)

@@ -17,17 +17,16 @@ from rlsys.config.schema import RolloutConfig, RunConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
 from rlsys.observe.spans import Tracer
-from rlsys.orchestrator.engine_pool import MARGIN_S, EnginePool, NoEngineLeft
+from rlsys.orchestrator.engine_pool import EnginePool, NoEngineLeft
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost
 from rlsys.rollout.agent.episode import EngineActivity
 from rlsys.rollout.agent.tokens import EpisodeProgress
-from tests.orchestrator.pipeline.build import question, trajectory
-from tests.orchestrator.pipeline.virtual_time import now
+from tests.support.trajectories import question, trajectory
+from tests.support.virtual_time import now
 
 CALL_TIMEOUT_S = 1800.0
 SAMPLES = 4
 TIMEOUT_S = 600.0
-LIMIT_S = TIMEOUT_S + MARGIN_S
 NEVER = float("inf")
 
 

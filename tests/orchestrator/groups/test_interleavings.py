@@ -18,8 +18,8 @@ from rlsys.orchestrator.engine_pool import (
 )
 from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, Loss
 from tests.orchestrator.groups.engines import NEVER, SAMPLES, TIMEOUT_S, Engines, make
-from tests.orchestrator.pipeline.build import question
-from tests.orchestrator.pipeline.virtual_time import now, run_virtually
+from tests.support.trajectories import question
+from tests.support.virtual_time import now, run_virtually
 
 
 class Chaos:
@@ -122,7 +122,7 @@ class Chaos:
             if event < 0.4:
                 worker.end()
             elif event < 0.6:
-                worker.silent = True
+                worker.silent, worker.unreachable = True, self.random.random() < 0.5
 
     async def _update(self) -> None:
         try:

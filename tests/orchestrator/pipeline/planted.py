@@ -1,334 +1,120 @@
-"""Bugs planted on purpose, one for each property that a simulated run must have: the checks see them."""
+"""Bugs planted on purpose, at least one for each property that a simulated run must have: the checks see them.
+
+Each is a method of the product with a piece of its text replaced.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from types import SimpleNamespace
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial
+from textwrap import dedent
 from typing import Any
 
-from rlsys.data.question import PromptSource, Question, SourceState
-from rlsys.data.trajectory import Group, Sample, Scores
-from rlsys.orchestrator.pipeline.rollout_pipeline import PipelineState, RolloutPipeline, ScoreBatchSize
-from rlsys.orchestrator.pipeline.scheduler import PromptGroup, Reason, SchedulerState, Stage, StalenessScheduler
-from rlsys.rollout.agent.tokens import EpisodeProgress
+import pytest
+
+from rlsys.data.question import PromptSource
+from rlsys.orchestrator.pipeline.rollout_pipeline import RolloutPipeline as Pipeline
+from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler as Scheduler
 from tests.orchestrator.pipeline.simulation import Parts
-from tests.orchestrator.pipeline.watched import Property
+from tests.orchestrator.pipeline.watched import Property as Broken
 
+PARTS = {Scheduler: "scheduler", Pipeline: "pipeline", PromptSource: "prompts"}
 
-class LosesGroup(RolloutPipeline):
-    """A group is lost: the last of a bite of several is not scored."""
 
-    async def _score(self, bite: Sequence[tuple[PromptGroup, Group]]) -> None:
-        await super()._score(bite[:1])
+def bug(told: str, broken: Broken, method: Callable[..., Any], old: str, new: str) -> Any:
+    """A case: the property that must be seen to break, and what plants the bug."""
+    return pytest.param(broken, partial(_planted, method, old, new), id=told)
 
 
-class OffByOne(StalenessScheduler):
-    """Staleness is off by one: a group counts as a version younger than it is."""
+def _planted(method: Callable[..., Any], old: str, new: str) -> Parts:
+    """The parts of a run whose `method` says `new` for `old`."""
+    (part,) = [part for part in PARTS if vars(part).get(method.__name__) is method]
+    source = dedent(inspect.getsource(method))
+    assert source.count(old) == 1, f"{method.__qualname__} has not one {old!r}"
+    code = compile("from __future__ import annotations\n" + source.replace(old, new), "planted", "exec")
+    methods: dict[str, Any] = {}
+    exec(code, vars(sys.modules[part.__module__]), methods)
+    return Parts(**{PARTS[part]: type(f"Planted{part.__name__}", (part,), methods)})
 
-    def finish_rolling(self, prompt_group: PromptGroup, oldest: int | None, has_spread: bool) -> Reason | None:
-        return super().finish_rolling(prompt_group, None if oldest is None else oldest + 1, has_spread)
 
-
-class TrainsTwice(RolloutPipeline):
-    """A group is trained twice: the first of an earlier step in the place of another."""
-
-    kept: Group | None = None
-
-    async def take(self, most: int, *stages: str) -> list[Group]:
-        groups = await super().take(most, *stages)
-        if self.scheduler.version:
-            assert self.kept is not None
-            return [self.kept, *groups[1:]]
-        self.kept = self.kept or groups[0]
-        return groups
-
-
-class TellsNobody(RolloutPipeline):
-    """A new version wakes nobody who waits for it."""
-
-    def publish(self, version: int) -> None:
-        self.scheduler.publish(version)
-
-
-class KeepsDoomed(RolloutPipeline):
-    """Takes groups without a look at what has lost its place thereby."""
-
-    async def take(self, most: int, *stages: str) -> list[Group]:
-        self._sweep, sweep = self._changed.set, self._sweep
-        try:
-            return await super().take(most, *stages)
-        finally:
-            self._sweep = sweep
-
-
-class Churns(StalenessScheduler):
-    """Every group that becomes ready ends all that still roll, and room for them is made again."""
-
-    def unschedulable(self) -> list[tuple[PromptGroup, Reason]]:
-        rolling = [prompt_group for prompt_group in self.outstanding if prompt_group.stage is Stage.rolling]
-        return super().unschedulable() or [(prompt_group, Reason.surplus) for prompt_group in rolling[1:]]
-
-
-class KeepsPrompts(RolloutPipeline):
-    """Prompts of groups that are too old are not given back."""
-
-    def _drop(self, prompt_group: PromptGroup, reason: Reason) -> None:
-        super()._drop(prompt_group, reason)
-        if reason is Reason.stale:
-            self.prompts._given_back.pop()
-
-
-class RollsTooEarly(StalenessScheduler):
-    """Admits for a version that no engine has yet, and believes that the group is of that version."""
-
-    def may_admit(self) -> bool:
-        published, self.published = self.published, self.version
-        try:
-            return super().may_admit()
-        finally:
-            self.published = published
-
-    def admit(self, question: Question) -> PromptGroup:
-        prompt_group = PromptGroup(self._admitted, question, self.version)
-        self._admitted += 1
-        self._rolling.add(prompt_group)
-        return prompt_group
-
-    def finish_rolling(self, prompt_group: PromptGroup, _: int | None, has_spread: bool) -> Reason | None:
-        return super().finish_rolling(prompt_group, None, has_spread)
-
-
-class TakesTooMany(RolloutPipeline):
-    """A mini-batch takes a group of the next."""
-
-    async def take(self, most: int, *stages: str) -> list[Group]:
-        return await super().take(min(most + 1, self.scheduler.lacking), *stages)
-
-
-class Boundless(StalenessScheduler):
-    """Admits a prompt group more than it may."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.spare += 1
-
-
-class Undead(StalenessScheduler):
-    """A group that was dropped while it rolled is welcome when it comes in all the same."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.undead: set[PromptGroup] = set()
-
-    def drop(self, prompt_group: PromptGroup, reason: Reason) -> None:
-        rolled = prompt_group.stage is Stage.rolling
-        super().drop(prompt_group, reason)
-        if rolled and reason is Reason.surplus:
-            prompt_group.stage = Stage.rolling
-            self.undead.add(prompt_group)
-
-    def finish_rolling(self, prompt_group: PromptGroup, oldest: int | None, has_spread: bool) -> Reason | None:
-        if prompt_group in self.undead:
-            self._rolling.add(prompt_group)
-        return super().finish_rolling(prompt_group, oldest, has_spread)
-
-    def take(self, prompt_group: PromptGroup) -> None:
-        if prompt_group in self.undead:
-            self._ready.remove(prompt_group)
-            prompt_group.oldest = self.version
-            self._ready.add(prompt_group)
-        super().take(prompt_group)
-
-    def unschedulable(self) -> list[tuple[PromptGroup, Reason]]:
-        return [
-            (prompt_group, reason)
-            for prompt_group, reason in super().unschedulable()
-            if prompt_group not in self.undead
-        ]
-
-
-class ForgetsAtUpdate(StalenessScheduler):
-    """A new version makes it forget a group that rolls."""
-
-    def publish(self, version: int) -> None:
-        super().publish(version)
-        for prompt_group in self._rolling.prompt_groups()[:1]:
-            self._rolling.remove(prompt_group)
-
-
-class ScoresTooEarly(RolloutPipeline):
-    """Scores what is there, also where stages must not overlap."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._batch_size = ScoreBatchSize(1, self._batch_size.most)
-
-
-class ScoresUnrewarded(RolloutPipeline):
-    """Takes the rollouts for ended as soon as the episodes are, while the last are still rewarded."""
-
-    def _worth_scoring(self) -> bool:
-        rolling, self._rolling = (
-            self._rolling,
-            {t: r for t, r in self._rolling.items() if t not in self._rewarding},
-        )
-        try:
-            return super()._worth_scoring()
-        finally:
-            self._rolling = rolling
-
-
-class KeepsRoom(RolloutPipeline):
-    """The engines have no room for another group while one is rewarded."""
-
-    def _may_roll(self) -> bool:
-        rewarding, self._rewarding = self._rewarding, set()
-        try:
-            return super()._may_roll()
-        finally:
-            self._rewarding = rewarding
-
-
-class MixesUp(RolloutPipeline):
-    """Scores come back in the wrong order."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        scorer = self._scorer
-
-        async def reversed_compute(samples: Sequence[Sample]) -> list[Scores]:
-            return (await scorer.compute(samples))[::-1]
-
-        self._scorer = SimpleNamespace(groups=scorer.groups, compute=reversed_compute)
-
-
-PLANTED: Sequence[tuple[Property, Parts]] = [
-    (Property.deadlock, Parts(pipeline=LosesGroup)),
-    (Property.livelock, Parts(scheduler=Churns)),
-    (Property.waiting, Parts(pipeline=TellsNobody)),
-    (Property.waiting, Parts(pipeline=KeepsRoom)),
-    (Property.unschedulable, Parts(pipeline=KeepsDoomed)),
-    (Property.once, Parts(pipeline=TrainsTwice)),
-    (Property.conserved, Parts(pipeline=KeepsPrompts)),
-    (Property.staleness, Parts(scheduler=OffByOne)),
-    (Property.on_policy, Parts(scheduler=RollsTooEarly)),
-    (Property.step, Parts(pipeline=TakesTooMany)),
-    (Property.outstanding, Parts(scheduler=Boundless)),
-    (Property.dropped, Parts(scheduler=Undead)),
-    (Property.update, Parts(scheduler=ForgetsAtUpdate)),
-    (Property.sequence, Parts(pipeline=ScoresTooEarly)),
-    (Property.sequence, Parts(pipeline=ScoresUnrewarded)),
-    (Property.own, Parts(pipeline=MixesUp)),
-]
-"""The property that each must be seen to break."""
-
-
-def scheduler_resumes(change: Callable[[SchedulerState], SchedulerState]) -> Parts:
-    """A scheduler that takes another state for the one that was saved."""
-
-    class Resumes(StalenessScheduler):
-        def resume(self, state: SchedulerState) -> None:
-            super().resume(change(state))
-
-    return Parts(scheduler=Resumes)
-
-
-def pipeline_resumes(change: Callable[[PipelineState], PipelineState]) -> Parts:
-    """A pipeline that takes another state for the one that was saved."""
-
-    class Resumes(RolloutPipeline):
-        def _resume(self, state: PipelineState) -> None:
-            super()._resume(change(state))
-
-    return Parts(pipeline=Resumes)
-
-
-def prompts_resume(change: Callable[[SourceState], SourceState]) -> Parts:
-    """A prompt source that takes another state for the one that was saved."""
-
-    class Resumes(PromptSource):
-        def __init__(self, questions: Sequence[Question], seed: int, state: SourceState | None) -> None:
-            super().__init__(questions, seed, state and change(state))
-
-    return Parts(prompts=Resumes)
-
-
-def forgets_in_state(name: str) -> Parts:
-    """A pipeline that saves its state as if nothing were in the attribute `name`, whose keys stay."""
-
-    class Forgets(RolloutPipeline):
-        def state(self, begun: Mapping[int, Sequence[EpisodeProgress]]) -> PipelineState:
-            known = getattr(self, name)
-            setattr(self, name, () if isinstance(known, tuple | list) else type(known).fromkeys(known, ()))
-            try:
-                return super().state(begun)
-            finally:
-                setattr(self, name, known)
-
-    return Parts(pipeline=Forgets)
-
-
-class BeginsNoneAgain(RolloutPipeline):
-    """Prompt groups that roll are in the books, and nothing is done about them."""
-
-    def _resume(self, state: PipelineState) -> None:
-        super()._resume(state)
-        self._again.clear()
-
-
-class BeginsLastFirst(RolloutPipeline):
-    """The newest prompt group is begun first."""
-
-    def _resume(self, state: PipelineState) -> None:
-        super()._resume(state)
-        for prompt_group in reversed([*self._again]):
-            self._again.move_to_end(prompt_group)
-
-
-PLANTED_IN_RESUMING: Mapping[str, tuple[Property, Parts]] = {
-    "prompt groups are numbered from nought": (
-        Property.once,
-        scheduler_resumes(lambda state: replace(state, admitted=0)),
+PLANTED = [
+    bug("only the first of a bite is scored", Broken.deadlock, Pipeline._score, "in batch:", "in batch[:1]:"),
+    bug(
+        "a group that is ready ends those that roll", Broken.livelock, Scheduler.unschedulable,
+        "return found", "return found or [(one, Reason.surplus) for one in self._rolling.prompt_groups()[1:]]",
     ),
-    "as many groups as in a whole step are replaced once more": (
-        Property.replaced,
-        scheduler_resumes(lambda state: replace(state, replaced=0)),
+    bug("a version wakes nobody", Broken.waiting, Pipeline.publish, "self._changed.set()", "pass"),
+    bug("a rewarded group keeps its room", Broken.waiting, Pipeline._may_roll, "- len(self._rewarding)", ""),
+    bug("what lost its place is kept", Broken.unschedulable, Pipeline.take, "self._sweep()", "self._changed.set()"),
+    bug(
+        "a group takes the places of others too", Broken.once, Pipeline.take,
+        "groups.append(first.group)", "groups += [first.group] * (most - len(groups))",
     ),
-    "prompt groups that roll are not in the books": (
-        Property.resumed,
-        scheduler_resumes(lambda state: replace(state, rolling=())),
+    bug(
+        "prompts of stale groups are not given back", Broken.conserved, Pipeline._drop,
+        "reason in GIVEN_BACK", "reason in GIVEN_BACK and reason is not Reason.stale",
     ),
-    "prompt groups that roll are not begun": (Property.waiting, Parts(pipeline=BeginsNoneAgain)),
-    "the newest prompt group is begun first": (Property.resumed, Parts(pipeline=BeginsLastFirst)),
-    "begun episodes are thrown away": (Property.resumed, pipeline_resumes(lambda state: replace(state, begun={}))),
-    "of groups that are rewarded, older news of the engines is saved": (
-        Property.resumed,
-        forgets_in_state("_rewarding"),
+    bug("a group counts as younger", Broken.staleness, Scheduler.finish_rolling, "= oldest,", "= oldest + 1,"),
+    bug("a mini-batch takes of the next", Broken.step, Pipeline.take, "len(groups) < most", "self.scheduler.lacking"),
+    bug("one too many is admitted", Broken.outstanding, Scheduler.may_admit, "+ self.spare", "+ self.spare + 1"),
+    bug("engines get more than they have room for", Broken.outstanding, Pipeline._may_roll, "room > 0", "room > -1"),
+    bug("a dropped group is scored", Broken.dropped, Pipeline._drop, "self._rolled.pop(prompt_group, None)", "pass"),
+    bug(
+        "a version makes the scheduler forget a group", Broken.update, Scheduler.publish,
+        "= version", "= version; [*map(self._rolling.remove, self._rolling.prompt_groups()[:1])]",
     ),
-    "what waits to be begun again forgets its episodes": (Property.resumed, forgets_in_state("_again")),
-    "what was handed to engines that have not begun it forgets its episodes": (
-        Property.resumed,
-        forgets_in_state("_begun"),
+    bug(
+        "in sequence, groups are scored as they come", Broken.sequence, Pipeline._worth_scoring,
+        "len(self._rolled) >= self._batch_size.least", "self._rolled",
     ),
-    "scored groups are not resumed": (Property.deadlock, pipeline_resumes(lambda state: replace(state, scored={}))),
-    "groups that wait for scores are not resumed": (
-        Property.deadlock,
-        pipeline_resumes(lambda state: replace(state, rolled={})),
+    bug(
+        "in sequence, the last reward is not awaited", Broken.sequence, Pipeline._worth_scoring,
+        "self._rolling or", "self._rolling.keys() - self._rewarding.keys() or",
     ),
-    "groups that are being scored are not saved": (Property.deadlock, forgets_in_state("_scoring")),
-    "groups are scored in reverse": (
-        Property.order,
-        pipeline_resumes(lambda state: replace(state, rolled=dict(reversed(state.rolled.items())))),
+    bug("scores come in the wrong order", Broken.own, Pipeline._score, "zip(asked, found", "zip(asked, found[::-1]"),
+    bug("the newest is trained first", Broken.order, Pipeline._score, "_Scored(prompt_group", "_Scored(-prompt_group"),
+]  # fmt: skip
+
+PLANTED_IN_RESUMING = [
+    bug("numbers begin anew", Broken.once, Scheduler.resume, "state.admitted, state", "0, state"),
+    bug("as many are replaced once more", Broken.replaced, Scheduler.resume, "d, state.replaced", "d, 0"),
+    bug("what rolls is forgotten", Broken.resumed, Scheduler.resume, "self._rolling, state.rolling", "self._rolling, ()"),
+    bug("what rolls is not begun", Broken.waiting, Pipeline._resume, "prompt_group.stage is Stage.rolling", "False"),
+    bug(
+        "the newest is begun first", Broken.resumed, Pipeline._resume,
+        "in prompt_groups.values()", "in reversed(prompt_groups.values())",
     ),
-    "losses of questions are forgotten": (
-        Property.conserved,
-        pipeline_resumes(lambda state: replace(state, losses={})),
+    bug(
+        "begun episodes are thrown away", Broken.resumed, Pipeline._resume,
+        "state.begun.get(prompt_group.number, ())", "()",
     ),
-    "questions that were given back are forgotten": (
-        Property.conserved,
-        prompts_resume(lambda state: replace(state, given_back=())),
+    bug(
+        "older news are saved of what is rewarded", Broken.resumed, Pipeline.state,
+        "self._rewarding.get(prompt_group)", "()",
     ),
-    "the first epoch begins again": (Property.conserved, prompts_resume(lambda state: replace(state, position=0))),
-}
-"""The property that each must be seen to break in a run that is killed and resumed."""
+    bug(
+        "what waits to be begun again forgets its episodes", Broken.resumed, Pipeline.state,
+        "self._again.get(prompt_group, ())", "()",
+    ),
+    bug(
+        "what no engine has begun yet forgets its episodes", Broken.resumed, Pipeline.state,
+        "self._begun.get(prompt_group)", "()",
+    ),
+    bug("scored groups are not resumed", Broken.deadlock, Pipeline._resume, "in state.scored.items()", "in ()"),
+    bug("rolled groups are not resumed", Broken.deadlock, Pipeline._resume, "in state.rolled.items()", "in ()"),
+    bug("what is being scored is not saved", Broken.deadlock, Pipeline.state, "*self._scoring, ", ""),
+    bug(
+        "groups are scored in reverse", Broken.order, Pipeline._resume,
+        "in state.rolled.items()", "in reversed(state.rolled.items())",
+    ),
+    bug("losses are forgotten", Broken.conserved, Pipeline._resume, "self._losses.update(state.losses)", "pass"),
+    bug("fewer steps end nothing", Broken.unschedulable, Pipeline.run, "self._sweep()", "pass"),
+    bug(
+        "questions that were given back are forgotten", Broken.conserved, PromptSource.__init__,
+        "state.given_back if state else ()", "()",
+    ),
+    bug("the first epoch begins again", Broken.conserved, PromptSource.__init__, "state.position if state else 0", "0"),
+]  # fmt: skip
+"""Those that show in a run that is killed and resumed."""

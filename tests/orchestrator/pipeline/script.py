@@ -7,19 +7,9 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
-
-class Ending(StrEnum):
-    """The end of a run."""
-
-    finish = "finish"
-    fail = "fail"
-    """A worker fails."""
-    stop = "stop"
-    """Somebody stops the pipeline in the middle."""
-    cancel = "cancel"
-    """The whole run is cancelled."""
+WORKERS = ("generate", "reward", "score", "finish", "train", "apply", "need")
+STAGES = ("roll", "abort", "reward", "score", "train", "apply", "update", "devices", "save")
 
 
 @dataclass
@@ -62,7 +52,8 @@ class Script:
     """Time and engine of each death."""
     poisoned: frozenset[str] = frozenset()
     """Questions whose groups are always lost."""
-    ending: Ending = Ending.finish
+    ending: str = "finish"
+    """Or a worker fails (`fail`), somebody stops the pipeline (`stop`), or the whole run is cancelled (`cancel`)."""
     end_at: float = 0.0
     """Time at which it is stopped or cancelled."""
     fails: tuple[str, int] = ("", 0)
@@ -76,7 +67,6 @@ class Script:
 
     @property
     def groups_per_step(self) -> int:
-        """Groups of a step."""
         return sum(self.sizes)
 
     @property
@@ -89,6 +79,11 @@ class Script:
         """The bound that the scheduler promises."""
         return (self.max_staleness + 1) * self.groups_per_step + self.spare
 
+    @property
+    def room(self) -> int:
+        """Groups that an engine generates at a time."""
+        return max(1, self.slots // self.samples)
+
     @classmethod
     def seeded(cls, seed: int) -> Script:
         """Any small run."""
@@ -99,7 +94,7 @@ class Script:
             sizes = (*sizes[1:], sizes[0] + 1)
         schedule = pick(["sequential", "pipelined", "async", "async", "async"])
         questions, engines, steps = rng.randint(1, 9), rng.randint(1, 3), rng.randint(1, 4)
-        odd, critic = rng.random() < 0.25, rng.random() < 0.3
+        odd, critic = below() < 0.25, below() < 0.3
         script = cls(
             rng=rng,
             sizes=sizes,
@@ -122,31 +117,17 @@ class Script:
             slots=rng.randint(1, 8),
             turns=pick([1, 3, 6]),
             flat=pick([0.0, 0.0, 0.3, 0.9]),
-            scale_s={
-                stage: pick([0.0, 0.1, 1.0, 1.0, 10.0])
-                for stage in (
-                    "roll",
-                    "abort",
-                    "reward",
-                    "score",
-                    "train",
-                    "apply",
-                    "update",
-                    "devices",
-                    "save",
-                )
-            },
+            scale_s={stage: pick([0.0, 0.1, 1.0, 1.0, 10.0]) for stage in STAGES},
             deaths=[(10 * below(), rng.randrange(engines)) for _ in range(rng.randint(0, 2 * engines))] if odd else (),
             poisoned=frozenset(f"q:{n}" for n in range(1, questions) if below() < 0.2) if odd else frozenset(),
         )
         if script.mixed:  # Long episodes, so that some see an update.
             script.scale_s["roll"] *= 10
         if below() < 0.15:
-            script.ending = pick([Ending.fail, Ending.stop, Ending.cancel])
+            script.ending = pick(["fail", "stop", "cancel"])
             script.end_at = pick([0.0, below(), 20 * below()])
-            if script.ending is Ending.fail:
-                workers = ["generate", "reward", "score", "finish", "train", "apply", "need"]
-                script.fails = (pick(workers), rng.randint(1, 6))
+            if script.ending == "fail":
+                script.fails = (pick(WORKERS), rng.randint(1, 6))
         return script
 
     def duration_s(self, stage: str, count: int = 1) -> float:  # noqa: ARG002

@@ -1,6 +1,6 @@
 """Whole runs of the pipeline under a virtual clock: real scheduler, pipeline, learner's loop, prompt source and router.
 
-`simulate(seed)` scripts the workers by the seed (`scripted`), drives the run as the driver does, and holds the
+`simulate(seed)` scripts the workers by the seed (`workers`), drives the run as the driver does, and holds the
 properties (`watched.Property`) against it; it raises `Breach` where one does not hold. `simulate_lives(seed)` has the
 run saved at some moment between two steps and killed, then or later, once or twice, and resumed from what was saved.
 """
@@ -11,7 +11,6 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from rlsys.data.question import PromptSource, SourceState
@@ -24,13 +23,13 @@ from rlsys.orchestrator.pipeline.rollout_pipeline import (
     RolloutPipeline,
     ScoreBatchSize,
 )
-from rlsys.orchestrator.pipeline.scheduler import Ended, Reason, StalenessScheduler
+from rlsys.orchestrator.pipeline.scheduler import Reason, StalenessScheduler
 from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn
-from tests.orchestrator.pipeline.build import question
-from tests.orchestrator.pipeline.script import Ending, Script
-from tests.orchestrator.pipeline.scripted import Devices, Engines, Handling, Learner, Scorer, SharedDevices
-from tests.orchestrator.pipeline.virtual_time import EndlessError, HangError, run_virtually
-from tests.orchestrator.pipeline.watched import Breach, Failure, Property, Record, watched
+from tests.orchestrator.pipeline.script import Script
+from tests.orchestrator.pipeline.watched import LEARNERS, Breach, Failure, Property, Record, watched
+from tests.orchestrator.pipeline.workers import Devices, Engines, Handling, Learner, Scorer
+from tests.support.trajectories import question
+from tests.support.virtual_time import EndlessError, HangError, run_virtually
 
 MOST_TURNS = 20_000
 """Turns of the loop. A run takes some hundred, the longest of 3,000 a thousand."""
@@ -67,13 +66,10 @@ class State:
 
 @dataclass(frozen=True)
 class Saved:
-    """The remains of a run that was killed."""
+    """The remains of a run that was killed: its state, and everything seen until it was saved."""
 
     state: State
     record: Record
-    """Everything seen until it was saved."""
-    ended: tuple[Ended, ...]
-    """Ends of prompt groups that were written."""
 
 
 class Simulation:
@@ -85,14 +81,11 @@ class Simulation:
         self.saved: Saved | None = None
         """The state that this life has saved."""
         self._moment, self._killed = moment, False
-        self._earlier = saved
-        self.error: BaseException | None = None
-        """The error that ended it before its time."""
         self.questions = [question(number) for number in range(script.questions)]
         self.prompts = parts.prompts(self.questions, 0, saved.state.prompts if saved else None)
         self.engines = Engines(script, record)
-        self.learners = {name: Learner(name, script, record) for name in ("actor", "critic")}
-        self.devices = SharedDevices(script, record) if script.sequential else Devices(script, record)
+        self.learners = {name: Learner(name, script, record) for name in LEARNERS}
+        self.devices = Devices(script, record)
         self.scheduler = watched(parts.scheduler)(
             script.groups_per_step,
             script.max_staleness,
@@ -110,7 +103,7 @@ class Simulation:
             Handlers(handling.reward, handling.finish),
             ScoreBatchSize(script.least, script.most),
             self.devices,
-            *([saved.state.pipeline] if saved else []),
+            saved.state.pipeline if saved else None,
         )
 
     def state(self) -> State:
@@ -120,43 +113,35 @@ class Simulation:
     async def drive(self) -> None:
         """The driver: see `rlsys.train`."""
         script, loop = self.script, asyncio.get_running_loop()
+        self._life = asyncio.current_task()
         for time, engine in script.deaths:
             loop.call_at(time, self.engines.kill, engine)
-        if script.ending is Ending.cancel:
-            loop.call_at(script.end_at, self._give_up)
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(script.end_at):
-                    await self._train()
-            return
-        self._life = asyncio.current_task()
         try:
-            await self._train()
+            async with asyncio.timeout_at(script.end_at if script.ending == "cancel" else None):
+                if script.ending == "cancel":
+                    loop.call_at(script.end_at, self._give_up)
+                with status.reported_to(self.record.states.__setitem__):
+                    await self._steps()
+        except TimeoutError:
+            pass
         except asyncio.CancelledError:
             if not self._killed:
                 raise
 
-    async def _train(self) -> None:
-        with status.reported_to(self.record.report):
-            await self._steps()
-
     async def _steps(self) -> None:
-        script = self.script
-        whole = list if script.whole else None
-        cut = MiniBatches(script.sizes, whole)
+        script, version = self.script, self.record.version
+        cut = MiniBatches(script.sizes, list if script.whole else None)
         async with asyncio.TaskGroup() as background:
-            version = self.record.version
             if version > self.scheduler.published:
                 self.pipeline.publish(version)
             background.create_task(self._flow())
-            if script.ending is Ending.stop:
+            if script.ending == "stop":
                 asyncio.get_running_loop().call_at(script.end_at, self._stop)
             switched = None
             await self._save_if_due(version, published=True)
             for step in range(version + 1, script.steps + 1):
                 learners = {name: self.learners[name] for name in script.learning(step)}
-                groups, updates = await learn(self.pipeline, learners, self.devices, cut)
-                assert updates == [{f"{name}/loss": 0.0 for name in learners}] * len(script.sizes)
-                self.record.returned(groups)
+                await learn(self.pipeline, learners, self.devices, cut)
                 await self._save_if_due(step, published=False)
                 await self.devices.need("actor", "inference")
                 await script.pause("update")
@@ -175,9 +160,8 @@ class Simulation:
         await self.script.pause("save")
         begun = await self.engines.in_flight()
         await self.script.pause("save")
-        ended = (*(self._earlier.ended if self._earlier else ()), *self.scheduler.ended())
-        state = State(self.pipeline.state(begun), self.prompts.state())
-        self.saved = Saved(state, self.record.resumed(), ended)
+        self.record.told += self.scheduler.ended()
+        self.saved = Saved(State(self.pipeline.state(begun), self.prompts.state()), self.record.resumed())
         asyncio.get_running_loop().call_later(moment.killed_after_s, self._kill)
 
     def _kill(self) -> None:
@@ -208,41 +192,31 @@ class Simulation:
         record, waits = self.record, self.record.states
         if record.over or not waits:
             return
-        if self.scheduler.unschedulable():
-            raise record.breach(Property.unschedulable, f"{self.scheduler.unschedulable()} are kept")
+        record.hold(Property.unschedulable, not self.scheduler.unschedulable())
         may_roll = bool(record.again) or self.scheduler.may_admit()
         room = record.running < self.engines.capacity and may_roll
-        if room and not self.devices.pending["rollout"]:
-            raise record.breach(Property.waiting, "a prompt waits although it may be admitted")
-        if record.offered and waits.get("actor") in (
-            "waits for rollouts",
-            "waits for rewards",
-            "waits for log-probs",
-        ):
-            raise record.breach(Property.waiting, f"the learner waits although {record.offered} are scored")
+        record.hold(Property.waiting, not room or self.devices.pending["rollout"], "a prompt may be admitted")
+        if waits.get("actor") in ("waits for rollouts", "waits for rewards", "waits for log-probs"):
+            record.hold(Property.waiting, not record.offered, f"the learner waits for {record.offered}")
         no_more = not record.running and not record.rewarded_now and not may_roll
         enough = len(record.unscored) >= self.script.least or (record.unscored and no_more)
         scorer_waits = waits["inference"] == "waits for rollouts" and not self.devices.pending["inference"]
-        if scorer_waits and enough:
-            raise record.breach(Property.waiting, f"the scorer waits although {[*record.unscored]} are rolled")
+        record.hold(Property.waiting, not scorer_waits or not enough, f"the scorer waits for {record.unscored}")
 
     def check_end(self) -> None:
         """The run has ended: what was asked is accounted for."""
         record, script = self.record, self.script
-        if record.open:
-            raise Breach(Property.once, f"tickets {record.open} are neither trained nor dropped")
-        if script.ending is Ending.finish and record.version != script.steps:
-            raise Breach(Property.step, f"{record.version} steps of {script.steps} were closed")
-        if self.scheduler.dropped != Counter(reason for _, reason in record.dropped):
-            raise Breach(Property.once, f"the scheduler counts {self.scheduler.dropped}")
-        ended = [*(self._earlier.ended if self._earlier else ()), *self.scheduler.ended()]
-        if [(one.number, one.end) for one in ended] != [*record.ended.items()]:
-            raise Breach(Property.once, f"the scheduler tells of {ended}, not {record.ended}")
+        record.hold(Property.once, not record.open, f"{record.open} are neither trained nor dropped")
+        if script.ending == "finish":
+            record.hold(Property.step, record.version == script.steps, f"{record.version} steps were closed")
+        counted = Counter(reason for _, reason in record.dropped)
+        record.hold(Property.once, self.scheduler.dropped == counted, f"counted {self.scheduler.dropped}")
+        ended = [(one.number, one.end) for one in [*record.told, *self.scheduler.ended()]]
+        record.hold(Property.once, ended == [*record.ended.items()], f"the scheduler tells of {ended}")
         fresh = PromptSource(self.questions, seed=0)
         asked = Counter(fresh.next().uid for _ in range(self.prompts.position))
         found = Counter(one.uid for one in [*record.trained, *self.prompts.state().given_back]) + self._for_good()
-        if asked != found:
-            raise Breach(Property.conserved, f"asked {asked}, found {found}")
+        record.hold(Property.conserved, asked == found, f"asked {asked}, found {found}")
 
     def _for_good(self) -> Counter[str]:
         """Prompts that were dropped and are not asked again."""
@@ -251,30 +225,30 @@ class Simulation:
         return count + Counter({uid: max(0, lost - MOST_LOSSES + 1) for uid, lost in losses.items()})
 
 
-def run(script: Script, parts: Parts = Parts()) -> Simulation:
-    """Run `script` to its end. Raises Breach."""
-    simulation = Simulation(script, parts)
-    _live(simulation)
-    simulation.check_end()
-    return simulation
-
-
 def _live(simulation: Simulation) -> None:
-    script = simulation.script
+    """Run it to its end, or until it is killed. A failure of a worker must come out, and no other error may."""
+    script, record = simulation.script, simulation.record
     try:
         run_virtually(simulation.drive(), MOST_TURNS, simulation.check_idle)
     except HangError:
-        raise Breach(Property.deadlock, f"at step {simulation.record.version}") from None
+        raise Breach(Property.deadlock, f"at step {record.version}") from None
     except EndlessError:
         raise Breach(Property.livelock, f"{MOST_TURNS} turns of the loop") from None
     except ExceptionGroup as group:
-        simulation.error = simulation.record.broken or root_cause(group)
-        _accept(script, simulation.record, simulation.error)
+        error = record.broken or root_cause(group)
+        stopped = script.ending == "stop" and record.over and isinstance(error, RuntimeError)
+        if not stopped and not isinstance(error, Failure):
+            raise error from None
+    else:
+        assert not record.failed, "the failure of a worker did not end the run"
 
 
 def simulate(seed: int, parts: Parts = Parts()) -> Simulation:
     """The run that `seed` scripts. Raises Breach."""
-    return run(Script.seeded(seed), parts)
+    simulation = Simulation(Script.seeded(seed), parts)
+    _live(simulation)
+    simulation.check_end()
+    return simulation
 
 
 def simulate_lives(
@@ -282,14 +256,13 @@ def simulate_lives(
 ) -> list[Simulation]:
     """The run that `seed` scripts, killed once or twice and resumed from `through` of its state; all its lives.
 
-    Raises Breach.
+    The last may be given fewer steps. Raises Breach.
     """
     script, rng = Script.seeded(seed), random.Random(f"lives {seed}")
-    script.ending, script.fails = Ending.finish, ("", 0)
+    script.ending, script.fails = "finish", ("", 0)
     lives: list[Simulation] = []
-    saved = None
+    saved, done = None, 0
     for _ in range(rng.choice([1, 2])):
-        done = saved.record.version if saved else 0
         steps = done if rng.random() < 0.3 else rng.randint(done, script.steps)
         delay = rng.choice([0.0, rng.random(), 20 * rng.random()])
         moment = Moment(steps, steps == done or rng.random() < 0.7, delay)
@@ -297,7 +270,9 @@ def simulate_lives(
         _live(lives[-1])
         saved = lives[-1].saved
         assert saved is not None
-        saved = replace(saved, state=through(saved.state))
+        saved, done = replace(saved, state=through(saved.state)), saved.record.version
+    if rng.random() < 0.5:
+        script.steps = min(done + 1, script.steps)
     lives.append(Simulation(script, parts, saved))
     _live(lives[-1])
     lives[-1].check_end()
@@ -311,11 +286,3 @@ def breach_of(live: Callable[[int, Parts], object], seed: int, parts: Parts) -> 
     except Breach as breach:
         return breach.broken
     return None
-
-
-def _accept(script: Script, record: Record, error: BaseException) -> None:
-    """Let an error pass that the script asks for."""
-    failed = script.ending is Ending.fail and isinstance(error, Failure)
-    stopped = script.ending is Ending.stop and record.over and isinstance(error, RuntimeError)
-    if not failed and not stopped:
-        raise error

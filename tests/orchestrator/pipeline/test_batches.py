@@ -27,7 +27,7 @@ from rlsys.trainer.batches import (
     plan_micro_batches,
 )
 from rlsys.weights.weight_map import architecture_of
-from tests.orchestrator.pipeline.build import sample
+from tests.support.trajectories import sample
 
 FEW = settings(max_examples=50)
 FLOPS = Flops(per_token=50.0, per_target=20.0, per_square=1.0)

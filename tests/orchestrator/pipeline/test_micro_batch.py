@@ -10,7 +10,7 @@ from numpy.testing import assert_array_equal
 
 from rlsys.data.trajectory import Sample, TopkLogprobs, response_tokens
 from rlsys.trainer.batches import collate
-from tests.orchestrator.pipeline.build import sample
+from tests.support.trajectories import sample
 
 LONG = sample(
     [11, 12, 13, 14, 15],
@@ -111,16 +111,5 @@ def test_values_and_picks_are_laid_out_as_tokens_and_targets_are(packed: bool) -
     assert batch.pick_logprobs is not None
     assert_array_equal(batch.pick_tokens, np.stack([batch.targets, batch.targets + 100], 1))
     assert_array_equal(batch.pick_logprobs, np.stack([-batch.targets / 2] * 2, 1))
-    lacking = collate([SHORT, scored(LONG, 20)], pad_id=0, packed=packed)
-    assert (lacking.values, lacking.pick_tokens) == (None, None)
     with pytest.raises(ValueError, match="2 tokens, but 4 are targets"):
         collate([scored(LONG, 0)], pad_id=0, packed=packed, mask_of=response_tokens)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_no_samples_make_one_row_that_trains_nothing(packed: bool) -> None:
-    batch = collate([], pad_id=9, multiple_of=4, packed=packed)
-    assert_array_equal(batch.tokens, [[9, 9, 9, 9]])
-    assert_array_equal(batch.boundaries, [0, 4])
-    assert (batch.split(batch.tokens), batch.trained_tokens) == ([], 0)
-    assert_array_equal(batch.spread(np.zeros(0)), np.zeros((1, 4)))

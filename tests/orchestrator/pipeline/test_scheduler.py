@@ -1,4 +1,4 @@
-"""The scheduler against a model that deals out places one by one, and against examples worked out by hand."""
+"""The scheduler against a model that deals out places one by one."""
 
 from __future__ import annotations
 
@@ -12,43 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rlsys.errors import RunError
 from rlsys.orchestrator.pipeline.scheduler import Ended, PromptGroup, Reason, Stage, StalenessScheduler
-from tests.orchestrator.pipeline.build import question
-
-
-def fill(scheduler: StalenessScheduler) -> list[PromptGroup]:
-    """Admit all that may be admitted."""
-    admitted = []
-    while scheduler.may_admit():
-        admitted.append(scheduler.admit(question(len(admitted))))
-    return admitted
-
-
-def finish(scheduler: StalenessScheduler, *prompt_groups: PromptGroup) -> None:
-    for prompt_group in prompt_groups:
-        assert scheduler.finish_rolling(prompt_group, None, has_spread=True) is None
-
-
-def train(scheduler: StalenessScheduler, *prompt_groups: PromptGroup) -> None:
-    """A whole step on `prompt_groups`."""
-    finish(scheduler, *prompt_groups)
-    for prompt_group in prompt_groups:
-        scheduler.take(prompt_group)
-    scheduler.close_step()
-
-
-def test_on_policy_a_step_is_rolled_with_its_spares_and_no_further() -> None:
-    scheduler = StalenessScheduler(groups_per_step=4, max_staleness=0, oversample=1.5)
-    prompt_groups = fill(scheduler)
-    assert len(prompt_groups) == 6
-    finish(scheduler, prompt_groups[5])
-    assert fill(scheduler) == [], "three places are left, five prompt_groups roll for them"
-    scheduler.drop(prompt_groups[4], Reason.lost)
-    assert len(fill(scheduler)) == 1, "a lost group is replaced"
-    finish(scheduler, *prompt_groups[:2])
-    assert scheduler.unschedulable() == []
-    finish(scheduler, prompt_groups[2])
-    assert {reason for _, reason in scheduler.unschedulable()} == {Reason.surplus}
-    assert [prompt_group.number for prompt_group, _ in scheduler.unschedulable()] == [3, 6], "the two slowest of six"
+from tests.support.trajectories import question
 
 
 @pytest.mark.parametrize(
@@ -58,37 +22,15 @@ def test_spares_are_rounded_up_from_what_was_written(groups: int, oversample: fl
     assert StalenessScheduler(groups, 0, oversample).spare == spare
 
 
-def test_calls_out_of_turn_raise() -> None:
-    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=0)
-    with pytest.raises(RuntimeError):
-        scheduler.close_step()
-    with pytest.raises(RuntimeError):
-        scheduler.publish(1)
-    prompt_group = fill(scheduler)[0]
-    with pytest.raises(RuntimeError):
-        scheduler.admit(question(1))
-    with pytest.raises(RuntimeError):
-        scheduler.take(prompt_group)
-    train(scheduler, prompt_group)
-    with pytest.raises(RuntimeError):
-        scheduler.drop(prompt_group, Reason.end)
-
-
 def test_a_stale_group_is_not_taken_even_if_nobody_has_dropped_it() -> None:
     scheduler = StalenessScheduler(groups_per_step=1, max_staleness=0, oversample=2)
-    first, second = fill(scheduler)
-    finish(scheduler, second)
-    train(scheduler, first)
+    first, second = scheduler.admit(question(1)), scheduler.admit(question(2))
+    for group in (second, first):
+        assert scheduler.finish_rolling(group, None, has_spread=True) is None
+    scheduler.take(first)
+    scheduler.close_step()
     with pytest.raises(RuntimeError):
         scheduler.take(second)
-
-
-def test_an_engine_that_still_has_old_weights_ends_the_run() -> None:
-    scheduler = StalenessScheduler(groups_per_step=1, max_staleness=1)
-    train(scheduler, fill(scheduler)[0])
-    scheduler.publish(1)
-    with pytest.raises(RunError, match="q:0"):
-        scheduler.finish_rolling(fill(scheduler)[0], 0, has_spread=True)
 
 
 @dataclass(eq=False)
@@ -179,9 +121,13 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.open.append(Modelled(self.scheduler.admit(question(number)), self.published))
 
     @precondition(lambda self: self.of(ready=False))
-    @rule(number=st.integers(0, 99), newer=st.none() | st.integers(0, 2), has_spread=st.booleans())
+    @rule(number=st.integers(0, 99), newer=st.none() | st.integers(-1, 2), has_spread=st.booleans())
     def finish(self, number: int, newer: int | None, has_spread: bool) -> None:
         one = self.of(ready=False)[number % len(self.of(ready=False))]
+        if newer == -1:
+            with pytest.raises(RunError, match=one.real.question.uid):
+                self.scheduler.finish_rolling(one.real, one.oldest - 1, has_spread)
+            return
         oldest = one.oldest if newer is None else min(one.oldest + newer, self.version)
         replaced = not has_spread and self.replaced < self.most_replaced
         reason = self.scheduler.finish_rolling(one.real, None if newer is None else oldest, has_spread)
@@ -219,18 +165,24 @@ class LedgerMachine(RuleBasedStateMachine):
         held = self.open + self.taken
         self.forget(held[number % len(held)], reason)
 
-    @precondition(lambda self: len(self.taken) == self.groups)
     @rule()
     def close(self) -> None:
+        if len(self.taken) < self.groups:
+            with pytest.raises(RuntimeError):
+                self.scheduler.close_step()
+            return
         self.scheduler.close_step()
         assert {one.real.stage for one in self.taken} == {Stage.trained}
         self.ended += [Ended(one.real.number, one.real.question.uid, Stage.trained) for one in self.taken]
         self.taken, self.replaced = [], 0
         self.version += 1
 
-    @precondition(lambda self: self.published < self.version)
     @rule(late=st.integers(0, 2))
     def publish(self, late: int) -> None:
+        if self.published == self.version:
+            with pytest.raises(RuntimeError):
+                self.scheduler.publish(self.version + late)
+            return
         self.published = max(self.published + 1, self.version - late)
         self.scheduler.publish(self.published)
 

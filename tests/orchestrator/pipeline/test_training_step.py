@@ -9,17 +9,16 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any, cast
 
-import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from rlsys.config.algorithm import AdvantageBaseline, AdvantageScale, AlgorithmConfig
+from rlsys.config.algorithm import AdvantageBaseline, AlgorithmConfig
 from rlsys.config.schema import CriticConfig, RunConfig, TrainerConfig
 from rlsys.data.trajectory import Group, Sample
 from rlsys.orchestrator.pipeline.rollout_pipeline import RolloutPipeline
 from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn, learning, mini_batches, score_batch_size
-from tests.orchestrator.pipeline.build import question, rewarded, trajectory
+from tests.support.trajectories import question, rewarded, trajectory
 
 Event = tuple[str, int]
 
@@ -89,33 +88,6 @@ def test_a_learner_that_also_scores_does_not_step_before_the_last_score() -> Non
     assert events[:first_step].count(("scored", 1)) == 6
     assert ("scored", 1) not in events[first_step:]
     assert events[-3:] == [("accumulated the last", 3), ("applied", 6), ("closed", 0)]
-
-
-@pytest.mark.parametrize(
-    ("baseline", "updates", "waits"), [("critic", 2, True), ("critic", 1, False), ("group", 2, False)]
-)
-def test_only_a_critic_of_several_mini_batches_waits_for_the_last_score(
-    baseline: str, updates: int, waits: bool
-) -> None:
-    algorithm = AlgorithmConfig(baseline=AdvantageBaseline(baseline))
-    trainer = TrainerConfig(prompts_per_step=4, mini_batches=updates)
-    assert mini_batches(RunConfig(algorithm=algorithm, trainer=trainer)).scored_first == waits
-
-
-@pytest.mark.parametrize(
-    ("baseline", "scale", "waits"),
-    [
-        (AdvantageBaseline.critic, AdvantageScale.none, False),
-        (AdvantageBaseline.batch, AdvantageScale.none, True),
-        (AdvantageBaseline.leave_one_out, AdvantageScale.batch, True),
-        (AdvantageBaseline.critic, AdvantageScale.whiten, True),
-    ],
-)
-def test_training_waits_for_a_mini_batch_that_advantages_depend_on(
-    baseline: AdvantageBaseline, scale: AdvantageScale, waits: bool
-) -> None:
-    algorithm = AlgorithmConfig(baseline=baseline, advantage_scale=scale)
-    assert (mini_batches(RunConfig(algorithm=algorithm)).whole is not None) == waits
 
 
 @hypothesis_settings(max_examples=50)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,10 +35,6 @@ class Chat:
     @property
     def transport(self) -> httpx.MockTransport:
         return httpx.MockTransport(self._answer)
-
-    @property
-    def bodies(self) -> list[dict[str, Any]]:
-        return [json.loads(request.content) for request in self.requests]
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         self.asked_at.append(asyncio.get_running_loop().time())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlsys.data.question import Question
@@ -37,28 +37,8 @@ def one_argument(_question: Question) -> float:
     return 1.0
 
 
-def fails(_question: Question, _trajectory: Trajectory) -> float:
-    raise KeyError("no such\nthing")
-
-
-def stops(_question: Question, _trajectory: Trajectory) -> float:
-    raise StopIteration
-
-
 def yields(_question: Question, _trajectory: Trajectory) -> Iterator[float]:
     yield 1.0
-
-
-def not_a_number(_question: Question, _trajectory: Trajectory) -> float:
-    return float("nan")
-
-
-def text(_question: Question, _trajectory: Trajectory) -> str:
-    return "1.0"
-
-
-def nested(_question: Question, _trajectory: Trajectory) -> list[list[float]]:
-    return [[1.0]]
 
 
 def too_many(_question: Question, trajectory: Trajectory) -> list[float]:
@@ -68,10 +48,6 @@ def too_many(_question: Question, trajectory: Trajectory) -> list[float]:
 def hangs(_question: Question, _trajectory: Trajectory) -> float:
     threading.Event().wait(60)
     return 1.0
-
-
-def hangs_later(_question: Question, _trajectory: Trajectory) -> Any:
-    return asyncio.sleep(60, 1.0)
 
 
 async def never_ready(_question: Question, _trajectory: Trajectory) -> float:
@@ -84,5 +60,18 @@ async def blocks_its_loop(_question: Question, _trajectory: Trajectory) -> float
     return 1.0
 
 
-def times_out_itself(_question: Question, _trajectory: Trajectory) -> float:
-    raise TimeoutError("no server")
+def _raises(error: Exception) -> Callable[[Question, Trajectory], float]:
+    def term(_question: Question, _trajectory: Trajectory) -> float:
+        raise error
+
+    return term
+
+
+fails, stops, times_out_itself = map(_raises, (KeyError("no such\nthing"), StopIteration(), TimeoutError("no server")))
+
+
+def _returns(value: Any) -> Callable[[Question, Trajectory], Any]:
+    return lambda _question, _trajectory: value
+
+
+not_a_number, text = map(_returns, (float("nan"), "1.0"))

@@ -59,7 +59,6 @@ def test_f1_is_squads_and_an_exact_match_is_one_by_every_measure(prediction: str
     [
         ("It is Bamako, in Mali.", ["Paris", "bamako"], True),
         ("Bama", ["Bamako"], False),
-        ("animals", ["Mali"], False),
         ("a normal issue", ["mal"], True),
         ("anything", ["the"], False),
         ("a", ["the"], True),
@@ -67,7 +66,4 @@ def test_f1_is_squads_and_an_exact_match_is_one_by_every_measure(prediction: str
 )
 def test_cover_match_by_hand(prediction: str, answers: list[str], expected: bool) -> None:
     assert sub_exact_match(prediction, answers) is expected
-
-
-def test_an_answer_of_nothing_is_in_no_text() -> None:
-    assert not contains("whatever was found", ["", "the", "..."])
+    assert not contains("whatever was found", ["", "the", "..."]), "an answer of nothing is in no text"

@@ -11,10 +11,10 @@ from aiohttp import web
 
 from rlsys.errors import Code, RunError
 from rlsys.orchestrator.rewards.judge import ChatEndpoint
-from tests.orchestrator.pipeline.virtual_time import now, run_virtually
 from tests.orchestrator.rewards.chat import Chat, completion, settings, status
 from tests.support.hostile import answer_of_child, hostile_server
 from tests.support.refusals import refused
+from tests.support.virtual_time import now, run_virtually
 
 ASKS = """
 import sys
@@ -85,14 +85,6 @@ def test_a_retry_after_is_heeded_within_reason() -> None:
     assert ask(chat) == "yes"
     first, second, third = chat.asked_at
     assert (second - first, third - second) == (7.0, 60.0)
-
-
-def test_an_endpoint_that_is_down_ends_the_run() -> None:
-    chat = Chat([httpx.ConnectError("connection refused")])
-    with pytest.raises(RunError) as error:
-        ask(chat, retries=3)
-    assert len(chat.requests) == 4
-    assert "http://judge.test/v1/chat/completions" in str(error.value)
 
 
 def test_an_endpoint_that_hangs_ends_the_run_in_time() -> None:

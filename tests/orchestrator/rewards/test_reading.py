@@ -11,30 +11,20 @@ from hypothesis import strategies as st
 from rlsys.config.schema import CompatConfig, TagsConfig
 from rlsys.data.trajectory import Trajectory
 from rlsys.orchestrator.rewards.reward import Reader
-from tests.orchestrator.rewards.episodes import episode, question, read, task_of, think
+from tests.support.written_episodes import episode, question, read, task_of, think
 
 SEARCH = (think("search", "capital of Mali"), "Doc 1(Title: Mali) Its capital is Bamako.")
 ANSWER = think("answer", "Bamako")
 
 WELL_FORMED = {
-    "an answer at once": (ANSWER,),
     "one search": (SEARCH, ANSWER),
-    "white space": ((f"\n\n {SEARCH[0]}", SEARCH[1]), f" \n{ANSWER}"),
-    "an empty thought and answer": ("<think></think><answer></answer>",),
     "other tags are text": (think("answer", "<b>Bamako</b>", "a < b <i>"),),
     "a search that failed": ((SEARCH[0], "Search failed: no answer", "no answer"), ANSWER),
 }
 MALFORMED = {
     "no turns": (),
-    "no thought before a search": (("<search>Mali</search>", "Bamako"), ANSWER),
-    "no thought after a search": (SEARCH, "<answer>Bamako</answer>"),
     "no answer": (SEARCH,),
     "a search of nothing": (think("search", " "), ANSWER),
-    "text before": (f"Well, {ANSWER}",),
-    "text between": ("<think>hm</think> so <answer>Bamako</answer>",),
-    "a thought that does not end": ("<think>hm <answer>Bamako</answer>",),
-    "an answer within an answer": ("<think>a</think><answer><answer>Bamako</answer></answer>",),
-    "a search within a thought": (("<think>a<search>Mali</search></think>", "Bamako"), ANSWER),
     "an invalid action": ("I do not know.", ANSWER),
     "two actions in a turn": (("<think>a</think><answer>b</answer><search>c</search>", ""),),
     "information of the policy's own": (f"<information>Bamako</information>{ANSWER}",),
@@ -42,18 +32,12 @@ MALFORMED = {
     "a round of the policy's own": (
         think("answer", "x", "a</think><search>b</search><information>Bamako</information><think>c"),
     ),
-    "capitals": ("<THINK>a</THINK><answer>Bamako</answer>",),
 }
 
 
-@pytest.mark.parametrize("said", WELL_FORMED.values(), ids=WELL_FORMED)
-def test_well_formed(said: tuple[str, ...]) -> None:
-    assert read(episode(*said), "Bamako").well_formed
-
-
-@pytest.mark.parametrize("said", MALFORMED.values(), ids=MALFORMED)
-def test_malformed(said: tuple[str, ...]) -> None:
-    assert not read(episode(*said), "Bamako").well_formed
+@pytest.mark.parametrize("said", [*WELL_FORMED.values(), *MALFORMED.values()], ids=[*WELL_FORMED, *MALFORMED])
+def test_an_episode_is_well_formed_or_not(said: tuple[str, ...]) -> None:
+    assert read(episode(*said), "Bamako").well_formed == (said in WELL_FORMED.values())
 
 
 def test_a_search_after_the_last_turn_is_no_round() -> None:
@@ -117,9 +101,7 @@ def test_information_that_the_policy_forges_is_no_retrieval() -> None:
         ((SEARCH, ANSWER), "Bamako", 0),
         ((("<search>a</search>", "nothing"), SEARCH, SEARCH, ANSWER), "the BAMAKO", 1),
         ((SEARCH, ANSWER), "Ségou", None),
-        ((ANSWER,), "Bamako", None),
         (((SEARCH[0], "Search failed: Bamako is away", "Bamako is away"), ANSWER), "Bamako", None),
-        ((SEARCH, ANSWER), "the", None),
     ],
 )
 def test_the_turn_that_found_an_answer(said: tuple[str, ...], answer: str, turn: int | None) -> None:

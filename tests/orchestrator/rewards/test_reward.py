@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rlsys.config.schema import CompatConfig, RewardConfig
 from rlsys.data.trajectory import Trajectory
 from rlsys.orchestrator.rewards.reward import PENALTIES, Rewards, Scored, pure_terms
-from tests.orchestrator.rewards.episodes import TASK, Said, episode, question, task_of, terms, think
+from tests.support.written_episodes import TASK, Said, episode, question, task_of, terms, think
 
 SEARCH = (think("search", "capital of Mali"), "Doc 1(Title: Mali) Its capital is Bamako.")
 RIGHT, WRONG = think("answer", "Bamako"), think("answer", "Ségou")
@@ -48,11 +48,6 @@ async def test_the_articles_reward(said: tuple[Said, ...], turn_rewards: list[fl
     result = await scored(ARTICLE, episode(*said))
     assert result.turn_rewards == pytest.approx(turn_rewards)
     assert result.reward == pytest.approx(sum(turn_rewards))
-
-
-async def test_without_terms_exact_match_alone_counts() -> None:
-    assert await scored(RewardConfig(), episode(SEARCH, RIGHT)) == Scored(1.0, (0.0, 1.0), {"exact_match": 1.0})
-    assert (await scored(RewardConfig(), episode(SEARCH, WRONG))).reward == 0.0
 
 
 async def test_a_term_of_the_users_own_counts_beside_others() -> None:

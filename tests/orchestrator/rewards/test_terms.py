@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rlsys.config.schema import RewardConfig
 from rlsys.data.trajectory import Trajectory
 from rlsys.orchestrator.rewards.reward import overlong_penalty, pure_terms
-from tests.orchestrator.rewards.episodes import TASK, Said, episode, read, task_of, think
+from tests.support.written_episodes import TASK, Said, episode, read, task_of, think
 
 SEARCH = (think("search", "capital of Mali"), "Doc 1(Title: Mali) Its capital is Bamako.")
 BLIND = (think("search", "capital of Mali"), "No results found.")
@@ -72,13 +72,6 @@ def dapo(length: int, limit: int, buffer: int) -> float:
 @given(st.integers(0, 60), st.integers(1, 50), st.integers(1, 50))
 def test_the_overlong_penalty_is_dapos(length: int, limit: int, buffer: int) -> None:
     assert overlong_penalty(length, limit, buffer) == pytest.approx(-dapo(length, limit, buffer))
-
-
-@pytest.mark.parametrize(("tokens", "expected"), [(0, 0.0), (60, 0.0), (80, 0.5), (100, 1.0), (900, 1.0)])
-def test_overlong_counts_the_response(tokens: int, expected: float) -> None:
-    config = RewardConfig(overlong_buffer=40, overlong_limit=100)
-    trajectory = episode(SEARCH, RIGHT, prompt_tokens=77, response_tokens=tokens)
-    assert values("overlong", trajectory, config) == [0.0, pytest.approx(expected)]
 
 
 def test_overlong_without_a_limit_is_one_where_the_task_cuts() -> None:

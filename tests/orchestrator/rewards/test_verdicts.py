@@ -10,22 +10,8 @@ import pytest
 
 from rlsys.errors import RunError
 from rlsys.orchestrator.rewards.judge import Verdicts
-from tests.support.refusals import refused
 
 EACH = 100
-
-
-def test_verdicts_are_there_in_the_next_run(tmp_path: Path) -> None:
-    path = str(tmp_path / "verdicts.jsonl")
-    first = Verdicts(path)
-    first.put("a", True)
-    first.put("b", False)
-    first.put("b", True)
-    first.close()
-    first.close()
-    second = Verdicts(path)
-    assert [second.get(key) for key in "abc"] == [True, True, None]
-    second.close()
 
 
 @pytest.mark.parametrize("tail", [b'{"key": "b", "ye', b"\xff\xfe", b"[1]", b'{"key": "b", "yes": 1}'])
@@ -58,13 +44,6 @@ def test_several_processes_share_a_file(tmp_path: Path) -> None:
         writer.join()
     assert [writer.exitcode for writer in writers] == [0, 0, 0]
     assert len([json.loads(line) for line in Path(path).read_text().splitlines()]) == 3 * EACH
-
-
-def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
-    with refused("denied", "reward.judge.cache_path"):
-        Verdicts(str(tmp_path))
-    with refused("not_found", "reward.judge.cache_path"):
-        Verdicts(str(tmp_path / "none" / "verdicts.jsonl"))
 
 
 @pytest.mark.parametrize("written", [0, 3, OSError(28, "No space left on device")])

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from rlsys.config.schema import TokenMode
-from rlsys.observe.kept import Kept, KeptTurn, Pieces
+from rlsys.observe.kept import Kept, Pieces
 from rlsys.rollout.agent.tokens import Codec, SampledTurn, open_context
-from tests.rollout.agent.bpe import build_tokenizer
+from tests.support.bpe import build_tokenizer
+from tests.support.made_run import Maker, Size
 
 TOKENIZER = build_tokenizer()
 CODEC = Codec(TOKENIZER)
+MADE = Maker(Size(steps=1)).kept(1, 0, 0)
+"""All else that is kept of an episode."""
 POLICY = 3
 """Version that is trained."""
 
@@ -33,7 +37,7 @@ def drawn_logprob(prefix: Sequence[int]) -> float:
 
 
 def trained_logprob(prefix: Sequence[int]) -> float:
-    """As `drawn_logprob`, but of the trained policy."""
+    """The same as `drawn_logprob` of the trained policy."""
     return -(zlib.crc32(np.array([7, *prefix], np.int32).tobytes()) % 8192) / 1024
 
 
@@ -58,24 +62,16 @@ def played(
         text = CODEC.decode(drawn)
         context.add_turn(SampledTurn(inputs, drawn, logprobs, [version] * len(drawn), True), text)
         context.add_observation(observation)
-        of_turns.append(_turn(text, observation, drawn, logprobs))
+        sampled = {"sampled_ids": np.array(drawn, np.int32), "sampled_logprobs": np.array(logprobs, np.float32)}
+        of_turns.append(replace(MADE.turns[0], text=text, observation=observation, **sampled))
     record = context.close(eos, limit)
     tokens = record.tokens.tolist()
     old = [trained_logprob(tokens[: at + 1]) if own else 0.0 for at, own in enumerate(record.loss_mask)]
-    return Kept(
+    return replace(
+        MADE,
         step=step,
         question_uid=uid,
-        sample=0,
-        data_source="",
-        extra={},
-        question="",
         prompt=prompt,
-        golden_answers=(),
-        answer=None,
-        exact=False,
-        reward=0.0,
-        parts={},
-        finish="answer",
         policy_version=step - 1,
         token_ids=record.tokens,
         prompt_length=record.prompt_length,
@@ -87,23 +83,14 @@ def played(
         old_logprobs=np.array(old, np.float32),
         ref_logprobs=None,
         advantages=np.zeros(len(tokens), np.float32),
-        weights=None,
         turns=tuple(of_turns),
     )
 
 
-def _turn(text: str, observation: str, drawn: Sequence[int], logprobs: Sequence[float]) -> KeptTurn:
-    return KeptTurn(
-        text=text,
-        action="search",
-        content="",
-        observation=observation,
-        search_error="",
-        generate_s=0.0,
-        search_s=0.0,
-        began_ns=0,
-        cached_tokens=0,
-        prompt_tokens=0,
-        sampled_ids=np.array(drawn, np.int32),
-        sampled_logprobs=np.array(logprobs, np.float32),
-    )
+def with_differences(by_version: dict[int, float]) -> Kept:
+    """An episode with a turn of each version, drawn as trained, whose log-probs differ by so much."""
+    turn = (CODEC.encode("Paris"), "\n")
+    one = played("x", [turn] * len(by_version), versions=list(by_version))
+    known = np.isfinite(one.rollout_logprobs)
+    offsets = np.array([by_version.get(int(version), 0.0) for version in one.versions], np.float32)
+    return replace(one, old_logprobs=np.where(known, one.rollout_logprobs + offsets, 0.0).astype(np.float32))

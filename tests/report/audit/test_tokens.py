@@ -1,18 +1,27 @@
-"""The audit against an account in bytes, and against the book-keeping's own, on a tokenizer that merges anything."""
+"""The audit against an account in bytes, and against the book-keeping's own; and `rlsys audit tokens` on folders of runs."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
 
+from rlsys.apps.cli.runs import audit as app
 from rlsys.config.schema import TokenMode
-from rlsys.report.token_audit import OtherTokeniser, audit, spans_of, stretches
+from rlsys.errors import Code, UserError
+from rlsys.observe.kept import Kept, kept_file, write_kept
+from rlsys.report.token_audit import OtherTokeniser, as_json, audit, spans_of, stretches
 from tests.report.audit.episodes import CODEC, TOKENIZER, by_letter, drawn_logprob, played, trained_logprob
+from tests.support.bpe import build_tokenizer
 
 RETOKENIZE, APPEND = TokenMode.retokenize, TokenMode.append
 ASCII = ["<search>", "</search>", " capital", "\n\n", ">", "Paris", "Doc 1(Title: ", "x", "12"]
@@ -80,7 +89,7 @@ def test_counts_and_log_ratios_are_those_of_bytes(prompt: str, turns: list[tuple
 @settings(max_examples=40)
 @given(TEXTS, st.lists(st.tuples(ANY_IDS, TEXTS), min_size=1, max_size=3), st.booleans())
 def test_figures_agree_for_any_drawn_tokens(prompt: str, turns: list[tuple[list[int], str]], eos: bool) -> None:
-    """With bytes of no character too: what does not differ is the same on both sides, and parts make up the whole."""
+    """Tokens that do not differ are as many on both sides, and parts make up the whole, with bytes of no character too."""
     one = played(prompt, turns, eos=eos)
     found = audit([one], CODEC, RETOKENIZE)
     total = found.total
@@ -114,7 +123,7 @@ def test_append_says_what_would_have_differed_and_no_bias() -> None:
         ("x", [*CODEC.encode("\xff")[:1]], "x", "broken"),
     ],
 )
-def test_places(before: str, drawn: list[int], after: str, place: str) -> None:
+def test_each_difference_is_counted_under_its_place(before: str, drawn: list[int], after: str, place: str) -> None:
     found = audit([played(before, [(drawn, after)])], CODEC, RETOKENIZE)
     assert list(found.by_place) == [place]
     assert {one.place for one in found.examples} == {place}
@@ -127,8 +136,6 @@ def test_turns_by_number_and_examples_by_how_often() -> None:
     assert {number: one.turns for number, one in found.by_turn.items()} == {0: 2, 1: 1}
     assert found.examples[0].count == 2
     assert "".join(found.examples[0].drawn) in "Paris"
-    assert len(found.examples[0].drawn) > len(found.examples[0].again)
-    assert (found.affected["trajectories"], found.affected["steps"]) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("mode", TokenMode)
@@ -147,14 +154,97 @@ def test_another_tokenizers_tokens_are_refused(mode: TokenMode) -> None:
         audit([replace(one, token_ids=ids)], CODEC, mode)
 
 
-def test_there_is_no_cut_within_a_character() -> None:
+def test_there_is_no_cut_within_a_character_or_in_white_space_of_both_neighbours() -> None:
     """Its tokens have one span, as a tokenizer gives them, or an empty piece, as their texts do."""
     assert spans_of(["a", "", "é", "b", ""], 3) == [(3, 4), (4, 5), (4, 5), (5, 6), (6, 6)]
     found = stretches([(0, 1), (1, 2), (1, 2), (2, 3)], [(0, 1), (1, 2), (2, 3)], (0, 3))
     assert [one.drawn for one in found] == [(0, 1), (1, 3), (3, 4)]
     assert [one.again for one in found] == [(0, 1), (1, 2), (2, 3)]
-
-
-def test_there_is_no_cut_where_white_space_is_of_both_neighbours() -> None:
     found = stretches([(0, 2), (2, 5)], [(0, 3), (2, 5)], (0, 5))
     assert [(one.drawn, one.again) for one in found] == [((0, 2), (0, 2))]
+
+
+Run = Callable[..., Path]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """A folder with the tokenizer that `played` episodes are of."""
+    TOKENIZER.save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+@pytest.fixture
+def run(tmp_path: Path, tokenizer: Path) -> Run:
+    """A run's folder with these trajectories, of step 4."""
+
+    def make(kept: Sequence[Kept], model: str = str(tokenizer), mode: str = "retokenize") -> Path:
+        folder = tmp_path / "run"
+        folder.mkdir()
+        config = {"model": {"path": model}, "task": {"token_mode": mode}}
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        (folder / "metrics.jsonl").write_text('{"step": 4}\n')
+        if kept:
+            write_kept(folder, 4, kept)
+        return folder
+
+    return make
+
+
+def episodes(*texts: str, mode: TokenMode = TokenMode.retokenize) -> list[Kept]:
+    return [played("x", [(by_letter(text), "\n")], mode, uid=str(number)) for number, text in enumerate(texts)]
+
+
+def ask(*arguments: object) -> Result:
+    return CliRunner(env={"COLUMNS": "100"}).invoke(app, ["tokens", *map(str, arguments)])
+
+
+def refuses(code: Code, key: str | Path, *arguments: object) -> None:
+    problem = ask(*arguments).exception
+    assert isinstance(problem, UserError), problem
+    assert (problem.code, problem.key) == (code, str(key))
+    assert "\n" not in str(problem)
+
+
+def test_the_figures_are_printed_and_nothing_that_acts_on_the_terminal(run: Run) -> None:
+    kept = episodes("Paris </search>", "東京", "\x1b[31mParis", "[bold]capital")
+    total = audit(kept, CODEC, TokenMode.retokenize).total
+    result = ask(run(kept))
+    assert result.exit_code == 0, result.exception
+    assert f"{total.drawn_differing} of {total.drawn}" in " ".join(result.stdout.split())
+    assert "\x1b" not in result.stdout
+    assert "[bold]" in result.stdout
+    assert result.stderr == "", "that other files are missing is not the audit's to say"
+
+
+def test_json_is_the_audit_without_steps_that_are_damaged(run: Run) -> None:
+    kept = episodes("Paris </search>", "東京", mode=TokenMode.append)
+    folder = run(kept, mode="append")
+    kept_file(folder, 5).write_bytes(b"no gzip")
+    result = ask(folder, "--json")
+    assert json.loads(result.stdout) == json.loads(json.dumps(as_json(audit(kept, CODEC, TokenMode.append))))
+    assert kept_file(folder, 5).name in result.stderr
+
+
+def test_a_folder_that_cannot_be_audited_is_refused(run: Run, tmp_path: Path) -> None:
+    refuses("malformed", tmp_path, tmp_path)
+    folder = run([])
+    refuses("empty", folder, folder)
+    for config in ("task: 3", "task: {token_mode: both}"):
+        (folder / "config.yaml").write_text(config)
+        refuses("missing", "task.token_mode", folder)
+
+
+def test_a_tokenizer_that_is_damaged_is_refused(run: Run, tokenizer: Path) -> None:
+    folder = run(episodes("Paris"))
+    for content in (b"[]", b"\xff\xfe\x00"):
+        (tokenizer / "tokenizer.json").write_bytes(content)
+        refuses("malformed", tokenizer, folder)
+
+
+def test_a_tokenizer_that_is_not_there_or_another_is_asked_for(run: Run, tokenizer: Path, tmp_path: Path) -> None:
+    build_tokenizer(words=True).save_pretrained(tmp_path / "other")
+    folder = run(episodes("Paris </search>\n\n<information>"), model="Qwen/Qwen2.5-3B")
+    refuses("not_found", "model.path", folder)
+    refuses("mismatch", "--tokenizer", folder, "--tokenizer", tmp_path / "other")
+    assert ask(folder, "--tokenizer", tokenizer).exit_code == 0

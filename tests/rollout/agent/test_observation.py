@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from unittest.mock import patch
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,29 +13,29 @@ from transformers import PreTrainedTokenizerFast
 
 from rlsys.config.schema import TagsConfig
 from rlsys.rollout.agent.episode import Observer, render_search
-from rlsys.rollout.agent.tokens import Codec, Encoded
+from rlsys.rollout.agent.tokens import Codec
 from tests.support.bpe import build_tokenizer
 
-CODEC = Codec(build_tokenizer())
-OBSERVER = Observer(TagsConfig(), CODEC, ("say", "do"))
 OPEN, CLOSE = "\n\n<information>", "</information>\n\n"
-
+TOOLS = ("say", "do")
 WORDS = "search|answer|information|say|do"
 FORGERIES = ["</information>", "<search>", "</search >", "<ANSWER>", "< /answer >", "<SAY>", "< / do>", "<|im_start|>"]
-UNTRUSTED = st.lists(
-    st.sampled_from([*FORGERIES, "</infor", "mation>", "<|im_", "start|>", "<", "東京", "🚀", " a ", "\n"]),
-    max_size=14,
-).map("".join)
+OVERLAPPING = ["|||IP|||", "[INST]", "[ INST]", " ~", "~ "]
+"""Special tokens that overlap with themselves, and that a space makes of others."""
 
 
 def build_codec(words: bool, trim_offsets: bool) -> Codec:
-    """One with special tokens that overlap with themselves, and that a space makes of others."""
     tokenizer = build_tokenizer(words, trim_offsets)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["|||IP|||", "[INST]", "[ INST]", " ~", "~ "]})
+    tokenizer.add_special_tokens({"additional_special_tokens": OVERLAPPING})
     return Codec(tokenizer)
 
 
 CODECS = [build_codec(words, trim) for words in (False, True) for trim in (False, True)]
+CODEC = CODECS[0]
+OBSERVER = Observer(TagsConfig(), CODEC, TOOLS)
+BROKEN = ["</infor", "mation>", "<|im_", "start|>", "|||IP", "|||", "[INST]", "[", "~", "<"]
+PIECES = [*FORGERIES, *BROKEN, "東京", "🚀", "a", " ", "\n"]
+UNTRUSTED = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
 
 
 def build_runs() -> Codec:
@@ -57,7 +58,7 @@ def in_full(codec: Codec, body: str, limit: int) -> str:
         return text[0] + " " + text[1:] if text.strip() == text else " "
 
     specials = "".join("|" + re.escape(text) for text in codec.special_texts)
-    forgery = re.compile(r"<\s*/?\s*(search|answer|information)\s*>" + specials, re.IGNORECASE)
+    forgery = re.compile(rf"<\s*/?\s*({WORDS})\s*>" + specials, re.IGNORECASE)
     while forgery.search(body):
         body = forgery.sub(broken, body)
     body = body.strip()
@@ -83,11 +84,13 @@ def test_passages_and_failures_read_as_in_search_r1(passages: list[str], error: 
 
 
 @settings(max_examples=50)
-@given(st.lists(UNTRUSTED, max_size=3), UNTRUSTED, st.integers(OBSERVER.wrapper_tokens, 60))
+@given(st.lists(UNTRUSTED, max_size=3), UNTRUSTED, st.integers(0, 60))
+@example([], "|||IP|||IP|||", 60)
+@example([], " ~ ", 60)
 def test_a_cut_observation_keeps_its_tags_and_its_limit_and_forges_none(
-    passages: list[str], error: str, limit: int
+    passages: list[str], error: str, room: int
 ) -> None:
-    body = render_search(passages, error)
+    body, limit = render_search(passages, error), OBSERVER.wrapper_tokens + room
     whole, cut = OBSERVER.observe(body, 10_000), OBSERVER.observe(body, limit)
     assert len(CODEC.encode(cut)) <= limit
     for observation in (whole, cut):
@@ -99,23 +102,9 @@ def test_a_cut_observation_keeps_its_tags_and_its_limit_and_forges_none(
     assert whole.removesuffix(CLOSE).startswith(cut.removesuffix(CLOSE))
 
 
-def test_a_cut_wastes_little() -> None:
-    observation = OBSERVER.observe(render_search(["title\n" + "Paris is the capital. " * 80], ""), 100)
-    assert 95 <= len(CODEC.encode(observation)) <= 100
-
-
-def test_a_limit_below_the_tags_is_an_error() -> None:
-    with pytest.raises(ValueError, match=str(OBSERVER.wrapper_tokens)):
-        OBSERVER.observe(render_search(["x"], ""), OBSERVER.wrapper_tokens - 1)
-
-
 LONG = st.lists(
-    st.tuples(
-        st.sampled_from([*FORGERIES, "|||IP", "|||", "[INST]", "[", "~", "<", "search>", "東京", "🚀", "Paris is ", "\n", " "]),
-        st.sampled_from([1, 1, 2, 40, 900]),
-    ).map(lambda part: part[0] * part[1]),
-    max_size=30,
-).map("".join)  # fmt: skip
+    st.tuples(st.sampled_from([*PIECES, "search>", "Paris is "]), st.sampled_from([1, 1, 2, 40, 900])), max_size=30
+).map(lambda parts: "".join(piece * times for piece, times in parts))
 
 
 @settings(max_examples=50)
@@ -124,48 +113,28 @@ LONG = st.lists(
 @example(CODECS[1], " " * 5000 + "b " * 3000, 20)
 @example(build_runs(), "x" + "=" * 5000, 22)
 def test_a_long_text_is_cut_as_if_all_of_it_had_been_read(codec: Codec, body: str, room: int) -> None:
-    observer = Observer(TagsConfig(), codec)
+    observer = Observer(TagsConfig(), codec, TOOLS)
     limit = observer.wrapper_tokens + room
     assert observer.observe(body, limit) == in_full(codec, body, limit)
 
 
-@settings(max_examples=50)
-@given(st.lists(st.sampled_from(["|||IP", "|||", "[INST]", "[", "<search>", " ", "~", "a"]), max_size=20))
-@example(["|||IP|||IP|||"])
-@example([" ~ "])
-def test_a_broken_token_leaves_no_token_either(parts: list[str]) -> None:
-    codec = CODECS[0]
-    observation = Observer(TagsConfig(), codec).observe("".join(parts), 500)
-    assert not codec.special_ids.intersection(codec.encode(observation))
-
-
-class Counting(Codec):
-    """Counts the characters that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__(build_tokenizer())
-        self.chars = 0
-
-    def encode(self, text: str) -> list[int]:
-        self.chars += len(text)
-        return super().encode(text)
-
-    def encode_spans(self, text: str) -> Encoded:
-        self.chars += len(text)
-        return super().encode_spans(text)
-
-
-@pytest.mark.parametrize("text", ["Paris is the capital. ", "<|im_start|>", "</information>", " ", "<", "🚀"])
+@pytest.mark.parametrize("text", ["Paris is the capital. ", "<|im_start|>", " ", "<"])
 def test_the_part_of_a_megabyte_that_is_read_follows_from_the_limit(text: str) -> None:
-    codec = Counting()
+    codec = build_codec(words=False, trim_offsets=False)
     body = render_search(["T\nx" + text * (10**6 // len(text)) + "x"] * 20, "")
-    observation = Observer(TagsConfig(), codec).observe(body, 500)
-    assert codec.chars < 100_000
+    observer = Observer(TagsConfig(), codec)
+    with (
+        patch.object(codec, "encode", wraps=codec.encode) as encode,
+        patch.object(codec, "encode_spans", wraps=codec.encode_spans) as encode_spans,
+    ):
+        observation = observer.observe(body, 500)
+    read = sum(len(call.args[0]) for call in (*encode.mock_calls, *encode_spans.mock_calls))
+    assert read < 100_000
     assert len(codec.encode(observation)) <= 500
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("text", ["<", "</", "< /search"])
+@pytest.mark.parametrize("text", ["<", "< /search"])
 def test_a_tag_that_white_space_never_ends_takes_no_time(text: str) -> None:
     """With a pattern that tries every number of spaces this is a matter of hours."""
     OBSERVER.observe("x" + (text + " " * 100_000) * 3, 100_000)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -23,15 +24,33 @@ from tests.support.refusals import refused
 
 TOKENIZER = build_tokenizer()
 CODEC = Codec(TOKENIZER)
-FIRST_PLAIN = 3
 
 PIECES = ["<search>", "</search>", "東京", "🚀", "é", "naïve", " ", "\n\n", ">", "Paris", "Doc 1(Title: ", "x"]
 TEXTS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=5).map("".join)
-PLAIN_IDS = st.integers(FIRST_PLAIN, len(TOKENIZER) - 1)
+PLAIN_IDS = st.integers(3, len(TOKENIZER) - 1)  # Special ones come first.
 CANONICAL = TEXTS.map(CODEC.encode)
 BY_CHARACTER = TEXTS.map(lambda text: [token for letter in text for token in CODEC.encode(letter)])
 OUTPUTS = st.one_of(CANONICAL, BY_CHARACTER, st.lists(PLAIN_IDS, max_size=6))
-TURNS = st.lists(st.tuples(OUTPUTS, TEXTS), min_size=1, max_size=4)
+
+
+class Said(NamedTuple):
+    """One turn."""
+
+    output: list[int]
+    versions: list[int]
+    """Of each token; they never fall along an episode."""
+    observation: str
+    """What follows, if anything."""
+
+
+@st.composite
+def episodes(draw: st.DrawFn) -> list[Said]:
+    version, said = 0, []
+    for output in draw(st.lists(OUTPUTS, min_size=1, max_size=4)):
+        rises = draw(st.lists(st.sampled_from([0, 0, 0, 1, 2]), min_size=len(output), max_size=len(output)))
+        versions = [version := version + rise for rise in rises]
+        said.append(Said(output, versions, draw(st.one_of(TEXTS, st.just("")))))
+    return [*said[:-1], said[-1]._replace(observation="")]
 
 
 def hashed(prefix: Sequence[int]) -> float:
@@ -39,31 +58,19 @@ def hashed(prefix: Sequence[int]) -> float:
     return -(hash(tuple(prefix)) % 1_000_003) / 1e6
 
 
-def sampled_by(version: int, inputs: list[int], output: list[int]) -> SampledTurn:
-    """A turn of one version."""
-    return SampledTurn(inputs, output, [0.0] * len(output), [version] * len(output), True)
+def sampled_by(inputs: list[int], output: list[int], versions: Sequence[int] | None = None) -> SampledTurn:
+    logprobs = [hashed([*inputs, *output[: at + 1]]) for at in range(len(output))]
+    return SampledTurn(inputs, output, logprobs, versions or [0] * len(output), ended_itself=True)
 
 
-def play(
-    mode: TokenMode,
-    prompt: str,
-    turns: Sequence[tuple[list[int], str]],
-    eos: bool,
-    versions: Sequence[Sequence[int]] | None = None,
-) -> TokenRecord:
-    """Generate and observe in turn; the last observation is left out.
-
-    Every turn is of the version of its number, unless `versions` names one for each of its tokens.
-    """
-    context = open_context(mode, CODEC, prompt)
-    for number, (output, observation) in enumerate(turns):
-        inputs = context.input_ids()
-        logprobs = [hashed([*inputs, *output[: at + 1]]) for at in range(len(output))]
-        of_turn = [number] * len(output) if versions is None else versions[number]
-        context.add_turn(SampledTurn(inputs, output, logprobs, of_turn, True), CODEC.decode(output))
-        if number < len(turns) - 1:
-            context.add_observation(observation)
-    return context.close(eos, limit=10_000)
+def play(mode: TokenMode, prompt: str, turns: Sequence[Said], eos: bool) -> tuple[TokenRecord, list[list[int]]]:
+    """Generate and observe in turn; also the engine's input of each turn."""
+    context, inputs = open_context(mode, CODEC, prompt), []
+    for output, versions, observation in turns:
+        inputs.append(context.input_ids())
+        context.add_turn(sampled_by(inputs[-1], output, versions), CODEC.decode(output))
+        context.add_observation(observation)
+    return context.close(eos, limit=10_000), inputs
 
 
 def bytes_of(token: int) -> bytes:
@@ -75,87 +82,41 @@ def bytes_of(token: int) -> bytes:
 
 
 @settings(max_examples=50)
-@given(TEXTS, TURNS)
-def test_retokenize_trains_the_tokens_whose_bytes_were_all_generated(
-    prompt: str, turns: list[tuple[list[int], str]]
-) -> None:
-    record = play(TokenMode.retokenize, prompt, turns, eos=False)
-    generated = bytearray(len(prompt.encode()))
-    text = prompt
-    for number, (output, observation) in enumerate(turns):
-        said = CODEC.decode(output)
-        generated += bytes([number + 1]) * len(said.encode())
-        seen = observation if number < len(turns) - 1 else ""
-        generated += bytes(len(seen.encode()))
-        text += said + seen
-    assert record.tokens.tolist() == TOKENIZER(text)["input_ids"]
-    assert record.response == text[len(prompt) :]
-    at = 0
-    for place, (token, trained) in enumerate(zip(record.tokens, record.loss_mask, strict=True)):
-        owners = set(generated[at : at + len(bytes_of(int(token)))])
-        at += len(bytes_of(int(token)))
-        wholly = len(owners) == 1 and owners != {0}
-        assert trained == wholly
-        turn = owners.pop() - 1 if wholly else -1
-        assert (record.versions[place], record.turn_of_token[place]) == (turn, turn)
-    assert at == len(text.encode())
-
-
-@settings(max_examples=50)
-@given(st.sampled_from(TokenMode), TEXTS, TURNS, st.booleans())
+@given(st.sampled_from(TokenMode), TEXTS, episodes(), st.booleans())
 def test_a_logprob_is_kept_exactly_where_the_engine_saw_the_same_prefix(
-    mode: TokenMode, prompt: str, turns: list[tuple[list[int], str]], eos: bool
+    mode: TokenMode, prompt: str, turns: list[Said], eos: bool
 ) -> None:
-    record = play(mode, prompt, turns, eos)
-    tokens = record.tokens.tolist()
-    context = open_context(mode, CODEC, prompt)
-    sampled: dict[tuple[int, ...], int] = {}
-    for version, (output, observation) in enumerate(turns):
-        inputs = context.input_ids()
-        sampled |= {(*inputs, *output[: at + 1]): version for at in range(len(output))}
-        context.add_turn(sampled_by(0, inputs, output), CODEC.decode(output))
-        context.add_observation(observation)
+    record, inputs = play(mode, prompt, turns, eos)
+    sampled = {
+        (*before, *turn.output[: at + 1]): number
+        for number, (before, turn) in enumerate(zip(inputs, turns, strict=True))
+        for at in range(len(turn.output))
+    }
     for at, logprob in enumerate(record.rollout_logprobs):
-        prefix = tuple(tokens[: at + 1])
+        prefix = tuple(record.tokens[: at + 1].tolist())
         if math.isnan(logprob):
             # Two turns may have sampled the same prefix only if a turn was empty of text.
-            assert not record.loss_mask[at] or sampled.get(prefix) != record.versions[at]
+            assert not record.loss_mask[at] or sampled.get(prefix) != record.turn_of_token[at]
         else:
             assert record.loss_mask[at]
             assert logprob == np.float32(hashed(prefix))
     assert not record.loss_mask[: record.prompt_length].any()
 
 
-@st.composite
-def updated_turns(draw: st.DrawFn) -> tuple[list[tuple[list[int], str]], list[list[int]]]:
-    """Turns, and a version for each sampled token; versions never fall along an episode."""
-    turns = draw(TURNS)
-    rises = iter(draw(st.lists(st.sampled_from([0, 0, 0, 1, 2]), min_size=200, max_size=200)))
-    version = 0
-    versions: list[list[int]] = []
-    for output, _ in turns:
-        versions.append([])
-        for _ in output:
-            version += next(rises, 0)
-            versions[-1].append(version)
-    return turns, versions
-
-
 @settings(max_examples=50)
-@given(TEXTS, updated_turns(), st.booleans())
+@given(TEXTS, episodes(), st.booleans())
 def test_append_trains_what_was_sampled_with_the_version_of_every_token(
-    prompt: str, updated: tuple[list[tuple[list[int], str]], list[list[int]]], eos: bool
+    prompt: str, turns: list[Said], eos: bool
 ) -> None:
-    turns, versions = updated
-    record = play(TokenMode.append, prompt, turns, eos, versions)
+    record, _ = play(TokenMode.append, prompt, turns, eos)
     tokens = CODEC.encode(prompt)
     turn_of_token = [-1] * len(tokens)
     of_token = [-1] * len(tokens)
-    for number, (output, observation) in enumerate(turns):
-        seen = CODEC.encode(observation) if number < len(turns) - 1 else []
+    for number, (output, versions, observation) in enumerate(turns):
+        seen = CODEC.encode(observation)
         tokens += [*output, *seen]
         turn_of_token += [number] * len(output) + [-1] * len(seen)
-        of_token += [*versions[number], *[-1] * len(seen)]
+        of_token += [*versions, *[-1] * len(seen)]
     assert record.tokens.tolist() == tokens + [CODEC.eos_id] * eos
     assert record.turn_of_token.tolist() == turn_of_token + [len(turns) - 1] * eos
     assert record.versions.tolist() == of_token + [-1] * eos
@@ -165,42 +126,44 @@ def test_append_trains_what_was_sampled_with_the_version_of_every_token(
 
 
 @settings(max_examples=50)
-@given(TEXTS, updated_turns())
-def test_retokenize_never_records_a_version_later_than_the_true_one(
-    prompt: str, updated: tuple[list[tuple[list[int], str]], list[list[int]]]
+@given(TEXTS, episodes())
+def test_retokenize_trains_the_tokens_whose_bytes_one_turn_generated_with_no_later_version(
+    prompt: str, turns: list[Said]
 ) -> None:
-    turns, versions = updated
-    record = play(TokenMode.retokenize, prompt, turns, False, versions)
+    record, inputs = play(TokenMode.retokenize, prompt, turns, eos=False)
     tokens = record.tokens.tolist()
-    # By byte of the whole text: whose it is, and the version of the sampled token that it comes from. Ill-formed
+    # By byte of the whole text: its turn, and the version of the sampled token that it comes from. Ill-formed
     # output is decoded to other bytes than were sampled; of those only the turn's latest version is known.
     owner, true = [-1] * len(prompt.encode()), [-1] * len(prompt.encode())
-    calls: list[list[int]] = []
     text = prompt
-    for number, (output, observation) in enumerate(turns):
-        calls.append([*CODEC.encode(text), *output])
-        said = CODEC.decode(output)
+    for number, (output, versions, observation) in enumerate(turns):
+        said, seen = CODEC.decode(output), observation.encode()
         pieces = [bytes_of(token) for token in output]
-        by_byte = [version for piece, version in zip(pieces, versions[number], strict=True) for _ in piece]
+        by_byte = [version for piece, version in zip(pieces, versions, strict=True) for _ in piece]
         well_formed = b"".join(pieces) == said.encode()
-        seen = observation if number < len(turns) - 1 else ""
-        owner += [number] * len(said.encode()) + [-1] * len(seen.encode())
-        true += by_byte if well_formed else versions[number][-1:] * len(said.encode())
-        true += [-1] * len(seen.encode())
-        text += said + seen
+        owner += [number] * len(said.encode()) + [-1] * len(seen)
+        true += by_byte if well_formed else versions[-1:] * len(said.encode())
+        true += [-1] * len(seen)
+        text += said + observation
+    assert tokens == TOKENIZER(text)["input_ids"]
+    assert record.response == text[len(prompt) :]
     at = 0
     for place, (token, version) in enumerate(zip(tokens, record.versions, strict=True)):
         here = range(at, at := at + len(bytes_of(token)))
-        if not record.loss_mask[place]:
+        owners = {owner[byte] for byte in here}
+        (number,) = owners if len(owners) == 1 else (-1,)
+        assert record.turn_of_token[place] == number
+        assert record.loss_mask[place] == (number >= 0)
+        if number < 0:
             assert version == -1
             continue
-        (turn,) = {owner[byte] for byte in here}
-        start = len(calls[turn]) - len(turns[turn][0])
-        if tokens[: place + 1] == calls[turn][: place + 1]:
-            assert version == versions[turn][place - start], "the sampled token at its place"
+        output, versions, _ = turns[number]
+        if tokens[: place + 1] == [*inputs[number], *output][: place + 1]:
+            assert version == versions[place - len(inputs[number])], "the sampled token at its place"
         else:
-            assert version == versions[turn][0], "the oldest of its turn"
+            assert version == versions[0], "the oldest of its turn"
         assert version <= min(true[byte] for byte in here)
+    assert at == len(text.encode())
 
 
 SOME = st.lists(st.integers(0, 4), max_size=24)
@@ -233,29 +196,17 @@ def test_a_collapsed_policy_is_counted_too() -> None:
 
 @pytest.mark.parametrize("mode", TokenMode)
 def test_an_added_eos_is_trained_and_a_sampled_one_is_not_doubled(mode: TokenMode) -> None:
-    plain = CODEC.encode("Paris")
-    added = play(mode, "x", [(plain, "")], eos=True)
-    sampled = play(mode, "x", [([*plain, CODEC.eos_id], "")], eos=True)
-    assert added.tokens.tolist() == sampled.tokens.tolist()
-    assert added.tokens[-1] == CODEC.eos_id
-    assert added.tokens.tolist().count(CODEC.eos_id) == 1
-    assert added.loss_mask[-1]
-    assert sampled.loss_mask[-1]
-    assert np.isnan(added.rollout_logprobs[-1])
+    def said(*more: int, eos: bool) -> TokenRecord:
+        output = [*CODEC.encode("Paris"), *more]
+        return play(mode, "x", [Said(output, [0] * len(output), "")], eos)[0]
+
+    added, sampled, without = said(eos=True), said(CODEC.eos_id, eos=True), said(eos=False)
+    assert added.tokens.tolist() == sampled.tokens.tolist() == [*without.tokens.tolist(), CODEC.eos_id]
+    assert (added.loss_mask[-1], sampled.loss_mask[-1]) == (True, True)
     assert (added.versions[-1], sampled.versions[-1]) == (-1, 0)
     assert (added.turn_of_token[-1], sampled.turn_of_token[-1]) == (0, 0)
+    assert np.isnan(added.rollout_logprobs[-1])
     assert sampled.rollout_logprobs[-1] == np.float32(hashed(sampled.tokens.tolist()))
-    without = play(mode, "x", [(plain, "")], eos=False)
-    assert without.tokens.tolist() == added.tokens.tolist()[:-1]
-
-
-@pytest.mark.parametrize("mode", TokenMode)
-def test_turns_that_nothing_parts_and_turns_without_a_token_are_told_apart(mode: TokenMode) -> None:
-    """Two generations back to back, one that said nothing, and an added end."""
-    said = [CODEC.encode("Paris"), CODEC.encode("🚀"), [], CODEC.encode("x")]
-    record = play(mode, "q", [(output, "") for output in said], eos=True)
-    turns = [turn for turn, output in enumerate(said) for _ in output]
-    assert record.turn_of_token.tolist() == [-1] * record.prompt_length + [*turns, 3]
 
 
 def test_append_cuts_after_the_token_that_completes_the_tag() -> None:
@@ -264,20 +215,17 @@ def test_append_cuts_after_the_token_that_completes_the_tag() -> None:
     # One token may hold the tag's last letter and more; it cannot be split.
     closing = TOKENIZER.convert_tokens_to_ids(">Ċ")
     output = [*kept, closing, *CODEC.encode("Paris")]
-    context.add_turn(sampled_by(0, [], output), "q</search>")
+    context.add_turn(sampled_by([], output), "q</search>")
     assert context.input_ids() == [*CODEC.encode("x"), *kept, closing]
 
 
 def test_offsets_without_white_space_never_train_an_observation() -> None:
     codec = Codec(build_tokenizer(words=True, trim_offsets=True))
-    encoded = codec.encode_spans("a  bc\n\n naïve 🚀 .")
-    for (_, end), (start, _) in zip(encoded.spans, encoded.spans[1:], strict=False):
-        assert start <= end, "a gap that no token claims"
     context = open_context(TokenMode.retokenize, codec, "q:")
     context.add_observation("\n\n <information>x</information>  ")
     output = codec.encode("Paris")
     inputs = context.input_ids()
-    context.add_turn(sampled_by(0, inputs, output), "Paris")
+    context.add_turn(sampled_by(inputs, output), "Paris")
     record = context.close(False, limit=100)
     trained = codec.decode(record.tokens[record.loss_mask].tolist())
     assert trained in "Paris"

@@ -2,92 +2,83 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlsys.config.schema import TagsConfig, TaskConfig
+from rlsys.config.schema import TaskConfig
 from rlsys.errors import Code
 from rlsys.rollout.tools.calculator import Calculator
-from rlsys.rollout.tools.interface import Tool, check_tools, described, find_tool, open_tools, tool_tags
-from tests.rollout.tools.own_tools import Echo
+from rlsys.rollout.tools.interface import check_tools, described, open_tools, tool_tags
+from tests.rollout.tools import own_tools
 from tests.support.refusals import refused
 
-HERE = "tests.rollout.tools.own_tools"
-CALCULATOR = "rlsys.rollout.tools.calculator.Calculator"
+HERE = own_tools.__name__
+ECHO, MADE, CALCULATOR = f"{HERE}.Echo", f"{HERE}.Made", "rlsys.rollout.tools.calculator.Calculator"
 
 
-def task(*tools: str, tags: TagsConfig | None = None) -> TaskConfig:
-    return TaskConfig(train_path="", eval_path="", tools=list(tools), tags=tags or TagsConfig())
+def task(*tools: str) -> TaskConfig:
+    return TaskConfig(train_path="", eval_path="", tools=list(tools))
 
 
-def test_tools_are_found_and_made_in_order() -> None:
-    made: tuple[Tool, ...] = open_tools(task(f"{HERE}.Echo", CALCULATOR))
-    assert [type(one) for one in made] == [Echo, Calculator]
-    assert tool_tags([f"{HERE}.Echo", CALCULATOR]) == {"echo": "say", "calculator": "calculator"}
-    assert open_tools(task()) == ()
-    assert list(check_tools(task(f"{HERE}.Echo", f"{HERE}.Scripted", CALCULATOR))) == []
+def test_tools_are_found_made_in_order_and_described() -> None:
+    assert [type(one) for one in open_tools(task(ECHO, CALCULATOR))] == [own_tools.Echo, Calculator]
+    assert tool_tags([ECHO, CALCULATOR]) == {"echo": "say", "calculator": "calculator"}
+    assert list(check_tools(task(ECHO, f"{HERE}.Scripted", CALCULATOR))) == []
+    first, second = described([ECHO, CALCULATOR]).split(". ")
+    assert "<say>" in first
+    assert "<calculator>" in second
 
 
 @pytest.mark.parametrize(
     ("code", "path", "why"),
     [
         ("malformed", "Calculator", "Calculator"),
-        ("malformed", "", "''"),
         ("user_code", "no_such_package.Tool", "ModuleNotFoundError"),
-        ("unknown", f"{HERE}.Missing", "Missing"),
-        ("unknown", f"{HERE}.function", "function"),
-        ("user_code", f"{HERE}.NoWord", "tag='a b'"),
-        ("user_code", f"{HERE}.NoName", "name=None"),
-        ("user_code", f"{HERE}.Patient", "timeout_s=inf"),
-        ("user_code", f"{HERE}.Silent", "description=' '"),
-        ("user_code", f"{HERE}.Plain", "async"),
-        ("user_code", f"{HERE}.NoText", "one text"),
-        ("user_code", f"{HERE}.Demanding", "arguments"),
-        ("conflict", f"{HERE}.TagOfTheAnswer", "task.tags.answer"),
-        ("conflict", f"{HERE}.Thinks", "reasoning"),
+        ("unknown", f"{HERE}.asyncio", "asyncio"),
     ],
 )
-def test_each_thing_that_is_no_tool_is_refused_with_its_reason(code: Code, path: str, why: str) -> None:
-    (sentence,) = check_tools(task(path))
+def test_a_path_without_a_class_is_refused(code: Code, path: str, why: str) -> None:
+    with refused(code, "task.tools") as caught:
+        open_tools(task(path, CALCULATOR, f"{HERE}.Missing"))
+    sentence, other = str(caught.value).splitlines()
     assert why in sentence
-    with refused(code, "task.tools"):
-        open_tools(task(path))
+    assert "Missing" in other
+
+
+async def without_text(_self: object) -> str:
+    return ""
+
+
+def needs_a_key(_self: object, key: str) -> None:
+    del key
+
+
+def breaks(_self: object) -> None:
+    raise OSError("no such\nindex")
 
 
 @pytest.mark.parametrize(
-    ("paths", "tags", "named"),
+    ("code", "changes", "why"),
     [
-        ([f"{HERE}.Echo", f"{HERE}.Echo"], TagsConfig(), f"{HERE}.Echo"),
-        ([f"{HERE}.Echo", f"{HERE}.SameTag"], TagsConfig(), f"{HERE}.Echo"),
-        ([f"{HERE}.Echo"], TagsConfig(information="SAY"), "task.tags.information"),
+        ("user_code", {"tag": "a b"}, "tag='a b'"),
+        ("user_code", {"name": None}, "name=None"),
+        ("user_code", {"timeout_s": float("inf")}, "timeout_s=inf"),
+        ("user_code", {"description": " "}, "description=' '"),
+        ("user_code", {"call": lambda _self, text: text}, "async"),
+        ("user_code", {"call": without_text}, "one text"),
+        ("user_code", {"__init__": needs_a_key}, "arguments"),
+        ("user_code", {"__init__": breaks}, "OSError: no such index"),
+        ("conflict", {"tag": "Answer"}, "task.tags.answer"),
+        ("conflict", {"tag": "think"}, "reasoning"),
+        ("conflict", {"tag": "calculator"}, f"{CALCULATOR} has the tag calculator"),
+        ("conflict", {"name": "calculator"}, f"{CALCULATOR} has the name calculator"),
     ],
 )
-def test_tools_that_clash_are_named(paths: list[str], tags: TagsConfig, named: str) -> None:
-    with refused("conflict", "task.tools") as caught:
-        open_tools(task(*paths, tags=tags))
-    assert named in str(caught.value)
-
-
-def test_all_problems_are_told_at_once() -> None:
-    with refused("user_code", "task.tools") as caught:
-        open_tools(task(f"{HERE}.Plain", f"{HERE}.Missing", CALCULATOR))
-    assert len(str(caught.value).splitlines()) == 2
-
-
-def test_a_module_or_a_class_that_breaks_is_quoted_on_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "broken_tool_module.py").write_text("raise RuntimeError('line one\\nline two')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with refused("user_code", "task.tools") as caught:
-        find_tool("broken_tool_module.Tool")
-    assert "RuntimeError: line one line two" in str(caught.value)
-    with refused("user_code", "task.tools") as caught:
-        open_tools(task(f"{HERE}.Failing"))
-    assert "OSError: no such index" in str(caught.value)
-
-
-def test_a_prompt_tells_of_each_tool() -> None:
-    assert described([]) == ""
-    first, second = described([f"{HERE}.Echo", CALCULATOR]).split(". ")
-    assert "<say>" in first
-    assert "<calculator>" in second
+def test_a_class_that_is_no_tool_or_clashes_is_refused_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, code: Code, changes: dict[str, Any], why: str
+) -> None:
+    monkeypatch.setattr(own_tools, "Made", type("Made", (own_tools.Echo,), changes), raising=False)
+    with refused(code, "task.tools") as caught:
+        open_tools(task(MADE, CALCULATOR))
+    assert why in str(caught.value)

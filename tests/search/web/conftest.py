@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
+import httpx
 import pytest
 
 from rlsys.search.web import web_search
-from tests.search.conftest import serving
+from rlsys.search.web.web_search import Policy
 from tests.search.web.fake_web import FakeWeb
-from tests.support.ports import free_port
+from tests.support.serving import serving
+
+LOOPBACK = ipaddress.ip_network("127.0.0.0/8")
 
 
 @pytest.fixture(scope="session")
 def served() -> Iterator[FakeWeb]:
     fake = FakeWeb()
-    with serving(fake.app(), free_port()) as url:
-        fake.base = url
+    with serving(fake.app()) as fake.base:
         yield fake
 
 
@@ -33,12 +35,23 @@ def _patient_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web_search, "_JOB_TIMEOUT_S", 300.0)
 
 
-@dataclass
+def local(web: FakeWeb, *more_ports: int) -> Policy:
+    """The policy that permits this machine, at the port of `web` and at `more_ports`."""
+    return Policy(frozenset({port_of(web), *more_ports}), frozenset({LOOPBACK}))
+
+
+def port_of(web: FakeWeb) -> int:
+    port = httpx.URL(web.base).port
+    assert port is not None
+    return port
+
+
 class Clock:
     """Time that passes only when somebody sleeps."""
 
-    time_s: float = 1000.0
-    slept: list[float] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.time_s = 1000.0
+        self.slept: list[float] = []
 
     def now(self) -> float:
         return self.time_s

@@ -1,14 +1,30 @@
-"""Each provider's public format, by hand-written answers."""
+"""Providers: how each is asked and read, over a real socket with one of them, and keys that stay secret."""
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.responses import JSONResponse, RedirectResponse, Response
 
-from rlsys.search.web.providers import PROVIDERS, Answer, MalformedAnswer, Result
+from rlsys.errors import Code
+from rlsys.search.web.providers import (
+    PROVIDERS,
+    Answer,
+    Keys,
+    MalformedAnswer,
+    ProviderClient,
+    ProviderError,
+    ProviderLimits,
+    Result,
+)
+from tests.search.web.conftest import Clock
+from tests.search.web.fake_web import BOMB_BYTES, CSE_ID, ENVIRON, KEY, FakeWeb, gzipped, never_ending
+from tests.support.refusals import refused
 
 GOOGLE = {
     "queries": {"request": [{"startIndex": 1}], "nextPage": [{"startIndex": 11}]},
@@ -31,12 +47,7 @@ SERPAPI = {
 }
 SERPER = {
     "answerBox": {"title": "Founders", "answer": "Steve Jobs", "snippet": "Jobs", "link": "https://a/"},
-    "knowledgeGraph": {
-        "title": "Apple",
-        "website": "http://www.apple.com/",
-        "description": "An American company.",
-        "descriptionLink": "https://en.wikipedia.org/wiki/Apple_Inc.",
-    },
+    "knowledgeGraph": {"title": "Apple", "description": "A company.", "descriptionLink": "https://wiki/"},
     "organic": [{"title": "Apple", "link": "https://b/", "snippet": "Discover.", "position": 1}],
     "peopleAlsoAsk": [{"question": "What?", "snippet": "Fruit.", "title": "T", "link": "https://c/"}],
 }
@@ -45,6 +56,7 @@ BRAVE = {
     "web": {"results": [{"title": "T", "url": "https://a/", "description": "It&#x27;s &amp; is."}]},
 }
 BING = {"webPages": {"value": [{"id": "#0", "name": "N", "url": "https://b/", "snippet": "S"}]}}
+JSON_KEYS = ["items", "organic", "organic_results", "web", "results", "webPages", "value", "title", "link", "error"]
 NOTHING_FOUND = {
     "search_metadata": {"status": "Success"},
     "error": "Google hasn't returned any results for this query.",
@@ -55,7 +67,6 @@ NOTHING_FOUND = {
     ("name", "body", "answer"),
     [
         ("google", GOOGLE, Answer((Result("Paris", "https://a/", "Capital of France."),), more=True)),
-        ("google", {"kind": "customsearch#search"}, Answer(())),
         (
             "serpapi",
             SERPAPI,
@@ -74,7 +85,7 @@ NOTHING_FOUND = {
                 organic=(Result("Apple", "https://b/", "Discover."),),
                 direct=(
                     Result("Founders", "https://a/", "Steve Jobs Jobs"),
-                    Result("Apple", "https://en.wikipedia.org/wiki/Apple_Inc.", "An American company."),
+                    Result("Apple", "https://wiki/", "A company."),
                 ),
                 related=(Result("What?", "https://c/", "Fruit."),),
                 more=True,
@@ -91,26 +102,168 @@ def test_an_answer_is_read_as_its_reference_describes_it(name: str, body: Any, a
 @pytest.mark.parametrize("name", PROVIDERS)
 def test_what_is_no_answer_is_not_an_empty_one(name: str) -> None:
     failed = {"search_metadata": {"status": "Error"}, "error": "We couldn't get valid results."}
-    for body in (None, [], "results", 3, {}, {"message": "Bad gateway"}, failed):
+    for body in (None, [], {}, {"message": "Bad gateway"}, failed):
         with pytest.raises(MalformedAnswer):
             PROVIDERS[name].parse(body)
 
 
-_KEYS = "items organic organic_results web results webPages value title link url snippet answer_box error queries"
-_json = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(_KEYS.split()), inner, max_size=4),
-    max_leaves=12,
-)
-
-
 @settings(max_examples=50)
-@given(_json, st.sampled_from(sorted(PROVIDERS)))
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(JSON_KEYS), inner, max_size=4),
+    ),
+    st.sampled_from(sorted(PROVIDERS)),
+)
 def test_any_json_is_an_answer_or_malformed(body: Any, name: str) -> None:
-    try:
+    with suppress(MalformedAnswer):
         answer = PROVIDERS[name].parse(body)
-    except MalformedAnswer:
-        return
-    for result in answer.organic + answer.direct + answer.related:
-        assert all(isinstance(part, str) for part in result)
-        assert result.snippet or (result.title and result.url)
+        for result in answer.organic + answer.direct + answer.related:
+            assert all(isinstance(part, str) for part in result)
+            assert result.snippet or (result.title and result.url)
+
+
+def client_of(web: FakeWeb, clock: Clock, name: str = "serper", env: Any = ENVIRON, **limits: Any) -> ProviderClient:
+    return ProviderClient(
+        PROVIDERS[name],
+        Keys.of(PROVIDERS[name], env),
+        endpoint=f"{web.base}/search",
+        limits=ProviderLimits(**{"try_timeout_s": 300.0, "timeout_s": 900.0} | limits),
+        sleep=clock.sleep,
+        now=clock.now,
+    )
+
+
+async def search(client: ProviderClient, query: str = "a query", count: int = 3) -> list[str]:
+    """URLs, or snippets of what has none."""
+    try:
+        return [result.url or result.snippet for result in await client.search(query, count)]
+    finally:
+        await client.close()
+
+
+async def test_the_requests_are_those_of_the_references(web: FakeWeb, clock: Clock) -> None:
+    for name in PROVIDERS:
+        web.script = [lambda: JSONResponse(BING | GOOGLE | SERPAPI | SERPER | BRAVE)]
+        await search(client_of(web, clock, name), count=1)
+    brave = {"result_filter": "web", "text_decorations": "false"}
+    assert web.asked == [
+        {"q": "a query", "num": "1", "start": "1", "key": KEY, "cx": CSE_ID},
+        {"engine": "google", "q": "a query", "start": "0", "api_key": KEY},
+        {"q": "a query", "num": 1, "x-api-key": KEY},
+        {"q": "a query", "count": "1", "offset": "0", **brave, "x-subscription-token": KEY},
+        {"q": "a query", "count": "1", "offset": "0", "responseFilter": "Webpages", "ocp-apim-subscription-key": KEY},
+    ]
+    assert [provider.request("q", provider.page_size, 2) for provider in PROVIDERS.values()] == [
+        {"q": "q", "num": 10, "start": 21},
+        {"engine": "google", "q": "q", "start": 20},
+        {"q": "q", "num": 10, "page": 3},
+        {"q": "q", "count": 20, "offset": 2, **brave},
+        {"q": "q", "count": 50, "offset": 100, "responseFilter": "Webpages"},
+    ]
+
+
+@pytest.mark.parametrize(("count", "pages"), [(1, 1), (10, 1), (25, 3)])
+async def test_results_come_in_order_over_the_fewest_pages(web: FakeWeb, clock: Clock, count: int, pages: int) -> None:
+    found = await search(client_of(web, clock), count=count)
+    assert found == [web.item(row)[1] for row in range(count)]
+    assert len(web.asked) == pages
+
+
+async def test_direct_answers_come_first_and_related_questions_last(web: FakeWeb, clock: Clock) -> None:
+    second = {"organic_results": [SERPAPI["organic_results"][1], {"title": "More", "link": "https://e/"}]}  # type: ignore[index]
+    web.script = [lambda: JSONResponse(SERPAPI), lambda: JSONResponse(second)]
+    found = await search(client_of(web, clock, "serpapi"), count=20)
+    assert found == ["https://a/", "https://b/", "https://c/", "https://e/", "https://d/"]
+
+
+async def test_queries_are_cut_to_what_providers_take_and_blank_ones_are_not_sent(web: FakeWeb, clock: Clock) -> None:
+    for query in (" \n\t", "\ud800"):
+        assert await search(client_of(web, clock), query) == []
+    assert web.asked == []
+    for query in (" who\nis \ud800  it ", "word " * 80, "x" * 5000):
+        await search(client_of(web, clock), query)
+    assert [asked["q"] for asked in web.asked] == ["who is it", " ".join(["word"] * 50), "x" * 400]
+
+
+@pytest.mark.parametrize(("value", "code"), [("  ", "missing"), ("kéy", "malformed"), ("two\nlines", "malformed")])
+def test_a_missing_or_impossible_key_is_named_by_its_variable_and_not_repeated(value: str, code: Code) -> None:
+    for variable in ("GOOGLE_API_KEY", "GOOGLE_CSE_ID", "BRAVE_API_KEY"):
+        with refused(code, variable) as caught:
+            Keys.of(PROVIDERS[variable.split("_")[0].lower()], ENVIRON | {variable: value})
+        assert code == "missing" or value not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["google", "serper"])
+async def test_keys_are_in_no_log_no_error_and_no_repr(web: FakeWeb, clock: Clock, name: str, caplog: Any) -> None:
+    """Of parameters, and of a header."""
+    # Other libraries quieten httpx in this process; a server does not.
+    caplog.set_level(logging.DEBUG, "httpx")
+    caplog.set_level(logging.DEBUG)
+    web.script = [lambda: JSONResponse(GOOGLE | SERPER)]
+    await search(client_of(web, clock, name), count=1)
+    wrong = {variable: f"wrong-{value}" for variable, value in ENVIRON.items()}
+    web.script = [lambda: JSONResponse({"error": f"{'bad ' * 92}key wrong-{KEY} wrong-{CSE_ID}"}, 401)]
+    with pytest.raises(ProviderError) as denied:
+        await search(client_of(web, clock, name, wrong))
+    keys = Keys.of(PROVIDERS[name], ENVIRON)
+    dead = ProviderClient(PROVIDERS[name], keys, endpoint="http://127.0.0.1:1/", sleep=clock.sleep)
+    with pytest.raises(ProviderError) as unreachable:
+        await search(dead)
+    assert "HTTP Request" in caplog.text
+    seen = caplog.text + str(denied.value) + str(unreachable.value) + repr(denied.value.__cause__) + repr(keys)
+    assert KEY[:8] not in seen
+    assert CSE_ID[:8] not in seen or name != "google"
+
+
+async def test_a_busy_provider_is_asked_again_when_it_wants(web: FakeWeb, clock: Clock) -> None:
+    web.script = [
+        lambda: Response("slow down", 429, {"Retry-After": "7"}),
+        lambda: Response("", 503),
+        lambda: Response("", 502),
+    ]
+    assert len(await search(client_of(web, clock))) == 3
+    assert len(web.asked) == 4
+    first, second, third = clock.slept
+    assert first == 7
+    assert 0.5 <= second <= 2
+    assert second < third <= 4
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (lambda: JSONResponse({"error": "No searches left."}, 429, {"Retry-After": "3600"}), "No searches left"),
+        (lambda: JSONResponse({"error": {"message": "Daily limit"}}, 403), "403: Daily limit.*SERPER_API_KEY"),
+        (lambda: RedirectResponse("/search", 307), "status 307"),  # the key would travel with it
+        (lambda: Response("<html>Welcome to our portal</html>", media_type="text/html"), "serper"),
+        (lambda: JSONResponse({"organic": "many"}), "serper"),
+        (lambda: Response(gzipped(BOMB_BYTES), headers={"Content-Encoding": "gzip"}), "serper"),
+    ],
+    ids=["long wait", "refused key", "redirect", "HTML", "no list", "bomb"],
+)
+async def test_what_no_further_try_mends_is_an_error_at_once(
+    web: FakeWeb, clock: Clock, answer: Any, reason: str
+) -> None:
+    web.script = [answer]
+    with pytest.raises(ProviderError, match=reason):
+        await search(client_of(web, clock))
+    assert len(web.asked) == 1
+    assert clock.slept == []
+
+
+async def test_a_body_that_never_ends_is_given_up(web: FakeWeb, clock: Clock) -> None:
+    web.script = [never_ending] * 20
+    with pytest.raises(ProviderError, match="serper"):
+        await search(client_of(web, clock, try_timeout_s=0.3, timeout_s=0.5))
+
+
+async def test_requests_keep_to_the_rate(web: FakeWeb, clock: Clock) -> None:
+    start = clock.now()
+    client = client_of(web, clock, max_concurrent=1, requests_per_second=4)
+    for row in range(9):
+        await client.search(f"q{row}", 3)
+    await client.close()
+    assert clock.now() - start == pytest.approx(8 / 4)
+    with refused("out_of_range", "requests_per_second"):
+        ProviderLimits(requests_per_second=0)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
@@ -22,8 +20,8 @@ from numpy.typing import NDArray
 from rlsys.data.trajectory import Action, Turn
 from rlsys.errors import RunError, UserError
 from rlsys.weights.checkpoint.state_file import load_values, save_values
-from tests.orchestrator.pipeline.build import same
 from tests.support.refusals import refused
+from tests.support.trajectories import same
 
 
 class Colour(StrEnum):
@@ -78,7 +76,8 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(WORDS, inner, max_size=2),
     max_leaves=4,
 )
-LEAVES = st.builds(Leaf, hnp.arrays(np.float32, hnp.array_shapes(min_side=0, max_side=4)))
+SHAPES = hnp.array_shapes(min_dims=0, min_side=0, max_side=4)
+LEAVES = st.builds(Leaf, hnp.arrays(np.float32, SHAPES).map(np.transpose))
 TREES = st.builds(
     Tree,
     name=WORDS,
@@ -95,11 +94,14 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("state") / "tree.npz"
 
 
-@settings(max_examples=50)
-@given(tree=st.just(FULL) | TREES)
-def test_every_kind_of_value_comes_back_bit_for_bit(file: Path, tree: Tree) -> None:
+@settings(max_examples=30)
+@given(tree=TREES)
+@example(tree=FULL)
+def test_every_kind_of_value_comes_back_bit_for_bit_and_arrays_own_their_memory(file: Path, tree: Tree) -> None:
     save_values(file, tree)
-    assert same(load_values(file, Tree), tree)
+    loaded = load_values(file, Tree)
+    assert same(loaded, tree)
+    assert all(one.numbers.base is None for one in loaded.many)
     assert [path.name for path in file.parent.iterdir()] == ["tree.npz"]
 
 
@@ -110,22 +112,9 @@ def test_numbers_of_numpy_come_back_as_plain_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "numbers",
-    [np.array(1.5), np.arange(6).reshape(2, 3).T, np.arange(8)[::2], np.zeros((3, 0)), np.array(["ab", "c"])],
-    ids=["no dimension", "transposed", "strided", "empty", "text"],
-)
-def test_arrays_of_any_shape_and_layout_own_what_they_come_back_with(tmp_path: Path, numbers: Any) -> None:
-    save_values(tmp_path / "leaf.npz", Leaf(numbers))
-    loaded = load_values(tmp_path / "leaf.npz", Leaf).numbers
-    assert (loaded.dtype, loaded.shape, loaded.tolist()) == (numbers.dtype, numbers.shape, numbers.tolist())
-    assert loaded.base is None
-
-
-@pytest.mark.parametrize(
     "changes",
     [
         {"count": 1.5},
-        {"flag": None},
         {"colour": "r"},
         {"maybe": "r"},
         {"free": {"a": object()}},
@@ -156,44 +145,26 @@ def test_no_byte_may_be_lost_or_changed_unseen(tmp_path: Path) -> None:
     assert {error.key for error in refusals} == {str(path)}
 
 
-@dataclass(frozen=True, slots=True)
-class Newer:
-    numbers: NDArray[np.float32]
-    more: int
-
-
-@pytest.mark.parametrize(("saved", "asked"), [(leaf(1), Newer), (Newer(leaf(1).numbers, 2), Leaf), (leaf(1), Tree)])
-def test_a_file_of_another_type_is_refused(tmp_path: Path, saved: Any, asked: type) -> None:
-    save_values(tmp_path / "it.npz", saved)
+def test_a_file_of_another_type_is_refused(tmp_path: Path) -> None:
+    save_values(tmp_path / "it.npz", leaf(1))
     with refused("mismatch", tmp_path / "it.npz"):
-        load_values(tmp_path / "it.npz", asked)
+        load_values(tmp_path / "it.npz", Tree)
 
 
-def test_a_file_that_would_run_something_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_or_would_run_something_is_refused(tmp_path: Path) -> None:
     """An array of objects is unpickled by whoever allows it."""
+    with refused("not_found", tmp_path / "it.npz"):
+        load_values(tmp_path / "it.npz", Tree)
     with zipfile.ZipFile(tmp_path / "it.npz", "w") as archive, archive.open("tree.npy", "w") as member:
         np.lib.format.write_array(member, np.array([print], object), allow_pickle=True)
     with refused("malformed", tmp_path / "it.npz"):
         load_values(tmp_path / "it.npz", Tree)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with refused("not_found", tmp_path / "none.npz"):
-        load_values(tmp_path / "none.npz", Tree)
-
-
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "tree.npz"
-    save_values(path, FULL)
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunError, match=str(path)):
-        save_values(path, Tree())
-    assert [one.name for one in tmp_path.iterdir()] == ["tree.npz"]
-    assert same(load_values(path, Tree), FULL)
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=str(tmp_path / "file" / "it.npz")):
+        save_values(tmp_path / "file" / "it.npz", FULL)
 
 
 def test_a_turn_keeps_the_keys_of_older_files(tmp_path: Path) -> None:

@@ -17,111 +17,103 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import save as save_by_torch
 
 from rlsys.config.schema import ParallelConfig
 from rlsys.errors import RunError
 from rlsys.weights.checkpoint.megatron_reader import OnDisk, name_of, open_checkpoint
-from rlsys.weights.checkpoint.torch_dist_writer import TorchDistWriter
+from rlsys.weights.checkpoint.store import About
+from rlsys.weights.checkpoint.torch_dist_writer import FileJob, TorchDistWriter
+from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
 from rlsys.weights.hf_io import HfReader
-from rlsys.weights.weight_map import Cut, WeightMap, read_architecture
+from rlsys.weights.weight_map import Cut, Entry, WeightMap, read_architecture
+from tests.support.hf_models import assert_same_tensors
 from tests.support.refusals import refused
-from tests.trainer import reference
-from tests.weights.checkpoint.checkpoints import assert_holds, read, write
 
 UNEVEN = ParallelConfig(tp=2, pp=2, pp_layers=[1, 2])
 
 
 @pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return reference.make_model(reference.tiny_qwen3(), tmp_path_factory.mktemp("model") / "hf")
+def weights(hf: Path) -> WeightMap:
+    return WeightMap(read_architecture(hf))
 
 
-@pytest.mark.parametrize(
-    ("family", "parallel", "dtype"),
-    [
-        ("llama", ParallelConfig(tp=4), torch.float32),
-        ("qwen2", ParallelConfig(tp=2, pp=3), torch.bfloat16),
-        ("qwen3", ParallelConfig(), torch.float32),
-        ("qwen3_moe", ParallelConfig(tp=2, pp=3, ep=2), torch.float32),
-    ],
-)
-def test_what_is_written_is_read_again(
-    family: str, parallel: ParallelConfig, dtype: torch.dtype, tmp_path: Path
+def written(writer: TorchDistWriter, folder: Path, hf: Path, jobs: list[FileJob]) -> Path:
+    """The folder of a checkpoint whose files were written in the order of `jobs`."""
+    reader = HfReader(hf)
+
+    def parts_of(entry: Entry) -> list[Tensor]:
+        return [reader.get(name) for name in entry.hf]
+
+    writer.finish(folder, [writer.write(folder, job, parts_of) for job in jobs], About(step=5))
+    return folder
+
+
+def test_files_are_the_same_in_any_order_and_hold_what_one_stage_has(
+    hf: Path, weights: WeightMap, tmp_path: Path
 ) -> None:
-    hf = reference.make_model(reference.TINY[family](), tmp_path / "hf")
-    write(tmp_path / "checkpoint", hf, parallel, dtype)
-    checkpoint, expected = open_checkpoint(tmp_path / "checkpoint"), HfReader(hf)
-    found = read(checkpoint, hf)
-    assert found.keys() == expected.names()
-    assert all(torch.equal(part, expected.get(name).to(dtype)) for name, part in found.items())
-    assert {checkpoint.dtype(entry) for entry in WeightMap(read_architecture(hf)).entries()} == {dtype}
-
-
-def test_files_are_the_same_in_any_order_and_hold_what_one_stage_has(hf: Path, tmp_path: Path) -> None:
-    first = write(tmp_path / "one", hf, UNEVEN, file_bytes=60_000)
-    write(tmp_path / "two", hf, UNEVEN, file_bytes=60_000, order=lambda jobs: jobs[::-1])
-    files = sorted(file.name for file in (tmp_path / "one").iterdir())
-    assert files == sorted(file.name for file in (tmp_path / "two").iterdir())
+    writer = TorchDistWriter(weights, lambda _: torch.float32, UNEVEN, file_bytes=60_000)
+    one = written(writer, tmp_path / "one", hf, writer.files)
+    two = written(writer, tmp_path / "two", hf, writer.files[::-1])
+    files = sorted(file.name for file in one.iterdir())
+    assert files == sorted(file.name for file in two.iterdir())
     for file in {file for file in files if file != ".metadata"}:
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes(), file
-    assert_holds(open_checkpoint(tmp_path / "two"), hf)
-    assert len(first.files) > 4
-    for job in first.files:
+        assert (one / file).read_bytes() == (two / file).read_bytes(), file
+    megatron_to_hf(two, tmp_path / "back", hf, processes=1)
+    assert_same_tensors(hf, tmp_path / "back")
+    assert len(writer.files) > 4
+    for job in writer.files:
         assert len(job.entries) == 1 or job.nbytes <= 60_000
         stages = {entry.layer if entry.layer is None else min(entry.layer, 1) for entry in job.entries} - {None}
         assert len(stages) <= 1
 
 
-def test_layers_must_have_one_dtype(hf: Path) -> None:
-    weights = WeightMap(read_architecture(hf))
+def test_layers_must_have_one_dtype(weights: WeightMap) -> None:
     with refused("mismatch", "model.layers.1.input_layernorm.weight"):
         TorchDistWriter(weights, lambda entry: torch.bfloat16 if entry.layer == 1 else torch.float32, ParallelConfig())
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp", "ep"])
-def test_a_cut_that_is_impossible_is_refused(hf: Path, axis: str) -> None:
+def test_a_cut_that_is_impossible_is_refused(weights: WeightMap, axis: str) -> None:
     with refused("mismatch", axis):
-        TorchDistWriter(WeightMap(read_architecture(hf)), lambda _: torch.float32, ParallelConfig(**{axis: 5}))
+        TorchDistWriter(weights, lambda _: torch.float32, ParallelConfig(**{axis: 5}))
 
 
-def test_a_disk_that_is_full_is_named(hf: Path, tmp_path: Path) -> None:
-    reader, weights = HfReader(hf), WeightMap(read_architecture(hf))
+def test_a_disk_that_is_full_is_named(hf: Path, weights: WeightMap, tmp_path: Path) -> None:
     writer = TorchDistWriter(weights, lambda _: torch.float32, ParallelConfig())
     (job,) = writer.files
     (tmp_path / f".{job.name}.partial").symlink_to("/dev/full")
     with pytest.raises(RunError, match=f"{tmp_path / job.name} .*No space left"):
-        writer.write(tmp_path, job, lambda entry: [reader.get(name) for name in entry.hf])
+        written(writer, tmp_path, hf, [job])
     assert list(tmp_path.iterdir()) == []
 
 
 def is_mapped(folder: Path) -> bool:
-    """Whether this process has a file of `folder` in its memory."""
+    """Tell if this process has a file of `folder` in its memory."""
     return str(folder) in Path("/proc/self/maps").read_text()
 
 
-def test_weights_are_the_file_itself_for_as_long_as_they_are_used(hf: Path, tmp_path: Path) -> None:
-    """Also where a piece ends between two tensors of a weight, or before the padding of the vocabulary."""
-    write(tmp_path / "checkpoint", hf, dtype=torch.bfloat16)
-    checkpoint, weights = open_checkpoint(tmp_path / "checkpoint"), WeightMap(read_architecture(hf))
-    expected = HfReader(hf)
+def test_weights_are_the_file_itself_for_as_long_as_they_are_used_and_writing_to_one_changes_no_file(
+    hf: Path, weights: WeightMap, tmp_path: Path
+) -> None:
+    """Pieces end between two tensors of a weight too, and before the padding of the vocabulary."""
+    folder = tmp_path / "checkpoint"
+    hf_to_megatron(hf, folder, dtype="bfloat16", processes=1)
+    before = {file: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    checkpoint, expected = open_checkpoint(folder), HfReader(hf)
     fused = 0
     for entry in weights.entries():
         parts = checkpoint.parts(entry, weights)
         assert all(torch.equal(part, expected.get(name).bfloat16()) for name, part in parts)
         # What is interleaved has to be taken apart.
-        assert is_mapped(tmp_path) == (entry.rule.cut is not Cut.QKV), entry.name
+        assert is_mapped(folder) == (entry.rule.cut is not Cut.QKV), entry.name
         fused += len(parts) == 2
+        parts[0][1].zero_()
         del parts
-        assert not is_mapped(tmp_path), entry.name
+        assert not is_mapped(folder), entry.name
     assert fused == 3
-
-
-def test_writing_to_a_weight_leaves_its_file_as_it_was(hf: Path, tmp_path: Path) -> None:
-    write(tmp_path, hf, UNEVEN)
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    for part in read(open_checkpoint(tmp_path), hf).values():
-        part.zero_()
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    assert {file: file.read_bytes() for file in before} == before
 
 
 @settings(max_examples=40)
@@ -157,24 +149,19 @@ def test_a_tensor_is_read_from_wherever_it_lies(
 @pytest.mark.parametrize(
     ("key", "numbers", "name"),
     [
-        ("layers.mlp.linear_fc1.weight", (3,), "layers.3.mlp.linear_fc1.weight"),
-        ("layers.3.mlp.linear_fc1.weight_v", (), "layers.3.mlp.linear_fc1.weight"),
-        ("layers.mlp.experts.experts.linear_fc1.weight", (3, 7), "layers.3.mlp.experts.local_experts.7.linear_fc1.weight"),
-        ("layers.3.mlp.experts.experts.linear_fc2.weight", (7,), "layers.3.mlp.experts.local_experts.7.linear_fc2.weight"),
-        ("layers.3.mlp.experts.experts.7.linear_fc1.weight_w", (), "layers.3.mlp.experts.local_experts.7.linear_fc1.weight"),
-        ("final_layernorm.weight", (), "final_layernorm.weight"),
+        ("mlp.experts.experts.linear_fc1.weight", (3, 7), "3.mlp.experts.local_experts.7.linear_fc1.weight"),
+        ("3.mlp.experts.experts.linear_fc2.weight", (7,), "3.mlp.experts.local_experts.7.linear_fc2.weight"),
+        ("3.mlp.experts.experts.7.linear_fc1.weight_w", (), "3.mlp.experts.local_experts.7.linear_fc1.weight"),
     ],
-)  # fmt: skip
-def test_keys_name_weights(key: str, numbers: tuple[int, ...], name: str) -> None:
-    assert name_of(f"decoder.{key}", numbers) == f"decoder.{name}"
+)
+def test_keys_of_experts_name_weights_however_they_are_stacked(key: str, numbers: tuple[int, ...], name: str) -> None:
+    assert name_of(f"decoder.layers.{key}", numbers) == f"decoder.layers.{name}"
 
 
-def test_layers_with_numbers_and_halves_of_their_own_are_read(hf: Path, tmp_path: Path) -> None:
-    """As Megatron writes layers that are not alike, and shards that are each a tensor of their own; and optimisers."""
-    from torch.distributed.checkpoint import FileSystemWriter, save
-
+def test_layers_with_numbers_and_halves_of_their_own_are_read(hf: Path, weights: WeightMap, tmp_path: Path) -> None:
+    """Megatron writes so layers that are not alike, and shards that are each a tensor of their own; and optimisers."""
     tensors: dict[str, Tensor] = {}
-    weights, reader = WeightMap(read_architecture(hf)), HfReader(hf)
+    reader = HfReader(hf)
     for entry in weights.entries():
         parts = [reader.get(name) for name in entry.hf]
         if entry.name.endswith("linear_fc1.weight"):
@@ -184,17 +171,18 @@ def test_layers_with_numbers_and_halves_of_their_own_are_read(hf: Path, tmp_path
     tensors["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.zeros(64)
     tensors["chained_0.optimizer.state.exp_avg.output_layer.weight"] = torch.zeros(64)
     folder = tmp_path / "iter_0000120"
-    save(dict(tensors), storage_writer=FileSystemWriter(folder), no_dist=True)
+    save_by_torch(dict(tensors), storage_writer=FileSystemWriter(folder), no_dist=True)
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("120\n")
     checkpoint = open_checkpoint(tmp_path)
     assert (checkpoint.folder, checkpoint.step) == (folder, 120)
-    assert_holds(checkpoint, hf)
+    megatron_to_hf(tmp_path, tmp_path / "back", hf, processes=1)
+    assert_same_tensors(hf, tmp_path / "back")
 
 
 def test_a_checkpoint_of_another_model_is_refused(hf: Path, tmp_path: Path) -> None:
-    write(tmp_path, hf, UNEVEN)
-    checkpoint, architecture = open_checkpoint(tmp_path), read_architecture(hf)
+    hf_to_megatron(hf, tmp_path / "mg", parallel=UNEVEN, processes=1)
+    checkpoint, architecture = open_checkpoint(tmp_path / "mg"), read_architecture(hf)
     changes = ({"layers": 4}, {"layers": 2}, {"qk_norm": False}, {"qkv_bias": True}, {"hidden": 96})
     for other in (*(WeightMap(replace(architecture, **change)) for change in changes), WeightMap(architecture, True)):
         with refused("mismatch", checkpoint.folder):

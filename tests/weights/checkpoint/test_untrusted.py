@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 from collections.abc import Callable
@@ -18,35 +17,29 @@ from rlsys.errors import Code
 from rlsys.weights.checkpoint import sharded
 from rlsys.weights.checkpoint.megatron_reader import open_checkpoint
 from rlsys.weights.checkpoint.sharded import require_sound
+from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
 from tests.support.refusals import refused
-from tests.trainer import reference
-from tests.weights.checkpoint.checkpoints import Evil, assert_holds, read, write
 
 Harm = Callable[[Path], object]
 
 
-@pytest.fixture(scope="module")
-def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return reference.make_model(reference.tiny_qwen3(), tmp_path_factory.mktemp("model") / "hf")
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory, hf: Path) -> dict[str, bytes]:
-    """The files of a checkpoint."""
-    folder = tmp_path_factory.mktemp("written")
-    write(folder, hf, ParallelConfig(tp=2, pp=2, pp_layers=[1, 2]))
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
 @pytest.fixture
-def folder(tmp_path: Path, written: dict[str, bytes]) -> Path:
-    """A copy of that checkpoint."""
-    copy = tmp_path / "checkpoint"
-    copy.mkdir()
-    for name, content in written.items():
-        (copy / name).write_bytes(content)
-    require_sound(copy)
-    return copy
+def folder(tmp_path: Path, hf: Path) -> Path:
+    """A checkpoint that is sound."""
+    checkpoint = tmp_path / "checkpoint"
+    hf_to_megatron(hf, checkpoint, parallel=ParallelConfig(tp=2, pp=2, pp_layers=[1, 2]), processes=1)
+    require_sound(checkpoint)
+    return checkpoint
+
+
+class Evil:
+    """Makes a folder where its pickle is read with trust."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
 
 
 def change_metadata(folder: Path, change: Callable[[Metadata], object]) -> None:
@@ -76,15 +69,6 @@ def _in_common(folder: Path, evil: Evil) -> None:
     torch.save({"args": evil}, folder / "common.pt")
 
 
-def read_with_trust(folder: Path) -> None:
-    """As Megatron and torch do, what a stranger may have written."""
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    torch.load(folder / "common.pt", weights_only=False)
-    for place in metadata.storage_data.values():
-        content = (folder / place.relative_path).read_bytes()[place.offset :][: place.length]
-        torch.load(io.BytesIO(content), weights_only=False)
-
-
 @pytest.mark.parametrize(
     ("harm", "file"),
     [(_in_metadata, ".metadata"), (_in_common, "common.pt"), (put_object, "evil.distcp")],
@@ -97,18 +81,22 @@ def test_nothing_that_would_run_code_is_loaded_for_training(
     with refused("unsafe", folder / file):
         sharded.load(folder, {})
     assert not mark.exists()
-    read_with_trust(folder)
+    pickle.loads(pickle.dumps(Evil(mark)))
     assert mark.exists(), "it is one that would have run"
 
 
 def test_nothing_that_would_run_code_is_read_for_conversion(folder: Path, hf: Path, tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
+    mark, legacy = tmp_path / "mark", tmp_path / "mp_rank_00" / "model_optim_rng.pt"
     put_object(folder, Evil(mark), "decoder.final_layernorm.weight")
     with refused("unsafe", folder / "evil.distcp"):
-        read(open_checkpoint(folder), hf)
+        megatron_to_hf(folder, tmp_path / "out", hf, processes=1)
     _in_metadata(folder, Evil(mark))
     with refused("unsafe", folder / ".metadata"):
         open_checkpoint(folder)
+    legacy.parent.mkdir()
+    torch.save({"model": {}, "args": Evil(mark)}, legacy)
+    with refused("unsafe", legacy):
+        open_checkpoint(tmp_path)
     assert not mark.exists()
 
 
@@ -154,28 +142,25 @@ def _holding(name: str, content: str) -> Harm:
 @pytest.mark.parametrize(
     ("harm", "code", "key"),
     [
-        (lambda folder: (folder / "__0_0.distcp").unlink(), "not_found", "__0_0.distcp"),
-        (_halved("__1_0.distcp"), "malformed", "__1_0.distcp"),
-        (lambda folder: (folder / "__0_0.distcp").write_bytes(bytes(10**6)), "malformed", "__0_0.distcp"),
-        (_halved(".metadata"), "malformed", ".metadata"),
-        (lambda folder: (folder / ".metadata").unlink(), "not_found", ".metadata"),
-        (_stack_endlessly, "malformed", ".metadata"),
-        (_number_endlessly, "malformed", ".metadata"),
-        (_outside, "unsafe", None),
-        (lambda folder: (folder / "metadata.json").unlink(), "malformed", ""),
-        (_holding("metadata.json", "[" * 200_000), "malformed", "metadata.json"),
-        (_holding("metadata.json", '{"sharded_backend": "zarr"}'), "unsupported", ""),
-        (_holding("complete.json", '{"step": "x"}'), "malformed", "complete.json"),
+        pytest.param(lambda folder: (folder / "__0_0.distcp").unlink(), "not_found", "__0_0.distcp", id="no file"),
+        pytest.param(_halved("__1_0.distcp"), "malformed", "__1_0.distcp", id="half a file"),
+        pytest.param(_holding("__0_0.distcp", "0" * 10**6), "malformed", "__0_0.distcp", id="no tensors"),
+        pytest.param(_halved(".metadata"), "malformed", ".metadata", id="half the metadata"),
+        pytest.param(lambda folder: (folder / ".metadata").unlink(), "not_found", ".metadata", id="no metadata"),
+        pytest.param(_stack_endlessly, "malformed", ".metadata", id="endless stack"),
+        pytest.param(_number_endlessly, "malformed", ".metadata", id="endless numbers"),
+        pytest.param(_outside, "unsafe", None, id="outside"),
+        pytest.param(lambda folder: (folder / "metadata.json").unlink(), "malformed", "", id="no backend"),
+        pytest.param(_holding("metadata.json", "[" * 200_000), "malformed", "metadata.json", id="deep backend"),
+        pytest.param(_holding("metadata.json", '{"sharded_backend": "zarr"}'), "unsupported", "", id="other backend"),
     ],
-    ids=range(12),
 )
 def test_a_checkpoint_that_is_not_whole_is_refused(
     folder: Path, hf: Path, harm: Harm, code: Code, key: str | None
 ) -> None:
-    assert_holds(open_checkpoint(folder), hf)
     harm(folder)
     with refused(code, None if key is None else folder / key):
-        read(open_checkpoint(folder), hf)
+        megatron_to_hf(folder, folder.with_name("out"), hf, processes=1)
 
 
 def _two_steps(folder: Path) -> None:
@@ -183,16 +168,18 @@ def _two_steps(folder: Path) -> None:
         (folder / f"iter_{step:07d}").mkdir()
 
 
+LATEST = "latest_checkpointed_iteration.txt"
+
+
 @pytest.mark.parametrize(
     ("make", "code", "key"),
     [
-        (Path.is_dir, "empty", ""),
-        (_holding("latest_checkpointed_iteration.txt", "7"), "not_found", "iter_0000007"),
-        (_holding("latest_checkpointed_iteration.txt", "²"), "not_found", "²"),
-        (_two_steps, "out_of_range", ""),
-        (Path.rmdir, "not_found", ""),
+        pytest.param(Path.is_dir, "empty", "", id="empty"),
+        pytest.param(_holding(LATEST, "7"), "not_found", "iter_0000007", id="latest is not there"),
+        pytest.param(_holding(LATEST, "²"), "not_found", "²", id="latest is no number"),
+        pytest.param(_two_steps, "out_of_range", "", id="two"),
+        pytest.param(Path.rmdir, "not_found", "", id="gone"),
     ],
-    ids=range(5),
 )
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, make: Harm, code: Code, key: str) -> None:
     folder = tmp_path / "empty"

@@ -6,24 +6,30 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlsys.errors import Interrupted, RunError, UserError
-from rlsys.weights.convert.conversion import Job, _receipt_of, claim, run
-from tests.support.paths import PROJECT
+from rlsys.weights.convert.conversion import Job, _begin_process, _receipt_of, claim, run
 from tests.support.refusals import refused
 
 COUNT = 6
+
+
+FAILURES = {
+    "user": UserError("The source is wrong; give another.", code="malformed", key="the source"),
+    "disk": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/some/file"),
+    "interrupt": KeyboardInterrupt(),
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,7 @@ class Letters:
     hold: str = ""
     """File at which to wait for ever, half-way."""
     fail: str = ""
-    """File at which to fail, and how: `name:user`, `name:disk`, `name:death` or `name:interrupt`."""
+    """File at which to fail, and how: `name:user`, say."""
     crowd: int = 1
     """Processes that must have begun before a file is written."""
 
@@ -51,7 +57,7 @@ class Letters:
         until(lambda: len(self.writers()) >= self.crowd)
         failing, _, how = self.fail.partition(":")
         if name == failing:
-            self._fail(how)
+            raise FAILURES[how]
         number = int(name.removesuffix(".bin"))
         partial = folder / f".{name}.{os.getpid()}"
         partial.write_bytes(bytes([number]) * 1000 * (number + 1))
@@ -65,19 +71,10 @@ class Letters:
         return ["A note."]
 
     def begun(self) -> list[str]:
-        return [line.split()[0] for line in self.log.read_text().splitlines()]
+        return [line.split()[0] for line in self.log.read_text().splitlines()] if self.log.is_file() else []
 
     def writers(self) -> set[int]:
         return {int(line.split()[1]) for line in self.log.read_text().splitlines()}
-
-    def _fail(self, how: str) -> None:
-        if how == "user":
-            raise UserError("The source is wrong; give another.", code="malformed", key="the source")
-        if how == "disk":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/some/file")
-        if how == "interrupt":
-            raise KeyboardInterrupt
-        os._exit(1)
 
 
 def until(holds: Callable[[], object]) -> None:
@@ -103,42 +100,47 @@ def letters(tmp_path: Path) -> Letters:
     return Letters(tmp_path / "log")
 
 
-KILLED = """
-import sys
-from pathlib import Path, PosixPath
-from tests.weights.convert.test_run import Letters, run
-if __name__ == "__main__":
-    run({letters!r}, {out!r}, 2)
-"""
-
-
-def test_a_conversion_by_two_processes_that_is_killed_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("processes", "done"), [(1, 2), pytest.param(2, COUNT - 1, marks=pytest.mark.slow)])
+def test_a_conversion_that_is_killed_goes_on_with_what_is_missing(
+    processes: int, done: int, tmp_path: Path, forked: BaseContext
+) -> None:
     """Its processes end with it; the result is the one that one process writes at once."""
-    letters, out = Letters(tmp_path / "log", hold="2.bin", crowd=2), tmp_path / "out"
-    script = tmp_path / "killed.py"
-    script.write_text(KILLED.format(letters=letters, out=out))
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    process = subprocess.Popen([sys.executable, str(script)], env=environment)
+    letters, out = Letters(tmp_path / "log", hold="2.bin", crowd=processes), tmp_path / "out"
+    process = forked.Process(target=run, args=(letters, out, processes))
+    process.start()
     try:
-        # The process that does not wait at the one file writes all others.
-        until(lambda: len(journal(out)) == COUNT - 1 or process.poll() is not None)
+        # Of two processes, the one that does not wait at the one file writes all others.
+        until(lambda: (len(journal(out)) == done and "2.bin" in letters.begun()) or not process.is_alive())
     finally:
         process.kill()
-        process.wait()
+        process.join()
     workers, complete = letters.writers(), set(journal(out))
-    assert len(workers) == 2
-    assert complete == {f"{number}.bin" for number in range(COUNT)} - {"2.bin"}
+    assert (len(workers), len(complete)) == (processes, done)
     assert not out.exists()
     until(lambda: not any(alive(worker) for worker in workers))
     letters.log.unlink()
     again = Letters(letters.log)
     outcome = run(again, out, 1)
-    assert (outcome.files, outcome.kept, outcome.notes) == (COUNT, len(complete), ("A note.",))
+    assert (outcome.files, outcome.kept, outcome.notes) == (COUNT, done, ("A note.",))
     assert outcome.nbytes == sum(1000 * (number + 1) for number in range(COUNT))
-    assert again.begun() == ["2.bin"]
+    assert {*again.begun()} == {f"{number}.bin" for number in range(COUNT)} - complete
     run(Letters(tmp_path / "log2"), tmp_path / "whole", 1)
     assert contents(out) == contents(tmp_path / "whole"), "no trace of the kill"
     assert not (tmp_path / ".out.partial").exists()
+
+
+def _pause_in_a_process(pipe: Connection) -> None:
+    _begin_process(pipe)
+    signal.pause()
+
+
+def test_a_process_of_a_conversion_ends_with_the_one_that_started_it(forked: BaseContext) -> None:
+    there, here = forked.Pipe(duplex=False)
+    process = forked.Process(target=_pause_in_a_process, args=(there,))
+    process.start()
+    here.close()
+    process.join(240)
+    assert process.exitcode == 1
 
 
 def alive(pid: int) -> bool:
@@ -154,11 +156,10 @@ def alive(pid: int) -> bool:
         (1, "user", UserError),
         (1, "disk", RunError),
         (1, "interrupt", Interrupted),
-        pytest.param(2, "user", UserError, marks=pytest.mark.slow),
-        pytest.param(2, "disk", RunError, marks=pytest.mark.slow),
-        pytest.param(2, "death", RunError, marks=pytest.mark.slow),
+        (2, "user", UserError),
     ],
 )
+@pytest.mark.usefixtures("forked")
 def test_a_failure_keeps_what_is_complete(
     processes: int, how: str, kind: type[Exception], letters: Letters, tmp_path: Path
 ) -> None:
@@ -189,9 +190,7 @@ def fail(letters: Letters, out: Path) -> None:
 def test_another_source_starts_over_and_says_so(letters: Letters, tmp_path: Path) -> None:
     fail(Letters(letters.log, source="other"), tmp_path / "out")
     outcome = run(letters, tmp_path / "out", 1)
-    assert outcome.kept == 0
-    assert len(outcome.notes) == 2
-    assert len(letters.begun()) == COUNT
+    assert (outcome.kept, len(outcome.notes), len(letters.begun())) == (0, 2, COUNT)
     assert json.loads((tmp_path / "out" / "receipts.json").read_text())["0.bin"] == ["first", "0.bin"]
 
 
@@ -234,7 +233,9 @@ def test_nothing_is_overwritten_or_deleted_that_it_did_not_make(letters: Letters
     assert not letters.log.exists()
 
 
-def test_a_place_where_nothing_can_be_is_refused(letters: Letters, tmp_path: Path) -> None:
+def test_a_place_where_nothing_can_be_is_refused_and_nobody_to_write(letters: Letters, tmp_path: Path) -> None:
+    with refused("out_of_range", "processes"):
+        run(letters, tmp_path / "out", 0)
     for out in (Path("/proc/out"), tmp_path / ("x" * 300), tmp_path / ("x" * 250)):
         with refused("denied", out):
             run(letters, out, 1)
@@ -260,17 +261,3 @@ def test_one_process_converts_to_one_place(letters: Letters, tmp_path: Path) -> 
     with claim(tmp_path / "out"), refused("in_use", tmp_path / ".out.partial"):
         run(letters, tmp_path / "out", 1)
     assert run(letters, tmp_path / "out", 1).files == COUNT
-
-
-def test_progress_begins_with_what_was_there_and_ends_with_all(letters: Letters, tmp_path: Path) -> None:
-    fail(letters, tmp_path / "out")
-    seen: list[tuple[int, int]] = []
-    outcome = run(letters, tmp_path / "out", 1, lambda done, total: seen.append((done, total)))
-    assert {total for _, total in seen} == {outcome.nbytes}
-    assert seen[0][0] >= 6000
-    assert outcome.nbytes in {done for done, _ in seen}
-
-
-def test_fewer_processes_than_one_are_refused(letters: Letters, tmp_path: Path) -> None:
-    with refused("out_of_range", "processes"):
-        run(letters, tmp_path / "out", 0)

@@ -1,0 +1,242 @@
+"""`rlsys own`: the commands it stands for, what another call leaves out, and mistakes, told before anything is made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+from typer import Exit
+from typer.testing import CliRunner
+
+from rlsys.apps.cli.main import app
+from rlsys.apps.cli.own import Wish, Words, _run, commands
+from rlsys.config.compose import load_config
+from rlsys.errors import UserError
+from rlsys.observe.status import Progress
+from rlsys.orchestrator.run_logger import RunLogger
+from tests.support.tiny_models import POLICY
+
+HUB = "Some/Model"
+"""A name that would be downloaded."""
+
+
+class World:
+    """Documents and questions, and a stand-in for the commands that take a machine: what they would leave is written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.killed = False
+        """True for trainings that are killed soon after they have begun."""
+        self.docs, self.questions, self.out = folder / "docs", folder / "q.csv", folder / "own"
+        self.docs.mkdir()
+        (self.docs / "a.txt").write_text("Kenya: capital Nairobi.")
+        self.questions.write_text("question,answer\n" + "".join(f"what is {n}?,{n}\n" for n in range(20)))
+
+    def wish(self, **more: object) -> Wish:
+        given = {"kind": "bm25", "devices": "cpu", "config": "searchr1_tiny_cpu", "holdout": 4} | more
+        quiet = ("tracking.wandb=false", "tracking.tensorboard=false")
+        given["overrides"] = (*quiet, *given.get("overrides", ()))  # type: ignore[misc]
+        return Wish(self.docs, self.questions, POLICY, self.out, **given)  # type: ignore[arg-type]
+
+    def run(self, wish: Wish) -> list[Words]:
+        """All commands; the cheap ones are run."""
+        done = []
+        for words in commands(wish):
+            done.append(words)
+            self.carry_out(words)
+        return done
+
+    def carry_out(self, words: Words) -> None:
+        match words:
+            case ("train", "-c", name, "--folder-to", note, *settings):
+                self.train(name, Path(note), settings)
+            case ("eval", *rest):
+                out = Path(rest[rest.index("--out") + 1])
+                out.mkdir()
+                (out / "results.json").write_text("{}")
+            case ("report", run_dir):
+                assert (Path(run_dir) / "summary.json").is_file()
+            case _:
+                result = CliRunner().invoke(app, words)
+                assert result.exit_code == 0, result.output
+
+    def train(self, name: str, note: Path, settings: list[str]) -> None:
+        config = load_config(name, settings)
+        run_dir = Path(config.output_dir) / f"{config.name}-20250101-000000"  # `folder_of` finds it again.
+        checkpoint = run_dir / "checkpoints" / f"global_step_{config.trainer.steps}" / "actor"
+        note.write_text(str(run_dir))
+        run_dir.mkdir(parents=True, exist_ok=True)
+        RunLogger(config, run_dir, Progress()).close()
+        if self.killed:
+            raise KeyboardInterrupt
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        summary = {"checkpoint": str(checkpoint), "steps": config.trainer.steps}
+        (run_dir / "summary.json").write_text(json.dumps(summary))
+
+
+class Downloaded(Exception):
+    """The Hub was asked."""
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    def ask(name: str, *, local_files_only: bool = False, **_: object) -> str:
+        raise LocalEntryNotFoundError(name) if local_files_only else Downloaded(name)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", ask)
+    return World(tmp_path)
+
+
+def names(done: list[Words]) -> list[str]:
+    return [" ".join(words[:2]) if words[0] in ("search", "data") else words[0] for words in done]
+
+
+def test_from_documents_to_a_report(world: World) -> None:
+    done = world.run(world.wish(steps=3, overrides=("trainer.seed=5",)))
+    assert names(done) == [
+        "search ingest", "search index", "data prepare", "data split", "train", "eval", "report",
+    ]  # fmt: skip
+    settings = done[4][5:]
+    config = load_config("searchr1_tiny_cpu", settings)
+    assert (config.trainer.steps, config.trainer.seed) == (3, 5)
+    assert config.trainer.prompts_per_step == 16, "no more than there are to train on"
+    assert Path(config.task.train_path).read_text().count("\n") == 16
+    assert Path(config.task.eval_path).read_text().count("\n") == 4
+    assert (Path(config.search.index or "") / "manifest.json").is_file()
+    assert done[5][-len(settings) :] == settings, "evaluated as it was trained"
+
+
+def test_a_run_that_was_broken_off_goes_on_and_finished_work_is_not_done_again(world: World) -> None:
+    world.killed = True
+    with pytest.raises(KeyboardInterrupt):
+        world.run(world.wish())
+    world.killed = False
+    again = world.run(world.wish())
+    assert names(again)[4:] == ["train", "eval", "report"]
+    assert "resume=auto" in again[4]
+    assert names(world.run(world.wish()))[4:] == ["report"]
+
+
+def test_a_run_that_went_on_or_is_asked_otherwise_is_evaluated_again(world: World) -> None:
+    asked = []
+    for more in ({"steps": 2}, {"steps": 4}, {"steps": 4, "overrides": ("eval.limit=3",)}):
+        (words,) = [words for words in world.run(world.wish(**more)) if words[0] == "eval"]
+        asked.append(Path(words[words.index("--out") + 1]))
+    assert len({folder.parent for folder in asked}) == 1, "one run, which went on"
+    assert len(set(asked)) == 3
+    assert [folder.name.rpartition("-")[0][-1] for folder in asked] == ["2", "4", "4"], "the steps of each checkpoint"
+
+
+def test_other_settings_documents_or_questions_train_again(world: World) -> None:
+    trained = [world.run(world.wish())[4], world.run(world.wish(overrides=("algorithm.clip_high=0.3",)))[4]]
+    (world.docs / "b.txt").write_text("Mali: capital Bamako.")
+    trained.append(world.run(world.wish())[4])
+    world.questions.write_text("question,answer\n" + "".join(f"who is {n}?,{n}\n" for n in range(9)))
+    trained.append(world.run(world.wish())[4])
+    assert {words[0] for words in trained} == {"train"}
+    names = [next(word for word in words if word.startswith("name=")) for words in trained]
+    assert len(set(names)) == 3, "of each set of documents and questions"
+
+
+def test_own_heldout_questions_prompt_and_tools_are_passed_on(world: World, tmp_path: Path) -> None:
+    prompt, heldout = tmp_path / "prompt.txt", tmp_path / "h.csv"
+    prompt.write_text("Find out: {question}\n")
+    heldout.write_text("question,answer\nWhat is 0?,0\nwhat is love?,nobody knows\n")
+    done = world.run(world.wish(heldout=heldout, holdout=None, prompt=prompt))
+    assert names(done)[2:6] == ["data prepare", "data prepare", "data split", "train"]
+    task = load_config("searchr1_tiny_cpu", done[5][5:]).task
+    trained, held = (
+        [json.loads(line) for line in Path(file).read_text().splitlines()] for file in (task.train_path, task.eval_path)
+    )
+    assert held[0]["prompt"][0]["content"].startswith("Find out: What is 0?")
+    assert held[0]["extra_info"]["split"] == "test"
+    assert [row["question"] for row in trained] == [f"what is {n}?" for n in range(1, 20)], "0 is held out"
+    tools = ("rlsys.rollout.tools.calculator.Calculator",)
+    words = next(one for one in commands(world.wish(tools=tools)) if one[:2] == ("data", "prepare"))
+    assert words[3:5] == ("--tool", tools[0])
+
+
+def test_a_command_that_fails_ends_it_as_it_ended(capfd: pytest.CaptureFixture[str]) -> None:
+    _run(("data", "--help"))
+    assert "$ rlsys data --help" in capfd.readouterr().out
+    with pytest.raises(Exit) as ended:
+        _run(("report", "/nowhere"))
+    assert ended.value.exit_code == 2
+    assert "/nowhere" in capfd.readouterr().err
+
+
+def refusal(world: World, model: str | Path = HUB, **more: object) -> UserError:
+    """The error that refuses a wish and leaves everything as it was."""
+    before = set(world.docs.parent.rglob("*"))
+    with pytest.raises(UserError) as caught:
+        next(commands(replace(world.wish(**more), model=model)))
+    assert set(world.docs.parent.rglob("*")) == before
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def of_questions(text: str) -> Callable[[World], object]:
+    return lambda world: world.questions.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "key"),
+    [
+        (lambda world: world.docs.rename(world.docs.with_name("elsewhere")), None, "docs"),
+        (lambda world: (world.docs / "a.txt").write_text(" \n"), "empty", "docs"),
+        (lambda world: world.questions.unlink(), "not_found", "QUESTIONS"),
+        (of_questions("question,answer\nwhat is 1?,1\n  ,2\n"), "missing", "q.csv, line 3"),
+        (of_questions("question,answer\nwhat?,1\nwho?,2\n"), "out_of_range", "q.csv"),
+        (lambda world: world.out.write_text("a file"), "denied", "--out"),
+        ({"overrides": ("trainer.stps=3",)}, None, "trainer.stps"),
+        ({"overrides": ("trainer.steps=2",), "steps": 1}, "conflict", "--steps"),
+        ({"encoder": "minilm"}, "conflict", "--encoder"),
+        ({"heldout": Path("no.csv")}, "conflict", "--holdout"),
+        ({"overrides": ("task.max_turn_tokens=9999",)}, None, "task.max_total_tokens"),
+        ({"tools": ("nosuch.Tool",)}, None, "nosuch"),
+        ({"kind": "dense", "encoder": "no/such"}, None, "no/such"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_anything_is_made(
+    world: World, change: Callable[[World], object] | dict[str, object], code: str | None, key: str
+) -> None:
+    more = change if isinstance(change, dict) else {}
+    if callable(change):
+        change(world)
+    problem = refusal(world, **more)
+    assert code in (None, problem.code)
+    assert key in f"{problem.key} {problem}"
+
+
+def test_a_model_is_downloaded_once_all_else_is_sound_and_is_checked_then(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = replace(world.wish(), model=HUB)
+    with pytest.raises(Downloaded, match=HUB):
+        next(commands(wish))
+    empty = world.docs.with_name("hub")
+    empty.mkdir()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(empty))
+    assert str(empty) in str(refusal(world))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(POLICY))
+    (train,) = (words for words in world.run(wish) if words[0] == "train")
+    assert f"model.path={POLICY}" in train
+
+
+def test_a_run_that_cannot_be_read_goes_on(world: World) -> None:
+    first = world.run(world.wish())
+    run_dir = Path(first[-1][1])
+    damages: list[tuple[str, Callable[[Path], object]]] = [
+        ("summary.json", lambda file: file.write_text("{")),
+        ("config.yaml", lambda file: file.write_text("a: [")),
+    ]
+    for name, damage in damages:
+        damage(run_dir / name)
+        again = world.run(world.wish())
+        assert names(again)[4:] == ["train", "report"], "what is evaluated stays so"
+        assert again[4] == first[4]
+        assert again[-1] == ("report", str(run_dir))

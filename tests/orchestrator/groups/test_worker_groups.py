@@ -1,0 +1,156 @@
+"""Groups of processes: which there are, their answers by sample, and their turns on shared devices."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+from rlsys.config.algorithm import AdvantageBaseline, AlgorithmConfig
+from rlsys.config.schema import ClusterConfig, EngineConfig, ParallelConfig, RolloutConfig, RunConfig
+from rlsys.data.trajectory import Sample
+from rlsys.observe.spans import Tracer
+from rlsys.orchestrator.worker_groups import OffloadManager, Switch, holdings, scores_of
+from rlsys.trainer.batches import BatchSharder, LogProbs, MicroBatch
+from tests.support.trajectories import sample
+from tests.support.virtual_time import run_virtually
+
+PLACEMENT = {"actor": "0-1", "inference": "2", "rollout": "3-6"}
+PPO = AlgorithmConfig(baseline=AdvantageBaseline.critic)
+
+
+def _run(algorithm: AlgorithmConfig, **placed: str) -> RunConfig:
+    return RunConfig(
+        algorithm=algorithm,
+        cluster=ClusterConfig(placement={**PLACEMENT, **placed}),
+        rollout=RolloutConfig(engine=EngineConfig(tp=2)),
+    )
+
+
+def test_a_critic_is_one_of_the_groups_where_values_are_learned() -> None:
+    without = holdings(_run(AlgorithmConfig()))
+    assert without == {"rollout": [(3, 4), (5, 6)], "inference": [(2,)], "actor": [(0,), (1,)]}
+    assert holdings(_run(PPO, critic="7,8")) == {**without, "critic": [(7,), (8,)]}
+    assert holdings(_run(PPO)) == {**without, "critic": [(0,), (1,)]}
+    engines = replace(PPO, recompute_logprobs=False)
+    assert list(holdings(_run(engines))) == ["rollout", "actor", "critic"]
+
+
+LENGTHS = (9, 7, 5, 5, 3, 2, 2)
+
+
+def samples() -> list[Sample]:
+    """Sample i holds the tokens 100 i, 100 i + 1, ...; every other one is trained."""
+    return [sample([100 * i + t for t in range(n)], [t % 2 == 1 for t in range(n)]) for i, n in enumerate(LENGTHS)]
+
+
+def answer(batch: MicroBatch, full: bool) -> LogProbs:
+    """Made from the tokens that it speaks of."""
+    policy = np.where(batch.loss_mask, -batch.tokens, 0).astype(np.float32)
+    if not full:
+        return LogProbs(policy, None)
+    tokens = np.stack([batch.targets, batch.targets + 1], 1).astype(np.int32)
+    return LogProbs(policy, 2 * policy, (tokens, -tokens.astype(np.float32)))
+
+
+@pytest.mark.parametrize(("packed", "full", "count"), [(False, True, 7), (True, False, 7), (True, True, 1)])
+def test_scores_come_back_in_the_order_of_the_samples(packed: bool, full: bool, count: int) -> None:
+    """One sample leaves a rank with micro-batches that only fill up."""
+    asked = samples()[:count]
+    sharder = BatchSharder(ParallelConfig(pp=2), processes=4, budget_tokens=16, pad_id=0, packed=packed)
+    plan, batches = sharder.shard(asked)
+    answers = [[answer(batch, full) for batch in of_rank] for of_rank in batches]
+    found = scores_of(plan, batches, answers)
+    assert len(found) == len(asked)
+    for one, scores in zip(asked, found, strict=True):
+        tokens, mask = one.trajectory.tokens, one.trajectory.loss_mask
+        assert_array_equal(scores.policy, np.where(mask, -tokens, 0))
+        assert scores.values is None
+        if not full:
+            assert (scores.reference, scores.picks) == (None, None)
+            continue
+        assert scores.reference is not None
+        assert scores.picks is not None
+        assert_array_equal(scores.reference, np.where(mask, -2 * tokens, 0))
+        assert_array_equal(scores.picks.tokens, np.stack([tokens[mask], tokens[mask] + 1], 1))
+        assert_array_equal(scores.picks.logprobs, -scores.picks.tokens)
+
+
+NAMES = ("actor", "inference", "rollout")
+
+
+class SwitchError(Exception):
+    """The failure of a member."""
+
+
+@dataclass
+class Device:
+    """A device that knows whose memory it holds, as the members themselves move it."""
+
+    rng: random.Random
+    on_it: set[str] = field(default_factory=set)
+    usable: set[str] = field(default_factory=set)
+    log: list[str] = field(default_factory=list)
+    most: int = 0
+
+    def tenant(self, name: str) -> tuple[Switch, Switch]:
+        async def leave() -> None:
+            self.log.append(f"-{name}")
+            self.usable.discard(name)
+            await self._pass(name)
+            self.on_it.discard(name)
+
+        async def enter() -> None:
+            self.log.append(f"+{name}")
+            self.on_it.add(name)
+            self.most = max(self.most, len(self.on_it))
+            await self._pass(name)
+            self.usable.add(name)
+
+        return leave, enter
+
+    async def _pass(self, name: str) -> None:
+        await asyncio.sleep(self.rng.choice([0.0, 1.0, 2.0]))
+        if self.rng.random() < 0.15:
+            raise SwitchError(name)
+
+
+def test_never_more_than_is_needed_whatever_fails_or_is_cut_off() -> None:
+    for seed in range(100):
+        run_virtually(_random_needs(random.Random(seed)))
+
+
+async def _random_needs(rng: random.Random) -> None:
+    device = Device(rng)
+    residence = OffloadManager({name: device.tenant(name) for name in NAMES}, Tracer("driver"))
+    for name in NAMES:
+        device.on_it.add(name)
+        while True:
+            try:
+                await residence.built(name)
+                break
+            except SwitchError:
+                assert device.on_it == {name}
+    for _ in range(12):
+        names = rng.sample(NAMES, rng.randint(0, 3))
+        before, device.most = set(device.on_it), 0
+        seen = len(device.log)
+        try:
+            async with asyncio.timeout(rng.choice([1.5, 4.5, 100.0])):
+                await residence.need(*names)
+        except (SwitchError, TimeoutError):
+            pass
+        else:
+            assert device.on_it == device.usable == set(names)
+        assert device.on_it <= residence.holding, "memory that is held is known"
+        assert residence.ready <= device.usable
+        moves = device.log[seen:]
+        entries = [move for move in moves if move.startswith("+")]
+        assert moves == [move for move in moves if move.startswith("-")] + entries, "releases come first"
+        assert all(move[1:] in names for move in entries)
+        assert {move[1:] for move in moves if move.startswith("-")} <= before - set(names)
+        assert device.most <= len(names)

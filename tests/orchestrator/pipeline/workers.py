@@ -1,0 +1,373 @@
+"""Workers that a seed scripts, for simulations of the pipeline: engines, rewards, scorer, learners, devices.
+
+They sleep for seeded times, many of them equal or nought, and some very long; answer twice, late or never;
+die, and take new weights in while they generate. What they see that must not be raises `Breach`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+
+import numpy as np
+
+from rlsys.data.question import Question
+from rlsys.data.trajectory import Finish, Floats, Group, Sample, Scores, Trajectory
+from rlsys.observe.spans import Tracer
+from rlsys.orchestrator.engine_pool import Router
+from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, Loss
+from rlsys.orchestrator.worker_groups import OffloadManager
+from rlsys.rollout.agent.episode import EngineDied
+from rlsys.rollout.agent.tokens import EpisodeProgress, PartialEpisode
+from tests.orchestrator.pipeline.script import Script
+from tests.orchestrator.pipeline.watched import GROUPS, Property, Record
+from tests.support.trajectories import rewarded, trajectory
+
+
+def number_of(sample: Sample) -> int:
+    """The prompt group that the sample comes from."""
+    return int(sample.trajectory.response)
+
+
+def mark(sample: Sample) -> Floats:
+    """Log-probs that belong to this sample alone."""
+    return np.full(len(sample.trajectory.tokens), -(10 * number_of(sample) + sample.trajectory.sample), np.float32)
+
+
+@lru_cache(1000)
+def whole_episode(uid: str, number: int, sample: int, versions: tuple[int, ...]) -> Trajectory:
+    """An episode with a token for each of `versions`; it carries the number of its prompt group."""
+    finish = Finish.ANSWER if versions else Finish.ABORTED
+    of_tokens = (-1, *versions)
+    one = trajectory([1] * len(of_tokens), uid=uid, sample=sample, finish=finish, version=of_tokens)
+    return replace(one, response=str(number))
+
+
+def partial_episode(uid: str, sample: int, versions: tuple[int, ...]) -> PartialEpisode:
+    sampled = np.array(versions, np.int32)
+    nothing, ended = np.full(len(sampled), np.nan, np.float32), np.ones(len(sampled), np.bool_)
+    return PartialEpisode(uid, sample, (), sampled, nothing, sampled, ended)
+
+
+@dataclass(eq=False)
+class _Engine:
+    number: int
+    version: int = 0
+    updating: bool = False
+    alive: bool = True
+    plays: set[_Play] = field(default_factory=set)
+    held_back: list[_Play] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Play:
+    """A group on an engine; `versions` are those of the turns that it has begun here."""
+
+    number: int
+    question: Question
+    engine: _Engine
+    turns: int
+    lengths: Sequence[int]
+    """Turns of each episode here; one that had ended before has none."""
+    before: Mapping[int, EpisodeProgress]
+    """Sample -> what was begun of it elsewhere."""
+    versions: list[int] = field(default_factory=list)
+    aborted: bool = False
+
+    def begun(self) -> tuple[EpisodeProgress, ...]:
+        """Episodes that have ended or have whole turns; the last turn is under way."""
+        whole = max(0, len(self.versions) - 1)
+        found: list[EpisodeProgress] = []
+        for sample, length in enumerate(self.lengths):
+            versions = self._versions(sample, whole)
+            if sample in self.before and isinstance(self.before[sample], Trajectory):
+                found.append(self.before[sample])
+            elif whole and whole >= length:
+                found.append(whole_episode(self.question.uid, self.number, sample, versions))
+            elif versions:
+                found.append(partial_episode(self.question.uid, sample, versions))
+        return tuple(found)
+
+    def trajectories(self) -> list[Trajectory]:
+        """Some episodes end early; one that is aborted at once has no token that was sampled."""
+        return [
+            whole_episode(self.question.uid, self.number, sample, self._versions(sample, len(self.versions)))
+            for sample in range(len(self.lengths))
+        ]
+
+    def _versions(self, sample: int, turns: int) -> tuple[int, ...]:
+        """Those of an episode's turns, the earlier ones elsewhere, then the first `turns` here."""
+        before = self.before[sample].versions.tolist() if sample in self.before else []
+        here = self.versions[: min(turns, self.lengths[sample])]
+        return (*(version for version in before if version >= 0), *here)
+
+
+class _Worker:
+    def __init__(self, script: Script, record: Record) -> None:
+        self.script, self.record = script, record
+
+
+class Engines(_Worker):
+    """The rollout group: the real router over scripted engines."""
+
+    waits_for = ""
+
+    def __init__(self, script: Script, record: Record) -> None:
+        super().__init__(script, record)
+        self.router = Router(script.engines, script.slots)
+        self._engines = [_Engine(number, record.version) for number in range(script.engines)]
+        self._answers: dict[int, asyncio.Future[list[Trajectory]]] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def capacity(self) -> int:
+        """Groups that the living engines have room for."""
+        return self.script.room * len(self.router.living)
+
+    async def run_group(
+        self, question: Question, number: int, begun: Sequence[EpisodeProgress] = ()
+    ) -> list[Trajectory]:
+        """All episodes of `question`. May wind down slowly if cancelled, or return its answer all the same."""
+        self.record.begin_group(number, begun)
+        play = None
+        try:
+            self.record.fail_if_due("generate")
+            while True:
+                play = self._play(number, question, begun, await self._engine_of(str(number)))
+                answer = self._answers[number] = asyncio.get_running_loop().create_future()
+                self._start(play)
+                try:
+                    return await answer
+                except EngineDied:
+                    continue
+        except asyncio.CancelledError:
+            if play is not None:
+                self._end(play)
+                if self.script.rng.random() < 0.5:
+                    await self.script.pause("abort")
+                if self.script.rng.random() < 0.2:
+                    return play.trajectories()
+            raise
+        finally:
+            self.record.end("rollout")
+            self._answers.pop(number, None)
+            self.router.release(str(number))
+            self._changed.set()
+
+    async def in_flight(self) -> Mapping[int, tuple[EpisodeProgress, ...]]:
+        """Each engine is asked in its turn."""
+        found: dict[int, tuple[EpisodeProgress, ...]] = {}
+        for engine in self._engines:
+            await self.script.pause("save")
+            said = {play.number: begun for play in engine.plays if (begun := play.begun())}
+            self.record.tell(said)
+            found |= said
+        return found
+
+    async def switch(self, version: int) -> None:
+        """Every engine takes `version`, each at its own time."""
+        async with asyncio.TaskGroup() as tasks:
+            for engine in self._engines:
+                tasks.create_task(self._switch(engine, version))
+
+    def kill(self, number: int) -> None:
+        """An engine dies, unless it is the last. Its groups may have gone on to an answer that comes late."""
+        if len(self.router.living) == 1 or number not in self.router.living:
+            return
+        engine = self._engines[number]
+        engine.alive = False
+        orphans = self.router.died(number)
+        for key in orphans.again:
+            self._fail(int(key), EngineDied(f"engine {number}"))
+        for key, reason in orphans.lost.items():
+            self._fail(int(key), GroupLost(key, Loss.engine_died, reason))
+        if self.script.rng.random() < 0.5:
+            for play in [*engine.plays]:
+                self._end(play)
+        engine.plays.clear()
+        self._changed.set()
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _engine_of(self, key: str) -> _Engine:
+        await self._until(lambda: self.router.assign(key, self.script.samples) is not None)
+        return self._engines[self.router.assign(key, self.script.samples)]
+
+    def _play(self, number: int, question: Question, begun: Sequence[EpisodeProgress], engine: _Engine) -> _Play:
+        rng = self.script.rng
+        turns, before = rng.randint(1, self.script.turns), {one.sample: one for one in begun}
+        lengths = [
+            0 if isinstance(before.get(sample), Trajectory) else rng.choice([turns, rng.randint(0, turns)])
+            for sample in range(self.script.samples)
+        ]
+        return _Play(number, question, engine, turns, lengths, before)
+
+    def _start(self, play: _Play) -> None:
+        if play.engine.updating:
+            play.engine.held_back.append(play)
+            return
+        play.engine.plays.add(play)
+        self._play_turn(play)
+
+    def _play_turn(self, play: _Play) -> None:
+        if play.aborted:
+            return
+        if play.engine.updating and self.script.mixed:
+            play.engine.held_back.append(play)
+            return
+        play.versions.append(play.engine.version)
+        go_on = self._play_turn if len(play.versions) < play.turns else self._deliver
+        asyncio.get_running_loop().call_later(self.script.duration_s("roll"), go_on, play)
+
+    def _deliver(self, play: _Play) -> None:
+        """The answer of `play` to whoever waits for its key now: of two tries, the first to answer is heard."""
+        if play.aborted:
+            return
+        self._end(play)
+        if play.question.uid in self.script.poisoned:
+            self._fail(play.number, GroupLost(play.question.uid, Loss.timeout, "poisoned"))
+        elif play.number in self._answers and not self._answers[play.number].done():
+            self._answers[play.number].set_result(play.trajectories())
+
+    def _end(self, play: _Play) -> None:
+        play.aborted = True
+        play.engine.plays.discard(play)
+        self._changed.set()
+
+    def _fail(self, number: int, error: Exception) -> None:
+        if number in self._answers and not self._answers[number].done():
+            self._answers[number].set_exception(error)
+
+    async def _switch(self, engine: _Engine, version: int) -> None:
+        await self.script.pause("update")
+        if not engine.alive:
+            return
+        self.router.close(engine.number)
+        engine.updating = True
+        if not self.script.mixed:
+            await self._until(lambda: not engine.plays)
+        await self.script.pause("update")
+        if not engine.alive:
+            return
+        engine.version, engine.updating = version, False
+        self.router.reopen(engine.number)
+        held_back, engine.held_back = engine.held_back, []
+        for play in held_back:
+            self._start(play)
+        self._changed.set()
+
+
+class Scorer(_Worker):
+    """The inference group, and the critic where there is one."""
+
+    @property
+    def groups(self) -> Sequence[str]:
+        return ("inference", "critic") if self.script.critic else ("inference",)
+
+    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
+        """Log-probs and values that belong to each sample alone."""
+        self.record.begin("inference")
+        self.record.hold(Property.unschedulable, samples, "the scorer is called for nothing")
+        for sample in samples:
+            self.record.ask(number_of(sample), sample.trajectory.sample)
+        await self.script.pause("score", len(samples))
+        self.record.fail_if_due("score")
+        self.record.end("inference")
+        return [Scores(mark(one), values=-mark(one) if self.script.critic else None) for one in samples]
+
+
+class Learner:
+    """The actor, or the critic."""
+
+    def __init__(self, name: str, script: Script, record: Record) -> None:
+        self.name, self.script, self.record = name, script, record
+
+    def enough(self, samples: Sequence[Sample]) -> bool:
+        return len(samples) >= self.script.enough
+
+    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:  # noqa: ARG002
+        """Check everything about samples that are trained."""
+        self.record.begin(self.name)
+        for sample in samples:
+            number, one = number_of(sample), sample.trajectory
+            own = np.array_equal(sample.old_logprobs, mark(sample)) and sample.weights is not None
+            if self.script.critic:
+                own = own and np.array_equal(sample.values, -mark(sample))
+            self.record.hold(Property.own, own, f"{number} has no scores or weights, or another's")
+            versions = one.versions[one.loss_mask].tolist()
+            split = len({*versions}) > 1 and number not in self.record.gone_on
+            self.record.hold(Property.update, self.script.mixed or not split, f"{number} is split")
+            self.record.train(self.name, number, one.sample, versions)
+        await self.script.pause("train", len(samples))
+        self.record.fail_if_due("train")
+        self.record.end(self.name)
+
+    async def apply(self) -> Mapping[str, float]:
+        self.record.begin(self.name)
+        await self.script.pause("apply")
+        self.record.fail_if_due("apply")
+        self.record.end(self.name)
+        self.record.update(self.name)
+        return {"loss": 0.0}
+
+
+class Devices:
+    """Enough for all groups, though it may take a while to see that; in sequence, the real residence over fewer."""
+
+    def __init__(self, script: Script, record: Record) -> None:
+        self.script, self.record = script, record
+        self.pending: Counter[str] = Counter()
+        """Groups that are waited for."""
+        self._residence = None
+        if script.sequential:
+            members = {name: (partial(self._leave, name), self._enter) for name in GROUPS}
+            self._residence = OffloadManager(members, Tracer("devices", clock=lambda: 0))
+            record.resident = lambda: self._residence.ready
+
+    async def need(self, *groups: str) -> None:
+        self.record.fail_if_due("need")
+        self.pending.update(groups)
+        if self._residence:
+            await self._residence.need(*groups)
+        elif self.script.rng.random() < 0.1:
+            await self.script.pause("devices")
+        self.pending.subtract(groups)
+
+    async def _leave(self, name: str) -> None:
+        self.record.leave(name)
+        await self.script.pause("devices")
+
+    async def _enter(self) -> None:
+        await self.script.pause("devices")
+
+
+class Handling(_Worker):
+    """The handling of groups between the stages."""
+
+    async def reward(self, question: Question, trajectories: Sequence[Trajectory]) -> Group:
+        """Rewards, which are all equal in some groups. May take long, and wind down slowly if cancelled."""
+        flat = self.script.rng.random() < self.script.flat
+        samples = tuple(rewarded(one, 0.0 if flat else float(one.sample)) for one in trajectories)
+        with self.record.rewarding(number_of(samples[0]), trajectories):
+            try:
+                await self.script.pause("reward")
+            except asyncio.CancelledError:
+                if self.script.rng.random() < 0.5:
+                    await self.script.pause("abort")
+                if self.script.rng.random() < 0.8:
+                    raise
+            self.record.fail_if_due("reward")
+        return Group(question, samples)
+
+    def finish(self, group: Group) -> Group:
+        self.record.fail_if_due("finish")
+        self.record.offered.add(number_of(group.samples[0]))
+        return replace(
+            group, samples=tuple(replace(one, weights=np.ones_like(one.advantages)) for one in group.samples)
+        )

@@ -1,0 +1,309 @@
+"""A watched run: the application, what is built again when the folder grows, and figures for Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from rlsys.observe.run_folder import open_run
+from rlsys.observe.status import WAIT_PREFIX
+from rlsys.report.run_model import QUIET_S, SILENT_S, Phase, RunLife, life_of
+from rlsys.report.watch import REST, LiveRun, create_app, exposition
+from tests.support.growing_run import EVIL, add_evaluation, add_step, write_run, write_status
+
+LOADS = 40
+"""More than a process has threads for."""
+
+
+def client_of(run: LiveRun) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=create_app(run, frozenset({"localhost"})))
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60)
+
+
+def test_many_who_ask_for_the_page_share_one_build_and_leave_the_rest_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run")
+    add_step(folder, 1)
+    write_status(folder)
+    run = LiveRun(folder)
+    begun, go_on, data = threading.Semaphore(0), threading.Event(), run.data
+
+    def slow() -> bytes:
+        begun.release()
+        assert go_on.wait(300)
+        return data()
+
+    monkeypatch.setattr(run, "data", slow)
+
+    async def ask() -> None:
+        async with client_of(run) as client:
+            loads = [asyncio.create_task(client.get("/data.json")) for _ in range(LOADS)]
+            loads += [asyncio.create_task(client.get("/trajectories/999")) for _ in range(LOADS)]
+            await asyncio.to_thread(begun.acquire)
+            loads[0].cancel()
+            try:
+                for path in ("/metrics", "/status.json"):
+                    assert (await asyncio.wait_for(client.get(path), 300)).status_code == 200
+            finally:
+                go_on.set()
+            answers = await asyncio.gather(*loads[1:])
+            assert [one.status_code for one in answers] == [200] * (LOADS - 1) + [404] * LOADS
+            assert answers[0].json()["runs"][0]["steps"] == [1]
+        assert not begun.acquire(blocking=False), "one build was enough"
+
+    asyncio.run(ask())
+
+
+@pytest.fixture
+async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an application that watches a run after its first step and is called localhost."""
+    folder = write_run(tmp_path / "run")
+    add_step(folder, 1)
+    add_evaluation(folder, 0, 0.5)
+    write_status(folder)
+    async with client_of(LiveRun(folder)) as opened:
+        yield opened
+
+
+async def test_another_name_is_refused_and_nothing_can_be_sent(client: httpx.AsyncClient) -> None:
+    for path in ("", "data.json", "status.json", "metrics", "events", "trajectories/0"):
+        assert (await client.get(f"/{path}", headers={"Host": "evil.example"})).status_code == 421, path
+        assert (await client.post(f"/{path}")).status_code == 405, path
+
+
+async def test_the_page_asks_for_its_data_and_may_ask_nobody_else(client: httpx.AsyncClient) -> None:
+    answer = await client.get("/")
+    assert "text/html" in answer.headers["content-type"]
+    assert "connect-src &#x27;self&#x27;" in answer.text
+    assert 'id="model"' not in answer.text
+    secure = {"x-content-type-options": "nosniff", "x-frame-options": "DENY", "cache-control": "no-store"}
+    assert {name: answer.headers[name] for name in secure} == secure
+
+
+async def test_data_parts_and_figures(client: httpx.AsyncClient) -> None:
+    (found,) = (await client.get("/data.json")).json()["runs"]
+    assert (found["name"], found["steps"], found["status"]["step"]) == ("run", [1], 1)
+    (part,) = (await client.get(f"/trajectories/{found['evaluations'][0]['first_chunk']}")).json()
+    assert part["answer"] == EVIL
+    unknown = {"trajectories/99": 404, "trajectories/x": 422, "config.yaml": 404, "..%2f..%2fetc%2fpasswd": 404}
+    assert {path: (await client.get(f"/{path}")).status_code for path in unknown} == unknown
+    assert (await client.get("/status.json")).json()["states"]["rollout"]["text"] == "generates 3 groups"
+    assert 'rlsys_group_at_work{group="rollout"} 1.0' in (await client.get("/metrics")).text
+
+
+async def test_a_name_and_an_end_that_are_no_text_and_a_folder_that_goes_away_are_answered(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    half = json.loads('"half \\ud83d"')
+    write_status(folder, ended=f"failed: {half}", em=float("nan"))
+    async with client_of(LiveRun(folder)) as client:
+        found = (await client.get("/status.json")).json()
+        assert (found["ended"], found["em"]) == (f"failed: {half}", None)
+        for path in ("data.json", "metrics", ""):
+            assert (await client.get(f"/{path}")).status_code == 200
+        folder.rename(tmp_path / "elsewhere")
+        answer = await client.get("/metrics")  # The model is good for a while yet.
+        assert (answer.status_code, str(folder) in answer.text) == (404, True)
+
+
+class Clock:
+    """Each look takes a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1
+        return self.now
+
+
+def steps(run: LiveRun) -> list[int]:
+    (found,) = unpacked(run.data())["runs"]
+    return found["steps"]
+
+
+def unpacked(body: bytes) -> Any:
+    return json.loads(gzip.decompress(body))
+
+
+def test_a_model_is_built_when_asked_for_and_rests_in_proportion(tmp_path: Path) -> None:
+    clock = Clock()
+    folder = write_run(tmp_path / "run")
+    run = LiveRun(folder, clock)
+    assert steps(run) == []
+    add_step(folder, 1)
+    known = run.known()
+    assert run.version() == known, "it may be built again only once it has been good for a while"
+    assert steps(run) == []
+    clock.now += REST * clock.now
+    assert run.version() != known
+    assert steps(run) == [1]
+    assert run.known() == run.version()
+    clock.now += 1000
+    assert run.known() == run.version(), "nothing has changed"
+    body = run.data()
+    assert run.data() is body
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "step": lambda run: add_step(run, 1),
+    "evaluation": lambda run: add_evaluation(run, 0, 0.5),
+    "measured": lambda run: add_file(run / "eval-1/results.json", "{}"),
+    "config": lambda run: add_file(run / "config.yaml", "name: another\n"),
+    "summary": lambda run: add_file(run / "summary.json", "{}"),
+    "end": lambda run: write_status(run, ended="failed: no disk"),
+}
+
+
+def add_file(path: Path, content: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_that_the_page_shows_makes_another_version(tmp_path: Path, change: Callable[[Path], object]) -> None:
+    folder = write_run(tmp_path / "run")
+    write_status(folder)
+    run = LiveRun(folder, clock=lambda: 0.0)
+    run.data()
+    known = run.version()
+    assert known == run.version()
+    change(folder)
+    assert run.version() != known
+
+
+def test_a_change_of_state_or_a_file_that_is_being_written_is_no_other_version(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    write_status(folder)
+    run = LiveRun(folder, clock=lambda: 0.0)
+    known = run.version()
+    write_status(folder, states={})
+    for name in ("evaluations/.step_000004.json.7.part", "trajectories/.step_000004.jsonl.gz.7.part"):
+        add_file(folder / name, "{")
+    assert run.version() == known
+    assert (run.status() or {})["states"] == {}
+
+
+def test_a_run_whose_process_was_killed_has_ended(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    write_status(folder, pid=2**22 + 1, at=time.time() - QUIET_S - 1)  # Beyond the last that Linux gives.
+    run = LiveRun(folder)
+    told, (shown,) = run.status(), unpacked(run.data())["runs"]
+    assert told
+    assert told["ended"] == shown["status"]["ended"] == "failed: its process was killed"
+    assert b'rlsys_run_phase{phase="gone"} 1.0' in run.metrics()
+
+
+STATUS = {"step": 3, "steps": 9, "at": 1000.0, "ended": None, "pid": 7, "host": "here"}
+
+
+@pytest.mark.parametrize(
+    ("status", "now", "living", "phase", "words"),
+    [
+        (STATUS, 1001.0, {7}, Phase.running, "is after step 3 of 9"),
+        (STATUS, 1000.0 + QUIET_S + 1, set(), Phase.gone, "killed"),
+        # The clock was set back since.
+        (STATUS, 1000.0 - QUIET_S - 1, set(), Phase.gone, "killed"),
+        # In another container of the same name, where its number is nobody's: it has just written.
+        (STATUS, 1000.0 + QUIET_S - 1, set(), Phase.running, "goes on"),
+        (STATUS, 1000.0 + SILENT_S + 1, {7}, Phase.silent, "for 31 s"),
+        # Of another machine nothing is known but how old its word is.
+        ({**STATUS, "host": "there"}, 1100.0, set(), Phase.silent, "for 100 s"),
+        ({**STATUS, "ended": "finished"}, 9999.0, set(), Phase.finished, "has finished after step 3"),
+        ({**STATUS, "ended": "failed: no disk"}, 9999.0, set(), Phase.failed, "failed: no disk"),
+        (None, 1001.0, set(), Phase.unknown, "has not begun"),
+        ({"pid": "seven", "at": None}, 1.0, set(), Phase.running, "goes on"),
+    ],
+)
+def test_a_life_by_what_is_on_disk(
+    status: dict[str, Any] | None, now: float, living: set[int], phase: Phase, words: str
+) -> None:
+    life = life_of(status, False, now, "here", living.__contains__)
+    assert life.phase is phase
+    assert words in life.sentence
+    if status is None:
+        assert life_of(None, True, now, "here", living.__contains__).phase is Phase.finished, "it has a summary"
+
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def samples(run: Path, phase: Phase, now: float) -> Samples:
+    text = exposition(open_run(run), RunLife(phase, ""), now).decode()
+    return {
+        (one.name, tuple(sorted(one.labels.items()))): one.value
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
+    }
+
+
+def of(found: Samples, name: str) -> dict[str, float]:
+    """A family with one label: its value -> the sample."""
+    return {labels[0][1]: value for (one, labels), value in found.items() if one == name}
+
+
+@pytest.mark.parametrize(("odd", "shown"), [("\ud800", "?"), ('"q"\n\\', '"q"\n\\')])
+def test_strange_names_and_states_are_told_all_the_same(tmp_path: Path, odd: str, shown: str) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "config.yaml").write_text(json.dumps({"name": f"a{odd}"}))
+    add_step(run, 1, **{f"half{odd}": 1.0, f"idle/a{odd}": 0.5, f"engine/{odd}/requests": 2, "engine/0/a-b c": 3})
+    write_status(run, states={f"a{odd}": {"text": f"{WAIT_PREFIX}for b{odd}", "since": 1.0}, "rollout": None})
+    found = samples(run, Phase.running, 2.0)
+    assert found["rlsys_run_info", (("name", f"a{shown}"), ("run", "run"))] == 1
+    assert of(found, "rlsys_figure")[f"half{shown}"] == 1.0
+    assert of(found, "rlsys_engine_a_b_c") == {"0": 3}
+    assert of(found, "rlsys_group_at_work") == {f"a{shown}": 0}
+    assert of(found, "rlsys_group_idle_ratio")[f"a{shown}"] == 0.5
+    waits = {labels for name, labels in found if name == "rlsys_group_wait_seconds"}
+    assert [dict(labels)["group"] for labels in waits] == [f"a{shown}"]
+
+
+def test_a_run_in_the_middle(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    add_step(run, 1)
+    add_step(run, 2, **{"idle/actor": 0.75})
+    add_evaluation(run, 0, em=0.125)
+    now = write_status(run, step=2)["at"]
+    found = samples(run, Phase.running, now)
+    assert found["rlsys_run_info", (("name", "own"), ("run", "run"))] == 1
+    assert of(found, "rlsys_run_phase") == {phase: float(phase == "running") for phase in Phase}
+    plain = {name.removeprefix("rlsys_run_"): value for (name, labels), value in found.items() if not labels}
+    assert plain == {
+        "step": 2,
+        "steps": 9,
+        "begun_timestamp_seconds": pytest.approx(now - 60),
+        "status_timestamp_seconds": pytest.approx(now),
+        "exact_match": 0.125,
+        "evaluation_step": 0,
+        "reward": 0.5,
+        "tokens_per_second": 1234.5,
+    }
+    assert of(found, "rlsys_group_at_work") == {"rollout": 1, "actor": 0}
+    waits = {labels: value for (name, labels), value in found.items() if name == "rlsys_group_wait_seconds"}
+    assert waits == {(("cause", "log-probs and values"), ("group", "actor")): pytest.approx(30, abs=0.01)}
+    assert of(found, "rlsys_group_idle_ratio") == {"actor": 0.75, "rollout": 0.5}
+    assert of(found, "rlsys_engine_requests") == {"0": 40, "1": 41}
+    assert of(found, "rlsys_engine_update_seconds") == {"0": 1.5}
+    assert of(found, "rlsys_engine_tokens_per_s") == {"0": 700}
+    figures = of(found, "rlsys_figure")
+    assert figures["critic/score/mean"] == 0.5, "all others keep the names of docs/metrics.md"
+    assert not {"correction/ess", "idle/actor", "engine/0/requests"} & figures.keys(), "null, or shown above"
+
+
+def test_a_run_that_has_not_begun_or_is_over_waits_for_nothing(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    assert {name for name, _ in samples(run, Phase.unknown, 0.0)} == {"rlsys_run_info", "rlsys_run_phase"}
+    write_status(run, ended="failed: no disk")
+    found = samples(run, Phase.failed, 9e9)
+    assert of(found, "rlsys_run_phase")["failed"] == 1
+    assert not {name for name, _ in found} & {"rlsys_group_at_work", "rlsys_group_wait_seconds"}

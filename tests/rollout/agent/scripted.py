@@ -1,0 +1,75 @@
+"""An engine and a search that follow a script, in place of the real ones of an episode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlsys.config.schema import TaskConfig
+from rlsys.data.question import Question
+from rlsys.rollout.agent.episode import EpisodeTools, Generation, TurnSampling
+from rlsys.rollout.agent.tokens import Codec
+from rlsys.search.retrieval import SearchResult
+from tests.support.bpe import build_tokenizer
+from tests.support.search_results import result_of
+
+CODEC = Codec(build_tokenizer(words=True))
+QUESTION = Question(uid="q", prompt="Who? 東京\n", answers=("a",))
+DRAWN = TurnSampling(temperature=1.0, stop=("</search>", "</answer>"))
+CALCULATOR, SCRIPTED = "rlsys.rollout.tools.calculator.Calculator", "tests.rollout.tools.own_tools.Scripted"
+
+
+@dataclass
+class Script:
+    """Says one text up to a stop, or some tokens, a turn, cut to the budget; finds the same passages for every query.
+
+    The turn is read off the request's name, so that any episode may call it in any order. Log-probs and versions depend on
+    every input token.
+    """
+
+    said: Sequence[str | list[int]]
+    found: SearchResult = field(default_factory=lambda: result_of("T\nParis 🚀"))
+    codec: Codec = CODEC
+    halt: tuple[int, str] = (-1, "")
+    """Where it stops for ever: at the "say" or, after that, the "find" of a turn."""
+    calls: list[tuple[str, list[int], int]] = field(default_factory=list)
+    """Name, input and budget of each generation."""
+    stops: set[tuple[str, ...]] = field(default_factory=set)
+    queries: list[str] = field(default_factory=list)
+    halted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
+        turn = int(rid.rpartition(".")[2])
+        await self._pass(turn, "say")
+        self.calls.append((rid, input_ids, sampling.max_new_tokens))
+        self.stops.add(sampling.stop)
+        ids = self.said[turn]
+        if isinstance(ids, str):
+            ends = [ids.find(stop) + len(stop) for stop in sampling.stop if stop in ids]
+            ids = self.codec.encode(ids[: min(ends, default=len(ids))])
+        kept = ids[: sampling.max_new_tokens]
+        base = hash((tuple(input_ids), sampling.max_new_tokens))
+        logprobs = [-((base + 37 * place) % 1009) / 97 for place in range(len(kept))]
+        versions = [turn + place // 3 for place in range(len(kept))]
+        return Generation(kept, logprobs, "stop" if len(kept) == len(ids) else "length", len(input_ids) // 2, versions)
+
+    async def search(self, query: str) -> SearchResult:
+        await self._pass(int(self.calls[-1][0].rpartition(".")[2]), "find")
+        self.queries.append(query)
+        return self.found
+
+    async def _pass(self, turn: int, what: str) -> None:
+        if (turn, what) == self.halt:
+            self.halted.set()
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)
+
+
+def task(**changes: Any) -> TaskConfig:
+    return TaskConfig(train_path="", eval_path="", **{"max_turns": 3, **changes})
+
+
+def tools_of(script: Script, config: TaskConfig) -> EpisodeTools:
+    return EpisodeTools(script, script, script.codec, config)

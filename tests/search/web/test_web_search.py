@@ -1,0 +1,286 @@
+"""The whole: hits of the web for the server, pages for /access, and the text of pages."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import unicodedata
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.responses import Response
+
+from rlsys.search.web.extract import Page, clean, decode, extract
+from rlsys.search.web.providers import ProviderLimits
+from rlsys.search.web.web_search import (
+    Fetched,
+    FetchLimits,
+    RankedSlots,
+    WebPages,
+    WebRetriever,
+    Workers,
+    open_pages,
+    open_web,
+    passages,
+)
+from tests.search.conftest import children_of
+from tests.search.gated import in_process, until
+from tests.search.web.conftest import local
+from tests.search.web.fake_web import ENVIRON, HTML, FakeWeb, redirect_to
+from tests.support.refusals import refused
+
+
+def opened(web: FakeWeb, **options: Any) -> WebRetriever:
+    once, patient = ProviderLimits(tries=1, try_timeout_s=300.0, timeout_s=300.0), FetchLimits(timeout_s=300.0)
+    options |= {"limits": once, "fetch_limits": patient, "policy": local(web), "environ": ENVIRON}
+    return open_web("serper", endpoint=f"{web.base}/search", **options)
+
+
+def found(retriever: WebRetriever, queries: list[str], topk: int) -> list[list[tuple[float, dict[str, Any]]]]:
+    hits = retriever.find(retriever.prepare(queries), topk)
+    return [[(hit.score, dict(hit.document)) for hit in line] for line in hits]
+
+
+def test_hits_are_snippets_by_rank(web: FakeWeb) -> None:
+    retriever = opened(web)
+    expected = [
+        (1 / rank, {"id": url, "contents": f'"{title}"\n{snippet}', "url": url})
+        for rank, (title, url, snippet) in enumerate(map(web.item, range(2)), start=1)
+    ]
+    assert found(retriever, ["first query", "second query", " "], 2) == [expected, expected, []]
+    assert {asked["q"] for asked in web.asked} == {"first query", "second query"}
+    assert retriever.describe() == {"kind": "web", "provider": "serper", "fetch_pages": False}
+    retriever.close()
+
+
+def test_pages_give_their_best_passage_and_lost_ones_their_snippet(web: FakeWeb) -> None:
+    retriever = opened(web, fetch_pages=True, passage_words=60)
+    lighthouse, unrelated = (
+        [document["contents"].split("\n", 1)[1] for _, document in hits]
+        for hits in found(retriever, ["who built the lighthouse", "zebra"], 3)
+    )
+    assert lighthouse[0].startswith("The lighthouse of Kalmar was built in 1852")
+    assert lighthouse[1:] == ["Snippet 1 & more.", lighthouse[0]]
+    assert unrelated == [f"Snippet {row} & more." for row in range(3)]
+    assert sorted(web.fetched) == ["r0", "r1", "r2"]
+    retriever.close()
+
+
+async def test_an_outage_is_503_and_what_was_paid_for_is_kept(web: FakeWeb) -> None:
+    retriever = opened(web)
+    web.script = [lambda: Response("", 500)]
+    asked = {"queries": ["a", "b", "c"], "topk": 3}
+    async with in_process(retriever) as client:
+        refused_once = await client.post("/retrieve", json=asked)
+        assert refused_once.status_code == 503
+        assert "status 500" in refused_once.json()["detail"]
+        assert len(web.asked) == 3
+        answered = await client.post("/retrieve", json=asked)
+        assert [len(line) for line in answered.json()["result"]] == [3, 3, 3]
+        assert len(web.asked) == 4
+
+
+def test_settings_that_cannot_be_used_are_refused() -> None:
+    with refused("unknown", "provider"):
+        open_web("yahoo")
+    with refused("missing", "SERPER_API_KEY"):
+        open_web("serper", environ={})
+    with refused("malformed", "endpoint"):
+        open_web("serper", environ=ENVIRON, endpoint="http://[::1")
+    with refused("out_of_range", "passage_words"):
+        open_web("serper", environ=ENVIRON, passage_words=0)
+
+
+class Reader:
+    """Reads a page whose URL starts with `fast` at once and no other ever."""
+
+    def __init__(self) -> None:
+        self.reading: list[str] = []
+
+    async def read(self, url: str, rank: int = 0) -> Page:
+        del rank
+        self.reading.append(url)
+        try:
+            if not url.startswith("fast"):
+                await asyncio.Event().wait()
+            return Page("", url)
+        finally:
+            self.reading.remove(url)
+
+    async def close(self) -> None:
+        """Nothing to give back."""
+
+
+async def test_a_page_that_is_late_is_none_and_the_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = asyncio.wait
+
+    async def time_is_up(tasks: Any, *, timeout: float, return_when: str) -> Any:
+        """As soon as one page is there."""
+        del timeout
+        await until(lambda: any(task.done() for task in tasks))
+        return await wait(tasks, timeout=0, return_when=return_when)
+
+    monkeypatch.setattr(asyncio, "wait", time_is_up)
+    reader: Any = Reader()
+    pages = WebPages(reader, timeout_s=300.0)
+    found = await pages.fetch(["slow", "fast 1", *(f"slow {row}" for row in range(20)), "fast 2"])
+    assert [page is not None for page in found[:3]] == [False, True, False]
+    assert found[-1] is None, "its turn had not come"
+    assert reader.reading == []
+    pages.close()
+
+
+async def test_what_nobody_waits_for_is_not_read_any_more_and_others_have_room() -> None:
+    reader: Any = Reader()
+    pages = WebPages(reader, timeout_s=300.0)
+    asking = asyncio.create_task(pages.fetch([f"slow {row}" for row in range(50)]))
+    await until(lambda: len(reader.reading) == 8)
+    assert await pages.fetch(["fast"]) == [{"url": "fast", "contents": '""\nfast'}]
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await until(lambda: reader.reading == [])
+    pages.close()
+
+
+async def test_a_free_slot_goes_to_the_lowest_rank_and_then_to_who_came_first() -> None:
+    slots, order = RankedSlots(1), []
+
+    async def work(name: str, rank: int) -> None:
+        async with slots.held(rank):
+            order.append(name)
+            await asyncio.sleep(0)
+
+    ranks = {"first": 9, "a": 2, "b": 0, "gone": 0, "c": 1, "d": 0, "e": 1}
+    tasks = {name: asyncio.create_task(work(name, rank)) for name, rank in ranks.items()}
+    await asyncio.sleep(0)
+    tasks["gone"].cancel()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+    assert order == ["first", "b", "d", "c", "e", "a"]
+
+
+@pytest.mark.parametrize("before", [True, False])
+async def test_a_slot_that_is_given_while_its_caller_is_cancelled_is_not_lost(before: bool) -> None:
+    slots = RankedSlots(1)
+
+    async def work() -> None:
+        async with slots.held():
+            await asyncio.sleep(0)
+
+    holding = slots.held()
+    await holding.__aenter__()
+    waiting = asyncio.create_task(work())
+    await asyncio.sleep(0)
+    if before:
+        waiting.cancel()
+    await holding.__aexit__(None, None, None)
+    if not before:
+        waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await asyncio.wait_for(work(), 60)
+
+
+async def test_web_pages_gives_contents_or_none_in_order(web: FakeWeb) -> None:
+    pages = open_pages(FetchLimits(timeout_s=300.0), local(web))
+    pages.timeout_s = 300.0
+    good, text = f"{web.base}/page/html", f"{web.base}/page/text"
+    bad = [f"{web.base}/page/empty", web.base + redirect_to("http://10.0.0.1/"), "nonsense"]
+    first, *others, again, last = await pages.fetch([text, *bad, good, good])
+    assert first == {"url": text, "contents": '""\nPlain text[31m.\nMore.'}
+    assert others == [None] * 3
+    assert again == last is not None
+    assert again["contents"].startswith('"Old Towns"\nRivers carry water')
+    assert web.fetched.count("html") == 1
+    assert await pages.fetch([]) == []
+    pages.close()
+    guarded = open_pages()
+    assert await guarded.fetch([good]) == [None]
+    guarded.close()
+
+
+# ---- the text of pages
+
+ENDLESS = "<html><body><p " + " ".join(f"a{row}=1" for row in range(100_000)) + ">text</p></body></html>"
+"""Attributes that libxml2 compares with each other: minutes of work."""
+
+
+def read(html: str) -> Page:
+    page = extract(html.encode(), "text/html", "utf-8")
+    assert page is not None
+    return page
+
+
+def test_a_page_has_a_title_and_paragraphs_without_scripts_and_menus() -> None:
+    page = read(HTML)
+    assert page.title == "Old Towns"
+    paragraphs = page.text.split("\n")
+    assert len(paragraphs) == 3
+    assert paragraphs[1].startswith("The lighthouse of Kalmar was built in 1852")
+    assert page.contents == f'"Old Towns"\n{page.text}'
+    menu = "<nav><a href='/'>Home</a></nav><script>alert('x')</script><article>"
+    assert read(HTML.replace("<article>", menu)).text == page.text
+
+
+@pytest.mark.parametrize(
+    ("body", "charset", "text"),
+    [
+        ("größer".encode("latin-1"), None, "größer"),
+        ("“x”".encode("cp1252"), "iso-8859-1", "“x”"),
+        ("東京".encode("shift_jis"), "Shift_JIS", "東京"),
+        ("東京".encode(), "no-such-charset", "東京"),
+        (b"\xef\xbb\xbf" + "東京".encode(), "shift_jis", "東京"),
+        ("\ufeff東京".encode("utf-16-le"), None, "東京"),
+        (b"abc", "zlib_codec", "abc"),
+        (b"a\xffc", "utf-8", "a�c"),
+    ],
+)
+def test_charsets(body: bytes, charset: str | None, text: str) -> None:
+    assert decode(body, charset) == text
+
+
+@settings(max_examples=50)
+@given(st.text(st.characters()))
+def test_clean_text_has_no_controls_and_can_be_sent(text: str) -> None:
+    cleaned = clean(text)
+    assert not [c for c in cleaned if unicodedata.category(c) in ("Cc", "Cs") and c != "\n"]
+    assert not set(cleaned) & set("\u202e\u2066")
+    cleaned.encode("utf-8")
+    assert clean(cleaned) == cleaned
+    assert all(line.strip() == line != "" for line in cleaned.split("\n")) or cleaned == ""
+
+
+async def test_a_worker_that_meets_a_hostile_page_ends_and_the_next_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERPER_API_KEY", "hidden-from-workers")
+    workers = Workers(1, job_timeout_s=0.3, hidden={"SERPER_API_KEY"})
+    good, endless = Fetched(HTML.encode(), "text/html", "utf-8"), Fetched(ENDLESS.encode(), "text/html", None)
+    try:
+        assert await workers.read(endless) is None
+        workers._job_timeout_s = 300.0  # of those that are started from now on
+        assert await workers.read(good) == extract(HTML.encode(), "text/html", "utf-8")
+        (worker,) = children_of("rlsys.search.web.extract")
+        assert "PATH" in worker.environ()
+        assert "SERPER_API_KEY" not in worker.environ()
+        assert worker.rlimit(resource.RLIMIT_AS) == (2 * 1024**3, 2 * 1024**3)
+        assert worker.rlimit(resource.RLIMIT_CORE) == (0, 0)
+        await workers.read(Fetched(b"<html><body>" + b"<div>" * 100_000 + b"text", "text/html", None))
+        reading = asyncio.create_task(workers.read(endless))
+        await asyncio.sleep(0)  # the worker has its page
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert not worker.is_running()
+        assert await workers.read(good) is not None
+    finally:
+        await workers.close()
+
+
+@settings(max_examples=50)
+@given(st.lists(st.lists(st.sampled_from("abcde"), max_size=30).map(" ".join), max_size=8), st.integers(1, 20))
+def test_passages_keep_every_word_in_order_within_their_length(paragraphs: list[str], words: int) -> None:
+    text = "\n".join(paragraphs)
+    found = passages(text, words)
+    assert " ".join(found).split() == text.split()
+    assert all(1 <= len(passage.split()) <= words for passage in found)

@@ -1,0 +1,109 @@
+"""Tiny random models of each family as transformers saves them, and what is in a folder of a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig
+
+from rlsys.weights.hf_io import SINGLE, HfReader
+from tests.support.tensors import raw
+from tests.trainer import reference
+
+
+def configs(layers: int = 3) -> dict[str, PretrainedConfig]:
+    """The config of each family, tied and not."""
+    return {
+        "llama": reference.tiny_llama3(layers),
+        "llama-tied": reference.tiny_llama3(layers, tied=True),
+        "qwen2": reference.tiny_config(layers, tied=False),
+        "qwen2-tied": reference.tiny_config(layers),
+        "qwen3": reference.tiny_qwen3(layers),
+        "qwen3-moe": reference.tiny_qwen3_moe(layers),
+    }
+
+
+def make_model(
+    folder: Path,
+    family: str = "qwen2",
+    dtype: torch.dtype = torch.bfloat16,
+    critic: bool = False,
+    shard_size: str = "5GB",
+    layers: int = 3,
+) -> Path:
+    """A random model whose norms and biases are random too, with a tokenizer's file."""
+    torch.manual_seed(0)
+    config, kind = configs(layers)[family], AutoModelForCausalLM
+    if critic:
+        config.num_labels, kind = 1, AutoModelForTokenClassification
+    model = kind.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(1.0 + 0.1 * noise if "norm" in name else 0.15 * noise)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    (folder / "tokenizer.json").write_text('{"hello": 1}')
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a Hugging Face folder."""
+    reader = HfReader(folder)
+    return {name: reader.get(name) for name in reader.names()}
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    """Assert that two folders hold the same tensors, to the bit and the dtype."""
+    first, second = ({name: raw(tensor) for name, tensor in tensors_of(folder).items()} for folder in (one, other))
+    assert first.keys() == second.keys()
+    assert [name for name, content in first.items() if content != second[name]] == []
+
+
+@torch.no_grad()
+def logits_by_transformers(
+    folder: Path, tokens: Tensor, critic: bool = False, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Logits or values [row, token, vocabulary or 1] float32 that transformers computes in `dtype`."""
+    kind = AutoModelForTokenClassification if critic else AutoModelForCausalLM
+    model, report = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not any(report.values()), "every tensor is there, and no other"
+    logits: Tensor = model.eval()(tokens).logits.float()
+    return logits
+
+
+def assert_same_logits(found: Tensor, expected: Tensor) -> None:
+    """Assert that float32 results of the same weights are equal but for rounding.
+
+    Kernels may add in another order on another processor, or where operands lie at another alignment. Some 50 products of
+    matrices follow one another in 5 layers, of at most 96 terms each: rounding is below 50 x 96 x 2^-24 of the largest.
+    """
+    assert found.shape == expected.shape
+    largest = expected.abs().max()
+    assert largest > 0.1
+    assert (found - expected).abs().max() < 50 * 96 * 2**-24 * largest
+
+
+def json_of(path: Path) -> dict[str, object]:
+    """A file of JSON."""
+    content: dict[str, object] = json.loads(path.read_text())
+    return content
+
+
+def rewritten(model: Path, **changes: Tensor | None) -> Path:
+    """The model with other tensors: `__` stands for a point, and None for none."""
+    tensors = tensors_of(model) | {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    kept = {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, model / SINGLE, metadata={"format": "pt"})
+    return model
+
+
+def reconfigured(model: Path, **changes: object) -> Path:
+    """The model with another config."""
+    config = json_of(model / "config.json")
+    (model / "config.json").write_text(json.dumps(config | changes))
+    return model

@@ -1,0 +1,11 @@
+"""Imports that all Megatron processes of the tests share; see `tests.support.megatron_processes`."""
+# ruff: noqa: F401
+
+import hypothesis
+import pytest
+
+import rlsys.orchestrator.weight_sync
+import rlsys.orchestrator.worker_groups
+import rlsys.weights.convert.conversion
+import tests.trainer.harness
+import tests.trainer.reference

@@ -1,0 +1,226 @@
+"""Megatron processes over gloo, forked from one that has imported Megatron and kept for the tests that follow.
+
+A call blocks until all have answered. What one of them raises fails the test, with that process's traceback; as the others
+may wait for it in vain, all are killed, and the next test gets new ones.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import pickle
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import pytest
+import torch
+
+from rlsys.config.schema import Device
+from rlsys.trainer import mesh
+from rlsys.trainer.mesh import Rendezvous
+from tests.support.ports import free_port
+
+PRELOADED = "tests.support.megatron_preloaded"
+ANSWER_S = 600.0
+COLLECTIVE_S = 120.0
+MEETINGS = 8
+"""Process groups that a function can form one after the other."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A process that waits for calls."""
+
+    process: BaseProcess
+    pipe: Connection
+
+    def begin(self, function: Callable[..., Any], *args: Any) -> None:
+        """Have `function(Shell, *args)` called."""
+        self.pipe.send_bytes(pickle.dumps((function, args)))
+
+    def answer(self) -> Any:
+        """The result of the call before. Raises AssertionError with the traceback of what it raised, or EOFError."""
+        well, result = torch.load(io.BytesIO(self.pipe.recv_bytes()), weights_only=False)
+        assert well, result
+        return result
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def forks() -> BaseContext:
+    """Starts processes by forking one that has imported Megatron and has no threads.
+
+    A fork takes milliseconds and an import seconds. There is one process to fork from at a time: one that has imported
+    something else for other tests ends. A process that was forked from it forks itself.
+    """
+    if PRELOADED in sys.modules:
+        return multiprocessing.get_context("fork")
+    server = forkserver._forkserver
+    if server._preload_modules != [PRELOADED]:
+        server._stop()
+        server.set_forkserver_preload([PRELOADED])
+    return multiprocessing.get_context("forkserver")
+
+
+def fork(count: int) -> list[Host]:
+    """New processes."""
+    context = forks()
+    found = []
+    for _ in range(count):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        found.append(Host(process, ours))
+    return found
+
+
+@contextmanager
+def fresh(count: int) -> Iterator[list[Host]]:
+    """Processes of one's own, which have done nothing yet and may be killed."""
+    hosts = fork(count)
+    try:
+        yield hosts
+    finally:
+        for host in hosts:
+            host.kill()
+
+
+_POOL: list[Host] = []
+
+
+def pool(count: int) -> list[Host]:
+    """The first of the processes that are kept."""
+    _POOL[:] = [host for host in _POOL if host.process.is_alive()]
+    _POOL.extend(fork(count - len(_POOL)))
+    return _POOL[:count]
+
+
+def ask(hosts: Sequence[Host], function: Callable[..., Any], arguments: Sequence[tuple]) -> list[Any]:
+    """The results of `function(Shell, *args)` in each of `hosts`."""
+    for host, args in zip(hosts, arguments, strict=True):
+        host.begin(function, *args)
+    waiting, answers = {host.pipe: rank for rank, host in enumerate(hosts)}, {}
+    try:
+        while waiting:
+            ready = wait(waiting, ANSWER_S)
+            assert ready, f"No answer of the ranks {[*waiting.values()]} to {function.__name__} of {arguments[0][:1]}"
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                answers[rank] = hosts[rank].answer()
+    except BaseException:
+        for host in hosts:
+            host.kill()
+        raise
+    return [answers[rank] for rank in range(len(hosts))]
+
+
+class Shell:
+    """A process's side: it holds a worker."""
+
+    worker: Any = None
+
+    def settle(self) -> None:
+        """Leave the process group that there is."""
+        self.worker = None
+        mesh.stop()
+
+
+def _serve(pipe: Connection) -> None:
+    """Do what is asked for until the other end is closed."""
+    # An import that fails in the process that is forked would only make every test slow.
+    assert PRELOADED in sys.modules
+    shell = Shell()
+    while True:
+        try:
+            function, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = True, function(shell, *args)
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - it is raised on the other side
+            answer = False, traceback.format_exc()
+        content = io.BytesIO()
+        torch.save(answer, content)
+        pipe.send_bytes(content.getbuffer())
+
+
+@dataclass
+class Group:
+    """One process's view of the processes that run a function together."""
+
+    rank: int
+    world: int
+    ports: list[int]
+
+    def meet(self) -> Rendezvous:
+        """Leave the process group that there is, and say where the next one meets."""
+        mesh.stop()
+        return rendezvous(self.rank, self.world, self.ports.pop(0))
+
+
+def rendezvous(rank: int, world_size: int, port: int) -> Rendezvous:
+    return Rendezvous(rank, world_size, "127.0.0.1", port, Device.cpu, COLLECTIVE_S)
+
+
+def on_ranks(function: Callable[..., Any], world: int, *args: Any, hosts: Sequence[Host] | None = None) -> list[Any]:
+    """The results of `function(Group, *args)` in each of `world` processes."""
+    ports = [free_port() for _ in range(MEETINGS)]
+    return ask(
+        hosts or pool(world), _on_rank, [(function, Group(rank, world, list(ports)), args) for rank in range(world)]
+    )
+
+
+def _on_rank(shell: Shell, function: Callable[..., Any], group: Group, args: tuple) -> Any:
+    shell.settle()
+    result = function(group, *args)
+    mesh.stop()
+    return result
+
+
+class HostedGroup:
+    """The part of a WorkerGroup that the groups of the driver use, without Ray."""
+
+    def __init__(self, name: str, hosts: Sequence[Host]) -> None:
+        self.name = name
+        self.ranks = hosts
+
+    async def build(self, factory: Callable[..., Any], arguments: Sequence[tuple], timeout_s: float) -> None:  # noqa: ARG002
+        """See `WorkerGroup`. A process that has a worker leaves its group first."""
+        ask(self.ranks, _build, [(factory, *args) for args in arguments])
+
+    async def free_address(self, timeout_s: float) -> tuple[str, int]:  # noqa: ARG002
+        """See `WorkerGroup`."""
+        return "127.0.0.1", free_port()
+
+    async def call(self, method: str, *args: Any, timeout_s: float = ANSWER_S) -> list[Any]:
+        """See `WorkerGroup`."""
+        return await self.call_each(method, [args] * len(self.ranks), timeout_s)
+
+    async def call_each(self, method: str, arguments: Sequence[tuple], timeout_s: float = ANSWER_S) -> list[Any]:  # noqa: ARG002
+        """See `WorkerGroup`."""
+        return ask(self.ranks, _call, [(method, *args) for args in arguments])
+
+    def begin(self, method: str, *args: Any) -> None:
+        """Call what nobody waits for."""
+        for host in self.ranks:
+            host.begin(_call, method, *args)
+
+
+def _build(shell: Shell, factory: Callable[..., Any], *args: Any) -> None:
+    shell.settle()
+    shell.worker = factory(*args)
+
+
+def _call(shell: Shell, method: str, *args: Any) -> Any:
+    return getattr(shell.worker, method)(*args)

@@ -1,0 +1,28 @@
+"""Tensors of all kinds, and all that there is to one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def some_tensors(version: int, buckets: int = 5, nbytes: int = 40_000) -> list[list[tuple[str, Tensor]]]:
+    """The tensors of each bucket of a version: dtypes, shapes and strides of all kinds, and every bit pattern."""
+    generator = torch.Generator().manual_seed(version)
+    noise = torch.randint(0, 256, (buckets, nbytes), dtype=torch.uint8, generator=generator)
+    return [
+        [
+            (f"{number}.matrix", bits[: nbytes // 2].view(torch.bfloat16).view(-1, 50)),
+            (f"{number}.bias", bits[nbytes // 2 : nbytes // 2 + 12].view(torch.float32)),
+            (f"{number}.turned", bits[-4000:].view(torch.float32).view(20, 50).t()),
+            (f"{number}.empty", torch.zeros(0, 7)),
+            (f"{number}.steps", torch.tensor(version * 2**40 + number)),
+        ]
+        for number, bits in enumerate(noise)
+    ]
+
+
+def raw(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    """Dtype, shape and bytes; equal only if every bit is, NaNs included."""
+    flat = tensor.contiguous().flatten().view(torch.uint8) if tensor.numel() else torch.empty(0)
+    return str(tensor.dtype), tuple(tensor.shape), flat.numpy().tobytes()

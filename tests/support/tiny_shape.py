@@ -1,0 +1,13 @@
+"""The shape of a tiny Qwen2, as its config.json has it."""
+
+SHAPE = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}

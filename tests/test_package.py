@@ -1,0 +1,115 @@
+"""The package from outside: its public names and those of before, its errors, and the messages that RLSYS_LOG asks for."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import re
+import subprocess
+import sys
+
+import pytest
+
+import rlsys
+import rlsys.apps.api
+from rlsys.errors import RunError, UserError, root_cause
+
+CODE = """
+import sys, warnings
+import rlsys
+assert not {"torch", "ray", "transformers"} & sys.modules.keys(), "an import of the package is cheap"
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import rlsys.tools.interface
+    from rlsys.tools.calculator import Calculator
+    from rlsys.tools.interface import ToolError
+own = [one for one in caught if "rlsys" in str(one.message)]
+assert [(one.category, str(one.message)) for one in own] == [(DeprecationWarning, "rlsys.tools is now rlsys.rollout.tools")]
+assert own[0].filename == "<string>", own[0].filename
+import rlsys.rollout.tools.interface as interface
+import rlsys.rollout.tools.calculator as calculator
+assert rlsys.tools.interface is interface and ToolError is interface.ToolError and Calculator is calculator.Calculator
+assert interface.__spec__.name == interface.__name__ == "rlsys.rollout.tools.interface"
+assert interface.find_tool("rlsys.tools.calculator.Calculator") is Calculator, "as a config may name it"
+for never in ("rlsys.tools.nothing", "rlsys.nothing"):
+    try:
+        __import__(never)
+    except ModuleNotFoundError as error:
+        assert error.name == never, error.name
+    else:
+        raise AssertionError(never)
+import rlsys.api.trainer
+from rlsys.api import SearchR1Trainer as old
+from rlsys import SearchR1Trainer as new
+assert old is new
+"""
+
+
+def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command, environment = [sys.executable, *words], os.environ | variables
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_every_public_name_is_exported_and_explained() -> None:
+    assert rlsys.__all__ == rlsys.apps.api.__all__
+    for name in rlsys.__all__:
+        public = getattr(rlsys, name)
+        methods = [member for member, value in vars(public).items() if inspect.isfunction(value) and member[0] != "_"]
+        assert all(map(inspect.getdoc, [public, *(getattr(public, member) for member in methods)])), name
+    with pytest.raises(AttributeError, match="SearchR2Trainer"):
+        _ = rlsys.SearchR2Trainer
+
+
+def test_an_old_name_is_the_same_module_and_warns_once() -> None:
+    done = run("-c", CODE)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_line_runs_by_its_old_name() -> None:
+    done = run("-m", "rlsys.cli.main", "doctor", "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--json" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Warning" not in done.stderr
+
+
+WANTED, OTHER, FIRST = RunError("actor rank 1 is gone"), UserError("second", code="missing", key="a"), KeyError("x")
+LOG = """
+import logging
+import rlsys
+for level in (logging.DEBUG, logging.INFO, logging.WARNING):
+    logging.getLogger("rlsys.observe.status").log(level, "one of %s", level)
+    logging.getLogger("elsewhere").log(level, "of another library")
+"""
+LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (\w+) rlsys\.observe\.status: one of \d+")
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        pytest.param(
+            BaseExceptionGroup("stages", [FIRST, ExceptionGroup("inner", [OSError(), WANTED])]), WANTED, id="for people"
+        ),
+        pytest.param(
+            ExceptionGroup("both", [ExceptionGroup("inner", [WANTED]), OTHER]), WANTED, id="the first of several"
+        ),
+        pytest.param(ExceptionGroup("all", [ExceptionGroup("inner", [FIRST]), OSError()]), FIRST, id="none for people"),
+    ],
+)
+def test_the_first_error_that_is_made_for_people_is_shown(error: BaseException, shown: BaseException) -> None:
+    assert root_cause(error) is shown
+
+
+def test_an_error_keeps_its_code_and_key_on_its_way_to_another_process() -> None:
+    arrived = pickle.loads(pickle.dumps(OTHER))
+    assert (type(arrived), str(arrived), arrived.code, arrived.key) == (UserError, "second", "missing", "a")
+
+
+def test_messages_from_the_level_on_are_shown_with_time_level_and_name() -> None:
+    lines = run("-c", LOG, RLSYS_LOG="INFO").stderr.splitlines()
+    assert [match[1] for text in lines if (match := LINE.fullmatch(text))] == ["INFO", "WARNING"]
+    assert [text for text in lines if not LINE.fullmatch(text)] == ["of another library"], "its warning, as ever"
+    told, *as_ever = run("-c", LOG, RLSYS_LOG="loud").stderr.splitlines()
+    assert "RLSYS_LOG=loud" in told, "a word that is no level"
+    assert as_ever == ["one of 30", "of another library"]

@@ -1,0 +1,152 @@
+"""The place of a process in its mesh by hand, its kernels, and Megatron-core without CUDA."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlsys.config.schema import Layers, ModelConfig, ParallelConfig
+from rlsys.errors import Code
+from rlsys.observe.environment import Capabilities
+from rlsys.trainer import cpu_support
+from rlsys.trainer.mesh import place_of
+from rlsys.trainer.model.layers import choose_layers, kernel_settings
+from rlsys.trainer.model.stage_model import PolicyModel, transformer_config
+from rlsys.weights.weight_map import read_architecture
+from tests.support.megatron_processes import Group, fresh, on_ranks
+from tests.support.refusals import refused
+from tests.trainer import reference
+from tests.trainer.harness import local_model
+
+NOTHING = Capabilities()
+GPU = Capabilities(cuda_devices=1, compute_capability=(9, 0))
+TE = replace(GPU, transformer_engine="2.20.2")
+FUSIONS = (
+    "bias_activation_fusion",
+    "apply_rope_fusion",
+    "moe_permute_fusion",
+    "gradient_accumulation_fusion",
+)
+
+
+def fused(settings: dict[str, Any]) -> set[str]:
+    return {name for name in FUSIONS if settings.get(name)}
+
+
+def test_layers_are_resolved() -> None:
+    assert choose_layers(Layers.auto, NOTHING) is Layers.local
+    assert choose_layers(Layers.auto, GPU) is Layers.local
+    assert choose_layers(Layers.auto, TE) is Layers.te
+    assert choose_layers(Layers.local, TE) is Layers.local
+    assert choose_layers(Layers.te, TE) is Layers.te
+    for here in (GPU, replace(TE, cuda_devices=0)):
+        with refused("not_installed", "model.layers"):
+            choose_layers(Layers.te, here)
+
+
+def test_each_kernel_comes_with_what_it_needs() -> None:
+    model = ModelConfig("model")
+    assert fused(kernel_settings(model, Layers.local, NOTHING)) == set()
+    assert fused(kernel_settings(model, Layers.local, GPU)) == {"bias_activation_fusion"}
+    assert fused(kernel_settings(model, Layers.local, TE)) == {"bias_activation_fusion", "apply_rope_fusion"}
+    assert fused(kernel_settings(model, Layers.te, TE)) == set(FUSIONS) - {"gradient_accumulation_fusion"}
+    assert fused(kernel_settings(model, Layers.te, replace(TE, apex=True))) == set(FUSIONS)
+    assert fused(kernel_settings(replace(model, fusions=False), Layers.te, replace(TE, apex=True))) == set()
+
+
+def test_fp8_is_asked_for() -> None:
+    model = ModelConfig("model", fp8=True)
+    assert "fp8" not in kernel_settings(replace(model, fp8=False), Layers.te, TE)
+    assert kernel_settings(model, Layers.te, TE)["fp8"] == "hybrid"
+    # Else the first micro-batch of every pass overwrites fused gradients, and copies of weights stay when they are offloaded.
+    assert kernel_settings(model, Layers.te, replace(TE, apex=True))["disable_parameter_transpose_cache"]
+    for here in (TE, NOTHING):
+        with refused("conflict", "model.fp8"):
+            kernel_settings(model, Layers.local, here)
+
+
+def test_megatron_takes_the_settings(tmp_path: Path) -> None:
+    """Its own checks pass, for those fields whose libraries are not asked for when a config is made."""
+    model = reference.make_model(reference.tiny_config(layers=1), tmp_path / "model")
+    asked = ModelConfig(str(model), fp8=True)
+    settings = kernel_settings(asked, Layers.te, replace(TE, apex=True))
+    for of_te in ("apply_rope_fusion", "moe_permute_fusion"):
+        assert settings.pop(of_te)
+    made = transformer_config(read_architecture(str(model)), asked, ParallelConfig(), settings)
+    assert {name: getattr(made, name) for name in settings} == settings
+
+
+def _on_the_real_megatron(_: Group) -> None:
+    from megatron.core.pipeline_parallel import schedules
+
+    function = schedules.forward_backward_no_pipelining
+    before = function.__code__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        cpu_support.enable()
+        assert function.__code__ is before, "nothing may change where CUDA is"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(schedules, "forward_backward_no_pipelining")
+        with pytest.raises(cpu_support.UnsupportedMegatron, match="forward_backward_no_pipelining"):
+            cpu_support.enable()
+    cpu_support.enable()
+    cpu_support.enable()
+    assert "cuda" in before.co_consts
+    assert "cuda" not in function.__code__.co_consts
+
+
+def test_an_unexpected_megatron_is_refused_and_cuda_left_alone() -> None:
+    with fresh(1) as hosts:
+        on_ranks(_on_the_real_megatron, 1, hosts=hosts)
+
+
+def test_tensor_parallel_is_fastest_then_context_then_data_then_pipeline() -> None:
+    places = [place_of(rank, 16, ParallelConfig(tp=2, cp=2, pp=2, ep=4)) for rank in range(16)]
+    assert [place.tp for place in places] == [0, 1] * 8
+    assert [place.cp for place in places] == [0, 0, 1, 1] * 4
+    assert [place.dp for place in places] == [0, 0, 0, 0, 1, 1, 1, 1] * 2
+    assert [place.pp for place in places] == [0] * 8 + [1] * 8
+    assert [place.ep for place in places] == [0, 1, 2, 3] * 4
+    assert [place.in_stage for place in places] == [*range(8)] * 2
+    assert [place.rank for place in places if place.reports] == [8, 12]
+    assert [place.rank for place in places if place.exports] == [0, 1, 2, 3, 8, 9, 10, 11]
+
+
+def test_experts_are_spread_over_neighbours_of_a_stage() -> None:
+    places = [place_of(rank, 12, ParallelConfig(tp=2, pp=2, ep=3)) for rank in range(12)]
+    assert [place.ep for place in places] == [0, 1, 2] * 4
+    # The first three have one copy of all experts between them, the first two of all the rest.
+    assert [place.rank for place in places if place.exports] == [0, 1, 2, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "code", "key"),
+    [
+        (ParallelConfig(tp=3), "mismatch", "tp x cp x pp"),
+        (ParallelConfig(tp=2, cp=3), "mismatch", "tp x cp x pp"),
+        (ParallelConfig(pp=2, ep=3), "mismatch", "ep"),
+        (ParallelConfig(sequence_parallel=True), "conflict", "sequence_parallel"),
+    ],
+)
+def test_cuts_that_do_not_fit_the_processes_are_refused(parallel: ParallelConfig, code: Code, key: str) -> None:
+    with refused(code, key):
+        place_of(0, 8, parallel)
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel", "code", "key"),
+    [
+        ("qwen3_moe", ParallelConfig(tp=2), "conflict", "sequence_parallel"),
+        ("qwen3", ParallelConfig(tp=8), "mismatch", "tp"),
+    ],
+)
+def test_cuts_that_the_model_forbids_are_refused(
+    family: str, parallel: ParallelConfig, code: Code, key: str, tmp_path: Path
+) -> None:
+    model = reference.make_model(reference.TINY[family](layers=1), tmp_path)
+    with refused(code, key):
+        PolicyModel(read_architecture(model), local_model(model), parallel, place_of(0, 8, parallel))

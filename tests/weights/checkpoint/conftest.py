@@ -1,0 +1,15 @@
+"""A model whose checkpoints are made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.trainer import reference
+
+
+@pytest.fixture(scope="session")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Hugging Face folder of a Qwen3 of 3 layers."""
+    return reference.make_model(reference.tiny_qwen3(), tmp_path_factory.mktemp("model") / "hf")
