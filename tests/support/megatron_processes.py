@@ -42,6 +42,10 @@ class Host:
     process: BaseProcess
     pipe: Connection
 
+    @property
+    def name(self) -> str:
+        return self.process.name
+
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
         """Have `function(Shell, *args)` called."""
         self.pipe.send_bytes(pickle.dumps((function, args)))
