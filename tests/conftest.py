@@ -19,8 +19,8 @@ settings.load_profile("rlsys")
 
 LONGEST_FIRST = ("tests/live/", "tests/trainer/", "tests/rollout/", "tests/cluster/")
 """Folders whose tests start first, so that no worker is left with a long one at the end."""
-ONE_WORKER = {"tests/rollout"}
-"""Folders whose files share an SGLang engine, and run on one worker."""
+ENGINE = ("tests/live/test_full_loop.py", "tests/rollout/")
+"""Files that need an SGLang engine, and run on one worker: most share one, and two at a time would take much memory."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,12 +38,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class ByFile(LoadScopeScheduling):
-    """Gives the tests of a file, or of a folder that shares an engine, to one worker."""
+    """Gives the tests of a file to one worker, and those of all engine files to one."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        folder = file.rpartition("/")[0]
-        return folder if folder in ONE_WORKER else file
+        return "engine" if nodeid.startswith(ENGINE) else nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:

@@ -1,7 +1,7 @@
-"""Megatron processes over gloo, forked from one that has imported Megatron and kept for the tests that follow.
+"""Megatron processes over gloo, forked from one that has imported Megatron.
 
 A call blocks until all have answered. What one of them raises fails the test, with that process's traceback; as the others
-may wait for it in vain, all are killed, and the next test gets new ones.
+may wait for it in vain, all are killed.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ class Host:
 
     process: BaseProcess
     pipe: Connection
+
+    @property
+    def name(self) -> str:
+        return self.process.name
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
         """Have `function(Shell, *args)` called."""
@@ -96,14 +100,18 @@ def fresh(count: int) -> Iterator[list[Host]]:
             host.kill()
 
 
-_POOL: list[Host] = []
+_USED: list[Host] = []
 
 
 def pool(count: int) -> list[Host]:
-    """The first of the processes that are kept."""
-    _POOL[:] = [host for host in _POOL if host.process.is_alive()]
-    _POOL.extend(fork(count - len(_POOL)))
-    return _POOL[:count]
+    """New processes that stay until the next call.
+
+    A process is not used again: groups that a process has left keep threads of gloo, some of which spin.
+    """
+    for host in _USED:
+        host.kill()
+    _USED[:] = fork(count)
+    return list(_USED)
 
 
 def ask(hosts: Sequence[Host], function: Callable[..., Any], arguments: Sequence[tuple]) -> list[Any]:
@@ -176,9 +184,11 @@ def rendezvous(rank: int, world_size: int, port: int) -> Rendezvous:
 def on_ranks(function: Callable[..., Any], world: int, *args: Any, hosts: Sequence[Host] | None = None) -> list[Any]:
     """The results of `function(Group, *args)` in each of `world` processes."""
     ports = [free_port() for _ in range(MEETINGS)]
-    return ask(
-        hosts or pool(world), _on_rank, [(function, Group(rank, world, list(ports)), args) for rank in range(world)]
-    )
+    calls = [(function, Group(rank, world, list(ports)), args) for rank in range(world)]
+    if hosts:
+        return ask(hosts, _on_rank, calls)
+    with fresh(world) as new:
+        return ask(new, _on_rank, calls)
 
 
 def _on_rank(shell: Shell, function: Callable[..., Any], group: Group, args: tuple) -> Any:

@@ -176,7 +176,7 @@ def test_shards_are_no_larger_than_asked(tmp_path: Path) -> None:
     assert_same_tensors(model, tmp_path / "back")
 
 
-@pytest.mark.usefixtures("forked")
+@pytest.mark.slow
 def test_two_processes_write_the_same_bytes_as_one(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "qwen3-moe")
     made = []

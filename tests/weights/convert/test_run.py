@@ -156,10 +156,9 @@ def alive(pid: int) -> bool:
         (1, "user", UserError),
         (1, "disk", RunError),
         (1, "interrupt", Interrupted),
-        (2, "user", UserError),
+        pytest.param(2, "user", UserError, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.usefixtures("forked")
 def test_a_failure_keeps_what_is_complete(
     processes: int, how: str, kind: type[Exception], letters: Letters, tmp_path: Path
 ) -> None:
