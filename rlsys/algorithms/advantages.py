@@ -1,33 +1,39 @@
-"""Computes advantages: by how much a token's episode, turn or rest went better than was to be expected.
+"""Computes the advantages of trained tokens from rewards.
 
-`credit` says what has a return of its own, here called a unit: the episode, a turn or a trained token. `baseline` says
-what a unit's return is compared with, `advantage_scale` what the difference is divided by. A token's advantage is that
-of its unit.
+`credit` chooses the unit that has its own return: the episode, a turn or a trained token. `baseline` is subtracted from
+the return; `advantage_scale` divides the difference. A token takes the advantage of its unit.
 
-| unit | return | peers, whose mean is a baseline |
-|---|---|---|
-| episode | all rewards, undiscounted | the episodes of the group, or of the mini-batch |
-| turn | its own and later turns' rewards, gamma a turn | their turns of the same index |
-| token | its own and later tokens' rewards, gamma a token | none |
+    unit       return                                              peers, whose mean is a baseline
+    episode:   all rewards, undiscounted                           episodes of the group, or of the mini-batch
+    turn:      rewards of this and later turns, gamma per turn     their turns of the same index
+    token:     rewards of this and later tokens, gamma per token   none
 
-With a critic the unit is the token whatever `credit` says: GAE settles by gamma and lambda what a token answers for.
-The scale `group` is the spread of a unit's peers in the group, `batch` that of all units of the mini-batch less their
-baselines; `whiten` works on tokens and centres them once more.
+A KL penalty in the reward is subtracted first. Example: a group earns 1, 0, 0, 1; `credit` is trajectory, `baseline`
+group. The advantages on every trained token are
 
-Names for what comes out, as credit, baseline, scale: GRPO (arXiv 2402.03300) trajectory, group, group; Dr. GRPO
-(arXiv 2503.20783) trajectory, group, none; RLOO (arXiv 2402.14740) trajectory, leave_one_out, none; REINFORCE++
-(arXiv 2501.03262) token, none, whiten, and with a baseline trajectory, group, whiten; Lite PPO (arXiv 2508.08221)
-trajectory, group, batch; PPO token, critic, whiten.
+    scale none:    0.5   -0.5   -0.5   0.5     return - mean
+    scale group:   0.87  -0.87  -0.87  0.87    the same, divided by the sample standard deviation, 0.577
 
-Pure numpy in float64. Only tokens of a turn take part: what stands on others, be it NaN, changes nothing, and their
-advantage is 0. Which tokens those are is the caller's: with `compat.observations_in_values` observation tokens get the
-number of the turn before them, and are then as good as any. A group's part is known with its last episode; the rest
-waits for the mini-batch.
+With a critic the unit is always the token: GAE assigns credit by gamma and lambda. The scale `group` is the standard
+deviation of a unit's peers in the group. `batch` is that of all units of the mini-batch, after their baselines are
+subtracted. `whiten` centres and scales the tokens of the mini-batch.
 
-Arrays marked [trained] are over the trained tokens of one episode alone, in order: the token after a turn's last is the
-next turn's first, and neither gamma nor lambda counts what lies between. Every standard deviation is the sample one,
-with n - 1. Values that do not differ by more than rounding deviate by exactly zero, and so does one alone; nothing is
-divided where nothing differs.
+Known methods as credit, baseline, scale:
+
+    GRPO (arXiv 2402.03300)          trajectory, group, group
+    Dr. GRPO (arXiv 2503.20783)      trajectory, group, none
+    RLOO (arXiv 2402.14740)          trajectory, leave_one_out, none
+    REINFORCE++ (arXiv 2501.03262)   token, none, whiten; with a baseline: trajectory, group, whiten
+    Lite PPO (arXiv 2508.08221)      trajectory, group, batch
+    PPO                              token, critic, whiten
+
+Pure numpy in float64. Tokens with turn -1 are ignored, NaN included, and get advantage 0. The caller assigns turns:
+with `compat.observations_in_values`, observation tokens carry the index of the turn before them and count as trained.
+`group_estimates` runs when a group is complete, `batch_advantages` when the mini-batch is.
+
+Arrays marked [trained] hold the trained tokens of one episode in order. A turn's last token is followed by the next
+turn's first; gamma and lambda skip the tokens in between. Standard deviations are sample ones (n - 1). Values equal up
+to rounding, or a single value, have deviations of exactly zero and are not divided.
 """
 
 from __future__ import annotations
@@ -46,36 +52,36 @@ Ints = NDArray[np.int64]
 EPS = 1e-6
 """Added to a standard deviation before dividing by it."""
 ROUNDING = 1e-12
-"""Difference that sums of the same rewards may have, in units of the largest: the mean of equal floats is off by less."""
+"""Relative difference up to which values count as equal; the mean of equal floats is off by less."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardedEpisode:
-    """One episode as far as advantages follow from it."""
+    """Inputs of one episode's advantages."""
 
     turn_rewards: Sequence[float]
-    """[turns], whose sum is the episode's score; also of turns that have no trained token."""
+    """[turns] rewards, turns without a trained token included; their sum is the episode's score."""
     turn_of_token: NDArray[np.integer]
-    """[seq] index of the turn of a trained token, not falling from one to the next; -1 where untrained."""
+    """[seq] turn index of each trained token, non-decreasing; -1 where untrained."""
     penalties: Floats | None
-    """[seq] the KL that is taken off each token's reward, the coefficient multiplied in; None is none."""
+    """[seq] KL penalty subtracted from each token's reward, coefficient included; None for no penalty."""
     values: NDArray[np.floating] | None
-    """[seq] the critic's value before the token was chosen; needed where the baseline is the critic."""
+    """[seq] critic's value of the state before the token; required for `baseline=critic`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The parts of an episode that have one return each."""
+    """Units of an episode: the parts that have one return each."""
 
     values: Floats
-    """[units] returns, or the critic's advantages; where siblings are the baseline, less it, over the group's scale."""
+    """[units] returns, or the critic's advantages; after `group_estimates`, with group baseline and scale applied."""
     peers: Ints
-    """[units] number; units of the same number are compared with each other."""
+    """[units] peer number; units with equal numbers are compared with each other."""
     of_token: Ints
     """[seq] unit of each token, -1 where untrained."""
 
     def on_tokens(self, values: Floats) -> Floats:
-        """[units] -> [seq], 0 where untrained."""
+        """Spread `values` [units] over the tokens: [seq], 0 where untrained."""
         tokens, trained = np.zeros(len(self.of_token)), self.of_token >= 0
         tokens[trained] = values[self.of_token[trained]]
         return tokens
@@ -86,21 +92,25 @@ class AdvantageEstimate:
     """Advantages of one episode."""
 
     advantages: Floats
-    """[seq], 0 where untrained; final after `group_estimates` unless the config needs the whole mini-batch."""
+    """[seq], 0 where untrained; final unless baseline or scale need the whole mini-batch."""
     returns: Floats | None
-    """[seq] what the critic should have said, 0 where untrained: unscaled advantage + value; None without critic."""
+    """[seq] targets of the critic: unscaled advantage + value, 0 where untrained; None without a critic."""
     units: Units
 
 
 def group_estimates(episodes: Sequence[RewardedEpisode], config: AlgorithmConfig) -> list[AdvantageEstimate]:
-    """Estimate what the episodes of one question settle alone.
+    """Return the advantages of one prompt group, as far as the group alone determines them.
 
-    With credit `trajectory` an episode without trained tokens counts in its siblings' baseline and spread: its
-    score was drawn like theirs. An episode without siblings has an advantage of 0 where those are its baseline.
+    With credit `trajectory`, an episode without trained tokens still counts in the group's baseline and scale: its
+    score is a sample like the others. A group baseline gives a single episode an advantage of 0.
 
-    Raises ValueError if rewards are not finite; if penalties or values of trained tokens are not, or are not
-    aligned; if turns fall or have no reward; without values for the critic; with credit `token` and a baseline that
-    is a mean, for a token has no peers; and with the scale `group` without siblings as the baseline.
+    Raises ValueError for:
+    - rewards that are not finite;
+    - penalties or values that are misaligned, or not finite on a trained token;
+    - turns that decrease or have no reward;
+    - missing values with `baseline=critic`;
+    - credit `token` with a mean as baseline, because a token has no peers;
+    - the scale `group` without a group baseline.
     """
     _refuse_contradictions(config)
     if not episodes:
@@ -121,11 +131,12 @@ def group_estimates(episodes: Sequence[RewardedEpisode], config: AlgorithmConfig
 
 
 def batch_advantages(groups: Sequence[Sequence[Units]], config: AlgorithmConfig) -> list[list[Floats]]:
-    """Advantages [seq] of one whole mini-batch, with what only all of its groups together settle.
+    """Return the final advantages [seq] of one mini-batch, for each group and episode.
 
-    `groups` are the `AdvantageEstimate.units` of each. The scale `batch` is the spread among siblings, not that between
-    easy and hard questions, for it is of centred returns: REINFORCE++ with baseline takes it so; Lite PPO's authors' code
-    takes it of rewards as they are.
+    Applies the baseline `batch` and the scales `batch` and `whiten`. `groups` holds each episode's
+    `AdvantageEstimate.units`. With a group baseline, the scale `batch` measures differences within groups, not between
+    easy and hard prompts, because returns are centred first. REINFORCE++ with baseline does the same; the code of Lite
+    PPO's authors uses raw rewards.
     """
     flat = list(chain.from_iterable(groups))
     if not flat:
@@ -145,18 +156,18 @@ def batch_advantages(groups: Sequence[Sequence[Units]], config: AlgorithmConfig)
 def _refuse_contradictions(config: AlgorithmConfig) -> None:
     if config.credit is Credit.token and config.baseline not in (AdvantageBaseline.none, AdvantageBaseline.critic):
         raise ValueError(
-            f"algorithm.credit=token has no token of another episode to compare with, which algorithm.baseline="
-            f"{config.baseline} does: choose baseline none or critic, or credit turn or trajectory."
+            f"algorithm.credit=token does not work with algorithm.baseline={config.baseline}, because a token has no "
+            "counterpart in other episodes: choose baseline none or critic, or credit turn or trajectory."
         )
     if config.advantage_scale is AdvantageScale.group and config.baseline not in SIBLINGS:
         raise ValueError(
-            f"algorithm.advantage_scale=group goes with the mean of siblings, not with algorithm.baseline="
-            f"{config.baseline}: choose scale batch, whiten or none."
+            f"algorithm.advantage_scale=group needs a baseline of the group, not algorithm.baseline={config.baseline}: "
+            "choose scale batch, whiten or none, or baseline group or leave_one_out."
         )
 
 
 def _units(episode: RewardedEpisode, config: AlgorithmConfig) -> Units:
-    """The units of one episode with their returns, or with the critic their generalised advantages."""
+    """Units of one episode with their returns or, with a critic, their generalised advantages."""
     _check(episode)
     trained = episode.turn_of_token >= 0
     turns = episode.turn_of_token[trained].astype(np.int64)
@@ -166,7 +177,7 @@ def _units(episode: RewardedEpisode, config: AlgorithmConfig) -> Units:
     if config.baseline is AdvantageBaseline.critic:
         values = generalised_advantages(rewards, _values(episode), config.gamma, config.gae_lambda)
     elif config.credit is Credit.trajectory:
-        # Not of the rewards on tokens: an untrained episode's score counts too.
+        # Not the sum of `rewards`, which is empty for an episode without trained tokens; its score counts too.
         values = np.array([float(sum(episode.turn_rewards) - penalties.sum())])
         of_trained, peers = np.zeros_like(turns), np.zeros(1, dtype=np.int64)
     elif config.credit is Credit.turn:
@@ -189,8 +200,8 @@ def _check(episode: RewardedEpisode) -> None:
         )
     if (np.diff(turns) < 0).any() or (turns >= len(episode.turn_rewards)).any():
         raise ValueError(
-            f"The turns of an episode's trained tokens must not fall and must be among its {len(episode.turn_rewards)} "
-            f"turns with a reward, got {np.unique(turns).tolist()}; check turn_of_token."
+            f"turn_of_token must not decrease and must stay below {len(episode.turn_rewards)}, the episode's number of "
+            f"turn rewards; it has turns {np.unique(turns).tolist()}: check turn_of_token."
         )
     for name, given in (("penalties", episode.penalties), ("values", episode.values)):
         if given is None:
@@ -200,65 +211,65 @@ def _check(episode: RewardedEpisode) -> None:
                 f"An episode's {name} must be aligned with its {len(episode.turn_of_token)} tokens, got {given.shape}."
             )
         if not np.isfinite(given[episode.turn_of_token >= 0]).all():
-            raise ValueError(
-                f"An episode's {name} must be finite where a token is trained; check where they come from."
-            )
+            raise ValueError(f"An episode's {name} must be finite on trained tokens; check their source.")
 
 
 def _values(episode: RewardedEpisode) -> Floats:
-    """[trained] what the critic said."""
+    """[trained] values of the critic."""
     if episode.values is None:
-        raise ValueError("algorithm.baseline=critic needs values, and an episode has none; let the critic score it.")
+        raise ValueError("algorithm.baseline=critic needs values, but an episode has none; score it with the critic.")
     return episode.values[episode.turn_of_token >= 0].astype(np.float64)
 
 
 def _whitened(tokens: Sequence[Floats], masks: Sequence[NDArray[np.bool_]]) -> list[Floats]:
-    """[seq] advantages of each episode, whitened over all that is in the masks; 0 elsewhere."""
+    """[seq] advantages of each episode, whitened over all masked-in tokens; 0 elsewhere."""
     every, mask = np.concatenate(tokens), np.concatenate(masks)
     every[mask] = whitened(every[mask])
     return np.split(every, np.cumsum([len(own) for own in tokens])[:-1])
 
 
 def _split(values: Floats, episodes: Sequence[Units]) -> list[Floats]:
-    """Cut `values` into those of each episode's units."""
+    """Split `values` [all units] by episode."""
     return np.split(values, np.cumsum([len(one.values) for one in episodes])[:-1])
 
 
 def placed(turn_rewards: Sequence[float], turns: Ints) -> Floats:
-    """[turns] rewards -> [trained]: each stands on the last trained token of its turn.
+    """Place each turn's reward on the last trained token of the turn: [turns] -> [trained].
 
-    `turns` [trained] is the turn of each trained token, in order. A turn without trained tokens hands its reward
-    to the nearest trained token before it, and if there is none to the first after it; so the sum stays what it
-    was, unless no token is trained at all.
+    `turns` [trained] is the turn of each trained token, in order. A turn without trained tokens places its reward on
+    the nearest trained token before it, else on the first one after it. The sum is preserved unless no token is
+    trained.
+
+        rewards 1, 2, 4; turns 0 0 2   ->   0 3 4
     """
     rewards = np.zeros(len(turns))
     if len(turns):
-        # The last token of this turn or an earlier one is one before the first of a later turn.
+        # Index of the last token whose turn is this one or an earlier one.
         ends = np.searchsorted(turns, np.arange(len(turn_rewards)), side="right") - 1
         np.add.at(rewards, ends.clip(min=0), np.asarray(turn_rewards, dtype=np.float64))
     return rewards
 
 
 def to_go(rewards: Floats, discount: float) -> Floats:
-    """[n] rewards -> [n] G_t = r_t + discount G_{t+1}, with nothing after the last."""
+    """Return the discounted sums G_t = r_t + discount G_{t+1}, with G = 0 after the last: [n] -> [n]."""
     backwards = accumulate(reversed(rewards.tolist()), lambda later, now: now + discount * later)
     return np.array(list(backwards), dtype=np.float64)[::-1]
 
 
 def generalised_advantages(rewards: Floats, values: Floats, gamma: float, gae_lambda: float) -> Floats:
-    """[trained] rewards and values -> [trained] generalised advantage estimates (arXiv 1506.02438).
+    """Return generalised advantage estimates (arXiv 1506.02438) [trained] from rewards and values [trained].
 
-    A_t = d_t + gamma lambda A_{t+1} with d_t = r_t + gamma V_{t+1} - V_t. An episode ends with its last trained
-    token, after which the value is 0: also one that a limit cut, for nothing more is paid for it.
+    A_t = d_t + gamma lambda A_{t+1} with d_t = r_t + gamma V_{t+1} - V_t. The value after the last trained token is 0,
+    also for a truncated episode, which earns no further reward.
     """
     following = np.append(values[1:], 0.0)[: len(values)]
     return to_go(rewards + gamma * following - values, gamma * gae_lambda)
 
 
 def centred(values: Floats, peers: Ints, *, leave_one_out: bool = False) -> Floats:
-    """[n] values -> [n] value - mean, where only those with the same number in `peers` [n] are compared.
+    """Subtract from each value the mean of its peers, the values with the same number in `peers`; all [n].
 
-    With `leave_one_out` the mean is that of the others (RLOO, arXiv 2402.14740):
+    With `leave_one_out` the mean excludes the value itself (RLOO, arXiv 2402.14740):
     x - mean(others) = (x - mean(all)) n / (n - 1).
     """
     deviations = np.zeros_like(values)
@@ -272,7 +283,7 @@ def centred(values: Floats, peers: Ints, *, leave_one_out: bool = False) -> Floa
 
 
 def spreads(values: Floats, peers: Ints) -> Floats:
-    """[n] `spread` of those that share a number in `peers` [n]."""
+    """[n] `spread` of each value's peers, the values with the same number in `peers` [n]."""
     found = np.ones_like(values)
     for peer in np.unique(peers):
         among = peers == peer
@@ -281,15 +292,16 @@ def spreads(values: Floats, peers: Ints) -> Floats:
 
 
 def spread(values: Floats) -> float:
-    """Sample standard deviation of `values` + EPS; 1 where they do not differ."""
+    """Sample standard deviation of `values` + EPS; 1 if they are equal up to rounding."""
     return float(values.std(ddof=1)) + EPS if _differ(values) else 1.0
 
 
 def whitened(values: Floats) -> Floats:
-    """[n] (x - mean) / (std + EPS) over all of `values`; zeros where they do not differ.
+    """(x - mean) / (std + EPS) over all of `values` [n]; zeros if they are equal up to rounding.
 
-    As in REINFORCE++ (arXiv 2501.03262) and codes of PPO, which vary in trifles: veRL and TRL, which Search-R1
-    follows, take the sample standard deviation as here, OpenRLHF the population's; all bound the variance by 1e-8.
+    Source: REINFORCE++ (arXiv 2501.03262) and PPO implementations, which differ in details. veRL and TRL, which
+    Search-R1 follows, also use the sample standard deviation; OpenRLHF uses the population's. All of them bound the
+    variance by 1e-8 instead of adding EPS.
     """
     return _deviations(values) / spread(values)
 

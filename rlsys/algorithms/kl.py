@@ -1,32 +1,34 @@
-"""KL divergences: from sampled tokens, from whole distributions or their top k, and the weight of the KL in the reward.
+"""Computes KL divergences from sampled tokens, distributions or their top k; controls the KL coefficient of the reward.
 
-Estimators are elementwise. For a token that the policy sampled let w = other / policy, sg(x) the constant x, and
-r = policy / sg(policy), which is 1 and carries a gradient:
+Estimators are elementwise. For a token sampled from the policy, let w = other / policy and sg(x) be x without gradient.
+r = policy / sg(policy) has value 1 and carries a gradient.
 
-| estimator | form                | of                | value unbiased | gradient unbiased          |
-|-----------|---------------------|-------------------|----------------|----------------------------|
-| k1        | -log w              | KL(policy, other) | yes            | no: zero on average        |
-| k2        | (log w)^2 / 2       | KL(policy, other) | no             | yes                        |
-| k3        | w - 1 - log w       | KL(policy, other) | yes            | no: of KL(other, policy)   |
-| k3++      | r (w - 1 - log w)   | KL(policy, other) | yes            | yes                        |
-| k4        | r sg(-log w)        | KL(policy, other) | yes            | yes                        |
-| k5        | sg(w) log w + log r | KL(other, policy) | yes            | yes                        |
-| abs       | abs(log w)          | neither           | no             | no                         |
+    estimator   form                  of                  value unbiased   gradient unbiased
+    k1:         -log w                KL(policy, other)   yes              no, zero on average
+    k2:         (log w)^2 / 2         KL(policy, other)   no               yes
+    k3:         w - 1 - log w         KL(policy, other)   yes              no, that of KL(other, policy)
+    k3++:       r (w - 1 - log w)     KL(policy, other)   yes              yes
+    k4:         r sg(-log w)          KL(policy, other)   yes              yes
+    k5:         sg(w) log w + log r   KL(other, policy)   yes              yes
+    abs:        abs(log w)            neither             no               no
 
-Clamps: what grows as w does (k3, k3++, k5) has its log-ratio clamped to +-20 and its value to +-10, as
-Search-R1 does to k3, so that one token with a vanishing probability cannot outweigh a batch. Past a clamp of
-the value the gradient is zero, and "unbiased" holds short of it: k3 reaches it at w = 13.6 or log w = -11,
-k5 at w = 5.7. The others grow no faster than the square of the log-ratio and are not clamped: that would
-take the gradient from just the tokens that have gone furthest.
+Example, w = 0.5: k1 and k4 give 0.69, k2 0.24, k3 and k3++ 0.19, k5 -0.35, abs 0.69 nats.
 
-From distributions there are two directions: reverse, KL(policy || reference), and forward, KL(reference || policy).
-Log-probs are finite and at the sampling temperature; those of the reference are constants. Of a set of tokens q
+Clamps: estimators that grow like w (k3, k3++, k5) clamp the log-ratio to +-20 and the value to +-10, as Search-R1 does
+for k3; one token of vanishing probability then cannot dominate a batch. A clamped value has zero gradient, and
+"unbiased" holds only for unclamped values. k3 reaches the clamp at w = 13.6 or log w = -11, k5 at w = 5.7. The other
+estimators grow at most like the square of the log-ratio and are not clamped: a clamp would remove the gradient of the
+tokens that diverge most.
+
+Distributions are compared in one of two directions: reverse, KL(policy || reference), or forward, KL(reference ||
+policy). Log-probs are finite and at the sampling temperature; the reference's are constants. For a set q of tokens and
+the sampled token y,
 
     KL = L1 + s L2        L1 = sum of `shares` over q, exact
-                          L2 = `tail`: if the sampled token y is not in q, it stands for all that are not
+                          L2 = `tail`: 0 if y is in q, else y's estimate for all tokens outside q.
 
-With y drawn from the policy and s = 1, or from another policy mu and s = policy(y) / mu(y), the value is
-unbiased for any q that does not depend on y; so is the gradient with the tail `exact`, not with `upstream`.
+The value is unbiased for any q independent of y, if y is sampled from the policy and s = 1. It is also unbiased if y is
+sampled from mu and s = policy(y) / mu(y). The gradient is unbiased too with the tail `exact`, but not with `upstream`.
 
 Sources: k1 to k3: J. Schulman, "Approximating KL divergence" (2020); k3 as a loss: GRPO (arXiv 2402.03300),
 eq. 4; gradients, k3++, k4, k5 and the top k: EMA-PG (arXiv 2602.04417).
@@ -45,21 +47,21 @@ from rlsys.config.algorithm import AlgorithmConfig, KlControl, KlEstimator, KlTa
 LOG_RATIO_LIMIT = 20.0
 """exp(20) is 5e8: far outside any healthy ratio, far inside float32."""
 VALUE_LIMIT = 10.0
-"""Of the estimators that hold the ratio itself, in nats."""
+"""Bound, in nats, of the estimators that grow like the ratio."""
 LARGEST_ERROR = 0.2
-"""Relative distance from the target of `kl_control=adaptive` beyond which it makes no difference how far off the KL is."""
+"""Bound of the relative error, KL / target - 1, of `kl_control=adaptive`."""
 
 K1, K2, K3, K3PP, K4, K5, ABS = (KlEstimator(name) for name in ("k1", "k2", "k3", "k3++", "k4", "k5", "abs"))
 
 DISTINCT = (K1, K2, K3, K5, ABS)
-"""Those that differ in value: k4 has that of k1, k3++ that of k3."""
+"""Estimators with different values: k4 equals k1, and k3++ equals k3."""
 
 
 def estimate(estimator: KlEstimator, logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """The divergence per token in nats, as the table above has it; gradients flow into `logprobs`.
+    """Return the divergence per token in nats, by the formula in the module's table; gradients flow into `logprobs`.
 
-    `logprobs` and `other_logprobs` have one shape, the result has it too, and it is 0 where they agree.
-    Raises ValueError for an estimator that compares distributions, `full_reverse` and `full_forward`.
+    `logprobs`, `other_logprobs` and the result have the same shape; the result is 0 where they agree. Raises ValueError
+    for `full_reverse` and `full_forward`, which compare distributions.
     """
     log_w = other_logprobs - logprobs
     if estimator is K1:
@@ -83,9 +85,9 @@ def estimate(estimator: KlEstimator, logprobs: Tensor, other_logprobs: Tensor) -
 
 
 def importance_weights(logprobs: Tensor, old_logprobs: Tensor, lower: float | None, upper: float | None) -> Tensor:
-    """policy / old policy of each token as a constant, cut to [`lower`, `upper`] where these are given.
+    """Return policy / old policy of each token without gradient, clamped to [`lower`, `upper`]; None is no bound.
 
-    Weighs a KL term that was sampled by the old policy as if the policy had sampled it. The log-ratio is clamped to +-20.
+    Corrects a KL term on tokens that the old policy sampled. The log-ratio is clamped to +-20.
     """
     log_ratio = (logprobs - old_logprobs).detach()
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
@@ -94,25 +96,25 @@ def importance_weights(logprobs: Tensor, old_logprobs: Tensor, lower: float | No
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The token that was sampled in each place. All [n]."""
+    """Log-probs of the sampled tokens. All [n]."""
 
     logprobs: Tensor
-    """Of the policy that is updated; gradient flows."""
+    """Log-probs under the policy that is updated; carries gradient."""
     old_logprobs: Tensor
-    """Of the policy that the update sets out from, which drew the token."""
+    """Old log-probs: under the policy before the update, which counts as the sampler."""
     ref_logprobs: Tensor
     picked: Tensor
-    """bool, whether it is one of the tokens that are summed over."""
+    """bool, True if the sampled token is among the top k."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopKKl:
-    """The KL from the tokens that were picked and the one that was sampled, by full_reverse or full_forward."""
+    """KL from the top k tokens and the sampled one, for `full_reverse` and `full_forward`."""
 
     config: AlgorithmConfig
 
     def __call__(self, logprobs: Tensor, ref_logprobs: Tensor, sampled: Sampled) -> Tensor:
-        """`logprobs` and `ref_logprobs` [n, k] of the picked tokens -> KL [n], in nats."""
+        """Return the KL [n] in nats from `logprobs` and `ref_logprobs` [n, k] of the top k tokens."""
         config, forward_kl = self.config, self.config.kl_estimator is KlEstimator.full_forward
         head = shares(logprobs, ref_logprobs, forward_kl).sum(dim=-1)
         if not config.kl_use_tail_sampling:
@@ -125,7 +127,7 @@ class TopKKl:
 
 
 def shares(logprobs: Tensor, ref_logprobs: Tensor, forward_kl: bool) -> Tensor:
-    """Each token's addend of the KL, which is their sum over the vocabulary. Elementwise.
+    """Return each token's summand of the KL, elementwise; the sum over the vocabulary is the KL.
 
     reverse: p (log p - log r)        forward: r (log r - log p)
     """
@@ -135,11 +137,11 @@ def shares(logprobs: Tensor, ref_logprobs: Tensor, forward_kl: bool) -> Tensor:
 
 
 def logit_gradient(logprobs: Tensor, ref_logprobs: Tensor, kl: Tensor, forward_kl: bool) -> Tensor:
-    """Derivative of the KL by the policy's logits at the sampling temperature, [n, tokens].
+    """Return the derivative of the KL with respect to the policy's temperature-scaled logits, [n, tokens].
 
     reverse: p (log p - log r - KL)        forward: p - r
 
-    `kl` [n] is over the whole vocabulary; the tokens may be any part of it.
+    `kl` [n] covers the whole vocabulary; `logprobs` and `ref_logprobs` may cover any subset.
     """
     if forward_kl:
         return logprobs.exp() - ref_logprobs.exp()
@@ -147,30 +149,33 @@ def logit_gradient(logprobs: Tensor, ref_logprobs: Tensor, kl: Tensor, forward_k
 
 
 def join_parts(log_masses: Tensor, ref_log_masses: Tensor, within: Tensor, forward_kl: bool) -> Tensor:
-    """The KL from those within each part of a vocabulary that is cut in parts (chain rule of the KL). -> [n]
+    """Combine the KLs of vocabulary shards into the KL of the whole vocabulary [n], by the chain rule.
 
-    All [parts, n]: log of the probability that policy and reference give to a part, and the KL of the
-    two once each is normalised within the part. It is the KL of the masses plus the mean of those within.
+    All [parts, n]: log of each part's probability mass under policy and reference, and `within`, the KL of the two
+    distributions normalised inside the part. The result is the KL of the masses plus the mass-weighted mean of
+    `within`.
     """
     masses = (ref_log_masses if forward_kl else log_masses).exp()
     return (shares(log_masses, ref_log_masses, forward_kl) + masses * within).sum(dim=0)
 
 
 def tail(sampled: Sampled, kind: KlTail, forward_kl: bool) -> Tensor:
-    """[n] the addend of the sampled token, 0 where it was picked. With w = r(y) / p(y), sg for a constant,
+    """Return the sampled token's summand [n], 0 where it is among the top k.
 
-                exact                          upstream
-    reverse     p / sg(p) * -log w             p / sg(p) * sg(-log w)
-    forward     sg(w) log w                    sg(w) log w + log p - sg(log p)
+    With w = r(y) / p(y), p the policy, r the reference, and sg for no gradient:
 
-    In the forward direction log w is clamped to +-20, past which its gradient is zero. `upstream` is off by
-    the gradient of the probability outside of the picks, which is zero only if nothing is picked: it lacks
-    it in the reverse direction, where the head has the other half, and has it too much in the forward one.
+                 exact                          upstream
+    reverse:     p / sg(p) * -log w             p / sg(p) * sg(-log w)
+    forward:     sg(w) log w                    sg(w) log w + log p - sg(log p)
+
+    The forward direction clamps log w to +-20; beyond it, the gradient of log w is zero. `upstream` has a gradient
+    error: the gradient of the probability mass outside the top k. The reverse direction lacks it, while the top k sum
+    has its negative; the forward direction has it in excess.
     """
-    # Filled before any arithmetic, so that a picked token gets a gradient of exactly zero.
+    # Fill before any arithmetic: a picked token then has a gradient of exactly zero.
     logprobs = sampled.logprobs.masked_fill(sampled.picked, 0.0)
     log_w = sampled.ref_logprobs.masked_fill(sampled.picked, 0.0) - logprobs
-    # 1 and 0, with the gradients of p / sg(p) and log p.
+    # p / sg(p): value 1 with a gradient; 0 where picked.
     unit = (logprobs - logprobs.detach()).exp().masked_fill(sampled.picked, 0.0)
     upstream = kind is KlTail.upstream
     if not forward_kl:
@@ -182,27 +187,29 @@ def tail(sampled: Sampled, kind: KlTail, forward_kl: bool) -> Tensor:
 
 @dataclass(slots=True)
 class KlController:
-    """The weight of the KL term in the reward, fixed or steered towards a target.
+    """Coefficient of the KL penalty in the reward: fixed, or adapted towards a target KL.
 
-    `coef` is in force when a step's rewards are worked out; the step's KL is observed afterwards and moves the weight of
-    the next one. A steered weight grows while the KL is above the target and shrinks while it is below:
+    A step's rewards use the current `coef`. `observe` then takes the step's KL and sets the coefficient of the next
+    step, which grows while the KL is above the target and shrinks while it is below:
 
         coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon
 
-    Source: arXiv 1909.08593, section 2.2, with episodes / horizon in place of its constant 0.1, as in its authors' code.
-    The weight stays above 0, because `horizon` must be above a fifth of a step's episodes.
+    Example: target 0.01, KL 0.03, 512 episodes, horizon 10240: coef *= 1 + 0.2 * 0.05 = 1.01.
+
+    Source: arXiv 1909.08593, section 2.2, with episodes / horizon in place of its constant 0.1, as in its authors'
+    code. The coefficient stays positive because `horizon` must exceed a fifth of a step's episodes.
     """
 
     coef: float
     target: float | None = None
-    """Nats a token; None keeps the weight what the config says, also when a run is restored with another one."""
+    """Target KL in nats per token. None keeps the configured coefficient, also on a resume with another coefficient."""
     horizon: int = 0
-    """Episodes."""
+    """Episodes over which the coefficient adapts."""
 
     def observe(self, mean_kl: float, episodes: int) -> None:
-        """Move the weight after a step with this mean KL in nats a token.
+        """Update the coefficient after a step of `episodes` with `mean_kl` in nats per token; no-op without a target.
 
-        Raises ValueError if the KL is not finite, or if so many episodes could turn the weight's sign.
+        Raises ValueError if the KL is not finite, or if `horizon` is so short that the coefficient's sign could flip.
         """
         if self.target is None:
             return
@@ -210,24 +217,24 @@ class KlController:
             raise ValueError(f"A step's mean KL must be finite, got {mean_kl}; check the reference's log-probs.")
         if LARGEST_ERROR * episodes >= self.horizon:
             raise ValueError(
-                f"algorithm.kl_horizon={self.horizon} is no more than a fifth of a step's {episodes} episodes, so that "
-                "one step could turn the weight's sign: raise it."
+                f"algorithm.kl_horizon={self.horizon} is at most a fifth of a step's {episodes} episodes, so one step "
+                "could flip the sign of the KL coefficient: raise it."
             )
         error = min(max(mean_kl / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
         self.coef *= 1 + error * episodes / self.horizon
 
     def state(self) -> dict[str, float]:
-        """The weight as it is now, for `restore`."""
+        """Return the current coefficient, for `restore`."""
         return {"coef": self.coef}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on with the weight of a `state`, if it is steered; target and horizon are the config's."""
+        """Resume an adaptive coefficient from `state`; target and horizon stay as configured."""
         if self.target is not None:
             self.coef = state["coef"]
 
 
 def kl_control(config: AlgorithmConfig) -> KlController:
-    """The controller that `algorithm.kl_control` names, with `algorithm.kl_coef` to begin with."""
+    """Return the controller for `algorithm.kl_control`, starting at `algorithm.kl_coef`."""
     if config.kl_control is KlControl.adaptive:
         return KlController(config.kl_coef, config.kl_target, config.kl_horizon)
     return KlController(config.kl_coef)

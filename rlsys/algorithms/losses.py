@@ -1,33 +1,39 @@
-"""Losses of policy and critic as sums over trained tokens, their statistics, and their aggregation.
+"""Computes policy and critic losses as sums over trained tokens, with statistics and aggregation weights.
 
-Both losses are sums over tokens, divided once by a divisor that is itself a sum (the critic's weights are 1):
+A loss is a weighted sum over tokens, divided once by a divisor that is itself a sum (the critic's weights are 1):
 
     loss = sum_t w_t l_t / sum of divisors
 
-A micro-batch contributes its part of both sums; the caller that accumulates micro-batches divides once, by the divisors
-of all micro-batches and ranks (`divisor`; for the critic, the number of trained tokens). Example, `token-mean` over two
-micro-batches of 2 and 1 trained tokens with losses (1, 2) and (6): (1 + 2 + 6) / (2 + 1) = 3, not the mean 3.75 of means.
+A micro-batch contributes its part of both sums. The caller accumulates micro-batches and divides once, by the sum of
+`divisor` over all micro-batches and ranks (for the critic, by the number of trained tokens). Example: `token-mean` over
+micro-batches with token losses (1, 2) and (6) gives (1 + 2 + 6) / (2 + 1) = 3, not the mean of means, 3.75.
 
-A token's weight depends on its own sequence alone, so the result equals that of a single batch for any split into
-micro-batches and ranks, and for any cut of a sequence over ranks, except with `gspo`, whose ratio belongs to the whole
-sequence. Code that cuts a sequence takes its weight from the whole sequence and counts its divisor once. A sequence
-without a trained token contributes nothing.
+    aggregation            w_t                              divisor
+    token-mean             1                                trained tokens
+    seq-mean-token-mean    1 / trained tokens of sequence   sequences
+    seq-mean-token-sum     1                                sequences
+    fixed-length           1                                sequences * loss_length
 
-Invariant: a masked token adds nothing to a loss and gets a gradient of exactly zero whatever its inputs are, NaN and
-infinity included. A NaN at a trained token makes the loss NaN: neither the loss nor maxima and minima hide it.
+A token's weight depends only on its own sequence. Up to rounding, the result therefore equals that of a single batch
+for any split into micro-batches and ranks. A sequence cut over ranks is also allowed, except with `gspo`, whose ratio
+needs the whole sequence: take the weight from the whole sequence and count its divisor once. A sequence without a
+trained token contributes nothing.
 
-With r the ratio of new to old policy, its logarithm clamped to +-20, and A the advantage, the policy losses are
+Invariant: an untrained token adds nothing to a loss and has a gradient of exactly zero, even with NaN or infinite
+inputs. A NaN that enters the loss at a trained token makes the loss NaN. Maxima and minima propagate NaN as well.
 
-    ppo              max(-r A, -clip(r, 1 - low, 1 + high) A), and at most -c A where A < 0
-    gspo             ppo without c; r is the sequence's: exp(mean of its trained tokens' log r)
+With the ratio r, its logarithm clamped to +-20, the advantage A, and sg for no gradient, the policy losses are
+
+    ppo              max(-r A, -clip(r, 1 - low, 1 + high) A); with `dual_clip` c, at most -c A where A < 0
+    gspo             as ppo without c; r is the sequence's: exp(mean of log r over its trained tokens)
     cispo            -sg(clip(r, 1 - low, 1 + high)) A log pi
     policy_gradient  -A log pi
 
-Sources: PPO (arXiv 1707.06347), eq. 7; unequal bounds: DAPO (arXiv 2503.14476); the bound c, dual clip: Ye et al.
-(arXiv 1912.09729); GSPO (arXiv 2507.18071); CISPO: MiniMax-M1 (arXiv 2506.13585); REINFORCE (Williams, 1992).
-Aggregations: `token-mean`: DAPO, over the mini-batch instead of the group. `seq-mean-token-mean`: GRPO (arXiv
-2402.03300), eq. 3. `seq-mean-token-sum`: the log-prob of the whole sequence, REINFORCE and RLOO (arXiv 2402.14740).
-`fixed-length`: Dr. GRPO (arXiv 2503.20783), whose constant keeps the scale of a mean and favours no length.
+Sources: PPO (arXiv 1707.06347), eq. 7; unequal bounds: DAPO (arXiv 2503.14476); dual clip: Ye et al. (arXiv
+1912.09729); GSPO (arXiv 2507.18071); CISPO: MiniMax-M1 (arXiv 2506.13585); REINFORCE (Williams, 1992). Aggregations:
+`token-mean`: DAPO, over the mini-batch instead of the group. `seq-mean-token-mean`: GRPO (arXiv 2402.03300), eq. 3.
+`seq-mean-token-sum`: the log-prob of the whole sequence, REINFORCE and RLOO (arXiv 2402.14740). `fixed-length`: Dr.
+GRPO (arXiv 2503.20783); its constant keeps the scale of a mean without favouring short or long sequences.
 """
 
 from __future__ import annotations
@@ -46,33 +52,33 @@ from rlsys.config.algorithm import FULL_KL, Aggregation, AlgorithmConfig, KlPlac
 
 TOKEN_MEAN = Aggregation("token-mean")
 TOKENS = "tokens"
-"""The statistic that counts trained tokens; every mean is over it."""
+"""Statistic that counts trained tokens; the divisor of all means but those of losses."""
 DIVISOR = "divisor"
-"""The statistic that whoever computes a loss adds: the micro-batch's part of the divisor."""
+"""Statistic with the micro-batch's part of the loss's divisor; the caller adds it to those of a policy loss."""
 LOSS_SUFFIX = "_loss"
-"""Statistics with this suffix are weighted sums, as the loss is, and become what was minimised."""
+"""Suffix of weighted sums, which `reduce_stats` divides by `divisor` like the loss itself."""
 MAX_SUFFIX = "_max"
 MIN_SUFFIX = "_min"
-"""Statistics with these suffixes are maxima and minima; all others are sums over trained tokens."""
+"""Suffixes of maxima and minima. All other statistics are sums over trained tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Inputs of the loss besides the policy's output, all [rows, width]; gradient flows only into `divergence`."""
+    """Inputs of the loss besides the policy's outputs, all [rows, width]; only `divergence` carries gradient."""
 
     old_logprobs: Tensor
-    """Log-probs of the policy that the update sets out from (the proximal policy)."""
+    """Log-probs under the policy before the update (the proximal policy)."""
     ref_logprobs: Tensor | None
-    """Log-probs of the reference policy; None if there is none."""
+    """Log-probs under the reference policy; None without a reference."""
     advantages: Tensor
     mask: Tensor
     """Bool, True where a token is trained."""
     weights: Tensor
-    """`token_weights`, spread over the tokens."""
+    """`token_weights` of each token's sequence."""
     sequences: Tensor
-    """int64 number of the token's sequence within the micro-batch, -1 for padding."""
+    """int64 index of the token's sequence within the micro-batch, -1 for padding."""
     divergence: Tensor | None = None
-    """KL to the reference in nats, from whole distributions; it then stands for the estimator."""
+    """KL to the reference in nats, computed from distributions; replaces the estimator."""
 
 
 Stats = dict[str, Tensor]
@@ -82,7 +88,7 @@ LossFunction = Callable[[Tensor, Tensor | None, LossInputs], tuple[Tensor, Stats
 
 @dataclass(frozen=True, slots=True)
 class _Surrogate:
-    """The loss of each token, and whether the lower, the upper or the dual bound met its ratio. All [rows, width]."""
+    """Loss of each token, and masks of ratios clipped at the lower, upper and dual bound. All [rows, width]."""
 
     loss: Tensor
     low: Tensor
@@ -92,7 +98,7 @@ class _Surrogate:
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredLoss:
-    """The policy loss of a config, a KL penalty to the reference, and an entropy bonus:
+    """Policy loss of a config, with the KL penalty of `kl_in=loss` and an entropy bonus:
 
     sum_t w_t (surrogate_t + kl_coef KL_t - entropy_coef H_t)
     """
@@ -100,13 +106,13 @@ class ConfiguredLoss:
     config: AlgorithmConfig
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Stats]:
-        """The weighted sum over trained tokens (scalar), and its statistics (detached scalars).
+        """Return the weighted sum over trained tokens (scalar) and its statistics (detached scalars).
 
-        `ratio` is the tokens' to the old policy, `ratio_dev_max` the largest |ratio - 1|, `approx_kl` from the old policy
-        (k3); `clip_fraction*` and `dual_clip_fraction` count the tokens that the loss clips. With a reference there is `kl`
-        by the estimator in use; with a KL term `kl_loss`; with an entropy `entropy`.
+        Statistics: `ratio` per token, also for gspo; `ratio_dev_max`, the largest |ratio - 1|; `approx_kl`, the k3
+        estimate of KL(old policy || policy); `clip_fraction*` and `dual_clip_fraction`, the clipped tokens; `kl`, by
+        the configured estimator if its inputs are given; `kl_loss`, with a KL term; `entropy`, if given.
 
-        Raises ValueError if a term with a coefficient lacks its input.
+        Raises ValueError if a term with a non-zero coefficient lacks its input.
         """
         self._require(entropy, inputs)
         logprobs, inputs = _filled(logprobs, inputs.mask), _all_filled(inputs)
@@ -133,7 +139,7 @@ class ConfiguredLoss:
 
     @property
     def _penalises(self) -> bool:
-        """The loss has a KL term."""
+        """True if the loss has a KL term."""
         return self.config.kl_coef > 0 and self.config.kl_in is KlPlace.loss
 
     def _surrogate(self, logprobs: Tensor, inputs: LossInputs) -> _Surrogate:
@@ -147,12 +153,12 @@ class ConfiguredLoss:
         none = torch.zeros_like(logprobs, dtype=torch.bool)
         if kind is PolicyLoss.policy_gradient:
             return _Surrogate(-advantages * logprobs, none, none, none)
-        # A clipped token still has its gradient, because the ratio is a constant.
+        # The ratio carries no gradient, so a clipped token keeps the gradient of its log-prob.
         ratio = _exp(logprobs - old).detach()
         return _Surrogate(-ratio.clamp(low, high) * advantages * logprobs, ratio < low, ratio > high, none)
 
     def _penalty(self, logprobs: Tensor, inputs: LossInputs) -> Tensor:
-        """The KL term of each token. A divergence has its importance weights inside already."""
+        """KL term of each token. A given divergence already includes importance weights."""
         if inputs.divergence is not None:
             return inputs.divergence
         assert inputs.ref_logprobs is not None
@@ -182,41 +188,44 @@ class ConfiguredLoss:
 
 
 def policy_loss(config: AlgorithmConfig) -> LossFunction:
-    """The loss that `config` describes; picklable, so that it can be sent to the actor's workers.
+    """Return the loss that `config` describes; picklable, so it can be sent to the actor's workers.
 
-    Raises ValueError for a KL term in the loss by k1, whose gradient is zero on average, and for a dual
-    clip of another loss than ppo.
+    Raises ValueError for `kl_estimator=k1` in the loss, whose gradient is zero on average, and for `dual_clip` with a
+    loss other than ppo.
     """
     if config.kl_coef > 0 and config.kl_in is KlPlace.loss and config.kl_estimator is K1:
         raise ValueError("kl_estimator=k1 in the loss has no gradient on average; take another, or kl_in=reward.")
     if config.dual_clip is not None and config.policy_loss is not PolicyLoss.ppo:
         raise ValueError(
-            f"dual_clip is {config.dual_clip} but policy_loss={config.policy_loss} has none: set it to null."
+            f"dual_clip is {config.dual_clip} but policy_loss={config.policy_loss} has no dual clip: set it to null."
         )
     return ConfiguredLoss(config)
 
 
 def sequence_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:
-    """The geometric mean of pi / pi_old over a sequence's trained tokens, at each of them; else 1.
+    """Return each trained token's sequence ratio, the geometric mean of pi / pi_old over the sequence; 1 elsewhere.
 
-    All are [rows, width]; `sequences`, a token's sequence, is below rows x width and read where `mask` is True. The value
-    is the sequence's, the gradient goes to the token alone: s_t = sg(s) pi_t / sg(pi_t). With one advantage for all of a
-    sequence's tokens loss and gradient are those of GSPO; otherwise each token keeps its own advantage (GSPO-token, arXiv
-    2507.18071). All trained tokens of a sequence must be there: a sequence is not to be cut over ranks.
+    All are [rows, width]. `sequences` holds each token's sequence index, below rows x width; it is read where `mask` is
+    True. The value is the sequence's, but the gradient flows only into the token: s_t = sg(s) pi_t / sg(pi_t). If all
+    tokens of a sequence have the same advantage, this is GSPO; otherwise it is GSPO-token (arXiv 2507.18071). Requires
+    all trained tokens of a sequence: a sequence must not be cut over ranks.
     """
-    # A token that is not trained adds zeros to number 0. There are no more sequences than tokens, so that
-    # their number need not be fetched from the device.
+    # Untrained tokens add zeros to sequence 0. The sums have one place per token, an upper bound of the number of
+    # sequences, which avoids a device-to-host copy of that number.
     numbers = sequences.masked_fill(~mask, 0).flatten()
     log_ratios = (logprobs - old_logprobs).detach().masked_fill(~mask, 0.0).flatten()
     sums = torch.zeros_like(log_ratios).index_add(0, numbers, log_ratios)
     counts = torch.zeros_like(log_ratios).index_add(0, numbers, mask.flatten().to(log_ratios))
     means = (sums / counts.clamp(min=1.0))[numbers].view_as(logprobs).masked_fill(~mask, 0.0)
-    # In brackets: beside a log-prob a small mean would lose its last digits.
+    # The brackets matter: added to a log-prob first, a small mean would lose its last digits.
     return _exp(means + (logprobs - logprobs.detach()))
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None) -> _Surrogate:
-    """PPO's surrogate, also of sequence ratios, bounded to [`low`, `high`]. `dual`, above 1, bounds what A < 0 costs."""
+    """Clipped surrogate of PPO for token or sequence ratios, with the range [`low`, `high`].
+
+    `dual`, above 1, bounds the loss of tokens with A < 0 by -dual A; None for no bound.
+    """
     loss = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
     against = advantages < 0
     beyond = torch.zeros_like(against)
@@ -231,7 +240,7 @@ def _exp(log_ratios: Tensor) -> Tensor:
 
 
 def token_weights(aggregation: Aggregation, trained_lengths: NDArray[np.integer]) -> NDArray[np.float64]:
-    """[sequences] weight of each trained token of a sequence; 0 for a sequence that has none.
+    """Return the weight of each trained token of a sequence, [sequences]; 0 for a sequence without trained tokens.
 
     `trained_lengths` [sequences] counts the trained tokens of each whole sequence.
     """
@@ -241,7 +250,7 @@ def token_weights(aggregation: Aggregation, trained_lengths: NDArray[np.integer]
 
 
 def divisor(aggregation: Aggregation, trained_lengths: NDArray[np.integer], loss_length: int) -> int:
-    """The part of the mini-batch's divisor that sequences of these [sequences] trained lengths add.
+    """Return the sequences' part of the mini-batch's divisor; `trained_lengths` [sequences] as in `token_weights`.
 
     `loss_length`, in tokens, is the constant of `fixed-length`. Raises ValueError if it is needed and not positive.
     """
@@ -260,7 +269,7 @@ def divisor(aggregation: Aggregation, trained_lengths: NDArray[np.integer], loss
 
 @dataclass(frozen=True, slots=True)
 class ValueLoss:
-    """Squared distance of a value from its return, which an update larger than `clip` cannot lower.
+    """Squared error of the value against the return, clipped around the old value.
 
         loss = 1/2 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)
 
@@ -268,13 +277,13 @@ class ValueLoss:
     """
 
     clip: float | None
-    """c, in units of the return; None does not clip."""
+    """c, in units of the return; None for no clipping."""
 
     def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor) -> tuple[Tensor, Stats]:
-        """The loss summed over trained tokens (scalar), and sums of its statistics (detached scalars).
+        """Return the loss summed over trained tokens (scalar) and sums of its statistics (detached scalars).
 
-        All [rows, width]; gradient flows into `values` alone. `vf_clipfrac` counts tokens whose loss the clip has
-        raised, whose gradient is zero. The names are veRL's.
+        All [rows, width]; gradient flows only into `values`. `vf_clipfrac` counts the tokens whose loss the clip
+        raises; their gradient is zero. `vf_loss`, `vf_clipfrac` and `vpred_mean` are veRL's names.
         """
         values, old, returns = (_filled(tensor, mask) for tensor in (values, old_values, returns))
         squared = (values - returns).square()
@@ -294,9 +303,9 @@ class ValueLoss:
 
 
 def explained_variance(values: NDArray[np.floating], returns: NDArray[np.floating]) -> float:
-    """1 - Var(returns - values) / Var(returns), over [n] tokens, at least one; NaN where all returns are equal.
+    """Return 1 - Var(returns - values) / Var(returns) over [n] tokens, n >= 1; NaN if all returns are equal.
 
-    1 where the critic knows the returns, 0 where it knows no more than their mean, below where it misleads.
+    1 for a perfect critic, 0 for one that predicts a constant, negative for one worse than a constant.
     """
     if np.ptp(returns) == 0:
         return float("nan")
@@ -305,7 +314,7 @@ def explained_variance(values: NDArray[np.floating], returns: NDArray[np.floatin
 
 
 def join_stats(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
-    """Statistics of several micro-batches or ranks as one: sums added, maxima maxed, minima likewise."""
+    """Join the statistics of micro-batches or ranks: add sums, take the maximum of maxima and the minimum of minima."""
     totals: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
@@ -315,9 +324,10 @@ def join_stats(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float
 
 
 def reduce_stats(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
-    """Join statistics, turn sums into means: losses over `divisor`, which is left out, others over `tokens`.
+    """Join statistics and turn sums into means: losses over `divisor`, the others over `tokens`.
 
-    `tokens` itself is the sum; without any, all else is NaN. Raises ValueError for losses without a divisor.
+    The result keeps the sum `tokens` and omits `divisor`. Without trained tokens, all other values are NaN. Raises
+    ValueError for losses without a divisor.
     """
     totals = {TOKENS: 0.0, **join_stats(parts)}
     tokens, divisor = totals[TOKENS], totals.pop(DIVISOR, None)
@@ -330,21 +340,21 @@ def reduce_stats(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, flo
         if not name.endswith(LOSS_SUFFIX):
             return total / tokens if tokens else math.nan
         if divisor is None:
-            raise ValueError(f"The statistics hold {name} but no {DIVISOR} to divide it by.")
+            raise ValueError(f"The statistics contain {name} but no {DIVISOR} to divide it by.")
         return total / divisor if divisor else math.nan
 
     return {name: reduced(name, total) for name, total in totals.items()}
 
 
 def _join(name: str, one: float, other: float) -> float:
-    # Python's own max and min may drop a NaN.
+    # Python's built-in max and min can drop a NaN.
     if name.endswith(MAX_SUFFIX):
         return float(np.maximum(one, other))
     return float(np.minimum(one, other)) if name.endswith(MIN_SUFFIX) else one + other
 
 
 def _filled(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
-    """`values` where a token is trained. Before any arithmetic: 0 * NaN, by the mask afterwards, is NaN."""
+    """`values` where a token is trained, else `fill`; apply before any arithmetic, because 0 * NaN is NaN."""
     return values.masked_fill(~mask, fill)
 
 
@@ -363,12 +373,12 @@ def _all_filled(inputs: LossInputs) -> LossInputs:
 
 
 def _ratio_stats(logprobs: Tensor, inputs: LossInputs) -> Stats:
-    """Statistics of the ratios; a micro-batch without a trained token has extrema that any other's outdo."""
+    """Statistics of the token ratios. Without a trained token, extrema are the neutral elements of max and min."""
     current, old, mask = logprobs.detach(), inputs.old_logprobs, inputs.mask
     ratio = _exp(current - old)
 
     def largest(values: Tensor, least: float) -> Tensor:
-        """`least` if nothing is trained, also without any token."""
+        """Largest of the trained tokens' `values`; `least` without trained tokens."""
         candidates = _filled(values, mask, least).flatten()
         return torch.cat([candidates, candidates.new_full((1,), least)]).max()
 

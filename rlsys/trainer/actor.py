@@ -1,12 +1,17 @@
-"""Training: the actor learns the policy, the critic the return to expect from every trained token on.
+"""Trains the policy (`Actor`) and the value model (`Critic`).
 
-Contract of a `Learner`: `accumulate` any number of times, the last of them as `last` or not, then `apply` once. The
-gradient is the sum over all micro-batches and data-parallel ranks of the loss's sum, divided once by the sum of all
-their divisors; so it does not depend on how they were split. Every method is called on all ranks of the group together,
-and every data-parallel rank is handed equally many micro-batches.
+Contract of a `Learner`, per optimiser step:
 
-Where the KL term sums over the whole vocabulary, the actor keeps the reference as well, and runs it forward before each
-call's micro-batches are trained: its logits are too many to come from elsewhere.
+    accumulate(a)              adds gradients; any number of calls;
+    accumulate(b, last=True)   the same, as an optional hint that `apply` follows;
+    apply()                    divides, clips and steps once.
+
+The gradient is the sum of the losses over all micro-batches and data-parallel ranks, divided once by the sum of their
+divisors; it does not depend on the split. All ranks of the group call every method together, and every data-parallel
+rank gets the same number of micro-batches.
+
+If the KL term sums over the whole vocabulary, the actor keeps its own reference, because full logits are too large to
+transfer. The reference runs forward before each run of micro-batches is trained.
 """
 
 from __future__ import annotations
@@ -58,16 +63,19 @@ from rlsys.weights.transport import Sender
 from rlsys.weights.weight_map import read_architecture
 
 LossOf = Callable[[Tensor, Share], tuple[Tensor, Stats]]
-"""(output [own targets, ...] of the model, share of a micro-batch) -> (loss sum of all of it, scalar statistics)."""
+"""(output [own targets, ...], share of a micro-batch) -> (loss sum of the whole micro-batch, scalar statistics)."""
 
 
 class Learner(MegatronWorker, ABC):
-    """One process of a group that trains."""
+    """One process of a group that trains, actor or critic."""
 
     def __init__(
         self, owner: str, model: StageModel, optimizer: OptimizerConfig, total_steps: int, scratch: str | Path
     ) -> None:
-        """Train `model`, whose weights are undefined until `load_hf` or `load`; messages name the `owner`, `total_steps` are the optimiser's."""
+        """Wrap `model` for training; its weights are undefined until `load_hf` or `load`.
+
+        `owner` is the name used in messages; `total_steps` counts optimiser steps.
+        """
         super().__init__(owner, model.place, scratch, self._kept, lambda: gradient_buffers(self._wrapped))
         self.step = 0
         """Optimiser steps taken."""
@@ -78,42 +86,42 @@ class Learner(MegatronWorker, ABC):
         self._divisor = 0
         self._pending = False
         self._complete = False
-        """The step's last micro-batch has passed, and gradients may be summed already."""
+        """True once the step's last micro-batch has passed; gradient reduction may have begun."""
         self._gathered = False
-        """This process has all weights of its shard of the model, not those alone that it updates."""
+        """True if this process holds current weights of its whole model shard, not only of those it updates."""
 
     @abstractmethod
     def _check(self, batch: MicroBatch) -> None:
-        """Raise ValueError if the loss lacks something of `batch`."""
+        """Raise ValueError if `batch` lacks an input of the loss."""
 
     @abstractmethod
     def _divisor_of(self, batch: MicroBatch) -> int:
-        """The number that `batch` adds to what the sum of losses is divided by."""
+        """Part of the step's divisor that `batch` adds."""
 
     @abstractmethod
     def _loss_for(self, micro_batches: Sequence[MicroBatch]) -> LossOf:
-        """The loss, which is asked for each of `micro_batches` once and in order, on the last stage alone."""
+        """Loss function, called once for each of `micro_batches`, in order, on the last stage only."""
 
     def _runs(self, micro_batches: Sequence[MicroBatch]) -> Iterable[Sequence[MicroBatch]]:
-        """`micro_batches`, in the runs that go through the pipeline together."""
+        """`micro_batches` split into runs; each run passes through the pipeline in one call."""
         return (micro_batches,)
 
     def load_hf(self, path: str | Path) -> None:
-        """Start from the weights of a Hugging Face folder."""
+        """Load the weights of the Hugging Face folder `path`."""
         self._require("load weights")
         load_hf(self._model, path)
         self._optimizer.reload_model_params()
 
     def accumulate(self, micro_batches: Sequence[MicroBatch], last: bool = False) -> dict[str, float]:
-        """Add the gradients of this data-parallel rank's micro-batches; after the `last`, `apply` follows.
+        """Add the gradients of this data-parallel rank's micro-batches; with `last`, the next call must be `apply`.
 
-        Returns the loss's statistics, joined over micro-batches; none except where `Place.reports` is true. `last` lets
-        ranks sum their gradients beside the last backward pass, and changes nothing else. Raises ValueError if a
-        micro-batch lacks what the loss needs, or comes after the last.
+        Returns the loss's statistics joined over micro-batches, or an empty dict unless `Place.reports`. `last` only
+        allows overlapping gradient reduction with the final backward pass. Raises ValueError if a micro-batch lacks an
+        input of the loss or comes after the last.
         """
         self._require("accumulate")
         if self._complete:
-            raise ValueError(f"{self._owner} has got the last micro-batches of a step: call apply before more.")
+            raise ValueError(f"{self._owner} already has the last micro-batches of this step: call apply before more.")
         for batch in micro_batches:
             self._check(batch)
         self._pending, self._complete = True, last
@@ -122,19 +130,20 @@ class Learner(MegatronWorker, ABC):
         for number, run in enumerate(runs, 1):
             ends = last and number == len(runs)
             parts += forward_backward(self._model, self._wrapped, run, self._loss_for(run), ends)
-        # Whatever was on its way has come by the end of a pass.
+        # A training pass completes all pending parameter gathers.
         self._gathered = self._gathered or bool(micro_batches)
         if self.place.cp == 0:  # Context-parallel ranks have the same micro-batches.
             self._divisor += sum(map(self._divisor_of, micro_batches))
         return join_stats(parts) if self.place.reports else {}
 
     def apply(self) -> Applied:
-        """Take one optimiser step. Raises RunError if the gradient is not finite; the weights are useless then."""
+        """Take one optimiser step. Raises RunError if the gradient is not finite; the weights are then invalid."""
         self._require("apply")
         config = self._optimizer_config
         divisor = torch.tensor(self._divisor, device=self._model.device)
         adam.begin_sums(self._wrapped)
-        # Reduces over data parallel, tied embeddings and norms; also sums and divides by `divisor`.
+        # Reduces gradients over data parallelism, tied embeddings and norms; sums `divisor` over ranks and divides by
+        # it.
         finalize_model_grads([self._wrapped], divisor)
         rate = adam.learning_rate(self.step, self._total_steps, config)
         for group in self._optimizer.param_groups:
@@ -155,8 +164,9 @@ class Learner(MegatronWorker, ABC):
     def begin_save(self, folder: str | Path) -> None:
         """Copy weights, optimiser state, step and random generators, and begin to write them to a new checkpoint.
 
-        Training may go on while files are written. A save before it is finished first. Raises RunError if gradients
-        wait for `apply`, which a checkpoint does not hold, and what `finish_save` raises.
+        Training may continue while files are written. Finishes an earlier save first, and raises its errors. Raises
+        RunError if gradients are pending, because a checkpoint does not contain them, and UserError if `folder` already
+        holds a complete checkpoint.
         """
         self._require("save")
         if self._pending:
@@ -165,10 +175,11 @@ class Learner(MegatronWorker, ABC):
         self._writer.begin(self._contents(Path(folder)))
 
     def load(self, folder: str | Path) -> bool:
-        """Continue from a checkpoint, saved under any TP, PP, EP and DP; whether random generators do, see `restore_generators`.
+        """Load a checkpoint saved under any TP, PP, EP and DP; return True if random generators were restored.
 
-        A checkpoint of weights alone (a converted model) starts at step 0 with a new optimiser. Raises UserError if the
-        checkpoint is incomplete, damaged or of another model.
+        Generators are restored only under the layout that saved them; see `restore_generators`. A checkpoint of weights
+        alone (a converted model) starts at step 0 with a new optimiser. Raises UserError if the checkpoint is
+        incomplete, damaged or of another model.
         """
         self._require("load")
         about = read_about(folder)
@@ -183,23 +194,23 @@ class Learner(MegatronWorker, ABC):
         return restore_generators(Path(folder), about.layout)
 
     def offload(self) -> Offloaded:
-        """Release all memory until `restore`; gradients must be zero. Raises RunError, also if it finds no room."""
+        """Offload all memory until `restore`. Raises RunError if gradients are pending or space runs out."""
         if self._pending:
             raise RunError(f"{self._owner} has gradients that were not applied: call apply before offload.")
         return super().offload()
 
     def _gather(self) -> None:
-        """Have all weights here, also of other ranks' shards, for another use than training; all ranks call this together."""
+        """Gather the weights that other ranks updated, for uses other than training; all ranks call this together."""
         if not self._gathered and self._wrapped.ddp_config.overlap_param_gather:
             self._wrapped.start_param_sync(force_sync=True)
         self._gathered = True
 
     def _kept(self) -> Iterable[Tensor]:
-        """All memory that has to come back as it was."""
+        """Tensors whose values must survive an offload."""
         return training_state(self._model.module, self._optimizer)
 
     def _contents(self, folder: Path) -> list[Content]:
-        """The parts of a checkpoint, each in a folder of its own."""
+        """Parts of a checkpoint, each in its own folder."""
         return [Content(folder, self._sharded_state(loading=False), About(self.step, optimizer=True))]
 
     def _sharded_state(self, loading: bool) -> dict[str, Any]:
@@ -209,22 +220,22 @@ class Learner(MegatronWorker, ABC):
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The number that the actor minimises, made of the losses of all trained tokens."""
+    """Settings of the actor's loss."""
 
     loss: LossFunction
     temperature: float
-    """That samples were drawn at."""
+    """Sampling temperature of the rollouts."""
     aggregation: Aggregation = TOKEN_MEAN
     loss_length: int = 0
-    """Tokens that the aggregation `fixed-length` divides by."""
+    """Tokens per sequence in the divisor of `fixed-length`."""
     divergence: Divergence | None = None
-    """The KL term where it compares distributions."""
+    """KL term if it compares distributions."""
     reference: ReferencePlan | None = None
-    """The schedule of a reference that is kept here, for a divergence over the whole vocabulary."""
+    """Schedule of the actor's own reference, kept for a divergence over the whole vocabulary."""
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Objective:
-        """The objective that a run's algorithm asks for."""
+        """Read the objective from a run's config."""
         algorithm = config.algorithm
         whole_vocabulary = sums_over_vocabulary(algorithm) and algorithm.kl_topk_tokens is None
         return cls(
@@ -251,7 +262,7 @@ class Actor(Learner, WeightSender):
         seed: int,
         scratch: str | Path = ".",
     ) -> None:
-        """Join the group and build the model; `load_hf` or `load` follows. A reference begins as `model.path`."""
+        """Join the group and build the model; call `load_hf` or `load` next. A reference starts from `model.path`."""
         architecture = read_architecture(model.path)
         place = mesh.start(rendezvous, parallel, seed)
         self._policy = PolicyModel(architecture, model, parallel, place)
@@ -266,8 +277,8 @@ class Actor(Learner, WeightSender):
 
     @classmethod
     def from_config(cls, config: RunConfig, rendezvous: mesh.Rendezvous) -> Actor:
-        """The actor that a run asks for, with the weights that it starts from."""
-        # It begins when the critic's warm-up has ended.
+        """Build the actor that a run's config describes and load its initial weights."""
+        # The actor trains only after the critic's warm-up.
         warmup = config.critic.warmup_steps if has_critic(config.algorithm) else 0
         actor = cls(
             rendezvous,
@@ -283,24 +294,24 @@ class Actor(Learner, WeightSender):
         return actor
 
     def device_name(self) -> str:
-        """Name of the device, as its driver gives it."""
+        """Return the GPU's name as CUDA reports it, or "cpu"."""
         return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
     def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
-        """Begin to hand the policy out; see `WeightSender`."""
+        """Begin to export the policy; see `WeightSender`."""
         self._require("export")
         self._gather()
         return Export(self._policy, partial(self._require, "export"), self._export_group, bucket_bytes, sender)
 
     def end_step(self, version: int) -> None:
-        """The weights are `version` now: a reference that is kept here does what is due then."""
+        """Let the actor's own reference follow the policy, now at `version`; no-op without one."""
         if self._reference is not None:
             self._require("end a step")
             self._gather()
             self._reference.follow(self._policy, version)
 
     def load(self, folder: str | Path) -> bool:
-        """See `Learner`. With weights alone, a reference that is kept here stays what it was."""
+        """See `Learner`. A checkpoint of weights alone leaves the actor's own reference unchanged."""
         generators = super().load(folder)
         if self._reference is not None and read_about(folder).optimizer:
             self._reference.load(f"{Path(folder)}_reference")
@@ -310,7 +321,7 @@ class Actor(Learner, WeightSender):
         return chain(super()._kept(), () if self._reference is None else self._reference.tensors())
 
     def _contents(self, folder: Path) -> list[Content]:
-        """With a reference that is kept here, which lies beside `folder` and is complete before it."""
+        """See `Learner`. The actor's own reference goes to `{folder}_reference`, which is complete before `folder`."""
         policy, reference = super()._contents(folder), self._reference
         return policy if reference is None else [reference.content(Path(f"{folder}_reference")), *policy]
 
@@ -327,7 +338,7 @@ class Actor(Learner, WeightSender):
     def _runs(self, micro_batches: Sequence[MicroBatch]) -> Iterable[Sequence[MicroBatch]]:
         if self._reference is None:
             return super()._runs(micro_batches)
-        # The reference's logits of a run are held until its losses are taken: no more than fill the pipeline.
+        # The reference's logits of a run are held until its losses are computed: limit a run to the pipeline's depth.
         size = self.place.pp_size
         return (micro_batches[start : start + size] for start in range(0, len(micro_batches), size))
 
@@ -361,11 +372,11 @@ class Actor(Learner, WeightSender):
         return loss, {**stats, DIVISOR: torch.tensor(self._divisor_of(batch))}
 
     def _divergence(self, logits: Tensor, logprobs: Tensor, share: Share, ref_logits: Tensor | None) -> Tensor | None:
-        """[own targets]; None where the loss needs none."""
+        """KL to the reference [own targets]; None if the loss needs none."""
         divergence, batch = self._objective.divergence, share.batch
         if divergence is None:
             return None
-        if not batch.trained_tokens:  # It fills up a rank, and nobody has picked tokens for it.
+        if not batch.trained_tokens:  # An empty micro-batch of a rank with fewer samples; it has no picks.
             return torch.zeros_like(logprobs)
         assert batch.old_logprobs is not None
         assert batch.ref_logprobs is not None
@@ -385,7 +396,7 @@ class Actor(Learner, WeightSender):
 
 
 class Critic(Learner):
-    """One process of the group that learns values; the mean of their loss is over trained tokens."""
+    """One process of the group that trains the value model; its loss is the mean over trained tokens."""
 
     def __init__(
         self,
@@ -398,7 +409,7 @@ class Critic(Learner):
         seed: int,
         scratch: str | Path = ".",
     ) -> None:
-        """Join the group and build the model of the policy at `model.path`; `load_hf` or `load` follows."""
+        """Join the group and build the value model of `model.path`'s architecture; call `load_hf` or `load` next."""
         architecture = read_architecture(model.path)
         values = ValueModel(architecture, model, parallel, mesh.start(rendezvous, parallel, seed))
         super().__init__("The critic", values, optimizer, total_steps, scratch)
@@ -406,7 +417,7 @@ class Critic(Learner):
 
     @classmethod
     def from_config(cls, config: RunConfig, rendezvous: mesh.Rendezvous) -> Critic:
-        """The critic that a run asks for, with the weights that it starts from."""
+        """Build the critic that a run's config describes and load its initial weights."""
         critic = cls(
             rendezvous,
             config.model,
@@ -421,9 +432,9 @@ class Critic(Learner):
         return critic
 
     def compute(self, micro_batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]] | None:
-        """Values [rows, width] of the trained tokens of each micro-batch, 0 elsewhere; None where nothing is reported.
+        """Return the targets' values [rows, width] of each micro-batch, 0 elsewhere; None on ranks that do not report.
 
-        All ranks of a data-parallel rank call this together with the same micro-batches; gradients stay as they are.
+        All ranks of a data-parallel rank call this together with the same micro-batches. Gradients stay unchanged.
         """
         self._require("compute")
         self._gather()

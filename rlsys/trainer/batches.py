@@ -1,19 +1,23 @@
-"""Micro-batches: samples in one array, and sharding of samples over data-parallel ranks under a token budget.
+"""Builds micro-batches from samples and shards them over data-parallel ranks under a token budget.
 
-Pure numpy: no torch, no Ray. A per-token array is [rows, width], padded to a rectangle or packed one sequence after the
-other; an entry of it speaks of its token as a target, so the first token of a sequence, which nothing predicts, is never
-trained: a micro-batch that says otherwise cannot be made. Packed, that is what keeps one sequence from being predicted by
-the one before. A packed sequence takes `room_multiple` tokens or a multiple of them, the last of which may be padding:
-that is how context parallelism cuts each sequence evenly. Attention is causal, so padding behind a sequence is seen by
-itself alone.
+Pure numpy: no torch, no Ray. A per-token array is [rows, width], either padded or packed. Samples of 3 and 2 tokens:
 
-Invariants of sharding: every sample is in exactly one micro-batch; a micro-batch stays within the token budget unless it
-is a single sample that exceeds it; every rank gets equally many micro-batches (a rank with fewer would leave the others
-waiting), at least as many as there are pipeline stages where it has that many samples; a micro-batch is empty only on a
-rank that has fewer samples than another has micro-batches.
+    padded   a0 a1 a2        packed   a0 a1 a2 b0 b1        packed, room_multiple 4   a0 a1 a2 .  b0 b1 .  .
+             b0 b1 .
 
-Balance, in floating-point operations: two ranks differ by at most one sample (packed) or at most one micro-batch
-(padded), the dearest. Packed, no rank gets more than 4/3 - 1/(3 ranks) of what the dearest gets in the best partition.
+An entry describes its token as a target. A sequence's first token has no predecessor and is never trained; `MicroBatch`
+rejects a mask that says otherwise, so no packed sequence is predicted from the one before it. `room_multiple` pads
+packed sequences so that context parallelism cuts each one evenly. Attention is causal: only padding attends to padding.
+
+Invariants of sharding:
+- Every sample is in exactly one micro-batch.
+- A micro-batch exceeds the token budget only if it is a single sample.
+- Every rank gets the same number of micro-batches, because a rank with fewer would block the others. It is at least the
+  number of pipeline stages if a rank has that many samples.
+- A micro-batch is empty only on a rank with fewer samples than another rank has micro-batches.
+
+Balance, in floating-point operations: two ranks differ by at most the most expensive sample (packed) or micro-batch
+(padded). Packed, the largest load is at most 4/3 - 1/(3 ranks) times that of the best partition.
 """
 
 from __future__ import annotations
@@ -41,118 +45,122 @@ class MicroBatch:
     """Sequences for one forward pass."""
 
     tokens: NDArray[np.int64]
-    """[rows, width], padded on the right. Padded: a row for each sequence. Packed: one row for all."""
+    """[rows, width], padded on the right. Padded: one row per sequence. Packed: one row in total."""
     lengths: NDArray[np.int64]
-    """[sequences] tokens of each; none in a micro-batch that only fills up."""
+    """[sequences] tokens of each, padding excluded; empty for a micro-batch without samples."""
     loss_mask: NDArray[np.bool_]
-    """[rows, width] True for the targets: trained tokens, or whatever else the mask of `collate` names."""
+    """[rows, width] True for the targets: trained tokens, or those that `mask_of` of `collate` selects."""
     advantages: Floats
-    """[rows, width] times the weights of tokens; 0 where nothing is trained."""
+    """[rows, width] advantages times correction weights; 0 on untrained tokens."""
     old_logprobs: Floats | None = None
-    """[rows, width] recomputed log-probs of the policy that sampled."""
+    """[rows, width] old log-probs: under the policy before the update."""
     ref_logprobs: Floats | None = None
-    """[rows, width] log-probs of the reference policy; None without a KL term."""
+    """[rows, width] log-probs under the reference policy; None without one."""
     values: Floats | None = None
-    """[rows, width] the critic's, before the update."""
+    """[rows, width] values of the critic before the update."""
     returns: Floats | None = None
-    """[rows, width] the values that it should have given."""
+    """[rows, width] training targets of the critic."""
     pick_tokens: NDArray[np.int32] | None = None
-    """[targets, k] in the order of `targets`; see `TopkLogprobs`."""
+    """[targets, k] most likely tokens, in the order of `targets`; see `TopkLogprobs`."""
     pick_logprobs: Floats | None = None
-    """[targets, k]"""
+    """[targets, k] the reference's log-probs of `pick_tokens`."""
     packed: bool = False
     room_multiple: int = 1
-    """Packed, each sequence is padded to a multiple of so many tokens."""
+    """Tokens to whose multiple each packed sequence is padded."""
 
     def __post_init__(self) -> None:
         if self.pick_tokens is not None and len(self.pick_tokens) != self.trained_tokens:
             picked, trained = len(self.pick_tokens), self.trained_tokens
-            raise ValueError(f"There are picks for {picked} tokens, but {trained} are targets.")
+            raise ValueError(f"The micro-batch has picks for {picked} tokens but {trained} targets.")
         if self.loss_mask.ravel()[self._starts].any():
             raise ValueError("The first token of a sequence is marked as trained, but nothing predicts it.")
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens that the loss counts."""
+        """Number of targets."""
         return int(self.loss_mask.sum())
 
     @property
     def targets(self) -> NDArray[np.int64]:
-        """[trained tokens] row by row: the tokens whose log-probs are asked for."""
+        """[trained tokens] target tokens, row by row."""
         return self.tokens[self.loss_mask]
 
     @property
     def trained_lengths(self) -> NDArray[np.int64]:
-        """[sequences] trained tokens of each."""
+        """[sequences] number of trained tokens of each."""
         return np.array([mask.sum() for mask in self.split(self.loss_mask)], dtype=np.int64)
 
     @property
     def sequence_numbers(self) -> NDArray[np.int64]:
-        """[rows, width] which sequence a token is of, counted from 0; -1 for padding."""
+        """[rows, width] index of each token's sequence, from 0; -1 for padding."""
         numbers = np.full(self.tokens.size, -1, dtype=np.int64)
         for number, (start, length) in enumerate(zip(self._starts, self.lengths, strict=True)):
             numbers[start : start + length] = number
         return numbers.reshape(self.tokens.shape)
 
     def spread(self, values: NDArray) -> NDArray:
-        """`values` [sequences] -> [rows, width]: each at every token of its sequence, 0 in padding."""
-        return np.append(values, np.zeros(1, dtype=values.dtype))[self.sequence_numbers]  # The last is padding's.
+        """Repeat `values` [sequences] over the tokens of their sequences: [rows, width], 0 in padding."""
+        return np.append(values, np.zeros(1, dtype=values.dtype))[self.sequence_numbers]  # Index -1 is padding.
 
     @property
     def boundaries(self) -> NDArray[np.int32]:
-        """[sequences + 1] where each sequence of a packed row begins, and its end; padding there is one more."""
+        """[sequences + 1] start of each sequence in a packed row, then the row's end.
+
+        Padding at the row's end counts as one more sequence.
+        """
         ends = np.cumsum(self._rooms, dtype=np.int32)
         width = np.int32(self.tokens.size)
         padding = [width] if not len(ends) or ends[-1] < width else []
         return np.concatenate([[np.int32(0)], ends, padding]).astype(np.int32)
 
     def split(self, values: NDArray) -> list[NDArray]:
-        """`values` [rows, width] as one array [length] for each sequence, in order."""
+        """Split `values` [rows, width] into one array [length] per sequence, without padding."""
         flat = values.ravel()
         return [flat[start : start + length] for start, length in zip(self._starts, self.lengths, strict=True)]
 
     @property
     def _starts(self) -> NDArray[np.int64]:
-        """[sequences] of each one's first token in a flattened array."""
+        """[sequences] index of each one's first token in a flattened array."""
         if self.packed:
             return np.cumsum(self._rooms) - self._rooms
         return np.arange(len(self.lengths)) * self.tokens.shape[1]
 
     @property
     def _rooms(self) -> NDArray[np.int64]:
-        """[sequences] tokens that each takes of a packed row."""
+        """[sequences] tokens that each occupies in a packed row, padding included."""
         return -(-self.lengths // self.room_multiple) * self.room_multiple
 
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """Log-probs of one micro-batch. A trained token's entry is log p(token | those before it), all others are 0."""
+    """Log-probs of one micro-batch: log p(token | preceding tokens) of each trained token, 0 elsewhere."""
 
     policy: NDArray[np.float32]
     """[rows, width]"""
     reference: NDArray[np.float32] | None
     """[rows, width]; None without a reference."""
     picks: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
-    """Tokens [trained tokens, k] and the reference's log-probs of them, in the order of `MicroBatch.targets`; None
-    unless the KL term sums over the k most likely tokens."""
+    """Top k tokens [trained tokens, k] and the reference's log-probs of them, in the order of `MicroBatch.targets`.
+
+    None unless the KL term sums over a top k."""
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """One optimiser step; the same on every rank."""
+    """Result of one optimiser step; equal on all ranks."""
 
     step: int
-    """Optimiser steps that there have been."""
+    """Optimiser steps taken, this one included."""
     grad_norm: float
-    """Before clipping."""
+    """Gradient norm before clipping."""
     lr: float
-    """The rate of this step."""
+    """Learning rate of this step."""
     divisor: int
-    """The number that the sum of the losses was divided by: trained tokens, or episodes, as the aggregation says."""
+    """Divisor of the summed losses, set by the aggregation: trained tokens, episodes, or episodes * loss_length."""
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `value`."""
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
@@ -164,10 +172,11 @@ def collate(
     mask_of: MaskOf = trained_tokens,
     room_multiple: int = 1,
 ) -> MicroBatch:
-    """Lay `samples` out in rows whose width is a multiple of `multiple_of` tokens; what some sample lacks is left out.
+    """Build a micro-batch from `samples`, with a width that is a multiple of `multiple_of` tokens.
 
-    Packed, each sequence is padded to a multiple of `room_multiple`, which divides `multiple_of`. `mask_of` says which
-    tokens of a trajectory are targets. No samples give one row of untrained padding, which fills up a rank.
+    Packed, each sequence is padded to a multiple of `room_multiple`, which must divide `multiple_of`. `mask_of` selects
+    the targets of a trajectory. An optional array is None if any sample lacks it. Without samples, the result is one
+    row of padding, for a rank that has fewer samples than others. Raises ValueError if `room_multiple` does not divide.
     """
     if multiple_of % room_multiple:
         raise ValueError(f"A row of {multiple_of} tokens cannot be cut into sequences of {room_multiple}.")
@@ -214,17 +223,22 @@ def collate(
 
 
 def sequence_chunks(cp: int) -> int:
-    """Chunks that each sequence is cut into over `cp` ranks: its length must be a multiple; 1 if it stays whole."""
+    """Return the number of chunks per sequence over `cp` ranks, which must divide its padded length; 1 for cp = 1."""
     return 2 * cp if cp > 1 else 1
 
 
 def columns_of(boundaries: Sequence[int] | NDArray[np.integer], cp: int, rank: int) -> NDArray[np.int64]:
-    """The tokens of a packed row that rank `rank` of `cp` works on: [tokens / cp], sequence by sequence, ascending.
+    """Return the columns of a packed row that context-parallel rank `rank` of `cp` computes: [tokens / cp], ascending.
 
-    Each sequence is cut into 2 cp chunks of equal length, and rank r works on chunks r and 2 cp - 1 - r: an early one,
-    whose tokens attend to few, and a late one, so that causal attention costs every rank the same. Megatron's rotary
-    positions and Transformer Engine's attention (`thd_get_partitioned_indices`) presume the same cut. `boundaries`
-    [sequences + 1] are where sequences begin, and the row's end. Raises ValueError for what cannot be cut evenly.
+    Each sequence is cut into 2 cp chunks of equal length, and rank r computes chunks r and 2 cp - 1 - r. An early chunk
+    attends to few tokens and a late one to many, so causal attention costs every rank the same. Example, cp=2, 8
+    tokens:
+
+        rank 0   0 1     6 7
+        rank 1       2 3 4 5
+
+    Megatron's rotary positions and Transformer Engine's attention (`thd_get_partitioned_indices`) use the same cut.
+    `boundaries` is as in `MicroBatch`. Raises ValueError if a sequence's length is not a multiple of 2 cp.
     """
     chunks = 2 * cp
     starts, lengths = np.asarray(boundaries[:-1], dtype=np.int64), np.diff(boundaries).astype(np.int64)
@@ -246,12 +260,13 @@ Plan = list[list[Batch]]
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Floating-point operations of one forward pass of a sequence; a backward pass costs twice as much for each term.
+    """Floating-point operations of one forward pass of a sequence; a backward pass costs twice as much per term.
 
-    flops(n tokens, k targets) = 2 p_layers n + 2 p_output k + 2 layers a n^2: a matrix of p parameters takes 2 p
-    operations a token; causal attention of width a (heads times their dimension) compares n tokens with n / 2 others on
-    average and sums as many values. The output layer runs only on the k positions whose next token is trained; norms,
-    rotations and the softmax are a hundredth of it.
+        flops(n tokens, k targets) = 2 p_layers n + 2 p_output k + 2 layers a n^2
+
+    A matrix of p parameters takes 2 p operations per token. Causal attention of width a (heads x head dimension)
+    compares each token with n / 2 others on average and sums as many values. The output layer runs only at the k
+    positions before targets. Norms, rotary positions and softmax are neglected, about 1 % of the total.
     """
 
     per_token: float
@@ -259,12 +274,12 @@ class Flops:
     per_square: float = 0.0
 
     def of(self, tokens: int, targets: int) -> float:
-        """The cost of a sequence of `tokens` tokens, `targets` of which are trained."""
+        """Return the cost of a sequence with `tokens` tokens and `targets` targets."""
         return self.per_token * tokens + self.per_target * targets + self.per_square * tokens**2
 
 
 def flops_of(architecture: Architecture) -> Flops:
-    """The cost of this model's sequences; its MLPs are gated."""
+    """Return the costs of a model with gated MLPs; a mixture of experts counts its active experts only."""
     layers, hidden = architecture.layers, architecture.hidden
     attention, key_value = (heads * architecture.head_dim for heads in (architecture.heads, architecture.kv_heads))
     ffn = architecture.experts_per_token * architecture.expert_ffn or architecture.ffn
@@ -276,38 +291,38 @@ def flops_of(architecture: Architecture) -> Flops:
 
 
 FP8_TOKENS = 16
-"""Tokens that a matrix product in FP8 takes, or a multiple of them: cuBLAS aligns operands to 16 bytes, and with the
-gradient of weights the tokens are a row's length."""
+"""Divisor of the token count of FP8 matrix products: cuBLAS aligns rows to 16 bytes, and weight gradients have rows of
+tokens."""
 
 
 class Size(NamedTuple):
-    """The size of one sample."""
+    """Size of one sample."""
 
     tokens: int
     targets: int
-    """Trained tokens, for which alone logits are computed."""
+    """Target tokens; the output layer runs for these only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The shape that the micro-batches of one Megatron group must have."""
+    """Constraints on the micro-batches of one Megatron group."""
 
     budget_tokens: int
-    """Most tokens of one, padding included."""
+    """Maximum tokens of a micro-batch, padding included."""
     packed: bool
-    """One row of concatenated sequences, or else a rectangle."""
+    """True: one row of concatenated sequences. False: a padded rectangle."""
     ranks: int = 1
-    """Data-parallel ranks."""
+    """Number of data-parallel ranks."""
     stages: int = 1
-    """Pipeline stages."""
+    """Number of pipeline stages."""
     multiple_of: int = 1
-    """The width of a micro-batch is rounded up to it."""
+    """Multiple to which a micro-batch's width is rounded up."""
     room_multiple: int = 1
-    """Packed, the tokens of each sample are rounded up to it; divides `multiple_of`."""
+    """Multiple to which each packed sample is padded; divides `multiple_of`."""
 
 
 def plan_micro_batches(sizes: Sequence[Size], flops: Flops, frame: Frame) -> Plan:
-    """Fill micro-batches and give them to the ranks; each rank begins with its dearest."""
+    """Assign samples to micro-batches and ranks; each rank's micro-batches are sorted by cost, most expensive first."""
 
     def cost(batch: Batch) -> float:
         if frame.packed or not batch:
@@ -324,27 +339,27 @@ def plan_micro_batches(sizes: Sequence[Size], flops: Flops, frame: Frame) -> Pla
 
 
 def fills(plan: Plan, stages: int) -> bool:
-    """Tell if every rank has at least `stages` micro-batches that are not empty: with fewer, a stage would be idle."""
+    """Return True if every rank has at least `stages` non-empty micro-batches; with fewer, a stage would be idle."""
     return all(sum(map(bool, batches)) >= stages for batches in plan)
 
 
 def share_out(costs: Sequence[float], ranks: int, equal_counts: bool = False) -> list[list[int]]:
-    """Indices of `costs` for each of `ranks` ranks, whose sums differ by at most the largest cost.
+    """Partition the indices of `costs` over `ranks` ranks; the ranks' sums differ by at most the largest cost.
 
-    The largest differencing method (Karmarkar and Karp 1982): of all partial partitions the two with the widest spread
-    are joined, the dearest share of one with the cheapest of the other. Joining never widens the larger spread, hence
-    the bound; the ratio to the best is at most 4/3 - 1/(3 ranks) (Michiels et al. 2007). It begins with every item
-    alone, or for `equal_counts` (`ranks` must divide their number) with `ranks` items of like cost (Yakir 1996).
-    On log-normal lengths it leaves a tenth of the imbalance of handing the longest to who has least.
+    Largest differencing method (Karmarkar and Karp 1982): repeatedly join the two partial partitions of widest spread,
+    the most expensive share of one with the cheapest of the other. A join never widens the larger spread, hence the
+    bound. The ratio to the optimum is at most 4/3 - 1/(3 ranks) (Michiels et al. 2007). The method starts from single
+    items or, for `equal_counts`, from groups of `ranks` items of similar cost (Yakir 1996); `ranks` must then divide
+    the number of items. On log-normal lengths, the imbalance is a tenth of that of the greedy longest-first assignment.
     """
     order = sorted(range(len(costs)), key=lambda index: -costs[index])
     step = ranks if equal_counts else 1
-    partitions: list[list[tuple[float, Batch]]] = []  # of each the ranks' costs and indices, the dearest first
+    partitions: list[list[tuple[float, Batch]]] = []  # [partition][rank] cost and indices, most expensive first
     for start in range(0, len(order), step):
         shares = [(costs[index], [index]) for index in order[start : start + step]]
         partitions.append(shares + [(0.0, [])] * (ranks - len(shares)))
-    # The first entry is the spread of costs, negative so that the widest comes first; the second breaks ties by age, so
-    # that the outcome does not depend on how the shares compare.
+    # Entries are (negative spread, age, shares): the widest spread is popped first, and age breaks ties without
+    # comparing shares.
     heap = [(shares[-1][0] - shares[0][0], age, shares) for age, shares in enumerate(partitions)]
     heapify(heap)
     while len(heap) > 1:
@@ -357,7 +372,7 @@ def share_out(costs: Sequence[float], ranks: int, equal_counts: bool = False) ->
 
 
 def _packed(sizes: Sequence[Size], frame: Frame, cost: Callable[[Batch], float]) -> Plan:
-    """Samples are shared out one by one, since without padding a cost does not depend on the company."""
+    """Partition single samples, then fill micro-batches per rank: a packed sample costs the same in any micro-batch."""
     shares = share_out([cost([index]) for index in range(len(sizes))], frame.ranks)
     plan = [_best_fit(share, sizes, frame) for share in shares]
     needed = max(*map(len, plan), min(frame.stages, max(map(len, shares))))
@@ -367,7 +382,7 @@ def _packed(sizes: Sequence[Size], frame: Frame, cost: Callable[[Batch], float])
 
 
 def _padded(sizes: Sequence[Size], frame: Frame, cost: Callable[[Batch], float]) -> Plan:
-    """Whole rectangles are shared out, since their padding is least when all samples are sorted together."""
+    """Fill rectangles from all samples, then partition rectangles: sorting all samples together minimises padding."""
     batches = _rectangles(sizes, frame)
     rounds = max(-(-len(batches) // frame.ranks), min(frame.stages, -(-len(sizes) // frame.ranks)))
     _split(batches, rounds * frame.ranks, cost)
@@ -377,7 +392,7 @@ def _padded(sizes: Sequence[Size], frame: Frame, cost: Callable[[Batch], float])
 
 
 def _best_fit(indices: Batch, sizes: Sequence[Size], frame: Frame) -> list[Batch]:
-    """Longest first, each where it leaves the least room: at most 11/9 of the fewest (Johnson et al. 1974)."""
+    """Best-fit decreasing bin packing: asymptotically at most 11/9 of the fewest bins (Johnson et al. 1974)."""
     capacity = frame.budget_tokens // frame.multiple_of * frame.multiple_of
     batches: list[Batch] = []
     rooms: list[tuple[int, int]] = []
@@ -395,7 +410,7 @@ def _best_fit(indices: Batch, sizes: Sequence[Size], frame: Frame) -> list[Batch
 
 
 def _rectangles(sizes: Sequence[Size], frame: Frame) -> list[Batch]:
-    """Longest first, each into the rectangle being filled: later rows are shorter, but would be as wide."""
+    """Fill rectangles with samples in order of decreasing length; the first row of a rectangle sets its width."""
     batches: list[Batch] = []
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i].tokens):
         if batches and (len(batches[-1]) + 1) * _width(batches[-1], sizes, frame) <= frame.budget_tokens:
@@ -406,7 +421,7 @@ def _rectangles(sizes: Sequence[Size], frame: Frame) -> list[Batch]:
 
 
 def _split(batches: list[Batch], count: int, cost: Callable[[Batch], float]) -> None:
-    """Cut the dearest micro-batch in two, as evenly as its order allows, until there are `count` or all are single."""
+    """Split the most expensive micro-batch in two, as evenly as its order allows, up to `count` or single samples."""
     while len(batches) < count:
         dearest = max((batch for batch in batches if len(batch) > 1), key=cost, default=None)
         if dearest is None:
@@ -417,14 +432,14 @@ def _split(batches: list[Batch], count: int, cost: Callable[[Batch], float]) -> 
 
 
 def _width(batch: Batch, sizes: Sequence[Size], frame: Frame) -> int:
-    """The width of a rectangle whose longest sample is its first."""
+    """Width of a rectangle, whose first sample is its longest."""
     return round_up(sizes[batch[0]].tokens, frame.multiple_of)
 
 
 class BatchSharder:
-    """Cuts samples into micro-batches for each data-parallel rank of one Megatron group; `mask_of` says the targets.
+    """Shards samples into micro-batches for the data-parallel ranks of one Megatron group.
 
-    The budget is that of a whole micro-batch, of which a context-parallel rank works on its share.
+    The token budget applies to a whole micro-batch; a context-parallel rank computes a share of it.
     """
 
     def __init__(
@@ -438,13 +453,16 @@ class BatchSharder:
         mask_of: MaskOf = trained_tokens,
         fp8: bool = False,
     ) -> None:
-        """`flops` balances tokens by default. With `fp8`, each share fits products in FP8. Raises ValueError."""
+        """Without `flops`, ranks are balanced by tokens. `mask_of` selects the targets.
+
+        With `fp8`, widths satisfy `FP8_TOKENS`. Raises ValueError for cp > 1 without packing.
+        """
         if parallel.cp > 1 and not packed:
-            raise ValueError(f"cp is {parallel.cp}, which cuts packed sequences; pack them, or set cp to 1.")
+            raise ValueError(f"cp={parallel.cp} requires packed sequences; pack them, or set cp to 1.")
         chunks = sequence_chunks(parallel.cp)
         share = parallel.tp if parallel.sequence_parallel else 1
         self.dp_ranks = data_parallel_ranks(parallel, processes)
-        """The data-parallel rank of each process of the group."""
+        """Data-parallel rank of each process of the group."""
         self._frame = Frame(
             budget_tokens=budget_tokens,
             packed=packed,
@@ -456,17 +474,20 @@ class BatchSharder:
         self._pad_id, self._flops, self._mask_of = pad_id, flops or Flops(per_token=1.0), mask_of
 
     def enough(self, samples: Sequence[Sample]) -> bool:
-        """Tell if `samples` give every rank as many micro-batches as there are stages, so that none is idle."""
+        """Return True if `samples` give every rank a non-empty micro-batch per pipeline stage."""
         return fills(self._plan(samples), self._frame.stages)
 
     def shard(self, samples: Sequence[Sample]) -> tuple[Plan, list[list[MicroBatch]]]:
-        """Which sample is where, and the micro-batches of each data-parallel rank."""
+        """Return the plan (sample indices) and the micro-batches of each data-parallel rank."""
         plan, frame = self._plan(samples), self._frame
         options = (self._pad_id, frame.multiple_of, frame.packed, self._mask_of, frame.room_multiple)
         return plan, [[collate([samples[i] for i in batch], *options) for batch in rank] for rank in plan]
 
     def load(self, batches: Sequence[Sequence[MicroBatch]]) -> dict[str, int]:
-        """Micro-batches of all ranks, those without a sample included; their tokens, alone and with padding, and the most."""
+        """Return counts over all ranks' micro-batches, empty ones included.
+
+        `tokens` excludes padding, `room` includes it, `budget` is the maximum.
+        """
         every = [batch for rank in batches for batch in rank]
         return {
             "micro_batches": len(every),
@@ -482,7 +503,7 @@ class BatchSharder:
 
 
 def data_parallel_ranks(parallel: ParallelConfig, processes: int) -> list[int]:
-    """The data-parallel rank of each process of a Megatron group, in which tp counts fastest, then cp, dp and pp."""
+    """Return the data-parallel rank of each process of a Megatron group; tp varies fastest, then cp, dp and pp."""
     inner = parallel.tp * parallel.cp
     ranks = max(1, processes // (inner * parallel.pp))
     return [process // inner % ranks for process in range(processes)]

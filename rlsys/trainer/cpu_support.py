@@ -1,12 +1,15 @@
-"""Megatron-core on a machine without CUDA: the one place where a library is changed at run time.
+"""Makes Megatron-core run without CUDA: the only place where a library is changed at run time.
 
-Megatron-core 0.16 says "cuda" in its source where it could ask for a device. On a machine that has no CUDA, `enable`
-rewrites those constants, inside a fixed list of megatron.core modules only: `torch.cuda.X` becomes `torch.cpu.X`
-(torch.cpu mirrors what is used), `tensor.cuda()` becomes `tensor.cpu()`, and `device="cuda"` becomes `device="cpu"`.
-Only the code objects of functions change, so it works whether or not other modules have imported them already.
+Megatron-core 0.16 hard-codes "cuda" in its source. Without CUDA, `enable` rewrites these constants in the functions of
+a fixed list of megatron.core modules:
 
-It does nothing where CUDA is available. Where a function that it must change is gone, it raises: a Megatron-core that
-it was not made for stops at the start and not in the middle of a run.
+    torch.cuda.X    -> torch.cpu.X      (torch.cpu mirrors the functions in use)
+    tensor.cuda()   -> tensor.cpu()
+    device="cuda"   -> device="cpu"
+
+The functions' code objects change, not the functions, so it works even if other modules have imported them already.
+Megatron's random-generator and expert-dispatch helpers are replaced as well. With CUDA, `enable` is a no-op. If a
+function to change is missing, it raises: an unsupported Megatron-core fails at startup, not in the middle of a run.
 """
 
 from __future__ import annotations
@@ -50,26 +53,26 @@ _TARGETS = {
     "dist_checkpointing.strategies.filesystem_async": "",
     "dist_checkpointing.strategies.fully_parallel": "",
 }
-"""Module of megatron.core -> functions that must be found in it and say "cuda"."""
+"""Module of megatron.core -> functions that must exist and contain "cuda"."""
 
 _NAMES = {
     "cuda": "cpu",
     **{f"torch.cuda.{kind}": f"torch.{kind}" for kind in ("FloatTensor", "HalfTensor", "BFloat16Tensor")},
 }
 _MARK = "_rewritten_for_cpu"
-"""Attribute of a function that was changed, so that a second call knows."""
+"""Attribute of rewritten functions, which makes a second `enable` recognise them."""
 _RNG_STATE_FUNCTIONS = ("_get_cuda_rng_state", "_set_cuda_rng_state")
 
 
 class UnsupportedMegatron(RuntimeError):
-    """The installed Megatron-core is not one that this module knows how to run without CUDA."""
+    """Raised if the installed Megatron-core is not the version that this module makes run without CUDA."""
 
 
 def enable() -> None:
-    """Make megatron.core run on the CPU; nothing happens under CUDA. Raises UnsupportedMegatron."""
+    """Make megatron.core run on the CPU; no-op with CUDA. Raises UnsupportedMegatron."""
     if torch.cuda.is_available():
         return
-    # Megatron compiles small functions when they are defined; without a C++ compiler they run eagerly.
+    # Megatron decorates small functions with torch.compile, which needs a C++ compiler on a CPU: run them eagerly.
     torch.compiler.set_stance("force_eager")
     for name, required in _TARGETS.items():
         retarget(importlib.import_module(_CORE + name), frozenset(required.split()))
@@ -78,7 +81,10 @@ def enable() -> None:
 
 
 def retarget(module: ModuleType, required: frozenset[str]) -> None:
-    """Make `module`'s functions say "cpu" for "cuda". Raises UnsupportedMegatron if one of `required` does not."""
+    """Replace "cuda" by "cpu" in `module`'s functions.
+
+    Raises UnsupportedMegatron if a function in `required` is missing or does not contain "cuda".
+    """
     changed: set[str] = set()
     for function in _functions(module, module.__name__):
         code = _rewritten(function.__code__)
@@ -90,12 +96,12 @@ def retarget(module: ModuleType, required: frozenset[str]) -> None:
     missing = sorted(required - changed)
     if missing:
         raise UnsupportedMegatron(
-            f"{module.__name__} has no {', '.join(missing)} to run on a CPU; install megatron-core 0.16.1."
+            f"{module.__name__} lacks {', '.join(missing)}, or they do not use CUDA; install megatron-core 0.16.1."
         )
 
 
 def _share_the_cpu_generator(random: ModuleType) -> None:
-    """There is one generator on a CPU: what Megatron takes for the device's is torch's own."""
+    """Use torch's CPU generator as Megatron's device generator; a CPU has only this one."""
     missing = [name for name in _RNG_STATE_FUNCTIONS if not hasattr(random, name)]
     if missing:
         raise UnsupportedMegatron(f"{random.__name__} has no {missing[0]}; install megatron-core 0.16.1.")
@@ -109,14 +115,14 @@ def _share_the_cpu_generator(random: ModuleType) -> None:
 
 
 class _HostStream(torch.cpu.Stream):
-    """torch's stand-in for a stream, with the event that it promises and does not give."""
+    """CPU stream whose `record_event` returns an event, like a CUDA stream's."""
 
     def record_event(self) -> torch.cpu.Event:  # type: ignore[override]
         return torch.cpu.Event()
 
 
 def _count_on_the_host(dispatcher: ModuleType) -> None:
-    """Megatron copies the numbers of tokens that experts get to the host: they are there already."""
+    """Replace Megatron's device-to-host copy of token counts per expert, which are on the host already."""
     for scope, name in (
         (dispatcher, "maybe_move_tensor_to_cpu"),
         (dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"),
@@ -132,7 +138,7 @@ def _count_on_the_host(dispatcher: ModuleType) -> None:
 
 
 def _functions(scope: Any, module: str) -> Iterator[FunctionType]:
-    """Functions and methods defined in `module`, decorators taken off."""
+    """Functions and methods defined in `module`, without their decorators."""
     for value in list(vars(scope).values()):
         value = getattr(value, "__func__", value)
         value = value.fget if isinstance(value, property) else value

@@ -1,12 +1,15 @@
-"""Weights on their way into a model, and out of its group: one version, bucket by bucket.
+"""Loads weights into a model's shards, and exports one weight version from a group, bucket by bucket.
 
-Out, whole tensors under their Hugging Face names are gathered over tensor and expert parallelism by the first rank of their
-pipeline stage, packed straight into the memory that the sender lends, or passed there, and sent by rank 0. With `ipc`
-each stage's first rank packs and sends on its own device, and rank 0 passes on where that is. Every process of the
-group makes an export and calls `next` equally often, together, for gathering is collective. The weights must not change
-until it has returned None on rank 0.
+Export gathers whole tensors, under their Hugging Face names, over TP and EP to the first rank of each pipeline stage:
 
-Invariant: the tensors of one parameter (query, key and value; gate and up) travel in one bucket.
+    stage 0:   ranks 0 .. 3  --gather-->  rank 0  --pack into the sender's memory-->             rank 0 sends
+    stage 1:   ranks 4 .. 7  --gather-->  rank 4  --pack, copy into rank 0's sender's memory-->  rank 0 sends
+    ipc:       each stage's first rank packs and sends on its own device; rank 0 returns all handles.
+
+Every process of the group creates an `Export` and calls `next` equally often and together, because gathering is
+collective. The weights must not change until `next` has returned None on rank 0.
+
+Invariant: all tensors of one parameter (query, key and value; gate and up) are in one bucket.
 """
 
 from __future__ import annotations
@@ -46,7 +49,10 @@ from rlsys.weights.weight_map import Entry, ShardLoader, aligned, packed
 
 
 def shard_loader(model: StageModel, parameters: Mapping[str, Parameter] | None = None) -> ShardLoader:
-    """Takes whole Hugging Face tensors and copies this process's shards into its `parameters`, all unless given."""
+    """Return a loader that takes whole Hugging Face tensors and copies this process's shards into `parameters`.
+
+    The default is all parameters of the model.
+    """
     into = model.parameters if parameters is None else parameters
 
     def store(name: str, shard: Tensor) -> None:
@@ -58,8 +64,9 @@ def shard_loader(model: StageModel, parameters: Mapping[str, Parameter] | None =
 def load_hf(model: StageModel, path: str | Path) -> None:
     """Load the Hugging Face folder `path`. Raises UserError if it does not fit the architecture.
 
-    A critic takes a policy, with a head of zeros, or a token classification of one label, with its own. With zeros,
-    advantages begin as the returns themselves; random values would be noise that value clipping is slow to leave.
+    A critic loads a token classification model with one label, or a policy, whose value head then starts at zero. With
+    zero values, advantages start as the returns themselves; random values would be noise that value clipping removes
+    only slowly.
     """
     reader, parameters = HfReader(path), dict(model.parameters)
     names, critic = reader.names(), isinstance(model, ValueModel)
@@ -74,7 +81,7 @@ def load_hf(model: StageModel, path: str | Path) -> None:
         shape, own = list(reader.get(hf).shape), list(parameters[name].shape)
         if shape != own:
             raise UserError(
-                f"{path} has a head {hf} of shape {shape}, but a value is one number, {own}: give a model with "
+                f"{path} has a head {hf} of shape {shape}, but the critic's head has shape {own}: use a model with "
                 "num_labels=1, or one without a head.",
                 code="mismatch",
                 key=str(path),
@@ -85,12 +92,12 @@ def load_hf(model: StageModel, path: str | Path) -> None:
 
 
 def export_plan(model: PolicyModel, bucket_bytes: int) -> list[list[Entry]]:
-    """The stage's exported parameters, in order, in runs of at most `bucket_bytes`; a larger one is alone."""
+    """Split the stage's exported parameters, in order, into runs of at most `bucket_bytes`; a larger one is alone."""
     itemsize = model.config.params_dtype.itemsize
     entries = [
         entry
         for entry in model.weights.entries()
-        # An expert is of the stage, whichever of its ranks holds it.
+        # Include all experts of the stage's layers, whichever rank of the stage holds them.
         if entry.name in model.parameters or (entry.expert is not None and entry.layer in model.layers)
     ]
     return list(
@@ -100,7 +107,10 @@ def export_plan(model: PolicyModel, bucket_bytes: int) -> list[list[Entry]]:
 
 @torch.no_grad()
 def whole_tensors(model: PolicyModel, entries: Iterable[Entry]) -> Iterator[tuple[str, Tensor]]:
-    """Whole Hugging Face tensors on the first rank of the stage; the ranks that `exports` iterate together."""
+    """Yield whole Hugging Face tensors on the first rank of the stage and nothing on other ranks.
+
+    All ranks with `Place.exports` iterate together, because gathering is collective.
+    """
     place = model.place
     for entry in entries:
         if entry.expert is not None:
@@ -118,7 +128,10 @@ def whole_tensors(model: PolicyModel, entries: Iterable[Entry]) -> Iterator[tupl
 
 
 def _fetch(model: PolicyModel, entry: Entry, owner: int) -> list[Tensor]:
-    """An expert's tensor on the first rank of the stage; the rank `owner` of it has it."""
+    """Send an expert's tensor from rank `owner` of the stage to its first rank.
+
+    Returns the tensor on both ranks and an empty list on the others.
+    """
     place, group = model.place, parallel_state.get_expert_model_parallel_group()
     if place.in_stage == owner:
         held = model.parameters[entry.name].data
@@ -133,13 +146,13 @@ def _fetch(model: PolicyModel, entry: Entry, owner: int) -> list[Tensor]:
 
 
 def owners_group(place: Place) -> dist.ProcessGroup:
-    """The group of the first ranks of all stages, over host memory, which pass weights on. All ranks call this."""
+    """Return a gloo group of all stages' first ranks, for passing weights on by host memory; all ranks call this."""
     owners = [stage * place.stage_size for stage in range(place.pp_size)]
     return dist.new_group(owners, backend="gloo")
 
 
 class WeightSender(ABC):
-    """The part of a worker that hands weights out; `WeightSync` calls it in every process of the group that sends."""
+    """Part of a worker that exports weights; `WeightSync` calls it in every process of the exporting group."""
 
     place: Place
     _bucket_bytes = 0
@@ -148,13 +161,13 @@ class WeightSender(ABC):
 
     @abstractmethod
     def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
-        """Begin to hand the weights out, on all ranks together; they must not change until the export has ended.
+        """Begin an export on all ranks together; the weights must not change until it ends.
 
-        `sender` is there on rank 0, with `ipc` on the first rank of every stage, and nowhere else.
+        `sender` is set on rank 0 and, with `ipc`, on the first rank of every stage; it is None on other ranks.
         """
 
     def open_export(self, spec: TransportSpec) -> float | None:
-        """Hand weights out in the way of `spec` from now on; rank 0 says how fast the bytes' memory copies, in GB/s."""
+        """Export over the transport `spec` from now on; rank 0 returns the copy bandwidth of its memory in GB/s."""
         self._bucket_bytes = spec.bucket_bytes
         if self.place.rank and not (spec.mode is SyncMode.ipc and self.place.in_stage == 0):
             return None
@@ -166,15 +179,18 @@ class WeightSender(ABC):
         return copy_gb_s(spec.bucket_bytes, sender.device if isinstance(sender, IpcSender) else torch.device("cpu"))
 
     def begin_export(self) -> None:
-        """Begin to hand out the weights as they are now."""
+        """Begin to export the current weights."""
         self._running = self.export(self._bucket_bytes, self._sender)
 
     def next_handle(self, taken: int) -> BucketHandle | None:
-        """The next bucket's handle from rank 0, None at the end and elsewhere; all receivers have `taken` so many."""
+        """Return the next bucket's handle on rank 0, None after the last bucket and on other ranks.
+
+        `taken` counts the buckets that all receivers have taken; their memory is reused.
+        """
         return self._release(taken).next()
 
     def end_export(self, taken: int) -> str:
-        """Free what the last buckets lie in; the digest of all that was handed out, from rank 0."""
+        """Release the last buckets' memory; return the digest, which covers the whole export on rank 0 only."""
         export, self._running = self._release(taken), None
         return export.digest
 
@@ -182,12 +198,12 @@ class WeightSender(ABC):
         if self._sender is not None:
             self._sender.release(taken)
         if self._running is None:
-            raise RuntimeError("Weights were asked for before begin_export.")
+            raise RuntimeError("A bucket was requested without an export; call begin_export first.")
         return self._running
 
 
 class Export:
-    """One process's part in handing one version out."""
+    """Exports one weight version from this process."""
 
     def __init__(
         self,
@@ -197,7 +213,7 @@ class Export:
         bucket_bytes: int,
         sender: Sender | None,
     ) -> None:
-        """See `WeightSender.export`; `require_weights` raises if memory is offloaded, `owners` is `owners_group`."""
+        """See `WeightSender.export`; `require_weights` raises while offloaded, `owners` is `owners_group`."""
         self._model, self._place = model, model.place
         self._require_weights = require_weights
         self._owners, self._bucket_bytes, self._sender = owners, bucket_bytes, sender
@@ -205,7 +221,7 @@ class Export:
         self._checksums: dict[str, str] = {}
 
     def next(self) -> BucketHandle | None:
-        """Gather and send the next bucket; on rank 0 its handle, None after the last. None on other ranks.
+        """Gather and send the next bucket; return its handle on rank 0, None after the last and on other ranks.
 
         Raises RunError if a tensor is larger than a bucket, or if a receiver is gone.
         """
@@ -228,11 +244,11 @@ class Export:
 
     @property
     def digest(self) -> str:
-        """The digest of all that was sent from here."""
+        """Digest of all tensors whose handles `next` returned; covers the whole export on rank 0 only."""
         return digest(self._checksums)
 
     def _plan(self) -> Iterator[tuple[int, list[Entry]]]:
-        """Stage and parameters of each bucket of the whole model; parameters only for this process's stage."""
+        """Yield stage and parameters of each bucket of the model; parameters are empty for other processes' stages."""
         if not self._place.exports:
             return iter(())
         of_stage = export_plan(self._model, self._bucket_bytes)
@@ -245,7 +261,7 @@ class Export:
         )
 
     def _send_from_stage(self, sender: IpcSender, stage: int, entries: list[Entry]) -> BucketHandle | None:
-        """The next bucket's handle on rank 0, from whichever stage has the bucket; None on its other owners."""
+        """Send this stage's bucket if it is next; return the next bucket's handle on rank 0, None on other ranks."""
         rank_0 = self._place.rank == 0
         if stage != self._place.pp:
             sender.skip()
@@ -262,7 +278,7 @@ class Export:
         return None
 
     def _pack(self, entries: list[Entry], sender: Sender) -> Bucket:
-        """Gather parameters of this process's stage straight into the memory that `sender` lends."""
+        """Gather parameters of this process's stage directly into the memory that `sender` lends."""
         try:
             return pack_into(sender.room(), whole_tensors(self._model, entries))
         except BucketFullError as problem:
@@ -271,18 +287,18 @@ class Export:
             ) from problem
 
     def _give(self, stage: int, entries: list[Entry]) -> None:
-        """Gather parameters of this process's stage; the first rank of a later one passes them to rank 0."""
+        """Gather `entries` if `stage` is this process's; the first rank of a later stage sends them to rank 0."""
         if stage != self._place.pp:
             return
         tensors = list(whole_tensors(self._model, entries))
         if stage and self._place.in_stage == 0:
-            # The plan has cut them to size.
+            # The plan limits the size already, so this is one bucket.
             (bucket,) = pack(tensors, sys.maxsize)
             dist.send_object_list([(bucket.records, bucket.data.nbytes)], dst=0, group=self._owners)
             dist.send(bucket.flat, dst=0, group=self._owners)
 
     def _take(self, stage: int, sender: Sender) -> Bucket:
-        """Receive a bucket from the first rank of a later stage, in the memory that `sender` lends."""
+        """Receive a bucket from the first rank of `stage` into the memory that `sender` lends."""
         owner = stage * self._place.stage_size
         box: list[Any] = [None]
         dist.recv_object_list(box, src=owner, group=self._owners)

@@ -1,10 +1,15 @@
-"""Micro-batches through Megatron's schedules: forward, or forward and backward, on any pipeline.
+"""Runs micro-batches through Megatron's pipeline schedules, forward or forward and backward.
 
-All ranks of a context-parallel group have the same micro-batch, and each works on its columns of it (`columns_of`). A
-rank reads out the targets whose preceding token is in its share, in the order of `MicroBatch.targets`; each target is
-read out by exactly one rank. `Share.whole` gives all ranks what all have found, so that every rank takes the same loss
-of all targets; its gradient flows into a rank's own targets alone, and the sum of all ranks' gradients of the weights
-is that of the loss, once. Without context parallelism a share is everything, and nothing travels.
+All ranks of a context-parallel group receive the same micro-batch, and each computes its own columns (`columns_of`). A
+rank owns the targets whose preceding token is in its share, in the order of `MicroBatch.targets`; each target has
+exactly one owner. Example, cp=2 and a sequence of tokens 0 to 3, of which 1 to 3 are targets:
+
+    rank 0:  computes tokens 0 and 3   owns target 1, predicted at token 0;
+    rank 1:  computes tokens 1 and 2   owns targets 2 and 3, predicted at tokens 1 and 2.
+
+`Share.whole` collects the outputs of all targets on every rank, so every rank computes the same loss. The gradient
+flows only into a rank's own targets; summed over the ranks, the weights' gradients are those of the loss, counted once.
+Without context parallelism, the share is the whole micro-batch and no communication takes place.
 """
 
 from __future__ import annotations
@@ -32,27 +37,27 @@ Values = TypeVar("Values", NDArray[Any], Tensor)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One context-parallel rank's part of `batch`."""
+    """Part of `batch` that one context-parallel rank computes."""
 
     batch: MicroBatch
     tokens: NDArray[np.int64]
     """[rows, width / cp]"""
     predicting: NDArray[np.int64]
-    """[own targets] positions that predict them, in [width / cp, rows] flattened, as Megatron's hidden states are."""
+    """[own targets] positions that predict them, in [width / cp, rows] flattened, like Megatron's hidden states."""
     owned: NDArray[np.bool_] | None
-    """[targets] which are read out here; None: all."""
+    """[targets] mask of this rank's own targets; None for all."""
 
     @property
     def targets(self) -> NDArray[np.int64]:
-        """[own targets] tokens."""
+        """[own targets] tokens of this rank's own targets."""
         return self.own(self.batch.targets)
 
     def own(self, values: Values) -> Values:
-        """[own targets, ...] of `values` [targets, ...]."""
+        """Select [own targets, ...] from `values` [targets, ...]."""
         return values if self.owned is None else values[self.owned]
 
     def whole(self, values: Tensor) -> Tensor:
-        """[targets, ...] of every rank's `values` [own targets, ...], the same on all ranks of the group."""
+        """Combine the ranks' `values` [own targets, ...] into [targets, ...], equal on all ranks of the group."""
         if self.owned is None:
             return values
         result: Tensor = _Whole.apply(values, to_tensor(self.owned, values))
@@ -60,14 +65,14 @@ class Share:
 
 
 def share_of(batch: MicroBatch, place: Place) -> Share:
-    """The share of the rank at `place`. Raises ValueError for rectangles, which context parallelism does not cut."""
+    """Return the share of the rank at `place`. Raises ValueError for a padded micro-batch with cp > 1."""
     rows, width = batch.tokens.shape
     row, column = batch.loss_mask.nonzero()
     if place.cp_size == 1:
         # A token is predicted at the position before it.
         return Share(batch, batch.tokens, (column - 1) * rows + row, None)
     if not batch.packed:
-        raise ValueError("Context parallelism cuts packed micro-batches alone, and this one has padded rows.")
+        raise ValueError("Context parallelism requires packed micro-batches, but this one has padded rows.")
     columns = columns_of(batch.boundaries, place.cp_size, place.cp)
     places = np.full(width, -1, dtype=np.int64)
     places[columns] = np.arange(len(columns))
@@ -77,14 +82,16 @@ def share_of(batch: MicroBatch, place: Place) -> Share:
 
 
 OnOutput = Callable[[Tensor, Share], Any]
-"""(output [own targets, ...], this rank's share of the micro-batch) -> what the schedule takes as the loss.
+"""(output [own targets, ...], this rank's share of the micro-batch) -> result of the micro-batch, or its loss.
 
-The output is logits over the local vocabulary, or values: a row is what the tokens before one of `Share.targets` say of
-it, in the same order."""
+The output holds logits over the local vocabulary, or values; row i predicts target i of `Share.targets`."""
 
 
 def forward(model: StageModel, batches: Sequence[MicroBatch], on_output: OnOutput) -> list[Any]:
-    """Run `batches` forward, on all ranks of TP x CP x PP; on the last stage what `on_output` makes of each."""
+    """Run `batches` forward without gradients, on all ranks of TP x CP x PP together.
+
+    Returns the result of `on_output` for each micro-batch on the last stage, an empty list on other stages.
+    """
     if not batches:
         return []
 
@@ -99,10 +106,11 @@ def forward(model: StageModel, batches: Sequence[MicroBatch], on_output: OnOutpu
 def forward_backward(
     model: StageModel, wrapped: Any, batches: Sequence[MicroBatch], on_output: OnOutput, last: bool
 ) -> list[Any]:
-    """Run `batches` forward and backward; gradients are added to those there are.
+    """Run `batches` forward and backward, adding to the gradients.
 
-    `wrapped` is `model.module` with its buffers of gradients. `on_output` returns (loss sum, what to return for this
-    batch). With `last`, these end an optimiser step, and sums over ranks may begin in the last one's backward pass.
+    `wrapped` is `model.module` with its gradient buffers. `on_output` returns (loss sum, result); the results are
+    returned on the last stage. `last` marks the last micro-batches of an optimiser step: gradient reduction may start
+    in the backward pass of the final one.
     """
     if not batches:
         return []
@@ -112,19 +120,20 @@ def forward_backward(
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, Any]:
             total, result = on_output(output, share)
-            # Megatron's own count is not used; a learner counts over several calls.
+            # Megatron's own token count stays 0: a learner counts over several calls.
             return total, torch.zeros((), dtype=torch.int, device=total.device), result
 
         return _outputs(model, module, share), loss
 
-    # Megatron's schedules take the last micro-batch of every call for a step's last, and end this context before it.
+    # Megatron's schedules treat the last micro-batch of every call as the last of the step and leave this context
+    # before it.
     wrapped.config.no_sync_func = wrapped.no_sync if last else nullcontext
     with nullcontext() if last else wrapped.no_sync():
         return _schedule(step, wrapped, batches, forward_only=False)
 
 
 def to_tensor(values: np.ndarray[Any, Any], like: Tensor) -> Tensor:
-    """A copy of `values` on the device of `like`."""
+    """Return a copy of `values` on the device of `like`."""
     return torch.tensor(values, device=like.device)
 
 
@@ -132,8 +141,8 @@ def _outputs(model: StageModel, module: Any, share: Share) -> Tensor:
     width = share.tokens.shape[1]
     if model.config.sequence_parallel and width % model.place.tp_size:
         raise ValueError(
-            f"A rank's share of a micro-batch is {width} tokens wide; sequence parallelism needs a multiple of tp, "
-            f"{model.place.tp_size}: pad it so."
+            f"A rank's share of a micro-batch is {width} tokens wide, but sequence parallelism needs a multiple of "
+            f"tp={model.place.tp_size}: pad the micro-batch."
         )
     return module(
         input_ids=torch.tensor(share.tokens, device=model.device),
@@ -143,9 +152,10 @@ def _outputs(model: StageModel, module: Any, share: Share) -> Tensor:
 
 
 def _sequences(batch: MicroBatch, device: torch.device) -> PackedSeqParams:
-    """Megatron's description of a whole packed row, in which positions and attention begin anew at boundaries.
+    """Megatron's description of a whole packed row; positions and attention restart at each boundary.
 
-    A sequence's own padding counts as its last tokens: Transformer Engine's flash attention takes no gaps.
+    Padding inside a sequence's space counts as its last tokens, because Transformer Engine's flash attention allows no
+    gaps.
     """
     boundaries = torch.tensor(batch.boundaries, device=device)
     longest = int(np.diff(batch.boundaries).max())
@@ -159,7 +169,7 @@ def _schedule(step: Any, module: Any, batches: Sequence[MicroBatch], **options: 
         data_iterator=iter(batches),
         model=module,
         num_microbatches=len(batches),
-        # With variable_seq_lengths stages tell each other the shapes; these two are not used.
+        # Unused: with variable_seq_lengths, pipeline stages exchange the shapes.
         seq_length=width,
         micro_batch_size=rows,
         **options,
@@ -167,11 +177,11 @@ def _schedule(step: Any, module: Any, batches: Sequence[MicroBatch], **options: 
 
 
 class _Whole(torch.autograd.Function):
-    """Each rank's rows in their places, zeros in all others, summed over the group: what is added is 0."""
+    """All-gather of rows by all-reduce: each rank fills its own rows and zeros elsewhere, so the sum is exact."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, owned: Tensor) -> Tensor:
-        """`values` [own targets, ...], `owned` [targets] -> [targets, ...]."""
+        """Return [targets, ...] from `values` [own targets, ...] and the mask `owned` [targets]."""
         ctx.save_for_backward(owned)
         result = values.new_zeros(len(owned), *values.shape[1:])
         result[owned] = values
@@ -181,6 +191,6 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Every rank takes the same loss, so that its own rows of the gradient are whole."""
+        """Return the gradient's own rows, without communication: every rank computes the same loss of all targets."""
         (owned,) = ctx.saved_tensors
         return grads[0][owned], None

@@ -1,23 +1,25 @@
-"""Log-prob worker: forward passes of the newest policy weights and of the reference policy.
+"""Log-prob worker: computes log-probs under the newest policy weights and under the reference policy.
 
 Invariants:
-- Log-probs come from one complete weight version whose digest equals the actor's. `compute` raises between the first
-  bucket of an update and its end, after a failed update, and while the weights are offloaded.
-- The reference policy changes only at the end of an update, computed from the weights of that update.
+- Log-probs come from one complete weight version: version 0 is the model at `model.path`, and a later version's digest
+  equals the actor's. `compute` raises from `begin_update` until `finish_update` succeeds, and while offloaded.
+- The reference policy changes only at the end of an update, from the weights of that update, or by loading a
+  checkpoint.
 
-The reference policy is fixed, is reset to the policy, or is an exponential moving average of it. `follow` runs after each
-step and depends on the version number alone: every process updates its own shards and nothing is communicated. Version 0
-and versions already followed change nothing. Otherwise, at version v:
+The reference policy is frozen, periodically reset to the policy, or an exponential moving average of it, which resets
+may interrupt. `ReferencePolicy.follow` runs after each weight update (in an actor that keeps the reference: after each
+step) and depends only on version numbers. Every process updates its own shards without communication. Version 0 and
+versions already followed are no-ops. At a new version v, the first match applies:
 
     v % reset_period == 0                    ref = policy
     v % update_period == 0 and tau < 1       ref = tau ref + (1 - tau) policy
 
-    update_period=2, reset_period=6:   v  1  2    3  4    5  6
-                                          -  ema  -  ema  -  reset
+    tau=0.9, update_period=2, reset_period=6:   v  1  2    3  4    5  6
+                                                   -  ema  -  ema  -  reset
 
-The average is kept in float32 (the master copy) and a bfloat16 model is its rounding: in bfloat16 itself, most of what a
-policy moves in a few steps would be rounded away. A float32 model is its own master copy; a reference that is not an
-average has none.
+The average of a bfloat16 model is kept in float32 (the master copy), and the model holds its rounding: averaged in
+bfloat16, most of a policy's movement over a few steps would be lost to rounding. A float32 model is its own master
+copy. A reference that is not an average has no master copy.
 """
 
 from __future__ import annotations
@@ -61,54 +63,54 @@ from rlsys.weights.transport import (
 from rlsys.weights.weight_map import ShardLoader, read_architecture
 
 DevicePicks = tuple[Tensor, Tensor]
-"""Tokens [trained tokens, k] and log-probs of them."""
+"""Picked tokens [trained tokens, k] and their log-probs, on the device."""
 _MODEL, _MASTER = "model", "master"
 
 
 @dataclass(frozen=True, slots=True)
 class ReferencePlan:
-    """The schedule by which a reference follows the policy."""
+    """Schedule on which the reference policy follows the policy."""
 
     tau: float
-    """The part of itself that an average keeps at an update; 1 is no average."""
+    """Weight of the old reference in a moving-average update; 1 disables the average."""
     update_period: int
-    """Versions from one update of an average to the next."""
+    """Versions between moving-average updates."""
     reset_period: int | None
-    """Versions after which the reference becomes the policy; None is never."""
+    """Versions between resets to the policy; None for no resets."""
 
     @classmethod
     def from_config(cls, config: AlgorithmConfig) -> ReferencePlan | None:
-        """None without a reference."""
+        """Read the schedule from the config; None without a reference."""
         if not has_reference(config):
             return None
         return cls(config.ref_policy_ema_tau, config.ref_policy_ema_update_period, config.ref_policy_reset_period)
 
     def kept_at(self, version: int) -> float:
-        """The part of itself that the reference keeps at `version`: 1 is everything, 0 nothing (a reset)."""
+        """Return the weight of the old reference at `version`: 1 for no change, 0 for a reset."""
         if self.reset_period is not None and version % self.reset_period == 0:
             return 0.0
         return self.tau if version % self.update_period == 0 else 1.0
 
 
 class ReferencePolicy:
-    """One process's part of the reference policy."""
+    """Shards of the reference policy on one process."""
 
     def __init__(self, model: PolicyModel, plan: ReferencePlan) -> None:
-        """Take over `model`, whose weights are loaded, as the reference at version 0."""
+        """Take ownership of `model`, with loaded weights, as the reference at version 0."""
         self.model = model
         self.version = 0
-        """Version of the policy at which the reference last changed."""
+        """Weight version of the policy at which the reference last changed."""
         self._plan = plan
         model.module.eval().requires_grad_(False)
         self._weights = _weights_of(model)
         averages = plan.tau < 1.0
         self._rounded = [w for w in self._weights if averages and w.dtype is not torch.float32]
-        """Weights of which there is a master."""
+        """Weights that have a master copy."""
         self._master = [weight.float() for weight in self._rounded]
 
     @torch.no_grad()
     def follow(self, policy: PolicyModel, version: int) -> None:
-        """Do what is due now that `policy` is `version`."""
+        """Update the reference from `policy`, now at `version`, if the plan has an update due. Idempotent."""
         kept = self._plan.kept_at(version)
         if version <= self.version or kept == 1.0:
             return
@@ -116,7 +118,7 @@ class ReferencePolicy:
         for weight, new in zip(self._weights, _weights_of(policy), strict=True):
             moved = exact.get(id(weight), weight)
             if kept:
-                # One parameter at a time: there is no room for a float32 copy of the policy.
+                # Cast one parameter at a time: a float32 copy of the whole policy would not fit.
                 moved.lerp_(new.to(moved.dtype), 1.0 - kept)
             else:
                 moved.copy_(new)
@@ -125,19 +127,20 @@ class ReferencePolicy:
         self.version = version
 
     def tensors(self) -> Iterator[Tensor]:
-        """All memory that the reference takes."""
+        """Yield all tensors of the reference: weights and master copies."""
         return chain(self._weights, self._master)
 
     def content(self, folder: Path) -> Content:
-        """The content of its checkpoint, which converts and loads as a model's does."""
+        """Return the checkpoint content to write to `folder`; it converts and loads like a model's."""
         with_master = bool(self._master)
         about = About(step=0, version=self.version, master=with_master)
         return Content(folder, self._sharded_state(with_master), about)
 
     def load(self, folder: str | Path) -> About:
-        """Continue from a checkpoint, saved under any TP, PP and DP; all ranks together. Returns what it is about.
+        """Load a checkpoint saved under any TP, PP and DP, on all ranks together, and return its description.
 
-        A master that it does not hold begins as its weights. Raises UserError.
+        A master copy that is missing from the checkpoint starts from the weights. Raises UserError if the checkpoint is
+        incomplete, damaged or of another model.
         """
         about = read_about(folder)
         with_master = bool(self._master) and about.master
@@ -152,7 +155,7 @@ class ReferencePolicy:
         model = self.model.sharded_state()
         if not with_master:
             return {_MODEL: model}
-        # Each is cut and named as its weight is.
+        # Each master tensor is sharded and named like its weight.
         cuts = get_param_id_to_sharded_param_map(model, self._rounded)
         master = {
             number: make_sharded_optimizer_tensor(cuts[number], tensor, _MASTER)
@@ -162,63 +165,66 @@ class ReferencePolicy:
 
 
 def _weights_of(model: PolicyModel) -> list[Tensor]:
-    """Tensors that a checkpoint keeps of a model: parameters, and buffers if it has any."""
+    """Floating-point tensors of a model's checkpoint: parameters and persistent buffers."""
     state = model.module.state_dict(keep_vars=True)
     return [value for value in state.values() if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 @dataclass(frozen=True, slots=True)
 class TopkPlan:
-    """The most likely tokens that a KL term sums over."""
+    """Choice of the k most likely tokens that a KL term sums over."""
 
     k: int
     forward: bool
-    """Take the reference's most likely tokens (KL(reference || policy)), not the policy's."""
+    """True: the reference's most likely tokens, for KL(reference || policy). False: the policy's."""
 
     @classmethod
     def from_config(cls, config: AlgorithmConfig) -> TopkPlan | None:
-        """None if the KL term sums over no tokens, or over the whole vocabulary."""
+        """Read k and direction from the config; None unless the KL term sums over a top k."""
         if config.kl_topk_tokens is None or not sums_over_vocabulary(config):
             return None
         return cls(config.kl_topk_tokens, forward=config.kl_estimator is KlEstimator.full_forward)
 
 
 class MegatronWorker:
-    """One process of a Megatron group: memory that may leave its device for a while, and checkpoints written beside work."""
+    """One process of a Megatron group, with offloading and asynchronous checkpoint writes."""
 
     def __init__(
         self, owner: str, place: mesh.Place, scratch: str | Path, kept: Tensors, zeros: Tensors = tuple
     ) -> None:
-        """`owner` is named in messages; `scratch` is the folder that a CPU's memory is offloaded to; see `Offload`."""
+        """Initialise the offloader; `owner` is the name in messages, `scratch` the folder for a CPU's offloaded memory.
+
+        `kept` and `zeros` are the tensors to offload; see `Offload`.
+        """
         self.place = place
         self._owner, self._scratch = owner, scratch
         self._memory = Offload(owner, kept, zeros)
         self._writer = CheckpointWriter()
 
     def saving(self) -> bool:
-        """Tell if files of this process are still being written."""
+        """Return True while this process writes checkpoint files."""
         return self._writer.writing
 
     def finish_save(self) -> Written:
-        """Wait until the checkpoint that was begun is complete. Raises RunError, on all ranks, if one could not write."""
+        """Block until the latest checkpoint is complete. Raises RunError on all ranks if any rank failed to write."""
         return self._writer.finish()
 
     def offload(self) -> Offloaded:
-        """Release the memory of all weights until `restore`. Raises RunError if they find no room."""
+        """Move this worker's tensors off the device until `restore`. Raises RunError if space runs out."""
         return self._memory.offload(self._scratch)
 
     def restore(self) -> Offloaded:
-        """Bring back what `offload` released, bit for bit. Raises RunError if the device has no room."""
+        """Bring the offloaded tensors back, bit for bit. Raises RunError if that fails; it can be called again."""
         return self._memory.restore()
 
     def _require(self, purpose: str) -> None:
-        """Raise RunError, "... cannot `purpose`", unless the memory is there."""
+        """Raise RunError ("... cannot `purpose`") while offloaded."""
         if self._memory.away is not None:
             raise RunError(f"{self._owner} is offloaded and cannot {purpose}: restore it first.")
 
 
 class LogProbWorker(MegatronWorker, WeightSender):
-    """One process of the inference group: recomputes log-probs, and hands out the reference."""
+    """One process of the inference group: recomputes log-probs and exports the reference's weights."""
 
     def __init__(
         self,
@@ -231,14 +237,14 @@ class LogProbWorker(MegatronWorker, WeightSender):
         picks: TopkPlan | None = None,
         scratch: str | Path = ".",
     ) -> None:
-        """Join the group and load the model at `model.path`, as version 0 of the policy and as reference.
+        """Join the group and load the model at `model.path`, as version 0 of the policy and as the reference.
 
-        `temperature` is the one that samples are drawn at. Without `reference` there is none; `picks` need one.
+        `temperature` is the sampling temperature. `reference=None` keeps no reference; `picks` requires one.
         """
         if picks is not None and reference is None:
-            raise ValueError("DevicePicks are the tokens to ask a reference about, and there is none.")
+            raise ValueError("`picks` requires a reference policy, but `reference` is None.")
         self.version: int | None = 0
-        """Version of the policy's weights; None while an update is on its way or after one failed."""
+        """Weight version of the policy; None during an update and after a failed one."""
         self._temperature, self._picks = temperature, picks
         architecture = read_architecture(model.path)
         super().__init__("The log-prob worker", mesh.start(rendezvous, parallel, seed), scratch, self._tensors)
@@ -259,7 +265,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
 
     @classmethod
     def from_config(cls, config: RunConfig, rendezvous: mesh.Rendezvous) -> LogProbWorker:
-        """The worker that a run asks for."""
+        """Build the worker that a run's config describes."""
         return cls(
             rendezvous,
             config.model,
@@ -272,10 +278,10 @@ class LogProbWorker(MegatronWorker, WeightSender):
         )
 
     def compute(self, micro_batches: Sequence[MicroBatch]) -> list[LogProbs] | None:
-        """Log-probs of the trained tokens of each micro-batch, and picks; None on ranks that do not report.
+        """Return log-probs and picks of each micro-batch's trained tokens; None on ranks that do not report.
 
-        All ranks of a data-parallel rank call this together with the same micro-batches. Raises RuntimeError after an update
-        that did not finish.
+        All ranks of a data-parallel rank call this together with the same micro-batches. Raises RunError while
+        offloaded and RuntimeError while `version` is None.
         """
         self._require("compute")
         if self.version is None:
@@ -293,48 +299,49 @@ class LogProbWorker(MegatronWorker, WeightSender):
         ]
 
     def open_transport(self, spec: TransportSpec) -> None:
-        """Take weights in the way of `spec` from now on."""
+        """Receive weights over the transport `spec` from now on."""
         if self._receiver is not None:
             self._receiver.close()
         self._receiver = open_receiver(spec)
 
     def begin_update(self) -> None:
-        """Begin to take a new version; what an update that broke off has left is forgotten."""
+        """Begin to receive a new version; discards an unfinished update."""
         self._require("begin an update")
         self._update, self._checksums = shard_loader(self._policy), {}
         self.version = None
 
     def load_bucket(self, parcel: BucketHandle) -> None:
-        """Take the bucket of `parcel` from the transport; see `take_bucket`."""
+        """Receive the bucket of a handle over the transport; see `take_bucket`."""
         if self._receiver is None:
-            raise RuntimeError("A parcel came before open_transport.")
+            raise RuntimeError("A bucket handle arrived before open_transport; call open_transport first.")
         self.take_bucket(self._receiver.receive(parcel))
         self._receiver.release()
 
     def take_bucket(self, bucket: Bucket) -> None:
-        """Take some of the new version's tensors. Raises ChecksumError if one is not as it was sent."""
+        """Load the bucket's tensors of the new version. Raises ChecksumError if a tensor differs from the one sent."""
         self._require("take weights")
         if self._update is None:
-            raise RuntimeError("A bucket came outside of an update; call begin_update first.")
+            raise RuntimeError("A bucket arrived outside of an update; call begin_update first.")
         here = {record.name for record in bucket.records}
         for record, tensor in unpack(bucket):
-            # What waits for the rest of its parameter outlives the bucket's memory.
+            # A tensor that waits for its parameter's other tensors must outlive the bucket's memory.
             waits = not here.issuperset(self._siblings.get(record.name, ()))
             self._update.feed(record.name, tensor.clone() if waits else tensor)
             self._checksums[record.name] = record.checksum
 
     def finish_update(self, version: int, expected: str) -> None:
-        """End an update: the weights are `version` now, and the reference does what is due.
+        """End an update: verify the digest, switch to `version` and let the reference follow.
 
-        Raises ChecksumError, and stays without weights, if tensors are missing or differ from `expected`, the digest.
+        `expected` is the digest of the exporting group. Raises ChecksumError if tensors are missing or the digest
+        differs; `version` then stays None.
         """
         self._require("end an update")
         update, self._update = self._update, None
         if update is None:
-            raise RuntimeError("An update ends that did not begin; call begin_update first.")
+            raise RuntimeError("finish_update was called without an update; call begin_update first.")
         missing = update.missing()
         if missing:
-            raise ChecksumError(f"Version {version} came without {len(missing)} tensors, first {missing[0]}.")
+            raise ChecksumError(f"Version {version} lacks {len(missing)} tensors, the first is {missing[0]}.")
         received = digest(self._checksums)
         if received != expected:
             raise ChecksumError(f"Version {version} has digest {received}, but the actor sent {expected}.")
@@ -343,16 +350,16 @@ class LogProbWorker(MegatronWorker, WeightSender):
             self._reference.follow(self._policy, version)
 
     def begin_save(self, folder: str | Path) -> None:
-        """Copy the reference, and begin to write it to a new checkpoint; as `Learner.begin_save`."""
+        """Copy the reference and begin to write it to a new checkpoint; see `Learner.begin_save`."""
         self._writer.begin([self._require_reference("save the reference").content(Path(folder))])
 
     def load(self, folder: str | Path) -> bool:
-        """Continue with the reference of a checkpoint, in place of `model.path`'s; as `Learner.load`."""
+        """Load the reference from a checkpoint; return True if random generators were restored, as `Learner.load`."""
         about = self._require_reference("load the reference").load(folder)
         return restore_generators(Path(folder), about.layout)
 
     def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
-        """Begin to hand the reference out, which must not follow the policy meanwhile; see `WeightSender`."""
+        """Begin to export the reference, which must not change meanwhile; see `WeightSender`."""
         model = self._require_reference("export the reference").model
         return Export(model, partial(self._require, "export the reference"), self._export_group, bucket_bytes, sender)
 
@@ -367,7 +374,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
         return self._reference
 
     def _scores(self, batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor | None, DevicePicks | None]]:
-        """`LogProbs` of each micro-batch on the device of the last stage, else an empty list."""
+        """Policy log-probs, reference log-probs and picks of each micro-batch; an empty list before the last stage."""
         plan = self._picks
         k, reverse = (None, False) if plan is None else (plan.k, not plan.forward)
         of_policy = self._forward(self._policy, batches, k if reverse else None)
@@ -380,8 +387,11 @@ class LogProbWorker(MegatronWorker, WeightSender):
     def _forward(
         self, model: PolicyModel, batches: Sequence[MicroBatch], k: int | None, chosen: Sequence[Tensor] | None = None
     ) -> list[tuple[Tensor, DevicePicks | None]]:
-        """Log-probs [rows, width] of each micro-batch, and with `k` picks: its own, or `chosen` [trained tokens, k]."""
-        # The last stage sees the micro-batches in their order.
+        """Log-probs [rows, width] of each micro-batch; with `k` or `chosen`, picks as well.
+
+        The picks are this model's top k, or the tokens `chosen` [trained tokens, k] of each micro-batch.
+        """
+        # The last stage runs the micro-batches in order.
         waiting = None if chosen is None else iter(chosen)
 
         def on_logits(logits: Tensor, share: Share) -> tuple[Tensor, DevicePicks | None]:

@@ -1,8 +1,15 @@
-"""The mesh of processes of a Megatron group: a process's place in it, and joining and leaving.
+"""Joins and leaves the process mesh of a Megatron group, and computes a process's place in it.
 
-Ranks are ordered as Megatron orders them: tensor parallel fastest, then context parallel, then data parallel, then
-pipeline. Experts are spread over the ranks of a stage, whatever these are otherwise: over each run of `ep` neighbours.
-No expert is cut itself, so tensor- and context-parallel ranks count as data-parallel ones where experts are concerned.
+Ranks follow Megatron's order: tensor parallel varies fastest, then context, data and pipeline parallel. Example, tp=2,
+pp=2, 8 processes:
+
+            stage 0     stage 1
+    rank:   0 1  2 3    4 5  6 7
+    tp:     0 1  0 1    0 1  0 1
+    dp:     0 0  1 1    0 0  1 1.
+
+Experts are spread over each run of `ep` neighbouring ranks of a stage, regardless of tp, cp and dp. A single expert is
+never cut, so tensor- and context-parallel ranks act as data-parallel ranks of the experts.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from rlsys.weights.sockets import listener
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The address at which the processes of one group find each other."""
+    """Address and size of a process group, for one process that joins it."""
 
     rank: int
     world_size: int
@@ -32,38 +39,38 @@ class Rendezvous:
     master_port: int
     device: Device
     timeout_s: float
-    """Of every collective; a process that waits longer fails."""
+    """Timeout of joining and of every collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One process's coordinates."""
+    """Coordinates of one process in the mesh."""
 
     rank: int
     tp: int
     tp_size: int
     cp: int
-    """The chunks of every sequence that it works on; see `rlsys.trainer.forward`."""
+    """Context-parallel rank, which selects its chunks of every sequence; see `columns_of`."""
     cp_size: int
     dp: int
     dp_size: int
     pp: int
     pp_size: int
     ep: int
-    """The block of experts that it holds."""
+    """Index of the block of experts on this process."""
     ep_size: int
     in_stage: int
-    """Its number within its pipeline stage."""
+    """Index of the process within its pipeline stage."""
     stage_size: int
-    """Processes of a pipeline stage."""
+    """Processes per pipeline stage."""
     exports: bool
-    """It holds something of the one copy of its stage that is handed out: the first's pieces and experts."""
+    """True if the process holds a TP shard or an expert block of the copy that its stage exports."""
     reports: bool
-    """It returns results for its data-parallel rank: exactly one process of each does, on the last stage."""
+    """True if the process returns results: one process per data-parallel rank, on the last stage."""
 
 
 def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
-    """The coordinates of `rank`. Raises UserError if the group cannot be cut so."""
+    """Return the coordinates of `rank`. Raises UserError if the parallel sizes do not fit the group."""
     inner = parallel.tp * parallel.cp
     model = inner * parallel.pp
     if world_size % model:
@@ -106,7 +113,7 @@ def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
 
 
 def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> Place:
-    """Join the group and Megatron's process groups; blocks until all have joined, or torch raises after `timeout_s`."""
+    """Join the group and Megatron's process groups; blocks until all join, or torch raises after `timeout_s`."""
     place = place_of(rendezvous.rank, rendezvous.world_size, parallel)
     _choose_device(rendezvous)
     timeout = timedelta(seconds=rendezvous.timeout_s)
@@ -138,8 +145,8 @@ def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> Place:
 
 
 def _choose_device(rendezvous: Rendezvous) -> None:
-    # Before anything touches CUDA. Megatron counts on it up to Hopper: kernels start in the order of their launches,
-    # and those of communication before those that they overlap with.
+    # Must precede any use of CUDA. Up to Hopper, Megatron relies on it: kernels start in launch order, communication
+    # kernels before the compute kernels that they overlap with.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     visible = torch.cuda.device_count()
     if rendezvous.device is Device.gpu:
@@ -161,7 +168,7 @@ def _choose_device(rendezvous: Rendezvous) -> None:
 
 
 def stop() -> None:
-    """Leave the group; another may be joined afterwards."""
+    """Leave the group; the process can join another one afterwards."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

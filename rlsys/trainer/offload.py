@@ -1,13 +1,15 @@
-"""Takes the memory of one process's model off its device, and brings it back bit for bit.
+"""Offloads the memory of one process's model from its device and restores it bit for bit.
 
-Contract: `offload` releases the memory behind the given tensors, `restore` fills it again. Tensors stay the objects
-that they are and views of a storage stay its views: no storage is replaced. What cannot be kept is not released, and a
-restore that failed can be called again.
+Contract: `offload` releases the memory behind the given tensors and `restore` fills it again. Storages are not
+replaced, so tensors and views remain valid objects. Memory is released only after its bytes are saved. A failed restore
+can be called again.
 
-On a GPU the bytes wait in pinned host memory, and storages are resized to nothing and back. A CPU is the host already:
-there they wait in a file, and the pages of the storages are given to the operating system while their addresses stay
-(MADV_DONTNEED). Storages are not resized there, for torch refuses that once somebody has looked at one through numpy,
-and the allocator might keep what is freed.
+    device   bytes are kept in     memory is released by
+    GPU:     pinned host memory    resizing storages to 0 bytes
+    CPU:     an unnamed file       MADV_DONTNEED on whole pages; addresses stay valid
+
+CPU storages are not resized: torch raises an error once a storage has been shared with numpy, and the allocator might
+not return freed memory.
 """
 
 from __future__ import annotations
@@ -30,25 +32,25 @@ from torch import Tensor, UntypedStorage
 from rlsys.errors import RunError
 
 Tensors = Callable[[], Iterable[Tensor]]
-"""Asked at every offload, for optimisers make their state late."""
+"""Called at every offload, because optimisers create their state lazily."""
 HOST_BLOCK_BYTES = 64 * 1024 * 1024
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """One offload or restore of one process."""
+    """Metrics of one offload or restore on one process."""
 
     bytes: int
-    """Released or brought back; 0 if there was nothing to do."""
+    """Bytes released or restored; 0 for a no-op."""
     seconds: float
     rss_before: int
-    """The process's resident host memory, bytes."""
+    """Resident host memory of the process, in bytes."""
     rss_after: int
 
 
 def switch_figures(parts: Sequence[Offloaded]) -> dict[str, float]:
-    """Figures of a group from those of its processes: bytes and resident memory summed, seconds of the slowest."""
+    """Combine the metrics of a group's processes: sums of bytes and resident memory, seconds of the slowest."""
     return {
         "bytes": sum(part.bytes for part in parts),
         "seconds": max((part.seconds for part in parts), default=0.0),
@@ -58,22 +60,22 @@ def switch_figures(parts: Sequence[Offloaded]) -> dict[str, float]:
 
 
 class Offload:
-    """The memory of one process's model: there, or away."""
+    """Offloads and restores the memory of one process's model."""
 
     def __init__(self, owner: str, saved: Tensors, zeros: Tensors = tuple) -> None:
-        """`owner` is named in messages. `zeros` are known to hold nothing but zeros when they are released.
+        """`owner` is the name in messages. `zeros` tensors are all zero when released, and are not copied.
 
-        Both may name a storage more than once; storages on other devices than the first's are left alone.
+        Several tensors may share a storage. Storages on a device other than the first storage's are not offloaded.
         """
         self._owner, self._saved, self._zeros = owner, saved, zeros
         self._host = HostBlocks()
         self.away: InFile | InHostMemory | None = None
-        """What keeps the bytes meanwhile; None where the memory is there."""
+        """Holder of the offloaded bytes; None while the memory is on its device."""
 
     def offload(self, scratch: str | Path) -> Offloaded:
-        """Release the memory; nothing happens if it is away. `scratch` is the folder of a CPU's file.
+        """Save the bytes and release the memory; no-op if offloaded. `scratch` is the folder of the file of a CPU.
 
-        Raises RunError if the bytes find no room.
+        Raises RunError, and releases nothing, if space runs out.
         """
         measured = _measure()
         if self.away is not None:
@@ -90,19 +92,19 @@ class Offload:
             away.forget()
             room = "host memory" if on_gpu else f"the folder {Path(scratch).resolve()}"
             raise RunError(
-                f"{self._owner} could not be offloaded: its {away.nbytes} bytes, less those of gradients, found no room in "
-                f"{room}; make some. ({error})"
+                f"{self._owner} could not be offloaded: its {away.nbytes} bytes, less those of gradients, do not fit "
+                f"into {room}; free some space. ({error})"
             ) from error
         self.away = away
         away.release()
-        # Return what was freed, such as activations, and what glibc keeps; other C libraries have no such call.
+        # glibc keeps freed memory, such as activations: return it. Other C libraries lack this call.
         getattr(_LIBC, "malloc_trim", int)(0)
         return measured(away.nbytes)
 
     def restore(self) -> Offloaded:
-        """Bring the memory back; nothing happens if it is there.
+        """Restore the memory; no-op if it is on its device.
 
-        Raises RunError if the device has no room or the bytes cannot be read, and can then be called again.
+        Raises RunError if the device lacks space or the bytes cannot be read; it can then be called again.
         """
         measured = _measure()
         if (away := self.away) is None:
@@ -112,8 +114,8 @@ class Offload:
         except (OSError, RuntimeError) as error:
             away.release()
             raise RunError(
-                f"{self._owner} could not be restored: its {away.nbytes} bytes did not come back to the "
-                f"device; see that what else is there leaves room. ({error})"
+                f"{self._owner} could not be restored: moving its {away.nbytes} bytes back to the device failed; free "
+                f"memory on the device. ({error})"
             ) from error
         away.forget()
         self.away = None
@@ -121,11 +123,11 @@ class Offload:
 
 
 class InFile:
-    """Storages in host memory, whose bytes wait in one file without a name, which ends with the process.
+    """Offloads storages in host memory to one unnamed file, which disappears with the process.
 
-    It is written and read, not mapped: pages that are mapped count as the process's. The operating system drops them
-    from its cache when memory is short, unless the folder lies in memory itself (tmpfs). All bytes are kept, but only
-    whole pages released: what is smaller than one, or at a storage's ends, stays.
+    The file is written and read, not mapped, because mapped pages count as the process's memory. The operating system
+    evicts its pages from the page cache when memory is short, unless the folder is in memory itself (tmpfs). All bytes
+    are saved, but only whole pages are released: a storage's partial pages stay.
     """
 
     def __init__(self, saved: Sequence[UntypedStorage], zeros: Sequence[UntypedStorage], folder: str | Path) -> None:
@@ -133,10 +135,10 @@ class InFile:
         self._folder = Path(folder)
         self._file: BufferedRandom | None = None
         self.nbytes = sum(memory.in_pages for memory in (*self._saved, *self._zeros))
-        """Size of the memory that is released."""
+        """Bytes of memory that `release` frees."""
 
     def keep(self) -> None:
-        """Copy the bytes. Raises OSError if there is no room for them."""
+        """Save the bytes. Raises OSError if the disk is full."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
         for memory in self._saved:
@@ -144,29 +146,29 @@ class InFile:
         self._file.flush()
 
     def release(self) -> None:
-        """Release what is there; it can be called after a `fill` that broke off."""
+        """Release the memory; may also be called after a failed `fill`."""
         for memory in (*self._saved, *self._zeros):
             memory.release()
 
     def fill(self) -> None:
-        """Take memory again and write the bytes into it. Raises OSError if that fails."""
+        """Read the saved bytes back into the storages and clear the `zeros`. Raises OSError if that fails."""
         assert self._file is not None
         self._file.seek(0)
         for memory in self._saved:
             if self._file.readinto(memory.view()) != memory.nbytes:
-                raise OSError(f"the scratch file in {self._folder} has become shorter")
+                raise OSError(f"the scratch file in {self._folder} is shorter than what was written")
         for memory in self._zeros:
             memory.clear()
 
     def forget(self) -> None:
-        """Drop the copy."""
+        """Delete the saved bytes."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 class InHostMemory:
-    """A GPU's storages, whose bytes wait in host memory; the methods are those of `InFile`, and raise RuntimeError."""
+    """Offloads storages of a GPU to host memory; same methods as `InFile`, but they raise RuntimeError."""
 
     def __init__(self, saved: Sequence[UntypedStorage], zeros: Sequence[UntypedStorage], host: HostBlocks) -> None:
         self._saved, self._zeros = list(saved), list(zeros)
@@ -175,21 +177,21 @@ class InHostMemory:
         self.nbytes = sum(nbytes for _, nbytes in self._sizes)
 
     def keep(self) -> None:
-        """Copy the bytes."""
-        _finish_device_work()  # of other streams, which may still write
+        """Save the bytes. Raises RuntimeError if host memory is short."""
+        _finish_device_work()  # Other streams may still write to the storages.
         for host, device in self._host.pieces(list(map(_flat, self._saved))):
             host.copy_(device, non_blocking=True)
         _finish_device_work()
 
     def release(self) -> None:
-        """Release what is there."""
+        """Release the memory; may also be called after a failed `fill`."""
         for storage, _ in self._sizes:
             storage.resize_(0)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def fill(self) -> None:
-        """Take memory again and write the bytes into it."""
+        """Allocate the storages, copy the saved bytes back and clear the `zeros`. Raises RuntimeError if that fails."""
         for storage, nbytes in self._sizes:
             storage.resize_(nbytes)
         for host, device in self._host.pieces(list(map(_flat, self._saved))):
@@ -199,14 +201,14 @@ class InHostMemory:
         _finish_device_work()
 
     def forget(self) -> None:
-        """Keep the blocks, which serve again."""
+        """No-op: the host blocks are kept for the next offload."""
 
 
 class HostBlocks:
-    """Host memory, pinned so that a GPU copies it at full speed, in blocks that are kept for the next time.
+    """Blocks of pinned host memory, which a GPU copies at full speed, kept and reused between offloads.
 
-    Their one size is a power of two, which torch rounds pinned memory up to. Pinning is slow, and torch would not give
-    the memory back anyway.
+    The block size is a power of two, because torch rounds pinned allocations up to one. Blocks are never freed: pinning
+    is slow, and torch would not return the memory anyway.
     """
 
     def __init__(self, block_bytes: int = HOST_BLOCK_BYTES) -> None:
@@ -214,9 +216,9 @@ class HostBlocks:
         self._blocks: list[Tensor] = []
 
     def pieces(self, flats: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pieces of blocks and of `flats` ([bytes] of uint8 each) of equal sizes.
+        """Yield pairs of equally sized pieces: one of a block, one of `flats` (each [bytes] of uint8).
 
-        The same for tensors of the same sizes. Raises RuntimeError if there is no memory for a block.
+        Tensors of the same sizes give the same pieces. Raises RuntimeError if a block cannot be allocated.
         """
         block, used = -1, self._block_bytes
         for flat in flats:
@@ -232,9 +234,9 @@ class HostBlocks:
 
 
 def training_state(module: torch.nn.Module, optimizer: Any) -> Iterator[Tensor]:
-    """The tensors that training keeps from step to step: parameters, float32 weights and Adam's moments.
+    """Yield the tensors that training keeps between steps: parameters, float32 weights and Adam's moments.
 
-    `optimizer` is Megatron's, with torch's or Transformer Engine's within.
+    `optimizer` is Megatron's optimiser, which wraps torch's or Transformer Engine's.
     """
     yield from module.parameters()
     for member in optimizer.chained_optimizers:
@@ -245,46 +247,49 @@ def training_state(module: torch.nn.Module, optimizer: Any) -> Iterator[Tensor]:
 
 
 def gradient_buffers(wrapped: Any) -> Iterator[Tensor]:
-    """The flat buffers into which Megatron's DistributedDataParallel `wrapped` accumulates."""
+    """Yield the flat gradient buffers of `wrapped`, Megatron's DistributedDataParallel."""
     return (buffer.grad_data for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers))
 
 
 class _Bytes:
-    """A storage in host memory."""
+    """Raw bytes of a storage in host memory."""
 
     def __init__(self, storage: UntypedStorage) -> None:
-        self._storage = storage  # which keeps the address valid
+        self._storage = storage  # Keeps the address valid.
         self._address, self.nbytes = storage.data_ptr(), storage.nbytes()
         self._first_page = -(-self._address // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (self._address + self.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         self.in_pages = max(0, end - self._first_page)
-        """Bytes that are whole pages."""
+        """Bytes in whole pages."""
 
     def view(self) -> memoryview:
-        """The memory itself, writable."""
+        """Return a writable view of the memory."""
         return memoryview((ctypes.c_ubyte * self.nbytes).from_address(self._address)).cast("B")
 
     def release(self) -> None:
-        """Give whole pages back; they take no memory until they are used again. Raises OSError."""
+        """Return whole pages to the operating system until they are used again. Raises OSError."""
         start, length = ctypes.c_void_p(self._first_page), ctypes.c_size_t(self.in_pages)
         if self.in_pages and _LIBC.madvise(start, length, mmap.MADV_DONTNEED):
             error = ctypes.get_errno()
             raise OSError(error, f"madvise: {os.strerror(error)}")
 
     def clear(self) -> None:
-        """Write zeros."""
+        """Fill the memory with zeros."""
         ctypes.memset(self._address, 0, self.nbytes)
 
 
 def _measure() -> Callable[[int], Offloaded]:
-    """Begin to measure; what is returned takes the bytes."""
+    """Start a measurement; the returned function takes the number of bytes and ends it."""
     started, process = time.perf_counter(), psutil.Process()
     before = process.memory_info().rss
     return lambda nbytes: Offloaded(nbytes, time.perf_counter() - started, before, process.memory_info().rss)
 
 
 def _storages(tensors: Iterable[Tensor], without: Sequence[UntypedStorage] = ()) -> list[UntypedStorage]:
-    """The storages of `tensors`, each once, that are on the first one's device and not among `without`."""
+    """Distinct, non-empty storages of `tensors` that are not among `without`, on one device.
+
+    The device is that of `without`, else that of the first tensor.
+    """
     found: dict[int, UntypedStorage] = {}
     known = {storage.data_ptr() for storage in without}
     device = without[0].device if without else None
@@ -297,7 +302,7 @@ def _storages(tensors: Iterable[Tensor], without: Sequence[UntypedStorage] = ())
 
 
 def _flat(storage: UntypedStorage) -> Tensor:
-    """All bytes of a storage, [bytes] of uint8."""
+    """View of all bytes of a storage, uint8 [bytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

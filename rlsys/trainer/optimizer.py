@@ -1,9 +1,10 @@
-"""Megatron's AdamW for one model, and its state in checkpoints.
+"""Builds Megatron's AdamW for one model, computes its learning rate, and saves and loads its state.
 
-What travels between data-parallel ranks may travel beside computation. With `overlap_grad_reduce` the sums of gradients
-begin in the backward pass of an optimiser step's last micro-batch, bucket by bucket as these become complete; with
-`overlap_param_gather` each rank has after a step the new weights of its own shard alone, and the others' come in the
-next training pass, before the layer that needs them. Whoever reads weights otherwise calls `Learner._gather` first.
+Communication between data-parallel ranks can overlap with computation:
+
+    overlap_grad_reduce    Gradient buckets are reduced during the backward pass of a step's last micro-batch.
+    overlap_param_gather   After a step, a rank has only its own shard's new weights. The next training pass gathers the
+                           others, layer by layer. For any other use of weights, call `Learner._gather` first.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from rlsys.trainer.model.stage_model import CHECKPOINT_METADATA, StageModel
 
 
 def wrap(model: StageModel, config: OptimizerConfig) -> DistributedDataParallel:
-    """The model with gradients in contiguous float32 buffers; pass through it by `forward_backward`.
+    """Wrap the model with contiguous float32 gradient buffers, for `forward_backward`.
 
-    Raises UserError for an overlap that needs another setting.
+    Raises UserError if `overlap_param_gather` lacks the settings that it requires.
     """
     if config.overlap_param_gather and not (config.distributed and config.overlap_grad_reduce):
         raise UserError(
-            "overlap_param_gather=true gathers the shards of a distributed optimiser bucket by bucket: set distributed and "
-            "overlap_grad_reduce to true beside it, or it to false.",
+            "overlap_param_gather=true requires distributed=true and overlap_grad_reduce=true: set both, or set "
+            "overlap_param_gather to false.",
             code="conflict",
             key="overlap_param_gather",
         )
@@ -44,7 +45,7 @@ def wrap(model: StageModel, config: OptimizerConfig) -> DistributedDataParallel:
 
 
 def begin_sums(wrapped: DistributedDataParallel) -> None:
-    """Begin to sum the gradients that no backward pass has begun to sum, where that is overlapped."""
+    """Start the gradient reductions that no backward pass has started; no-op without `overlap_grad_reduce`."""
     if not wrapped.ddp_config.overlap_grad_reduce:
         return
     for buckets in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups):
@@ -53,7 +54,7 @@ def begin_sums(wrapped: DistributedDataParallel) -> None:
 
 
 def build(wrapped: DistributedDataParallel, model: StageModel, config: OptimizerConfig) -> Any:
-    """AdamW with gradient clipping; norms and biases are not decayed."""
+    """Build AdamW with gradient clipping, without weight decay for norms and biases."""
     options = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -74,10 +75,10 @@ def build(wrapped: DistributedDataParallel, model: StageModel, config: Optimizer
 
 
 def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
-    """The rate of optimiser step `step`, counted from 0, of `total_steps`: pure, so that a resumed run cannot disagree.
+    """Return the learning rate of optimiser step `step`, from 0, of `total_steps`; pure, so a resumed run agrees.
 
-    It rises linearly over the first W = round(warmup_fraction x total_steps) steps, of which the first already learns
-    (lr / W), then decays towards `min_lr`, which it reaches after the last step.
+    The rate rises linearly over the first W = round(warmup_fraction x total_steps) steps, from lr / W to lr. It then
+    decays to `min_lr`, reached after the last step, unless `decay` is constant.
     """
     warmup = round(config.warmup_fraction * total_steps)
     if step < warmup:
@@ -90,7 +91,7 @@ def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float
 
 
 def sharded_state(optimizer: Any, model_state: dict[str, Any], loading: bool) -> dict[str, Any]:
-    """The optimiser's part of a checkpoint; `model_state` is the model's."""
+    """Return the optimiser's part of a checkpoint; `model_state` is the model's part."""
     for member in optimizer.chained_optimizers:
         _allocate(member.optimizer)
     state: dict[str, Any] = optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=CHECKPOINT_METADATA)
@@ -98,9 +99,9 @@ def sharded_state(optimizer: Any, model_state: dict[str, Any], loading: bool) ->
 
 
 def load_state(optimizer: Any, state: dict[Any, Any]) -> None:
-    """Take what was loaded into the result of `sharded_state(..., loading=True)`."""
+    """Load `state`, the result of `sharded_state(..., loading=True)` filled from a checkpoint."""
     members = optimizer.chained_optimizers
-    # Experts have an optimiser of their own; Megatron numbers the states where there are two.
+    # Experts have a separate optimiser. With two optimisers, Megatron keys the states by number.
     states = [state] if len(members) == 1 else [state[number] for number in range(len(members))]
     moments = [of_member.pop("param_state", None) for of_member in states]
     optimizer.load_state_dict(state)
@@ -112,9 +113,9 @@ def load_state(optimizer: Any, state: dict[Any, Any]) -> None:
 def _load_moments(member: DistributedOptimizer, moments: dict[str, Any]) -> None:
     """Load Adam's moments and the float32 weights.
 
-    torch's AdamW keeps its step count beside the moments, where Megatron looks for it in the checkpoint and does not
-    find it (it was loaded with the parameter groups): hide it meanwhile. Megatron also hands one and the same count to
-    all parameters, which would then each raise it at every step.
+    torch's AdamW keeps a step count next to the moments. Megatron would look for it among the moments of the
+    checkpoint, but it is in the parameter groups and loaded already: remove it during the load. Megatron also gives all
+    parameters the same count tensor, which each of them would increment at every step: clone it.
     """
     states = member.optimizer.state.values()
     steps = [state.pop("step", None) for state in states]
@@ -125,7 +126,7 @@ def _load_moments(member: DistributedOptimizer, moments: dict[str, Any]) -> None
 
 
 def _allocate(optimizer: Any) -> None:
-    """Give torch's AdamW the state that it otherwise makes at its first step; Megatron expects it."""
+    """Allocate the state that torch's AdamW creates lazily at its first step; Megatron expects it earlier."""
     if not isinstance(optimizer, torch.optim.AdamW):
         return
     for group in optimizer.param_groups:

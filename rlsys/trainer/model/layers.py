@@ -1,18 +1,19 @@
-"""The layers that a model is built from: Transformer Engine's, or Megatron's own with two replacements.
+"""Configures a model's layers: Transformer Engine's, or Megatron's own ("local") with two replacements.
 
-Megatron's own ("local") layers lack a norm that allows sequence parallelism and an attention that does not hold a
-matrix of [seq, seq]. Weights and checkpoints of the two kinds are interchangeable. A mixture of experts is routed as
-transformers and SGLang route it, with either kind.
+The replacements are `RMSNorm`, which allows sequence parallelism, and `CausalAttention`, which holds no [seq, seq]
+matrix. Weights and checkpoints of the two kinds are interchangeable. Both route a mixture of experts like transformers
+and SGLang.
 
-The fused kernels go by what was asked for and what the machine has. A CPU gets none: the fields are then Megatron's own
-defaults. What each needs, of Megatron-core 0.16:
+Fused kernels depend on `model.fusions` and on the machine. A CPU gets none and keeps Megatron's defaults. Requirements
+in Megatron-core 0.16:
 
-- SwiGLU in one kernel (`bias_activation_fusion`), which saves a copy of its input: torch's compiler, on a GPU.
-- Rotary positions (`apply_rope_fusion`) and the sorting of tokens by expert (`moe_permute_fusion`): Transformer Engine.
-- Weight gradients that a matrix product adds to their float32 buffer (`gradient_accumulation_fusion`): apex, because
-  Megatron's output layer has them from there, with Transformer Engine's layers too.
+    bias_activation_fusion:         SwiGLU in one kernel, which saves a copy of its input   torch.compile, GPU
+    apply_rope_fusion:              rotary positions                                        Transformer Engine
+    moe_permute_fusion:             sorting of tokens by expert                             Transformer Engine's layers
+    gradient_accumulation_fusion:   weight gradients added directly to float32 buffers      apex.
 
-Nothing is to be had from `bias_dropout_fusion` (no biases, no dropout) or `persist_layer_norm` (no LayerNorm).
+The last needs apex with either kind, because Megatron's output layer uses it. `bias_dropout_fusion` (no biases, no
+dropout) and `persist_layer_norm` (no LayerNorm) would gain nothing on these models and stay off.
 """
 
 from __future__ import annotations
@@ -49,12 +50,11 @@ from rlsys.weights.weight_map import Architecture, stage_layers
 
 FP8_RECIPE: dict[str, Any] = {
     "fp8": "hybrid",
-    # Scales of each tensor as it is: there is no history of maxima that a checkpoint or a forward pass would have to
-    # keep.
+    # Scale each tensor by its current maximum: no history of maxima has to be kept in checkpoints or forward passes.
     "fp8_recipe": "tensorwise",
-    # Every micro-batch quantises the weights anew. Megatron would tell Transformer Engine which is the first of a pass:
-    # it would keep the copies on the GPU, also while the model is offloaded, and with fused accumulation would have
-    # that one overwrite the gradient, which here is a sum over several passes.
+    # Quantise the weights again in every micro-batch. Otherwise Megatron tells Transformer Engine which micro-batch is
+    # the first of a pass. Quantised copies then stay on the GPU while the model is offloaded. With fused accumulation,
+    # the first micro-batch would also overwrite the gradient, which is here a sum over several passes.
     "disable_parameter_transpose_cache": True,
 }
 
@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 
 
 def choose_layers(layers: Layers, here: Capabilities) -> Layers:
-    """Resolve `auto`. Raises UserError if `te` is asked for and cannot be."""
+    """Resolve `auto` to `te` or `local`. Raises UserError if `te` is configured but unavailable."""
     if layers is Layers.auto:
         if here.layers is Layers.local and here.cuda_devices:
             _log.warning("Transformer Engine is not installed: training uses the slower local layers.")
@@ -79,7 +79,10 @@ def choose_layers(layers: Layers, here: Capabilities) -> Layers:
 
 
 def kernel_settings(model: ModelConfig, layers: Layers, here: Capabilities) -> dict[str, Any]:
-    """Fields of Megatron's TransformerConfig; `layers` is resolved. Raises UserError for FP8 that cannot be."""
+    """Return the kernel fields of Megatron's TransformerConfig; `layers` must be resolved.
+
+    Raises UserError for FP8 without Transformer Engine's layers.
+    """
     te = layers is Layers.te
     if model.fp8 and not te:
         raise UserError(
@@ -88,7 +91,7 @@ def kernel_settings(model: ModelConfig, layers: Layers, here: Capabilities) -> d
             key="model.fp8",
         )
     if not here.cuda_devices:
-        return {"batch_p2p_comm": False}  # Which gloo has not.
+        return {"batch_p2p_comm": False}  # Not supported by gloo.
     fusions = {
         "bias_activation_fusion": True,
         "apply_rope_fusion": here.transformer_engine is not None,
@@ -97,7 +100,7 @@ def kernel_settings(model: ModelConfig, layers: Layers, here: Capabilities) -> d
     }
     return {
         "batch_p2p_comm": True,
-        # Local layers have an attention of their own.
+        # Local layers use CausalAttention.
         "attention_backend": AttnBackend[model.attention] if te else AttnBackend.auto,
         **(fusions if model.fusions else {}),
         **(FP8_RECIPE if model.fp8 else {}),
@@ -107,9 +110,12 @@ def kernel_settings(model: ModelConfig, layers: Layers, here: Capabilities) -> d
 def transformer_config(
     architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, kernels: Mapping[str, Any]
 ) -> TransformerConfig:
-    """Megatron's config of the model; `kernels` are `kernel_settings`. Raises UserError if TP or experts forbid it."""
+    """Return Megatron's config of the model; `kernels` are `kernel_settings`.
+
+    Raises UserError if tp does not fit the model, or if experts with tp > 1 lack sequence parallelism.
+    """
     _check_tp(architecture, parallel)
-    layout = None  # of stages that hold as many layers each
+    layout = None  # default: equally many layers per stage
     if parallel.pp_layers is not None:
         layout = [["decoder"] * len(s) for s in stage_layers(architecture.layers, parallel.pp, parallel.pp_layers)]
         layout[0].insert(0, "embedding")
@@ -140,13 +146,13 @@ def transformer_config(
         pipeline_model_parallel_layout=layout,
         sequence_parallel=parallel.sequence_parallel,
         variable_seq_lengths=True,
-        # Megatron asks for this dispatcher with variable lengths, also for dense models.
+        # With variable lengths, Megatron requires this dispatcher, also for dense models.
         moe_token_dispatcher_type="alltoall",
         **_experts_config(architecture, parallel),
-        # The values are overwritten, but only then are weights marked as cut by TP, and the gradient norm counts each
-        # shard.
+        # The initial values are overwritten, but initialisation marks weights as TP shards; without the mark, the
+        # gradient norm would not count every shard.
         perform_initialization=True,
-        # Whoever learns divides itself, once; see `Learner`.
+        # The learner divides the gradient itself, once; see `Learner`.
         calculate_per_token_loss=True,
         **(_FULL_RECOMPUTE if model.recompute else {}),
         **kernels,
@@ -169,8 +175,8 @@ def _check_tp(architecture: Architecture, parallel: ParallelConfig) -> None:
         )
     if architecture.experts and tp > 1 and not parallel.sequence_parallel:
         raise UserError(
-            f"tp is {tp} and the model has experts: set sequence_parallel to true, or every one of the {tp} ranks would "
-            "send all tokens to the experts.",
+            f"tp is {tp} and the model has experts, so each of the {tp} ranks would send all tokens to the experts: "
+            "set sequence_parallel to true.",
             code="conflict",
             key="sequence_parallel",
         )
@@ -191,7 +197,7 @@ def _experts_config(architecture: Architecture, parallel: ParallelConfig) -> dic
 
 
 def block_spec(config: TransformerConfig, layers: Layers) -> Any:
-    """The spec that GPTModel builds its decoder from; `layers` is resolved."""
+    """Return the spec of GPTModel's decoder; `layers` must be resolved."""
     if layers is Layers.te:
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
@@ -211,23 +217,24 @@ def block_spec(config: TransformerConfig, layers: Layers) -> Any:
 
 
 def _routed(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    """`layer`, with our router if it has experts."""
+    """`layer` with `ExpertRouter` if it has experts, modified in place."""
     if config.num_moe_experts is not None:
         layer.submodules.mlp.submodules.router = ExpertRouter
-        # Transformer Engine fuses this norm into a dense MLP alone; in checkpoints it is named as there.
+        # Transformer Engine fuses this norm only into a dense MLP: keep the unfused name in checkpoints.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     return layer
 
 
 class ExpertRouter(Router):
-    """Sends each token to its k most likely experts: none is dropped, no loss balances them.
+    """Routes each token to its k most likely experts, without dropping tokens and without a balancing loss.
 
-    In the dtypes of transformers' Qwen3MoeTopKRouter: logits in the model's, probabilities in float32 over all experts,
-    their shares among the k (if `norm_topk_prob`, not `moe_router_pre_softmax`) rounded to the model's.
+    Dtypes follow transformers' Qwen3MoeTopKRouter: logits in the model's dtype, softmax over all experts in float32,
+    and the k weights rounded to the model's dtype. `norm_topk_prob` (`moe_router_pre_softmax` false) first normalises
+    the k weights to sum 1.
     """
 
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """`logits` [tokens, experts]; of the same shape, weights (0 for experts not chosen), and who is chosen."""
+        """Return weights (0 for experts not chosen) and the mask of chosen experts; all [tokens, experts]."""
         weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(self.config.moe_router_topk, dim=-1)
         if not self.config.moe_router_pre_softmax:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -235,12 +242,12 @@ class ExpertRouter(Router):
         return spread, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
 
     def forward(self, input: Tensor, padding_mask: None = None) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """As `routing`, of `input` [seq, batch, hidden], flattened."""
+        """Return `routing` of `input` [seq, batch, hidden], with seq and batch flattened to tokens."""
         return self.routing(linear(input.flatten(0, 1), self.weight))
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm whose weight is marked for the gradient reduction that sequence parallelism needs."""
+    """RMSNorm whose weight is marked for the gradient reduction of sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -248,11 +255,11 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class CausalAttention(MegatronModule):
-    """Causal attention by torch's fused kernels, over a rectangle or over packed sequences.
+    """Causal attention with torch's fused kernels, over a rectangle or over packed sequences.
 
-    Neither needs a mask: a rectangle is padded on the right, and packed sequences are attended one by one. With context
-    parallelism, which cuts packed sequences, a rank attends with its own tokens to those of all ranks: keys and values
-    are gathered, and their gradients summed on the way back.
+    Needs no padding mask: a rectangle is padded on the right, and packed sequences are processed one by one. With
+    context parallelism (packed only), keys and values are gathered from all ranks, and each rank attends with its own
+    queries; the backward pass sums the gradients of keys and values over the ranks.
     """
 
     def __init__(
@@ -277,10 +284,10 @@ class CausalAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """`query` [seq, batch, heads, dim]; `key`, `value` with query groups for heads.
+        """Return the attention output: [seq, batch, heads x dim], or packed [seq, heads, dim].
 
-        Packed, they have no batch dimension, and `packed_seq_params` says where the sequences of the whole row begin.
-        Returns [seq, batch, heads x dim], or [seq, heads, dim] packed. There is no other mask than causality.
+        `query` is [seq, batch, heads, dim]; `key` and `value` have query groups instead of heads. Packed, they have no
+        batch dimension, and `packed_seq_params` holds the boundaries of the whole row. Raises ValueError for a mask.
         """
         if attention_mask is not None:
             raise ValueError("CausalAttention takes no attention mask.")
@@ -290,12 +297,12 @@ class CausalAttention(MegatronModule):
         if self._cp > 1:
             return self._attend_shares(query, *self._gathered(key, value, boundaries), boundaries)
         lengths = boundaries.diff().tolist()
-        # One split for all sequences, whose gradients are then written once and not added up.
+        # A single split over all sequences: its backward pass writes each gradient once instead of accumulating.
         parts = zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
         return torch.cat([self._attend(*(each[:, None] for each in part))[:, 0] for part in parts])
 
     def _gathered(self, key: Tensor, value: Tensor, boundaries: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the whole row in its order, [seq, groups, dim] each, from all ranks' shares."""
+        """Gather keys and values of the whole row from all ranks, in the row's order: [seq, groups, dim] each."""
         shares = [columns_of(boundaries.tolist(), self._cp, rank) for rank in range(self._cp)]
         order = torch.tensor(np.argsort(np.concatenate(shares)), device=key.device)
         everyones = gather_from_sequence_parallel_region(torch.stack((key, value), dim=1), group=self._cp_group)
@@ -303,7 +310,7 @@ class CausalAttention(MegatronModule):
         return whole_key, whole_value
 
     def _attend_shares(self, query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor) -> Tensor:
-        """`query` of this rank's chunks, `key` and `value` of the whole row; [seq / cp, heads, dim]."""
+        """Attention [seq / cp, heads, dim] of this rank's chunks `query` to `key` and `value` of the whole row."""
         lengths = boundaries.diff().tolist()
         chunks = 2 * self._cp
         queries = query.split([length // chunks for length in lengths for _ in range(2)])
@@ -317,7 +324,10 @@ class CausalAttention(MegatronModule):
         return torch.cat(parts)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """All [seq, batch, heads, dim]; the queries are those of the last keys; fewer of them make a mask."""
+        """Causal attention of the last positions; all [seq, batch, heads, dim].
+
+        With fewer queries than keys, query i belongs to key len(key) - len(query) + i.
+        """
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         whole = len(query) == len(key)
         out = scaled_dot_product_attention(

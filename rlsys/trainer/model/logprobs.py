@@ -1,15 +1,20 @@
-"""Log-probs, entropy and KL of target tokens from logits sharded along the vocabulary.
+"""Computes log-probs, entropy and KL of target tokens from logits sharded along the vocabulary.
 
-Row i of every result belongs to row i of the logits [targets, local vocabulary]; all TP ranks pass the same targets. The
-columns are the rank's tokens, then padding with probability 0. Logits are divided by the sampling temperature in `scaled`
-and nowhere else.
+Row i of a result belongs to row i of the logits [targets, local vocabulary]; all TP ranks pass the same targets.
+Columns are the rank's tokens, then padding with probability 0. Logits are divided by the sampling temperature only in
+`scaled`.
 
-    TP rank 0   logits of tokens 0 .. v/2        each rank reduces its columns to a few numbers a target
-    TP rank 1   logits of tokens v/2 .. v        (maximum, sum of exponentials, target logit), which are all-reduced
+    TP rank 0   logits of tokens 0 .. v/2 - 1      each rank reduces its columns to a few numbers per target
+    TP rank 1   logits of tokens v/2 .. v - 1      (v: padded vocabulary), which the ranks exchange:
 
-The full vocabulary is never gathered. No float32 copy of all logits exists in either direction: targets are processed in
-chunks, and the backward pass recomputes from the saved logits what it needs. Gradients flow into the policy's logits,
-on each TP rank into its own columns, and never into the reference's.
+    log-prob:              maximum, sum of exponentials, target logit (all-reduced)
+    entropy:               the same, and sum of logit x exponential (all-reduced)
+    top k:                 k largest logits and tokens, log of the sum of exponentials (gathered)
+    whole-vocabulary KL:   log of both sums of exponentials, KL within the columns (gathered).
+
+The full vocabulary is never gathered. Float32 copies cover at most `CHUNK_ELEMENTS` logits, or one row, at a time:
+targets are processed in chunks, and the backward pass recomputes its intermediates from the saved logits. Gradients
+flow into the policy's logits, on each TP rank into its own columns, and never into the reference's.
 """
 
 from __future__ import annotations
@@ -27,50 +32,50 @@ from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
 from rlsys.config.derived import sums_over_vocabulary
 
 CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
-"""Logits worked on at a time, in float32: on a CPU what a core's cache holds, 128 MiB on a GPU."""
+"""Logits per chunk, in float32: 1 MiB on a CPU, about a core's cache, and 128 MiB on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabShard:
-    """The part of the vocabulary that a TP rank holds."""
+    """Shard of the vocabulary on one TP rank."""
 
     group: dist.ProcessGroup | None
-    """The TP group; None for a rank that holds all of it."""
+    """TP group; None if this rank holds the whole vocabulary."""
     start: int
     """Token of the first local column."""
     valid: int
-    """Local columns that are tokens; those after them are padding and have no probability."""
+    """Number of local columns that are tokens; the columns after them are padding with probability 0."""
 
 
 def chunks(logits: Tensor) -> Iterator[slice]:
-    """Slices of the rows of `logits` [n, local vocabulary]."""
+    """Yield slices of the rows of `logits` [n, local vocabulary], at least one row each."""
     size = max(1, CHUNK_ELEMENTS[logits.device.type] // logits.shape[1])
     return (slice(start, start + size) for start in range(0, logits.shape[0], size))
 
 
 def scaled(logits: Tensor, shard: VocabShard, temperature: float) -> Tensor:
-    """A float32 copy at the temperature, padding columns at -inf."""
+    """Return a float32 copy of `logits` divided by `temperature`, with padding columns at -inf."""
     result = logits.float() * (1.0 / temperature)
     result[:, shard.valid :] = float("-inf")
     return result
 
 
 def owned_columns(tokens: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """A mask of the tokens in the local columns, and the column of each (0 where it is not)."""
+    """Return the mask of tokens in the local columns and each token's column, 0 for other ranks' tokens."""
     column = tokens - shard.start
     owned = (column >= 0) & (column < shard.valid)
     return owned, column.where(owned, 0)
 
 
 def reduce(values: Tensor, shard: VocabShard, operation: Any) -> Tensor:
-    """`values` over all TP ranks, in place. Ranks have the same targets, so none calls in vain."""
+    """All-reduce `values` over the TP ranks, in place; skips empty values, which are then empty on all ranks."""
     if shard.group is not None and values.numel():
         dist.all_reduce(values, op=operation, group=shard.group)
     return values
 
 
 def gather(values: Tensor, shard: VocabShard) -> Tensor:
-    """The `values` of all TP ranks, [ranks, *shape], in the order of the vocabulary."""
+    """Return the `values` of all TP ranks, [ranks, *shape], in the order of the vocabulary."""
     if shard.group is None:
         return values[None]
     result = values.new_empty(dist.get_world_size(shard.group), *values.shape)
@@ -82,7 +87,7 @@ def gather(values: Tensor, shard: VocabShard) -> Tensor:
 def token_logprobs(
     logits: Tensor, targets: Tensor, shard: VocabShard, temperature: float, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each target and, if asked for, entropy of the distribution that it was drawn from: float32 [targets].
+    """Return each target's log-prob and, `with_entropy`, the entropy of its distribution, else None: float32 [targets].
 
     `logits` [targets, local vocabulary], `targets` [targets]; gradients flow into the local columns.
     """
@@ -91,18 +96,18 @@ def token_logprobs(
 
 
 def logprobs_at(logits: Tensor, tokens: Tensor, shard: VocabShard, temperature: float) -> Tensor:
-    """Log-probs float32 [targets, k] of several `tokens` [targets, k] for each target; see `token_logprobs`."""
+    """Return log-probs, float32 [targets, k], of `tokens` [targets, k] in each target's place; see `token_logprobs`."""
     logprobs, _ = _LogProbs.apply(logits, tokens.long(), shard, temperature, False)
     return logprobs
 
 
 def lay_out(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` [trained tokens] at their places in an array like `mask` [rows, width], 0 elsewhere."""
+    """Scatter `values` [trained tokens] to the True places of `mask` [rows, width]; 0 elsewhere."""
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
 class _LogProbs(torch.autograd.Function):
-    """With l = logits / T, Z = sum exp(l), p = exp(l) / Z and a token y:
+    """Log-probs and entropy over a sharded vocabulary. For l = logits / T, Z = sum exp(l), p = exp(l) / Z, a token y:
 
     log p(y) = l_y - log Z,               d/dl_j = [j = y] - p_j
     H = log Z - sum_j p_j l_j,            d/dl_j = -p_j (log p_j + H)
@@ -112,14 +117,14 @@ class _LogProbs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, tokens: Tensor, shard: VocabShard, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """`logits` [n, local vocabulary], `tokens` [n, k] -> log-probs [n, k], entropy [n] or None."""
+        """Return log-probs [n, k] and entropy [n] or None from `logits` [n, local vocabulary] and `tokens` [n, k]."""
         count, k = tokens.shape
         maxima = logits.new_empty(count, dtype=torch.float32)
-        # Of the local columns: the tokens' logits, sum exp(l - maximum) and sum l exp(l - maximum).
+        # Rows, over the local columns: the k tokens' logits, sum exp(l - maximum), sum l exp(l - maximum).
         sums = maxima.new_zeros(k + (2 if with_entropy else 1), count)
         for piece in chunks(logits):
             here = scaled(logits[piece], shard, temperature)
-            # A rank all of whose columns are padding has none; any number does for its maximum.
+            # If all columns are padding, the maximum is -inf; any finite number works instead.
             maxima[piece] = here.amax(dim=-1).clamp(min=torch.finfo(torch.float32).min)
             owned, column = owned_columns(tokens[piece], shard)
             sums[:k, piece] = here.gather(1, column).where(owned, 0.0).T
@@ -140,9 +145,9 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None, None]:
-        """Gradient of the local logits, in their dtype; needs no communication."""
+        """Return the gradient of the local logits, in their dtype, without communication."""
         logits, tokens, log_z, entropy = ctx.saved_tensors
-        # Either output may be unused.
+        # The gradient of an unused output is None.
         of_logprobs, of_entropy = (None if grad is None else grad / ctx.temperature for grad in grads)
         if of_logprobs is None:
             of_logprobs = log_z.new_zeros(tokens.shape)
@@ -161,12 +166,12 @@ class _LogProbs(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The KL that a loss adds where it is computed from distributions. Picklable."""
+    """KL term of a loss, computed from distributions. Picklable."""
 
     forward_kl: bool
-    """KL(reference || policy), not KL(policy || reference)."""
+    """True: KL(reference || policy). False: KL(policy || reference)."""
     top_k: TopKKl | None
-    """None sums over the whole vocabulary."""
+    """Sum over the top k; None for the whole vocabulary."""
 
     def __call__(
         self,
@@ -182,24 +187,25 @@ class Divergence:
         pick_logprobs: Tensor | None,
         ref_logits: Tensor | None,
     ) -> Tensor:
-        """KL in the place of each target, [n] float32, in nats; gradient flows into `logits` and `logprobs`.
+        """Return the KL in each target's place, float32 [n], in nats; gradient flows into `logits` and `logprobs`.
 
-        `logits` [n, local vocabulary]; the log-probs are of the sampled `targets` [n]. With a top k, picked tokens
-        [n, k] and the reference's log-probs at them; else its logits. Raises ValueError if what is needed is missing.
+        `logits` is [n, local vocabulary]; the log-probs are those of the sampled `targets` [n]. A top k needs the
+        picked tokens [n, k] and the reference's log-probs of them; the whole vocabulary needs `ref_logits`. Raises
+        ValueError if these are missing.
         """
         if self.top_k is None:
             if ref_logits is None:
-                raise ValueError("A KL over the whole vocabulary needs the reference's logits.")
+                raise ValueError("A KL over the whole vocabulary needs ref_logits.")
             return whole_vocabulary_kl(logits, ref_logits, shard, temperature, self.forward_kl)
         if pick_tokens is None or pick_logprobs is None:
-            raise ValueError("A KL over the top k needs the tokens that were picked and their log-probs.")
+            raise ValueError("A KL over the top k needs pick_tokens and pick_logprobs.")
         picked = (pick_tokens == targets[:, None]).any(dim=-1)
         sampled = Sampled(logprobs, old_logprobs, ref_logprobs, picked)
         return self.top_k(logprobs_at(logits, pick_tokens, shard, temperature), pick_logprobs, sampled)
 
 
 def divergence_of(config: AlgorithmConfig) -> Divergence | None:
-    """The KL that `config` asks for; None if its estimator needs the sampled token's log-probs alone."""
+    """Return the KL from distributions that `config` selects; None if it has no such KL term."""
     if not sums_over_vocabulary(config):
         return None
     top_k = None if config.kl_topk_tokens is None else TopKKl(config)
@@ -209,20 +215,20 @@ def divergence_of(config: AlgorithmConfig) -> Divergence | None:
 def whole_vocabulary_kl(
     logits: Tensor, ref_logits: Tensor, shard: VocabShard, temperature: float, forward_kl: bool
 ) -> Tensor:
-    """KL over all tokens in the place of each target: [n] float32 from two [n, local vocabulary]."""
+    """Return the KL over all tokens in each target's place, float32 [n]; both logits are [n, local vocabulary]."""
     return _WholeVocabularyKl.apply(logits, ref_logits, shard, temperature, forward_kl)
 
 
 @torch.no_grad()
 def top_tokens(logits: Tensor, shard: VocabShard, temperature: float, k: int) -> tuple[Tensor, Tensor]:
-    """The k most likely tokens in the place of each target, most likely first, and their log-probs; without gradient.
+    """Return the k most likely tokens in each target's place, most likely first, and their log-probs, without gradient.
 
-    `logits` [targets, local vocabulary] give int64 and float32 [targets, k], alike on all TP ranks. Raises ValueError
-    if the vocabulary has fewer than k tokens.
+    `logits` is [targets, local vocabulary]. The results are int64 and float32 [targets, k], equal on all TP ranks.
+    Raises ValueError if the vocabulary has fewer than k tokens.
     """
     count, columns = logits.shape
     candidates = min(k, columns)
-    # The logits of this rank's candidates, and log of the sum of exponentials of all its columns.
+    # Columns: logits of this rank's candidates, then log of the sum of exponentials over all local columns.
     values = logits.new_empty(count, candidates + 1, dtype=torch.float32)
     tokens = logits.new_empty(count, candidates, dtype=torch.long)
     for piece in chunks(logits):
@@ -235,25 +241,26 @@ def top_tokens(logits: Tensor, shard: VocabShard, temperature: float, k: int) ->
     merged = all_values[..., :candidates].transpose(0, 1).flatten(1)
     best, places = merged.topk(min(k, merged.shape[1]), dim=-1)
     if best.shape[1] < k or best.isneginf().any():
-        raise ValueError(f"The top {k} tokens were asked for, but the vocabulary has fewer; lower k.")
+        raise ValueError(f"k={k} exceeds the number of tokens in the vocabulary; lower k.")
     return all_tokens.transpose(0, 1).flatten(1).gather(1, places), best - log_z[:, None]
 
 
 class _WholeVocabularyKl(torch.autograd.Function):
-    """Each rank computes the KL within its columns; `join_parts` makes one of all, `logit_gradient` derives it."""
+    """KL over a sharded vocabulary: each rank computes the KL within its columns, and `join_parts` combines them."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, ref_logits: Tensor, shard: VocabShard, temperature: float, forward_kl: bool
     ) -> Tensor:
-        """`logits` and `ref_logits` [n, local vocabulary] -> [n]."""
-        # Of the local columns: log of both sums of exponentials, and the KL of what they normalise.
+        """Return the KL [n] from `logits` and `ref_logits` [n, local vocabulary]."""
+        # Rows, over the local columns: log of both sums of exponentials; KL of the distributions normalised within
+        # them.
         local = logits.new_empty(3, len(logits), dtype=torch.float32)
         for piece in chunks(logits):
             log_ps = []
             for row, part in enumerate((logits, ref_logits)):
                 here = scaled(part[piece], shard, temperature)[:, : shard.valid]
-                # A rank all of whose columns are padding has a mass of 0, but its logarithm must be a number.
+                # If all columns are padding, the mass is 0; its logarithm must still be finite.
                 log_z = here.logsumexp(dim=-1).clamp(min=torch.finfo(torch.float32).min)
                 local[row, piece] = log_z
                 log_ps.append(here.sub_(log_z[:, None]))
@@ -268,7 +275,7 @@ class _WholeVocabularyKl(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Gradient of the policy's local logits, in their dtype; needs no communication."""
+        """Return the gradient of the policy's local logits, in their dtype, without communication."""
         logits, ref_logits, log_zs, kl = ctx.saved_tensors
         factors = grads[0] / ctx.temperature
         valid = ctx.shard.valid

@@ -1,12 +1,16 @@
-"""The stage and shard of a model that one process holds: a Megatron GPTModel.
+"""Builds the pipeline stage and shards of a model that one process holds, as a Megatron GPTModel.
 
-The last stage reads out its hidden states only where a trained token is predicted. The output layer is most of a small
-model and a large part of any; in a search trajectory most positions (prompt, observations, padding) predict nothing
-that is trained. What is left out costs nothing there, in the softmax, and in both their backward passes; the gradients
-of the rest are those of the full computation.
+The last stage applies its output layer only at positions that predict a target:
 
-Parameters go by their canonical names (`rlsys.weights.weight_map`), which number layers and experts globally;
-`rlsys.trainer.export` takes weights in and gives them out.
+    tokens    p0 p1 p2 a0 a1 o0 o1 a2     p: prompt, a: sampled, o: observation
+    outputs         x  x        x         for the targets a0, a1, a2
+
+The output layer is most of a small model's work and a large part of any model's. In a search trajectory, most positions
+(prompt, observations, padding) predict no target. Skipped positions cost nothing in the output layer, the softmax and
+their backward passes; the gradients of the others equal those of the full computation.
+
+Parameters are identified by canonical names (`rlsys.weights.weight_map`), which number layers and experts globally.
+`rlsys.trainer.export` loads and exports weights.
 """
 
 from __future__ import annotations
@@ -43,24 +47,25 @@ _EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=\.experts\.linear_
 
 
 class TargetModel(GPTModel):
-    """A GPTModel with rotary positions and causal attention, which reads out targets alone."""
+    """GPTModel that computes outputs only at positions that predict targets."""
 
     def forward(self, input_ids: Tensor, predicting: Tensor, sequences: PackedSeqParams | None) -> Tensor:
-        """Outputs of `read_out` in the order of `predicting` on the last stage, else states [width, rows, hidden].
+        """Return the outputs of `read_out`, in the order of `predicting`; before the last stage, the hidden states.
 
-        `input_ids` [rows, width]; `predicting` [n] positions in [width, rows] flattened; `sequences` of a packed row.
+        `input_ids` is [rows, width]; `predicting` [n] holds positions in [width, rows] flattened; `sequences` describes
+        a packed row, None for padded rows. Hidden states are [width, rows, hidden].
         """
         return super().forward(input_ids, None, None, packed_seq_params=sequences, loss_mask=predicting)
 
     def read_out(self, hidden: Tensor) -> Tensor:
-        """The output for the chosen states [n, hidden], which every TP rank has: [n] or [n, any].
+        """Return the outputs, [n] or [n, any], for the selected states [n, hidden], equal on all TP ranks.
 
-        With sequence parallelism, the gradient that each TP rank gives to `hidden` must be the whole one.
+        With sequence parallelism, every TP rank must produce the full gradient of `hidden`, not its part of a sum.
         """
         raise NotImplementedError
 
     def _postprocess(self, hidden_states: Tensor, *, loss_mask: Tensor, **_: Any) -> Tensor:
-        """Megatron's step from the decoder to its results; `loss_mask` is `predicting`."""
+        """Megatron's hook after the decoder; `loss_mask` carries `predicting`."""
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
@@ -69,25 +74,26 @@ class TargetModel(GPTModel):
 
 
 class TargetLogitsModel(TargetModel):
-    """Reads out logits."""
+    """TargetModel whose outputs are logits."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         if self.post_process:
-            # Sequence parallelism's gather comes before the choice of positions, not within the layer.
+            # `_postprocess` gathers over sequence parallelism before it selects positions; the layer must not repeat
+            # it.
             self.output_layer.sequence_parallel = False
 
     def read_out(self, hidden: Tensor) -> Tensor:
-        """Logits [n, local vocabulary]; see `TargetModel`."""
+        """Return logits [n, local vocabulary]; see `TargetModel`."""
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else None
-        # Each rank's gradient is for its part of the vocabulary; the output layer sums them over TP.
+        # Each rank's gradient covers its vocabulary shard; the output layer's backward pass sums them over TP.
         logits: Tensor = self.output_layer(hidden[:, None], weight=weight)[0]
         return logits[:, 0]
 
 
 class TargetValuesModel(TargetModel):
-    """Reads out values in float32, whatever the model's dtype is, from the state before a target, as its logits are."""
+    """TargetModel whose outputs are values, in float32 for every model dtype, at the same positions as logits."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "share_embeddings_and_output_weights": False})
@@ -96,11 +102,11 @@ class TargetValuesModel(TargetModel):
             self.value_head = torch.nn.Linear(self.config.hidden_size, 1, dtype=self.config.params_dtype)
 
     def read_out(self, hidden: Tensor) -> Tensor:
-        """Values [n], computed whole on every TP rank; see `TargetModel`."""
+        """Return values [n], computed in full on every TP rank; see `TargetModel`."""
         return linear(hidden.float(), self.value_head.weight.float(), self.value_head.bias.float())[:, 0]
 
     def sharded_state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """As of any module: what Megatron adds for a GPTModel is about its output layer."""
+        """Return the state of a plain MegatronModule: GPTModel's additions concern the missing output layer."""
         state: dict[str, Any] = MegatronModule.sharded_state_dict(self, *args, **options)
         return state
 
@@ -111,7 +117,7 @@ class StageModel:
     _MODULE: ClassVar[type[TargetModel]]
 
     def __init__(self, architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, place: Place) -> None:
-        """Builds with undefined weights: load some. Raises UserError if the model cannot be cut so."""
+        """Build the model with undefined weights. Raises UserError if the parallel sizes do not fit the model."""
         self.architecture, self.place = architecture, place
         self.weights = WeightMap(architecture, values=self._MODULE is TargetValuesModel)
         self.layers = stage_layers(architecture.layers, parallel.pp, parallel.pp_layers)[place.pp]
@@ -133,7 +139,7 @@ class StageModel:
             position_embedding_type="rope",
             rotary_base=architecture.rope_theta,
         )
-        # Of the scaled ones Megatron knows a single kind of model.
+        # Megatron supports scaled frequencies for a single kind of model only.
         module.rotary_pos_emb.inv_freq.copy_(inverse_frequencies(architecture))
         self.module = module.cuda() if torch.cuda.is_available() else module
         self.device = next(self.module.parameters()).device
@@ -143,51 +149,51 @@ class StageModel:
             start=columns * place.tp,
             valid=min(max(architecture.vocab - columns * place.tp, 0), columns),
         )
-        """The columns of this process's logits."""
+        """Vocabulary shard of this process's logits."""
         self.parameters: dict[str, torch.nn.Parameter] = {}
-        """This process's parameters by their canonical name."""
+        """This process's parameters by canonical name."""
         for name, parameter in self.module.named_parameters():
-            # Megatron counts layers and experts from 0 in every process.
+            # Megatron numbers layers and experts from 0 in every process.
             name = _LAYER.sub(lambda number: str(int(number[0]) + self.layers.start), name)
             entry = self.weights.entry(_EXPERT.sub(lambda number: str(int(number[0]) + self.experts.start), name))
             self.parameters[entry.name] = parameter
             if entry.expert is not None:
-                # Megatron takes an expert's gradients to be like any other's where experts are not spread. But no
-                # expert is cut by TP, whose ranks each give theirs for other tokens.
+                # With ep=1, Megatron reduces an expert's gradients like those of other parameters. But experts are not
+                # cut by TP, and TP ranks send them different tokens: reduce over TP as well.
                 parameter.allreduce = False
 
     def sharded_state(self) -> dict[str, Any]:
-        """The model's part of a distributed checkpoint."""
+        """Return the model's part of a distributed checkpoint."""
         state: dict[str, Any] = self.module.sharded_state_dict(metadata=dict(CHECKPOINT_METADATA))
         return state
 
     def load_checkpoint(self, folder: str | Path) -> None:
-        """Load only the weights of a distributed checkpoint."""
+        """Load the weights, and nothing else, of a distributed checkpoint."""
         self.module.load_state_dict(sharded.load(folder, {"model": self.sharded_state()})["model"])
 
 
 class PolicyModel(StageModel):
-    """The policy, or a reference of it: it has logits."""
+    """Policy or reference policy, with logits as outputs."""
 
     _MODULE = TargetLogitsModel
 
 
 class ValueModel(StageModel):
-    """The critic: the policy's transformer with a value head; in Hugging Face's terms a token classification."""
+    """Critic: the policy's transformer with a value head; in Hugging Face's terms, a token classification model."""
 
     _MODULE = TargetValuesModel
 
 
 def inverse_frequencies(architecture: Architecture) -> Tensor:
-    """Radians that a position turns each pair of a head's numbers by, [head_dim / 2] float32 on the CPU.
+    """Return the rotary frequencies in radians per position, [head_dim / 2] float32 on the CPU.
 
-    Without scaling f_i = theta^(-2 i / head_dim) (Su et al., RoFormer, arXiv:2104.09864, section 3.2.2). With it, as in
-    `apply_scaling` of Meta's Llama 3.1 (github.com/meta-llama/llama-models, models/llama3): with n_i =
-    original_max_positions f_i / (2 pi) turns within the original context,
+    Without scaling, f_i = theta^(-2 i / head_dim) (Su et al., RoFormer, arXiv:2104.09864, section 3.2.2). With scaling,
+    as in `apply_scaling` of Meta's Llama 3.1 (github.com/meta-llama/llama-models, models/llama3), let n_i =
+    original_max_positions f_i / (2 pi) be the turns within the original context:
 
-        s_i = clamp((n_i - low) / (high - low), 0, 1),   f'_i = (1 - s_i) f_i / factor + s_i f_i
+        s_i = clamp((n_i - low) / (high - low), 0, 1);   f'_i = (1 - s_i) f_i / factor + s_i f_i.
 
-    so fast pairs stay, slow ones are slowed down by `factor`, and those in between are interpolated.
+    Fast pairs keep their frequency, slow pairs are divided by `factor`, and pairs in between are interpolated.
     """
     powers = torch.arange(0, architecture.head_dim, 2, dtype=torch.int64).float() / architecture.head_dim
     frequencies = 1.0 / architecture.rope_theta**powers
@@ -198,6 +204,6 @@ def inverse_frequencies(architecture: Architecture) -> Tensor:
     turns = scaling.original_max_positions / (2 * pi / frequencies)
     share = (turns - low) / (high - low)
     between = (1 - share) * frequencies / scaling.factor + share * frequencies
-    # Not clamped: at the ends the two terms would not add up to the last bit.
+    # Select instead of clamping: clamped, the two terms would not add up to the exact end values.
     slow = torch.where(turns < low, frequencies / scaling.factor, between)
     return torch.where(turns > high, frequencies, slow)

@@ -111,5 +111,5 @@ def test_values_and_picks_are_laid_out_as_tokens_and_targets_are(packed: bool) -
     assert batch.pick_logprobs is not None
     assert_array_equal(batch.pick_tokens, np.stack([batch.targets, batch.targets + 100], 1))
     assert_array_equal(batch.pick_logprobs, np.stack([-batch.targets / 2] * 2, 1))
-    with pytest.raises(ValueError, match="2 tokens, but 4 are targets"):
+    with pytest.raises(ValueError, match="2 tokens but 4 targets"):
         collate([scored(LONG, 0)], pad_id=0, packed=packed, mask_of=response_tokens)
