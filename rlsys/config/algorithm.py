@@ -61,8 +61,8 @@ KlTail = StrEnum("KlTail", ["exact", "upstream"])
 gradient. `upstream`: EMA-PG's published code, whose gradient is biased."""
 
 KlControl = StrEnum("KlControl", ["fixed", "adaptive"])
-"""Weight of a KL term in the reward. `fixed`: Always `kl_coef`. `adaptive`: Moves towards `kl_target` (arXiv
-1909.08593)."""
+"""Weight of a KL term in the reward. `fixed`: Always `kl_coef`. `adaptive`: Adjusted after every step so that the KL
+approaches `kl_target` (arXiv 1909.08593)."""
 
 CorrectionKind = StrEnum("CorrectionKind", ["none", "truncate", "mask"])
 """Correction of tokens whose sampling policy differs from the policy before the update. `none`: No correction.
@@ -133,7 +133,7 @@ class AlgorithmConfig:
     kl_in: KlPlace = KlPlace.loss
     kl_estimator: KlEstimator = KlEstimator.k3
     kl_topk_tokens: Tokens | None = None
-    """Tokens that `full_reverse` and `full_forward` sum over; null is the whole vocabulary."""
+    """Number of most likely tokens that `full_reverse` and `full_forward` sum over; null is the whole vocabulary."""
     kl_topk_tail: KlTail = KlTail.exact
     kl_use_tail_sampling: bool = True
     """Let the sampled token stand for all tokens outside of the `kl_topk_tokens`; false ignores them."""

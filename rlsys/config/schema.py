@@ -54,8 +54,8 @@ Mode = StrEnum("Mode", ["disaggregated", "collocated"])
 `collocated`: All groups share the same devices, one at a time; needs the sequential schedule."""
 
 TokenMode = StrEnum("TokenMode", ["retokenize", "append"])
-"""Form of a multi-turn context. `retokenize`: Text, tokenised again for every turn and for training. `append`: Tokens:
-sampled tokens stay and are trained as they are; each observation is tokenised alone."""
+"""Form of a multi-turn context. `retokenize`: Text, tokenised again for every turn and for training. `append`: Token
+ids. Sampled tokens stay and are trained as they are; each observation is tokenised alone."""
 
 SyncMode = StrEnum("SyncMode", ["tensor", "broadcast", "disk", "ipc"])
 """Transport of weights from the actor to engines and inference group. `tensor`: Shared host memory of one machine.
@@ -163,7 +163,7 @@ class ActorConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     micro_batch_tokens: Tokens = 16384
     """Most tokens, padding included, of one forward and backward pass on one rank. Lower it when the actor runs out of
-    memory; the result does not depend on it."""
+    memory; the result is the same up to rounding."""
     packing: Packing = Packing.packed
 
 
@@ -434,7 +434,8 @@ class EvalConfig:
     temperature: NotNegative = 0.0
     """Sampling temperature of answers; 0 is greedy."""
     engines: Annotated[Count, Unit("engines")] | None = None
-    """Engines set aside for an evaluation while the others continue rollouts; null pauses rollouts and uses all."""
+    """Engines set aside for an evaluation while the others continue rollouts and training goes on; null uses all
+    engines, and training waits."""
 
 
 @dataclass
