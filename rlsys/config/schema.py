@@ -61,7 +61,7 @@ SyncMode = StrEnum("SyncMode", ["tensor", "broadcast", "disk", "ipc"])
 """Transport of weights from the actor to engines and inference group. `tensor`: Shared host memory of one machine.
 `broadcast`: A process group of the actor's first rank and all receivers, gloo on CPUs and NCCL on GPUs; for several
 machines. `disk`: Files in the run's folder; several machines need a shared `output_dir`. `ipc`: GPU memory of one
-machine (CUDA IPC), never copied to the host."""
+machine (CUDA IPC), without a copy through host memory unless an engine is asleep."""
 
 Packing = StrEnum("Packing", ["packed", "padded"])
 """Layout of sequences in a micro-batch. `packed`: One after the other, without padding. `padded`: Sequences of similar
@@ -91,8 +91,8 @@ class ModelConfig:
     """Recompute the activations of every layer in the backward pass. Saves memory for about a third more training time;
     turn on when the actor runs out of memory."""
     attention: Attention = Attention.auto
-    """Attention kernel of Transformer Engine; `auto` leaves the choice to it. Local layers ignore this key and use
-    torch's fused attention."""
+    """Attention kernel of Transformer Engine; `auto` leaves the choice to it; `flash` and `fused` need
+    `dtype=bfloat16`. Local layers ignore this key and use torch's fused attention."""
     fusions: bool = True
     """Fused GPU kernels: SwiGLU always, rotary embedding and expert permutation with Transformer Engine, gradient
     accumulation with apex. Turn off to rule them out while debugging."""
@@ -493,7 +493,7 @@ class RewardConfig:
     """Weight of each term; the reward is the weighted sum. Empty is `exact_match: 1`. docs/rewards.md lists the names;
     `package.module.function` is a term of your own. Weight 0 removes a term that another file set."""
     structure_score: Annotated[NotNegative, Unit("reward")] = 0.2
-    """Term `format`: score of a correct structure with a wrong answer."""
+    """Term `format`: score of a correct structure with a wrong answer. A right answer without it scores 1 less this."""
     final_score: Annotated[NotNegative, Unit("reward")] = 0.1
     """Term `format`: score of a wrong answer without the correct structure."""
     retrieval_score: Annotated[NotNegative, Unit("reward")] = 0.0
