@@ -293,7 +293,7 @@ class Engine:
                     "the end of both."
                 )
             self._asleep = True  # Before the first await, so that no request slips in.
-            async with self._staging:  # A bucket in flight stages on the device.
+            async with self._staging:  # Wait for a bucket in flight, which stages on the device.
                 if self._update is not None:
                     await asyncio.to_thread(self._update.leave_device)
             _give_back()

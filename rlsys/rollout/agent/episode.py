@@ -379,7 +379,7 @@ class Episode:
         tools, task = self._tools, self._tools.task
         while True:
             inputs, number = self._context.input_ids(), len(self._turns)
-            room = task.max_total_tokens - len(inputs) - int(task.train_eos)  # Room for that token.
+            room = task.max_total_tokens - len(inputs) - int(task.train_eos)  # Keeps room for an appended EOS.
             if room <= 0:
                 return Finish.TOKEN_LIMIT
             budget = min(task.max_turn_tokens, room)
