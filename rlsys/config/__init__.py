@@ -1,4 +1,4 @@
-"""The typed settings of a run: schema, composition by Hydra, checks that need nothing but the settings.
+"""Typed configuration of a run: schema, composition by Hydra, and checks that need the configuration alone.
 
-Process: every one; it is read once, by the driver. May import: errors, files.
+Process: all; the driver reads it once. May import: errors, files.
 """

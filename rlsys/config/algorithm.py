@@ -1,6 +1,6 @@
-"""The part of the schema that says how the policy learns. Pure data, no behaviour.
+"""Defines the algorithm keys of the schema: advantages, losses, KL terms, corrections. Pure data, no behaviour.
 
-The defaults are GRPO (arXiv 2402.03300); the files in `configs/algorithm/` name the others.
+The defaults are GRPO (arXiv 2402.03300); each file in `configs/algorithm/` is another algorithm.
 """
 
 from __future__ import annotations
@@ -14,143 +14,153 @@ from annotated_types import Ge, Unit
 from rlsys.config.bounds import AboveOne, Count, NotNegative, Positive, Share, Tokens
 
 AdvantageBaseline = StrEnum("AdvantageBaseline", ["none", "batch", "group", "leave_one_out", "critic"])
-"""What a return is compared with. `batch`: The mean of the mini-batch's episodes; training then waits for the
-mini-batch. `group`: The mean of the question's episodes (GRPO). `leave_one_out`: The mean of the question's other
-episodes (RLOO). `critic`: A learned value, by generalised advantage estimation (PPO); the run then has a critic
-group."""
+"""Value subtracted from a return. `none`: Nothing. `batch`: Mean over the mini-batch's episodes; training waits for the
+whole mini-batch. `group`: Mean over the prompt group (GRPO). `leave_one_out`: Mean over the other episodes of the
+prompt group (RLOO). `critic`: Learned value with generalised advantage estimation (PPO); adds a critic group to the
+run."""
 
 
 SIBLINGS = (AdvantageBaseline.group, AdvantageBaseline.leave_one_out)
-"""Baselines that compare episodes of one question."""
+"""Baselines that compare the episodes of one prompt group."""
 
 AdvantageScale = StrEnum("AdvantageScale", ["group", "batch", "whiten", "none"])
-"""What advantages are divided by. `group`: The standard deviation of the group's returns (GRPO). `batch`: The
-standard deviation of the mini-batch's centred returns; training then waits for the mini-batch. `whiten`: Centred and
-divided over all trained tokens of the mini-batch; training then waits for it. `none`: Nothing (Dr. GRPO)."""
+"""Divisor of advantages. `group`: Standard deviation of the prompt group's returns (GRPO). `batch`: Standard deviation
+of the mini-batch's centred returns; training waits for the whole mini-batch. `whiten`: Centre and scale over all
+trained tokens of the mini-batch; training waits for it too. `none`: No scaling (Dr. GRPO)."""
 
 Credit = StrEnum("Credit", ["trajectory", "turn", "token"])
-"""Which part of an episode's rewards a token answers for. `trajectory`: All of them. `turn`: Those of its turn and
-later ones. `token`: Those at its place and later ones."""
+"""Rewards that a token's return includes. `trajectory`: All rewards of the episode. `turn`: Rewards of its turn and
+later ones. `token`: Rewards at its position and later ones."""
 
 PolicyLoss = StrEnum("PolicyLoss", ["ppo", "gspo", "cispo", "policy_gradient"])
-"""How advantages become a loss. `ppo`: Clipped ratio of each token; decoupled PPO where `correction.kind` is not
-none. `gspo`: Clipped ratio of whole sequences. `cispo`: The log-prob, weighted by the clipped ratio as a constant.
-`policy_gradient`: The log-prob alone."""
+"""Policy loss. `ppo`: Clipped ratio per token; decoupled PPO with a `correction.kind`. `gspo`: Clipped ratio per
+sequence. `cispo`: Log-prob weighted by the clipped ratio, taken as a constant. `policy_gradient`: Log-prob weighted by
+the advantage, without a ratio."""
 
 
 Aggregation = StrEnum("Aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed-length"])
-"""How the losses of a mini-batch's trained tokens become one number. `token-mean`: their mean. `seq-mean-token-sum`:
-summed within an episode, mean over episodes. `seq-mean-token-mean`: mean within, mean over. `fixed-length`: summed
-within an episode and divided by a constant length, mean over episodes."""
+"""Aggregation of token losses over a mini-batch. `token-mean`: Mean over tokens. `seq-mean-token-sum`: Sum within each
+episode, mean over episodes. `seq-mean-token-mean`: Mean within each episode, mean over episodes. `fixed-length`: Sum
+within each episode divided by `loss_length`, mean over episodes."""
 
 KlPlace = StrEnum("KlPlace", ["loss", "reward"])
-"""Where the KL term to the reference policy stands. `reward`: Taken off each token's reward."""
+"""Place of the KL term to the reference policy. `loss`: Added to the loss. `reward`: Subtracted from each token's
+reward."""
 
 
 KlEstimator = StrEnum("KlEstimator", ["k1", "k2", "k3", "k3++", "k4", "k5", "abs", "full_reverse", "full_forward"])
-"""How the divergence is computed. `k1` to `k5` and `abs` need the sampled token's log-probs alone; `full_reverse`,
-KL(policy || reference), and `full_forward`, KL(reference || policy), sum over `kl_topk_tokens`."""
+"""KL estimator. `k1` to `k5` and `abs` use the sampled token's log-probs. `full_reverse`, KL(policy || reference), and
+`full_forward`, KL(reference || policy), sum over the `kl_topk_tokens` most likely tokens."""
 
 
 FULL_KL = (KlEstimator["full_reverse"], KlEstimator["full_forward"])
-"""Estimators that compare distributions, not the sampled token's log-probs alone."""
+"""Estimators that compare distributions instead of the sampled token's log-probs."""
 
 KlTail = StrEnum("KlTail", ["exact", "upstream"])
-"""How the sampled token outside of the top k stands for all that are. `exact`: Unbiased in value and gradient.
-`upstream`: As EMA-PG's published code has it, whose gradient is off."""
+"""Treatment of tokens outside of the top k, which the sampled token stands for. `exact`: Unbiased in value and
+gradient. `upstream`: EMA-PG's published code, whose gradient is biased."""
 
 KlControl = StrEnum("KlControl", ["fixed", "adaptive"])
-"""Whether the weight of a KL term in the reward moves. `adaptive`: Towards `kl_target` (arXiv 1909.08593)."""
+"""Weight of a KL term in the reward. `fixed`: Always `kl_coef`. `adaptive`: Adjusted after every step so that the KL
+approaches `kl_target` (arXiv 1909.08593)."""
 
 CorrectionKind = StrEnum("CorrectionKind", ["none", "truncate", "mask"])
-"""What is done about tokens whose sampling policy is not the one that is updated. `truncate`: Weight by the ratio of
-the two, capped at `high` (truncated importance sampling). `mask`: Weight by the ratio where it lies within [`low`,
-`high`], and by 0 elsewhere (IcePop)."""
+"""Correction of tokens whose sampling policy differs from the policy before the update. `none`: No correction.
+`truncate`: Weight by the ratio of the two, capped at `high` (truncated importance sampling). `mask`: Weight by the
+ratio within [`low`, `high`], else by 0 (IcePop)."""
 
 CorrectionLevel = StrEnum("CorrectionLevel", ["token", "sequence"])
-"""What the ratio is taken of. `sequence`: The product over a sequence's trained tokens."""
+"""Unit of the correction ratio. `token`: Each token has its own. `sequence`: The product over a sequence's trained
+tokens."""
 
 
 @dataclass
 class CorrectionConfig:
-    """Weights of off-policy tokens, from recomputed and sampled log-probs (decoupled PPO)."""
+    """Importance weights old log-prob / engine log-prob for off-policy tokens (decoupled PPO)."""
 
     kind: CorrectionKind = CorrectionKind.none
     level: CorrectionLevel = CorrectionLevel.token
     low: NotNegative = 0.5
-    """Least ratio that `mask` keeps."""
+    """Least ratio that `mask` keeps; at most 1."""
     high: Positive = 2.0
-    """Largest ratio: `truncate` cuts to it, `mask` drops what is above."""
+    """Largest ratio: `truncate` caps it, `mask` drops what exceeds it; at least 1."""
 
 
 @dataclass
 class CurationConfig:
-    """Which groups are trained."""
+    """Selection of prompt groups for training."""
 
     oversample: Annotated[float, Ge(1)] = 1.0
-    """Groups started for each one that a step needs; the slowest are aborted and their prompts asked again."""
+    """Prompt groups started per group that a step needs. The slowest are aborted and their prompts return to the queue.
+    Raise it when a few long episodes delay a step."""
     drop_no_spread: bool = False
-    """Replace groups whose answers all earned the same, by the reward's terms of the answer or, without one, by the whole
-    reward: they teach nothing of right and wrong (dynamic sampling, DAPO)."""
+    """Replace prompt groups whose episodes all earn the same (dynamic sampling, DAPO). Compares the reward terms of the
+    answer, or the whole reward without such a term."""
     max_replaced: NotNegative = 3.0
-    """Most groups replaced in a step, in units of `trainer.prompts_per_step`; further ones are trained as they are."""
+    """Most prompt groups replaced in a step, as a multiple of `trainer.prompts_per_step`; further ones are trained."""
 
 
 @dataclass
 class AlgorithmConfig:
-    """The policy gradient."""
+    """Advantages, loss, KL term and reference policy."""
 
     n_samples: Annotated[Count, Unit("episodes")] = 5
-    """Episodes of each question: one group."""
+    """Episodes per prompt group."""
     baseline: AdvantageBaseline = AdvantageBaseline.group
     advantage_scale: AdvantageScale = AdvantageScale.group
     credit: Credit = Credit.trajectory
     gamma: Share = 1.0
-    """Discount, a turn where `credit` is turn, else a trained token."""
+    """Discount per turn with `credit=turn`, per trained token with `credit=token` or a critic. `trajectory` does not
+    discount."""
     gae_lambda: Share = 1.0
-    """Of `baseline=critic`: 1 trusts the returns alone, 0 the critic's next value."""
+    """GAE lambda, with `baseline=critic` only. 1 uses returns alone (no bias, high variance); 0 uses the critic's value
+    of the next token."""
     policy_loss: PolicyLoss = PolicyLoss.ppo
     aggregation: Aggregation = Aggregation["token-mean"]
     loss_length: Tokens | None = None
-    """Tokens that `fixed-length` divides by; null takes task.max_total_tokens less task.max_prompt_tokens."""
+    """Divisor of `aggregation=fixed-length`; null is `task.max_total_tokens` less `task.max_prompt_tokens`."""
     clip_low: NotNegative = 0.2
-    """How far below 1 a ratio counts."""
+    """Lower clip range: the ratio is clipped at 1 - clip_low."""
     clip_high: NotNegative = 0.2
-    """How far above 1 a ratio counts."""
+    """Upper clip range: the ratio is clipped at 1 + clip_high."""
     dual_clip: AboveOne | None = None
-    """Bound, in units of the advantage, on the loss of a token that should have been less likely; null is none."""
+    """Dual clip of `policy_loss=ppo`: a token with a negative advantage counts with a ratio of at most this; null turns
+    it off."""
     entropy_coef: NotNegative = 0.0
-    """Weight of the entropy in the loss; it rewards variety."""
+    """Weight of the entropy bonus in the loss. Raise it when the entropy falls too fast."""
     kl_coef: NotNegative = 0.001
-    """Weight of the KL term to the reference policy; 0 leaves the reference out."""
+    """Weight of the KL term to the reference policy; 0 removes the term."""
     kl_in: KlPlace = KlPlace.loss
     kl_estimator: KlEstimator = KlEstimator.k3
     kl_topk_tokens: Tokens | None = None
-    """Of `full_reverse` and `full_forward`: most likely tokens that are summed over; null is the whole vocabulary."""
+    """Number of most likely tokens that `full_reverse` and `full_forward` sum over; null is the whole vocabulary."""
     kl_topk_tail: KlTail = KlTail.exact
     kl_use_tail_sampling: bool = True
-    """Let the sampled token stand for those outside of the top k; else they are left out."""
+    """Let the sampled token stand for all tokens outside of the `kl_topk_tokens`; false ignores them."""
     use_kl_iw: bool = False
-    """Weight what was sampled by the ratio of the policies that are updated and that sampled. The name is EMA-PG's."""
+    """Weight the sampled part of a KL term in the loss by the ratio of current to old policy. It is 1 before a step's
+    first update. The name is EMA-PG's."""
     kl_iw_clip_lower: NotNegative | None = None
-    """Least weight of a KL term's importance sampling; null does not bound it."""
+    """Lower bound of the `use_kl_iw` weight; null sets none."""
     kl_iw_clip_upper: Positive | None = None
-    """Largest; null does not bound it."""
+    """Upper bound of the `use_kl_iw` weight; null sets none."""
     kl_control: KlControl = KlControl.fixed
-    """Of a KL term in the reward."""
     kl_target: Annotated[Positive, Unit("nats")] = 0.1
-    """Nats a token that `kl_control=adaptive` steers to."""
+    """KL per token that `kl_control=adaptive` steers towards."""
     kl_horizon: Annotated[Count, Unit("episodes")] = 10000
-    """Episodes over which `kl_control=adaptive` moves the weight."""
+    """Episodes over which `kl_control=adaptive` moves the weight: a larger horizon is slower. It must exceed a fifth of
+    a step's episodes."""
     ref_policy_ema_tau: Share = 1.0
-    """What the reference keeps of itself at an update, the rest is the policy's; 1 leaves it as it is."""
+    """Share of itself that the reference policy keeps at an update; the rest is the actor. 1 keeps the reference
+    frozen."""
     ref_policy_ema_update_period: Annotated[Count, Unit("steps")] = 10
-    """Steps between updates of the reference with `ref_policy_ema_tau` below 1."""
+    """Steps between updates of the reference, with `ref_policy_ema_tau` below 1."""
     ref_policy_reset_period: Annotated[Count, Unit("steps")] | None = None
-    """Steps after which the reference becomes the policy; null never."""
+    """Steps after which the reference is replaced by the actor; null never replaces it."""
     eval_ref_policy: bool = False
-    """Ask the held-out questions to the reference too, after the last step."""
+    """Evaluate the reference policy too, after the last step. Needs a reference that moves."""
     recompute_logprobs: bool = True
-    """Take old log-probs from the inference group, not from the engine."""
+    """Compute old log-probs in the inference group; false uses engine log-probs, which needs `task.token_mode=append`,
+    `task.train_eos=false` and no reference policy or correction."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     curation: CurationConfig = field(default_factory=CurationConfig)

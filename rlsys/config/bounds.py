@@ -1,7 +1,8 @@
-"""Bounds and units that stand beside the fields of the schema, and the one check that reads them. Pure.
+"""Defines bounds and units of schema fields, and checks values against them. Pure.
 
-`steps: Annotated[Count, Unit("steps")]` is a whole number from 1 on, counted in steps. The metadata are those of the
-package annotated-types; a type without a bound is not checked here. Infinity and NaN are within no bound.
+Example: `steps: Annotated[Count, Unit("steps")]` is an integer of at least 1, counted in steps. The metadata classes
+come from the package annotated-types. A type without a bound accepts every value; with one, infinity and NaN are out of
+range.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt, Unit
 
 @dataclass(frozen=True, slots=True)
 class Or:
-    """A value that is allowed besides those within the bounds."""
+    """A value allowed outside of the bounds."""
 
     value: float
     meaning: str
@@ -45,17 +46,17 @@ _COMPARISONS = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a number may be."""
+    """Bounds, exception and unit of a number."""
 
     bounds: tuple[tuple[type, float], ...] = ()
-    """Kind of comparison and the number that is compared with."""
+    """Comparison type and limit of each bound."""
     also: Or | None = None
     unit: str = ""
-    """Empty for what is a plain number, a share or a ratio."""
+    """Unit; empty for a plain number, a share or a ratio."""
 
     @property
     def rule(self) -> str:
-        """In words; empty without bounds."""
+        """The bounds in words, such as "must be above 0"; empty without bounds."""
         if [kind for kind, _ in self.bounds] == [Ge, Le]:
             (_, low), (_, high) = self.bounds
             return f"must be from {low} to {high}"
@@ -66,14 +67,14 @@ class Limits:
         return f"must be {words}{besides}" if words else ""
 
     def hold(self, value: float) -> bool:
-        """Whether `value` is within them."""
+        """True if `value` is allowed."""
         if self.also and value == self.also.value:
             return True
         return math.isfinite(value) and all(_COMPARISONS[kind][1](value, limit) for kind, limit in self.bounds)
 
 
 def limits_of(hint: Any) -> Limits:
-    """The limits in a type with its metadata, `... | None` included."""
+    """Return the limits in an annotated type, those inside `... | None` included."""
     metadata = [
         *getattr(hint, "__metadata__", ()),
         *(part for arg in get_args(hint) for part in getattr(arg, "__metadata__", ())),
@@ -88,7 +89,8 @@ def limits_of(hint: Any) -> Limits:
 
 
 def out_of_range(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """A key and a sentence for each number of a dataclass, or of those in it, that is out of its bounds; null never is."""
+    """Yield key and error message for each number out of its bounds, in nested dataclasses too. Null is always
+    allowed."""
     hints = get_type_hints(type(settings), include_extras=True)
     for item in fields(settings):
         value, key = getattr(settings, item.name), f"{prefix}{item.name}"

@@ -1,12 +1,12 @@
-"""The edge between YAML and the program: Hydra composes, the schema types, problems become sentences; old runs compare.
+"""Loads a config: Hydra composes the YAML tree, the schema types it, errors become one-line messages.
 
-Contract: `load_config` returns a fully typed `RunConfig` without a missing key, or raises `UserError`.
-`rlsys.orchestrator.validate` checks that its values fit together. A file in RLinf's dialect is read by
-`rlsys.config.rlinf`, and may be overridden like any other.
+Contract: `load_config` returns a fully typed `RunConfig` with every key set, or raises `UserError`.
+`rlsys.orchestrator.validate` checks that the values fit together. `rlsys.config.rlinf` translates files in RLinf's
+dialect, which accept overrides like any other.
 
-A run that goes on may have another config than it began with. A run is what it learns from and how: the model, the
-questions, the episodes, the algorithm, the optimiser. Those keys stay. Where and how fast it runs (devices, parallel sizes,
-budgets, servers), what is watched, saved and evaluated may be another machine's and another day's.
+A resumed run may change its config, except for keys that affect learning: model, questions, episodes, algorithm and
+optimiser. Devices, parallel sizes, budgets, servers, tracking, checkpoints and evaluation may differ. `differences`
+decides.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from rlsys.errors import Code, UserError
 PROJECT_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 _TRANSLATED = "rlsys_translated"
 _BENEATH = {"profile": "gpu", "task": "searchr1", "search": "local_server"}
-"""Groups that a file in RLinf's dialect builds on, where the command line chooses no other."""
+"""Config groups that a file in RLinf's dialect builds on, unless the command line chooses others."""
 _Composed = tuple[Any, dict[str, int]]
-"""The tree; and for each dotted key where it is set: 2 is the command line, 1 the file, and what is in neither stands below."""
+"""Composed tree, and level of each dotted key: position of the last default that sets it, or one above them all for the
+command line."""
 _BUILT_ON_SCHEMA = "__rlsys__"
-"""Key of the schema's node alone: a tree without it is not built on the schema."""
+"""Marker key of the schema node; a tree without it does not build on the schema."""
 _OVERRIDE = re.compile(r"\+{0,2}(?!hydra\b)[A-Za-z_][^\s=]*=.*", re.DOTALL)
 
 _LEARNS = (
@@ -61,33 +62,34 @@ _LEARNS = (
     "compat.",
     "trainer.",
 )
-"""What a run learns by: keys, or beginnings of them."""
+"""Keys, or prefixes of keys, that affect learning."""
 _TAKEN: dict[type, tuple[type, ...]] = {
     bool: (bool, int, str),
     int: (int, str),
     float: (int, float, str),
     str: (bool, int, float, str),
 }
-"""Types of plain values that can be meant as one of a type."""
+"""Schema type -> YAML types that convert to it."""
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list", dict: "a map"}
 _FREE = ("model.layers", "model.recompute", "task.train_path", "task.eval_path")
-"""Of those, what changes nothing but where things are; that the questions are the same is seen by their content."""
+"""Exceptions to `_LEARNS`: keys that do not affect learning. Paths may change because the content of the questions is
+compared."""
 
 
 def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> RunConfig:
     """Compose a primary config with `overrides` such as `trainer.steps=5`.
 
     Args:
-        name: a config of `config_dir`; without one, of the project, or the path of a YAML file, which may build on the
+        name: a config of `config_dir`, which defaults to the project's; or the path of a YAML file, which may build on the
             project's configs.
-        overrides: KEY=VALUE; of a file in RLinf's dialect, in its keys or in ours.
+        overrides: KEY=VALUE; for a file in RLinf's dialect, in its keys or in ours.
         config_dir: a folder of configs.
     """
     file = find_config(name, config_dir)
     for override in overrides:
         if override.startswith("~"):
             raise UserError(
-                f'"{override}" would take a key out, and a run needs all of them: give the key another value.',
+                f'"{override}" would remove a key, but a run needs every key: set it to another value.',
                 code="unsupported",
                 key=override.lstrip("~"),
             )
@@ -121,7 +123,7 @@ def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | Non
 
 
 def find_config(name: str, config_dir: Path | None = None) -> Path:
-    """The file that `name` stands for, as `load_config` takes it. Raises UserError where there is none."""
+    """Return the file of a config, named as in `load_config`. Raises UserError if it does not exist."""
     file_name = name if name.endswith(".yaml") else f"{name}.yaml"
     is_path = config_dir is None and (name.endswith(".yaml") or "/" in name)
     folder = (config_dir or PROJECT_CONFIGS).resolve()
@@ -130,7 +132,7 @@ def find_config(name: str, config_dir: Path | None = None) -> Path:
         return file
     if is_path:
         raise UserError(
-            f"--config-name {name}: {file} does not exist: give a config of the project, or a path.",
+            f"--config-name {name}: {file} does not exist: give the name of a project config, or a path.",
             code="not_found",
             key="--config-name",
         )
@@ -143,14 +145,15 @@ def find_config(name: str, config_dir: Path | None = None) -> Path:
 
 
 def _compose(file: Path, overrides: Sequence[str]) -> _Composed:
-    """What is outside of the project may build on its configs."""
+    """Compose a file; one outside of the project may build on the project's configs."""
     search_path = [] if file.parent == PROJECT_CONFIGS else [f'hydra.searchpath=["file://{PROJECT_CONFIGS}"]']
     keys = [_opened(override, file.parent) for override in overrides]
     return _composed(file.parent, file.stem, [*search_path, *keys])
 
 
 def _compose_translated(file: Path, overrides: Sequence[str]) -> _Composed:
-    """The file goes before the groups beneath it; groups and keys of the command line go before the file."""
+    """Compose a file in RLinf's dialect. Ascending precedence: default groups, file, groups and keys of the command
+    line."""
     settings, ours = translate(file, overrides)
     pairs = [override.partition("=") for override in ours]
     chosen = {key: choice for key, _, choice in pairs if (PROJECT_CONFIGS / key).is_dir()}
@@ -162,13 +165,13 @@ def _compose_translated(file: Path, overrides: Sequence[str]) -> _Composed:
 
 
 def _composed(folder: Path, name: str, overrides: Sequence[str]) -> _Composed:
-    """The tree, and the level of each key: the last file of the defaults that sets it, or the command line above them all."""
+    """Compose a config and compute the level of each key."""
     given: dict[str, Any] = {}
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         if override.is_sweep_override():
             raise UserError(
-                f"{str(override.input_line).lstrip('+')} is a sweep, and a run has one value of each key: start a run for "
-                "each, or put [brackets] around a list and quotes around a text.",
+                f"{str(override.input_line).lstrip('+')} is a sweep, but a run has one value per key: start one run per "
+                "value, or put a list in [brackets] and a text in quotes.",
                 code="unsupported",
                 key=str(override.key_or_group),
             )
@@ -186,7 +189,7 @@ def _composed(folder: Path, name: str, overrides: Sequence[str]) -> _Composed:
 
 
 def _content(part: str, folder: Path) -> Any:
-    """The keys of a part of Hydra's defaults: a file of `folder` or of the project, or what was stored as the schema is."""
+    """Return the keys of one entry of Hydra's defaults: a file of `folder` or of the project, or a stored node."""
     for file in (folder / f"{part}.yaml", PROJECT_CONFIGS / f"{part}.yaml"):
         if file.is_file():
             return OmegaConf.to_container(OmegaConf.load(file))
@@ -195,7 +198,8 @@ def _content(part: str, folder: Path) -> Any:
 
 
 def _opened(override: str, folder: Path = PROJECT_CONFIGS) -> str:
-    """`override` as Hydra takes it for any key: unknown ones are told by `typed`. In a map's own names dots are no levels."""
+    """Return `override` in the form in which Hydra accepts unknown keys; `typed` reports those. In a map with free
+    names, dots belong to the name."""
     key, _, value = override.lstrip("+").partition("=")
     if ((PROJECT_CONFIGS / key).is_dir() or (folder / key).is_dir()) and not value.startswith("{"):
         return override
@@ -207,7 +211,8 @@ def _opened(override: str, folder: Path = PROJECT_CONFIGS) -> str:
 
 
 def _refuse_other_kind(levels: Mapping[str, int], group: str, name: str, value: Any, own: str, chosen: str) -> None:
-    """Raise UserError unless the kind was chosen above the level of the key, which then goes with the kind that it is of."""
+    """Raise UserError for a key of another kind, unless the kind was chosen at a higher level than the key: then the
+    key is dropped."""
     if levels[f"{group}.{name}"] >= levels[f"{group}.kind"]:
         raise UserError(
             f"{group}.{name}={shown(value)} belongs to {group}.kind={own}, and the kind is {chosen}: leave it out, or set "
@@ -218,7 +223,7 @@ def _refuse_other_kind(levels: Mapping[str, int], group: str, name: str, value: 
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """The config, or a part of it, as plain containers."""
+    """Return the config, or a part of it, as plain containers."""
     return asdict(
         config,
         dict_factory=lambda pairs: {key: str(value) if isinstance(value, StrEnum) else value for key, value in pairs},
@@ -226,15 +231,16 @@ def as_dict(config: Any) -> dict[str, Any]:
 
 
 def recorded(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run of some version has recorded, as this version records it: a key that was not there yet has its default,
-    one of a kind that was not chosen is gone. A key that no longer is stays."""
+    """Convert the recorded config of an older run: missing keys get their defaults, keys of other kinds are dropped,
+    unknown keys stay."""
     return _of_chosen_kinds(config, RunConfig())
 
 
 def _of_chosen_kinds(
     tree: Mapping[str, Any], defaults: Any, refuse: Callable[..., None] = lambda *_: None, path: str = ""
 ) -> dict[str, Any]:
-    """`tree` with what it lacks of `defaults`, and without keys of kinds that are not chosen; `refuse` may object to those."""
+    """Return `tree` completed from `defaults`, without keys of kinds that are not chosen. `refuse` is called for each
+    of those and may raise."""
     kept = as_dict(defaults) | dict(tree)
     for name, hint in get_type_hints(type(defaults)).items():
         kinds, part, key = variants(hint), kept[name], f"{path}.{name}".lstrip(".")
@@ -254,10 +260,10 @@ def _of_chosen_kinds(
 
 
 def typed(tree: Any, hint: Any, key: str = "") -> Any:
-    """Plain containers as `hint`: a class of the schema, or the type of a field, at the dotted `key`.
+    """Convert plain containers at the dotted `key` to `hint`: a class of the schema, or the type of a field.
 
-    Plain values are taken as they are meant: "5" is 5 where a number is due, and 5 is "5" where a text is. Raises UserError
-    for a value that cannot be meant so, and for a key that is not there.
+    Plain values convert where the meaning is clear: "5" to 5 for a number, 5 to "5" for a text. Raises UserError for
+    any other value of a wrong type and for an unknown key.
     """
     if kinds := variants(hint):
         return _typed_group(tree, kinds, key)
@@ -307,10 +313,10 @@ def _is_not(key: str, value: Any, words: str, code: Code = "wrong_type") -> User
 
 
 def _in_words(problem: Exception, file: Path) -> UserError:
-    """Say in one line what the parsers refuse in `file` or an override: it names the key, the value and what to do."""
+    """Convert a parser's error about `file` or an override to a one-line UserError with key, value and fix."""
     if isinstance(problem, yaml.MarkedYAMLError) and problem.problem_mark is not None:
         mark = problem.problem_mark
-        sentence = f"{mark.name}, line {mark.line + 1} is not YAML ({problem.problem}): mend the line."
+        sentence = f"{mark.name}, line {mark.line + 1} is not valid YAML ({problem.problem}): correct the line."
         return UserError(sentence, code="malformed", key=str(mark.name))
     cause: BaseException = problem
     while isinstance(cause, ConfigCompositionException) and (cause.__cause__ or cause.__context__):
@@ -327,7 +333,7 @@ def _in_words(problem: Exception, file: Path) -> UserError:
     key = getattr(cause, "full_key", None)
     if not key:
         place = _first_line(problem) + " " if cause is not problem else ""
-        text = f"{place}{text}".replace(" ++", " ")  # See `_opened`.
+        text = f"{place}{text}".replace(" ++", " ")  # `_opened` added the "++".
         sentence = f"{text}; see docs/configuration.md and the folders of configs/ for the choices."
         code: Code = "not_found" if isinstance(cause, MissingConfigException) else "malformed"
         return UserError(sentence, code=code, key=str(file))
@@ -340,7 +346,7 @@ def _first_line(message: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KeyDifference:
-    """A key with another value than before."""
+    """A key whose value has changed."""
 
     key: str
     before: Any
@@ -348,9 +354,9 @@ class KeyDifference:
 
 
 def differences(before: Mapping[str, Any], config: RunConfig) -> list[KeyDifference]:
-    """What `config` has otherwise than the resolved config `before` where a run that goes on must not.
+    """Return the keys that affect learning and differ between the resolved config `before` and `config`.
 
-    A key that `before` does not know, being older, had then what is now its default.
+    A key that is missing from `before`, because it is newer, counts with its default.
     """
     saved, current = dict(_flat(recorded(before))), dict(_flat(as_dict(config)))
     pairs = [KeyDifference(key, saved.get(key), current.get(key)) for key in sorted({*saved, *current})]
@@ -359,7 +365,7 @@ def differences(before: Mapping[str, Any], config: RunConfig) -> list[KeyDiffere
 
 def _must_stay(key: str, config: RunConfig) -> bool:
     if key == "trainer.steps":
-        # With a rate that knows the end, another end is another rate from the first step on.
+        # The length of the run changes a decaying or warming rate from the first step on.
         optimizers = (config.actor.optimizer, config.critic.optimizer)
         return any(one.decay is not LrDecay.constant or one.warmup_fraction > 0 for one in optimizers)
     return key.startswith(_LEARNS) and key not in _FREE

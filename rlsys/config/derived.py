@@ -1,4 +1,4 @@
-"""What follows from a config and is asked for in several places. Pure."""
+"""Derives facts from a config that several modules need. Pure."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from rlsys.config.schema import (
 
 
 def max_staleness(config: RunConfig) -> int:
-    """Most versions between the one that sampled a token and the one that is trained on it."""
+    """Return the largest staleness of a trained token; 0 unless the schedule is async."""
     schedule = config.trainer.schedule
     return schedule.max_staleness if isinstance(schedule, AsyncSchedule) else 0
 
 
 def on_update(config: RunConfig) -> OnUpdate:
-    """What episodes in flight do when new weights come; only an asynchronous run has any then."""
+    """Return the treatment of episodes in flight at a weight update; only an async run has any then."""
     schedule = config.trainer.schedule
     return schedule.on_update if isinstance(schedule, AsyncSchedule) else OnUpdate.finish
 
 
 def needs_server(search: SearchConfig) -> bool:
-    """Whether searches go to a server: all but those that are only played from a cassette do."""
+    """True if searches reach a server: search is enabled and not replayed from a cassette."""
     return search.enabled and (search.cassette.path is None or search.cassette.mode is not CassetteMode.replay)
 
 
 def megatron_groups(config: RunConfig) -> dict[str, ActorConfig | InferenceConfig | CriticConfig]:
-    """Settings of the groups whose processes hold a Megatron model."""
+    """Return the settings of each group that holds a Megatron model, by name."""
     groups: dict[str, ActorConfig | InferenceConfig | CriticConfig] = {
         "actor": config.actor,
         "inference": config.inference,
@@ -45,47 +45,47 @@ def megatron_groups(config: RunConfig) -> dict[str, ActorConfig | InferenceConfi
 
 
 def has_critic(algorithm: AlgorithmConfig) -> bool:
-    """Whether values are learned."""
+    """True if the run trains a critic."""
     return algorithm.baseline is AdvantageBaseline.critic
 
 
 def has_reference(algorithm: AlgorithmConfig) -> bool:
-    """Whether a reference policy is kept."""
+    """True if the run holds a reference policy."""
     return algorithm.kl_coef > 0 or algorithm.eval_ref_policy
 
 
 def moves_reference(algorithm: AlgorithmConfig) -> bool:
-    """Whether the reference policy is another one later in the run."""
+    """True if the reference policy changes during the run."""
     return algorithm.ref_policy_ema_tau < 1 or algorithm.ref_policy_reset_period is not None
 
 
 def sums_over_vocabulary(algorithm: AlgorithmConfig) -> bool:
-    """Whether the KL term compares distributions, not the sampled token's log-probs alone."""
+    """True if the KL term compares distributions instead of the sampled token's log-probs."""
     return algorithm.kl_coef > 0 and algorithm.kl_estimator in FULL_KL
 
 
 def truncates_sampling(sampling: SamplingConfig) -> bool:
-    """Whether rollouts are drawn from less than the whole distribution, and nobody has said that this is meant."""
+    """True if rollouts sample from a truncated distribution without `accept_truncation`."""
     return (sampling.top_p != 1.0 or sampling.top_k != -1) and not sampling.accept_truncation
 
 
 def needs_whole_mini_batch(algorithm: AlgorithmConfig) -> bool:
-    """Whether an advantage depends on the other groups of its mini-batch, so that training waits for them."""
+    """True if an advantage depends on other groups of its mini-batch; training then waits for the mini-batch."""
     over_batch = (AdvantageScale.batch, AdvantageScale.whiten)
     return algorithm.baseline is AdvantageBaseline.batch or algorithm.advantage_scale in over_batch
 
 
 def mini_batch_sizes(groups: int, mini_batches: int) -> tuple[int, ...]:
-    """Groups of each of `mini_batches` optimiser steps, in order, of a step that has `groups` in all.
+    """Return the number of prompt groups in each of a step's `mini_batches` optimiser steps, in order.
 
-    Mini-batch i of m ends after i / m of the groups, rounded down. So two sizes differ by one group at most, and the
-    larger mini-batches are spread evenly over the step: 3 of 8 groups have 2, 3 and 3.
+    Mini-batch i of m ends after i / m of the step's `groups`, rounded down. Sizes differ by at most one, and larger
+    ones are spread evenly: 8 groups in 3 mini-batches are 2, 3 and 3.
     """
     ends = [groups * number // mini_batches for number in range(mini_batches + 1)]
     return tuple(end - begin for begin, end in pairwise(ends))
 
 
 def loss_length(config: RunConfig) -> int:
-    """Tokens that the aggregation `fixed-length` divides by."""
+    """Return the divisor of the aggregation `fixed-length`, in tokens."""
     given = config.algorithm.loss_length
     return given if given is not None else config.task.max_total_tokens - config.task.max_prompt_tokens

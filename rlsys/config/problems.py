@@ -1,7 +1,7 @@
-"""Checks that the keys of an algorithm fit together: a sentence for each that does not, with the reason. Pure.
+"""Checks that the algorithm keys fit together: one error message with reason and fix for each conflict. Pure.
 
-What switches something on that cannot work, or has no effect, beside the others is refused. Settings of something that is
-off, such as the target of a control that is not adaptive, are left alone.
+A setting is an error if it turns something on that cannot work or has no effect beside the others. Settings of a
+feature that is off, such as the target of a fixed KL control, are ignored.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from rlsys.errors import Code
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A reason why a config cannot run."""
+    """A reason that a config cannot run."""
 
     key: str
-    """The key, or the group of keys, to change."""
+    """Key, or group of keys, to change."""
     sentence: str
     code: Code = "conflict"
 
     @classmethod
     def of(cls, sentence: str) -> Problem:
-        """Of a sentence that begins with the key."""
+        """Build a problem from a sentence that begins with its key."""
         return cls(re.split(r"[^\w.]", sentence, maxsplit=1)[0], sentence)
 
 
 _WIDE_SEQUENCE_CLIP = 0.05
-"""Some hundred times the published bounds, 3e-4 and 4e-4."""
+"""About a hundred times GSPO's published bounds, 3e-4 and 4e-4."""
 _AS_REWARD = tuple(KlEstimator[name] for name in ("k1", "k2", "k3", "abs"))
 
 
 def algorithm_problems(config: RunConfig) -> Iterator[str]:
-    """One sentence for each contradiction."""
+    """Yield one error message per conflict."""
     algorithm = config.algorithm
     yield from _advantages(algorithm)
     yield from _loss(algorithm)
@@ -60,18 +60,18 @@ def algorithm_problems(config: RunConfig) -> Iterator[str]:
     yield from _reference(algorithm)
     warmup, steps = config.critic.warmup_steps, config.trainer.steps
     if has_critic(algorithm) and warmup >= steps:
-        yield f"critic.warmup_steps={warmup} leaves the policy no step of trainer.steps={steps}: lower it."
+        yield f"critic.warmup_steps={warmup} leaves no step of trainer.steps={steps} for the policy: lower it."
     sampling = config.rollout.sampling
     if truncates_sampling(sampling) and algorithm.recompute_logprobs:
         yield (
             f"rollout.sampling.top_p={sampling.top_p} and top_k={sampling.top_k} draw from a truncated distribution, "
-            "while the recomputed log-probs are of the whole vocabulary, so every ratio to the sampler is off by the "
-            "log of the mass that was cut: set top_p=1 and top_k=-1, or rollout.sampling.accept_truncation=true."
+            "while the recomputed log-probs are of the whole vocabulary, so the mass that was cut off "
+            "biases every ratio to the sampler: set top_p=1 and top_k=-1, or rollout.sampling.accept_truncation=true."
         )
 
 
 def algorithm_notes(config: RunConfig) -> Iterator[str]:
-    """What runs, and probably not as it is meant: a sentence each."""
+    """Yield one warning for each setting that works but is probably a mistake."""
     algorithm, mini_batches = config.algorithm, config.trainer.mini_batches
     if algorithm.policy_loss is PolicyLoss.gspo and algorithm.clip_high > _WIDE_SEQUENCE_CLIP:
         yield (
@@ -81,7 +81,7 @@ def algorithm_notes(config: RunConfig) -> Iterator[str]:
     if algorithm.policy_loss is PolicyLoss.policy_gradient and mini_batches > 1:
         yield (
             f"algorithm.policy_loss=policy_gradient has no ratio, so with trainer.mini_batches={mini_batches} all but the "
-            "first optimiser step of a step take late samples for its own: 1 is exact."
+            "first optimiser step of a step treat off-policy samples as on-policy: set it to 1."
         )
 
 
@@ -90,42 +90,42 @@ def _advantages(algorithm: AlgorithmConfig) -> Iterator[str]:
     siblings = baseline in SIBLINGS
     if algorithm.n_samples == 1 and (siblings or scale is AdvantageScale.group):
         yield (
-            f"algorithm.n_samples=1 leaves no sibling to compare with, which algorithm.baseline={baseline} and "
-            f"advantage_scale={scale} do: sample at least 2, or choose baseline none, batch or critic."
+            f"algorithm.n_samples=1 leaves no other episode for algorithm.baseline={baseline} and "
+            f"advantage_scale={scale} to compare with: set it to 2 or more, or choose baseline none, batch or critic."
         )
     if scale is AdvantageScale.group and not siblings:
         yield (
-            f"algorithm.advantage_scale=group divides by the spread of a question's returns, which goes with their "
-            f"mean, not with algorithm.baseline={baseline}: choose batch, whiten or none."
+            f"algorithm.advantage_scale=group needs algorithm.baseline=group or leave_one_out, and the baseline is "
+            f"{baseline}: choose batch, whiten or none."
         )
     if scale is AdvantageScale.batch and baseline is AdvantageBaseline.critic:
         yield (
-            "algorithm.advantage_scale=batch is over episodes, but algorithm.baseline=critic estimates token by "
+            "algorithm.advantage_scale=batch scales episodes, but algorithm.baseline=critic has an advantage per "
             "token: choose whiten or none."
         )
     if credit is not Credit.token and baseline is AdvantageBaseline.critic:
         yield (
-            f"algorithm.credit={credit} has no use with algorithm.baseline=critic, where gamma and gae_lambda say what a "
-            "token answers for: set credit=token."
+            f"algorithm.credit={credit} has no effect with algorithm.baseline=critic, where gamma and gae_lambda assign "
+            "credit: set credit=token."
         )
     if credit is Credit.token and baseline not in (AdvantageBaseline.none, AdvantageBaseline.critic):
         yield (
-            f"algorithm.credit=token has no token of another episode to compare with, which algorithm.baseline="
-            f"{baseline} does: choose credit turn or trajectory, or baseline none or critic."
+            f"algorithm.credit=token gives every token a return of its own, for which algorithm.baseline={baseline} has no "
+            f"counterpart in other episodes: choose credit turn or trajectory, or baseline none or critic."
         )
     if algorithm.gamma != 1.0 and credit is Credit.trajectory and baseline is not AdvantageBaseline.critic:
         yield (
             f"algorithm.gamma={algorithm.gamma:g} discounts nothing with algorithm.credit=trajectory, where every "
-            "token answers for all rewards: set gamma=1, or credit turn or token."
+            "token is credited with all rewards: set gamma=1, or credit turn or token."
         )
     if algorithm.gae_lambda != 1.0 and baseline is not AdvantageBaseline.critic:
         yield (
-            f"algorithm.gae_lambda={algorithm.gae_lambda:g} is read with algorithm.baseline=critic alone, and there "
-            "is no critic: set it to 1, or baseline=critic."
+            f"algorithm.gae_lambda={algorithm.gae_lambda:g} has no effect without a critic: "
+            "set it to 1, or baseline=critic."
         )
     if algorithm.curation.drop_no_spread and not siblings:
         yield (
-            f"algorithm.curation.drop_no_spread drops groups whose answers all earned the same, which do teach with "
+            f"algorithm.curation.drop_no_spread drops groups of equal rewards, which still carry a signal with "
             f"algorithm.baseline={baseline}: set it to false."
         )
 
@@ -152,8 +152,8 @@ def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
     low = correction.low if correction.kind is CorrectionKind.mask else 0.0
     if corrects and not low <= 1 <= correction.high:
         yield (
-            f"algorithm.correction.low={correction.low} and high={correction.high} must lie on either side of 1, or "
-            "tokens of equal policies would be cut: set low at most 1 and high at least 1."
+            f"algorithm.correction.low={correction.low} and high={correction.high} must enclose 1, the ratio of "
+            "equal policies: set low to at most 1 and high at least 1."
         )
 
 
@@ -162,12 +162,12 @@ def _estimator(algorithm: AlgorithmConfig) -> Iterator[str]:
     place = algorithm.kl_in if algorithm.kl_coef else None
     if place is KlPlace.loss and estimator is KlEstimator("k1"):
         yield (
-            "algorithm.kl_estimator=k1 as a loss has a gradient that is zero on average, so it holds nothing back: "
+            "algorithm.kl_estimator=k1 as a loss has a gradient that is zero on average, so it does not restrain the policy: "
             "choose k2, k3, k3++, k4 or k5, or algorithm.kl_in=reward."
         )
     if place is KlPlace.reward and estimator not in _AS_REWARD:
         reason = (
-            "needs whole distributions, which the reward does not see"
+            "needs whole distributions, which a reward does not have"
             if estimator in FULL_KL
             else "differs from the plain estimators by its gradient, and a reward has none"
         )
@@ -183,7 +183,7 @@ def _estimator(algorithm: AlgorithmConfig) -> Iterator[str]:
     no_tail = picks is not None and not algorithm.kl_use_tail_sampling
     if algorithm.use_kl_iw and (whole or no_tail):
         yield (
-            "algorithm.use_kl_iw=true weights what was sampled, and the KL term samples nothing with kl_topk_tokens="
+            "algorithm.use_kl_iw=true weights the sampled part of the KL term, which is empty with kl_topk_tokens="
             f"{picks} and kl_use_tail_sampling={str(algorithm.kl_use_tail_sampling).lower()}: set it to false."
         )
     for key, value, default in (
@@ -192,7 +192,7 @@ def _estimator(algorithm: AlgorithmConfig) -> Iterator[str]:
     ):
         if value != default and picks is None:
             yield (
-                f"algorithm.{key}={str(value).lower()} is about what lies outside of the top k, and "
+                f"algorithm.{key}={str(value).lower()} concerns tokens outside of the top k, but "
                 f"algorithm.kl_topk_tokens is null: set it to {str(default).lower()}, or give kl_topk_tokens."
             )
 
@@ -224,8 +224,8 @@ def _kl_weight(config: RunConfig) -> Iterator[str]:
         )
     if (low is not None and low > 1) or (high is not None and high < 1):
         yield (
-            f"algorithm.kl_iw_clip_lower={low} and kl_iw_clip_upper={high} must lie on either side of 1, the weight "
-            "of what needs none: set lower at most 1 and upper at least 1."
+            f"algorithm.kl_iw_clip_lower={low} and kl_iw_clip_upper={high} must enclose 1, the weight of an "
+            "on-policy token: set lower to at most 1 and upper to at least 1."
         )
 
 
@@ -245,6 +245,6 @@ def _reference(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
     if algorithm.eval_ref_policy and not moves:
         yield (
-            "algorithm.eval_ref_policy=true would repeat the evaluation before the first step, for the reference "
-            "stays what it was: set it to false, or move the reference by ref_policy_ema_tau."
+            "algorithm.eval_ref_policy=true would repeat the evaluation before the first step, because the "
+            "reference never changes: set it to false, or move the reference with ref_policy_ema_tau."
         )

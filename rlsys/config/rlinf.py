@@ -1,14 +1,18 @@
-"""RLinf's dialect: a YAML file with the keys of RLinf's Search-R1 example, as settings of ours.
+"""Translates a YAML file in RLinf's dialect, with the keys of its Search-R1 example, to our settings.
 
-Contract: `translate` gives settings that mean what the file says, or raises `UserError` with a line for every key that
-rlsys does not know or whose value it cannot honour, and with the code and key of the first; nothing of the file is left
-aside silently but what `rules()` marks as idle. Overrides may be in either dialect. What differs on purpose, and is settled
-by no key: a turn that neither searches nor answers is told so and goes on; stop strings reach the engine; and
-max_new_tokens is each turn's own. RLinf's agent loop has seq_length - max_prompt_length tokens for all turns and
-observations of an episode together; here seq_length alone bounds these, with the prompt that they have.
+Contract: `translate` returns settings with the meaning of the file. It raises `UserError` with one line per key that is
+unknown or whose value is unsupported, and with the code and key of the first. No key is ignored silently except those
+that `rules()` marks as idle. Overrides may be in either dialect.
 
-`rules()` says which key of RLinf is which of ours. What is idle changes nothing of what is learned; what is joint counts
-together with other keys, in a function below. rlinf.yaml has the keys that need no code.
+`rules()` maps RLinf's keys to ours. An idle key does not affect learning; a joint key is combined with others by a
+function below. rlinf.yaml has the keys that need no code.
+
+Intended differences that no key controls:
+- A turn that neither searches nor answers gets the invalid message, and the episode continues.
+- Stop strings reach the engine.
+- max_new_tokens applies to each turn.
+- seq_length bounds prompt, turns and observations together. RLinf's agent loop bounds turns and observations by
+  seq_length - max_prompt_length.
 """
 
 from __future__ import annotations
@@ -32,11 +36,12 @@ WHOLE_VOCABULARY = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The value goes on under `ours`; under no key where it must be what rlsys does in any case."""
+    """Passes a converted value to the keys `ours`; to none if the value must be what rlsys always does."""
 
     ours: tuple[str, ...]
     convert: Callable[[Any], Any] = lambda value: value
-    """RLinf's value -> ours; None leaves our default. Raises ValueError, with what to write instead, where there is none."""
+    """RLinf's value -> ours; None keeps our default. Raises ValueError, whose text is the value to write instead, for
+    an unsupported one."""
 
 
 def _one_of(choices: Mapping[Any, Any], instead: str) -> Callable[[Any], Any]:
@@ -49,7 +54,7 @@ def _one_of(choices: Mapping[Any, Any], instead: str) -> Callable[[Any], Any]:
 
 
 def _server(address: Any) -> str:
-    """`host:port` as an address that a client can ask; a server on all interfaces is asked on this machine's own."""
+    """Convert `host:port` to a URL; 0.0.0.0 becomes 127.0.0.1."""
     host, _, port = str(address).removeprefix("http://").rstrip("/").removesuffix("/retrieve").rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError("write HOST:PORT, such as 127.0.0.1:8000")
@@ -59,7 +64,7 @@ def _server(address: Any) -> str:
 def _one_path(paths: Any) -> str:
     listed = [paths] if isinstance(paths, str) else paths
     if not isinstance(listed, list) or len(listed) != 1 or not isinstance(listed[0], str):
-        raise ValueError("name one file; `rlsys data prepare merge` makes one of several")
+        raise ValueError("name one file; `rlsys data prepare merge` merges several")
     return listed[0]
 
 
@@ -75,9 +80,9 @@ def _top_k(value: Any) -> Any:
 
 
 def _turns(generations: Any) -> int:
-    """RLinf counts what is generated, with the answer; `task.max_turns` counts searches, after which one may answer."""
+    """Convert RLinf's count of generations, the answer included, to `task.max_turns`, which excludes the final one."""
     if not isinstance(generations, int) or generations < 1:
-        raise ValueError("write how often the model speaks, at least once")
+        raise ValueError("write the number of generations, at least 1")
     return generations - 1
 
 
@@ -104,7 +109,7 @@ _CONVERTED = {
 
 @cache
 def rules() -> dict[str, Moved | None]:
-    """Key of RLinf's -> what is done with it. None takes any value: the key is idle, or counts together with others."""
+    """Return the rule of each RLinf key. None accepts any value: the key is idle or joint."""
     table = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     moved = {theirs: Moved((ours,)) for theirs, ours in table["moved"].items()}
     chosen = {key: Moved(tuple(ours), _one_of(choices, how)) for key, (ours, choices, how) in table["chosen"].items()}
@@ -119,15 +124,15 @@ IDLE_BRANCHES = (
     "actor.megatron.profiler",
     "reward.tokenizer",
 )
-"""Branches of which nothing counts: of Hydra, of the engine and the tools that are not in use, of what another key says."""
+"""Branches that are ignored: Hydra, unused engines and tools, and duplicates of other keys."""
 
 DEVICES_PER_NODE = 8
-"""What `all` means in a placement, on each node: the machine of RLinf's example."""
+"""Devices per node of a placement `all`, as on the machine of RLinf's example."""
 
 PLACEMENT = "cluster.component_placement"
 _PLACED = ("actor", "inference", "rollout")
 _UNPLACED = ("reward", "agentloop", "agent")
-"""Groups of RLinf's that work beside the driver here, on no device."""
+"""RLinf groups that run beside the driver here and need no device."""
 _ONLY_THEIRS = ("runner", "data", "agentloop", "tools", *IDLE_BRANCHES)
 _RESOLVERS = {
     "subtract": lambda a, b: a - b,
@@ -135,52 +140,53 @@ _RESOLVERS = {
     "int_div": lambda a, b: a // b,
     "not": lambda value: not value,
 }
-"""RLinf's own functions in `${...}`."""
+"""RLinf's functions in `${...}`."""
 
 
 @dataclass(slots=True)
 class _Draft:
-    """What has been understood so far."""
+    """Translation in progress."""
 
     given: Mapping[str, Any]
     """RLinf's dotted key -> value."""
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    """Our dotted key -> value, and what said so."""
+    """Our dotted key -> value and the RLinf key that set it."""
     problems: list[UserError] = field(default_factory=list)
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether the file is for an evaluation alone."""
+        """True if the file describes an evaluation only."""
         return self.given.get("runner.task_type") == "reasoning_eval" or bool(self.given.get("rollout.is_eval"))
 
     def put(self, ours: str, value: Any, theirs: str) -> None:
-        """Note that `theirs` sets our key; two that disagree are a problem. None leaves our default."""
+        """Set our key to the value of `theirs`; two keys that disagree are a problem. None keeps our default."""
         if value is None:
             return
         before = self.settings.setdefault(ours, (value, theirs))
         if before[0] != value:
-            sentence = f"{before[1]} and {theirs} say different things of one and the same ({ours}): write the same."
+            sentence = f"{before[1]} and {theirs} set {ours} to different values: give both the same value."
             self.problems.append(UserError(sentence, code="conflict", key=theirs))
 
     def refuse(self, key: str, instead: str) -> None:
-        """Note that the value of `key` cannot be honoured."""
-        sentence = f"{key}={shown(self.given.get(key))} cannot be honoured: {instead}."
+        """Record that the value of `key` is unsupported."""
+        sentence = f"{key}={shown(self.given.get(key))} is not supported: {instead}."
         self.problems.append(UserError(sentence, code="unsupported", key=key))
 
 
 def is_rlinf(file: Path) -> bool:
-    """Whether `file` is in RLinf's dialect, which has a `runner` where ours has a `trainer`."""
+    """True if `file` is in RLinf's dialect: it has a key `runner`, where ours has `trainer`."""
     try:
         tree = OmegaConf.load(file)
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError):
-        return False  # Whoever reads it next says what is wrong with it.
+        return False  # The next reader reports the error.
     return isinstance(tree, DictConfig) and "runner" in tree
 
 
 def translate(file: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
-    """The settings of `file` in our words, nested, and those of `overrides` that were in our words already.
+    """Return the settings of `file` under our keys, nested, and the overrides that were under our keys already.
 
-    Overrides are such as runner.max_steps=5 (RLinf's), which count as if they stood in the file, or trainer.seed=5 (ours).
+    An override of an RLinf key, such as runner.max_steps=5, counts as if it stood in the file; trainer.seed=5 is one of
+    ours.
     """
     theirs = [override for override in overrides if _is_theirs(override)]
     draft = _Draft(dict(_leaves(_read(file, theirs))))
@@ -205,7 +211,7 @@ def _is_theirs(override: str) -> bool:
 
 
 def _read(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """The tree of `file` with `overrides`, its references resolved."""
+    """Load `file` with `overrides` and resolve its references."""
     for name, function in _RESOLVERS.items():
         OmegaConf.register_new_resolver(name, function, replace=True)
     try:
@@ -215,7 +221,7 @@ def _read(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
             OmegaConf.update(tree, key, OmegaConf.from_dotlist([f"value={text}"]).value, merge=False, force_add=True)
         container = OmegaConf.to_container(tree, resolve=True)
     except (OmegaConfBaseException, yaml.YAMLError, TypeError) as problem:
-        sentence = f"{file}: {str(problem).splitlines()[0].rstrip('.')}: mend the value."
+        sentence = f"{file}: {str(problem).splitlines()[0].rstrip('.')}: correct the value."
         raise UserError(sentence, code="malformed", key=str(file)) from problem
     finally:
         for name in _RESOLVERS:
@@ -225,7 +231,7 @@ def _read(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything in `tree`; a placement is one value."""
+    """Yield dotted key and value of each leaf; a placement is one value."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value and key != PLACEMENT:
@@ -235,15 +241,15 @@ def _leaves(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _by_table(draft: _Draft) -> None:
-    """What each key says by itself."""
+    """Apply the rule of each key."""
     for key, value in draft.given.items():
         if any(f"{key}.".startswith(f"{branch}.") for branch in IDLE_BRANCHES):
             continue
         match rules().get(key):
             case None if key not in rules():
                 close = difflib.get_close_matches(key, rules(), n=1, cutoff=0.6)
-                hint = f"did you mean {close[0]}?" if close else "take it out."
-                sentence = f"{key} is not a key of RLinf's Search-R1 that rlsys reads: {hint}"
+                hint = f"did you mean {close[0]}?" if close else "remove it."
+                sentence = f"{key} is not a key of RLinf's Search-R1 example that rlsys supports: {hint}"
                 draft.problems.append(UserError(sentence, code="unknown", key=key))
             case Moved(ours, convert):
                 try:
@@ -256,11 +262,11 @@ def _by_table(draft: _Draft) -> None:
 
 
 def _defaults(draft: _Draft) -> None:
-    """Nothing may come from other files, which would have to be read by RLinf's rules."""
+    """Refuse Hydra defaults: other files would have to follow RLinf's rules."""
     listed = draft.given.get("defaults") or []
     names = [str(next(iter(one))) if isinstance(one, dict) else str(one) for one in listed]
     if any(name != "_self_" and not name.removeprefix("override ").startswith("hydra/") for name in names):
-        draft.refuse("defaults", "write all keys into the one file")
+        draft.refuse("defaults", "put all keys into this file")
 
 
 def _task(draft: _Draft) -> None:
@@ -277,7 +283,7 @@ def _task(draft: _Draft) -> None:
 
 
 def _required(draft: _Draft) -> None:
-    """What has no default."""
+    """Report required keys that are missing."""
     for key in ("rollout.model.model_path", "data.train_data_paths", "data.val_data_paths"):
         if draft.given.get(key) is None and not (draft.is_evaluation and key == "data.train_data_paths"):
             draft.problems.append(UserError(f"{key} has no value: give the path.", code="missing", key=key))
@@ -286,7 +292,7 @@ def _required(draft: _Draft) -> None:
 
 
 def _placement(draft: _Draft) -> None:
-    """Groups on devices. Those on the same ones take turns; RLinf's rank 0 is our rank 0."""
+    """Place groups on devices: equal placements are colocated. RLinf's rank 0 is our rank 0."""
     nodes = draft.given.get("cluster.num_nodes", 1)
     named: dict[Any, Any] = draft.given.get(PLACEMENT) or {}
     if not isinstance(nodes, int) or nodes < 1:
@@ -298,14 +304,16 @@ def _placement(draft: _Draft) -> None:
         whole = f"0-{nodes * DEVICES_PER_NODE - 1}"
         places |= {name.strip(): whole if place == "all" else str(place) for name in str(names).split(",")}
         if ":" in str(place):
-            return draft.refuse(PLACEMENT, 'a process has a device of its own; write ranks alone, such as "0-3"')
+            return draft.refuse(
+                PLACEMENT, 'each process has one device of its own; write device ranks only, such as "0-3"'
+            )
     if draft.is_evaluation and "rollout" in places:
         places |= dict.fromkeys(_PLACED, places["rollout"])
     if places.get("actor") is not None and places.get("actor") == places.get("rollout"):
         places.setdefault("inference", places["actor"])
     unknown = sorted(set(places) - {*_PLACED, *_UNPLACED})
     if unknown:
-        return draft.refuse(PLACEMENT, f"{unknown[0]} is no group; the groups are {', '.join(_PLACED)} and reward")
+        return draft.refuse(PLACEMENT, f"{unknown[0]} is not a group; the groups are {', '.join(_PLACED)} and reward")
     missing = [name for name in _PLACED if name not in places]
     if missing:
         return draft.refuse(PLACEMENT, f"it gives no devices to {' and '.join(missing)}; name them")
@@ -317,17 +325,17 @@ def _placement(draft: _Draft) -> None:
     if nodes > 1 or "all" in named.values():
         draft.put("cluster.devices_per_node", DEVICES_PER_NODE, PLACEMENT)
     if nodes > 1:
-        # Groups that share devices cannot broadcast over NCCL.
+        # Colocated groups cannot broadcast over NCCL.
         draft.put("cluster.sync_mode", "disk" if shared else "broadcast", "cluster.num_nodes")
     if shared:
         for key in OFFLOADS:
             if draft.given.get(key, True) is not True:
-                draft.refuse(key, "groups that share devices leave them to each other; write True")
+                draft.refuse(key, "colocated groups always offload; write True")
     return None
 
 
 def _lengths(draft: _Draft) -> None:
-    """Tokens of a micro-batch."""
+    """Set the token budget of micro-batches."""
     key = "runner.max_tokens_per_mbs"
     draft.put("actor.micro_batch_tokens", draft.given.get(key), key)
     own = f"{key}_inference"
@@ -336,7 +344,7 @@ def _lengths(draft: _Draft) -> None:
 
 
 def _steps(draft: _Draft) -> None:
-    """The length of the run, and the part of it in which the learning rate rises. An evaluation has neither."""
+    """Set the number of steps and the warm-up share; an evaluation has neither."""
     if draft.is_evaluation:
         return None
     limit, epochs = draft.given.get("runner.max_steps", -1), draft.given.get("runner.max_epochs")
@@ -349,14 +357,14 @@ def _steps(draft: _Draft) -> None:
     if epochs is not None and rows is not None and isinstance(batch, int) and batch > 0:
         bounds.append(epochs * (rows // batch))
         if not bounds[-1]:
-            return draft.refuse("data.rollout_batch_size", f"{data} has {rows} rows; write no more than that")
-    steps = min(bounds, default=None)  # Without its data, which is found missing later, no run begins.
+            return draft.refuse("data.rollout_batch_size", f"{data} has {rows} rows; write {rows} or less")
+    steps = min(bounds, default=None)  # None without the data file, which a later check reports.
     draft.put("trainer.steps", steps, "runner.max_steps")
     return _warm_up(draft, steps)
 
 
 def _warm_up(draft: _Draft, steps: int | None) -> None:
-    """RLinf's fraction is of `lr_decay_iters` optimiser steps, ours of those of the run."""
+    """Convert the warm-up share, which RLinf takes of `lr_decay_iters` and we of the run's optimiser steps."""
     fraction = draft.given.get("actor.lr_sched.lr_warmup_fraction") or 0.0
     key = "actor.lr_sched.lr_decay_iters"
     spread = draft.given.get(key)
@@ -381,19 +389,19 @@ def _clip(draft: _Draft) -> None:
 
 
 def _sampling(draft: _Draft) -> None:
-    """Rollouts are drawn; an evaluation is drawn or greedy."""
+    """Set sampling: rollouts are always sampled, an evaluation may be greedy."""
     key, prefix = "do_sample", "algorithm.sampling_params."
     drawn = draft.given.get(prefix + key, True)
     temperature = draft.given.get(prefix + "temperature", 1.0)
     if draft.is_evaluation:
         draft.put("eval.temperature", float(temperature) if drawn else 0.0, prefix + key)
     elif not drawn:
-        draft.refuse(prefix + key, "rollouts are drawn by chance, by temperature; write True")
+        draft.refuse(prefix + key, "rollouts are always sampled; write True")
     draft.put("rollout.sampling.temperature", temperature, prefix + "temperature")
 
 
 def _engine(draft: _Draft) -> None:
-    """Graphs are recorded for every number of sequences that an engine decodes at once."""
+    """Check CUDA graphs: they must cover every batch size that the engine decodes."""
     key = "rollout.cuda_graph_max_bs"
     recorded, running = draft.given.get(key), draft.given.get("rollout.max_running_requests")
     if recorded is not None and running is not None and recorded < running:
@@ -401,7 +409,7 @@ def _engine(draft: _Draft) -> None:
 
 
 def _rows(file: Path) -> int | None:
-    """How many questions a file has; None where it is not there, or is of no kind that can be read."""
+    """Return the number of questions in a file; None if it is missing or in no supported format."""
     if not file.is_file():
         return None
     if file.suffix == ".parquet":
@@ -413,5 +421,5 @@ def _rows(file: Path) -> int | None:
 
 
 def shown(value: Any) -> str:
-    """`value` as YAML has it."""
+    """Return `value` as YAML."""
     return yaml.safe_dump(value, default_flow_style=True, width=1_000_000).split("\n...")[0].strip()

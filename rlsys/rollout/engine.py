@@ -1,22 +1,21 @@
-"""A rollout process: groups of episodes on one SGLang engine, and weight updates that are proven to have arrived.
+"""The rollout worker: runs prompt groups on one SGLang engine and verifies every weight update.
 
-`RolloutWorker` runs the episodes and receives new weights. `Engine` drives SGLang; under it are the values of a request,
-the watch over SGLang's processes (`Liveness`) and the weights of one version beside the engine (`StagedVersion`).
+`RolloutWorker` runs the episodes and receives new weights. `Engine` drives SGLang. Beneath it are the conversion of
+requests, the watch over SGLang's processes (`Liveness`) and the staged weights of one version (`StagedVersion`).
 
 Contract of an engine:
 - All methods belong to one event loop, the one that first generates.
-- An update is staged while generation goes on: in host memory, or on the engine's first device if it comes on
-  GPUs (`cluster.sync_mode=ipc`) and the engine is awake. `finish_update` switches: generation pauses,
-  requests under way keep their tokens, new ones wait; the weights are loaded and verified; then all go on
-  with the new weights. Every token tells the version that sampled it, and its log-prob is of that version.
-- `finish_update` succeeds only if every tensor that the engine reports hashes to what was received.
-  After a failed update nothing is generated until another succeeds: what is under way and what comes later
-  ends with the reason. A paused engine goes on or refuses, however the switch ends. If SGLang dies, every
-  call ends with EngineDied.
-- Asleep, an engine generates nothing and takes no weights in, but stages them, always in host memory: its device
-  belongs to others meanwhile. Awake again, it holds what it held before.
-- SGLang signals SIGQUIT to this process when one of its processes dies, and ends every child of this
-  process on shutdown: give an engine a process of its own.
+- Buckets are staged while generation continues: in host memory, or on the engine's first device if they arrive on GPUs
+  (`cluster.sync_mode=ipc`) and the engine is awake.
+- `finish_update` activates: it pauses generation, loads and verifies the weights, and resumes. Requests in flight keep
+  their tokens, new ones wait. Each token has the version that sampled it, and its log-prob is under that version.
+- `finish_update` succeeds only if every tensor that the engine reports has the hash of the one received.
+- After a failed update, requests in flight and later ones raise the reason, until another update succeeds.
+- If SGLang dies, every call raises EngineDied.
+- Asleep, an engine neither generates nor activates. It stages in host memory, because other groups use its device.
+  Awake again, it holds the same weights as before.
+- SGLang signals SIGQUIT to this process when one of its processes dies, and kills every child of this process on
+  shutdown: give an engine a process of its own.
 """
 
 from __future__ import annotations
@@ -74,13 +73,13 @@ T = TypeVar("T")
 Hasher = Callable[[Tensor], str]
 
 FLUSH_TIMEOUT_S = 30.0
-"""For aborted requests to leave the scheduler before it sleeps."""
+"""Time for aborted requests to leave SGLang's scheduler before it sleeps."""
 POLL_S = 0.5
-"""Between two looks at SGLang's processes."""
+"""Interval between checks of SGLang's processes."""
 VOCAB_PADDING = 64
-"""Rows; SGLang's default."""
+"""Multiple of rows that SGLang pads the vocabulary to by default."""
 CPU_WIDTH_PADDING = 32
-"""Columns or rows of an MLP, on each tensor-parallel rank of an engine on a CPU."""
+"""Multiple that SGLang pads an MLP's width to, per tensor-parallel rank of an engine on a CPU."""
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _OF_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
@@ -91,7 +90,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class EngineCounts:
-    """Sums since the start of an engine."""
+    """Totals since the start of an engine."""
 
     requests: int = 0
     aborted: int = 0
@@ -99,22 +98,22 @@ class EngineCounts:
     cached_tokens: int = 0
     generated_tokens: int = 0
     busy_s: float = 0.0
-    """Wall time in which at least one request ran."""
+    """Wall time with at least one request in flight."""
     updates: int = 0
     update_bytes: int = 0
     update_s: float = 0.0
-    """Wall time of updates, from `begin_update` to the verified end; mostly beside generation."""
+    """Wall time of updates, from `begin_update` to verification; mostly overlaps generation."""
     pause_s: float = 0.0
-    """Wall time in which generation was held back by the switch."""
+    """Wall time for which activation paused generation."""
 
 
 class Engine:
-    """An SGLang engine on `model_path`. `start` it, then `generate`; `stop` it in the end."""
+    """An SGLang engine on `model_path`. Call `start`, then `generate`, and `stop` at the end."""
 
     def __init__(
         self, model_path: str, config: EngineConfig, device: Device, seed: int, memory_saver: bool = False
     ) -> None:
-        """`memory_saver` lets `sleep` give the device's memory back; there is none to give on a CPU."""
+        """`memory_saver` makes `sleep` free device memory; no effect on a CPU."""
         self._model_path = model_path
         self._name = f"The engine on {model_path}"
         self._asleep_reason = f"{self._name} is asleep; wake it first."
@@ -149,13 +148,13 @@ class Engine:
         self._asleep = False
         self._resting = asyncio.Lock()
         self.frees_memory = memory_saver and device is Device.gpu
-        """The device's memory is free for others while the engine is asleep."""
+        """True if `sleep` frees the device's memory for other groups."""
         self.version = 0
-        """Policy version of the weights."""
+        """Weight version in use."""
         self.counts = EngineCounts()
 
     def require_room(self, task: TaskConfig) -> None:
-        """Raise UserError unless the engine takes the longest episode of `task`, prompt and output together."""
+        """Raise UserError if the longest episode of `task` exceeds the engine's context."""
         if task.max_total_tokens > self._context_tokens:
             raise UserError(
                 f"task.max_total_tokens={task.max_total_tokens} is more than the {self._context_tokens} tokens that the "
@@ -171,7 +170,7 @@ class Engine:
         starting = asyncio.create_task(asyncio.to_thread(self._launch))
         done, _ = await asyncio.wait({starting}, timeout=self._config.start_timeout_s)
         if not done:
-            while not starting.done():  # Its processes may be yet to come; without them the start returns.
+            while not starting.done():  # More processes may still start; without them the launch returns.
                 for child in _children():
                     if child.pid not in before:
                         child.kill()
@@ -189,12 +188,12 @@ class Engine:
     async def generate(
         self, input_ids: list[int], sampling: TurnSampling, rid: str, heard: Heard | None = None
     ) -> Generation:
-        """Continue `input_ids`; on cancellation the request is aborted in the engine.
+        """Continue `input_ids`; on cancellation, abort the request in the engine.
 
-        `rid` names the request in logs; it is made unique. `heard` follows it token by token.
-        Waits while weights are switched. Raises RunError while the engine is asleep, and once an update has failed.
+        `rid` names the request in logs and is made unique. `heard` receives tokens as they arrive. Blocks during a
+        weight switch. Raises RunError while the engine is asleep, and after a failed update.
         """
-        while not self._open.is_set():  # A switch may begin between the event and this task's turn.
+        while not self._open.is_set():  # A switch may begin between the event and this task's resumption.
             await self._open.wait()
         if self._asleep or self._refusal:
             raise RunError(self._asleep_reason if self._asleep else self._refusal)
@@ -224,20 +223,22 @@ class Engine:
         return generation
 
     async def begin_update(self, version: int) -> None:
-        """Open an update to `version` and forget what is staged. Raises RunError while another is being switched to."""
+        """Open an update to `version` and discard staged buckets. Raises RunError during a weight switch."""
         if not self._open.is_set():
-            raise RunError(f"The update to version {version} began before the last one had ended.")
+            raise RunError(
+                f"The update to version {version} began during another weight switch; finish that one first."
+            )
         self._update = StagedVersion(version, self._layout, self._hasher)
         self._update_began = perf_counter()
 
     async def load_bucket(self, bucket: Bucket) -> None:
-        """Check and stage a bucket. Raises RunError, and fails the update, if it is not as sent or finds no room."""
+        """Check and stage a bucket. A wrong checksum or a lack of memory fails the update and raises RunError."""
         update = self._staged()
         try:
             async with self._staging:
                 await asyncio.to_thread(update.take, bucket, to_host=self._asleep)
             if self._asleep:
-                _give_back()  # What checking it took.
+                _give_back()  # Memory used by the check.
         except ChecksumError as error:
             self._refuse(str(error))
         except torch.OutOfMemoryError as error:
@@ -245,15 +246,16 @@ class Engine:
             if isinstance(bucket.data, Tensor):
                 fix += ", or stage in host memory with cluster.sync_mode=tensor"
             self._refuse(
-                f"after {update.nbytes} bytes of version {update.version} the engine's GPU had no room for more beside "
-                f"weights and KV cache; {fix} ({error})"
+                f"the engine's GPU ran out of memory beside weights and KV cache, after {update.nbytes} bytes of version "
+                f"{update.version}; {fix} ({error})"
             )
 
     async def finish_update(self, version: int, expected_digest: str) -> None:
-        """Switch to the staged weights and verify every tensor; generation is held back meanwhile.
+        """Switch to the staged weights and verify every tensor; generation pauses meanwhile.
 
-        `expected_digest` is the sender's over all tensors. Raises RunError if what came or what the engine holds is
-        anything else, and while asleep: then the update stays staged and can be finished after `wake`.
+        `expected_digest` is the sender's, over all tensors. Raises RunError if the received or the loaded tensors
+        differ from it. While asleep it raises RunError too, but the update stays staged and can be finished after
+        `wake`.
         """
         update = self._staged()
         if self._asleep:
@@ -278,20 +280,20 @@ class Engine:
         )
 
     async def sleep(self) -> None:
-        """Empty the prefix cache and give the device's memory back; see `frees_memory`.
+        """Empty the prefix cache and free device memory; see `frees_memory`. Idempotent.
 
-        Raises RunError while requests run or weights are switched. A second call does nothing.
+        Raises RunError while requests are in flight or weights are switched.
         """
         async with self._resting:
             if self._asleep:
                 return
             if self._requests or not self._open.is_set():
                 raise RunError(
-                    f"{self._name} was sent to sleep while {self.running} requests ran or "
-                    "its weights were switched; let that end first."
+                    f"{self._name} cannot sleep while {self.running} requests run or its weights are switched; wait for "
+                    "the end of both."
                 )
             self._asleep = True  # Before the first await, so that no request slips in.
-            async with self._staging:  # A bucket that is under way was told to stay on the device.
+            async with self._staging:  # Wait for a bucket in flight, which stages on the device.
                 if self._update is not None:
                     await asyncio.to_thread(self._update.leave_device)
             _give_back()
@@ -301,14 +303,14 @@ class Engine:
                 raise RunError(f"{self._name} could not sleep: {message}.")
 
     async def wake(self) -> None:
-        """Take memory again and hold the same weights as before. A second call does nothing."""
+        """Allocate memory again, with the same weights as before. Idempotent."""
         async with self._resting:
             if self._asleep:
                 await self._answer(self._sglang.wake())
                 self._asleep = False
 
     async def stop(self) -> None:
-        """End SGLang's processes and wait until they are gone. May be called again, or without a start."""
+        """Stop SGLang's processes and wait for their exit. Idempotent, with or without a start."""
         self._refusal = f"{self._name} is not running."
         process, self._process = self._process, None
         if self._liveness is not None:
@@ -318,12 +320,12 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """Requests under way."""
+        """Requests in flight."""
         return len(self._requests)
 
     @property
     def busy(self) -> bool:
-        """It generates, or holds requests back while it takes weights in."""
+        """True if the engine generates, or holds requests back during a weight switch."""
         return bool(self._requests) or not self._open.is_set()
 
     @property
@@ -339,14 +341,14 @@ class Engine:
         return self._process
 
     async def _outcome(self, request: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
-        """Await `request`. Raises RunError for one that `_reject` has ended."""
+        """Await `request`. Raises RunError if `_reject` cancelled it."""
         await self._alive.first_of(request)
         if request.cancelled():
             raise RunError(self._refusal)
         return request.result()
 
     async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await SGLang's answer to `call`. Raises EngineDied once one of its processes is gone."""
+        """Await `call`. Raises EngineDied if one of SGLang's processes exits first."""
         return await self._alive.guard(call)
 
     def _launch(self) -> SglangProcess:
@@ -359,7 +361,7 @@ class Engine:
         return SglangProcess(self._arguments(), on_cpu=self._device is Device.cpu)
 
     def _arguments(self) -> dict[str, Any]:
-        """SGLang's server arguments."""
+        """Return SGLang's server arguments."""
         config = self._config
         arguments: dict[str, Any] = {
             "model_path": self._model_path,
@@ -374,17 +376,17 @@ class Engine:
             "log_level": "error",
         }
         if self.frees_memory:
-            # The weights go to host memory meanwhile: little beside what a trainer keeps there.
+            # The weights move to host memory: little beside a trainer's state there.
             arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
         backend = config.attention_backend
         if self._device is Device.cpu:
             arguments["device"] = "cpu"
-            # Its scheduler otherwise polls without a break, on a core that training could use.
+            # Otherwise its scheduler polls all the time, on a core that training could use.
             arguments["sleep_on_idle"] = True
             backend = "torch_native" if backend == "auto" else backend
         else:
             if self._layout.experts:
-                # Blackwell would get kernels that permute the experts' weights, which `StagedVersion` does not predict.
+                # On Blackwell, other kernels permute the experts' weights, which `StagedVersion` does not predict.
                 arguments["moe_runner_backend"] = "triton"
             if not config.cuda_graphs:
                 arguments |= {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
@@ -394,32 +396,32 @@ class Engine:
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """Hold generation back. If the body fails, the update has failed, whatever the failure was."""
+        """Pause generation. Any failure in the body fails the update."""
         self._open.clear()
         started = perf_counter()
         try:
             await self._answer(self._sglang.pause())
             yield
         except EngineDied:
-            self._update = None  # Those who wait will be told by their own calls, which is not a refusal.
+            self._update = None  # Waiting calls raise EngineDied themselves.
             raise
         except BaseException as error:
             if self._update is not None:
-                self._reject(f"it broke off ({type(error).__name__}: {error})")
-            with suppress(RunError):  # Nothing may be sampled from weights of which only some are new.
+                self._reject(f"it was interrupted ({type(error).__name__}: {error})")
+            with suppress(RunError):  # Nothing may be sampled from partly updated weights.
                 self._sglang.abort_all()
             raise
         finally:
             try:
-                with suppress(RunError):  # Dead, or stopped.
+                with suppress(RunError):  # The engine is dead or stopped.
                     await self._answer(self._sglang.resume())
             finally:
                 self.counts.pause_s += perf_counter() - started
                 self._open.set()
 
     async def _switch(self, update: StagedVersion) -> None:
-        """Load the staged weights, empty the prefix cache and verify what the engine then holds."""
-        if not self._session_open:  # A refused update leaves SGLang's session open.
+        """Load the staged weights, empty the prefix cache and verify the loaded tensors."""
+        if not self._session_open:  # A failed update leaves SGLang's session open.
             self._require(await self._answer(self._sglang.begin_update()))
             self._session_open = True
         for bucket in update.hand_out():
@@ -430,28 +432,30 @@ class Engine:
         self._require(answer)
         if wrong := update.mismatches(reported):
             self._refuse(
-                f"{len(wrong)} of its tensors are not what was sent, first {wrong[0]}; "
+                f"{len(wrong)} of its tensors differ from those sent, first {wrong[0]}; "
                 f"version {update.version} is not used"
             )
 
     def _staged(self) -> StagedVersion:
         if self._update is None:
-            raise RunError(self._refusal or "Weights came to an engine that was not told of an update.")
+            raise RunError(
+                self._refusal or "The engine received weights without an open update; call begin_update first."
+            )
         return self._update
 
     def _require(self, answer: Answer) -> None:
-        """Refuse unless SGLang's (success, message) is a success."""
+        """Fail the update unless `answer` is a success."""
         success, message = answer
         if not success:
             self._refuse(message)
 
     def _refuse(self, reason: str) -> NoReturn:
-        """Fail the update with `reason`."""
+        """Fail the update with `reason` and raise RunError."""
         self._reject(reason)
         raise RunError(self._refusal)
 
     def _reject(self, reason: str) -> None:
-        """Forget the update and end what is under way; what comes later ends with the reason too."""
+        """Discard the update and end requests in flight; later requests raise the reason too."""
         self._update = None
         self._refusal = f"{self._name} refused a weight update: {reason.rstrip('.')}."
         for request in self._requests:
@@ -459,7 +463,7 @@ class Engine:
 
 
 def _give_back() -> None:
-    """Return GPU memory that this process has freed to the device: torch keeps it, and what SGLang had a handle to."""
+    """Return cached GPU memory of this process to the device, including memory that SGLang had a handle to."""
     if torch.cuda.is_initialized():
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
@@ -470,57 +474,57 @@ def _children() -> list[psutil.Process]:
 
 
 def sampling_params(sampling: TurnSampling, eos_id: int) -> dict[str, Any]:
-    """SGLang's parameters for a turn, which its stop strings or `eos_id` end."""
+    """Return SGLang's parameters for a turn, which ends at its stop strings or `eos_id`."""
     fixed = {"no_stop_trim": True, "stop_token_ids": [eos_id], "spaces_between_special_tokens": False}
     return {**asdict(sampling), "stop": list(sampling.stop), **fixed}
 
 
 def _token_ids(output: dict[str, Any]) -> list[int]:
-    """The sampled tokens of an answer, or of a part of one, in which SGLang repeats what it said before."""
+    """Return the sampled tokens of an output; partial outputs of a stream are cumulative."""
     return [token for _, token, _ in output["meta_info"]["output_token_logprobs"]]
 
 
 async def read_stream(call: Awaitable[AsyncIterable[dict[str, Any]]], heard: Heard) -> dict[str, Any]:
-    """The last part of a streamed answer, which is the whole; `heard` is told of each.
+    """Consume a stream and return its last output, which is complete; `heard` is called for each output.
 
-    Raises RunError, with SGLang's reason, for a request that was refused or given up, and where nothing came. One that
-    was aborted here is an answer, as far as it came.
+    Raises RunError with SGLang's reason for a rejected or abandoned request, and for an empty stream. The output of a
+    request aborted here is returned as far as it came.
     """
     output: dict[str, Any] = {}
     async for output in await call:
         finish = output["meta_info"].get("finish_reason") or {}
         if finish.get("status_code"):
-            raise RunError(f"SGLang has not answered: {str(finish.get('message')).rstrip('.')}.")
+            raise RunError(f"SGLang rejected or abandoned the request: {str(finish.get('message')).rstrip('.')}.")
         if "output_token_logprobs" in output["meta_info"]:
             heard(_token_ids(output))
     if not output:
-        raise RunError("SGLang has not answered: its stream ended before it began.")
+        raise RunError("SGLang returned an empty stream.")
     return output
 
 
 def as_generation(output: dict[str, Any]) -> Generation:
-    """Read a whole answer. Raises RunError where SGLang does not say which version sampled each token."""
+    """Convert a complete output. Raises RunError if SGLang omits the version of a token."""
     meta, sampled = output["meta_info"], _token_ids(output)
-    # A version that is guessed would hide a stale token, so the spans [start, end) must cover all.
+    # A guessed version would hide a stale token, so the spans [start, end) must cover all tokens.
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(sampled)}]
     versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
     if len(versions) != len(sampled):
-        raise RunError(f"SGLang names versions for {len(versions)} of the {len(sampled)} tokens of {meta['id']}.")
+        raise RunError(f"SGLang reported versions for {len(versions)} of the {len(sampled)} tokens of {meta['id']}.")
     return Generation(
         token_ids=sampled,
         logprobs=[logprob for logprob, _, _ in meta["output_token_logprobs"]],
         finish=meta["finish_reason"]["type"],
-        # SGLang leaves it out for a request that was aborted while it waited.
+        # SGLang omits it for a request aborted in the queue.
         cached_tokens=meta.get("cached_tokens", 0),
         versions=versions,
     )
 
 
 class Liveness:
-    """Waits on processes that may die: an answer, or an error that says they are gone. Never a hang.
+    """Awaits calls to processes that may die: raises EngineDied instead of hanging.
 
-    Watches `processes` from construction to `stop`; belongs to one running event loop. SGLang's own watchdog signals the
-    main thread, which in a Ray worker runs no Python: nobody would hear it.
+    Watches `processes` from construction to `stop`, on one running event loop. SGLang's own watchdog is not enough: it
+    signals the main thread, which runs no Python in a Ray worker.
     """
 
     def __init__(self, name: str, processes: Sequence[psutil.Process]) -> None:
@@ -529,7 +533,7 @@ class Liveness:
         self._death = asyncio.create_task(self._watch())
 
     async def guard(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await `call`. Raises EngineDied, and cancels it, as soon as a process is gone."""
+        """Await `call`. If a process exits first, cancel the call and raise EngineDied."""
         task = asyncio.ensure_future(call)
         try:
             await self.first_of(task)
@@ -538,17 +542,17 @@ class Liveness:
             task.cancel()
 
     async def first_of(self, task: asyncio.Task[Any]) -> None:
-        """Wait until `task` has ended, in whatever way. Raises EngineDied if a process is gone before."""
+        """Wait until `task` is done, with any outcome. Raises EngineDied if a process exits first."""
         await asyncio.wait({task, self._death}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise EngineDied(f"{self._name} died: its process {self._death.result()} is gone.")
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._death.cancel()
 
     async def _watch(self) -> int:
-        """The id of the first process that is gone."""
+        """Return the id of the first process that is gone."""
         while True:
             for process in self._processes:
                 if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
@@ -557,51 +561,56 @@ class Liveness:
 
 
 def sha256_prefix(tensor: Tensor) -> str:
-    """SGLang's hash of a tensor in host memory: 8 bytes of SHA-256 over its bytes, in hex."""
+    """Return SGLang's hash of a tensor in host memory: the first 8 bytes of SHA-256 over its bytes, in hex."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(data.data).digest()[:8].hex()
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The form in which an engine holds a model of the Llama, Qwen2, Qwen3 or Qwen3-MoE family."""
+    """Storage format of a model in an engine, for the Llama, Qwen2, Qwen3 and Qwen3-MoE families."""
 
     tp: int
     kv_heads: int
     tied: bool
-    """The output layer is the embedding; a separate `lm_head.weight` is ignored."""
+    """True if the output layer is the embedding; a separate `lm_head.weight` is then ignored."""
     dtype: torch.dtype
     experts: int = 0
-    """Experts of a layer; 0 is a dense model."""
+    """Experts per layer; 0 for a dense model."""
     width_padding: int = 1
-    """An MLP's width on a rank is padded to a multiple of this."""
+    """Multiple that an MLP's width is padded to on each rank."""
 
 
 class StagedVersion:
-    """The buckets of one version beside the engine, and the hashes that the engine must report once it holds them.
+    """Staged buckets of one version, and the hashes that the engine must report after loading them.
 
-    Contract: `take` copies a bucket once and checks the copy, so that nothing that happens to the sender's
-    memory afterwards can change what is loaded. `check` passes only for exactly the tensors that were sent.
-    Handing the buckets out frees them one by one.
+    Contract: `take` copies a bucket once and checks the copy, so later changes to the sender's memory have no effect.
+    `check` passes only for exactly the tensors that were sent. `hand_out` frees the buckets one by one.
 
-    Buckets are kept where they come: in host memory, or on a device, where a whole copy of the model then lies beside
-    the engine. A bucket that comes on a device can be moved to host memory. Then it is checked before, for a device hashes
-    much faster; that the move changed nothing, as that the load did not, shows in what the engine reports (`mismatches`).
+    Buckets stay where they arrive: in host memory, or on a device, which then holds a whole copy of the model beside the
+    engine. A bucket that moves from a device to host memory is checked on the device, which hashes much faster; the hashes
+    that the engine reports verify move and load (`mismatches`).
 
-    SGLang's weight checker reports one hash for each of the engine's own tensors on each tensor-parallel rank. They are
-    predicted: the Hugging Face tensors are fused and cut as SGLang does (`qkv_proj` is q, k, v; `gate_up_proj` is gate, up;
-    `w13_weight` is gate, up of expert 0, then of expert 1 and so on, `w2_weight` is down of each; rows are cut over ranks
-    before they are fused; the vocabulary is padded with zeros to a multiple of 64, and on a CPU the width of an MLP to one
-    of 32) and hashed. A prediction that comes true for every tensor means that the engine holds what was sent. A fused
-    tensor is kept until its parts are in, which for experts is a layer's worth of them; nothing else is kept.
+    SGLang's weight checker reports one hash per engine tensor and tensor-parallel rank. The expected hashes are
+    computed from the Hugging Face tensors, which are fused, cut and padded as in SGLang:
+
+        qkv_proj              q, k, v (rows are cut over ranks before they are fused);
+        gate_up_proj          gate, up (cut likewise);
+        w13_weight            gate, up of expert 0, then of expert 1, and so on;
+        w2_weight             down of each expert;
+        embed_tokens, lm_head padded with zero rows to a multiple of 64;
+        MLP on a CPU          width padded to a multiple of 32 per rank.
+
+    If all hashes match, the engine holds the weights that were sent. The parts of a fused tensor are kept until all
+    have arrived, for experts those of one layer; nothing else is kept.
     """
 
     def __init__(self, version: int, layout: Layout, hasher: Hasher) -> None:
         self.version = version
         self.nbytes = 0
-        """Taken so far."""
+        """Bytes taken so far."""
         self.hashes: list[dict[str, str]] = [{} for _ in range(layout.tp)]
-        """For each tensor-parallel rank: the engine's tensor name -> its hash."""
+        """Per tensor-parallel rank: engine tensor name -> expected hash."""
         self._layout = layout
         self._hasher = hasher
         self._parts: dict[str, dict[int, Tensor]] = {}
@@ -609,7 +618,8 @@ class StagedVersion:
         self._buckets: list[Bucket] = []
 
     def take(self, bucket: Bucket, to_host: bool = False) -> None:
-        """Copy and check a bucket, `to_host` if it is not there. Raises ChecksumError for a tensor that is not as sent."""
+        """Copy and check a bucket; `to_host` moves a device bucket. Raises ChecksumError for a tensor that differs from
+        the one sent."""
         moves = to_host and isinstance(bucket.data, Tensor)
         staged = bucket.copy(to_host)
         for record, tensor in unpack(bucket if moves else staged):
@@ -619,23 +629,23 @@ class StagedVersion:
         self.nbytes += staged.flat.nbytes
 
     def check(self, version: int, expected_digest: str) -> None:
-        """Raise ChecksumError unless this is `version`, and all of what the sender's digest speaks of."""
+        """Raise ChecksumError unless this is `version` and holds all tensors of the sender's digest."""
         if version != self.version:
-            raise ChecksumError(f"version {version} was finished while version {self.version} was staged")
+            raise ChecksumError(f"finish_update({version}) was called, but version {self.version} is staged")
         if digest(self._checksums) != expected_digest:
-            raise ChecksumError(f"{len(self._checksums)} tensors came, and they are not the ones that were sent")
+            raise ChecksumError(f"the {len(self._checksums)} received tensors are not those that were sent")
 
     def leave_device(self) -> None:
-        """Move what lies on a device to host memory."""
+        """Move device buckets to host memory."""
         self._buckets = [each.copy(to_host=True) if isinstance(each.data, Tensor) else each for each in self._buckets]
 
     def hand_out(self) -> Iterator[Bucket]:
-        """The buckets in the order in which they came; each is forgotten when the next is asked for."""
+        """Yield the buckets in order of arrival; each is freed when the next is requested."""
         while self._buckets:
             yield self._buckets.pop(0)
 
     def predict(self, name: str, tensor: Tensor) -> None:
-        """Hash a whole Hugging Face tensor as the engine will hold it, once all that it is fused with is there."""
+        """Add a Hugging Face tensor; hash the engine's tensor once all of its parts are present."""
         if self._layout.tied and name == "lm_head.weight":
             return
         tensor = tensor.to(self._layout.dtype)
@@ -647,7 +657,8 @@ class StagedVersion:
             self._hash(target, [known[index] for index in range(parts)])
 
     def mismatches(self, reported: Sequence[Mapping[str, str]]) -> list[str]:
-        """Names of tensors that were not sent, are not held, or differ, on any rank; `reported` is as `hashes`."""
+        """Return names of tensors that are incomplete, missing, unexpected or different on any rank; `reported` is as
+        `hashes`."""
         if len(reported) != len(self.hashes):
             raise ValueError(f"{len(reported)} ranks reported, {len(self.hashes)} expected")
         wrong = set(self._parts)
@@ -661,7 +672,7 @@ class StagedVersion:
             hashes[target] = self._hasher(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
 
     def _piece(self, target: str, index: int, part: Tensor, rank: int) -> Tensor:
-        """Rank `rank`'s share of one part of the engine's tensor `target`."""
+        """Return the share of rank `rank` in one part of the engine's tensor `target`."""
         tp = self._layout.tp
         *_, module, leaf = target.rsplit(".", 2)
         module = leaf if leaf in _OF_EXPERTS else module
@@ -678,7 +689,8 @@ class StagedVersion:
 
 
 def _place(name: str, experts: int) -> tuple[str, int, int]:
-    """The engine's tensor with the Hugging Face tensor `name`, its index among the parts, and their number."""
+    """Return the engine tensor that contains the Hugging Face tensor `name`, its index among the parts, and their
+    number."""
     if expert := _EXPERT.fullmatch(name):
         for fused, modules in _OF_EXPERTS.items():
             if expert["module"] in modules:
@@ -692,24 +704,24 @@ def _place(name: str, experts: int) -> tuple[str, int, int]:
 
 
 def _padded(matrix: Tensor, multiple: int, dim: int) -> Tensor:
-    """`matrix` with zeros behind, up to the next `multiple` along `dim`."""
+    """Return `matrix` padded with zeros to the next `multiple` along `dim`."""
     missing = -matrix.shape[dim] % multiple
     return matrix if not missing else pad(matrix, [0, 0] * (matrix.dim() - 1 - dim) + [0, missing])
 
 
 class DrainLock:
-    """Lets calls through side by side; closing it blocks new ones, waits for those inside, and always opens again."""
+    """Reader-drain lock: closing it blocks new calls and waits for those in flight. It always reopens."""
 
     def __init__(self) -> None:
         self._gate = asyncio.Lock()
-        """Held while it is closed, and for the moment in which a call enters."""
+        """Held while the lock is closed, and for a moment by each entering call."""
         self._empty = asyncio.Event()
         self._empty.set()
         self._inside = 0
 
     @asynccontextmanager
     async def inside(self) -> AsyncIterator[None]:
-        """Enter, once the gate is open, and leave at the end."""
+        """Enter once the lock is open; leave at the end."""
         async with self._gate:
             self._inside += 1
             self._empty.clear()
@@ -722,26 +734,27 @@ class DrainLock:
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
-        """Let nobody in and wait until nobody is inside; one caller after the other."""
+        """Block new calls and wait for those in flight; one caller at a time."""
         async with self._gate:
             await self._empty.wait()
             yield
 
 
 class RolloutWorker:
-    """Runs groups of episodes on its own engine. `start` it first; `stop` leaves no process.
+    """Runs prompt groups on its own engine. Call `start` first; `stop` leaves no process.
 
     Contract:
     - All methods belong to one event loop and may be called concurrently.
-    - All episodes and turns of a group run on this worker's engine, so later turns and siblings find their
-      prefix in its cache. Never more than `max_episodes` run at once.
-    - `run_group` returns as many trajectories as were asked for, or raises. An episode that takes longer than
-      `episode_timeout_s`, or whose group is aborted, comes back with what it had, whatever the engine does. Episodes
-      that were begun elsewhere go on, with all of that time before them.
-    - At the switch to a new version, `on_update` says what becomes of groups in flight: with `finish` they end on the old
-      one, new groups wait, and all tokens of a group have one version; with `continue` they pause.
+    - All episodes and turns of a group run on this worker's engine, so later turns and siblings find their prefix in
+      its cache. At most `max_episodes` run at once.
+    - `run_group` returns as many trajectories as requested, or raises. An episode that exceeds `episode_timeout_s`, or
+      whose group is aborted, returns the tokens so far, in any state of the engine. A resumed episode has the full
+      timeout again.
+    - On activation, groups in flight follow `on_update`. With `finish` they end under the old version and new groups
+      wait, so all tokens of a group have one version; with `continue` they pause.
 
-    `search.url` must name a running server, unless `search.enabled` is false. Workers with different `seed` sample differently.
+    `search.url` must name a running server unless `search.enabled` is false. Workers with different `seed` sample
+    differently.
     """
 
     def __init__(
@@ -757,7 +770,7 @@ class RolloutWorker:
         memory_saver: bool = False,
         sampled_answers: bool = False,
     ) -> None:
-        """`memory_saver` lets `sleep` free the device's memory; `sampled_answers` draws answers as in training."""
+        """`memory_saver` makes `sleep` free device memory; `sampled_answers` samples evaluations as in training."""
         self._sampled_answers = sampled_answers
         self._rollout = rollout
         self._on_update = on_update
@@ -771,7 +784,7 @@ class RolloutWorker:
         self._receiver: Receiver | None = None
         self._receiving = asyncio.Lock()
         self._in_flight: dict[asyncio.Timeout, tuple[str, EpisodeGroup]] = {}
-        """Key and group of each that has not been returned, by what expires when it is aborted."""
+        """Timeout that aborts a group -> key and group, for each group in flight."""
         self._episodes = 0
         self._aborted = 0
         self._drain_s = 0.0
@@ -788,11 +801,11 @@ class RolloutWorker:
         first: int = 0,
         sampling: TurnSampling | None = None,
     ) -> list[Trajectory]:
-        """Run `n_samples` episodes of one question, side by side, drawn as in training unless `sampling` says otherwise.
+        """Run `n_samples` episodes of one question concurrently, sampled as in training unless `sampling` is given.
 
-        They are its samples from `first` on. `key` names the group for `abort_group` and `in_flight`; `progress` has the
-        episodes of it that were begun elsewhere, each at most once. Raises UserError for a question that is too long and
-        RunError for an engine that has refused.
+        They are the question's samples from `first` on. `key` names the group for `abort_group` and `in_flight`.
+        `progress` has the episodes that began elsewhere, each at most once. Raises UserError for a question that is too
+        long and RunError after a failed weight update.
         """
         drawn = sampling or training_sampling(self._rollout.sampling)
         group = EpisodeGroup(question, range(first, first + n_samples), self._tools, drawn, progress)
@@ -813,36 +826,37 @@ class RolloutWorker:
         return trajectories
 
     async def answer(self, question: Question, sample: int = 0, temperature: float = 0.0, key: str = "") -> Trajectory:
-        """Run one episode of an evaluation, as number `sample` of its question. Temperature 0 is greedy."""
+        """Run one episode of an evaluation, as sample number `sample` of its question. Temperature 0 is greedy."""
         sampling = evaluation_sampling(self._rollout.sampling, temperature, as_rollouts=self._sampled_answers)
         return (await self.run_group(question, 1, key, first=sample, sampling=sampling))[0]
 
     async def abort_group(self, key: str) -> None:
-        """End the groups and answers that were started as `key`: their calls return at once, with what there is."""
+        """Abort the groups and answers started as `key`: their calls return at once with the tokens so far."""
         for until_aborted, (started_as, _) in self._in_flight.items():
             if started_as == key and not until_aborted.expired():
                 until_aborted.reschedule(asyncio.get_running_loop().time())
 
     def in_flight(self, keys: Sequence[str]) -> dict[str, tuple[EpisodeProgress, ...]]:
-        """The groups of `keys` that run here, with their episodes that have ended or have a whole turn."""
+        """Return the progress of the groups of `keys` that run here: episodes that have finished or have a whole
+        turn."""
         return {key: group.progress() for key, group in self._in_flight.values() if key in keys}
 
     def activity(self) -> EngineActivity:
-        """The engine's state, and what episodes wait for, right now."""
+        """Return the engine's current state and the tools that episodes wait for."""
         return EngineActivity(self.engine.busy, dict(+self._tools.awaited))
 
     async def open_transport(self, spec: TransportSpec) -> None:
-        """Meet the sender of the weights, in place of an earlier one. Raises RunError if it does not come."""
+        """Connect to the weight sender, replacing an earlier transport. Raises RunError if it does not connect."""
         await self._close_transport()
         self._receiver = await asyncio.to_thread(open_receiver, spec)
 
     async def load_bucket(self, parcel: BucketHandle) -> None:
-        """Take a bucket from the transport; see `Engine.load_bucket`."""
+        """Receive a bucket from the transport; see `Engine.load_bucket`."""
         if self._receiver is None:
-            raise RunError("Weights came to a rollout worker without a transport; call open_transport first.")
+            raise RunError("The rollout worker received weights without a transport; call open_transport first.")
         async with self._receiving:
             bucket = await asyncio.to_thread(self._receiver.receive, parcel)
-            await self.engine.load_bucket(bucket)  # Copies: the bytes are lent.
+            await self.engine.load_bucket(bucket)  # Copies: the receiver reuses the bytes.
             del bucket
             await asyncio.to_thread(self._receiver.release)
 
@@ -857,9 +871,10 @@ class RolloutWorker:
             await self.engine.finish_update(version, digest)
 
     def metrics(self) -> dict[str, float]:
-        """`EngineCounts`, sums of the worker's own, and ratios of them. Seconds end in `_s`, shares are of 1.
+        """Return `EngineCounts`, totals of the worker and ratios of them. Names in `_s` are seconds, shares are from 0
+        to 1.
 
-        `drain_s` is time before a switch in which groups in flight ended and no group began.
+        `drain_s` is time before activation in which groups in flight end and no group begins.
         """
         counts = self.engine.counts
         return {
@@ -883,7 +898,7 @@ class RolloutWorker:
         }
 
     async def stop(self) -> None:
-        """End the transport, the search client and the engine's processes. May be called again."""
+        """Close the transport and the search client, and stop the engine's processes. Idempotent."""
         await self._close_transport()
         if self._search:
             await self._search.close()

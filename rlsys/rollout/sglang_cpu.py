@@ -1,16 +1,16 @@
-"""Makes SGLang run without a GPU. With a CUDA build of torch nothing here is used.
+"""Makes SGLang run without a GPU. A CUDA build of torch uses nothing here.
 
-`prepare` must come before sglang is first imported in a process. It does three things:
+`prepare` must run before a process first imports sglang. It does three things:
 
-- `SGLANG_USE_CPU_ENGINE=1` makes SGLang take its own CPU backend, here and in its child processes.
-- The folder `cpu_standins` goes to the end of `sys.path`, also in spawned processes. It holds stand-ins for `sgl_kernel`
-  and `torchvision`, which SGLang imports on this path and does not call, and which have no build for a CPU torch. They
-  come last, so installed packages win; whatever is called in them raises.
-- transformers looks for torchvision once, when it is imported. Where that was earlier, it is made to
-  look again, because SGLang registers an image processor with it at import.
+- `SGLANG_USE_CPU_ENGINE=1` selects SGLang's CPU backend, here and in child processes.
+- The folder `cpu_standins` is appended to `sys.path`, also in spawned processes. It has stand-ins for `sgl_kernel` and
+  `torchvision`, which SGLang imports on this path but does not call, and which have no build for a CPU torch. Installed
+  packages take precedence; calling a stand-in raises.
+- transformers looks for torchvision once, on import. If that was earlier, its finding is reset, because SGLang
+  registers an image processor with it on import.
 
-`scheduler_entry` is the scheduler's process function. In that child alone, `torch.cuda.synchronize` becomes a no-op: SGLang's
-weight checker calls it on every device, and a CPU build of torch raises. There is nothing to wait for on a CPU.
+`scheduler_entry` is the scheduler's process function. In that child alone, `torch.cuda.synchronize` is a no-op:
+SGLang's weight checker calls it on every device, and a CPU build of torch raises.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STANDINS = Path(__file__).with_name("cpu_standins")
 
 
 def prepare(device: Device) -> None:
-    """Make sglang importable for `device`; a no-op on a GPU. Raises RunError for a transformers that is not known."""
+    """Make sglang importable for `device`; no-op on a GPU. Raises RunError for an unsupported transformers."""
     if device is not Device.cpu:
         return
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -39,7 +39,7 @@ def prepare(device: Device) -> None:
 
 
 def scheduler_entry(*args: object, **kwargs: object) -> None:
-    """SGLang's scheduler process on a CPU."""
+    """Run SGLang's scheduler process on a CPU."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     torch.cuda.synchronize = lambda device=None: None  # noqa: ARG005
@@ -47,7 +47,7 @@ def scheduler_entry(*args: object, **kwargs: object) -> None:
 
 
 def _look_again_for_torchvision() -> None:
-    """Forget transformers' finding that torchvision is missing, in all of its lazy modules."""
+    """Clear transformers' finding that torchvision is missing, in all of its lazy modules."""
     from transformers.utils import import_utils
 
     try:
@@ -58,6 +58,6 @@ def _look_again_for_torchvision() -> None:
                 del missing[name]
     except AttributeError as error:
         raise RunError(
-            f"This transformers keeps what it found missing in another way ({error}); "
+            f"Unsupported transformers version: its record of missing packages has another form ({error}); "
             "install the version that requirements/ pins."
         ) from error

@@ -1,7 +1,7 @@
-"""Calls SGLang, and does nothing else. Import it only after `sglang_cpu.prepare`.
+"""Wraps SGLang's engine object. Import only after `sglang_cpu.prepare`.
 
-SGLang's engine object offers weight updates only as blocking calls that run an event loop of their own,
-which a running loop refuses. The coroutines behind them, on its tokenizer manager, are awaited instead.
+The engine object offers weight updates only as blocking calls that run an event loop, which fails inside a running
+loop. This module awaits the underlying coroutines of its tokenizer manager instead.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from rlsys.weights.sockets import INTERFACE_VARIABLES, listener
 from rlsys.weights.transport import Bucket
 
 _LOGGING = Path(__file__).with_name("sglang_logging.json")
-"""Log settings of SGLang, here and in its processes, whatever `log_level` it is given.
+"""Log settings of SGLang, here and in its processes, whatever its `log_level`.
 
-Without it, it takes the handlers off this process's root logger, and silences the warnings of all others here.
+Without them, SGLang removes the handlers of this process's root logger and silences warnings of all other loggers.
 """
 _HERE = "127.0.0.1"
 Answer = tuple[bool, str]
-"""Success and, without it, why."""
+"""Success, and the reason of a failure."""
 
 
 class _CpuEngine(Engine):
-    """SGLang's engine with the scheduler process that a CPU needs; a hook that its class offers."""
+    """SGLang's engine with the CPU scheduler process, by a hook of its class."""
 
     run_scheduler_process_func = staticmethod(sglang_cpu.scheduler_entry)
 
@@ -55,7 +55,7 @@ class SglangProcess:
 
     def __init__(self, arguments: dict[str, Any], on_cpu: bool) -> None:
         os.environ.setdefault("SGLANG_LOGGING_CONFIG_PATH", str(_LOGGING))
-        # An engine's ranks are on one machine. SGLang's own store would listen on all interfaces.
+        # An engine's ranks are on one machine, but SGLang's own store would listen on all interfaces.
         descriptor, port = listener(_HERE, 0)
         self._store = dist.TCPStore(_HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
         at_the_store = {
@@ -69,22 +69,22 @@ class SglangProcess:
         self._manager = self.engine.tokenizer_manager
 
     async def freeze_gc(self) -> None:
-        """Take what was loaded at the start out of garbage collection, here and in the children.
+        """Exclude the objects loaded at the start from garbage collection, here and in the children.
 
-        SGLang collects each time it empties the prefix cache, and that walks all objects.
+        SGLang collects each time it empties the prefix cache, which would walk all objects.
         """
         await self._manager.freeze_gc()
 
     def abort_all(self) -> None:
-        """End all requests; each returns what it has."""
+        """Abort all requests; each returns its tokens so far."""
         self._manager.abort_request(abort_all=True)
 
     async def pause(self) -> None:
-        """Generate no more: requests under way lose their place in the KV cache and keep their tokens."""
+        """Pause generation: requests in flight lose their place in the KV cache and keep their tokens."""
         await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
 
     async def resume(self) -> None:
-        """Go on after `pause`; the KV cache of what was under way is computed anew."""
+        """Resume after `pause`; the KV cache of requests in flight is recomputed."""
         await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     async def begin_update(self) -> Answer:
@@ -102,15 +102,15 @@ class SglangProcess:
         return await self._manager.update_weights_from_tensor(request)
 
     async def end_update(self) -> Answer:
-        """Close the update and empty the prefix cache, which speaks of the old weights; after `pause`."""
+        """Close the update and empty the prefix cache, which holds states of the old weights. Call after `pause`."""
         success, message = await self._manager.end_weight_update(EndWeightUpdateReqInput())
-        # SGLang counts paused requests as work under way where it is given time to wait for idleness.
+        # With a timeout, SGLang would wait for the paused requests, which count as running.
         return await self._empty_cache(timeout_s=0.0) if success else (False, message)
 
     async def sleep(self, flush_timeout_s: float) -> Answer:
-        """Empty the prefix cache and give memory back, where SGLang was started with its memory saver.
+        """Empty the prefix cache and free memory, if SGLang runs with its memory saver.
 
-        Waits up to `flush_timeout_s` for aborted requests to leave: SGLang dies of sleeping with any.
+        Waits up to `flush_timeout_s` for aborted requests to leave: SGLang crashes if it sleeps with any.
         """
         emptied = await self._empty_cache(flush_timeout_s)
         if emptied[0]:
@@ -118,11 +118,11 @@ class SglangProcess:
         return emptied
 
     async def wake(self) -> None:
-        """Take memory again, and bring the weights back into it."""
+        """Allocate memory again and restore the weights."""
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput())
 
     async def checksums(self) -> tuple[Answer, list[dict[str, str]]]:
-        """Each rank's tensor names and hashes, by SGLang's own weight checker."""
+        """Return each rank's tensor names and hashes from SGLang's weight checker."""
         request = CheckWeightsReqInput(action="checksum")
         success, message, ranks, _ = await self._manager.check_weights(request)
         return (success, message), [rank["checksums"] for rank in ranks or []]
@@ -132,12 +132,12 @@ class SglangProcess:
         return emptied.success, f"the prefix cache was not emptied: {emptied.message}"
 
     def shutdown(self) -> None:
-        """End SGLang's processes, and all other children of this process; blocks until they are gone."""
+        """Stop SGLang's processes and all other children of this process; blocks until they are gone."""
         ended = [child.pid for child in psutil.Process().children(recursive=True)]
         self.engine.shutdown()
-        # SGLang kills and does not join; asking for the living joins the dead.
+        # SGLang kills its processes without joining them; active_children joins the dead.
         multiprocessing.active_children()
-        # The killed could not remove what they shared: how busy the engine was, and semaphores, which bear their number.
+        # Killed processes leave shared memory behind: the engine's load, and semaphores named after their ids.
         left = [path for pid in ended for path in Path("/dev/shm").glob(f"sem.loky-{pid}-*")]
         for path in (Path(self._manager.load_snapshot_reader.path), *left):
             path.unlink(missing_ok=True)
@@ -145,7 +145,7 @@ class SglangProcess:
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set `variables` for the processes that are started meanwhile."""
+    """Set `variables` within the context, for processes started in it."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -158,17 +158,17 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def gpu_hash(tensor: torch.Tensor) -> str:
-    """SGLang's hash of a tensor on a GPU: its kernel, run here over the tensor that was received."""
+    """Return SGLang's hash of a tensor on a GPU: its own kernel, run on the received tensor."""
     from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
 
     return f"{gpu_tensor_hash(tensor.cuda()):016x}"
 
 
 def _serialize(bucket: Bucket, ranks: int) -> list[bytes]:
-    """A bucket as SGLang's flattened bucket, for each rank: where each name lies in one tensor.
+    """Return a bucket as SGLang's flattened bucket, once per rank.
 
-    In host memory the first serialisation copies the tensor to shared memory, and the others point to the same. On a GPU
-    each is a handle to it; the tensor is freed when all ranks have let go.
+    In host memory, the first serialisation copies the tensor to shared memory, and the others point to the same copy.
+    On a GPU, each is a handle; the tensor is freed when all ranks have released it.
     """
     metadata = [
         FlattenedTensorMetadata(

@@ -31,7 +31,7 @@ def test_the_page_is_up_to_date_and_has_every_key_once_with_its_meaning(page: st
     assert sorted(row[0].strip() for row in rows) == sorted(f"`{key}`" for key in schema_keys())
     bare = re.compile(r"(With `\S+` alone\. )?(Must [^.]*(\.\d+)?[^.]*\.)?")
     assert [row[0] for row in rows if bare.fullmatch(row[4])] == []
-    alone = "With `trainer.schedule.kind=async` alone. Most versions"
+    alone = "With `trainer.schedule.kind=async` alone. Largest staleness"
     assert f"| `trainer.schedule.max_staleness` | integer | `1` | versions | {alone}" in page, "a row by hand"
 
 

@@ -1,18 +1,18 @@
-"""Runs episodes: generation and search or a tool's call in turn, until the protocol or a limit ends it.
+"""Runs episodes: alternates generation with searches or tool calls until the protocol or a limit ends the episode.
 
-The engine, the search and the task's custom tools come in as protocols, so this module knows none. It owns the
-limits: tokens of a turn, of an observation and of the whole, and the time of the whole.
+Engine, search and custom tools are protocols; this module imports no implementation. It enforces the limits: tokens per
+turn, per observation and per episode, and time per episode.
 
 Invariants:
-- A trajectory never holds more than `max_total_tokens` tokens.
-- An episode that runs out of time is returned with what it had, `Finish.ABORTED`, and its running generation is
-  cancelled (a `Generator` must then free its request; one that does not is left behind, and the episode returns
-  all the same).
-- A search or a call that fails becomes an observation, not an exception.
-- An observation always begins and ends with its own tags, however long the text is; no passage, title, result or
-  error can forge a tag of the protocol or of a tool, or a special token of the tokenizer. The time of the event
-  loop that an observation takes follows from its limit: of a longer text only the beginning is looked at.
-- At any moment an episode can be taken out as of its last whole turn and resumed elsewhere: see `PartialEpisode`.
+- A trajectory never has more than `max_total_tokens` tokens.
+- An episode that times out returns its turns so far as `Finish.ABORTED`, and its running generation is cancelled. A
+  `Generator` must then free its request; the episode returns even if it does not.
+- A failed search or tool call becomes an observation, not an exception.
+- An observation begins and ends with its own tags, whatever its length. No passage, title, result or error can forge a
+  tag of the protocol or of a tool, or a special token of the tokenizer.
+- Making an observation blocks the event loop for a time bounded by its token limit: of a longer text, only the
+  beginning is processed.
+- An episode can be interrupted at any time and resumed elsewhere from its last whole turn: see `PartialEpisode`.
 """
 
 from __future__ import annotations
@@ -40,111 +40,114 @@ from rlsys.search.retrieval import SearchResult
 T = TypeVar("T")
 Number = TypeVar("Number", bound=np.generic)
 CANCEL_GRACE_S = 1.0
-"""For a cancelled call to end in order; then it is waited for no more."""
+"""Time for a cancelled call to end; afterwards it is abandoned."""
 MOST_CHARS = 100_000
-"""Of a tool's answer: more is cut before anybody looks at it."""
+"""Length at which a tool's result is cut before any processing."""
 SEARCH = "search"
-"""The search's name among what is awaited; the other names are those of tools."""
+"""Name of the search in `EpisodeTools.awaited`; the other names are tools."""
 _CHARS_A_TOKEN = 8
-"""More than most texts have, so that their beginning is tokenised once."""
+"""Characters per token: more than most texts have, so that one tokenisation of their beginning suffices."""
 _LOOK_AHEAD = 1024
-"""Characters behind a token which cannot change it: four of the longest tokens that are in use, and any forgery."""
+"""Characters after a token beyond which nothing can change it: four of the longest tokens in use, and any forgery."""
 
 Heard = Callable[[list[int]], None]
-"""Gets all tokens of a turn so far, each time that there are more."""
+"""Callback that receives all tokens of a turn so far, each time more arrive."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnSampling:
-    """The way in which one turn is drawn. Temperature 0 is greedy."""
+    """Sampling parameters of one turn. Temperature 0 is greedy."""
 
     temperature: float
     top_p: float = 1.0
     top_k: int = -1
     stop: tuple[str, ...] = ()
-    """Strings that end the generation and stay in it."""
+    """Strings that end the generation; they stay in its text."""
     max_new_tokens: int = 0
     """Set by the episode for every turn."""
 
 
 def training_sampling(rollouts: SamplingConfig) -> TurnSampling:
-    """The sampling of turns of rollouts."""
+    """Return the sampling parameters of rollouts."""
     return TurnSampling(rollouts.temperature, rollouts.top_p, rollouts.top_k, tuple(rollouts.stop))
 
 
 def evaluation_sampling(rollouts: SamplingConfig, temperature: float, *, as_rollouts: bool) -> TurnSampling:
-    """The sampling of turns of an evaluation: at `temperature`, 0 is greedy, from the whole vocabulary.
+    """Return the sampling parameters of an evaluation: `temperature`, whole vocabulary.
 
-    `as_rollouts`, which is `compat.sampled_validation`, draws them as in training, whatever temperature is asked for.
+    `as_rollouts`, set by `compat.sampled_validation`, samples as in training and ignores `temperature`.
     """
     return training_sampling(rollouts) if as_rollouts else TurnSampling(temperature, stop=tuple(rollouts.stop))
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The engine's answer for one turn."""
+    """Engine output of one turn."""
 
     token_ids: list[int]
-    """As sampled, with the tokens of a stop string or the end-of-sequence token that ended it."""
+    """Sampled ids, including the stop string's tokens or the end-of-sequence token that ended the turn."""
     logprobs: list[float]
     """[len(token_ids)] natural log-probs under the sampling temperature."""
     finish: Literal["stop", "length", "abort"]
     cached_tokens: int
     """Input tokens found in the prefix cache."""
     versions: list[int]
-    """[len(token_ids)] policy version that sampled each."""
+    """[len(token_ids)] weight version that sampled each token."""
 
 
 class Generator(Protocol):
-    """An engine as an episode sees it."""
+    """Engine interface of an episode."""
 
     async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
         """Continue `input_ids`; on cancellation, free the request `rid` and re-raise."""
 
 
 class Streaming(Protocol):
-    """A `Generator` that can be followed."""
+    """A `Generator` that streams tokens."""
 
     async def generate(
         self, input_ids: list[int], sampling: TurnSampling, rid: str, heard: Heard | None = None
     ) -> Generation:
-        """As `Generator.generate`; `heard` is called in the event loop while the tokens come."""
+        """Continue `input_ids` as `Generator.generate`; calls `heard` in the event loop as tokens arrive."""
 
 
 class SearchTool(Protocol):
-    """The search engine as an episode sees it."""
+    """Search interface of an episode."""
 
     async def search(self, query: str) -> SearchResult:
-        """Hits for one query. Failures are returned, not raised."""
+        """Return the passages for one query. Failures are returned, not raised."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A turn as the protocol reads it."""
+    """A parsed turn."""
 
     text: str
-    """The rest of the turn after the cut."""
+    """Text of the turn up to its cut."""
     action: Action
     content: str
-    """The query, the text for a tool or the answer, stripped; empty for an invalid turn."""
+    """The query, the tool's input or the answer, stripped; empty for an invalid turn."""
     tool: str = ""
-    """The tool's name, of `Action.TOOL` alone."""
+    """Name of the tool; empty unless `action` is `Action.TOOL`."""
 
 
 class TurnRules:
-    """Reads the text of a turn by the Search-R1 protocol, and says whether the episode ends with it. Stateless.
+    """Parses turns by the Search-R1 protocol and decides if a turn ends its episode. Stateless.
 
-    A turn is cut after its first closing tag of the search or of a tool, else after its first closing answer tag.
-    Its action is the first complete element of the search, a tool or the answer in what is left. An answer ends the
-    episode, a search or a call asks for an observation, anything else is answered with the task's invalid message.
-    After `max_turns` turns there is one last generation, in which only an answer counts. A query, or a text for a
-    tool, of white space alone is invalid.
+    A turn is cut after its first closing tag of the search or of a tool, else after its first closing answer tag. Its
+    action is the first complete search, tool or answer element of the text that remains.
+
+        answer             ends the episode;
+        search, tool call  gets an observation;
+        anything else      gets the task's invalid message, as does an empty query or tool input.
+
+    After `max_turns` turns, one last generation follows, in which only an answer counts.
 
     Invariants: `step` never raises on any text; at most `max_turns + 1` steps until one ends the episode.
     """
 
     def __init__(self, task: TaskConfig, tools: Mapping[str, str] = {}, *, searches: bool = True) -> None:
-        """`tools` are their names by tag; without `searches` the tag of the search means nothing."""
+        """`tools` maps tag to name of each tool; without `searches` the search tag has no effect."""
         tags = task.tags
         self._acts = {**({tags.search: ""} if searches else {}), **tools}
         """Tag -> name of the tool, empty for the search."""
@@ -153,7 +156,7 @@ class TurnRules:
         self._max_turns = task.max_turns
 
     def cut(self, text: str) -> str:
-        """`text` up to and including the tag that ends the turn; all of it without one."""
+        """Return `text` up to and including the tag that ends the turn; all of it without one."""
         for tags in (self._acts, (self._answer_tag,)):
             cuts = [text.partition(f"</{tag}>")[:2] for tag in tags]
             if ended := [head + closer for head, closer in cuts if closer]:
@@ -161,7 +164,7 @@ class TurnRules:
         return text
 
     def parse(self, text: str) -> Parsed:
-        """Cut a turn and read its action."""
+        """Cut a turn and parse its action."""
         kept = self.cut(text)
         element = self._element.search(kept)
         if element is None:
@@ -175,7 +178,8 @@ class TurnRules:
         return Parsed(kept, Action.TOOL if tool else Action.SEARCH, content, tool)
 
     def step(self, turns: int, text: str) -> tuple[Parsed, Finish | None]:
-        """Read the generated `text` of a turn after `turns` others, and say how it ends the episode, if it does."""
+        """Parse the generated `text` of the turn after `turns` others; return its action and the finish reason, if it
+        ends the episode."""
         turn = self.parse(text)
         if turn.action is Action.ANSWER:
             return turn, Finish.ANSWER
@@ -183,7 +187,8 @@ class TurnRules:
 
 
 def render_search(contents: Iterable[str], error: str) -> str:
-    """Passages as `Doc {i}(Title: {first line}) {rest}`, one a line, numbered from 1; or an `error` that is not empty."""
+    """Return passages as `Doc {i}(Title: {first line}) {rest}`, one per line, numbered from 1; or the message for a
+    non-empty `error`."""
     if error:
         return f"Search failed: {error}"
     parts = (content.partition("\n") for content in contents)
@@ -192,7 +197,7 @@ def render_search(contents: Iterable[str], error: str) -> str:
 
 
 def render_call(tool: str, text: str, error: str) -> str:
-    """The answer `text` of `tool`, or an `error` that is not empty."""
+    """Return the result `text` of `tool`, or the message for a non-empty `error`."""
     return f"{tool} failed: {error}" if error else text or "No result."
 
 
@@ -200,20 +205,21 @@ class Observer:
     """Wraps untrusted text into observations of limited length."""
 
     def __init__(self, tags: TagsConfig, codec: Codec, tools: Sequence[str] = ()) -> None:
-        """`tools` are the tags of tools."""
+        """`tools` are the tools' tags."""
         self._codec = codec
         self._open = f"\n\n<{tags.information}>"
         self._close = f"</{tags.information}>\n\n"
         names = (tags.search, tags.answer, tags.information, *tools)
         words = "|".join(re.escape(word.strip()) for word in names)
         specials = "".join(f"|{re.escape(text)}" for text in codec.special_texts)
-        # Possessive: a "<" before n spaces would otherwise take n * n steps.
+        # Possessive quantifiers: otherwise "<" before n spaces takes n * n steps.
         self._forgery = re.compile(rf"<\s*+/?\s*+(?:{words})\s*+>{specials}", re.IGNORECASE)
         self.wrapper_tokens = len(codec.encode(self._open + self._close))
-        """Tokens of an observation without content: no limit can be below that."""
+        """Tokens of an empty observation: the least possible limit."""
 
     def observe(self, body: str, max_tokens: int) -> str:
-        """The observation that holds `body`, at most `max_tokens` tokens when tokenised alone: `wrapper_tokens` or more."""
+        """Return the observation of `body`: at most `max_tokens` tokens, tokenised alone. `max_tokens` is
+        `wrapper_tokens` or more."""
         if max_tokens < self.wrapper_tokens:
             raise ValueError(f"an observation needs {self.wrapper_tokens} tokens, {max_tokens} given")
         chars = _CHARS_A_TOKEN * max_tokens + _LOOK_AHEAD
@@ -230,7 +236,7 @@ class Observer:
         return self._cut(whole, self._codec.encode_spans(whole).spans, max_tokens)
 
     def _beginning(self, text: str, chars: int) -> str:
-        """The first characters of `text`, with a tag that is only closed behind them broken as in all of it."""
+        """Return the first characters of `text`; a tag that closes beyond them is neutralised as in the whole text."""
         start = text.rfind("<", 0, chars)
         tag = self._forgery.match(text, start) if start >= 0 else None
         if tag is None or tag.end() <= chars:
@@ -238,7 +244,8 @@ class Observer:
         return f"{text[:start]}{_broken(tag.group())}"[:chars]
 
     def _neutralise(self, text: str) -> str:
-        """Break every tag and special token by a space after its first character, until none is left."""
+        """Replace the angle brackets of tags and special tokens by parentheses, and split other special tokens by a
+        space, until none is left."""
         while True:
             broken = self._forgery.sub(lambda match: _broken(match.group()), text)
             if broken == text:
@@ -246,10 +253,11 @@ class Observer:
             text = broken
 
     def _cut(self, body: str, spans: Sequence[tuple[int, int]], max_tokens: int) -> str:
-        """The longest beginning of `body` that keeps the limit together with the tags. `spans` are its tokens."""
+        """Return the observation of the longest prefix of `body` that keeps the limit, tags included. `spans` are its
+        tokens."""
         keep = min(max_tokens - self.wrapper_tokens, len(spans))
         while keep > 0:
-            # A cut may split a character's tokens or merge anew with the tag, so the result is counted.
+            # The cut may split a character or change the tokens at the tag, so count the result.
             observation = self._wrap(body[: spans[keep - 1][1]].rstrip())
             if len(self._codec.encode(observation)) <= max_tokens:
                 return observation
@@ -261,10 +269,10 @@ class Observer:
 
 
 def _broken(marker: str) -> str:
-    """`marker` so that it is none any more: `</search>` becomes `(/search)`, `[INST]` becomes `[ INST]`."""
+    """Neutralise `marker`: `</search>` becomes `(/search)`, `[INST]` becomes `[ INST]`."""
     if marker.startswith("<") and marker.endswith(">"):
         return f"({marker[1:-1]})"
-    # Behind the first character that shows: a marker that begins or ends with white space would come back for ever.
+    # After the first visible character: otherwise a marker with white space at an end matches again for ever.
     first = len(marker) - len(marker.lstrip()) + 1
     return f"{marker[:first]} {marker[first:]}" if marker[first:].strip() else " "
 
@@ -272,8 +280,7 @@ def _broken(marker: str) -> str:
 class EpisodeTools:
     """Engine, search, tools and rules that all episodes of one engine share.
 
-    Raises UserError where not even an empty observation fits into `task.max_observation_tokens`, and for tools of the
-    task that cannot be used.
+    Raises UserError if `task.max_observation_tokens` cannot hold an empty observation, and for unusable tools.
     """
 
     def __init__(
@@ -284,15 +291,15 @@ class EpisodeTools:
         task: TaskConfig,
         custom: Sequence[Tool] | None = None,
     ) -> None:
-        """Without `search` its tag means nothing. `custom` take the place of one of each `task.tools`."""
+        """Without `search`, its tag has no effect. `custom` replaces the tools made from `task.tools`."""
         self.generator = generator
         self.search = search
         self.codec = codec
         self.task = task
         self.custom = {tool.name: tool for tool in (open_tools(task) if custom is None else custom)}
-        """The task's custom tools by name."""
+        """Custom tools by name."""
         self.awaited: Counter[str] = Counter()
-        """Tool, or `SEARCH` -> episodes that wait for it at this moment."""
+        """Tool name or `SEARCH` -> number of episodes that wait for it now."""
         tags = {tool.tag: name for name, tool in self.custom.items()}
         self.rules = TurnRules(task, tags, searches=search is not None)
         self.observer = Observer(task.tags, codec, tuple(tags))
@@ -306,21 +313,21 @@ class EpisodeTools:
             )
 
     def stopping(self, sampling: TurnSampling) -> TurnSampling:
-        """`sampling` that ends a generation at the closing tag of every tool as well."""
+        """Return `sampling` that also stops at the closing tag of every tool."""
         return replace(sampling, stop=tuple(dict.fromkeys((*sampling.stop, *self._stops))))
 
 
 async def run_episode(
     question: Question, sample: int, tools: EpisodeTools, sampling: TurnSampling, timeout_s: float | None = None
 ) -> Trajectory:
-    """Run one episode to its end or for `timeout_s` seconds. Raises UserError for a prompt that is too long."""
+    """Run one episode to its end, or for `timeout_s` seconds. Raises UserError for a prompt that is too long."""
     episode = Episode(question, sample, tools, sampling)
     finish = await within(episode.run(), timeout_s=timeout_s)
     return episode.trajectory(finish or Finish.ABORTED)
 
 
 class Episode:
-    """The state of one running episode."""
+    """State of one running episode."""
 
     def __init__(
         self,
@@ -330,7 +337,7 @@ class Episode:
         sampling: TurnSampling,
         progress: PartialEpisode | None = None,
     ) -> None:
-        """`progress` holds the turns taken already, from the same question, task and tokenizer."""
+        """`progress` is from the same question, task and tokenizer; the episode resumes after its turns."""
         self._question = question
         self._sample = sample
         self._tools = tools
@@ -338,9 +345,9 @@ class Episode:
         self._context = open_context(tools.task.token_mode, tools.codec, tools.codec.prompt(question.prompt))
         self._turns: list[Turn] = []
         self._sampled: list[SampledTurn] = []
-        """Each of `_turns` as the engine returned it."""
+        """Engine call of each of `_turns`."""
         self._whole = 0
-        """Number of `_turns` that have been answered by the environment."""
+        """Number of `_turns` that have their observation."""
         length = len(self._context.input_ids())
         if length > tools.task.max_prompt_tokens:
             raise UserError(
@@ -353,7 +360,7 @@ class Episode:
             self._resume(progress)
 
     def progress(self) -> PartialEpisode | None:
-        """The whole turns so far, if there is one."""
+        """Return the whole turns so far; None without any."""
         if not self._whole:
             return None
         sampled = self._sampled[: self._whole]
@@ -368,11 +375,11 @@ class Episode:
         )
 
     async def run(self) -> Finish:
-        """Take turns until the episode ends."""
+        """Run turns until the episode ends; return the reason."""
         tools, task = self._tools, self._tools.task
         while True:
             inputs, number = self._context.input_ids(), len(self._turns)
-            room = task.max_total_tokens - len(inputs) - int(task.train_eos)  # That token is kept free.
+            room = task.max_total_tokens - len(inputs) - int(task.train_eos)  # Keeps room for an appended EOS.
             if room <= 0:
                 return Finish.TOKEN_LIMIT
             budget = min(task.max_turn_tokens, room)
@@ -410,7 +417,7 @@ class Episode:
             self._whole = len(self._turns)
 
     def trajectory(self, finish: Finish) -> Trajectory:
-        """The episode so far, as ended by `finish`."""
+        """Return the trajectory so far, ended by `finish`."""
         task = self._tools.task
         record = self._context.close(task.train_eos and finish is Finish.ANSWER, task.max_total_tokens)
         return Trajectory(
@@ -431,10 +438,10 @@ class Episode:
         )
 
     def _resume(self, progress: PartialEpisode) -> None:
-        """Take the turns of `progress` as they were taken first."""
+        """Restore the turns of `progress`."""
         if (progress.question_uid, progress.sample) != (self._question.uid, self._sample):
             raise ValueError(
-                f"Sample {self._sample} of question {self._question.uid} cannot go on from sample "
+                f"Sample {self._sample} of question {self._question.uid} cannot resume from sample "
                 f"{progress.sample} of question {progress.question_uid}."
             )
         ends = accumulate((turn.generated_tokens for turn in progress.turns), initial=0)
@@ -448,13 +455,12 @@ class Episode:
         self._whole = len(self._turns)
 
     def _add(self, turn: Turn, sampled: SampledTurn) -> None:
-        """Append a generation."""
         self._context.add_turn(sampled, turn.text)
         self._turns.append(turn)
         self._sampled.append(sampled)
 
     async def _respond(self, turn: Parsed, room: int) -> bool:
-        """Append the environment's answer to `turn`; False where not even the shortest has room."""
+        """Append the observation of `turn`; return False if even the shortest does not fit."""
         tools, task = self._tools, self._tools.task
         if turn.action is Action.INVALID:
             observation, seconds, error = task.invalid_message, 0.0, ""
@@ -477,11 +483,11 @@ class Episode:
         return True
 
     async def _call(self, turn: Parsed) -> Called:
-        """Carry out the search or the tool's call of `turn`: the text of the observation, and why it failed."""
+        """Run the search or tool call of `turn`; return the text of its observation and the error."""
         if turn.tool:
             text, error = await call_tool(self._tools.custom[turn.tool], turn.content)
             return Called(render_call(turn.tool, text, error), error)
-        assert self._tools.search is not None, "the rules know no search where there is none"
+        assert self._tools.search is not None, "the rules parse no search where there is none"
         result = await self._tools.search.search(turn.content)
         return Called(render_search([passage.contents for passage in result.passages], result.error), result.error)
 
@@ -491,11 +497,13 @@ def _joined(parts: Iterable[Sequence[float]], dtype: type[Number]) -> NDArray[Nu
 
 
 class EpisodeGroup:
-    """The episodes of one question, side by side. Play it once, on one event loop.
+    """Runs the episodes of one prompt group concurrently. Play it once, on one event loop.
 
-    Every episode comes back: one that has ended before stays as it is, one with progress resumes, others begin; one that runs
-    out of time, or is not played to its end, is `Finish.ABORTED` and holds the turns that were complete. What `progress`
-    returns at any moment can be given to another group of the same question, which then ends as this one would have.
+    Every episode yields a trajectory. A finished one stays unchanged, one with progress resumes, the others begin. An
+    episode that times out, or is not played to its end, is `Finish.ABORTED` and keeps its complete turns.
+
+    `progress` may be passed at any moment to another group of the same question, which then ends as this one would
+    have.
     """
 
     def __init__(
@@ -506,18 +514,18 @@ class EpisodeGroup:
         sampling: TurnSampling,
         progress: Sequence[EpisodeProgress] = (),
     ) -> None:
-        """`progress` is that of some of the `samples`, in any order.
+        """`progress` belongs to some of the `samples`, in any order.
 
-        Raises UserError for a question that is too long, ValueError for `progress` that is not of this group.
+        Raises UserError for a question that is too long, ValueError for `progress` of another group.
         """
         known = {episode.sample: episode for episode in progress}
         if len(known) < len(progress) or not known.keys() <= set(samples):
             raise ValueError(
-                f"Samples {[episode.sample for episode in progress]} were begun, of the samples {list(samples)} of "
+                f"Progress of samples {[episode.sample for episode in progress]} does not match the samples {list(samples)} of "
                 f"question {question.uid}."
             )
         self._episodes: dict[int, Episode | Trajectory] = {}
-        """By sample, in order; a trajectory is of an episode that has ended."""
+        """Sample -> running episode, or trajectory of a finished one; in order of samples."""
         for sample in samples:
             begun = known.get(sample)
             if not isinstance(begun, Trajectory):
@@ -525,10 +533,10 @@ class EpisodeGroup:
             elif begun.question_uid == question.uid:
                 self._episodes[sample] = begun
             else:
-                raise ValueError(f"An episode of question {begun.question_uid} is none of {question.uid}.")
+                raise ValueError(f"An episode of question {begun.question_uid} was given for question {question.uid}.")
 
     async def play(self, slots: asyncio.Semaphore, timeout_s: float) -> None:
-        """Run each episode to its end, or for `timeout_s` seconds from when one of the `slots` is free for it."""
+        """Run each episode to its end, or for `timeout_s` seconds after it gets one of the `slots`."""
 
         async def play(sample: int, episode: Episode) -> None:
             async with slots:
@@ -540,53 +548,53 @@ class EpisodeGroup:
         try:
             await asyncio.gather(*tasks)
         finally:
-            # After an error or a cancellation, no sibling may go on unseen.
+            # After an error or a cancellation, end the sibling episodes.
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def progress(self) -> tuple[EpisodeProgress, ...]:
-        """Samples that have ended or have a whole turn, in order."""
+        """Return the samples that have finished or have a whole turn, in order."""
         known = (each.progress() if isinstance(each, Episode) else each for each in self._episodes.values())
         return tuple(episode for episode in known if episode is not None)
 
     def trajectories(self) -> list[Trajectory]:
-        """All samples, in order; an episode that has not ended is aborted."""
+        """Return all samples in order; unfinished episodes are aborted."""
         every = self._episodes.values()
         return [each.trajectory(Finish.ABORTED) if isinstance(each, Episode) else each for each in every]
 
 
 class EngineDied(RunError):
-    """An engine is gone although the process that drives it may live: one sentence that says which."""
+    """An engine is gone, although its driving process may live. The message names the engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineActivity:
-    """A moment of one engine's episodes."""
+    """Activity of one engine and its episodes at one moment."""
 
     busy: bool
-    """The engine generates, or holds requests back for a while."""
+    """True if the engine generates, or holds requests back during a weight switch."""
     awaited: Mapping[str, int]
-    """A tool outside the engine, or the search -> episodes that wait for it."""
+    """Tool name or `SEARCH` -> number of episodes that wait for it."""
 
 
 def common_wait(activities: Sequence[EngineActivity]) -> str:
-    """The names of all that episodes wait for; empty where an engine is busy, or nothing is awaited."""
+    """Return the names of all tools that episodes wait for; empty if an engine is busy or nothing is awaited."""
     if any(activity.busy for activity in activities):
         return ""
     return " and ".join(sorted({name for each in activities for name, waiting in each.awaited.items() if waiting}))
 
 
 class Called(NamedTuple):
-    """The outcome of a call."""
+    """Outcome of a tool call."""
 
     text: str
     error: str = ""
-    """Why it failed, on one line; empty where it worked."""
+    """Reason of the failure, on one line; empty on success."""
 
 
 async def call_tool(tool: Tool, text: str) -> Called:
-    """Give `text` to `tool` and return its answer within its time-out: failures are returned, not raised."""
+    """Call `tool` with `text` under its timeout. Failures are returned, not raised."""
     late = Called("", f"no answer within {tool.timeout_s:g} s")
     return await within(_attempt(tool, text), timeout_s=tool.timeout_s) or late
 
@@ -596,9 +604,9 @@ async def _attempt(tool: Tool, text: str) -> Called:
         answer = await tool.call(text)
     except ToolError as error:
         return Called("", _reason(error) or "it gives no reason")
-    except asyncio.CancelledError:  # by the tool itself: once the time is over, nobody listens any more
+    except asyncio.CancelledError:  # Raised by the tool itself: on a timeout nobody awaits this task.
         return Called("", "it was cancelled")
-    # The tool is somebody else's, and the policy gets to read it; `exit()` in it must not end the worker.
+    # User code: the policy reads its error, and `exit()` in it must not end the worker.
     except (Exception, SystemExit) as error:  # noqa: BLE001
         return Called("", f"{type(error).__name__}: {_reason(error)}".rstrip(": "))
     if not isinstance(answer, str):
@@ -607,22 +615,22 @@ async def _attempt(tool: Tool, text: str) -> Called:
 
 
 def _reason(error: BaseException) -> str:
-    """The words of an error, on one line; empty for one that has none."""
+    """Return an error's message on one line; empty if it has none."""
     try:
         return " ".join(_encodable(str(error)).split())
-    except Exception:  # noqa: BLE001 (its __str__ is the tool's as well)
+    except Exception:  # noqa: BLE001 (__str__ is user code too)
         return ""
 
 
 def _encodable(text: str) -> str:
-    """`text` without what no tokenizer takes, lone surrogates, and no longer than is looked at."""
+    """Return `text` cut to `MOST_CHARS`, with lone surrogates replaced, which no tokenizer accepts."""
     return text[:MOST_CHARS].encode("utf-8", "replace").decode("utf-8")
 
 
 async def within(call: Coroutine[Any, Any, T] | asyncio.Future[T], *, timeout_s: float | None = None) -> T | None:
     """Return the result of `call`, or None after `timeout_s` seconds.
 
-    The call is then cancelled. One that ignores this is left behind after `CANCEL_GRACE_S`.
+    The call is then cancelled; if it ignores that, it is abandoned after `CANCEL_GRACE_S`.
     """
     task = asyncio.ensure_future(call)
     try:
@@ -631,5 +639,5 @@ async def within(call: Coroutine[Any, Any, T] | asyncio.Future[T], *, timeout_s:
     finally:
         if not task.done():
             task.cancel()
-            # The gather takes note of an error, which nobody will ask for any more.
+            # The gather retrieves the task's exception, so that asyncio does not warn of it.
             await asyncio.wait([asyncio.gather(task, return_exceptions=True)], timeout=CANCEL_GRACE_S)

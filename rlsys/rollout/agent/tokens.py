@@ -1,27 +1,28 @@
 """Records the tokens of an episode and which of them are trained.
 
-Token modes: `retokenize` keeps the context as text and tokenises it anew for each turn and for training; a token is
-trained only if it lies wholly within generated text. `append` keeps the sampled ids up to the token that completes the
-stop tag, and appends observations tokenised on their own.
+Token modes: `retokenize` keeps the context as text and tokenises it again for each turn and for training; a token of
+the text is trained only if it lies wholly within generated text. `append` keeps the sampled ids up to the token that
+completes the stop tag, and appends observations tokenised on their own.
 
-Example: prompt P, the engine samples two tokens, a search returns one token O, the engine samples one more.
+Example: after prompt P the engine samples a and b under version 7; version 8 is activated during a search, which returns
+O; the engine samples c. In `retokenize` mode this holds if re-tokenisation gives the same ids:
 
     tokens             P    a    b    O    c
     loss_mask          0    1    1    0    1
     turn_of_token     -1    0    0   -1    1
-    versions          -1    7    7   -1    8        version 8 arrived during the search
+    versions          -1    7    7   -1    8
     rollout_logprobs  nan  -.3  -.9  nan  -.1
 
 Invariants, in both modes:
 - No token that contains a character of the prompt or of an observation is trained.
 - `rollout_logprobs[t]` is a number only if the engine sampled `tokens[t]` after exactly `tokens[:t]`, so that it can be
   compared with a recomputed log-prob; elsewhere it is NaN.
-- `turn_of_token` holds the turn of every trained token, and -1 elsewhere.
-- A version is set exactly where a token is trained and was generated. An end-of-sequence token that was added, not
-  sampled, is trained with version -1 and without a log-prob.
+- `turn_of_token` is the turn of every trained token, and -1 elsewhere.
+- `versions[t]` is set for every trained token but an end-of-sequence token that was added, not sampled: that one has
+  version -1 and no log-prob.
 - A recorded version is never later than the true one, so a bound on recorded staleness bounds the true staleness. It is
-  exact where the token is the one sampled at its place: always in `append` mode, and in `retokenize` mode if it and all
-  tokens before it equal those of the engine's call. Any other generated token has the oldest version of its turn.
+  exact if the token and all tokens before it equal those of the engine's call: always in `append` mode, but not always
+  in `retokenize` mode. Any other generated token has the oldest version of its turn.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from rlsys.data.trajectory import Trajectory, Turn
 from rlsys.errors import UserError
 
 UNSAMPLED = -1
-"""Turn and version of a token that no turn generated."""
+"""Turn and version of a token that no turn sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A text as tokens."""
+    """Tokens of a text."""
 
     ids: list[int]
     spans: list[tuple[int, int]]
@@ -51,11 +52,11 @@ class Encoded:
 
 
 class Codec:
-    """Text to tokens and back by a Hugging Face fast tokenizer, with the character span of every token.
+    """Encodes and decodes text with a Hugging Face fast tokenizer; reports the character span of every token.
 
-    Contract: nothing is added (no BOS, no EOS), nothing is cleaned up; the templated prompt brings its own special tokens
-    as text. Spans are conservative: where a tokenizer leaves white space out of its offsets (`trim_offsets`), the gap
-    counts to the token on each side, so that a token is never taken for purely generated text when it is not.
+    Contract: encoding adds no BOS or EOS and cleans nothing up; a templated prompt contains its special tokens as text.
+    Spans are conservative: white space that a tokenizer leaves out of its offsets (`trim_offsets`) belongs to both
+    neighbouring tokens, so that no token is mistaken for purely generated text.
 
     Raises `UserError` for a tokenizer without character offsets or without an end-of-sequence token.
     """
@@ -79,25 +80,25 @@ class Codec:
         self.special_ids: frozenset[int] = frozenset(tokenizer.all_special_ids)
         added = tokenizer.added_tokens_decoder.values()
         self.special_texts = tuple(sorted({str(token) for token in added if token.special and str(token).strip()}))
-        """Texts that the tokenizer turns into one reserved token wherever they stand."""
+        """Texts that the tokenizer encodes as one special token wherever they occur."""
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`."""
+        """Return the token ids of `text`."""
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def encode_spans(self, text: str) -> Encoded:
-        """Token ids of `text` with their character spans."""
+        """Return the token ids of `text` with their character spans."""
         encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return Encoded(encoding["input_ids"], _close_gaps(encoding["offset_mapping"], len(text)))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`, special tokens left out."""
+        """Return the text of `ids` without special tokens."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def prompt(self, question: str) -> str:
-        """`question` as one user message where the tokenizer has a chat template, else as it stands.
+        """Return `question` as one templated user message; unchanged if the tokenizer has no chat template.
 
-        One that holds a special token of the model has been through a template, and stays as it is too.
+        A question that contains a special token is templated already and stays unchanged too.
         """
         if self._tokenizer.chat_template is None or any(text in question for text in self.special_texts):
             return question
@@ -106,9 +107,9 @@ class Codec:
 
 
 def _close_gaps(offsets: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """Widen spans over characters that no token claims.
+    """Widen spans over characters that belong to no token.
 
-    Tokens of one multi-byte character share its range, so ends may repeat but never fall.
+    Tokens of one multi-byte character share its range, so ends may repeat but never decrease.
     """
     ends = [0, *(end for _, end in offsets)]
     starts = [*(start for start, _ in offsets[1:]), length]
@@ -117,20 +118,20 @@ def _close_gaps(offsets: Sequence[tuple[int, int]], length: int) -> list[tuple[i
 
 @dataclass(frozen=True, slots=True)
 class SampledTurn:
-    """One call to the engine, token by token: log-probs and versions are aligned with `output_ids`."""
+    """One engine call; log-probs and versions are aligned with `output_ids`."""
 
     input_ids: Sequence[int]
     output_ids: Sequence[int]
     logprobs: Sequence[float]
     versions: Sequence[int]
-    """Policy version that sampled each token."""
+    """Weight version that sampled each token."""
     ended_itself: bool
-    """The engine stopped at a stop string or an end-of-sequence token, not at a limit."""
+    """True if the engine stopped at a stop string or an end-of-sequence token, not at a limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """The per-token side of a trajectory; the fields are those of `Trajectory`."""
+    """Per-token part of a trajectory; the fields are those of `Trajectory`."""
 
     tokens: NDArray[np.int32]
     prompt_length: int
@@ -141,32 +142,33 @@ class TokenRecord:
     tokens_differing: int
     response: str
     truncated: bool
-    """Tokens were cut off at the end to keep the limit."""
+    """True if tokens were cut off at the end to keep the limit."""
 
 
 class Context(Protocol):
-    """An episode's context while it grows."""
+    """Growing context of an episode."""
 
     def input_ids(self) -> list[int]:
-        """The engine's input for the next turn."""
+        """Return the engine's input for the next turn."""
 
     def add_turn(self, turn: SampledTurn, text: str) -> None:
-        """Append a generation of which `text` is what the protocol kept."""
+        """Append a generation, of which the protocol kept `text`."""
 
     def add_observation(self, text: str) -> None:
-        """Append what the environment answered."""
+        """Append an observation."""
 
     def close(self, end_with_eos: bool, limit: int) -> TokenRecord:
-        """The finished sequence, at most `limit` tokens, ended by a trained EOS if `end_with_eos`."""
+        """Return the finished sequence of at most `limit` tokens. `end_with_eos` adds a trained EOS unless one was
+        sampled."""
 
 
 def open_context(mode: TokenMode, codec: Codec, prompt: str) -> Context:
-    """An empty context after `prompt`."""
+    """Return a context that begins with `prompt`."""
     return Retokenized(codec, prompt) if mode is TokenMode.retokenize else Appended(codec, prompt)
 
 
 class Retokenized(Context):
-    """A context kept as text."""
+    """Context kept as text."""
 
     def __init__(self, codec: Codec, prompt: str) -> None:
         self._codec = codec
@@ -208,7 +210,7 @@ class Retokenized(Context):
 
 
 class Appended(Context):
-    """A context kept as tokens."""
+    """Context kept as tokens."""
 
     def __init__(self, codec: Codec, prompt: str) -> None:
         self._codec = codec
@@ -245,7 +247,7 @@ class Appended(Context):
 
 
 def _owners(spans: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, int]]) -> list[int]:
-    """Index of the range that holds each span wholly, or UNSAMPLED. Both run from left to right."""
+    """Return the index of the range that contains each span entirely, or UNSAMPLED. Both lists ascend."""
     owners = []
     current = 0
     for start, end in spans:
@@ -257,7 +259,7 @@ def _owners(spans: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, int]])
 
 
 def _sampled_eos(codec: Codec, turns: Sequence[SampledTurn]) -> int | None:
-    """The special token with which the engine itself ended the last turn, if it did."""
+    """Return the special token with which the engine ended the last turn, if it sampled one."""
     if not turns or not turns[-1].output_ids or not turns[-1].ended_itself:
         return None
     last = turns[-1].output_ids[-1]
@@ -265,9 +267,9 @@ def _sampled_eos(codec: Codec, turns: Sequence[SampledTurn]) -> int | None:
 
 
 def _shortest_prefix(codec: Codec, ids: Sequence[int], text: str) -> list[int]:
-    """The fewest leading `ids` whose text begins with `text`; all of them if the turn was not cut.
+    """Return the shortest prefix of `ids` whose text begins with `text`; all ids if the turn was not cut.
 
-    Stop strings end a generation in the engine, so nearly always no token has to go.
+    Stop strings end a generation in the engine, so usually nothing is cut.
     """
     kept = list(ids)
     if codec.decode(kept) == text:
@@ -286,10 +288,10 @@ def _record(
     closing_eos: int | None,
     limit: int,
 ) -> TokenRecord:
-    """Align the final tokens with what each turn sampled. `owners[t]` is the turn of token t.
+    """Align the final tokens with the samples of each turn. `owners[t]` is the turn of token t.
 
-    A token that a turn owns is as sampled where it and all tokens before it are those of the turn's call;
-    it then has that token's log-prob and version, otherwise no log-prob and the turn's oldest version.
+    A token gets the log-prob and version of its sample if it and all tokens before it equal those of the turn's call.
+    Any other owned token gets no log-prob and the turn's oldest version.
     """
     length = min(len(tokens), limit)
     final = np.array(tokens[:length], dtype=np.int32)
@@ -326,10 +328,11 @@ def _record(
 
 
 def _count_differing(sampled: Sequence[int], trained: Sequence[int]) -> int:
-    """Trained tokens outside a longest common subsequence of the two lists.
+    """Return the number of trained tokens outside a longest common subsequence of the two lists.
 
-    By Hyyrö's bit-vectors ("Bit-parallel LCS-length computation revisited", 2004): milliseconds for thousands of tokens,
-    also where a collapsed policy repeats a few of them. A bit of `free` is a trained token that is in no match yet.
+    Uses Hyyrö's bit-vectors ("Bit-parallel LCS-length computation revisited", 2004): milliseconds for thousands of
+    tokens, even if a collapsed policy repeats a few of them. A set bit of `free` is a trained token without a match so
+    far.
     """
     if list(sampled[: len(trained)]) == list(trained):
         return 0
@@ -344,7 +347,7 @@ def _count_differing(sampled: Sequence[int], trained: Sequence[int]) -> int:
 
 
 def _common_prefix(sampled: Sequence[int], final: NDArray[np.int32]) -> int:
-    """The number of leading tokens that two sequences share."""
+    """Return the number of leading tokens that two sequences share."""
     length = min(len(sampled), len(final))
     unequal = np.flatnonzero(np.asarray(sampled[:length], dtype=np.int32) != final[:length])
     return int(unequal[0]) if len(unequal) else length
@@ -352,28 +355,28 @@ def _common_prefix(sampled: Sequence[int], final: NDArray[np.int32]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PartialEpisode:
-    """An episode after its last whole turn, of which it has at least one: what resuming it elsewhere needs.
+    """The whole turns of an interrupted episode, at least one: all that resuming it needs.
 
-    Contexts of either token mode follow from the turns and the question, so `Episode` builds its own again. Tokens of a turn
-    that was cut off are not kept: nobody has acted on them, and they are sampled again.
+    `Episode` rebuilds the context, in either token mode, from the turns and the question. Tokens of an incomplete turn
+    are dropped and sampled again.
 
-    Invariant: an episode that is taken out between any two turns and put back ends with the trajectory of one that ran
-    through, given the same further generations and observations.
+    Invariant: an episode that is interrupted between two turns and resumed ends with the trajectory of an uninterrupted
+    one, given the same further generations and observations.
     """
 
     question_uid: str
     sample: int
     turns: tuple[Turn, ...]
-    """Each with what the environment said to it."""
+    """Turns, each with its observation."""
     token_ids: NDArray[np.int32]
-    """[sampled] as the engine returned them, turn after turn: `generated_tokens` of each."""
+    """[sampled] ids as the engine returned them, turn after turn: `generated_tokens` per turn."""
     logprobs: NDArray[np.float32]
     """[sampled] natural log-probs under the sampling temperature."""
     versions: NDArray[np.int32]
-    """[sampled] policy version that sampled each."""
+    """[sampled] weight version that sampled each token."""
     ended_itself: NDArray[np.bool_]
     """[turns] as `SampledTurn.ended_itself`."""
 
 
 EpisodeProgress = Trajectory | PartialEpisode
-"""An episode that has ended, or the whole turns of one that has not."""
+"""A finished episode, or the whole turns of an unfinished one."""

@@ -1,6 +1,6 @@
 """Import-time stand-ins for packages without a CPU build; see `rlsys.rollout.sglang_cpu`.
 
-This folder, not this package, is put at the end of `sys.path`.
+The folder itself, not this package, is appended to `sys.path`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NoReturn
 
 
 def absent(module: str) -> Callable[[str], Callable[..., NoReturn]]:
-    """A module's `__getattr__` that hands out functions which raise when they are called."""
+    """Return a module `__getattr__` whose functions raise when called."""
 
     def attribute(name: str) -> Callable[..., NoReturn]:
         if name.startswith("__"):

@@ -1,8 +1,8 @@
-"""A calculator: exact arithmetic on what the policy wrote, without ever running it.
+"""A calculator tool: exact arithmetic on the policy's text, without evaluating it as code.
 
-Contract: numbers, + - * / // % ** and parentheses; `^`, `×`, `÷` and `−` are taken for what they mean. Rational numbers
-are exact, digit by digit as they are written, so that 0.1 + 0.2 is 0.3; a root is as good as a float. An expression is
-parsed, never evaluated as code; bounds on its length and on every number in between bound its time and memory.
+Contract: numbers, + - * / // % ** and parentheses; also `^`, `×`, `÷` and `−`. Rational numbers are exact decimals as
+written: 0.1 + 0.2 is 0.3. Roots have the precision of a float. Bounds on the length of an expression and on every
+intermediate number bound time and memory.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fractions import Fraction
 from rlsys.rollout.tools.interface import ToolError
 
 MOST_CHARS = 400
-"""Of an expression; also bounds how deep it is."""
+"""Length limit of an expression; also bounds its nesting."""
 MOST_BITS = 1024
-"""Of numerator and denominator each: 308 decimal digits."""
+"""Size limit of numerator and denominator: 308 decimal digits each."""
 DIGITS = 12
-"""Significant ones of a result that is not a whole number."""
+"""Significant digits of a result that is not an integer."""
 _TOO_LARGE = "a number is too large, or has too many digits"
 
 _WRITTEN = str.maketrans({"^": "**", "×": "*", "÷": "/", "−": "-", "\n": " ", "\r": " ", "\t": " "})
@@ -45,12 +45,12 @@ class Calculator:
     description = "evaluate arithmetic with + - * / // % ** and parentheses"
 
     async def call(self, text: str) -> str:
-        """The value of the expression `text`. Raises ToolError where it has none."""
+        """Return the value of the expression `text`. Raises ToolError if it has none."""
         return spelled(value_of(text))
 
 
 def value_of(text: str) -> Fraction:
-    """The exact value of an expression. Raises ToolError for anything else, for x / 0, and beyond the limits."""
+    """Return the exact value of an expression. Raises ToolError for anything else, for x / 0, and beyond the limits."""
     expression = text.translate(_WRITTEN).strip()
     if len(expression) > MOST_CHARS:
         raise ToolError(f"the expression is longer than {MOST_CHARS} characters")
@@ -65,7 +65,7 @@ def value_of(text: str) -> Fraction:
 
 
 def spelled(value: Fraction) -> str:
-    """A whole number in full, any other to `DIGITS` significant digits."""
+    """Return an integer in full, any other number to `DIGITS` significant digits."""
     if value.denominator == 1:
         return str(value.numerator)
     rounded = Context(prec=DIGITS).divide(Decimal(value.numerator), Decimal(value.denominator))
@@ -73,7 +73,7 @@ def spelled(value: Fraction) -> str:
 
 
 def _value(node: ast.expr, text: str) -> Fraction:
-    """Compute `node`, which was parsed from `text`."""
+    """Evaluate `node`, which was parsed from `text`."""
     match node:
         case ast.Constant(value=int() | float()):
             return _as_written(text[node.col_offset : node.end_col_offset])
@@ -89,19 +89,19 @@ def _value(node: ast.expr, text: str) -> Fraction:
 
 
 def _as_written(literal: str) -> Fraction:
-    """The decimal number that was written, not the binary one next to it."""
+    """Return the decimal number as written, not its nearest binary float."""
     try:
         number = Decimal(literal)
-    except InvalidOperation:  # Its exponent alone is beyond all bounds.
+    except InvalidOperation:  # The exponent alone exceeds all bounds.
         raise ToolError(_TOO_LARGE) from None
-    # A short exponent stands for any number of digits, which are not to be worked out first.
+    # Check the exponent first: a short one can stand for any number of digits.
     if number and abs(number.adjusted()) > MOST_BITS:
         raise ToolError(_TOO_LARGE)
     return _bounded(Fraction(number)) if number else Fraction(0)
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
-    """`base` ** `exponent`, of which the size is known before it is worked out."""
+    """Return `base` ** `exponent`; checks the size of the result before computing it."""
     if exponent.denominator == 1:
         bits = max(base.numerator.bit_length(), base.denominator.bit_length())
         if bits > 1 and abs(exponent.numerator) * (bits - 1) > MOST_BITS:

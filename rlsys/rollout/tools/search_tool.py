@@ -1,4 +1,4 @@
-"""Opens the search tool that a config names: a client of a server, or a cassette before it."""
+"""Opens the search tool of a config: a client of the search servers, or a cassette in front of it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from rlsys.search.client import SearchClient
 
 
 def open_tool(search: SearchConfig) -> SearchClient | CassetteTool:
-    """Open the tool of one worker process; all processes that record together do so before the first search.
+    """Open the search tool of one worker process; processes that record together must all open it before the first
+    search.
 
-    Raises UserError where a server is needed and `search.url` is null, for a cassette that cannot be played with these
-    settings, and for one that `record` finds there already.
+    Raises UserError if a server is needed and `search.url` is null, if a cassette does not fit these settings, and if
+    `record` finds an existing cassette.
     """
     cassette = search.cassette
     if cassette.path is None:
@@ -27,7 +28,7 @@ def open_tool(search: SearchConfig) -> SearchClient | CassetteTool:
 
 
 def search_metrics(tool: SearchClient | CassetteTool) -> dict[str, float]:
-    """Counts of the client, or of the cassette before it, since the start."""
+    """Return totals of the client, or of the cassette in front of it, since the start."""
     if isinstance(tool, CassetteTool):
         kept = tool.counts
         return {"search_hits": kept.hits, "search_misses": kept.misses, "search_recorded": kept.recorded}
@@ -43,10 +44,10 @@ def search_metrics(tool: SearchClient | CassetteTool) -> dict[str, float]:
 
 
 def open_client(search: SearchConfig, *, topk: int) -> SearchClient:
-    """A client of the servers that the config names. Raises UserError where it names none."""
+    """Return a client of the configured servers. Raises UserError if there are none."""
     if search.url is None:
         raise UserError(
-            "search.url is null, so a rollout worker has no server; start one and name it.",
+            "search.url is null, so a rollout worker has no search server; start one and set search.url.",
             code="missing",
             key="search.url",
         )
