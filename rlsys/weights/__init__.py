@@ -1,7 +1,9 @@
-"""The map between Hugging Face and Megatron weights, and all that moves them: buckets, transports, checkpoints, conversion.
+"""Maps weights between Hugging Face and Megatron, and moves them: transport in buckets, checkpoints, conversion.
 
-`weight_map` is the map, `family/` has the model families as data, `transport` the ways from the actor to the engines,
-`checkpoint/` what a run saves and the formats that are read, `convert/` conversion both ways.
+- `weight_map`: the tensor map; `family/`: the model families as YAML.
+- `transport`: buckets from the actor to engines and the inference group.
+- `checkpoint/`: checkpoints of a run, and readers and writers of Megatron's formats.
+- `convert/`: conversion in both directions; `hf_io`: safetensors files.
 
-Process: Megatron processes, engines, and the commands that convert. May import: config, errors, files.
+Process: Megatron processes, engines, and the conversion commands. May import: config, errors, files.
 """

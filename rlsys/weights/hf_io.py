@@ -1,12 +1,12 @@
-"""Safetensors, in and out, one tensor at a time: the files of a Hugging Face model folder.
+"""Reads and writes the safetensors files of a Hugging Face model folder, one tensor at a time.
 
-Reading maps a tensor into memory by itself, and writing streams, so neither holds more than one tensor: the library's
-own map of a whole file counts as memory of the process as it is read, and its writer takes all tensors of a file at
-once. A written file appears under its final name only when it is complete.
+Reading maps each tensor separately and writing streams, so neither holds more than one tensor in memory. The
+safetensors library instead maps a whole file, which counts as process memory once read, and writes all tensors of a
+file in one call. A written file appears under its final name only when complete.
 
-Format: 8 bytes with the length of the header, little endian; the header, JSON by tensor name of dtype, shape and
-[begin, end) in what follows; the tensors' bytes, row-major, without gaps
-(https://huggingface.co/docs/safetensors/index#format).
+Format (https://huggingface.co/docs/safetensors/index#format): the header length (8 bytes, little endian); the header
+(JSON that maps each tensor name to dtype, shape and [begin, end) in the data); the tensor data, row-major, without
+gaps.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Safetensors' name of each dtype."""
+"""Safetensors dtype name -> torch dtype."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH_BYTES, _ALIGNMENT = 8, 8
-_HEADER_BYTES = 100_000_000  # A longer header the library refuses too: it would be read whole.
+_HEADER_BYTES = 100_000_000  # Limit on the header, which is read whole; the library has the same limit.
 _SIZE_END = 1 << 63
-_MOST_TENSORS = 1 << 18  # In a folder, with each expert by itself: more than any model has, and few to count.
+_MOST_TENSORS = 1 << 18  # Limit per folder, experts counted one by one: above any model, low enough to enumerate.
 _STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Experts in one tensor [experts, rows, columns], as transformers 5 holds them: its matrices, row below row."""
+"""Stacked expert tensor [experts, rows, columns] of transformers 5 -> the matrices stacked along its rows."""
 _POPULATE_READ = 22
-"""MADV_POPULATE_READ of Linux 5.14, which Python does not name: map all pages at once, a third faster."""
+"""MADV_POPULATE_READ (Linux 5.14, no Python constant): prefaults all pages at once, a third faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What is known of a tensor before it is read or written."""
+    """Name, dtype and shape of a tensor."""
 
     name: str
     dtype: torch.dtype
@@ -74,7 +74,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Where a tensor lies."""
+    """Location of a tensor in a file."""
 
     spec: TensorSpec
     file: Path
@@ -82,7 +82,10 @@ class _Stored:
 
 
 class HfReader:
-    """Reads tensors, also experts of a stack, by name from safetensors files in a folder. May be pickled."""
+    """Reads tensors by name from the safetensors files of a folder, and single experts from stacked tensors.
+
+    Picklable.
+    """
 
     def __init__(self, path: str | Path) -> None:
         """Reads the headers. Raises UserError if `path` holds no safetensors, or a file is damaged."""
@@ -99,21 +102,21 @@ class HfReader:
         self._stored = _once(_indexed(folder, index) if index.is_file() else every)
 
     def names(self) -> set[str]:
-        """Every tensor in the folder."""
+        """Return the names of all tensors in the folder."""
         return set(self._stored)
 
     def spec(self, name: str) -> TensorSpec:
-        """What one tensor is, without reading it. KeyError if there is none."""
+        """Return dtype and shape of one tensor without reading it. Raises KeyError for an unknown name."""
         return self._stored[name].spec
 
     def files(self) -> list[Path]:
-        """The files that hold tensors, in order."""
+        """Return the files that hold tensors, sorted."""
         return sorted({stored.file for stored in self._stored.values()})
 
     def get(self, name: str) -> Tensor:
-        """One tensor, on the CPU, in the dtype it is stored in: the file's own bytes, mapped for as long as it lives.
+        """Return one tensor on the CPU, in its stored dtype, memory-mapped from the file for the tensor's lifetime.
 
-        Raises KeyError if there is none, UserError if the file cannot be read any more, or has become shorter.
+        Raises KeyError for an unknown name, UserError if the file has become unreadable or shorter.
         """
         stored = self._stored[name]
         spec = stored.spec
@@ -125,7 +128,7 @@ class HfReader:
             raise unreadable(stored.file, error) from error
         except ValueError as error:
             raise UserError(
-                f"{stored.file} has become shorter than it was; get it again.", code="malformed", key=str(stored.file)
+                f"{stored.file} became shorter while in use; download it again.", code="malformed", key=str(stored.file)
             ) from error
         if stored.offset % spec.dtype.itemsize:
             flat = flat.clone()
@@ -133,7 +136,7 @@ class HfReader:
 
 
 def map_bytes(file: Path, offset: int, nbytes: int) -> Tensor:
-    """[nbytes] uint8: that part of a file, mapped; writing changes no file. Raises ValueError if it is shorter, OSError."""
+    """Map part of a file copy-on-write, as [nbytes] uint8. Raises ValueError if the file is too short, OSError."""
     begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     lead = offset - begin
     with file.open("rb") as opened:
@@ -144,22 +147,23 @@ def map_bytes(file: Path, offset: int, nbytes: int) -> Tensor:
 
 
 def check_repeated(reader: HfReader, weights: WeightMap, source: str | Path) -> None:
-    """Raise UserError unless what `source` holds twice is alike to the bit: only one of the two is used."""
+    """Raise UserError if `source` stores a tied tensor twice with different bits: only one of the two is used."""
     for again, name in weights.repeated.items():
         if again in reader.names() and checksum("", reader.get(again)) != checksum("", reader.get(name)):
             raise UserError(
-                f"{source} has {again} with other numbers than {name}, and they would be lost, for its config.json "
-                "says that the two are one (tie_word_embeddings); correct that, or use weights and config of one model.",
+                f"{source} holds different values in {again} and {name}, but its config.json ties the two "
+                f"(tie_word_embeddings), so {again} would be lost; correct the config, or use weights and config of "
+                "the same model.",
                 code="mismatch",
                 key=again,
             )
 
 
 def write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write the file `path` with the tensors that `specs` announces, which `tensors` gives in that order.
+    """Write `tensors` (name, tensor) to the file `path`; they must match `specs` in order.
 
-    Larger dtypes should come first, so that every tensor lies where its dtype can be read in place. Raises ValueError for
-    tensors that were not announced so.
+    Order `specs` by descending dtype size, so that every tensor is aligned to its dtype and can be mapped. Raises
+    ValueError if a tensor does not match its spec.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -170,7 +174,7 @@ def write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable
                 name, tensor = next(given, ("", torch.empty(0)))
                 if (name, tensor.dtype, tuple(tensor.shape)) != (spec.name, spec.dtype, spec.shape):
                     raise ValueError(
-                        f"{path.name} was to hold {spec}, and got {name or 'nothing'}, {tensor.dtype}, "
+                        f"{path.name} should hold {spec}, but got {name or 'nothing'}, {tensor.dtype}, "
                         f"{tuple(tensor.shape)}."
                     )
                 write_all(file, bytes_of(tensor).data)
@@ -181,7 +185,7 @@ def write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Iterable
 
 
 def file_bytes(specs: Sequence[TensorSpec]) -> int:
-    """Size of the file that `write_safetensors` writes."""
+    """Return the size of the file that `write_safetensors` writes for `specs`."""
     return len(_header(specs)) + sum(spec.nbytes for spec in specs)
 
 
@@ -197,24 +201,24 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
 
 
 def _once(found: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
-    """Each tensor by its name. Raises UserError if two have the same."""
+    """Return the tensors by name, expert stacks split. Raises UserError for a duplicate name."""
     stored: dict[str, _Stored] = {}
     for name, tensor in (named for item in found for named in _by_expert(*item)):
         if name in stored:
             raise UserError(
-                f"{stored[name].file} and {tensor.file} both hold {name}, and nothing says which counts; move the one "
-                "that does not belong to the model away.",
+                f"{stored[name].file} and {tensor.file} both hold {name}, and nothing says which one is valid; move "
+                "away the file that does not belong to the model.",
                 code="conflict",
                 key=name,
             )
         if len(stored) == _MOST_TENSORS:
-            raise _broken(tensor.file, f"with it the model has more than {_MOST_TENSORS:,} tensors")
+            raise _broken(tensor.file, f"the model has more than {_MOST_TENSORS:,} tensors")
         stored[name] = tensor
     return stored
 
 
 def _by_expert(name: str, stored: _Stored) -> Iterator[tuple[str, _Stored]]:
-    """A stack of experts as the tensors of each, which lie in it one after the other; another tensor as it is."""
+    """Split a stack of experts into one (name, location) per expert matrix; yield any other tensor unchanged."""
     spec, stack = stored.spec, _STACKED.fullmatch(name)
     matrices = _MATRICES[stack[2]] if stack else ()
     if not stack or len(spec.shape) != 3 or not spec.nbytes or spec.shape[1] % len(matrices):
@@ -231,8 +235,8 @@ def _indexed(folder: Path, index: Path) -> Iterator[tuple[str, _Stored]]:
     file_of = _weight_map(index)
     if (folder / SINGLE).is_file() and SINGLE not in file_of.values():
         raise UserError(
-            f"{folder} has {SINGLE}, which {INDEX} does not name, and programs differ in which they read; move the "
-            "one that does not belong to the model away.",
+            f"{folder} has both {SINGLE} and an {INDEX} that does not name it, and programs differ in which they read; "
+            "move away the one that does not belong to the model.",
             code="conflict",
             key=str(folder),
         )
@@ -241,14 +245,14 @@ def _indexed(folder: Path, index: Path) -> Iterator[tuple[str, _Stored]]:
         if file not in headers:
             if not (folder / file).exists():
                 raise UserError(
-                    f"{folder / file} is named in {INDEX} but is not there; complete the checkpoint.",
+                    f"{folder / file}, named in {INDEX}, is missing; complete the checkpoint.",
                     code="not_found",
                     key=str(folder / file),
                 )
             headers[file] = _read_header(folder / file)
         if name not in headers[file]:
             raise UserError(
-                f"{folder / file} does not hold {name}, as {INDEX} says; get both again.",
+                f"{folder / file} lacks {name}, although {INDEX} lists it there; download both again.",
                 code="mismatch",
                 key=str(folder / file),
             )
@@ -256,18 +260,18 @@ def _indexed(folder: Path, index: Path) -> Iterator[tuple[str, _Stored]]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """The file of each tensor, as a plain name within the folder."""
+    """Read an index file: tensor name -> file name. Raises UserError if damaged or if a file is outside the folder."""
     try:
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = dict(found.items())
     except OSError as error:
         raise unreadable(index, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{index} is damaged; get it again.", code="malformed", key=str(index)) from None
+        raise UserError(f"{index} is damaged; download it again.", code="malformed", key=str(index)) from None
     for name, file in files.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise UserError(
-                f"{index} says that {name} is in {file}, which is no file beside it; get it again.",
+                f"{index} places {name} in {file}, which is not a plain file name; download it again.",
                 code="unsafe",
                 key=str(index),
             )
@@ -291,30 +295,32 @@ def _read_header(path: Path) -> dict[str, _Stored]:
         raise _broken(path, error) from None
     end = max((tensor.offset + tensor.spec.nbytes for tensor in stored.values()), default=start)
     if end > size:
-        raise _broken(path, f"it has {size} bytes of {end}")
+        raise _broken(path, f"it has {size} of {end} bytes")
     return stored
 
 
 def _stored(path: Path, start: int, name: str, entry: Mapping[str, Any]) -> _Stored:
     begin, end = entry["data_offsets"]
-    # What JSON calls 64.0 or true is no size, though Python would count with it.
+    # Python would accept 64.0 or true as a size; `type` rejects both.
     if not all(type(number) is int and 0 <= number < _SIZE_END for number in (begin, end, *entry["shape"])):
-        raise ValueError(f"{name} has a size that is none")
+        raise ValueError(f"{name} has an invalid size")
     spec = TensorSpec(name, DTYPES[entry["dtype"]], tuple(entry["shape"]))
     if end - begin != spec.nbytes:
-        raise ValueError(f"{name} does not have the bytes of its shape")
+        raise ValueError(f"{name} has {end - begin} bytes, but its shape needs {spec.nbytes}")
     return _Stored(spec, path, start + begin)
 
 
 def _broken(file: Path, reason: object) -> UserError:
-    return UserError(f"{file} is no whole safetensors file ({reason}); get it again.", code="malformed", key=str(file))
+    return UserError(
+        f"{file} is not a whole safetensors file ({reason}); download it again.", code="malformed", key=str(file)
+    )
 
 
 def unreadable(file: Path, error: OSError) -> UserError:
-    """Make the error for a file that the system does not let be read."""
+    """Return the UserError for a file that the operating system cannot read."""
     kinds: dict[type[OSError], Code] = {FileNotFoundError: "not_found", PermissionError: "denied"}
     return UserError(
-        f"{file} cannot be read ({error.strerror}); make it readable, or get it again.",
+        f"{file} cannot be read ({error.strerror}); make it readable, or download it again.",
         code=kinds.get(type(error), "malformed"),
         key=str(file),
     )

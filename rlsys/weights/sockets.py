@@ -1,19 +1,20 @@
-"""Sockets and interfaces for the process groups of torch."""
+"""Opens sockets and names interfaces for torch process groups."""
 
 from __future__ import annotations
 
 import socket
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""By which gloo and NCCL are told an interface; without it they may take one that leads nowhere."""
+"""Variables that set the network interface of gloo and NCCL; if unset, they may choose an unreachable one."""
 
 
 def listener(host: str, port: int) -> tuple[int, int]:
-    """Return a new socket's descriptor and its port, for torch's TCPStore to listen at one address of this machine.
+    """Open a socket that listens on a single address, for torch's TCPStore; return its descriptor and port.
 
-    Left to itself, the store listens on all interfaces, and it asks nobody who they are. Port 0 is a free one.
+    The store's own socket would listen on all interfaces, and the store has no authentication. Port 0 picks a free
+    port.
     """
-    # As many may wait as torch's store lets: all ranks come to it at once.
+    # Same backlog as torch's store: all ranks connect at once.
     server = socket.create_server((host, port), backlog=2048)
     number = int(server.getsockname()[1])
     return server.detach(), number

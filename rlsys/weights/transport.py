@@ -1,24 +1,25 @@
-"""The way of a version's weights from the actor's first rank to every process that takes them: packed, hashed, carried.
+"""Packs, hashes and sends the weights of a version in buckets, from the actor to every receiving process.
 
-A bucket holds named tensors in one flat run of bytes, each tensor with a checksum: in host memory, as a numpy array, or in a
-device's memory, as a tensor. What is on a device is packed, hashed and checked there. Whoever unpacks gets the bytes that were
-packed, or an error that names the tensor. The digest of a version depends on every name, dtype, shape and byte, and not on order
-or on how tensors were spread over buckets.
+A bucket holds named tensors in one contiguous byte range, each with a checksum. The bytes are a numpy array in host
+memory or a tensor in device memory; a device bucket is packed, hashed and checked on its device. Unpacking returns the
+packed bytes or raises an error that names the tensor. The digest of a version depends on every name, dtype, shape and
+byte, but not on tensor order or on the split into buckets.
 
-A byte is copied once and hashed at both ends. The hash of a tensor is one of the hashes of its pieces. In host memory (XXH3)
-that lets threads pack several pieces at a time: one core copies at about half the speed that memory has. A piece is copied and
-hashed block by block, while the block is in the core's cache. On a device see `hash_pieces`; the hashes of the two differ.
+Each byte is copied once and hashed at both ends. The hash of a tensor combines the hashes of its pieces. Host pieces
+(XXH3) are packed by several threads, because one core reaches about half of the memory bandwidth; each is copied and
+hashed block by block, while the block is in the core's cache. Device pieces use `hash_pieces`, so host and device
+hashes differ.
 
-`open_sender` and `open_receiver` make the two ends of a transport from a spec. Buckets pass through host memory, but for `ipc`:
-those are packed, hashed, checked and copied on GPUs. The same holds for every way of travelling:
-- A sender hands out buckets one by one, numbered from 1 over its whole life. Each is packed into memory that the sender lends
-  (`room`), sent, and described by a handle, which is small and goes by other means.
-- A receiver turns each handle, in order, into a bucket. Its bytes are valid until `release`, the next `receive` or `close`,
-  whichever comes first: whoever needs them for longer copies them. They are to be checked with `unpack`; a transport does not
-  look at them. A receiver releases what it has read before the sender hears of it.
-- Bytes are overwritten or removed only once every receiver has taken the bucket, of which the sender is told (`release`). Two
-  buckets may be under way, so that the next is packed while the last is read.
-- Every wait has a time-out and names who is missing (RunError).
+`open_sender` and `open_receiver` make the two ends of a transport from a spec. Buckets pass through host memory, except
+with `ipc`, which keeps them on GPUs. Contract of all transports:
+- A sender numbers its buckets from 1 over its lifetime. The caller packs each into memory lent by the sender (`room`),
+  calls `send`, and passes the returned handle, which is small, to the receivers by other means.
+- A receiver turns each handle, in order, into a bucket. The bytes are valid until `release`, the next `receive` or
+  `close`, whichever comes first; copy them to keep them. A transport does not check the bytes; `unpack` does. A
+  receiver calls `release` for a bucket before the sender does.
+- The sender overwrites or removes bytes only after every receiver has taken the bucket, reported by `Sender.release`.
+  Two buckets can be in flight, so the next is packed while the last is read.
+- Every wait has a timeout and raises RunError naming the missing members.
 """
 
 from __future__ import annotations
@@ -52,33 +53,38 @@ from rlsys.weights.sockets import listener
 from rlsys.weights.weight_map import aligned, packed
 
 Memory = NDArray[np.uint8] | Tensor
-"""[bytes] uint8: in host memory an array, on a device a tensor. What is a tensor is hashed as on a device, wherever it lies."""
+"""[bytes] uint8: an array in host memory or a tensor on a device.
 
-PIECE_BYTES = 4 * 1024 * 1024  # Of a tensor, hashed by itself.
-BLOCK_BYTES = 256 * 1024  # Of a piece; source and copy fit into a core's cache together.
-PACKERS = 2  # Threads that pack.
-DEVICE_PIECE_BYTES = 16 * 1024 * 1024  # What is hashed at a time on a device; three times as much is needed beside it.
+A tensor gets device hashes even if it is on the CPU.
+"""
+
+PIECE_BYTES = 4 * 1024 * 1024  # Size of a separately hashed part of a host tensor.
+BLOCK_BYTES = 256 * 1024  # Copy unit within a piece; source and copy fit into a core's cache together.
+PACKERS = 2  # Packing threads.
+DEVICE_PIECE_BYTES = (
+    16 * 1024 * 1024
+)  # Size of a separately hashed part on a device; hashing needs three times it as scratch.
 _WORD_BYTES = 8
 _STEP, _FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_SHIFTS = (30, 27, 31)  # The numbers of SplitMix64.
-_COPY_BYTES = 256 * 1024 * 1024  # Of a measurement; a copy of more runs at the same speed.
+_SHIFTS = (30, 27, 31)  # Constants of SplitMix64, with the two above.
+_COPY_BYTES = 256 * 1024 * 1024  # Size limit of a measured copy; larger copies run at the same speed.
 COPY_ROUNDS = 3
 
 
 class ChecksumError(Exception):
-    """Weights did not arrive as they were sent."""
+    """Received weights differ from the sent ones."""
 
 
 class BucketFullError(Exception):
-    """A tensor has no room in the memory that was given."""
+    """A tensor does not fit into the given memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """Where a tensor lies in a bucket, and what it must hash to."""
+    """Location of a tensor in a bucket, and its expected checksum."""
 
     name: str
-    dtype: str  # As torch names it, e.g. `bfloat16`.
+    dtype: str  # Torch name, e.g. `bfloat16`.
     shape: tuple[int, ...]
     offset: int  # Bytes from the start of the bucket.
     checksum: str
@@ -91,42 +97,42 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some tensors of one version."""
+    """A block of whole tensors of one weight version."""
 
     data: Memory  # [bytes]
     records: tuple[TensorRecord, ...]
 
     @property
     def in_host(self) -> NDArray[np.uint8]:
-        """The bytes of a bucket that is known to be in host memory. Raises TypeError for another."""
+        """Bytes of a bucket in host memory. Raises TypeError for a device bucket."""
         if isinstance(self.data, Tensor):
-            raise TypeError(f"A bucket on {self.data.device} was taken for one in host memory.")
+            raise TypeError(f"Expected a bucket in host memory, got one on {self.data.device}.")
         return self.data
 
     @property
     def flat(self) -> Tensor:
-        """The bytes as a tensor that shares their memory, wherever they lie: do not write to it."""
+        """Bytes as a tensor that shares their memory, on any device: do not write to it."""
         if isinstance(self.data, Tensor):
             return self.data
         with warnings.catch_warnings():
-            # A receiver has no right to write to shared memory; the contract above is what torch warns about.
+            # Receivers map shared memory read-only, so torch warns; the contract above forbids writes anyway.
             warnings.filterwarnings("ignore", message=".*not writable.*")
             return torch.from_numpy(self.data)
 
     def copy(self, to_host: bool = False) -> Bucket:
-        """The same in memory of its own, on the same device or in host memory; it is hashed as before."""
+        """Return a copy with the same hashes, on the same device or, with `to_host`, on the CPU."""
         if not isinstance(self.data, Tensor):
             return Bucket(self.data.copy(), self.records)
         return Bucket(self.data.to("cpu" if to_host else self.data.device, copy=True), self.records)
 
 
 def checksum(name: str, tensor: Tensor) -> str:
-    """Hash of a tensor's name, dtype, shape and bytes (as the hashes of their pieces), 32 hex digits (XXH3, 128 bits)."""
+    """Return the hash of a tensor's name, dtype, shape and piece hashes: 32 hex digits (XXH3, 128 bits)."""
     return _joined_hash(name, tensor, (xxhash.xxh3_128_digest(piece.data) for piece in _pieces(bytes_of(tensor))))
 
 
 def digest(checksums: Mapping[str, str]) -> str:
-    """One hash of a whole version from its tensors' checksums by name; their order does not matter."""
+    """Return the hash of a whole version from its tensors' checksums by name, independent of their order."""
     total = xxhash.xxh3_128()
     for name in sorted(checksums):
         total.update(f"{name}={checksums[name]};".encode())
@@ -134,15 +140,15 @@ def digest(checksums: Mapping[str, str]) -> str:
 
 
 def pack(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
-    """Copy tensors, in order, into buckets of at most `bucket_bytes`, or of one larger tensor."""
+    """Copy tensors, in order, into host buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own."""
     for run in packed(tensors, lambda named: aligned(named[1].nbytes), bucket_bytes):
         yield pack_into(np.empty(sum(aligned(tensor.nbytes) for _, tensor in run), dtype=np.uint8), run)
 
 
 def pack_into(memory: Memory, tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
-    """Copy tensors of any device and strides to `memory`, [bytes], in order; the bucket is the part that is used.
+    """Copy tensors of any device and strides to `memory`, [bytes], in order; return the used part as a bucket.
 
-    The copies are complete on return. Raises BucketFullError, naming the tensor, if they do not fit.
+    The copies are complete on return. Raises BucketFullError, naming the first tensor that does not fit.
     """
     parts: list[tuple[str, Tensor, int]] = []
     if isinstance(memory, Tensor):
@@ -165,16 +171,17 @@ def pack_into(memory: Memory, tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
 
 
 def unpack(bucket: Bucket) -> Iterator[tuple[TensorRecord, Tensor]]:
-    """The tensors of a bucket, as views of its memory: do not write to them.
+    """Check and yield the tensors of a bucket as views of its memory: do not write to them.
 
-    Raises ChecksumError with the first tensor that is not what was sent; on a device before any is given out.
+    Raises ChecksumError naming the first tensor that differs from the sent one; for a device bucket, before yielding
+    any.
     """
     flat, names = bucket.flat, [record.name for record in bucket.records]
     pieces, tensors = [], []
     for record in bucket.records:
         piece = flat[record.offset : record.offset + record.nbytes]
         if piece.numel() != record.nbytes:
-            raise ChecksumError(f"Tensor {record.name} is cut short in transit.")
+            raise ChecksumError(f"Tensor {record.name} was truncated in transit.")
         pieces.append(piece)
         tensors.append(_typed(piece, getattr(torch, record.dtype), record.shape))
     if isinstance(bucket.data, Tensor):
@@ -189,28 +196,28 @@ def unpack(bucket: Bucket) -> Iterator[tuple[TensorRecord, Tensor]]:
 
 def _require_same(record: TensorRecord, found: str) -> None:
     if found != record.checksum:
-        raise ChecksumError(f"Tensor {record.name} did not arrive as it was sent.")
+        raise ChecksumError(f"Tensor {record.name} was corrupted in transit (checksum mismatch).")
 
 
 def _laid_out(memory: Tensor, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor, int]]:
-    """Name, source, the place for its copy and the offset of that. Raises BucketFullError."""
+    """Yield (name, source, destination view, byte offset) for each tensor. Raises BucketFullError."""
     end = 0
     for name, tensor in tensors:
         start, end = aligned(end), aligned(end) + tensor.nbytes
         if end > memory.nbytes:
             raise BucketFullError(
-                f"{name} takes {tensor.nbytes} bytes, and {memory.nbytes - start} of {memory.nbytes} are left."
+                f"{name} takes {tensor.nbytes} bytes, but only {memory.nbytes - start} of {memory.nbytes} are left."
             )
         yield name, tensor.detach(), _typed(memory[start:end], tensor.dtype, tensor.shape), start
 
 
 def _typed(flat: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    # Bytes without an extent may have a stride of 0, which torch refuses to view as anything else.
+    # An empty tensor may have stride 0, and torch then raises on a view of another dtype.
     return flat.view(dtype).view(shape) if flat.numel() else torch.empty(shape, dtype=dtype, device=flat.device)
 
 
 def _copy(target: Tensor, source: Tensor, packers: Executor) -> list[Future[bytes]]:
-    """Copy `source` to `target`, of the same shape and dtype and in host memory; the hashes of its pieces."""
+    """Copy `source` to `target` (same shape and dtype, in host memory); return its piece hashes as futures."""
     copied = bytes_of(target)
     if source.is_cpu and source.is_contiguous():
         pairs = zip(_pieces(copied), _pieces(bytes_of(source)), strict=True)
@@ -240,31 +247,35 @@ def _joined_hash(name: str, tensor: Tensor, pieces: Iterable[bytes]) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype as torch and a config.json name it, e.g. `bfloat16`."""
+    """Return the name of a dtype in torch and config.json, e.g. `bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """The tensor's bytes in host memory, row-major; without a copy where they lie there so."""
+    """Return the tensor's bytes in host memory, row-major; no copy if they are so already."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
 def write_all(file: BinaryIO | Any, data: bytes | memoryview) -> None:
-    """Write all of `data` to an unbuffered file: one call of the system writes 2 GB at the most."""
+    """Write all of `data` to an unbuffered file: one system call writes at most 2 GB."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]
 
 
 def hash_pieces(flats: Sequence[Tensor]) -> list[list[bytes]]:
-    """The hashes of all pieces of each of `flats`, 8 bytes a piece, in order; nothing for what is empty.
+    """Return the piece hashes of each of `flats`, 8 bytes per piece, in order; an empty tensor has none.
 
-    In plain tensor operations: the same on every device, and computed where the bytes lie. `flats` are [bytes] uint8,
-    all on one device, each starting at a multiple of 8 bytes. The last piece is filled up with zeros to whole words, so
-    a length that matters has to be told by other means. With the words w_0, w_1, ... of a piece (8 bytes each), its
-    hash is the sum modulo 2^64 of mix(w_i + (i + 1) step), where mix and step are those of SplitMix64 (Steele, Lea,
-    Flood, OOPSLA 2014), in whatever order a device adds. A single word that changes always changes the hash; anything
-    else does, but for one time in 2^64. It finds damage, not forgery. The calling thread waits for the device.
+    Plain tensor operations compute the hashes where the bytes are, with equal results on every device. `flats` are
+    [bytes] uint8 on one device, each starting at a multiple of 8 bytes. Zeros pad the last piece to whole 8-byte words,
+    so the hash does not cover the length.
+
+    The hash of a piece with words w_0, w_1, ... is the sum modulo 2^64 of mix(w_i + (i + 1) step), independent of the
+    order of addition. mix and step are those of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). A change of one word
+    always changes the hash; any other change goes undetected with probability 2^-64. The hash detects damage, not
+    forgery.
+
+    Blocks until the device is done.
     """
     longest = min(max((flat.numel() for flat in flats), default=0), DEVICE_PIECE_BYTES)
     if not longest:
@@ -272,13 +283,13 @@ def hash_pieces(flats: Sequence[Tensor]) -> list[list[bytes]]:
     words = -(-longest // _WORD_BYTES)
     keys = torch.arange(1, words + 1, dtype=torch.int64, device=flats[0].device).mul_(_signed(_STEP))
     sums = [[_mixed_sum(piece, keys) for piece in _words(flat)] for flat in flats]
-    # Read back at once: each read waits for the device.
+    # One read for all sums: each read synchronises with the device.
     numbers = iter(torch.stack([total for of_flat in sums for total in of_flat]).tolist())
     return [[next(numbers).to_bytes(_WORD_BYTES, "little", signed=True) for _ in of_flat] for of_flat in sums]
 
 
 def _words(flat: Tensor) -> Iterator[Tensor]:
-    """Of at most `DEVICE_PIECE_BYTES`, as whole words [words] int64."""
+    """Yield the pieces of `flat`, each of at most `DEVICE_PIECE_BYTES`, zero-padded and viewed as [words] int64."""
     for start in range(0, flat.numel(), DEVICE_PIECE_BYTES):
         piece = flat[start : start + DEVICE_PIECE_BYTES]
         missing = -piece.numel() % _WORD_BYTES
@@ -288,7 +299,7 @@ def _words(flat: Tensor) -> Iterator[Tensor]:
 def _mixed_sum(words: Tensor, keys: Tensor) -> Tensor:
     mixed = words + keys[: words.numel()]
     for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
-        # An int64 moved to the right has copies of its sign on the left, where zeros belong.
+        # Right shift of int64 copies the sign bit; the mask makes it a logical shift.
         mixed ^= (mixed >> shift).bitwise_and_((1 << (64 - shift)) - 1)
         if factor != 1:
             mixed *= _signed(factor)
@@ -296,12 +307,12 @@ def _mixed_sum(words: Tensor, keys: Tensor) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """The int64 with the bits of an unsigned number: torch has no arithmetic for uint64."""
+    """Return the int64 with the same bits as an unsigned number: torch has no arithmetic for uint64."""
     return number - (1 << 64) if number >> 63 else number
 
 
 def copy_gb_s(nbytes: int, device: torch.device) -> float:
-    """10^9 bytes a second at which `nbytes` are copied: the fastest of a few, on a CPU by one thread."""
+    """Measure the speed of copying `nbytes` on `device` in GB/s (10^9), best of a few rounds; one thread on a CPU."""
     size = min(nbytes, _COPY_BYTES)
     fastest = _fastest_s(size, device)
     if device.type == "cuda":
@@ -323,51 +334,51 @@ def _fastest_s(size: int, device: torch.device) -> float:
     return fastest
 
 
-SLOTS = 2  # Buckets under way at a time: one is read while the next is packed.
+SLOTS = 2  # Buckets in flight at a time: one is read while the next is packed.
 STORAGE_DEVICE, EVENT_SYNC_REQUIRED = 6, 14  # Arguments of torch's `rebuild_cuda_tensor`.
 _FILE_S, _FILE_LOOK_S = 60.0, 0.05
-"""A file that is complete on one host is seen by the others within this, whatever their caches; between two looks for it."""
+"""Longest delay until a complete file is visible on other hosts (file system caches), and polling interval for it."""
 _MEMBER_LOOK_S, _WORK_LOOK_S = 0.02, 0.0005
-"""Between two looks for a member of a broadcast that is not there yet, and whether a broadcast is complete."""
-_PATIENCE = 2.0  # The time-out of a broadcast's group is that many times the one that is waited for.
+"""Polling intervals for missing members of a broadcast group, and for completion of a broadcast."""
+_PATIENCE = 2.0  # Timeout of the process group, as a multiple of `TransportSpec.timeout_s`.
 
 
 @dataclass(frozen=True, slots=True)
 class TransportSpec:
-    """How one process takes part in a transport; all processes have the same, but for `rank`."""
+    """Settings of one process in a transport, equal for all processes except `rank`."""
 
     mode: SyncMode
     rank: int  # 0 sends, the others receive.
-    members: tuple[str, ...]  # What each rank is called in messages.
+    members: tuple[str, ...]  # Name of each rank in messages.
     bucket_bytes: int  # Size of the largest bucket.
-    timeout_s: float  # Of every wait for another process.
-    device: Device  # Where broadcasts are exchanged, through gloo on a CPU, NCCL on a GPU; `ipc` is for GPUs alone.
-    address: tuple[str, int]  # Host and free port of the sender's machine, where the members of a broadcast meet.
-    folder: str  # For files; all members see it.
+    timeout_s: float  # Timeout of every wait for another process.
+    device: Device  # Broadcast backend: gloo for CPU, NCCL for GPU. `ipc` needs GPU.
+    address: tuple[str, int]  # Host and free port of the sender's broadcast rendezvous store.
+    folder: str  # Folder of bucket files (`disk`), visible to all members.
 
     @property
     def name(self) -> str:
-        """What this process is called."""
+        """Name of this process in messages."""
         return self.members[self.rank]
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPlace:
-    """Where bytes lie in the memory of a process that shares them."""
+    """Location of a bucket in shared memory of the sending process."""
 
-    host: str  # Identity of the kernel and the process namespace in which `pid` means something.
+    host: str  # `host_identity` of the sender; `pid` is valid only there.
     pid: int
-    descriptor: int  # Of the memory, in that process.
-    offset: int  # Of the bucket's first byte.
+    descriptor: int  # File descriptor of the memory in that process.
+    offset: int  # Byte offset of the bucket.
 
 
 @dataclass(frozen=True, slots=True)
 class DevicePlace:
-    """Where bytes lie in the memory of a GPU."""
+    """Location of a bucket in GPU memory."""
 
-    host: str  # As of `SharedPlace`.
-    pid: int  # Of the process whose memory it is.
-    handles: tuple[bytes, ...]  # One for each receiver, in the order of their ranks: each may be used once.
+    host: str  # `host_identity` of the sender.
+    pid: int  # Process that owns the memory.
+    handles: tuple[bytes, ...]  # One single-use handle per receiver, in rank order.
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,63 +389,69 @@ class BucketHandle:
     records: tuple[TensorRecord, ...]
     nbytes: int
     where: SharedPlace | DevicePlace | str | None
-    """A place in shared memory or on a GPU, a file, or nowhere: then it is being broadcast."""
+    """Location in shared memory or on a GPU, or a file path; None for a broadcast."""
 
 
 class Sender(ABC):
-    """The end that the weights come from; it lends pieces of memory in turn, one for each bucket under way."""
+    """Sending end of a transport. Lends its memory slots in turn, one per bucket in flight."""
 
     def __init__(self, pieces: Sequence[Memory] = ()) -> None:
         self._pieces = pieces
         self._sent = self._taken = 0
-        """Buckets so far, and of them those that every receiver has taken."""
+        """Number of buckets sent, and number of those taken by every receiver."""
 
     def room(self) -> Memory:
-        """Memory for the next bucket, [bucket_bytes]. Raises RuntimeError while one that was not released lies there."""
+        """Return memory for the next bucket, [bucket_bytes].
+
+        Raises RuntimeError while an unreleased bucket occupies it.
+        """
         if self._sent - self._taken >= len(self._pieces):
             raise RuntimeError(
-                f"Bucket {self._sent + 1} has no room: {self._sent} were sent and {self._taken} have been taken."
+                f"Bucket {self._sent + 1} has no room: {self._sent} were sent, but only {self._taken} released."
             )
         return self._pieces[self._sent % len(self._pieces)]
 
     @abstractmethod
     def send(self, bucket: Bucket) -> BucketHandle:
-        """Hand out a bucket that lies in the memory lent last. Raises RunError if the last one was not taken."""
+        """Send the bucket packed into the memory that `room` returned last; return its handle.
+
+        Raises RunError if the transport fails, e.g. if a receiver did not take the previous broadcast.
+        """
 
     def release(self, taken: int) -> None:
-        """Every receiver has taken the first `taken` buckets: what they lie in may be used again."""
+        """Record that every receiver has taken the first `taken` buckets, and free their memory for reuse."""
         self._taken = taken
 
     @abstractmethod
     def close(self) -> None:
-        """Free everything; may be called again."""
+        """Free all resources; idempotent."""
 
     def _handle(self, bucket: Bucket, where: SharedPlace | DevicePlace | str | None) -> BucketHandle:
-        """Count `bucket` as sent; the next room is for the one after it."""
+        """Count `bucket` as sent and return its handle; `room` then returns the next slot."""
         self._sent += 1
         return BucketHandle(self._sent, bucket.records, bucket.data.nbytes, where)
 
 
 class Receiver(ABC):
-    """An end that the weights go to. May be used from any thread, by one at a time."""
+    """Receiving end of a transport. Usable from any thread, one at a time."""
 
     @abstractmethod
     def receive(self, handle: BucketHandle) -> Bucket:
-        """The bucket of a handle. Raises RunError if its bytes do not come, for the sender is gone."""
+        """Return the bucket of `handle`. Raises RunError if its bytes do not arrive, e.g. because the sender exited."""
 
     def release(self) -> None:  # noqa: B027
-        """The bytes of the last bucket are not needed any more; most memory is used again."""
+        """End use of the last bucket's bytes; no-op where the receiver reuses its memory."""
 
     def close(self) -> None:
-        """Free everything; may be called again."""
+        """Free all resources; idempotent."""
         self.release()
 
 
 class SharedSender(Sender):
-    """Packs into memory that processes of one host share: packed once, read where it lies.
+    """Packs buckets into memory shared by the processes of one host; receivers read it in place.
 
-    The memory has no name (memfd_create): the kernel frees it when the last process that has it open or mapped ends,
-    however it ends, and /dev/shm does not limit it. Pages come into being when they are first written.
+    The memory is anonymous (memfd_create). The kernel frees it when the last process that has it open or mapped exits,
+    even by a kill, and the size of /dev/shm does not limit it. Pages are allocated on first write.
     """
 
     def __init__(self, spec: TransportSpec) -> None:
@@ -446,19 +463,19 @@ class SharedSender(Sender):
         self._host = host_identity()
 
     def send(self, bucket: Bucket) -> BucketHandle:
-        assert not isinstance(bucket.data, Tensor), "what lies on a device is not in the memory that was lent"
+        assert not isinstance(bucket.data, Tensor), "a device bucket is not in the lent memory"
         place = SharedPlace(self._host, os.getpid(), self._descriptor, self._sent % SLOTS * self._stride)
         return self._handle(bucket, place)
 
     def close(self) -> None:
-        """See `Sender`. The memory itself goes with the last bucket in it."""
+        """See `Sender`. The memory itself is freed with the last bucket that refers to it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor, self._pieces = -1, ()
 
 
 class SharedReceiver(Receiver):
-    """Maps the sender's memory through its /proc/<pid>/fd, read-only, and so learns each time whether the sender is alive."""
+    """Maps the sender's memory read-only through /proc/<pid>/fd, so each receive checks that the sender is alive."""
 
     def __init__(self, spec: TransportSpec) -> None:
         self._spec, self._host = spec, host_identity()
@@ -478,13 +495,13 @@ class SharedReceiver(Receiver):
         self._inode, self._memory = -1, np.empty(0, dtype=np.uint8)
 
     def _map(self, place: SharedPlace) -> None:
-        """Map the memory, unless it is the one that is mapped."""
+        """Map the memory at `place` unless it is mapped already."""
         try:
             descriptor = os.open(f"/proc/{place.pid}/fd/{place.descriptor}", os.O_RDONLY)
         except OSError as problem:
             raise RunError(
                 f"{self._spec.name} cannot open the weights in the memory of {self._spec.members[0]}, process "
-                f"{place.pid} ({problem.strerror}): it is gone, or another user's; look at its log."
+                f"{place.pid} ({problem.strerror}): that process exited, or belongs to another user; look at its log."
             ) from problem
         try:
             inode = os.fstat(descriptor).st_ino
@@ -496,21 +513,22 @@ class SharedReceiver(Receiver):
 
 
 def host_identity() -> str:
-    """The running kernel and the namespace of its process numbers: equal where /proc shows the same processes."""
+    """Return the boot ID and PID namespace of this process; equal for processes that see the same /proc."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 class DiskSender(Sender):
-    """Writes files, for hosts that share a folder but no memory, and for looking at what was sent.
+    """Writes each bucket to a file: for hosts that share only a folder, and for inspecting sent buckets.
 
-    A file has its name only when complete, and goes once all have taken it; who is killed leaves three at most.
+    A file appears under its name only when complete, and is deleted when all receivers have taken it. A killed sender
+    leaves at most three files.
     """
 
     def __init__(self, spec: TransportSpec) -> None:
         self._folder = Path(spec.folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Every bucket has left the memory when it is sent.
+        # One array serves all slots: `send` has written a bucket to disk when it returns.
         super().__init__([np.empty(spec.bucket_bytes, dtype=np.uint8)] * SLOTS)
         self._files: dict[int, Path] = {}
 
@@ -534,7 +552,7 @@ class DiskSender(Sender):
 
 
 class DiskReceiver(Receiver):
-    """Reads files into memory of its own."""
+    """Reads bucket files into its own memory."""
 
     def __init__(self, spec: TransportSpec) -> None:
         self._spec = spec
@@ -562,14 +580,14 @@ class DiskReceiver(Receiver):
         while not file.is_file():
             if time.monotonic() > until:
                 raise RunError(
-                    f"{self._spec.name} has waited {limit:g} s for {file}: {self._spec.members[0]} is gone, or "
-                    "cluster.sync_mode=disk is used without an output_dir that all hosts share; use broadcast."
+                    f"{self._spec.name} waited {limit:g} s for {file}: {self._spec.members[0]} exited, or the hosts do "
+                    "not share output_dir, which cluster.sync_mode=disk needs; use broadcast."
                 )
             time.sleep(_FILE_LOOK_S)
 
 
 class BroadcastSender(Sender):
-    """Rank 0 of a group with every receiver; one bucket leaves while the next is gathered."""
+    """Broadcasts buckets as rank 0 of a process group of all receivers; one bucket is sent while the next is packed."""
 
     def __init__(self, spec: TransportSpec) -> None:
         """Blocks until every receiver has joined. Raises RunError naming those that have not."""
@@ -579,7 +597,7 @@ class BroadcastSender(Sender):
         self._under_way: dist.Work | None = None
 
     def send(self, bucket: Bucket) -> BucketHandle:
-        """See `Sender`. Returns when the bucket before this one has left, and this one is on its way."""
+        """See `Sender`. Returns when the previous broadcast is complete and this one has started."""
         self._finish()
         self._under_way = self._group.broadcast(self._group.outgoing(bucket.in_host))
         return self._handle(bucket, None)
@@ -589,7 +607,7 @@ class BroadcastSender(Sender):
         self._group.leave()
 
     def _finish(self) -> None:
-        """Wait until the broadcast that is under way has left."""
+        """Block until the broadcast in flight, if any, is complete."""
         work, self._under_way = self._under_way, None
         if work is None:
             return
@@ -598,13 +616,13 @@ class BroadcastSender(Sender):
         except (RuntimeError, TimeoutError) as problem:
             missing = self._group.who_lacks(self._sent)
             raise RunError(
-                f"bucket {self._sent} of the weights was not taken by {' and '.join(missing) or 'a receiver'}: it is "
-                f"gone, or has hung for {self._spec.timeout_s:g} s; look at its log."
+                f"bucket {self._sent} of the weights was not received by {' and '.join(missing) or 'a receiver'}: it "
+                f"exited or hung for {self._spec.timeout_s:g} s; look at its log."
             ) from problem
 
 
 class BroadcastReceiver(Receiver):
-    """Another rank of the group."""
+    """Receives broadcasts as a rank above 0 of the process group."""
 
     def __init__(self, spec: TransportSpec) -> None:
         """Blocks until every member has joined. Raises RunError naming those that have not."""
@@ -624,7 +642,7 @@ class BroadcastReceiver(Receiver):
         except (RuntimeError, TimeoutError) as problem:
             raise RunError(
                 f"bucket {handle.number} of the weights did not reach {self._spec.name}: {self._spec.members[0]} "
-                f"is gone, or has hung for {self._spec.timeout_s:g} s; look at its log."
+                f"exited or hung for {self._spec.timeout_s:g} s; look at its log."
             ) from problem
         if incoming.is_cuda:
             torch.from_numpy(bucket.in_host).copy_(incoming)
@@ -636,17 +654,18 @@ class BroadcastReceiver(Receiver):
 
 
 class _Group:
-    """A process group apart from torch's default one, with gloo on CPUs and NCCL on GPUs, and a store that the sender hosts.
+    """A process group separate from torch's default one: gloo on CPUs, NCCL on GPUs.
 
-    The store tells who is there and who has taken how many buckets, so that a wait that fails names the missing.
-    On GPUs the bytes go through a device buffer at each end, for they are hashed in host memory, which is pinned. NCCL wants
-    every member on a device of its own, and differs from gloo in ways that shape this class:
-    - It connects its members at the first broadcast, which blocks until all of them begin it. The receivers of a bucket begin
-      only when they have its handle, after the sender has begun; so one byte is broadcast at the start.
-    - Its `wait` makes a stream wait, not the caller. And once a time-out of its own has passed, torch's watchdog ends the
-      whole process, before anybody could say who was missing. So completion is polled, with a time limit that is shorter than
-      the group's.
-    - A process's current device is a thread's own, and calls come from any thread. So the device is chosen once.
+    The sender hosts its store, which records the members that joined and the buckets that each has taken, so errors can
+    name the missing ones. With GPUs, bytes are hashed in pinned host memory and pass through a device buffer at each
+    end.
+
+    NCCL needs a separate device per member, and differs from gloo in three ways:
+    - The first broadcast connects the members and blocks until all take part. A receiver joins only with a bucket's
+      handle, after the sender's `send` returns. So the constructor broadcasts one byte.
+    - `wait` blocks a CUDA stream, not the caller. When the group's timeout expires, torch's watchdog kills the process
+      before any error can name the missing members. So completion is polled, with a shorter timeout than the group's.
+    - The current device is per thread, and calls come from any thread. So the constructor fixes the device.
     """
 
     def __init__(self, spec: TransportSpec) -> None:
@@ -661,37 +680,37 @@ class _Group:
             self.complete(self.broadcast(self.incoming(np.zeros(1, dtype=np.uint8))))
         except (RuntimeError, TimeoutError) as problem:
             raise RunError(
-                f"{spec.name} met the others, but exchanges nothing with them ({problem}): one of "
-                f"{' and '.join(spec.members)} is gone, or has hung; look at their logs."
+                f"{spec.name} joined the others, but cannot exchange data with them ({problem}): one of "
+                f"{' and '.join(spec.members)} exited or hung; look at their logs."
             ) from problem
 
     def outgoing(self, data: NDArray[np.uint8]) -> Tensor:
-        """What is sent for `data`."""
+        """Return the tensor to broadcast for `data`: the data itself, or its copy in the device buffer."""
         flat = torch.from_numpy(data)
         return flat if self._staging is None else self._staging[: data.nbytes].copy_(flat)
 
     def incoming(self, data: NDArray[np.uint8]) -> Tensor:
-        """What is received for `data`; on a GPU it has to be copied there."""
+        """Return the tensor to receive into: `data` itself, or the device buffer, which the caller copies to `data`."""
         return torch.from_numpy(data) if self._staging is None else self._staging[: data.nbytes]
 
     def broadcast(self, flat: Tensor) -> dist.Work:
-        """Begin to send or receive."""
+        """Start an asynchronous broadcast of `flat` from rank 0."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         work: dist.Work = self._group.broadcast([flat], options)
         return work
 
     def complete(self, work: dist.Work) -> None:
-        """Wait until `work` is done, on the device too. Raises RuntimeError if it fails, TimeoutError if it hangs."""
+        """Block until `work` is done, on the device too. Raises RuntimeError on failure, TimeoutError on a hang."""
         until = time.monotonic() + self._spec.timeout_s
         while not work.is_completed():
             if time.monotonic() > until:
-                raise TimeoutError(f"a broadcast has taken {self._spec.timeout_s:g} s")
+                raise TimeoutError(f"a broadcast timed out after {self._spec.timeout_s:g} s")
             time.sleep(_WORK_LOOK_S)
         work.wait()
 
     def who_lacks(self, number: int) -> list[str]:
-        """Names of the receivers that have not taken bucket `number`."""
+        """Return the names of receivers that have not taken bucket `number`."""
 
         def taken(key: str) -> int:
             return int(self.store.get(key)) if self.store.check([key]) else 0
@@ -700,14 +719,14 @@ class _Group:
         return [name for rank, name in members if rank and taken(f"taken/{rank}") < number]
 
     def leave(self) -> None:
-        """End this member's part; the others' waits fail."""
+        """Leave the group; pending waits of other members fail."""
         if self._group is not None:
             self._group.abort()
         self._group = self._staging = None
 
 
 def _join(spec: TransportSpec) -> dist.TCPStore:
-    """Meet all members at the sender's store."""
+    """Join the sender's store and block until all members have joined. Raises RunError naming missing members."""
     host, port = spec.address
     try:
         store = dist.TCPStore(
@@ -723,13 +742,14 @@ def _join(spec: TransportSpec) -> dist.TCPStore:
         while missing := [name for rank, name in enumerate(spec.members) if not store.check([f"here/{rank}"])]:
             if time.monotonic() > until:
                 raise RunError(
-                    f"{' and '.join(missing)} did not come within {spec.timeout_s:g} s to exchange weights; look at its log."
+                    f"{' and '.join(missing)} did not join the weight transport within {spec.timeout_s:g} s; look at "
+                    "its log."
                 )
             time.sleep(_MEMBER_LOOK_S)
     except (OSError, RuntimeError) as problem:
         raise RunError(
-            f"{spec.name} did not meet {spec.members[0]} at {host}:{port} to exchange weights: one of them is gone, "
-            f"or has hung for {spec.timeout_s:g} s; look at its log. ({problem})"
+            f"{spec.name} could not join the weight transport of {spec.members[0]} at {host}:{port}: one of them "
+            f"exited or hung for {spec.timeout_s:g} s; look at its log. ({problem})"
         ) from problem
     return store
 
@@ -744,7 +764,7 @@ def _open_group(spec: TransportSpec, store: dist.Store) -> Any:
 
 
 def _host_memory(spec: TransportSpec) -> NDArray[np.uint8]:
-    """A bucket's; pinned where it is copied to a GPU or from one, which is several times as fast."""
+    """Return host memory for one bucket, pinned if the spec uses a GPU: pinned copies are several times as fast."""
     if spec.device is Device.gpu:
         memory: NDArray[np.uint8] = torch.empty(spec.bucket_bytes, dtype=torch.uint8, pin_memory=True).numpy()
         return memory
@@ -752,23 +772,24 @@ def _host_memory(spec: TransportSpec) -> NDArray[np.uint8]:
 
 
 class IpcSender(Sender):
-    """Packs and hashes on its own device and hands out the memory itself (CUDA IPC): the bytes never leave the GPUs.
+    """Packs and hashes buckets on its own GPU and shares that memory (CUDA IPC): the bytes never leave the GPUs.
 
-    It waits until a bucket is written, and sends a handle to each receiver: what torch itself makes of a tensor for another
-    process, good for one use. A receiver maps the memory, checks it, copies what it needs, waits for that and lets go.
+    `send` blocks until the bucket is written, and makes a single-use torch IPC handle for each receiver. A receiver
+    maps the memory, checks it, copies what it needs, synchronises and unmaps it.
 
-    - The two slots are made when an export begins and freed when all it sent is taken: between exports they take no memory.
-    - With a pipeline, the first rank of every stage has such an end and sends its own buckets, since rank 0 could get them only
-      by a copy; `skip` keeps all of their counts the same.
-    - torch frees memory that it lent only when each handle was used: a receiver that died may leave two buckets taken.
-    - Both ends may see other GPUs, and number them otherwise: memory appears on the receiver's own device, wherever it lies.
-      GPUs that cannot read each other's memory are refused when the first bucket comes.
+    - The two slots are allocated when an export begins and freed when all its buckets are taken; between exports they
+      use no memory.
+    - With pipeline parallelism, the first rank of every stage is a sender of its own stage's buckets, which saves a
+      copy to rank 0. `skip` keeps the bucket counts of these senders equal.
+    - torch frees shared memory only when every handle was used: a receiver that died can leave two buckets allocated.
+    - The ends may see different GPUs or number them differently: the memory is mapped on the receiver's own device. If
+      the GPUs cannot read each other's memory, the first `receive` raises RunError.
 
-    Memory on a CPU that torch shares stands for a device's in tests; `open_sender` and `open_receiver` never choose it.
+    Tests pass a CPU as `device`, with memory shared by torch; `open_sender` and `open_receiver` always use the GPU.
     """
 
     def __init__(self, spec: TransportSpec, device: torch.device | None = None) -> None:
-        """`device` is where buckets lie: this process's GPU by default."""
+        """`device` holds the buckets: this process's GPU by default."""
         super().__init__()
         self._spec, self.device, self._host = spec, device or _device_of(spec), host_identity()
 
@@ -785,18 +806,18 @@ class IpcSender(Sender):
             handles = tuple(_shared_once(bucket.flat) for _ in self._spec.members[1:])
         except RuntimeError as problem:
             raise RunError(
-                f"{self._spec.name} cannot share the memory of its GPU ({problem}); unset PYTORCH_CUDA_ALLOC_CONF, or use "
-                "cluster.sync_mode=tensor."
+                f"{self._spec.name} cannot share the memory of its GPU ({problem}); unset PYTORCH_CUDA_ALLOC_CONF, or "
+                "use cluster.sync_mode=tensor."
             ) from problem
         place = DevicePlace(self._host, os.getpid(), handles)
         return self._handle(bucket, place)
 
     def skip(self) -> None:
-        """Count a bucket that the first rank of another stage sends."""
+        """Count a bucket that the sender of another stage sends."""
         self._sent += 1
 
     def release(self, taken: int) -> None:
-        """See `Sender`. The memory is freed when nothing is under way."""
+        """See `Sender`. Frees the memory when no bucket is in flight."""
         super().release(taken)
         if taken == self._sent:
             self._pieces = ()
@@ -806,10 +827,10 @@ class IpcSender(Sender):
 
 
 class IpcReceiver(Receiver):
-    """Reads on a device of its own."""
+    """Maps buckets from a sender's GPU onto its own device."""
 
     def __init__(self, spec: TransportSpec, device: torch.device | None = None) -> None:
-        """`device` reads what comes, and is the one that it appears on: this process's GPU by default."""
+        """`device` maps and reads the buckets: this process's GPU by default."""
         self._spec, self._device, self._host = spec, device or _device_of(spec), host_identity()
         self._memory: Tensor | None = None
 
@@ -823,28 +844,28 @@ class IpcReceiver(Receiver):
             self._memory = _opened(place.handles[self._spec.rank - 1], self._device)
         except (RuntimeError, OSError, EOFError) as problem:
             raise RunError(
-                f"{self._spec.name} cannot open the weights that lie on the GPU of process {place.pid} of the actor's group "
-                f"({problem}): the process is gone (look at its log), or the two GPUs cannot read each other's memory "
-                "(nvidia-smi topo -p2p r), or the containers do not share /dev/shm and process numbers. For the latter "
-                "two use cluster.sync_mode=tensor."
+                f"{self._spec.name} cannot open the weights on the GPU of process {place.pid} of the actor group "
+                f"({problem}): the process exited (look at its log), the two GPUs cannot read each other's memory "
+                "(nvidia-smi topo -p2p r), or the containers do not share /dev/shm and the PID namespace. In the last "
+                "two cases use cluster.sync_mode=tensor."
             ) from problem
         return Bucket(self._memory, handle.records)
 
     def release(self) -> None:
-        """See `Receiver`. Waits until the device has read what it was told to read."""
+        """See `Receiver`. Blocks until the device has finished reading the bucket."""
         if self._memory is not None:
             await_device(self._device)
         self._memory = None
 
 
 def await_device(device: torch.device) -> None:
-    """Wait for all that this process has asked of `device`, on whatever stream."""
+    """Block until all work of this process on `device` is done, on every stream; no-op on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _shared_once(tensor: Tensor) -> bytes:
-    """What another process rebuilds the tensor from, once: a function of torch's and its arguments."""
+    """Return a single-use pickle (torch rebuild function, arguments) that rebuilds the tensor in another process."""
     return bytes(ForkingPickler.dumps(reductions.reduce_tensor(tensor)))
 
 
@@ -853,7 +874,8 @@ def _opened(handle: bytes, device: torch.device) -> Tensor:
     if device.type == "cuda":
         changed: list[Any] = list(arguments)
         changed[STORAGE_DEVICE] = device.index
-        # The sender has waited. An event of a GPU that is not seen here need not open, and torch never closes one.
+        # The sender has synchronised already. An event of a GPU invisible to this process may fail to open, and torch
+        # never closes opened events.
         changed[EVENT_SYNC_REQUIRED] = False
         arguments = tuple(changed)
     tensor: Tensor = rebuild(*arguments)
@@ -861,10 +883,10 @@ def _opened(handle: bytes, device: torch.device) -> Tensor:
 
 
 def _device_of(spec: TransportSpec) -> torch.device:
-    """The GPU that this process takes part with. Raises RunError where there is none."""
+    """Return this process's GPU. Raises RunError if it has none."""
     if spec.device is not Device.gpu or not torch.cuda.is_available():
         raise RunError(
-            f"cluster.sync_mode=ipc hands weights on in the memory of GPUs, and {spec.name} sees none; use "
+            f"cluster.sync_mode=ipc sends weights through GPU memory, but {spec.name} sees no GPU; use "
             "cluster.sync_mode=tensor."
         )
     return torch.device("cuda", torch.cuda.current_device())
@@ -879,10 +901,10 @@ _ENDS: dict[SyncMode, tuple[Callable[[TransportSpec], Sender], Callable[[Transpo
 
 
 def open_sender(spec: TransportSpec) -> Sender:
-    """The sending end. A broadcast blocks until all receivers are there. Raises RunError where it cannot be had."""
+    """Open the sending end; a broadcast blocks until all receivers join. Raises RunError if that fails."""
     return _ENDS[spec.mode][0](spec)
 
 
 def open_receiver(spec: TransportSpec) -> Receiver:
-    """A receiving end. A broadcast blocks until all members are there. Raises RunError where it cannot be had."""
+    """Open a receiving end; a broadcast blocks until all members join. Raises RunError if that fails."""
     return _ENDS[spec.mode][1](spec)

@@ -1,21 +1,25 @@
-"""Maps Hugging Face tensors to Megatron shards and back, for the model families that are data. Pure: no process or device.
+"""Maps Hugging Face tensors to Megatron shards and back, for model families described in YAML.
 
-Invariant: `merge` undoes `shard` bit for bit, for every tensor, TP and EP size and split into stages. Loading, live
-synchronisation and conversion all go through here, so they cannot disagree. Sizes can be asked for without loading torch.
+Uses no process or device. Invariant: `merge` undoes `shard` bit for bit, for every tensor, TP and EP size and pipeline
+split. Loading, weight sync and conversion all use this one map, so they agree. Sizes are available without importing
+torch.
 
-A family is the file `family/<model_type>.yaml`, and adding one is adding such a file. Its sections:
+A family is a file `family/<model_type>.yaml`; a new file adds a family. Its sections:
 
-- `extends`: another file, whose entries hold unless this one has its own (an entry of null takes it away).
-- `config`: a field of `Architecture` -> the key of config.json that gives it, or a value, or a list of these, the first
-  that is there. The keys of `rope_parameters` (once `rope_scaling`) count as keys of config.json.
-- `only`: a key -> the values that are supported; what is left out or null is. `else` says what others mean; with
-  `computes` they change what is computed of the weights and not the weights, which can be converted.
-- `tensors`: a Megatron tensor -> how it is `cut`, the Hugging Face tensors in it (`hf`, with their shapes), another
-  name for it (`also`: Transformer Engine fuses norms into the linear layer behind them, and keeps the weights of all
-  experts in one module), and `when` it is there: a flag of `Architecture`, or `logits` or `values` for a head of that
-  kind. `tied` names the tensor that it is a copy of where embeddings are tied.
+- `extends`: a base file. Own entries replace the base's; a null entry removes one.
+- `config`: field of `Architecture` -> source. A source is a key of config.json, a value, or a list of these, of which
+  the first one present counts. Keys of `rope_parameters` (formerly `rope_scaling`) count as keys of config.json.
+- `only`: key of config.json -> its supported `values`; missing and null are always supported. `else` describes other
+  values in the error message. `computes: true` marks a key that changes the computation but not the weights: conversion
+  accepts any value of it.
+- `tensors`: Megatron tensor -> its description:
+  - `cut`: a value of `Cut`.
+  - `hf`: its Hugging Face tensors, with their shapes.
+  - `also`: its Transformer Engine name, where norms are fused into the next linear layer and experts share one module.
+  - `when`: condition for its presence: a flag of `Architecture`, or the kind of head (`logits` or `values`).
+  - `tied`: the tensor that it copies if embeddings are tied.
 
-Megatron names carry the *global* numbers of layer and expert, also under pipeline and expert parallelism.
+Megatron names carry *global* layer and expert numbers, also under pipeline and expert parallelism.
 """
 
 from __future__ import annotations
@@ -40,14 +44,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 VOCAB_MULTIPLE = 128
-"""Megatron's vocabulary is padded to a multiple of this, so that its shape is the same for most TP."""
-FAMILIES = Path(__file__).with_name("family")  # The folder of the families.
+"""Megatron's vocabulary is padded to a multiple of this, which gives the same shape for most TP sizes."""
+FAMILIES = Path(__file__).with_name("family")  # Folder of the built-in family files.
 _SECTIONS = ("config", "only", "tensors")
 _HEADS = ("logits", "values")
 
 
 class Cut(Enum):
-    """How the Hugging Face tensors of a rule become one Megatron tensor, and how TP cuts that."""
+    """Layout of a rule's Hugging Face tensors in one Megatron tensor, and the cut that TP makes."""
 
     WHOLE = "whole"  # One tensor, the same on every TP rank.
     ROWS = "rows"  # One tensor, cut along dimension 0.
@@ -59,7 +63,7 @@ class Cut(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """How Llama 3.1 and later stretch rotary positions; `stage_model.inverse_frequencies` has the formula."""
+    """Rotary position scaling of Llama 3.1 and later; `stage_model.inverse_frequencies` has the formula."""
 
     factor: float
     low_freq_factor: float
@@ -77,7 +81,7 @@ class Architecture:
     heads: int
     kv_heads: int
     head_dim: int
-    ffn: int  # Width of the MLP; of no use where there are experts.
+    ffn: int  # Width of the MLP; unused in a model with experts.
     vocab: int
     tied: bool  # Input embedding and output layer share one matrix.
     qkv_bias: bool
@@ -86,52 +90,52 @@ class Architecture:
     rope_theta: float
     max_positions: int
     rope: RopeScaling | None = None
-    experts: int = 0  # In every layer; 0 is a dense model.
+    experts: int = 0  # Experts per layer; 0 for a dense model.
     experts_per_token: int = 0
     expert_ffn: int = 0  # Width of one expert's MLP.
-    norm_topk: bool = False  # The weights of a token's experts add up to 1.
+    norm_topk: bool = False  # The router weights of a token's experts are normalised to a sum of 1.
 
     def padded_vocab(self, tp: int) -> int:
-        """Rows of Megatron's embedding under tensor parallelism of `tp`."""
+        """Return the rows of Megatron's embedding, padding included, for TP size `tp`."""
         multiple = lcm(VOCAB_MULTIPLE, tp)
         return -(-self.vocab // multiple) * multiple
 
 
-_END = 1 << 62  # No number of a config is as large.
+_END = 1 << 62  # Exclusive limit on numbers of a config.
 _KINDS: dict[Any, type] = {"int": int, "float": float, "bool": bool}
 _FIELDS = {field.name: _KINDS[field.type] for field in fields(Architecture) if field.type in _KINDS}
-"""What `config` may say, and the kind of number that it is."""
+"""Fields that the `config` section may set -> their type."""
 _SIZES = ("hidden", "head_dim", "ffn", "experts", "expert_ffn", "vocab")
 _WIDTHS = {"query": "heads", "key_value": "kv_heads"}
-"""What the shapes in `tensors` may be made of, next to numbers."""
+"""Words for sizes in the shapes of `tensors`: fields in `_SIZES`, and products with `head_dim` in `_WIDTHS`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One Megatron tensor and the Hugging Face tensors that it is made of."""
+    """A Megatron tensor, as a template over layers and experts, and the Hugging Face tensors in it."""
 
-    megatron: tuple[str, ...]  # Its names, the one to use first, with `{layer}` and `{expert}` for their numbers.
-    hf: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]  # Of the Hugging Face tensors, whole.
+    megatron: tuple[str, ...]  # Names, preferred one first, with placeholders `{layer}` and `{expert}`.
+    hf: tuple[str, ...]  # Hugging Face names, with the same placeholders.
+    shapes: tuple[tuple[int, ...], ...]  # Whole shapes of the Hugging Face tensors.
     cut: Cut
     exported: bool = True  # False for a copy of a tensor that another rule exports.
 
     @property
     def per_layer(self) -> bool:
-        """Every layer has one."""
+        """True if every layer has one such tensor."""
         return "{layer}" in self.megatron[0]
 
     @property
     def per_expert(self) -> bool:
-        """Every expert of a layer has one."""
+        """True if every expert of a layer has one such tensor."""
         return "{expert}" in self.megatron[0]
 
 
 def rules_of(architecture: Architecture, values: bool = False, folder: Path = FAMILIES) -> tuple[Rule, ...]:
-    """The tensors that a model of this architecture has: those before the layers, of a layer, after them.
+    """Return the rules of a model of this architecture, in order: before the layers, of a layer, after the layers.
 
-    `values` gives it a value head in place of the output layer. With tied embeddings the last pipeline stage still
-    holds a matrix of its own: a copy of the embedding that is loaded but not exported.
+    With `values` the model has a value head instead of the output layer. With tied embeddings the last pipeline stage
+    still holds its own matrix, a copy of the embedding that is loaded but not exported.
     """
     tensors = _family(architecture.family, folder)["tensors"]
     sizes = {word: getattr(architecture, word) for word in _SIZES}
@@ -151,9 +155,10 @@ def rules_of(architecture: Architecture, values: bool = False, folder: Path = FA
 
 
 def read_architecture(path: str | Path, folder: Path = FAMILIES, *, weights_only: bool = False) -> Architecture:
-    """Read the config of the Hugging Face folder `path`, of a family in `folder` or of one of rlsys' own.
+    """Read the architecture of the Hugging Face folder `path`; its family is in `folder` or built in.
 
-    `weights_only`: no model is built of it, so that what changes no weight need not be supported. Raises UserError.
+    With `weights_only` no model is built, so unsupported settings that leave the weights unchanged are accepted. Raises
+    UserError.
     """
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -175,7 +180,10 @@ def read_architecture(path: str | Path, folder: Path = FAMILIES, *, weights_only
 
 
 def architecture_of(config: Any, folder: Path = FAMILIES, *, weights_only: bool = False) -> Architecture:
-    """The architecture of what a config.json holds, or of a transformers config object. Raises UserError."""
+    """Return the architecture of a config, given as the content of config.json or a transformers object.
+
+    Raises UserError.
+    """
     keys: dict[str, Any] = dict(config if isinstance(config, Mapping) else config.to_dict())
     keys |= _rope(keys)
     kind = keys.get("model_type")
@@ -190,7 +198,7 @@ def architecture_of(config: Any, folder: Path = FAMILIES, *, weights_only: bool 
         if value is not None and value not in rule["values"] and not (weights_only and rule.get("computes")):
             choices = " or ".join(map(_written, rule["values"])) or "leaving it out"
             raise UserError(
-                f"{key} is {_written(value)}, which means {rule['else']}; that is not supported, only {choices} is.",
+                f"{key} is {_written(value)}, which means {rule['else']} and is not supported; only {choices} is.",
                 code="unsupported",
                 key=key,
             )
@@ -199,8 +207,8 @@ def architecture_of(config: Any, folder: Path = FAMILIES, *, weights_only: bool 
     if values["heads"] % values["kv_heads"] or not values["head_dim"]:
         heads = str(family["config"]["heads"])
         raise UserError(
-            f"{heads} is {values['heads']}, which {values['kv_heads']} heads for keys and values or a width of "
-            f"{values['hidden']} do not fit; copy config.json from the original model.",
+            f"{heads} is {values['heads']}, which does not fit {values['kv_heads']} key-value heads and a width of "
+            f"{values['hidden']}; copy config.json from the original model.",
             code="mismatch",
             key=heads,
         )
@@ -213,7 +221,7 @@ def architecture_of(config: Any, folder: Path = FAMILIES, *, weights_only: bool 
 
 
 def _rope(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys about rotary positions, which older configs write under other names."""
+    """Return a config's rotary position settings under their current names, whichever name the config uses."""
     for name in ("rope_parameters", "rope_scaling"):
         if found := keys.get(name):
             if not isinstance(found, Mapping):
@@ -227,12 +235,15 @@ def _rope(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written(value: Any) -> str:
-    """`value` as config.json writes it."""
+    """Return `value` as config.json writes it; a string without quotes."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _read(keys: Mapping[str, Any], source: Any, kind: type) -> Any:
-    """The first source that is there, as a finite number above 0 of this kind; None where the last one is null."""
+    """Return the first source present, as a bool or a number of type `kind` in (0, `_END`).
+
+    Return None if no source is present and the last one is null. Raises UserError.
+    """
     sources = source if isinstance(source, list) else [source]
     for name in sources:
         value = keys.get(name) if isinstance(name, str) else name
@@ -256,14 +267,17 @@ def _read(keys: Mapping[str, Any], source: Any, kind: type) -> Any:
 
 
 def family_names(folder: Path = FAMILIES) -> list[str]:
-    """Every `model_type` that can be read, sorted."""
+    """Return every supported `model_type`, sorted."""
     files = {*folder.glob("*.yaml"), *FAMILIES.glob("*.yaml")}
     return sorted({file.stem for file in files if not file.stem.startswith("_")})
 
 
 @cache
 def _family(name: str, folder: Path) -> dict[str, Any]:
-    """The sections of a family's file, over those of what it extends. Raises ValueError if it is not one."""
+    """Return the sections of a family's file, merged with the file that it extends.
+
+    Raises ValueError for unknown entries.
+    """
     file = folder / f"{name}.yaml"
     file = file if file.is_file() else FAMILIES / file.name
     own: dict[str, Any] = yaml.safe_load(file.read_text())
@@ -272,12 +286,12 @@ def _family(name: str, folder: Path) -> dict[str, Any]:
     family = {name: {key: x for key, x in entries.items() if x is not None} for name, entries in merged.items()}
     unknown = [*own, *_unknown_words(family)]
     if unknown:
-        raise ValueError(f"{file} says {unknown[0]}, which has no meaning; see rlsys/weights/weight_map.py.")
+        raise ValueError(f"{file} has the unknown entry {unknown[0]}; see rlsys/weights/weight_map.py.")
     return family
 
 
 def _unknown_words(family: Mapping[str, Any]) -> Iterator[str]:
-    """What a family's sections say that nothing here understands."""
+    """Yield the unknown keys and values in a family's sections."""
     cuts = {cut.value for cut in Cut}
     whens = {*_HEADS, *(name for name, kind in _FIELDS.items() if kind is bool)}
     yield from family["config"].keys() - _FIELDS.keys()
@@ -292,19 +306,20 @@ def _unknown_words(family: Mapping[str, Any]) -> Iterator[str]:
 
 
 ALIGNMENT = 64
-"""Bytes; every tensor of a bucket or file starts at a multiple, so that it can be viewed in its own dtype."""
+"""Bytes; every tensor of a bucket or file starts at a multiple of this and can be viewed in its own dtype."""
 T = TypeVar("T")
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` up to the next multiple of `ALIGNMENT`: what a tensor takes in a bucket."""
+    """Return `nbytes` rounded up to a multiple of `ALIGNMENT`: the space that a tensor takes in a bucket."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def largest_tensor_bytes(model_path: str | Path, dtype: Dtype, folder: Path = FAMILIES) -> int:
-    """Bytes of the smallest bucket that the weights of the Hugging Face folder `model_path` can travel in, as `dtype`.
+    """Return the size in bytes of the smallest bucket that can carry the weights of folder `model_path` as `dtype`.
 
-    Tensors that are one parameter in training (query, key and value; gate and up) travel together. Raises UserError.
+    A bucket holds all Hugging Face tensors of one Megatron tensor (query, key and value; gate and up). Raises
+    UserError.
     """
     item = 4 if dtype is Dtype.float32 else 2
     rules = rules_of(read_architecture(model_path, folder), folder=folder)
@@ -312,7 +327,7 @@ def largest_tensor_bytes(model_path: str | Path, dtype: Dtype, folder: Path = FA
 
 
 def stage_layers(layers: int, pp: int, pp_layers: Sequence[int] | None = None) -> list[range]:
-    """The layer numbers of each of `pp` stages, as many in all, or `pp_layers`. Raises UserError."""
+    """Return the layer numbers of each of `pp` stages, split evenly or into `pp_layers` layers. Raises UserError."""
     if pp_layers is None:
         if layers % pp:
             raise UserError(
@@ -331,21 +346,22 @@ def stage_layers(layers: int, pp: int, pp_layers: Sequence[int] | None = None) -
 
 
 def chunk_layers(layers: int, counts: Sequence[Sequence[int]]) -> list[list[range]]:
-    """The global layer numbers of each chunk of a virtual pipeline, [pp rank][virtual rank]. Raises ValueError.
+    """Return the global layer numbers of each chunk of a virtual pipeline, [pp rank][virtual rank]. Raises ValueError.
 
-    `counts` [pp][virtual] are the layers of each. A micro-batch passes the first chunk of every rank, then the second
-    of every rank and so on (interleaved schedule: Narayanan et al., arXiv:2104.04473, section 2.2).
+    `counts` [pp rank][virtual rank] is the number of layers of each chunk. A micro-batch passes the first chunk of
+    every rank, then the second of every rank, and so on (interleaved schedule: Narayanan et al., arXiv:2104.04473,
+    section 2.2).
     """
     virtual = max(map(len, counts))
     if any(len(rank) != virtual for rank in counts) or sum(map(sum, counts)) != layers:
-        raise ValueError(f"{counts} are no chunks of a pipeline of {layers} layers.")
+        raise ValueError(f"Layer counts {counts} do not form a pipeline of {layers} layers.")
     ends = accumulate((rank[chunk] for chunk in range(virtual) for rank in counts), initial=0)
     in_order = list(starmap(range, pairwise(ends)))
     return [[in_order[chunk * len(counts) + rank] for chunk in range(virtual)] for rank in range(len(counts))]
 
 
 def expert_block(experts: int, ep: int, ep_rank: int) -> range:
-    """The global numbers of the experts that one expert-parallel rank holds, of a layer. Raises UserError."""
+    """Return the global numbers of a layer's experts on one expert-parallel rank. Raises UserError."""
     if not experts and ep > 1:
         raise UserError(f"ep is {ep}, but the model has no experts; set it to 1.", code="mismatch", key="ep")
     if experts % ep:
@@ -357,7 +373,10 @@ def expert_block(experts: int, ep: int, ep_rank: int) -> range:
 
 
 def packed(items: Iterable[T], nbytes_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """The items in order, in runs of at most `most` bytes; one that is larger is a run of its own. Holds one run at a time."""
+    """Yield the items in order, in runs of at most `most` bytes; a larger item is a run of its own.
+
+    Holds one run at a time.
+    """
     run: list[T] = []
     size = 0
     for item in items:
@@ -372,26 +391,26 @@ def packed(items: Iterable[T], nbytes_of: Callable[[T], int], most: int) -> Iter
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$")
-"""A layer or an expert in a Megatron name; Transformer Engine writes the expert at the end."""
+"""Layer and expert numbers in a Megatron name; Transformer Engine puts the expert's at the end."""
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One Megatron tensor of one model: its rule with the numbers filled in."""
+    """A Megatron tensor of a model: a rule with layer and expert filled in."""
 
-    hf: tuple[str, ...]
+    hf: tuple[str, ...]  # Hugging Face names.
     rule: Rule
-    name: str  # The first of its names, with the global numbers of layer and expert.
+    name: str  # Preferred Megatron name, with global layer and expert numbers.
     layer: int | None = None
     expert: int | None = None
 
 
 class WeightMap:
-    """The map for one architecture."""
+    """The tensor map of one architecture."""
 
     def __init__(self, architecture: Architecture, values: bool = False, folder: Path = FAMILIES) -> None:
-        """`values`: of a critic, with a value head and no output layer. `folder` holds the family's file."""
+        """`values` maps a critic: value head, no output layer. `folder` holds the family's file."""
         self.architecture = architecture
         self._rules = rules_of(architecture, values, folder)
         self._by_name = {name.format(layer="#", expert="#"): rule for rule in self._rules for name in rule.megatron}
@@ -402,10 +421,10 @@ class WeightMap:
         self.repeated: dict[str, str] = {
             k: v for rule in copies for k, v in zip(untied[rule.megatron], rule.hf, strict=True)
         }
-        """A Hugging Face tensor that some checkpoints of a tied model have -> the one that it must be equal to."""
+        """Optional duplicate tensor in a tied model's Hugging Face checkpoint -> the tensor that it must equal."""
 
     def entry(self, megatron: str) -> Entry:
-        """Look up a Megatron tensor by any of its names, with global numbers. KeyError if there is none."""
+        """Look up a Megatron tensor by any of its names, with global numbers. Raises KeyError if the model lacks it."""
         rule = self._by_name[_NUMBER.sub("#", megatron)]
         entry = _entry(rule, *map(int, _NUMBER.findall(megatron)))
         if (entry.layer or 0) >= self.architecture.layers or (
@@ -415,7 +434,7 @@ class WeightMap:
         return entry
 
     def entries(self) -> list[Entry]:
-        """Every exported Megatron tensor of the model, in the order of export: layer by layer."""
+        """Return every exported Megatron tensor of the model in export order: layer by layer."""
         first = next(number for number, rule in enumerate(self._rules) if rule.per_layer)
         block = [rule for rule in self._rules if rule.per_layer]
         entries = list(map(_entry, self._rules[:first]))
@@ -427,24 +446,24 @@ class WeightMap:
         return [entry for entry in entries if entry.rule.exported]
 
     def copies(self) -> list[Entry]:
-        """Every Megatron tensor that is stored beside the one that it is a copy of; its `hf` are that one's."""
+        """Return the Megatron tensors that are copies of a tied tensor; their `hf` names the original's parts."""
         return [_entry(rule) for rule in self._rules if not rule.exported]
 
     def hf_names(self) -> set[str]:
-        """Every Hugging Face tensor of the model."""
+        """Return the names of all Hugging Face tensors of the model."""
         return {name for entry in self.entries() for name in entry.hf}
 
     def whole_shape(self, entry: Entry, tp: int) -> tuple[int, ...]:
-        """Shape of the Megatron tensor before it is cut; the vocabulary is padded for `tp`."""
+        """Return the shape of the uncut Megatron tensor, with the vocabulary padded for TP size `tp`."""
         shapes = entry.rule.shapes
         rows = sum(shape[0] for shape in shapes)
         return (self.architecture.padded_vocab(tp) if entry.rule.cut is Cut.VOCAB else rows, *shapes[0][1:])
 
     def check_hf_names(self, found: set[str], headless: bool = False) -> None:
-        """Raise UserError unless a checkpoint with the tensors `found` is one of this architecture.
+        """Raise UserError unless the tensor names `found` are those of a checkpoint of this architecture.
 
-        `headless` also takes a critic without its head, or with one without bias. A policy's output layer is ignored
-        where there is none; whether it is the embedding that it is tied to, only its numbers tell (`repeated`).
+        With `headless`, a critic's value head or its bias may be missing. An output layer that the map does not export
+        (critic or tied model) is ignored; `check_repeated` compares its values with the embedding's.
         """
         expected = self.hf_names()
         head = {hf for rule in self._rules if not rule.per_layer for hf in rule.hf} - self._of_policy
@@ -454,7 +473,7 @@ class WeightMap:
         missing = sorted(expected - found)
         if missing:
             raise UserError(
-                f"The checkpoint lacks {len(missing)} tensors, first {missing[0]}; give one that is complete.",
+                f"The checkpoint lacks {len(missing)} tensors, first {missing[0]}; give a complete one.",
                 code="mismatch",
                 key=missing[0],
             )
@@ -463,15 +482,16 @@ class WeightMap:
         if unknown:
             raise UserError(
                 f"The checkpoint has {len(unknown)} tensors that a {self.architecture.family} model does "
-                f"not have, first {unknown[0]}; use a checkpoint that fits its config.json.",
+                f"not have, first {unknown[0]}; use the config.json of the checkpoint's model.",
                 code="mismatch",
                 key=unknown[0],
             )
 
     def shard(self, entry: Entry, parts: Sequence[Tensor], tp_rank: int, tp_size: int) -> Tensor:
-        """Rank `tp_rank`'s piece of a Megatron tensor, made from its whole Hugging Face `parts` in the order of `entry.hf`.
+        """Return rank `tp_rank`'s shard of a Megatron tensor, given its whole Hugging Face `parts`.
 
-        It may share memory with a part. Raises UserError where `tp_size`, which may exceed the query groups, does not fit.
+        `parts` are in the order of `entry.hf`. The shard may share memory with a part. Raises UserError if `tp_size`
+        does not divide the cut dimension; it may exceed the number of query groups.
         """
         if entry.rule.cut is Cut.GATE_UP:
             return _joined([_piece(part, Cut.ROWS, tp_rank, tp_size) for part in parts])
@@ -487,7 +507,10 @@ class WeightMap:
         return _piece(whole, entry.rule.cut, tp_rank, tp_size)
 
     def merge(self, entry: Entry, shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-        """Names and whole Hugging Face tensors from the pieces of all TP ranks in order, maybe in their memory."""
+        """Return names and whole Hugging Face tensors from the shards of all TP ranks, in rank order.
+
+        The tensors may share memory with the shards.
+        """
         cut = entry.rule.cut
         if cut is Cut.WHOLE:
             parts = [shards[0]]
@@ -512,8 +535,8 @@ def _entry(rule: Rule, layer: int | None = None, expert: int | None = None) -> E
 
 
 def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """One tensor of all parts; one part alone is not copied."""
-    import torch  # which a plan, that asks for sizes alone, need not load
+    """Concatenate the parts; a single part is returned without a copy."""
+    import torch  # Here, so that size queries need not import torch.
 
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
 
@@ -524,7 +547,7 @@ def _piece(whole: Tensor, cut: Cut, tp_rank: int, tp_size: int) -> Tensor:
     dimension = 1 if cut is Cut.COLUMNS else 0
     if whole.shape[dimension] % tp_size:
         raise UserError(
-            f"tp is {tp_size}, which does not divide a dimension of {whole.shape[dimension]}; lower tp.",
+            f"tp is {tp_size}, which does not divide a tensor dimension of {whole.shape[dimension]}; lower tp.",
             code="mismatch",
             key="tp",
         )
@@ -534,13 +557,13 @@ def _piece(whole: Tensor, cut: Cut, tp_rank: int, tp_size: int) -> Tensor:
 class ShardLoader:
     """Turns a stream of whole Hugging Face tensors, in any order, into one rank's shards.
 
-    A fused tensor waits until all its parts are in; nothing else is kept. No expert is cut.
+    Keeps only the parts of fused tensors that are still incomplete. Experts are not cut by TP.
     """
 
     def __init__(
         self, weights: WeightMap, names: Sequence[str], tp_rank: int, tp_size: int, store: Callable[[str, Tensor], None]
     ) -> None:
-        """`names` are this rank's Megatron tensors, its experts among them; `store(name, shard)` takes each shard."""
+        """`names` are this rank's Megatron tensors, its experts included; `store(name, shard)` receives each shard."""
         self._weights, self._store = weights, store
         self._tp = (tp_rank, tp_size)
         self._entries = {name: weights.entry(name) for name in names}
@@ -548,7 +571,7 @@ class ShardLoader:
         self._parts: dict[str, dict[str, Tensor]] = {name: {} for name in names}
 
     def feed(self, hf_name: str, tensor: Tensor) -> None:
-        """Take one tensor; tensors that other ranks hold are ignored."""
+        """Process one tensor; ignore tensors that this rank does not hold."""
         name = self._user.get(hf_name)
         if name is None or name not in self._parts:
             return
@@ -560,5 +583,5 @@ class ShardLoader:
             del self._parts[name]
 
     def missing(self) -> list[str]:
-        """Hugging Face tensors that this rank still lacks."""
+        """Return the names of Hugging Face tensors that this rank has not received yet."""
         return sorted(hf for name, parts in self._parts.items() for hf in self._entries[name].hf if hf not in parts)

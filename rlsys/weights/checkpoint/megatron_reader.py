@@ -1,10 +1,11 @@
-"""Opens a checkpoint of Megatron's, whatever wrote it (rlsys, Megatron-LM, another system on Megatron-core): weights, one by one.
+"""Reads Megatron checkpoints weight by weight, whether rlsys, Megatron-LM or another Megatron-core system wrote them.
 
-Nothing of a model is built and no process group is joined. A checkpoint is plain data, which other processes may be sent; its
-files are opened when something is read and closed again.
+Builds no model and joins no process group. An opened checkpoint is plain data and can be pickled to other processes;
+each read opens the file and closes it again.
 
-A checkpoint is untrusted: what is not a tensor, a plain value or on a list of what lies beside weights is refused, and nothing
-that it names is ever called. What is on the list becomes an `Inert` object and is not imported either.
+A checkpoint is untrusted input. Only tensors, plain values, torch's checkpoint metadata and allowlisted classes of
+other data are accepted; anything else raises UserError before it runs. The allowlisted classes are not imported: their
+instances load as `Inert`.
 """
 
 from __future__ import annotations
@@ -40,34 +41,38 @@ from rlsys.weights.transport import checksum
 from rlsys.weights.weight_map import VOCAB_MULTIPLE, Cut, Entry, WeightMap, chunk_layers
 
 METADATA, BACKEND, COMMON = ".metadata", "metadata.json", "common.pt"
-"""Files of a distributed checkpoint beside the tensors."""
+"""Files of a distributed checkpoint other than the tensor files."""
 LAYER_STATE = "_extra_state"
-"""In the key of what a layer of Transformer Engine keeps beside its weights; without FP8 there is nothing in it."""
+"""Part of the key of the extra state that Transformer Engine layers save; empty without FP8."""
 _LATEST, _RANK_FILE = "latest_checkpointed_iteration.txt", "model_optim_rng.pt"
 
 
 def saved(value: Any) -> bytes:
-    """What `torch.save` writes."""
+    """Return `value` as the bytes that `torch.save` writes."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def open_checkpoint(folder: str | Path) -> MegatronCheckpoint:
-    """Opens the checkpoint in `folder`, or the one that Megatron's note of the latest names there. Raises UserError."""
+    """Open the checkpoint in `folder`.
+
+    If `folder` holds iterations (`iter_NNNNNNN`), open the one named in `latest_checkpointed_iteration.txt`, or the
+    only one. Raises UserError.
+    """
     folder = _resolve(Path(folder))
     if (folder / BACKEND).is_file():
         return TorchDistCheckpoint(folder)
     if (folder / METADATA).is_file():
         raise UserError(
-            f"{folder} has {METADATA} but no {BACKEND}: it was not written to the end; give another.",
+            f"{folder} has {METADATA} but no {BACKEND}: the checkpoint is incomplete; give another.",
             code="malformed",
             key=str(folder),
         )
     if any(folder.glob("mp_rank_*")):
         return LegacyCheckpoint(folder)
     raise UserError(
-        f"{folder} holds no checkpoint of Megatron's; give a folder with {BACKEND} or mp_rank_00 in it, such as "
+        f"{folder} holds no Megatron checkpoint; give a folder with {BACKEND} or mp_rank_00 in it, such as "
         ".../global_step_N/actor or .../iter_0000100.",
         code="empty",
         key=str(folder),
@@ -100,17 +105,17 @@ def _resolve(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """One Megatron tensor as a checkpoint holds it."""
+    """Shapes and dtype of a Megatron tensor in a checkpoint."""
 
     shapes: tuple[tuple[int, ...], ...]
-    """Of each tensor-parallel piece, in the order of ranks; one where it is held whole."""
+    """Shape of each tensor-parallel shard, in rank order; a single shape if the tensor is stored whole."""
     dtype: torch.dtype
 
 
 class MegatronCheckpoint(ABC):
-    """Megatron's weights in a folder, by their names with global layer and expert numbers."""
+    """A Megatron checkpoint folder, read by weight names with global layer and expert numbers."""
 
-    format: str  # torch_dist or mp_rank.
+    format: str  # "torch_dist" or "mp_rank".
 
     def __init__(
         self,
@@ -120,25 +125,27 @@ class MegatronCheckpoint(ABC):
         stored: Mapping[str, StoredWeight],
         pieces: Mapping[str, list[Any]],
     ) -> None:
-        """`layout` says to people how it was cut when it was saved, as far as can be told; `pieces` of a weight are at
-        least as many as the tensor-parallel ranks that cut it."""
+        """`layout` describes, for users, the sharding at save time as far as the files show it.
+
+        `pieces` lists the stored pieces of each weight, at least one per tensor-parallel shard.
+        """
         self.folder, self.step, self.layout, self._stored, self._pieces = folder, step, layout, stored, pieces
 
     def names(self) -> Mapping[str, StoredWeight]:
-        """Every weight, named as it is stored: of Transformer Engine's layers as those name it."""
+        """Return every weight by its stored name; Transformer Engine layers use names of their own."""
         return self._stored
 
     def files(self) -> list[Path]:
-        """The files that weights are read from, as far as they are there, relative to the folder."""
+        """Return the existing files that hold weights, relative to the folder."""
         named = {piece.file for pieces in self._pieces.values() for piece in pieces}
         return [file.relative_to(self.folder) for file in sorted(named) if file.is_file()]
 
     @abstractmethod
     def _read(self, name: str) -> list[Tensor]:
-        """The tensor-parallel pieces of a weight, in the order of ranks."""
+        """Return the tensor-parallel shards of a weight, in rank order."""
 
     def check(self, weights: WeightMap) -> None:
-        """Raise UserError unless this is a checkpoint of the model of `weights`, whole and of the right shapes."""
+        """Raise UserError unless the checkpoint holds exactly the weights of the model of `weights`, in its shapes."""
         entries = {entry.name: entry for entry in weights.entries()}
         known = {name: _entry(weights, name) for name in self.names()}
         unknown = [
@@ -166,17 +173,17 @@ class MegatronCheckpoint(ABC):
             self._check_shape(entry, weights)
             name, vocab = self._stored_name(entry), weights.architecture.vocab
             rows = sum(shape[0] for shape in self.names()[name].shapes)
-            # Megatron pads by less than a multiple of its own for each tensor-parallel rank; more is another model's.
+            # Padding is below VOCAB_MULTIPLE rows per tensor-parallel rank; more rows mean another model.
             if entry.rule.cut is Cut.VOCAB and rows - vocab >= VOCAB_MULTIPLE * len(self._pieces[name]):
                 raise UserError(
-                    f"{self.folder} has a vocabulary of {rows} rows in {name}, and the config.json says {vocab}, which "
-                    "is too few for the rest to be padding; give the config.json of the model that was trained (--hf).",
+                    f"{self.folder} has {rows} vocabulary rows in {name}, but the config.json says {vocab}, and the "
+                    "difference is too large for padding; give the config.json of the model that was trained (--hf).",
                     code="mismatch",
                     key=str(self.folder),
                 )
 
     def check_copies(self, weights: WeightMap) -> None:
-        """Raise UserError unless what is stored beside the tensor that it is a copy of has the same numbers."""
+        """Raise UserError if a stored copy of a tied tensor differs from its original."""
 
         def sums(entry: Entry) -> list[str]:
             return [checksum(name, tensor) for name, tensor in self.parts(entry, weights)]
@@ -187,21 +194,21 @@ class MegatronCheckpoint(ABC):
             original = originals[copy.hf]
             if copy.name in stored and sums(copy) != sums(original):
                 raise UserError(
-                    f"{self.folder} has {copy.name} with other numbers than {original.name}, and they would be lost, "
-                    "for the config.json says that the two are one (tie_word_embeddings); give the config.json of the "
+                    f"{self.folder} holds different values in {copy.name} and {original.name}, but the config.json "
+                    f"ties the two (tie_word_embeddings), so {copy.name} would be lost; give the config.json of the "
                     "model that was trained.",
                     code="mismatch",
                     key=str(self.folder),
                 )
 
     def dtype(self, entry: Entry) -> torch.dtype:
-        """The dtype that a weight is stored in. Raises UserError if there is no such weight."""
+        """Return the dtype that a weight is stored in. Raises UserError if the checkpoint lacks the weight."""
         return self.names()[self._stored_name(entry)].dtype
 
     def parts(self, entry: Entry, weights: WeightMap) -> list[tuple[str, Tensor]]:
-        """A weight's whole Hugging Face tensors with their names, on the CPU, in the dtype they are stored in.
+        """Return a weight's whole Hugging Face tensors with their names, on the CPU, in their stored dtype.
 
-        They may share memory. Raises UserError if the weight is not there, or its file is damaged.
+        The tensors may share memory. Raises UserError if the weight is missing or its file is damaged.
         """
         return self._merged(entry, weights, self._read(self._stored_name(entry)))
 
@@ -246,10 +253,10 @@ def _entry(weights: WeightMap, name: str) -> Entry | None:
 
 
 class Inert:
-    """Stands for an object of a class that is of no use here: it keeps attributes and does nothing."""
+    """Placeholder for an unpickled object whose class is not imported; keeps attributes, has no behaviour."""
 
     def __new__(cls, *_: Any, **__: Any) -> Inert:
-        """Whatever its class was made from."""
+        """Accept and ignore the arguments of any replaced class."""
         return super().__new__(cls)
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -262,7 +269,7 @@ class Inert:
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """Where in a file a tensor lies."""
+    """Location and layout of a tensor in a file."""
 
     file: Path
     offset: int  # Bytes from the start of the file to its first element.
@@ -271,14 +278,15 @@ class OnDisk:
     dtype: torch.dtype
 
     def rows(self, start: int, stop: int) -> OnDisk:
-        """Some rows of it."""
+        """Return the location of rows `start` to `stop` (exclusive)."""
         skipped = start * self.stride[0] * self.dtype.itemsize
         return replace(self, offset=self.offset + skipped, shape=(stop - start, *self.shape[1:]))
 
     def read(self) -> Tensor:
-        """The tensor: the file's own bytes where they are aligned, mapped for as long as it lives, else a copy.
+        """Return the tensor, memory-mapped from the file if aligned to its dtype, else a copy.
 
-        What is written to it is not written to the file. Raises UserError if the file has become shorter.
+        The mapping lasts as long as the tensor, and writes to it do not reach the file. Raises UserError if the file is
+        too short or unreadable.
         """
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -287,12 +295,12 @@ class OnDisk:
         try:
             if self.file.stat().st_size < self.offset + nbytes:
                 raise UserError(
-                    f"{self.file} is cut short; complete the checkpoint, or copy it again.",
+                    f"{self.file} is truncated; complete the checkpoint, or copy it again.",
                     code="malformed",
                     key=str(self.file),
                 )
             if self.offset % itemsize:
-                # Half the memory of a map that is then copied.
+                # Mapping and then copying would need twice the memory.
                 flat = torch.from_numpy(np.fromfile(self.file, np.uint8, nbytes, offset=self.offset))
             else:
                 flat = map_bytes(self.file, self.offset, nbytes)
@@ -304,18 +312,18 @@ class OnDisk:
 def find_tensors(
     file: Path, stream: IO[bytes], start: int = 0, is_inert: Callable[[str], bool] = lambda _: False
 ) -> tuple[Any, Callable[[Tensor], OnDisk]]:
-    """What `torch.save` wrote to `stream`, with tensors that have no data, and where such a tensor lies.
+    """Load a `torch.save` stream without tensor data; return it and a function that locates such a tensor on disk.
 
-    `stream` begins `start` bytes into `file`. `is_inert` says of a full name whether objects made with it are tolerated,
-    as `Inert` ones. Raises UserError if it is damaged or asks for anything else.
+    `stream` begins `start` bytes into `file`. Globals whose full name satisfies `is_inert` load as `Inert`. Raises
+    UserError if the stream is damaged or references any other global outside torch's `weights_only` allowlist.
     """
-    # So files of `torch.save` began that were no archives yet.
+    # First bytes of the torch.save format that preceded zip archives.
     old = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
     begins = stream.read(len(old))
     stream.seek(0)
     if begins == old:
         raise UserError(
-            f"{file} was written by a torch before 1.6, or as that did, which is not read here; load it with torch and "
+            f"{file} is in the torch.save format from before torch 1.6, which is not supported; load it with torch and "
             "save it again.",
             code="unsupported",
             key=str(file),
@@ -324,8 +332,8 @@ def find_tensors(
         named = get_unsafe_globals_in_checkpoint(stream)
         if refused := sorted(name for name in named if not is_inert(name)):
             raise UserError(
-                f"{file} asks for {refused[0]}, which no checkpoint of weights needs; it is not read, for it could "
-                "run code. Use a checkpoint from a source that you trust.",
+                f"{file} asks for {refused[0]}, which no checkpoint of weights needs and which could run code, so the "
+                "file is not read; use a checkpoint from a source that you trust.",
                 code="unsafe",
                 key=str(file),
             )
@@ -334,7 +342,7 @@ def find_tensors(
             loaded = torch.load(stream, map_location="meta", weights_only=True)
     except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError, TypeError, KeyError) as error:
         raise UserError(
-            f"{file} is damaged or cut short; complete the checkpoint, or copy it again.",
+            f"{file} is damaged or truncated; complete the checkpoint, or copy it again.",
             code="malformed",
             key=str(file),
         ) from error
@@ -342,7 +350,7 @@ def find_tensors(
     def locate(tensor: Tensor) -> OnDisk:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise UserError(
-                f"{file} has a sparse or quantised tensor, which is not read; give another checkpoint.",
+                f"{file} has a sparse or quantised tensor, which is not supported; give another checkpoint.",
                 code="unsupported",
                 key=str(file),
             )
@@ -353,9 +361,11 @@ def find_tensors(
     return loaded, locate
 
 
-# Names in distributed checkpoints: a weight of a layer lies under a key without the layer's number, whose tensor has all layers
-# as its first axis; that of an expert has all experts as the next one. Checkpoints of layers that are not alike number the layers
-# in the key instead. Here a key and the numbers along its leading axes become the name of one weight, and back.
+# Keys of distributed checkpoints stack layers: a key has no layer number, and the first axis of its tensor runs over
+# all layers. An expert's key has all experts along the next axis. If the layers differ in structure, the key has the
+# layer number instead of an axis. `name_of` turns a key and the indices along its leading axes into a weight name,
+# `key_of` a name into a key:
+#   decoder.layers.mlp.linear_fc2.weight, (3,)  <->  decoder.layers.3.mlp.linear_fc2.weight
 _LAYERS = "decoder.layers."
 _STACKED_LAYERS = re.compile(r"^decoder\.layers\.(?!\d)")
 _EXPERTS, _LOCAL = ".mlp.experts.experts.", ".mlp.experts.local_experts."
@@ -363,21 +373,21 @@ _STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.experts\.(?!\d)")
 _WRAPPERS = re.compile(r"^(?:model\.|module\.)+")
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?(?:optimizer|master)\.")
 _HALVES = {"linear_fc1.weight_w": 0, "linear_fc1.weight_v": 1}
-"""Keys of the gate and of the up projection alone, which are one weight elsewhere."""
+"""Key endings of gate and up projection stored apart -> position in the fused weight."""
 _NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-"""Norms lie under the name that Transformer Engine gives them, where it fuses them into the next linear layer."""
+"""Norm -> its name in Transformer Engine, which fuses the norm into the next linear layer."""
 
 
 def is_weight(key: str) -> bool:
-    """Whether what lies under `key` is a weight of the model, not the optimiser's nor a `LAYER_STATE`."""
+    """Return True if `key` is a model weight, neither optimiser state nor `LAYER_STATE`."""
     return not _OPTIMIZER.match(key) and LAYER_STATE not in key
 
 
 def name_of(key: str, numbers: tuple[int, ...]) -> str:
-    """The weight at `numbers` along the leading axes of `key`, with its global layer and expert numbers."""
+    """Return the name of one weight in the stacked tensor `key`; `numbers` index its leading axes (layer, expert)."""
     if key.endswith(tuple(_HALVES)):
         key = key[:-2]
     rest = iter(numbers)
@@ -389,7 +399,7 @@ def name_of(key: str, numbers: tuple[int, ...]) -> str:
 
 
 def key_of(name: str, mixture: bool) -> str:
-    """The stacked key of a weight; `mixture`: the layers have experts, before which no norm is fused."""
+    """Return the stacked key of a weight. `mixture`: the layers have experts, whose preceding norm is not fused."""
     if not name.startswith(_LAYERS):
         return name
     _, _, rest = name.removeprefix(_LAYERS).partition(".")
@@ -398,28 +408,28 @@ def key_of(name: str, mixture: bool) -> str:
 
 
 _MOST_PIECES = 1 << 20
-"""Pieces of weights, one for each expert of each layer and each cut: more than any model has, and few to count."""
-_METADATA_BYTES = 1 << 30  # Largest `.metadata` that is read; no model needs as much.
+"""Limit on weight pieces (one per layer, expert and cut): above any real model, low enough to enumerate."""
+_METADATA_BYTES = 1 << 30  # Size limit of `.metadata`, far above that of any real model.
 
 
 class _Piece(NamedTuple):
-    """A part of a weight within a chunk."""
+    """The part of a weight that one stored chunk holds."""
 
     file: Path
-    start: int  # Bytes into the file, to what `torch.save` wrote.
-    length: int
-    sizes: tuple[int, ...]  # Of the chunk.
-    within: tuple[int, ...]  # Where along the chunk's leading axes the weight is.
-    at: tuple[int, ...]  # Where in the weight the piece begins.
+    start: int  # Byte offset of the chunk's `torch.save` stream in the file.
+    length: int  # Bytes of that stream.
+    sizes: tuple[int, ...]  # Shape of the chunk.
+    within: tuple[int, ...]  # Index of the weight along the chunk's leading axes.
+    at: tuple[int, ...]  # Index in the weight at which the piece begins.
 
 
 class TorchDistCheckpoint(MegatronCheckpoint):
-    """A distributed checkpoint: `.metadata` says which chunk (of `torch.save`) of which tensor lies where."""
+    """A distributed checkpoint, whose `.metadata` locates each chunk (a `torch.save` stream) of each tensor."""
 
     format = "torch_dist"
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError if the folder is incomplete, or its metadata is damaged or is none."""
+        """Raises UserError if the folder is incomplete or its metadata is invalid."""
         try:
             backend = json.loads((folder / BACKEND).read_text())["sharded_backend"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -430,7 +440,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
             ) from error
         if backend != "torch_dist":
             raise UserError(
-                f"{folder} was saved as {backend}, which is not read here; save it as torch_dist.",
+                f"{folder} was saved as {backend}, which is not supported; save it as torch_dist.",
                 code="unsupported",
                 key=str(folder),
             )
@@ -445,9 +455,9 @@ class TorchDistCheckpoint(MegatronCheckpoint):
             stored, pieces = _index(folder, found)
         except UserError:
             raise
-        except Exception as error:  # it may lack anything
+        except Exception as error:  # Any field may be missing.
             raise _damaged(folder / METADATA, error) from error
-        # A distributed checkpoint is whole; only the chunks tell of the tensor parallelism that wrote it.
+        # The format records whole tensors; only the number of chunks shows the TP size at save time.
         tp = max((len(cut) for name, cut in pieces.items() if name.endswith("linear_proj.weight")), default=1)
         layout = f"whole tensors, saved under tp {tp} in {len(list(folder.glob('*.distcp')))} files"
         named = re.fullmatch(r"iter_(\d+)", folder.name)
@@ -458,11 +468,11 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         return [Path(METADATA), *super().files()]
 
     def parts(self, entry: Entry, weights: WeightMap) -> list[tuple[str, Tensor]]:
-        """See `MegatronCheckpoint`; what lies in one piece is not copied."""
+        """See `MegatronCheckpoint`. A tensor stored in one piece is mapped, not copied."""
         self._check_shape(entry, weights)
         if entry.rule.cut not in (Cut.GATE_UP, Cut.VOCAB):
             return super().parts(entry, weights)
-        # In the whole tensor they follow one another, and it is often cut between them.
+        # The parts are consecutive rows of the whole tensor, which is often cut between them.
         name, shapes = self._stored_name(entry), entry.rule.shapes
         bounds = pairwise(accumulate((shape[0] for shape in shapes), initial=0))
         return [(hf, self._rows(name, *rows)) for hf, rows in zip(entry.hf, bounds, strict=True)]
@@ -471,7 +481,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         return [self._rows(name, 0, self._stored[name].shapes[0][0])]
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Some rows of a weight, which has at least one dimension."""
+        """Return rows `start` to `stop` (exclusive) of a weight with at least one dimension."""
         stored = self._stored[name]
         shape = (stop - start, *stored.shapes[0][1:])
         found: list[tuple[tuple[int, ...], OnDisk]] = []
@@ -483,7 +493,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
                 found.append(((first + begin - start, *piece.at[1:]), place))
         if sum(prod(place.shape) for _, place in found) != prod(shape):
             raise UserError(
-                f"{self.folder / METADATA} does not say where all of {name} is; use another checkpoint.",
+                f"{self.folder / METADATA} does not locate all of {name}; use another checkpoint.",
                 code="malformed",
                 key=str(self.folder / METADATA),
             )
@@ -499,11 +509,11 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         file = piece.file
         if not file.is_file():
             raise UserError(
-                f"{file} is not there, but holds {name}; complete the checkpoint.", code="not_found", key=str(file)
+                f"{file}, which holds {name}, is not there; complete the checkpoint.", code="not_found", key=str(file)
             )
         if file.stat().st_size < piece.start + piece.length:
             raise UserError(
-                f"{file} is cut short, and {name} was in it; complete the checkpoint, or copy it again.",
+                f"{file}, which holds {name}, is truncated; complete the checkpoint, or copy it again.",
                 code="malformed",
                 key=str(file),
             )
@@ -523,7 +533,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
 
 
 class _MegatronMetadata(metadata.Metadata):
-    """Older Megatrons wrote classes of their own, of which only torch's fields matter here."""
+    """Replaces the metadata class of older Megatron versions; only the fields inherited from torch are used."""
 
 
 _OF_TORCH: dict[ModuleType, tuple[str, ...]] = {
@@ -548,44 +558,44 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("collections", "OrderedDict"): OrderedDict,
 }
-"""What `.metadata`, an untrusted pickle, may name, by module and name, and what is made for it."""
+"""(module, name) that `.metadata`, an untrusted pickle, may reference -> the object used for it."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes nothing but metadata of tensors."""
+    """Unpickler restricted to tensor metadata."""
 
     def __init__(self, file: Path) -> None:
         if file.stat().st_size > _METADATA_BYTES:
             raise _damaged(file, f"it has {file.stat().st_size} bytes")
         data = file.read_bytes()
         for code, number, _ in pickletools.genops(data):
-            # The unpickler, and torch's and Megatron's too, makes room for as many objects as such a number says.
+            # Unpicklers (this one, torch's, Megatron's) allocate a memo table as large as this number.
             if code.name in ("PUT", "LONG_BINPUT") and int(number or 0) > len(data):
                 raise _damaged(file, "it numbers more objects than it has bytes")
         super().__init__(io.BytesIO(data))
         self._file = file
 
     def find_class(self, module: str, name: str) -> Any:
-        """A class on the list, or a dtype. Raises UserError for any other."""
+        """Return an allowlisted class or a dtype. Raises UserError for any other name."""
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise UserError(
-            f"{self._file} asks for {module}.{name}, which is no metadata of tensors; it is not read, for it could run "
-            "code. Use a checkpoint from a source that you trust.",
+            f"{self._file} asks for {module}.{name}, which is not tensor metadata and could run code, so the file is "
+            "not read; use a checkpoint from a source that you trust.",
             code="unsafe",
             key=str(self._file),
         )
 
 
 def read_metadata(file: Path) -> metadata.Metadata:
-    """What `.metadata` says. Raises UserError if it is damaged, or names what is no metadata."""
+    """Read a `.metadata` file. Raises UserError if it is damaged or references anything but tensor metadata."""
     try:
         found = _MetadataUnpickler(file).load()
     except UserError:
         raise
-    except Exception as error:  # a damaged pickle may fail in any way
+    except Exception as error:  # A damaged pickle can raise anything.
         raise _damaged(file, error) from error
     if not isinstance(found, metadata.Metadata):
         raise _damaged(file, "it holds no metadata")
@@ -593,11 +603,12 @@ def read_metadata(file: Path) -> metadata.Metadata:
 
 
 def check_place(place: Any, key: str) -> None:
-    """Raise UserError unless what lies under `key` is in a file of the folder, and neither compressed nor the like."""
+    """Raise UserError unless `key` is stored uncompressed and unencrypted in a file of the checkpoint folder."""
     file = place.relative_path
     if Path(file).name != file or getattr(place, "transform_descriptors", None):
         raise UserError(
-            f"{file} holds {key} in a way that is not read here; use torch_dist as is.",
+            f"{file} holds {key} outside the folder or in a transformed form, which is not supported; save it as plain "
+            "torch_dist.",
             code="unsupported" if Path(file).name == file else "unsafe",
             key=file,
         )
@@ -605,14 +616,14 @@ def check_place(place: Any, key: str) -> None:
 
 def _damaged(file: Path, reason: object) -> UserError:
     return UserError(
-        f"{file} is damaged or cut short ({reason}); take another checkpoint, or copy it again.",
+        f"{file} is damaged or truncated ({reason}); take another checkpoint, or copy it again.",
         code="malformed",
         key=str(file),
     )
 
 
 def _index(folder: Path, found: metadata.Metadata) -> tuple[dict[str, StoredWeight], dict[str, list[_Piece]]]:
-    """Every weight, and the pieces that it is made of."""
+    """Return every weight and the stored pieces of each, by name."""
     stored: dict[str, StoredWeight] = {}
     pieces: dict[str, list[_Piece]] = {}
     files: dict[str, Path] = {}
@@ -620,7 +631,7 @@ def _index(folder: Path, found: metadata.Metadata) -> tuple[dict[str, StoredWeig
     for key, tensor in found.state_dict_metadata.items():
         if not isinstance(tensor, metadata.TensorStorageMetadata) or not is_weight(key):
             continue
-        # Wrappers around the model put their names before the key.
+        # Model wrappers prefix the key with their own names.
         plain = _WRAPPERS.sub("", key)
         axes = bool(_STACKED_LAYERS.match(plain)) + bool(_STACKED_EXPERTS.search(plain))
         count += sum(max(prod(tuple(chunk.sizes)[:axes]), 0) for chunk in tensor.chunks)
@@ -652,14 +663,14 @@ _TOLERATED = re.compile(
     r"|numpy\.(dtype|ndarray|dtypes\.\w+|_?core\.multiarray\.(_reconstruct|scalar))"
     r"|pathlib(\._local)?\.(Pure)?PosixPath|datetime\.timedelta"
 )
-"""Classes of what lies beside the weights: settings, states of random generators."""
+"""Classes accepted beside weights: settings and random generator states."""
 _SHOWN = 1 << 63
-"""Beyond this, a number in an untrusted file is not shown: Python prints none of more than 4,300 digits."""
+"""Cap on numbers from an untrusted file that are printed: Python raises for more than 4,300 digits."""
 _SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
 
 
 class _Rank(NamedTuple):
-    """Whose file it is."""
+    """The rank that wrote a file."""
 
     tp: int
     pp: int
@@ -667,15 +678,15 @@ class _Rank(NamedTuple):
 
 
 class _RankFile(NamedTuple):
-    """What one file says: its models in the order of virtual stages, the ranks in all, and the step."""
+    """Content of one rank's file."""
 
-    models: tuple[dict[str, OnDisk], ...]
-    sizes: dict[str, int]
+    models: tuple[dict[str, OnDisk], ...]  # One for each virtual stage, in order.
+    sizes: dict[str, int]  # TP, PP and EP size of the saving run, as far as its settings are stored.
     step: int | None
 
 
 class _Grid(NamedTuple):
-    """The ranks that there are. A rank of the experts' tensor parallelism holds what `etp` ranks cut an expert in."""
+    """Parallel sizes of the saving run; `etp` is the tensor-parallel size of the experts."""
 
     tp: int
     pp: int
@@ -683,21 +694,21 @@ class _Grid(NamedTuple):
     etp: int
 
     def files(self) -> list[tuple[int, int]]:
-        """Tensor and expert rank of each file of a stage."""
+        """Return (tensor rank, expert rank) of each file of a pipeline stage."""
         return [(rank % self.tp, rank // self.etp % self.ep) for rank in range(lcm(self.tp, self.etp * self.ep))]
 
 
 class LegacyCheckpoint(MegatronCheckpoint):
-    """A folder with a file for every rank, `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`.
+    """A folder with one file per rank, `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`.
 
-    A file holds the layers of its stage, numbered from 0, and of its share of the experts; with virtual stages it holds
-    several models. Which layers those are follows from how many each holds.
+    A file holds its stage's layers and its share of the experts, both numbered from 0; with virtual stages it holds
+    several models. The number of layers in each model gives the global layer numbers.
     """
 
     format = "mp_rank"
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError if a rank's file is missing, damaged, or asks to run code."""
+        """Raises UserError if a rank's file is missing, damaged or unsafe to load."""
         files = {}
         for path in sorted(folder.glob("mp_rank_*")):
             if named := _RANK.fullmatch(path.name):
@@ -731,9 +742,7 @@ def _read_file(file: Path) -> _RankFile:
     with file.open("rb") as stream:
         loaded, locate = find_tensors(file, stream, is_inert=lambda name: bool(_TOLERATED.fullmatch(name)))
     if not isinstance(loaded, dict):
-        raise UserError(
-            f"{file} holds no checkpoint of Megatron's; give another folder.", code="malformed", key=str(file)
-        )
+        raise UserError(f"{file} holds no Megatron checkpoint; give another folder.", code="malformed", key=str(file))
     chunks = {int(named[1] or 0): value for key, value in loaded.items() if (named := _MODEL.fullmatch(str(key)))}
     if not chunks or sorted(chunks) != list(range(len(chunks))):
         raise UserError(
@@ -751,22 +760,26 @@ def _read_file(file: Path) -> _RankFile:
             )
         if "language_model" in chunk:
             raise UserError(
-                f"{file} is of Megatron's old models, which are not read; convert it to Megatron-core.",
+                f"{file} holds a Megatron model from before Megatron-core, which is not supported; convert it to "
+                "Megatron-core.",
                 code="unsupported",
                 key=str(file),
             )
         weights = {name: value for name, value in chunk.items() if isinstance(value, Tensor) and is_weight(name)}
         models.append({re.sub(r"^(?:module\.)+", "", name): locate(tensor) for name, tensor in weights.items()})
     step, settings = loaded.get("iteration"), loaded.get("args")
-    # Ranks that there should be, where Megatron's settings lie beside the weights.
-    # Where Megatron is loaded, it has told torch of their classes, and they are not inert.
+    # Megatron's settings, if stored, give the parallel sizes. If Megatron is imported, it has registered these classes
+    # as safe with torch, and the settings load as real objects instead of `Inert`.
     said = vars(settings) if isinstance(settings, Inert | Namespace | SimpleNamespace) else {}
     sizes = {short: said[name] for short, name in _SIZES.items() if isinstance(said.get(name), int)}
     return _RankFile(tuple(models), sizes, step if isinstance(step, int) and 0 <= step < _SHOWN else None)
 
 
 def _with_expert_ranks(files: dict[_Rank, _RankFile]) -> dict[_Rank, _RankFile]:
-    """Without stages, the number after the tensor rank is the expert rank, and every file has the embedding."""
+    """Reinterpret `mp_rank_TT_NNN` as tensor and expert rank if the run had no pipeline stages.
+
+    Without stages every file has the embedding; then NNN, read as the pipeline rank, is the expert rank.
+    """
     first = "embedding.word_embeddings.weight"
     if any(rank.ep for rank in files) or not all(first in file.models[0] for file in files.values()):
         return files
@@ -774,14 +787,14 @@ def _with_expert_ranks(files: dict[_Rank, _RankFile]) -> dict[_Rank, _RankFile]:
 
 
 def _grid(folder: Path, files: dict[_Rank, _RankFile]) -> _Grid:
-    """Raises UserError if a rank of a regular layout is missing."""
+    """Return the parallel sizes that match the files. Raises UserError if a rank's file is missing."""
     said = next(iter(files.values())).sizes
     sizes = {axis: max(1 + max(getattr(rank, axis) for rank in files), said.get(axis, 1)) for axis in _SIZES}
     for axis, size in sizes.items():
-        # Nothing is counted out for such a size, for anything may be said.
+        # Fail before enumerating ranks: the size comes from an untrusted file.
         if size > len(files):
             raise UserError(
-                f"{folder} has the files of {len(files)} ranks, which are too few for "
+                f"{folder} has the files of {len(files)} ranks, too few for "
                 f"{_SIZES[axis]}={min(size, _SHOWN)}; complete the checkpoint, or copy it again.",
                 code="not_found",
                 key=str(folder),
@@ -803,9 +816,9 @@ def _grid(folder: Path, files: dict[_Rank, _RankFile]) -> _Grid:
 
 
 def _assemble(files: dict[_Rank, _RankFile], grid: _Grid) -> dict[str, list[OnDisk]]:
-    """The pieces of every weight in the order of tensor ranks, by its name with global numbers."""
+    """Return the tensor-parallel shards of every weight, in rank order, by its name with global numbers."""
     virtual = max(len(file.models) for file in files.values())
-    # Each virtual stage of a pipeline rank, as each of its tensor and expert ranks has it.
+    # [pipeline rank][virtual stage] -> (rank, model) of each tensor and expert rank.
     chunks = [
         [
             [(rank, file.models[n]) for rank, file in files.items() if rank.pp == stage and n < len(file.models)]
@@ -830,8 +843,10 @@ def _assemble(files: dict[_Rank, _RankFile], grid: _Grid) -> dict[str, list[OnDi
 
 
 def _holders(grid: _Grid) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-    """Tensor and expert ranks whose piece counts, of a weight and of an expert's: of what several ranks hold alike, it
-    is the first one's."""
+    """Return the (tensor, expert) ranks to read shards from: one set for dense weights, one for expert weights.
+
+    If several ranks hold the same shard, the first one is read.
+    """
     whole: dict[int, int] = {}
     expert: dict[tuple[int, int], int] = {}
     for tp, ep in sorted(grid.files(), reverse=True):
@@ -841,10 +856,10 @@ def _holders(grid: _Grid) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
 
 
 def _last(kind: re.Pattern[str], names: Iterable[str]) -> int:
-    """The largest local number of a layer or an expert in `names`; -1 if there is none."""
+    """Return the largest local layer or expert number in `names`, -1 if `names` has none."""
     return max((int(found[2]) for name in names if (found := kind.search(name))), default=-1)
 
 
 def _raised(kind: re.Pattern[str], name: str, first: int) -> str:
-    """`name` with `first` added to its local number."""
+    """Return `name` with `first` added to its local number."""
     return kind.sub(lambda found: f"{found[1]}{int(found[2]) + first}", name)

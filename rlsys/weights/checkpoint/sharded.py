@@ -1,12 +1,14 @@
-"""Megatron's distributed checkpoints (torch_dist), written while training goes on, and loaded into a model.
+"""Saves Megatron distributed checkpoints (torch_dist) while training continues, and loads them into a model.
 
-Contract: what is saved is the state as it was when `begin` was called, whatever happens to it afterwards, with the
-random generators of each process; a folder is complete (`complete.json`, by rename) when everything else of it is on
-disk, never before. TP, CP, PP, EP and DP may differ between saving and loading.
+Contract: a checkpoint holds the state, and each process's random generators, as of the call of `begin`. `complete.json`
+appears, by rename, only after everything else in the folder is on disk. TP, CP, PP, EP and DP may differ between saving
+and loading.
 
-Saving has three parts. `begin` plans and copies (collectives, and copies to host memory), a thread writes this
-process's files (no collective, and nothing that training works with), `finish` completes the folders (collectives).
-Where one process can fail all of them hear of it, so that none waits for another in vain.
+Saving has three phases:
+- `begin` plans and copies the state to host memory (collective).
+- A thread writes this process's files: no collectives, no access to training state.
+- `finish` completes the folders (collective).
+An error on one rank is raised on all, so no rank waits for a failed one.
 """
 
 from __future__ import annotations
@@ -71,28 +73,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What one process has written of one checkpoint."""
+    """Amount that one process wrote for one save."""
 
     bytes: int
-    seconds: float  # That its thread took.
+    seconds: float  # Writing time of the thread.
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What goes into one folder."""
+    """State to save in one folder."""
 
     folder: Path
-    state: dict[str, Any]  # Megatron's sharded state of this process.
-    about: About  # Without the layout, which is that of the group.
+    state: dict[str, Any]  # Megatron sharded state dict of this process.
+    about: About  # Without the layout, which the writer fills in.
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One process's part of one folder: planned, copied, and independent of the model."""
+    """One process's planned share of one folder, copied and thus independent of the model."""
 
     folder: Path
     about: About
-    files: Mapping[str, bytes]  # Of this process alone, by name.
+    files: Mapping[str, bytes]  # Files other than tensor files that this process writes, by name.
     writer: FileSystemWriter
     planner: SavePlanner
     plan: SavePlan
@@ -100,7 +102,7 @@ class _Job:
 
 
 class CheckpointWriter:
-    """Writes one process's checkpoints, one after another. All ranks call `begin` and `finish` together."""
+    """Writes one process's share of checkpoints, one save at a time. `begin` and `finish` are collective."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -110,13 +112,13 @@ class CheckpointWriter:
 
     @property
     def writing(self) -> bool:
-        """This process's files are still being written."""
+        """True while this process's files are being written."""
         return self._writing is not None and not self._writing.done()
 
     def begin(self, contents: Sequence[Content]) -> None:
-        """Copy `contents`, and begin to write them to a file system that all ranks share, once a save before is finished.
+        """Finish the previous save, copy `contents`, and start writing them to a file system shared by all ranks.
 
-        Raises what `finish` raises, and UserError if a folder holds a complete checkpoint.
+        Raises what `finish` raises, and UserError if a folder already holds a complete checkpoint.
         """
         self.finish()
         for content in contents:
@@ -124,7 +126,7 @@ class CheckpointWriter:
         prepared = [save_preprocess(content.state) for content in contents]
         kept = []
         for state, _ in prepared:
-            # Of what data-parallel ranks have alike each writes its share.
+            # Split state that data-parallel ranks replicate into one share per rank.
             group = parallel_state.get_data_parallel_group()
             shares = determine_main_replica_uniform_distribution(state, group)
             distribute_main_replicas_with_precomputed_distribution(state, group, shares)
@@ -137,7 +139,7 @@ class CheckpointWriter:
         self._writing = self._thread.submit(self._write, self._jobs)
 
     def finish(self) -> Written:
-        """Wait until what was begun, if anything, is complete. Raises RunError on all ranks if one could not write."""
+        """Block until the pending save, if any, is complete. Raises RunError on all ranks if one cannot write."""
         jobs, writing, self._jobs, self._writing = self._jobs, self._writing, (), None
         if writing is None:
             return Written(0, 0.0)
@@ -149,20 +151,20 @@ class CheckpointWriter:
         return Written(sharded + other, self._seconds)
 
     def _write(self, jobs: Sequence[_Job]) -> list[list[WriteResult]]:
-        """On the thread."""
+        """Write this process's files. Runs on the thread."""
         started = perf_counter()
         results = []
         for job in jobs:
             for name, data in job.files.items():
                 _write_file(job.folder / name, data)
-            # A process that has nothing to write would leave an empty file.
+            # With nothing to write, the writer would leave an empty file.
             results.append(job.writer.write_data(job.plan, job.planner).value() if job.plan.items else [])
         self._seconds = perf_counter() - started
         return results
 
 
 def _open(folder: Path) -> None:
-    """On the first rank: make `folder`, or refuse it."""
+    """Create `folder` on rank 0. Raises UserError there if it holds a complete checkpoint."""
     if dist.get_rank() == 0:
         if is_complete(folder):
             raise UserError(
@@ -172,20 +174,23 @@ def _open(folder: Path) -> None:
 
 
 def _stage(shards: Sequence[Shard]) -> None:
-    """Put copies in the places of what training is going to change. Objects are pickled by `_plan`."""
+    """Replace the tensors of `shards`, which training will change, with host copies.
+
+    `_plan` pickles the other objects.
+    """
     tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
     for shard, copy in zip(tensors, host_copies([shard.data for shard in tensors]), strict=True):
         shard.data = copy
 
 
 def _plan(content: Content, shards: Sequence[Shard], common: dict[str, Any]) -> _Job:
-    """Agree on who writes what; `common` is what all ranks have alike."""
+    """Agree with all ranks on the items that each one writes; `common` is the state replicated on every rank."""
     by_key: dict[str, list[Shard]] = {}
     for shard in shards:
         key = shard.unique_key if isinstance(shard, ShardedObject) else shard.key
         by_key.setdefault(key, []).append(shard)
     rank = dist.get_rank()
-    # Nothing is copied ahead: it is on the host already, and the thread must not wait for training's stream.
+    # No copy-ahead: the data is in host memory already, and the thread must not wait for training's CUDA stream.
     writer = FileSystemWriter(content.folder, per_thread_copy_ahead=0)
     planner = MCoreSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(mcore_to_pyt_state_dict(by_key), is_coordinator=rank == 0)
@@ -202,7 +207,7 @@ def _plan(content: Content, shards: Sequence[Shard], common: dict[str, Any]) -> 
 
 
 def _complete(job: _Job, results: list[list[WriteResult]]) -> None:
-    """On the first rank: write what says that all is there; `results` are of each rank."""
+    """Write the metadata and `complete.json`, on rank 0 only; `results` has one list per rank."""
     if dist.get_rank():
         return
     job.writer.finish(job.metadata, results)
@@ -220,7 +225,10 @@ def _write_file(path: Path, data: bytes) -> None:
 
 
 def _agree(folder: Path, action: Callable[[], T]) -> list[T]:
-    """What `action` gives on each rank. Where it fails on one all raise: a UserError as it is, else RunError."""
+    """Run `action` and return the results of all ranks.
+
+    If it fails on one, all raise: UserError as is, else RunError.
+    """
     result: T | None = None
     failure: Exception | None = None
     cause = None
@@ -231,8 +239,8 @@ def _agree(folder: Path, action: Callable[[], T]) -> list[T]:
     except Exception as error:  # noqa: BLE001
         cause, reason = error, f"{_reason(error)}, rank {dist.get_rank()}"
         failure = RunError(
-            f"The checkpoint {folder} could not be written ({reason}): see that there is room, and that writing is "
-            "allowed; earlier checkpoints are as they were."
+            f"The checkpoint {folder} could not be written ({reason}): check free space and write permission; earlier "
+            "checkpoints are intact."
         )
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, (result, failure))
@@ -243,7 +251,7 @@ def _agree(folder: Path, action: Callable[[], T]) -> list[T]:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, whatever the libraries in between made of it."""
+    """Return the message of the underlying OSError, if any, else of `error`."""
     inner: BaseException | None = error
     while inner is not None:
         if isinstance(inner, OSError) and inner.strerror:
@@ -253,10 +261,10 @@ def _reason(error: BaseException) -> str:
 
 
 def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Contiguous copies of `tensors` as they are now, in one stretch of host memory that goes with the last of them.
+    """Return contiguous copies of `tensors` in a single host allocation, freed with the last copy.
 
-    One stretch, for the heap does not give back what many small pieces leave. It is not pinned: that is slow, and pays
-    only for memory that is kept.
+    The heap would keep the memory of many small allocations after the copies are freed. The memory is not pinned:
+    pinning is slow and pays off only for memory that is reused.
     """
     starts = [0, *accumulate(aligned(tensor.nbytes) for tensor in tensors)]
     memory = torch.empty(starts[-1], dtype=torch.uint8)
@@ -268,13 +276,13 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def load(folder: str | Path, sharded_state: dict[str, Any]) -> dict[str, Any]:
-    """Fill `sharded_state` from a checkpoint and return it; all ranks call this together. Raises UserError."""
+    """Fill `sharded_state` from a checkpoint and return it (collective). Raises UserError."""
     folder = Path(folder)
     read_about(folder)
     require_sound(folder)
     try:
         state, unused, lacking = dist_checkpointing.load(sharded_state, str(folder), strict=StrictHandling.RETURN_ALL)
-    except (Exception, CheckpointException) as error:  # the latter is no Exception
+    except (Exception, CheckpointException) as error:  # CheckpointException derives from BaseException only.
         failed = isinstance(error, CheckpointException) and error.failures
         inner = min(failed.items())[1][0] if failed else error
         reason = (str(inner) or type(inner).__name__).splitlines()[0]
@@ -299,10 +307,11 @@ def _of_another_model(folder: Path, reason: str) -> UserError:
 
 
 def require_sound(folder: Path) -> None:
-    """Raise UserError, which names the file, unless `folder` holds a checkpoint that can be loaded without danger.
+    """Raise UserError, naming the file, unless the checkpoint in `folder` is whole and safe to load.
 
-    Megatron and torch unpickle the metadata, and the objects that lie among the tensors, with trust. So what they read is read
-    here before, by readers that make nothing but plain values, tensors and classes that torch's `weights_only` allows.
+    Megatron and torch unpickle the metadata, and objects stored among the tensors, without restrictions. This check
+    first reads the same bytes with restricted readers, which accept only plain values, tensors and classes allowed by
+    torch's `weights_only`.
     """
     for name in (BACKEND, COMMON, METADATA):
         if not (folder / name).is_file():
@@ -323,14 +332,14 @@ def require_sound(folder: Path) -> None:
         with file.open("rb") as stream:
             stream.seek(place.offset)
             content = stream.read(place.length)
-        # Most layers have the same one.
+        # Most layers store the same bytes.
         known = (LAYER_STATE in key, blake2b(content).digest())
         if known not in seen:
             held, _ = find_tensors(file, io.BytesIO(content))
             if LAYER_STATE in key and any(isinstance(leaf, Tensor) and leaf.numel() for leaf in tree_leaves(held)):
                 raise UserError(
-                    f"{file} holds {key}, which Transformer Engine would unpickle; it is not read, for it could run "
-                    "code. Use a checkpoint that was saved without FP8.",
+                    f"{file} holds {key}, which Transformer Engine would unpickle and which could run code, so it is "
+                    "not read; use a checkpoint that was saved without FP8.",
                     code="unsafe",
                     key=str(file),
                 )
@@ -347,7 +356,7 @@ def _require_whole(folder: Path, found: Metadata) -> None:
         if not file.is_file():
             raise _unsound(file, "is missing", "not_found")
         if file.stat().st_size < end:
-            raise _unsound(file, f"was cut short, to {file.stat().st_size} bytes", "malformed")
+            raise _unsound(file, f"is truncated to {file.stat().st_size} bytes", "malformed")
 
 
 def _unsound(file: Path, what: str, code: Code) -> UserError:
@@ -359,7 +368,7 @@ _TRACKED = "megatron/"
 
 
 def _parallel_layout() -> dict[str, int]:
-    """How the model is spread over this group's processes."""
+    """Return the parallel sizes of this process group."""
     return {
         "world": dist.get_world_size(),
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
@@ -374,7 +383,7 @@ def _generators_file(rank: int) -> str:
 
 
 def _capture_generators() -> bytes:
-    """The content of this process's file: all generators (torch's, Megatron's, numpy's, Python's) as they are."""
+    """Return the states of this process's random generators (torch, Megatron, numpy, Python) as file content."""
     numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
     keys = numpy_state["state"].pop("key")
     rest = {"numpy": numpy_state, "python": random.getstate()}
@@ -392,10 +401,11 @@ def _capture_generators() -> bytes:
 
 
 def restore_generators(folder: Path, layout: Mapping[str, int] | None) -> bool:
-    """Let all generators of this process go on as in the checkpoint `folder`, which was saved in `layout`.
+    """Restore this process's random generators from the checkpoint `folder`, saved under `layout`.
 
-    False, and nothing is changed, if that is another one than this group's, in which no process has drawn what this one is going
-    to, or None (a converted model). Raises UserError, and changes nothing, if this process's file is missing or damaged.
+    Return False and change nothing if `layout` differs from this group's, or is None (a converted model): no saved
+    state then belongs to this rank. Raises UserError, and changes nothing, if this process's file is missing or
+    damaged.
     """
     if layout != _parallel_layout():
         return False

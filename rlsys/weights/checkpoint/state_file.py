@@ -1,12 +1,13 @@
-"""Our frozen dataclasses in one file, without pickle: what is read can hold values, and nothing that runs.
+"""Saves and loads a tree of frozen dataclasses as one file, without pickle: loading cannot run code.
 
-A tree of dataclasses, numpy arrays, enums, tuples, mappings, unions and scalars is written as its type hints say, and
-read by the same hints. The file is an `.npz` of few members: the tree as JSON, and for each dtype that occurs all
-arrays of it in a row.
+Dataclasses, numpy arrays, enums, tuples, mappings, unions and scalars are encoded and decoded by their type hints. The
+file is an `.npz` with one member for the tree (JSON) and one per dtype, which concatenates all arrays of that dtype.
 
-Invariants: what is loaded equals what was saved, to the bit and the dtype (NaN and infinities too), in the same order;
-every array that is loaded owns its memory, so that keeping one does not keep all; a file is there under its name only
-when it is complete; one that is damaged, or of other types, raises UserError.
+Invariants:
+- A loaded value equals the saved one in bits, dtype (NaN and infinities included) and order.
+- Every loaded array owns its memory, so keeping one does not keep the others.
+- A file appears under its name only when complete.
+- A damaged file, or one of other types, raises UserError.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ _SCALARS: Mapping[Any, tuple[type, ...]] = {
     float: (float, int, np.floating, np.integer),
     str: (str,),
 }
-"""Hint -> what may stand there."""
+"""Type hint -> types accepted for it when saving."""
 T = TypeVar("T")
 
 
 def save_values(path: Path, value: Any) -> None:
-    """Write the dataclass `value` to `path`. Raises TypeError for what no file can hold, RunError."""
+    """Write the dataclass `value` to `path`. Raises TypeError for unsupported types, RunError if the write fails."""
     arrays = _Arrays()
     tree = json.dumps(_encoded(value, type(value), arrays), separators=(",", ":"))
     joined = {name: np.concatenate(found) for name, found in arrays.of_dtype.items()}
@@ -53,16 +54,16 @@ def save_values(path: Path, value: Any) -> None:
 
 
 def load_values(path: Path, kind: type[T]) -> T:
-    """What `save_values` wrote to `path`, a `kind`. Raises UserError unless the file is whole and holds one."""
+    """Return the `kind` that `save_values` wrote to `path`. Raises UserError unless the file is whole and holds one."""
     try:
         with np.load(path, allow_pickle=False) as file:
             members = {name: file[name] for name in file.files}
         tree = json.loads(members.pop(_TREE).tobytes())
     except FileNotFoundError as problem:
         raise UserError(
-            f"{path} does not exist: give a checkpoint that is whole.", code="not_found", key=str(path)
+            f"{path} does not exist: give a complete checkpoint.", code="not_found", key=str(path)
         ) from problem
-    except Exception as problem:  # Whatever a damaged file makes its readers raise.
+    except Exception as problem:  # A damaged file can raise anything.
         raise UserError(
             f"{path} is damaged ({_first_line(problem)}): take an earlier checkpoint.", code="malformed", key=str(path)
         ) from problem
@@ -70,8 +71,8 @@ def load_values(path: Path, kind: type[T]) -> T:
         loaded: T = _decoded(tree, kind, members)
     except (TypeError, ValueError, LookupError, AttributeError) as problem:
         raise UserError(
-            f"{path} does not hold a {kind.__name__} as this version of rlsys knows it ({_first_line(problem)}): "
-            "take another checkpoint, or the version that wrote it.",
+            f"{path} does not hold a {kind.__name__} that this version of rlsys can read ({_first_line(problem)}): "
+            "take another checkpoint, or use the rlsys version that wrote it.",
             code="mismatch",
             key=str(path),
         ) from problem
@@ -79,14 +80,14 @@ def load_values(path: Path, kind: type[T]) -> T:
 
 
 class _Arrays:
-    """Arrays on their way into a file."""
+    """Collects arrays to save, by dtype."""
 
     def __init__(self) -> None:
         self.of_dtype: dict[str, list[NDArray[Any]]] = defaultdict(list)
         self._lengths: dict[str, int] = defaultdict(int)
 
     def add(self, array: NDArray[Any]) -> dict[str, Any]:
-        """Where to find it: the member, the first of its values, and its shape."""
+        """Append `array`; return its location as JSON: member, index of its first value, shape."""
         if array.dtype.hasobject or array.dtype.names:
             raise TypeError(f"An array of {array.dtype} cannot be saved without pickle.")
         name = array.dtype.str
@@ -97,7 +98,7 @@ class _Arrays:
 
 
 def _encoded(value: Any, hint: Any, arrays: _Arrays) -> Any:
-    """`value`, which is a `hint`, as JSON."""
+    """Return `value`, of type `hint`, as JSON; its arrays go to `arrays`."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, UnionType):
         others = [other for other in inner if other is not NoneType]
@@ -105,7 +106,7 @@ def _encoded(value: Any, hint: Any, arrays: _Arrays) -> Any:
             return None
         if len(others) == 1:
             return _encoded(value, others[0], arrays)
-        # Where several are possible, the class has to be told.
+        # A union of several classes needs the class name.
         kind = type(value)
         if kind not in others:
             raise TypeError(f"A {kind.__name__} stands where one of {others} should.")
@@ -132,7 +133,7 @@ def _encoded(value: Any, hint: Any, arrays: _Arrays) -> Any:
 
 
 def _decoded(tree: Any, hint: Any, members: Mapping[str, NDArray[Any]]) -> Any:
-    """The `hint` that `tree` stands for."""
+    """Return the value of type `hint` that `tree` encodes."""
     origin, inner = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, UnionType):
         named = {kind.__name__: kind for kind in inner if kind is not NoneType}
@@ -163,18 +164,21 @@ def _decoded(tree: Any, hint: Any, members: Mapping[str, NDArray[Any]]) -> Any:
 
 
 def _items(inner: tuple[Any, ...], length: int) -> tuple[Any, ...]:
-    """The hint of each item of a tuple."""
+    """Return the hint of each item of a tuple."""
     return (inner[0],) * length if inner[1:] == (Ellipsis,) else inner
 
 
 def _is_record(kind: Any) -> bool:
-    """As `is_dataclass`, which would narrow the type to one that cannot be called."""
+    """Return `is_dataclass(kind)` without its type narrowing, after which mypy would reject calling `kind`."""
     return is_dataclass(kind)
 
 
 @cache
 def _hints(kind: type[Any]) -> Mapping[str, tuple[str, Any]]:
-    """Key in the file -> name and hint of the field. `field(metadata={KEY: ...})` keeps the key of a renamed field."""
+    """Map key in the file -> (name, hint) of the field.
+
+    `field(metadata={KEY: ...})` keeps the key of a renamed field.
+    """
     hints = get_type_hints(kind)
     return {field.metadata.get(KEY, field.name): (field.name, hints[field.name]) for field in fields(kind)}
 

@@ -1,11 +1,11 @@
-"""The checkpoints of a run, `checkpoints/global_step_N`, each whole or not there at all; and what each says of itself.
+"""Publishes, prunes and verifies the checkpoints of a run, `checkpoints/global_step_N`.
 
-Contract: what is written goes to a hidden folder beside the others (`begin`) and gets its name by one rename (`publish`), when
-everything is on disk; so a kill at any moment leaves the checkpoints that were there. A published folder has a manifest of its
-files and their sizes, by which `check` finds what was lost or cut short later. Nothing that was not made here is ever deleted.
+Contract: `begin` opens a hidden folder, and `publish` gives it its name by one rename when everything is on disk. A
+kill at any moment leaves the published checkpoints intact. Each has a manifest of its files and sizes, which `check`
+compares to find files lost or truncated later. Only folders that match this module's name patterns are ever deleted.
 
-Within it, a worker group's folder with `complete.json` holds everything that the group saved: that file is written last, by
-rename.
+Each worker group has a folder within the checkpoint. Its `complete.json` is written last, by rename, so a folder that
+has this file holds everything that the group saved.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 from rlsys.errors import UserError
 from rlsys.files import sha256_of
 
-MANIFEST, COMPLETE = "manifest.json", "complete.json"  # Megatron's own checkpoints have neither.
-_SMALL_BYTES = 1024 * 1024  # Files up to which the manifest has checksums of: what says what the others hold.
+MANIFEST, COMPLETE = "manifest.json", "complete.json"  # Absent from checkpoints that Megatron itself writes.
+_SMALL_BYTES = 1024 * 1024  # Files up to this size, such as metadata, have a checksum in the manifest.
 _NAME = re.compile(r"global_step_(\d+)")
 _HIDDEN = re.compile(r"\.(global_step_\d+)\.(partial|deleted|replaced)")
 
@@ -37,14 +37,17 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The rules by which checkpoints stay. The newest always does; None keeps none, but all stay without `last`."""
+    """Retention rules. A checkpoint stays if any rule keeps it; the newest always stays."""
 
-    last: int | None  # The newest so many.
-    every: int | None  # Those of steps that this divides.
-    best: bool  # The one with the best score.
+    last: int | None  # Number of newest checkpoints to keep; None keeps all.
+    every: int | None  # Keep steps that are multiples of this; None: no such rule.
+    best: bool  # Keep the checkpoint with the highest score.
 
     def kept(self, steps: Sequence[int], score_of: Callable[[int], float | None]) -> set[int]:
-        """Those of `steps` that stay; `score_of` a step is None where it was not evaluated. Of equals, the newest is best."""
+        """Return the steps to keep.
+
+        `score_of` returns None for a step that was not evaluated; ties go to the newest.
+        """
         ordered = sorted(steps)
         if self.last is None:
             return set(ordered)
@@ -58,34 +61,34 @@ class Keep:
 
 
 class CheckpointStore:
-    """The folder `checkpoints` of one run, which only one process writes to."""
+    """The `checkpoints` folder of one run, written by a single process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def saved(self) -> list[Saved]:
-        """Published checkpoints, the newest last."""
+        """Return the published checkpoints, newest last."""
         if not self.folder.is_dir():
             return []
         found = [(_NAME.fullmatch(path.name), path) for path in self.folder.iterdir() if path.is_dir()]
         return sorted((Saved(int(name[1]), path) for name, path in found if name), key=lambda saved: saved.step)
 
     def begin(self, step: int) -> Path:
-        """An empty hidden folder for the checkpoint of `step`; what an earlier try has left in it is gone."""
+        """Create and return an empty hidden folder for the checkpoint of `step`, after `recover`."""
         self.recover()
         partial = self._hidden(step, "partial")
         partial.mkdir(parents=True)
         return partial
 
     def publish(self, step: int) -> Path:
-        """Give what `begin` has opened its name, in place of an earlier checkpoint of that step. Returns its folder."""
+        """Publish the folder that `begin` opened, replacing any earlier checkpoint of `step`; return its path."""
         partial, final, old = self._hidden(step, "partial"), self.path(step), self._hidden(step, "replaced")
         inside = sorted(partial.rglob("*"))
         sizes = {str(path.relative_to(partial)): path.stat().st_size for path in inside if path.is_file()}
         sums = {name: sha256_of(partial / name) for name, size in sizes.items() if size <= _SMALL_BYTES}
         manifest = partial / MANIFEST
         manifest.write_text(json.dumps({"files": sizes, "sha256": sums}, indent=1) + "\n")
-        # Folders too: they hold the names of what is in them.
+        # Folders too: a file's name is durable only once its folder is synced.
         for path in (*inside, manifest, partial):
             _sync(path)
         if final.exists():
@@ -96,25 +99,30 @@ class CheckpointStore:
         return final
 
     def prune(self, keep: Keep, score_of: Callable[[int], float | None], spared: Collection[int] = ()) -> None:
-        """Delete what `keep` does not hold, but no step that is `spared`. What cannot be deleted stays hidden, for `recover` to try again."""
+        """Delete checkpoints that neither `keep` nor `spared` (steps) retains.
+
+        Best effort: a folder that cannot be deleted stays hidden until `recover` retries.
+        """
         saved = self.saved()
         stay = keep.kept([checkpoint.step for checkpoint in saved], score_of) | {*spared}
         for checkpoint in saved:
             if checkpoint.step not in stay:
-                # Hidden first: a kill in the middle of deleting must not leave half a checkpoint under its name.
+                # Rename first: a kill during deletion must not leave half a checkpoint under its public name.
                 checkpoint.folder.rename(old := self._hidden(checkpoint.step, "deleted"))
                 _remove(old)
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of `step` is, or will be."""
+        """Return the published folder of `step`, existing or not."""
         return self.folder / f"global_step_{step}"
 
     def _hidden(self, step: int, kind: str) -> Path:
         return self.folder / f".global_step_{step}.{kind}"
 
     def recover(self) -> None:
-        """Tidy up after a process that was killed: what it had replaced and not yet published anew is back again, what
-        was never published, or was being deleted, is gone."""
+        """Clean up after a killed process; idempotent.
+
+        Restores a checkpoint that was moved away but not yet replaced. Deletes unpublished and half-deleted folders.
+        """
         if not self.folder.is_dir():
             return
         for path in sorted(self.folder.iterdir()):
@@ -126,18 +134,17 @@ class CheckpointStore:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step of a checkpoint's folder by its name; None if it is not called so."""
+    """Return the step in a checkpoint folder's name, None for any other name."""
     name = _NAME.fullmatch(folder.name)
     return int(name[1]) if name else None
 
 
 def check(folder: Path) -> None:
-    """Raise UserError, naming the file, unless all that was saved in `folder` is there: large files in their whole
-    length, small ones byte for byte."""
+    """Raise UserError, naming the file, unless `folder` matches its manifest (all sizes, SHA-256 of small files)."""
     file = folder / MANIFEST
     if not file.is_file():
         raise UserError(
-            f"{folder} is not a checkpoint of a run, for it has no {MANIFEST}: give a folder global_step_N that has.",
+            f"{folder} is not a checkpoint of a run (it has no {MANIFEST}): give a folder global_step_N that has one.",
             code="not_found",
             key=str(folder),
         )
@@ -150,31 +157,31 @@ def check(folder: Path) -> None:
     for path, size in sizes.items():
         if not path.is_file():
             raise UserError(
-                f"{path} is missing, which belongs to the checkpoint: take an earlier one.",
+                f"{path} of the checkpoint is missing: take an earlier checkpoint.",
                 code="not_found",
                 key=str(path),
             )
         if path.stat().st_size != size:
             raise UserError(
-                f"{path} has {path.stat().st_size} bytes and not the {size} that were saved: take an earlier checkpoint.",
+                f"{path} has {path.stat().st_size} bytes instead of the {size} saved: take an earlier checkpoint.",
                 code="malformed",
                 key=str(path),
             )
         if path in sums and sha256_of(path) != sums[path]:
             raise UserError(
-                f"{path} holds other bytes than were saved: take an earlier checkpoint.",
+                f"{path} differs from the bytes saved (SHA-256): take an earlier checkpoint.",
                 code="malformed",
                 key=str(path),
             )
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint; of one that was moved elsewhere, only the link to it."""
+    """Delete a checkpoint folder, best effort; for a symlink delete only the link."""
     path.unlink() if path.is_symlink() else shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
-    """Have the disk hold what was written."""
+    """Flush a file or folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -184,27 +191,27 @@ def _sync(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What one checkpoint says of itself."""
+    """Description of a checkpoint, stored in its `complete.json`."""
 
     step: int  # Optimiser steps taken.
-    optimizer: bool = False  # The optimiser's state is there, beside the weights.
-    version: int = 0  # Of the policy, when a reference last changed.
-    master: bool = False  # The exact weights of a reference are there, of which its own are the rounding.
+    optimizer: bool = False  # The checkpoint holds optimiser state beside the weights.
+    version: int = 0  # Weight version of the policy at the last change of the reference.
+    master: bool = False  # The checkpoint holds a reference's float32 master weights beside the rounded ones.
     layout: Mapping[str, int] | None = None
-    """Of the processes that saved, whose random generators are there; None: nobody's are."""
+    """Parallel sizes of the group that saved its random generators; None if none were saved."""
 
     def to_json(self) -> str:
-        """What `read_about` reads."""
+        """Return the JSON that `read_about` reads."""
         return json.dumps(asdict(self))
 
 
 def is_complete(folder: str | Path) -> bool:
-    """Tell if `folder` holds a checkpoint that was written to the end."""
+    """Return True if `folder` holds a complete checkpoint."""
     return (Path(folder) / COMPLETE).is_file()
 
 
 def read_about(folder: str | Path) -> About:
-    """What the complete checkpoint in `folder` says of itself, as far as this version knows it. Raises UserError."""
+    """Read the description of the complete checkpoint in `folder`, ignoring unknown fields. Raises UserError."""
     if not is_complete(folder):
         raise UserError(
             f"{folder} holds no complete checkpoint; give a folder with {COMPLETE} in it.",

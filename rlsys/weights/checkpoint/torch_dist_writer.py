@@ -1,10 +1,10 @@
-"""Writes weights as one of Megatron's distributed checkpoints, without a model or a process group.
+"""Writes weights as a Megatron distributed checkpoint, without a model or a process group.
 
-Which file holds what is known beforehand and depends on nothing but the model and how it is to be cut, so that files
-can be written by any process in any order, and what is there already need not be written again. A file appears under
-its name when it is whole; what says that the checkpoint is complete is written last.
+The assignment of tensors to files is fixed in advance by the model and its parallel sizes. So any process can write any
+file in any order, and complete files need not be rewritten. A file appears under its name only when whole;
+`complete.json` is written last.
 
-Any TP, PP and EP can load the result; how it is cut only decides which of it a rank finds in one piece.
+Any TP, PP and EP can load the result; the chosen sizes only decide which shards a rank reads in one piece.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rlsys.weights.checkpoint.store import COMPLETE, About
 from rlsys.weights.weight_map import ALIGNMENT, Cut, Entry, Rule, WeightMap, expert_block, packed, stage_layers
 
 _OPTIONS: Any = config
-FILE_BYTES = 1 << 30  # About how much a file holds; a larger tensor has one for itself.
+FILE_BYTES = 1 << 30  # Target size of a file; a larger tensor gets a file of its own.
 _STATE_FILE = "__state.distcp"
 _BACKEND: Mapping[str, object] = {
     "sharded_backend": "torch_dist",
@@ -48,11 +48,11 @@ class FileJob:
 
     name: str
     entries: tuple[Entry, ...]
-    nbytes: int  # Of the tensors in it.
+    nbytes: int  # Total size of its tensors.
 
 
 class TorchDistWriter:
-    """Writes the weights of one model."""
+    """Plans and writes the checkpoint files of one model."""
 
     def __init__(
         self,
@@ -61,8 +61,9 @@ class TorchDistWriter:
         parallel: ParallelConfig,
         file_bytes: int = FILE_BYTES,
     ) -> None:
-        """Nothing is written yet. Raises UserError if the model cannot be cut as `parallel` says, or if a weight has
-        not the same dtype in all layers.
+        """Plan the files; nothing is written yet.
+
+        Raises UserError if `parallel` does not divide the model, or if a weight's dtype differs between layers.
         """
         self._weights, self._tp = weights, parallel.tp
         self._dtypes = _dtypes(weights, dtype_of)
@@ -70,10 +71,13 @@ class TorchDistWriter:
         self.files: list[FileJob] = self._plan(parallel, file_bytes)
 
     def write(self, folder: Path, job: FileJob, parts_of: Callable[[Entry], Sequence[Tensor]]) -> dict[str, Any]:
-        """Write one file of tensors, one in memory at a time; a receipt for `finish`, as plain JSON. Raises RunError."""
+        """Write one tensor file, holding one tensor in memory at a time; return a receipt (plain JSON) for `finish`.
+
+        Raises RunError if the file cannot be written.
+        """
         chunks = []
         folder.mkdir(parents=True, exist_ok=True)
-        # Reading takes no notice of checksums, and making them takes longer than writing.
+        # Readers ignore the CRC32 checksums, and computing them takes longer than writing.
         with (
             _appearing(folder / job.name) as file,
             file.open("wb") as stream,
@@ -82,7 +86,8 @@ class TorchDistWriter:
             for entry in job.entries:
                 axes = [1 for number in (entry.layer, entry.expert) if number is not None]
                 for at, chunk in self._chunks(entry, parts_of(entry)):
-                    # torch aligns what it writes from its own start; so a reader can map the tensor as it is.
+                    # torch aligns data relative to the stream's start; with the start aligned, readers can map the
+                    # tensor.
                     stream.write(bytes(-stream.tell() % ALIGNMENT))
                     start = stream.tell()
                     torch.save(chunk.view(axes + list(chunk.shape)), stream)
@@ -90,10 +95,13 @@ class TorchDistWriter:
         return {"file": job.name, "chunks": chunks}
 
     def finish(self, folder: Path, receipts: Sequence[Mapping[str, Any]], about: About) -> None:
-        """Complete the checkpoint, which says `about` of itself. Raises ValueError if a receipt is missing, RunError."""
+        """Complete the checkpoint with its metadata and `about`.
+
+        Raises ValueError if a receipt is missing, RunError if a file cannot be written.
+        """
         if {receipt["file"] for receipt in receipts} != {job.name for job in self.files}:
             raise ValueError("Not every file of the checkpoint has a receipt.")
-        # Megatron's linear layers ask for a state of their own, which is None.
+        # Megatron's linear layers load an extra state, which is None here.
         state = saved([None])
         contents = {
             _STATE_FILE: state,
@@ -107,7 +115,7 @@ class TorchDistWriter:
                 file.write_bytes(content)
 
     def _plan(self, parallel: ParallelConfig, file_bytes: int) -> list[FileJob]:
-        """The files of each pipeline stage and expert rank, which hold no others' tensors."""
+        """Return the files to write; each holds tensors of a single pipeline stage and expert rank."""
         owner = _owners(self._weights, parallel)
         held: dict[tuple[int, int], list[Entry]] = {}
         for entry in self._weights.entries():
@@ -125,10 +133,10 @@ class TorchDistWriter:
         return self._weights.whole_shape(entry, self._tp)
 
     def _bounds(self, entry: Entry) -> tuple[int, list[int]]:
-        """The dimension that TP cuts, and where the pieces begin along it, with the end."""
+        """Return the dimension that TP cuts, and the bounds of its pieces along it, end included."""
         shape, cut = self._shape(entry), entry.rule.cut
         dimension = 1 if cut is Cut.COLUMNS else 0
-        # An expert is on one rank, and not cut by TP.
+        # TP does not cut an expert: it is whole on one rank.
         tp = 1 if cut is Cut.WHOLE or entry.expert is not None else self._tp
         pieces = 2 * tp if cut is Cut.GATE_UP else tp
         size = shape[dimension]
@@ -140,15 +148,15 @@ class TorchDistWriter:
             )
         bounds = {piece * (size // pieces) for piece in range(pieces + 1)}
         if cut is Cut.VOCAB:
-            # Padding is a piece of its own, so that the matrix need not be copied to a larger one.
+            # A separate piece for the padding avoids copying the matrix into a larger one.
             bounds.add(self._weights.architecture.vocab)
         return dimension, sorted(bounds)
 
     def _chunks(self, entry: Entry, parts: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
-        """Where each piece begins in the whole tensor, and the piece, in memory of its own."""
+        """Yield each piece with its start index in the whole tensor; pieces own their memory."""
         dimension, bounds = self._cuts[entry.name]
         shape, before = self._shape(entry), 0
-        # What makes up the Megatron tensor one after the other; as little as possible of it is a copy.
+        # Consecutive parts of the Megatron tensor, copied only where unavoidable.
         wholes = parts
         if entry.rule.cut is Cut.VOCAB:
             wholes = [*parts, parts[0].new_zeros(shape[0] - parts[0].shape[0], *shape[1:])]
@@ -156,14 +164,14 @@ class TorchDistWriter:
             wholes = [self._weights.shard(entry, parts, 0, 1)]
         for whole in wholes:
             if whole.dtype != self._dtypes[entry.name]:
-                raise ValueError(f"{entry.name} is {whole.dtype}, not {self._dtypes[entry.name]} as was said.")
+                raise ValueError(f"{entry.name} is {whole.dtype}, but {self._dtypes[entry.name]} was announced.")
             after = before + whole.shape[dimension]
             for start, end in pairwise(bounds):
                 if before <= start < after:
                     at = [0] * len(shape)
                     at[dimension] = start
                     piece = whole.narrow(dimension, start - before, end - start).contiguous()
-                    # `torch.save` writes all memory that a tensor is a view of.
+                    # `torch.save` writes a view's whole storage, so a partial view needs a copy.
                     yield at, piece if piece.untyped_storage().nbytes() == piece.nbytes else piece.clone()
             before = after
 
@@ -183,7 +191,7 @@ class TorchDistWriter:
                 places[described.MetadataIndex(key, offsets)] = _StorageInfo(receipt["file"], start, length)
         for entry in entries.values():
             key, lead = self._key(entry)
-            # Megatron's layers ask for a state beside each weight.
+            # Megatron's layers load an extra state beside each weight.
             if key.startswith("decoder.") and key.endswith(".weight"):
                 at, of = (".".join(map(str, axis)) for axis in zip(*(lead or [(0, 1)]), strict=True))
                 state = f"{key.removesuffix('weight')}{LAYER_STATE}/shard_{at}_{of}"
@@ -192,7 +200,7 @@ class TorchDistWriter:
         return described.Metadata(tensors, storage_data=places, storage_meta=described.StorageMeta(), version="1.0.0")
 
     def _key(self, entry: Entry) -> tuple[str, list[tuple[int, int]]]:
-        """The key that a weight lies under, with its number along each leading axis and the size of that."""
+        """Return the key that holds a weight, and (index, size) for each of the key's leading axes."""
         architecture = self._weights.architecture
         numbers = ((entry.layer, architecture.layers), (entry.expert, architecture.experts))
         lead = [(number, count) for number, count in numbers if number is not None]
@@ -201,33 +209,36 @@ class TorchDistWriter:
 
 @contextmanager
 def _appearing(file: Path) -> Iterator[Path]:
-    """What to write to, which is `file` when all is written. Raises RunError if it cannot be."""
+    """Yield a temporary path and rename it to `file` on success. Raises RunError if it cannot be written."""
     partial = file.with_name(f".{file.name}.partial")
     try:
         yield partial
         partial.replace(file)
     except (OSError, RuntimeError) as error:
-        # torch reports in its own words what happened while it wrote.
+        # torch wraps the OSError of a failed write in a RuntimeError.
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
         partial.unlink(missing_ok=True)
         if cause.filename not in (None, str(partial), str(file)):
-            # Of another file, which the tensors come from.
+            # The error concerns a source file of the tensors, not `file`.
             raise cause from None
         raise RunError(f"{file} could not be written: {cause.strerror}.") from error
 
 
 def _dtypes(weights: WeightMap, dtype_of: Callable[[Entry], torch.dtype]) -> dict[str, torch.dtype]:
-    """Of every weight. All layers are one tensor of the checkpoint, which has one dtype."""
+    """Return the dtype of every weight.
+
+    Raises UserError if it differs between layers, which share one stored tensor.
+    """
     found = {entry.name: dtype_of(entry) for entry in weights.entries()}
     first: dict[Rule, Entry] = {}
     for entry in weights.entries():
         like = first.setdefault(entry.rule, entry)
         if found[entry.name] != found[like.name]:
             raise UserError(
-                f"{entry.hf[0]} is {found[entry.name]} but {like.hf[0]} is {found[like.name]}, and Megatron has all "
-                "layers in one tensor; ask for one dtype with --dtype.",
+                f"{entry.hf[0]} is {found[entry.name]} but {like.hf[0]} is {found[like.name]}; Megatron stores all "
+                "layers in one tensor, so give a single dtype with --dtype.",
                 code="mismatch",
                 key=entry.hf[0],
             )
@@ -235,7 +246,7 @@ def _dtypes(weights: WeightMap, dtype_of: Callable[[Entry], torch.dtype]) -> dic
 
 
 def _owners(weights: WeightMap, parallel: ParallelConfig) -> Callable[[Entry], tuple[int, int]]:
-    """Which pipeline stage and expert rank a weight is of."""
+    """Return a function from a weight to its (pipeline stage, expert rank)."""
     architecture = weights.architecture
     stages = stage_layers(architecture.layers, parallel.pp, parallel.pp_layers)
     blocks = [expert_block(architecture.experts, parallel.ep, rank) for rank in range(parallel.ep)]

@@ -1,21 +1,22 @@
-"""Conversion both ways between a Megatron checkpoint and a Hugging Face folder, bit for bit, by one or several processes.
+"""Converts between Megatron checkpoints and Hugging Face folders, both ways and bit for bit, in one or more processes.
 
-A critic, known by its value head, is in Hugging Face a token classification of one label. A Megatron checkpoint (torch_dist) is
-written as weights alone, at step 0: an actor that loads it begins with a new optimiser. It holds what belongs to the model
-besides weights too, so that it converts back without its original.
+A critic, recognised by its value head, becomes a Hugging Face token classification model with one label. A written
+Megatron checkpoint (torch_dist) holds weights only, at step 0, so an actor that loads it starts with a new optimiser.
+It also holds the model's config and tokenizer, so it converts back without the original.
 
-The files are known before the first is written, and each is written whole by one process. Invariants: a file is written once,
-also when a conversion is killed and started again; what a file holds does not depend on how many processes there are; whoever
-waits for a process that dies gets RunError; a process ends with the one that started it.
+The files are planned before the first one is written; one process writes each. Invariants:
+- A complete file is never rewritten, even if a conversion is killed and restarted.
+- The content of a file does not depend on the number of processes.
+- The death of a worker process raises RunError; a worker process exits with its parent.
 
-Beside `out` lies `.<name>.partial`, where it grows before it has its name:
+The output grows in `.<name>.partial` beside `out`:
 
-    lock            held by the process that converts there
-    journal.json    what is converted, and the files that are complete
-    folder/         what becomes `out`
+    lock            held by the converting process.
+    journal.json    source, settings and complete files.
+    folder/         renamed to `out` at the end.
 
-So one process converts to one place; `out` is complete or not there; a file that the journal names is complete; nothing is
-deleted that no conversion made.
+One process at a time converts to a given `out`, which is complete or absent. Every file in the journal is complete.
+Only files made by a conversion are deleted.
 """
 
 from __future__ import annotations
@@ -63,54 +64,54 @@ from rlsys.weights.hf_io import INDEX, SINGLE, HfReader, TensorSpec, file_bytes,
 from rlsys.weights.transport import dtype_name
 from rlsys.weights.weight_map import Entry, WeightMap, packed
 
-SHARD_BYTES = 5 * 1000**3  # Most bytes of one safetensors file, as Hugging Face writes them.
+SHARD_BYTES = 5 * 1000**3  # Default size limit of one safetensors file, as in Hugging Face.
 OnBytes = Callable[[int, int], None]
-"""Called with the bytes that are written, and those of the whole; first with what was there before."""
-GOES_ON = "the same command goes on where this one stopped."
+"""Progress callback (bytes written, bytes in all); its first call has the bytes kept from an earlier attempt."""
+GOES_ON = "run the same command again to continue."
 _LOOK_EVERY_S = 0.2
 _JOURNAL, _FOLDER = "journal.json", "folder"
-_WORTH_BYTES = 4 * 10**9  # A process takes the time to start in which another writes about so much.
+_WORTH_BYTES = 4 * 10**9  # Bytes that a process writes in about the time another takes to start.
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """One file to write."""
 
-    name: str  # Within the folder; no other job's.
-    nbytes: int  # About as long as it will be.
+    name: str  # Path within the folder; unique among the jobs.
+    nbytes: int  # Expected size.
 
 
 class Conversion(Protocol):
-    """What is converted, and how; it is pickled to the processes that write."""
+    """One conversion: source, target format and settings. Pickled to the worker processes."""
 
     def recipe(self) -> Mapping[str, Any]:
-        """Plain JSON that differs if the files would: the source's fingerprint and all settings."""
+        """Return the source's fingerprint and all settings as plain JSON; equal recipes give equal files."""
 
     def jobs(self, folder: Path) -> Sequence[Job]:
-        """The files that make up the model in `folder`, without writing one."""
+        """Return the files to write to `folder`, without writing any."""
 
     def write(self, name: str, folder: Path) -> Any:
-        """Write the file of one job; a receipt, plain JSON, that `finish` wants."""
+        """Write the file of one job; return a receipt (plain JSON) for `finish`."""
 
     def finish(self, folder: Path, receipts: Mapping[str, Any]) -> Sequence[str]:
-        """Write what is small, when all files are there; sentences for the user."""
+        """Write the small remaining files once all jobs are done; return notes for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What `run` did."""
+    """Result of `run`."""
 
     files: int
-    kept: int  # Of these, files that an earlier conversion had written.
+    kept: int  # Number of these files that an earlier attempt had written.
     nbytes: int
     notes: tuple[str, ...]  # Sentences for the user.
 
 
 def run(conversion: Conversion, out: Path, processes: int | None = None, show: OnBytes | None = None) -> Outcome:
-    """Make the folder `out`, which must not exist.
+    """Convert to the folder `out`, which must not exist.
 
-    At most `processes` write (None: one for each core, if there is enough to do). Raises UserError for what the user
-    gave, RunError if a file cannot be written, Interrupted; after them the same call goes on with what is missing.
+    At most `processes` write (None: up to one per core, fewer for small models). Raises UserError for invalid input,
+    RunError if a file cannot be written, and Interrupted; calling again with the same arguments continues.
     """
     if processes is not None and processes < 1:
         raise UserError(f"processes is {processes}; give 1 or more.", code="out_of_range", key="processes")
@@ -124,12 +125,12 @@ def run(conversion: Conversion, out: Path, processes: int | None = None, show: O
     except OSError as error:
         reason = error.strerror or str(error)
         raise RunError(f"{error.filename or out} cannot be read or written ({reason}); {GOES_ON}") from error
-    anew = () if same else (f"What another conversion had begun for {out} was thrown away.",)
+    anew = () if same else (f"The unfinished output of another conversion to {out} was deleted.",)
     return replace(outcome, notes=(*anew, *outcome.notes))
 
 
 def _finished(conversion: Conversion, draft: ConversionDraft, processes: int | None, show: OnBytes | None) -> Outcome:
-    """Write what is missing in the draft."""
+    """Write the missing files of the draft."""
     jobs = conversion.jobs(draft.folder)
     waiting = [job for job in jobs if job.name not in draft.finished()]
     total = sum(job.nbytes for job in jobs)
@@ -155,7 +156,7 @@ def _together(conversion: Conversion, draft: ConversionDraft, jobs: Sequence[Job
     there, here = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(crowd, context, _begin_process, (there,))
     try:
-        # The largest first, so that no process has a large one left at the end.
+        # Largest first, so that no process starts a large file at the end.
         ordered = sorted(jobs, key=lambda job: -job.nbytes)
         written = {pool.submit(conversion.write, job.name, draft.folder): job.name for job in ordered}
         for future in as_completed(written):
@@ -166,25 +167,25 @@ def _together(conversion: Conversion, draft: ConversionDraft, jobs: Sequence[Job
 
 
 def _receipt_of(future: Future[Any]) -> Any:
-    """What a process has answered. Raises RunError for one that was ended, or that failed for want of memory and the like."""
+    """Return the receipt from a worker process. Raises RunError if the process died or failed unexpectedly."""
     try:
         return future.result()
     except (UserError, RunError, OSError):
         raise
     except Exception as error:
         raise RunError(
-            f"A process of the conversion was ended (is there too little memory? use fewer processes); {GOES_ON}"
+            f"A worker process of the conversion died (out of memory? use fewer processes); {GOES_ON}"
         ) from error
 
 
 def _begin_process(pipe: Connection) -> None:
-    """Prepare a process that writes; it ends at once when the other end of `pipe` is closed, or is gone with its owner."""
+    """Prepare a worker process, which exits at once when its parent closes the other end of `pipe` or dies."""
 
     def end() -> None:
         pipe.poll(None)
         os._exit(1)
 
-    # Ctrl-C reaches all processes of a terminal; the one that started this one says when to end.
+    # Ctrl-C reaches every process of the terminal; only the parent handles it, and closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end, daemon=True).start()
     torch.set_num_threads(1)
@@ -192,7 +193,7 @@ def _begin_process(pipe: Connection) -> None:
 
 @contextmanager
 def _shown(folder: Path, total: int, show: OnBytes | None) -> Iterator[None]:
-    """Tell `show` how much is written, by looking at the files."""
+    """Report progress to `show` by polling the sizes of the files."""
     if show is None:
         yield
         return
@@ -215,7 +216,7 @@ def _shown(folder: Path, total: int, show: OnBytes | None) -> Iterator[None]:
 
 
 class ConversionDraft:
-    """The place where `out` grows; made by `claim`."""
+    """The unfinished output of a conversion and its journal; made by `claim`."""
 
     def __init__(self, out: Path, home: Path) -> None:
         self._out, self._home = out, home
@@ -223,38 +224,41 @@ class ConversionDraft:
         self._journal: dict[str, Any] = {}
 
     def begin(self, recipe: Mapping[str, Any]) -> bool:
-        """Go on with what was begun from the same `recipe` (JSON); False if another's had to go."""
-        # As it reads in JSON, where a tuple is a list.
+        """Resume the draft of the same `recipe` (JSON) or start one.
+
+        Return False if another recipe's draft was deleted.
+        """
+        # Round trip through JSON, which turns tuples into lists.
         fresh = {"recipe": json.loads(json.dumps(recipe)), "files": {}}
         self._journal = self._read() or fresh
         same: bool = self._journal["recipe"] == fresh["recipe"]
         if not same:
             shutil.rmtree(self.folder, ignore_errors=True)
             self._journal = fresh
-        # Before the folder, so that a folder always has one.
+        # Journal before folder: `claim` rejects a folder without one.
         self._write()
         self.folder.mkdir(exist_ok=True)
         self._drop_unfinished()
         return same
 
     def finished(self) -> dict[str, Any]:
-        """Receipts of the files that are complete, by name."""
+        """Return the receipts of the complete files, by name."""
         return {name: file["receipt"] for name, file in self._journal["files"].items()}
 
     def finish(self, name: str, receipt: Any) -> None:
-        """Note that the file `name` is complete; `receipt` is plain JSON."""
+        """Record in the journal that the file `name` is complete; `receipt` is plain JSON."""
         size = (self.folder / name).stat().st_size
         self._journal["files"][name] = {"bytes": size, "receipt": receipt}
         self._write()
 
     def publish(self) -> None:
-        """Make the folder the one at `out`. Raises UserError if there is one by now."""
+        """Rename the finished folder to `out`. Raises UserError if `out` exists by now."""
         _refuse(self._out)
         self.folder.rename(self._out)
         (self._home / _JOURNAL).unlink()
 
     def abandon(self) -> None:
-        """Leave nothing behind, unless a file is complete, with which another conversion can go on."""
+        """Delete the draft unless it holds a complete file, from which a later conversion can resume."""
         if self._journal and not self._journal["files"]:
             shutil.rmtree(self.folder, ignore_errors=True)
             (self._home / _JOURNAL).unlink(missing_ok=True)
@@ -295,13 +299,13 @@ class ConversionDraft:
 
 @contextmanager
 def claim(out: Path) -> Iterator[ConversionDraft]:
-    """The draft of `out`, for this process alone, with what an ended conversion left there. Raises UserError."""
+    """Lock and yield the draft of `out`, including files of an earlier attempt. Raises UserError."""
     with ExitStack() as stack:
         home = out.with_name(f".{out.name}.partial")
         try:
             _refuse(out)
             found = {path.name for path in home.iterdir()} if home.is_dir() else set()
-            # A conversion writes the journal before it makes the folder, and renames the folder before the journal goes.
+            # A conversion writes the journal before creating the folder and deletes it after renaming the folder.
             if found - {LOCK, _JOURNAL, _FOLDER, f".{_JOURNAL}"} or (_FOLDER in found and _JOURNAL not in found):
                 raise UserError(
                     f"{home} was not made by a conversion; move it away, or give another folder.",
@@ -311,7 +315,7 @@ def claim(out: Path) -> Iterator[ConversionDraft]:
             stack.enter_context(working_folder(home))
         except BlockingIOError:
             raise UserError(
-                f"Another process converts in {home}; wait for it, or end it.", code="in_use", key=str(home)
+                f"Another process is converting in {home}; wait for it, or stop it.", code="in_use", key=str(home)
             ) from None
         except OSError as error:
             raise UserError(
@@ -339,10 +343,11 @@ def megatron_to_hf(
     processes: int | None = None,
     show: OnBytes | None = None,
 ) -> Outcome:
-    """Write the weights of a Megatron checkpoint as the new Hugging Face folder `out`; see `run` for the rest.
+    """Convert a Megatron checkpoint to the new Hugging Face folder `out`.
 
-    `original` is the Hugging Face folder that training started from, for its config and tokenizer; None if
-    `hf_to_megatron` made the checkpoint. The dtype of each tensor is kept unless one is given.
+    See `run` for `processes`, `show` and errors. `original` is the Hugging Face folder that training started from, for
+    its config and tokenizer; None for a checkpoint made by `hf_to_megatron`. Each tensor keeps its dtype unless `dtype`
+    is given.
     """
     if shard_bytes < 1:
         raise UserError(f"shard_bytes is {shard_bytes}; give 1 or more.", code="out_of_range", key="shard_bytes")
@@ -360,13 +365,13 @@ class Shard:
     """One safetensors file."""
 
     name: str
-    entries: tuple[Entry, ...]  # In the order in which they are written: that of export, larger dtypes first.
-    specs: tuple[TensorSpec, ...]  # Of all their Hugging Face tensors, in that order.
+    entries: tuple[Entry, ...]  # In write order: larger dtypes first, then export order.
+    specs: tuple[TensorSpec, ...]  # Their Hugging Face tensors, in write order.
 
 
 @dataclass(frozen=True)
 class ToHf:
-    """See `Conversion`."""
+    """Conversion of a Megatron checkpoint to a Hugging Face folder; see `Conversion`."""
 
     checkpoint: MegatronCheckpoint
     weights: WeightMap
@@ -431,10 +436,11 @@ def hf_to_megatron(
     processes: int | None = None,
     show: OnBytes | None = None,
 ) -> Outcome:
-    """Write the Hugging Face folder `source` as the new Megatron checkpoint `out`; see `run` for the rest.
+    """Convert the Hugging Face folder `source` to the new Megatron checkpoint `out`.
 
-    It loads under any TP, PP and EP; `parallel` is the one that it is laid out for. `values` makes a critic's, with a
-    head of zeros where the source has none. The dtype of each tensor is kept unless one is given.
+    See `run` for `processes`, `show` and errors. The result loads under any TP, PP and EP; ranks of the layout
+    `parallel` find their shards in one piece. `values` makes a critic, with a value head of zeros if the source has
+    none. Each tensor keeps its dtype unless `dtype` is given.
     """
     source, parallel = Path(source), parallel or ParallelConfig()
     for key, size in (("tp", parallel.tp), ("pp", parallel.pp), ("ep", parallel.ep)):
@@ -449,7 +455,7 @@ def hf_to_megatron(
 
 @dataclass(frozen=True)
 class ToMegatron:
-    """See `Conversion`."""
+    """Conversion of a Hugging Face folder to a Megatron checkpoint; see `Conversion`."""
 
     source: Path
     reader: HfReader
@@ -478,13 +484,13 @@ class ToMegatron:
 
     def finish(self, folder: Path, receipts: Mapping[str, Any]) -> Sequence[str]:
         notes = copy_companions(self.source, folder / MODEL)
-        # Last, because it says that the checkpoint is complete.
+        # Last, because it marks the checkpoint as complete.
         self._writer.finish(folder, [receipts[file.name] for file in self._writer.files], About(step=0))
         return notes
 
     @cached_property
     def _writer(self) -> TorchDistWriter:
-        """Made once: it plans every weight."""
+        """The writer, cached because construction plans every weight."""
         return TorchDistWriter(self.weights, self._dtype, self.parallel)
 
     def _dtype(self, entry: Entry) -> torch.dtype:
@@ -493,8 +499,8 @@ class ToMegatron:
         found = {self.reader.spec(name).dtype for name in entry.hf if name in self.reader.names()}
         if len(found) > 1:
             raise UserError(
-                f"{self.source} has {', '.join(entry.hf)} in {' and '.join(sorted(map(dtype_name, found)))}, and "
-                "they are one tensor in Megatron; give --dtype.",
+                f"{self.source} has {', '.join(entry.hf)} in {' and '.join(sorted(map(dtype_name, found)))}, but "
+                "Megatron fuses them into one tensor; give a single dtype with --dtype.",
                 code="mismatch",
                 key=entry.hf[0],
             )
@@ -502,7 +508,7 @@ class ToMegatron:
 
     def _parts(self, entry: Entry) -> list[Tensor]:
         dtype, names = self._dtype(entry), self.reader.names()
-        # What is not there is a critic's head, or its bias: values begin at zero.
+        # Only a critic's head or its bias can be missing; zeros make its initial values zero.
         return [
             cast(name, self.reader.get(name), dtype) if name in names else torch.zeros(shape, dtype=dtype)
             for name, shape in zip(entry.hf, entry.rule.shapes, strict=True)

@@ -1,5 +1,8 @@
-"""The models that are converted: a Hugging Face folder with what belongs to it besides weights (config, tokenizer, generation
-config, chat template), and a folder or a Megatron checkpoint behind one face."""
+"""Reads the models that conversion and comparison work on.
+
+Covers the files of a Hugging Face folder other than weights (config, tokenizer, generation config, chat template), and
+`Side`, one interface to Hugging Face folders and Megatron checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,15 @@ _WEIGHTS = (
     *(".h5", ".msgpack", ".onnx"),
 )
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-_TEMPLATES = "additional_chat_templates"  # The one folder that transformers keeps beside a tokenizer.
+_TEMPLATES = "additional_chat_templates"  # The only subfolder that transformers saves with a tokenizer.
 _POLICY, _CRITIC = "ForCausalLM", "ForTokenClassification"
 
 
 def companions(original: Path) -> list[Path]:
-    """The files of a model folder that are no weights, relative to it. Raises UserError if it is none."""
+    """Return the files of a model folder other than weights, relative to it.
+
+    Raises UserError if it is no model folder.
+    """
     read_config(original)
     found = [path for path in original.iterdir() if path.is_file() and not path.name.endswith(_WEIGHTS)]
     if (original / _TEMPLATES).is_dir():
@@ -43,17 +49,17 @@ def companions(original: Path) -> list[Path]:
 
 
 def copy_companions(original: Path, folder: Path) -> list[str]:
-    """Copy them to `folder`; sentences for the user."""
+    """Copy the companions of `original` to `folder`; return notes for the user."""
     for path in companions(original):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(original / path, folder / path)
     if not any((original / name).is_file() for name in _TOKENIZERS):
-        return [f"{original} has no tokenizer, so what was made has none; copy one to it before you use it."]
+        return [f"{original} has no tokenizer, so the converted model has none; copy one into it before use."]
     return []
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a model folder. Raises UserError if there is none, or it is damaged."""
+    """Return the content of a model folder's config.json. Raises UserError if the file is missing or damaged."""
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(
@@ -69,14 +75,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def adjust_config(folder: Path, dtype: torch.dtype, values: bool) -> None:
-    """Make the config of `folder` say what its weights are, with `values` a critic's (a token classification)."""
+    """Update the dtype in the config of `folder`, if present; with `values`, make it a token classification config."""
     config = read_config(folder)
     changed = dict(config)
     key = next((key for key in ("dtype", "torch_dtype") if config.get(key) is not None), None)
     if key is not None:
         changed[key] = dtype_name(dtype)
     if values:
-        # transformers counts labels by these, not by a num_labels.
+        # transformers takes the number of labels from these two, not from num_labels.
         changed |= {"id2label": {"0": "VALUE"}, "label2id": {"VALUE": 0}}
         if architectures := config.get("architectures"):
             changed["architectures"] = [name.replace(_POLICY, _CRITIC) for name in architectures]
@@ -84,45 +90,50 @@ def adjust_config(folder: Path, dtype: torch.dtype, values: bool) -> None:
         (folder / CONFIG).write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
 
 
-MODEL = "hf"  # Folder within a converted Megatron checkpoint with what belongs to the model besides its weights.
-_HF_HEAD, _MEGATRON_HEAD = "score.weight", "value_head.weight"  # What a critic has and a policy has not.
+MODEL = "hf"  # Subfolder of a converted Megatron checkpoint with the model's config, tokenizer and other companions.
+_HF_HEAD, _MEGATRON_HEAD = "score.weight", "value_head.weight"  # Value heads, which only a critic has.
 
 
 def architecture_in(folder: Path) -> Architecture:
-    """The architecture of a model folder; what changes no weight may be unsupported. Raises UserError."""
+    """Return the architecture of a model folder for conversion.
+
+    Accepts settings that rlsys does not support in a run if they leave the weights unchanged. Raises UserError.
+    """
     read_config(folder)
     return read_architecture(folder, weights_only=True)
 
 
 def model_of(checkpoint: Path, original: str | Path | None) -> Path:
-    """The Hugging Face folder that says what model a Megatron checkpoint is of. Raises UserError."""
+    """Return the Hugging Face folder with the config of a Megatron checkpoint's model. Raises UserError."""
     if original is not None:
         return Path(original)
     inside = checkpoint / MODEL
     if not (inside / CONFIG).is_file():
         raise UserError(
-            f"{checkpoint} does not say what model it is of; give its original with --hf.", code="missing", key="--hf"
+            f"{checkpoint} has no {MODEL}/{CONFIG}; give its original Hugging Face folder with --hf.",
+            code="missing",
+            key="--hf",
         )
     return inside
 
 
 def is_critic(source: MegatronCheckpoint | HfReader) -> bool:
-    """Whether the weights are a critic's: in Hugging Face a token classification."""
+    """Return True if the weights have a value head (in Hugging Face: token classification)."""
     names = source.names()
     return _HF_HEAD in names or _MEGATRON_HEAD in names
 
 
 def check_hf(reader: HfReader, weights: WeightMap, source: Path, values: bool) -> None:
-    """Raise UserError unless `source` holds the tensors of the map; a critic (`values`) may come from a policy."""
+    """Raise UserError unless `source` holds the tensors of the map; with `values`, the value head may be missing."""
     if not values and is_critic(reader):
-        raise UserError(f"{source} is a critic, with a head {_HF_HEAD}; give --values.", code="missing", key="--values")
+        raise UserError(f"{source} is a critic (it has {_HF_HEAD}); give --values.", code="missing", key="--values")
     weights.check_hf_names(reader.names(), headless=values)
     for entry in weights.entries():
         for name, shape in zip(entry.hf, entry.rule.shapes, strict=True):
             if name in reader.names() and reader.spec(name).shape != tuple(shape):
                 raise UserError(
-                    f"{source} has {name} of shape {list(reader.spec(name).shape)}, and its {CONFIG} says "
-                    f"{list(shape)}; use weights and config of one model.",
+                    f"{source} has {name} of shape {list(reader.spec(name).shape)}, but its {CONFIG} implies "
+                    f"{list(shape)}; use weights and config of the same model.",
                     code="mismatch",
                     key=name,
                 )
@@ -130,11 +141,14 @@ def check_hf(reader: HfReader, weights: WeightMap, source: Path, values: bool) -
 
 
 WRITTEN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""What weights can be converted to, by name."""
+"""Target dtypes of a conversion, by name."""
 
 
 def chosen(name: str | None) -> torch.dtype | None:
-    """The dtype of that name; None keeps each tensor's own. Raises UserError for an unknown one."""
+    """Return the dtype called `name`; None (keep each tensor's dtype) for None.
+
+    Raises UserError for an unknown name.
+    """
     if name is None:
         return None
     if name not in WRITTEN:
@@ -143,20 +157,20 @@ def chosen(name: str | None) -> torch.dtype | None:
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The tensor in another dtype, rounded to nearest. Raises UserError if a number becomes infinite, or counts."""
+    """Return `tensor` in `dtype`, rounded to nearest. Raises UserError on overflow or for a non-floating tensor."""
     if dtype is None or tensor.dtype == dtype:
         return tensor
     if not tensor.is_floating_point():
         raise UserError(
-            f"{name} is {dtype_name(tensor.dtype)}, which another dtype would not say the same in; leave --dtype out, "
-            "or use weights that are not quantised.",
+            f"{name} is {dtype_name(tensor.dtype)}, which --dtype cannot convert; omit --dtype, or use weights that "
+            "are not quantised.",
             code="unsupported",
             key="--dtype",
         )
     made = tensor.to(dtype)
     if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and bool((made.isinf() & tensor.isfinite()).any()):
         raise UserError(
-            f"{name} has numbers that {dtype_name(dtype)} cannot hold; give another --dtype.",
+            f"{name} has values outside the range of {dtype_name(dtype)}; give another --dtype.",
             code="out_of_range",
             key="--dtype",
         )
@@ -164,7 +178,7 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def most(specs: Iterable[TensorSpec]) -> torch.dtype:
-    """The dtype that most bytes have: what a config calls that of the model."""
+    """Return the dtype with the most bytes, which the config gives as the model's dtype."""
     counts: Counter[torch.dtype] = Counter()
     for spec in specs:
         counts[spec.dtype] += spec.nbytes
@@ -172,13 +186,13 @@ def most(specs: Iterable[TensorSpec]) -> torch.dtype:
 
 
 def fingerprint(folder: Path, files: Iterable[Path]) -> list[Any]:
-    """Where `folder` is, and name, bytes and time of change in ns of `files` in it; contents are not read."""
+    """Return the path of `folder`, and name, size (bytes) and mtime (ns) of `files` in it; contents are not read."""
     stats = {str(path): (folder / path).stat() for path in sorted(files)}
     return [str(folder.resolve()), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]]
 
 
 def bytes_in(folder: Path) -> int:
-    """Bytes of all files in a folder, which may change meanwhile."""
+    """Return the total size of the files in a folder; files may disappear during the scan."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -188,30 +202,33 @@ def bytes_in(folder: Path) -> int:
 
 
 class Side(Protocol):
-    """One of two models that are compared."""
+    """A model to compare or describe, in either format."""
 
     folder: Path
-    model: Path  # Hugging Face folder with its config.
+    model: Path  # Hugging Face folder with the config.
     architecture: Architecture
-    values: bool  # It is a critic.
+    values: bool  # True for a critic.
 
     def check_repeated(self) -> None:
-        """Raise UserError unless what a tied model has twice is the same both times; it is read."""
+        """Raise UserError if the two stored copies of a tied tensor differ; reads both."""
 
     def specs(self) -> dict[str, TensorSpec]:
-        """Every tensor by its Hugging Face name, without reading it."""
+        """Return name, dtype and shape of every tensor by its Hugging Face name, without reading data."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors, one Megatron tensor at a time."""
+        """Yield all Hugging Face tensors by name, reading one stored tensor at a time."""
 
 
 def is_hf(folder: Path) -> bool:
-    """Whether a folder holds a Hugging Face model's weights."""
+    """Return True if `folder` holds safetensors of a Hugging Face model."""
     return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
 
 
 def open_side(folder: Path, hf: Path | None) -> Side:
-    """Open either kind; `hf` has the config of a Megatron checkpoint that has none. Raises UserError."""
+    """Open a folder of either format; `hf` supplies the config of a Megatron checkpoint without one.
+
+    Raises UserError.
+    """
     if is_hf(folder):
         return HfSide(folder)
     checkpoint = open_checkpoint(folder)
@@ -219,7 +236,7 @@ def open_side(folder: Path, hf: Path | None) -> Side:
 
 
 class HfSide:
-    """See `Side`."""
+    """A Hugging Face folder as a `Side`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = self.model = folder
@@ -241,10 +258,10 @@ class HfSide:
 
 
 class MegatronSide:
-    """See `Side`."""
+    """A Megatron checkpoint as a `Side`."""
 
     def __init__(self, checkpoint: MegatronCheckpoint, model: Path) -> None:
-        """Raises UserError if the checkpoint is not one of the model whose config is in `model`."""
+        """Raises UserError if the checkpoint does not fit the config in `model`."""
         self.folder, self.model = checkpoint.folder, model
         self._checkpoint = checkpoint
         self.architecture, self.values = architecture_in(model), is_critic(checkpoint)
@@ -268,23 +285,23 @@ class MegatronSide:
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """Of one folder."""
+    """Description of a model folder or checkpoint."""
 
     folder: str
-    format: str  # hugging face, torch_dist or mp_rank.
-    step: int | None  # Of training; None where that is not known.
-    layout: str  # How the weights are spread over files.
-    architecture: dict[str, Any] | None  # None where no config says it.
+    format: str  # "hugging face", "torch_dist" or "mp_rank".
+    step: int | None  # Training step; None if unknown.
+    layout: str  # Distribution of the weights over files, as text.
+    architecture: dict[str, Any] | None  # None without a config.
     critic: bool
     parameters: int
-    nbytes: int  # Of the weights.
-    dtypes: dict[str, int]  # Dtype -> parameters of it.
-    folder_bytes: int  # Of all files in the folder, the optimiser's too.
-    also: tuple[str, ...]  # Names of what else is in the folder.
+    nbytes: int  # Size of the weights.
+    dtypes: dict[str, int]  # Dtype -> number of parameters.
+    folder_bytes: int  # Size of all files in the folder, optimiser state included.
+    also: tuple[str, ...]  # Hugging Face: names of the companion files; Megatron: all names in the folder.
 
 
 def info(folder: str | Path, hf: str | Path | None = None) -> Info:
-    """Look at a Hugging Face folder or a Megatron checkpoint, whose config may be in `hf`. Raises UserError."""
+    """Describe a Hugging Face folder, or a Megatron checkpoint whose config may be in `hf`. Raises UserError."""
     folder = Path(folder)
     return _of_hf(folder) if is_hf(folder) else _of_megatron(folder, None if hf is None else Path(hf))
 
@@ -311,7 +328,7 @@ def _of_megatron(folder: Path, hf: Path | None) -> Info:
     inside = checkpoint.folder / MODEL
     model = hf or (inside if (inside / CONFIG).is_file() else None)
     if model is None:
-        # As stored: the vocabulary is padded, and what a checkpoint holds twice counts twice.
+        # Count tensors as stored: vocabulary padding included, duplicates twice.
         stored = checkpoint.names().values()
         counted, architecture = _counted((weight.dtype, shape) for weight in stored for shape in weight.shapes), None
     else:

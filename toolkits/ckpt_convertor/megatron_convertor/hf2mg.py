@@ -1,4 +1,4 @@
-"""Hugging Face folder -> Megatron checkpoint, with positional arguments; `rlsys convert hf2mg` does the work.
+"""Converts a Hugging Face folder to a Megatron checkpoint: `rlsys convert hf2mg` with positional arguments.
 
 sh hf2mg_3b.sh MODEL OUT [--tp N] [--pp N] [--ep N] [--dtype D] [--values] [--processes N]
 """

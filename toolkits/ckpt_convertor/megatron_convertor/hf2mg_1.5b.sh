@@ -1,4 +1,4 @@
 #!/bin/sh
-# The size is in the model's config.json; the name is kept for those who are used to it.
+# Familiar name for hf2mg.py; the model size comes from config.json.
 set -eu
 exec sh "$(dirname -- "$(readlink -f -- "$0")")/run_converter.sh" hf2mg.py "$@"

@@ -1,4 +1,4 @@
-"""Megatron checkpoint -> Hugging Face folder, with positional arguments; `rlsys convert mg2hf` does the work.
+"""Converts a Megatron checkpoint to a Hugging Face folder: `rlsys convert mg2hf` with positional arguments.
 
 sh mg2hf_3b.sh CHECKPOINT OUT ORIGINAL [--dtype D] [--shard-size 5GB] [--processes N]
 """
@@ -20,12 +20,15 @@ from rlsys.apps.cli.main import run_command
 def main(
     checkpoint: convert.Megatron,
     out: convert.Out,
-    original: Annotated[Path, typer.Argument(help="The original Hugging Face folder: config, tokenizer.")],
+    original: Annotated[Path, typer.Argument(help="Original Hugging Face folder, for config and tokenizer.")],
     dtype: convert.Dtype = None,
     shard_size: convert.ShardSize = "5GB",
     processes: convert.Processes = None,
 ) -> None:
-    """Turn a Megatron checkpoint into a Hugging Face folder. One that was ended continues."""
+    """Convert a Megatron checkpoint to a Hugging Face folder.
+
+    Run the same command again to continue after an interruption.
+    """
     convert.mg2hf(checkpoint, out, original, dtype, shard_size, processes)
 
 
