@@ -1,7 +1,7 @@
-"""The search tool: a corpus and its index, the server that answers queries, and the client of the episodes.
+"""The search tool: a corpus and its index, the server that answers queries, and the client that episodes call.
 
-Nothing of rlsys is needed but errors and files, so that it could be shipped alone; a server process loads no torch unless its
-encoder does.
+It imports only errors and files from rlsys, so it could ship alone. A server process loads torch only if its encoder
+needs it.
 
 Process: the search server, and its clients in rollout processes. May import: errors, files.
 """

@@ -1,8 +1,8 @@
-"""The default address of a search server, the taking of a port, and the names that a server may be called by.
+"""Default address of a search server, port binding, and the check of Host and Origin headers.
 
-A page elsewhere can have its own name point to this machine, and so have a visitor's browser ask a server here as if
-that were its own (DNS rebinding). The browser then sends that name, which is refused. Addresses and this machine's own
-names cannot be taken in this way.
+The Host check stops DNS rebinding: a foreign web page can point its own domain at this machine, so that a visitor's
+browser sends requests here. Such requests carry the foreign domain as Host and are rejected. IP addresses and this
+machine's own names are safe.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 DEFAULT_TOPK = 3
-TOKEN_VARIABLE = "RLSYS_SEARCH_TOKEN"  # environment variable with the bearer token that a server asks for
+TOKEN_VARIABLE = "RLSYS_SEARCH_TOKEN"  # environment variable with the server's bearer token
 _BIND_CODES: dict[int, Code] = {errno.EADDRINUSE: "in_use", errno.EACCES: "denied"}
 _INNER = (".local", ".localdomain", ".internal", ".lan", ".svc")
 
 
 def is_url(text: str) -> bool:
-    """True for what can be the address of a server: http or https, a host, nothing secret, no query."""
+    """True for a server's base URL: http or https, with a host, without user name, query and fragment."""
     try:
         parts = urlsplit(text)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -37,9 +37,9 @@ def is_url(text: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket that does not listen yet; port 0 takes a free one. Raises UserError when it cannot be had."""
+    """Return a TCP socket that is bound but not listening; port 0 takes a free one. Raises UserError on failure."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    if port != 0:  # one that was served from a moment ago can be had again; a free one must not be shared
+    if port != 0:  # allows an immediate restart on a given port; a free port must not be shared
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
@@ -56,12 +56,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def own_names(*more: str) -> frozenset[str]:
-    """This machine's names, and `more` of what it serves at."""
+    """Return this machine's names and `more`, in lower case."""
     return frozenset(name.lower() for name in ("localhost", socket.gethostname(), *more))
 
 
 def is_trusted(header: str, names: frozenset[str]) -> bool:
-    """True for a Host header (RFC 9110, 7.2: name or address, and perhaps a port) of an address or one of `names`."""
+    """True if a Host header (RFC 9110, 7.2) holds an IP address or one of `names`, with or without a port."""
     name = _name(header)
     try:
         ipaddress.ip_address(name)
@@ -71,13 +71,13 @@ def is_trusted(header: str, names: frozenset[str]) -> bool:
 
 
 def is_inner(header: str) -> bool:
-    """True for a Host header with a name that the DNS of the internet cannot hold: `gpu7`, `search.default.svc`."""
+    """True if a Host header holds a name that public DNS cannot resolve, such as `gpu7` or `search.default.svc`."""
     name = _name(header)
     return bool(name) and ("." not in name or name.endswith(_INNER))
 
 
 def is_foreign(origin: bytes | None, host: bytes | None) -> bool:
-    """True for an Origin header, which only browsers send, of another page than one of `host`."""
+    """True if `origin`, a header that only browsers send, belongs to another site than `host`."""
     return origin is not None and origin.partition(b"://")[2] != host
 
 
@@ -87,7 +87,7 @@ def _name(header: str) -> str:
 
 
 class HostGate:
-    """ASGI middleware that refuses requests by other names, and says to browsers how careful to be with answers."""
+    """ASGI middleware that rejects foreign Host headers (421) and adds browser security headers to responses."""
 
     HEADERS = (
         (b"x-content-type-options", b"nosniff"),
@@ -101,7 +101,7 @@ class HostGate:
         self._app, self._names = app, names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        from starlette.responses import PlainTextResponse  # whoever only looks for a server need not load it
+        from starlette.responses import PlainTextResponse  # clients import this module without loading starlette
 
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -114,6 +114,6 @@ class HostGate:
             await send(message)
 
         header = next((value.decode("latin-1") for key, value in scope["headers"] if key == b"host"), "")
-        reason = f"This server is not called {header!r}: ask it by its address or this machine's name.\n"
+        reason = f"Host {header!r} is not a name of this server: use its IP address or this machine's name.\n"
         app = self._app if is_trusted(header, self._names) else PlainTextResponse(reason, 421)
         await app(scope, receive, careful)

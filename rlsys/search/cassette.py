@@ -1,19 +1,23 @@
-"""A cassette: search calls recorded from a server, to be played back without one, as they were.
+"""Records search calls to a cassette file and replays them without a server.
 
-A jsonl file. The header says what was asked, each further line is one call, in the order of their ends:
+A cassette is a jsonl file: a header with topk and the server's identity, then one line per call, in order of
+completion:
 
     {"rlsys_cassette": 1, "topk": 3, "server": {"kind": "dense", "passages": 3904, ...}}
     {"query": "Mali", "latency_s": 0.0123, "passages": [{"id": "17", "contents": "...", "score": 0.61}, ...]}
     {"query": "Mali", "latency_s": 0.0098}
     {"query": "Chad", "latency_s": 30.0, "error": "no answer from ...", "failure": "unavailable"}
 
-Passages stand in the first line of a query that a process writes. Older files say less of the server, and nothing of
-the kind of a failure: what is missing is no difference.
+A process writes the passages of a query once, in its first line. Older files lack the failure kind and some keys of
+`server`; missing keys never count as differences.
 
-Invariants: a cassette is never played or continued with another topk, nor continued from a server that serves something
-else; a file under its name has a whole header; lines are written at once, at the end and under a lock, so several
-processes of a host may write one file; a line that was torn by a kill costs no other line; as long as nothing is added,
-the k-th ask of a query in a process is played with the same delay in every run.
+Invariants:
+
+- A cassette is replayed or extended only with the topk of its header, and extended only from an equivalent server.
+- The file appears under its name with a complete header.
+- Lines are appended whole, under a lock, so several processes of one host can share a file.
+- A line torn by a kill damages no other line.
+- While nothing is added, the k-th call of a query in a process has the same delay in every run.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _QUOTED_CHARS = 80
-"""Of a query in an error: the policy, which wrote the query, reads that error."""
+"""Query characters quoted in an error; kept short, because the policy reads the error."""
 _log = logging.getLogger(__name__)
 
 
@@ -53,15 +57,15 @@ class Header:
 
     topk: int
     server: Mapping[str, Any] = field(default_factory=dict)
-    """The part of the server's health that its answers depend on, see `served`; empty without a health."""
+    """Health keys that the answers depend on, see `served`; empty if the server has no health."""
 
     def line(self) -> bytes:
-        """As it is written."""
+        """Return the header line."""
         return json.dumps({"rlsys_cassette": FORMAT, "topk": self.topk, "server": dict(self.server)}).encode() + b"\n"
 
     @classmethod
     def read(cls, path: Path) -> Header:
-        """The header of the cassette at `path`. Raises UserError where there is no cassette."""
+        """Return the header of the cassette at `path`. Raises UserError for a missing or invalid file."""
         if not path.is_file():
             reason = f"there is no cassette at {path}"
             remedy = "record one with search.cassette.mode=record, or give another path"
@@ -76,7 +80,7 @@ class Header:
         raise UserError(f"{reason}: {remedy}.", code="malformed", key=str(path))
 
     def require_topk(self, topk: int, path: Path) -> None:
-        """Raise UserError for another number of passages."""
+        """Raise UserError if `topk` differs from the recorded one."""
         if self.topk != topk:
             problem = f"the cassette {path} was recorded with search.topk={self.topk}, not {topk}"
             reason = f"{problem}: set it to that, or record another cassette."
@@ -85,14 +89,14 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One search as an episode saw it."""
+    """One search with its result and latency, as seen by the episode."""
 
     query: str
     result: SearchResult
     latency_s: float
 
     def line(self, *, with_passages: bool) -> bytes:
-        """As it is written; `with_passages` unless an earlier line of this query has them."""
+        """Return the line of this call; `with_passages` is False if an earlier line of the query has them."""
         row: dict[str, Any] = {"query": self.query, "latency_s": round(self.latency_s, 6)}
         if self.result.error:
             row["error"] = self.result.error
@@ -109,15 +113,15 @@ class Cassette:
 
     header: Header
     answers: dict[str, SearchResult] = field(default_factory=dict)
-    """By query. A failure is kept only while no call of the query has worked."""
+    """Result by query. A failure is kept until a call of the query succeeds."""
     latencies_s: list[float] = field(default_factory=list)
-    """Of all calls, failed ones too, in ascending order: the recorded distribution."""
+    """Latencies of all calls, failed ones included, in ascending order."""
     errors: int = 0
     """Calls that failed."""
 
     @classmethod
     def read(cls, path: Path) -> Cassette:
-        """The cassette at `path`. Raises UserError for a file that is not one."""
+        """Load the cassette at `path`. Raises UserError for a missing or invalid file."""
         cassette = cls(Header.read(path))
         torn = 0
         with path.open("rb") as file:
@@ -134,16 +138,16 @@ class Cassette:
         return cassette
 
     def add(self, call: RecordedCall) -> None:
-        """Count `call` in."""
+        """Add `call` to the answers and latencies."""
         insort(self.latencies_s, call.latency_s)
         self._learn(call.query, call.result)
 
     def delay_s(self, query: str, asked: int) -> float:
-        """How long `query` takes when it was asked `asked` times before; see `drawn_rank`."""
+        """Return the replay delay of `query` after `asked` earlier calls; see `drawn_rank`."""
         return self.latencies_s[drawn_rank(query, asked, len(self.latencies_s))]
 
     def quantile_s(self, share: float) -> float:
-        """The least latency that `share` of the calls do not exceed (nearest rank), in seconds."""
+        """Return the `share` quantile of the latencies, by nearest rank."""
         return self.latencies_s[max(0, math.ceil(share * len(self.latencies_s)) - 1)]
 
     def _take(self, row: Any, number: int, path: Path) -> None:
@@ -153,7 +157,7 @@ class Cassette:
             passages = row.get("passages")
             found = tuple(Passage(**passage) for passage in passages or ())
             if not 0 <= latency_s < math.inf:
-                raise ValueError(f"latency_s={latency_s}")  # noqa: TRY301  one sentence for all that is wrong
+                raise ValueError(f"latency_s={latency_s}")  # noqa: TRY301  one message for every malformed line
         except (AttributeError, KeyError, TypeError, ValueError) as problem:
             reason = f"line {number} of {path} is not a search call ({problem!r}): record the cassette anew."
             raise UserError(reason, code="malformed", key=str(path)) from None
@@ -169,10 +173,10 @@ class Cassette:
 
 
 def drawn_rank(query: str, asked: int, count: int) -> int:
-    """The rank, among `count` sorted latencies, of the ask of `query` after `asked` earlier ones.
+    """Return the rank, among `count` sorted latencies, for a call of `query` after `asked` earlier calls.
 
-    The asks of one query walk through all ranks, from a hash of the query, in strides near the golden section and
-    coprime to `count`: `count` asks get every rank once, and a few are spread over all of them.
+    Calls of one query start at a hash of the query and advance by a stride near the golden ratio, coprime to `count`.
+    So `count` calls visit every rank once, and a few calls are spread evenly.
     """
     start = int.from_bytes(hashlib.sha256(query.encode()).digest()[:8], "big")
     stride = max(1, round(count * _GOLDEN))
@@ -182,14 +186,14 @@ def drawn_rank(query: str, asked: int, count: int) -> int:
 
 
 class CassetteFile:
-    """The writing end of a cassette, for one of the processes that write it."""
+    """Appends one process's lines to a cassette."""
 
     def __init__(self, path: Path, header: Header) -> None:
-        """Make the file, or join the others that write it. Raises UserError if theirs does not fit to `header`."""
+        """Create the file, or open it for appending. Raises UserError if its header does not match `header`."""
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:  # Other processes see no file, or one with a whole header.
+        try:  # Other processes see either no file or one with a complete header.
             part.write_bytes(header.line())
             with suppress(FileExistsError):
                 os.link(part, path)
@@ -204,20 +208,20 @@ class CassetteFile:
         self._file = os.open(path, os.O_RDWR | os.O_APPEND)
         with self._alone():
             if os.pread(self._file, 1, os.fstat(self._file).st_size - 1) != b"\n":
-                self._write(b"\n")  # a killed process left a part of a line, which must not swallow the next
+                self._write(b"\n")  # separates a torn line of a killed process from the next line
 
     def append(self, line: bytes) -> None:
-        """Write a whole line. Raises RunError if it does not fit onto the disk."""
+        """Append a whole line. Raises RunError if the write fails or the disk is full."""
         with self._alone():
             self._write(line)
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         os.close(self._file)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keeps the other writers away; a process that is killed lets them in again."""
+        """Hold the file lock, which the system releases if the process is killed."""
         fcntl.flock(self._file, fcntl.LOCK_EX)
         try:
             yield
@@ -234,7 +238,7 @@ class CassetteFile:
 
 
 def _parsed(line: bytes) -> Any:
-    """The JSON value of a line; None if it is none."""
+    """Parse a line; None if it is not JSON."""
     try:
         return json.loads(line)
     except ValueError:
@@ -243,7 +247,7 @@ def _parsed(line: bytes) -> Any:
 
 @dataclass(slots=True)
 class Counts:
-    """Searches since the start: played, not played (asked of the server, or failed for want of one), and written."""
+    """Searches since the start: replayed (`hits`), not in the cassette (`misses`), and written (`recorded`)."""
 
     hits: int = 0
     misses: int = 0
@@ -251,16 +255,19 @@ class Counts:
 
 
 class CassetteTool(AbstractAsyncContextManager["CassetteTool"]):
-    """A search tool that records calls, plays them, or both. For one event loop; `close` it at the end.
+    """A search tool that records calls, replays them, or both. For one event loop; `close` it at the end.
 
-    `mode` is record, replay or extend. A played call takes `latency_scale` times a recorded latency. The `server` is
-    asked and recorded; None to replay. Raises UserError for a cassette that cannot be played, and for a recording that
-    is there already.
+    Args:
+        mode: `record`, `replay`, or `extend`, which replays known queries and records the others.
+        latency_scale: Factor on the recorded latencies in replay.
+        server: Client whose calls are recorded; None exactly in mode `replay`.
+
+    Raises UserError if the cassette cannot be replayed, or if mode `record` finds an existing file.
     """
 
     def __init__(self, path: Path, mode: str, latency_scale: float, topk: int, server: SearchClient | None) -> None:
         if (server is None) != (mode == "replay"):
-            raise ValueError(f"{mode} with {server}: a server is there to be recorded, and for nothing else")
+            raise ValueError(f"mode {mode} with server {server}: give a server to record or extend, none to replay")
         if mode == "record" and path.exists():
             problem = f"search.cassette.mode=record would mix with what {path} holds"
             raise UserError(f"{problem}: delete it or use mode=extend.", code="exists", key=str(path))
@@ -277,17 +284,17 @@ class CassetteTool(AbstractAsyncContextManager["CassetteTool"]):
             self._cassette = Cassette(Header(topk))
 
     async def search(self, query: str) -> SearchResult:
-        """Play or ask one query.
+        """Replay one query, or send it to the server and record the result.
 
-        Raises UserError if the recorded server serves something else, and RunError if a call cannot be written: neither is
-        the policy's fault.
+        Raises UserError if the server differs from the recorded one, and RunError if the call cannot be written. Both
+        are raised rather than returned as an observation, because the policy did not cause them.
         """
         if not (query := as_sent(query)):
             return BLANK
         asked = self._asked[query]
         self._asked[query] += 1
         played = None if self._mode == "record" else self._cassette.answers.get(query)
-        # Where a server can be asked, a recorded failure is no answer.
+        # Mode `extend` retries a recorded failure at the server.
         if played is not None and not (played.error and self._mode == "extend"):
             self.counts.hits += 1
             await asyncio.sleep(self._latency_scale * self._cassette.delay_s(query, asked))
@@ -306,7 +313,7 @@ class CassetteTool(AbstractAsyncContextManager["CassetteTool"]):
         return result
 
     async def close(self) -> None:
-        """End the client and the file; calls in flight end as the client ends them, unrecorded."""
+        """Close client and file. Calls in flight end with the client's error result, unrecorded."""
         self._closed = True
         if self._server is not None:
             await self._server.close()
@@ -319,11 +326,11 @@ class CassetteTool(AbstractAsyncContextManager["CassetteTool"]):
         await self.close()
 
     async def _write(self, server: SearchClient, call: RecordedCall) -> None:
-        # One at a time, because the first opens the file, and asks the server what it serves before that.
+        # Serialised, because the first call fetches the server's health and then creates the file.
         async with self._opening:
             health: Mapping[str, Any] = {}
             if self._file is None and not self._closed:
-                with suppress(RunError):  # the retrieval contract asks for no /health
+                with suppress(RunError):  # /health is optional in the retrieval contract
                     health = await server.health()
             if self._closed:
                 return

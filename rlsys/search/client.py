@@ -1,19 +1,22 @@
-"""The episodes' side of the search tool: one client of one search server, or of several that serve the same.
+"""Search client of the episodes, for one search server or several replicas of one index.
 
-Contract: `search` never raises for a search that failed, it returns a result with a reason, so that one bad request
-costs one observation and not a run. Every search gets exactly one result: retrieval changes nothing in the server, so a
-request may be sent again, elsewhere or twice at once, and the first answer is taken. Searches that are asked within a
-few milliseconds travel as one request. Cancelling one caller does not disturb the others.
+Contract: `search` never raises for a failed search; it returns a result with an error, so a bad request costs one
+observation, not the run. Every search gets exactly one result. Retrieval is idempotent, so a request may be retried,
+moved to another replica or hedged, and the first response counts. Searches submitted within a few milliseconds share a
+request. Cancelling one caller does not affect the others.
 
-A server's fault (no answer in time, 408, 429, 5xx, nonsense) is tried again: at once at every healthy replica that the
-request has not failed at, then up to `retries` times, each after a pause that grows, is jittered and is no shorter than
-a Retry-After (of 30 s at most). A server that gave nonsense is not asked the same again, and the request's own fault
-(400, 401, 403, 413, 422) is not tried again at all. So one request is over after `(replicas + retries) * (timeout_s +
-hedge_after_s) + retries * 6` seconds at most, or `retries * 45` in place of the last term where the servers ask for time.
+Server faults (timeout, lost connection, 408, 429, 5xx, invalid response) are retried:
 
-A replica is healthy until a request to it is lost, or `TURNED_AWAY` in a row are turned away; then it is suspect until
-a probe or a request is answered. Each suspicion since its last answered search doubles the wait before it is probed.
-One whose health says that it serves something else than the others is foreign until its health says otherwise.
+1. at once, on every healthy replica that has not failed this request;
+2. then up to `retries` times, after a growing, jittered pause, at least as long as Retry-After (capped at 30 s).
+
+A server with an invalid response does not get the same request again. Client errors (400, 401, 403, 413, 422) are never
+retried. A request takes at most `(replicas + retries) * (timeout_s + hedge_after_s) + retries * 6` seconds, or
+`retries * 45` instead of the last term if servers send Retry-After.
+
+A healthy replica becomes suspect when a request to it is lost or `TURNED_AWAY` in a row are rejected as busy. It is
+healthy again after a successful probe or request. The wait before a probe doubles with each suspicion since its last
+answered search. A replica is foreign while its health describes another index than that of the others.
 """
 
 from __future__ import annotations
@@ -44,24 +47,24 @@ from rlsys.search.wire import (
     request_body,
 )
 
-TURNED_AWAY = 3  # refusals in a row ("busy") that make a replica suspect
+TURNED_AWAY = 3  # consecutive busy responses that make a replica suspect
 FIRST_PROBE_S = 0.1
-LAST_PROBE_S = 10.0  # bounds of the wait before a probe, without its jitter of half as much more
+LAST_PROBE_S = 10.0  # bounds of the wait before a probe; jitter adds up to 50 %
 _PROBE_TIMEOUT_S = 3.0
 _MAX_PENDING = 1 << 20
 _FIRST_PAUSE_S = 0.25
 _LAST_PAUSE_S = 4.0
 _MOST_ASKED_S = 30.0
-"""Bounds of the pause between two tries, and of the Retry-After that it heeds; jitter adds up to a half."""
-_HEDGED_EVERY = 20  # requests for each that may be sent twice: a cluster that is slow as a whole gets 5 % more of them
+"""Cap of Retry-After; the two values above bound the pause between two tries. Jitter adds up to 50 %."""
+_HEDGED_EVERY = 20  # requests per hedge, so that hedging adds at most 5 % load to a slow cluster
 _HEDGES_SAVED = 10
 _log = logging.getLogger(__name__)
 
-Found = list[tuple[Passage, ...]]  # the passages of each query of a request
+Found = list[tuple[Passage, ...]]  # passages per query of a request
 
 
 class ReplicaState(Enum):
-    """The state that its answers have put a replica in."""
+    """State of a replica, as defined in the module docstring."""
 
     healthy = "healthy"
     suspect = "suspect"
@@ -70,50 +73,50 @@ class ReplicaState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One server as the requests to it show it."""
+    """Client-side state of one server."""
 
     url: str
     state: ReplicaState = ReplicaState.healthy
     in_flight: int = 0
-    turned_away: int = 0  # refusals in a row
-    suspicions: int = 0  # how often it became or stayed suspect since its last answered search
+    turned_away: int = 0  # consecutive busy responses
+    suspicions: int = 0  # times that it became or stayed suspect since its last answered search
 
 
 @dataclass(slots=True)
 class SearchRequest:
-    """Searches that travel together, and what became of their tries."""
+    """Searches that share a request, with the history of its tries."""
 
     body: bytes = b""
     queries: int = 0
-    fault: Fault | None = None  # of the last try that failed
+    fault: Fault | None = None  # fault of the last failed try
     pauses: int = 0
-    failed: list[Replica] = field(default_factory=list)  # in the order of the failures
+    failed: list[Replica] = field(default_factory=list)  # replicas of the failed tries, in order
     broken: list[Replica] = field(default_factory=list)
-    """Not to be asked again: another try would give the same nonsense."""
+    """Replicas whose response was invalid; never tried again for this request."""
 
 
 class Replicas:
-    """The servers of one client, as a state machine: no clock, no network, only events and what follows.
+    """State machine of a client's replicas, driven by events, without clock and network.
 
-    Invariants: a foreign replica is never picked; a suspect one only if no healthy one is left that has not failed the
-    request; of equals, one with the fewest requests in flight is picked, ties by lot; each `start` is followed by one
-    `end`.
+    Invariants: a foreign replica is never picked; a suspect one only if no eligible healthy one is left; among equals,
+    the one with the fewest requests in flight is picked, ties at random; each `start` has one `end`.
     """
 
     def __init__(self, urls: Iterable[str], lots: Random) -> None:
         self.all = tuple(Replica(url) for url in urls)
         self._lots = lots
-        self._reference: dict[str, Any] = {}  # what all have to serve: what the first one serves that said so
+        self._reference: dict[str, Any] = {}  # `served` keys of the first healthy replica; all others must match
 
     def fresh(self, request: SearchRequest, besides: Sequence[Replica] = ()) -> Replica | None:
-        """A healthy replica at which the request has not failed and that is not of `besides`; None if none is."""
+        """Return a healthy replica that has not failed the request and is not in `besides`, or None."""
         tried = [*request.failed, *besides]
         healthy = (replica for replica in self.all if replica.state is ReplicaState.healthy)
         return self._least_busy(replica for replica in healthy if replica not in tried)
 
     def pick(self, request: SearchRequest) -> Replica | None:
-        """The replica to ask next, None where another try cannot help: a fresh one, else of the healthy ones, else of
-        the suspect ones, first one that has not failed the request, then the one whose failure is the longest ago.
+        """Return the replica for the next try, or None if no try can succeed.
+
+        Order: fresh, then healthy, then suspect. Within a state: untried first, then the earliest failure.
         """
         if (replica := self.fresh(request)) is not None:
             return replica
@@ -126,11 +129,11 @@ class Replicas:
         return self._least_busy(replica for replica, rank in ranks.items() if rank == min(ranks.values()))
 
     def start(self, replica: Replica) -> None:
-        """Note that a request is sent to `replica`."""
+        """Record that a request to `replica` started."""
         replica.in_flight += 1
 
     def end(self, replica: Replica, verdict: ReplicaVerdict) -> None:
-        """Note how a request to `replica` has ended."""
+        """Record the outcome of a request to `replica`."""
         replica.in_flight -= 1
         match verdict:
             case ReplicaVerdict.answered:
@@ -145,7 +148,7 @@ class Replicas:
                 self._suspect(replica)
 
     def probed(self, replica: Replica, health: Mapping[str, Any] | None) -> None:
-        """Note a probe: None for no answer, else what the server says of itself (nothing is an answer too)."""
+        """Record a probe: None for no response, else the server's health, which may be empty."""
         if health is None:
             replica.suspicions += 1
             if replica.state is ReplicaState.healthy:
@@ -162,10 +165,10 @@ class Replicas:
             _log.error(reason, replica.url, here, there)
         elif not others and replica.state is not ReplicaState.healthy:
             self._trust(replica)
-            replica.turned_away = TURNED_AWAY - 1  # a search must show that the health says true
+            replica.turned_away = TURNED_AWAY - 1  # a single busy search makes it suspect again
 
     def probe_after_s(self, replica: Replica) -> float:
-        """The wait before `replica` is probed, jittered so that many clients do not come at once."""
+        """Return the wait before the next probe of `replica`, jittered so that clients do not probe in step."""
         doublings = min(max(0, replica.suspicions - 1), 16)
         wait_s = LAST_PROBE_S if replica.state is ReplicaState.foreign else FIRST_PROBE_S * 2**doublings
         return min(wait_s, LAST_PROBE_S) * self._lots.uniform(1.0, 1.5)
@@ -185,17 +188,17 @@ class Replicas:
 
 
 class HedgeBudget:
-    """A budget of second requests: one at the start, one more for `every` requests; at most `most` are saved up."""
+    """Token budget for hedges: one at the start, one more per `every` requests, capped at `most`."""
 
     def __init__(self, every: int, most: int) -> None:
         self._every, self._most, self._saved = every, every * most, every
 
     def earn(self) -> None:
-        """Note that a first request was sent."""
+        """Record a first request."""
         self._saved = min(self._saved + 1, self._most)
 
     def take(self) -> bool:
-        """True where a second request may be sent; it is counted as sent."""
+        """Take one hedge from the budget; False if none is left."""
         if self._saved < self._every:
             return False
         self._saved -= self._every
@@ -203,7 +206,7 @@ class HedgeBudget:
 
 
 class _Prober:
-    """Asks replicas for their health: all at the start, those that failed until they are well; a single server never."""
+    """Probes /health of all replicas at the start, and of failed ones until they are healthy; never a single server."""
 
     def __init__(self, replicas: Replicas, wire: HttpWire) -> None:
         self._replicas, self._wire = replicas, wire
@@ -211,13 +214,13 @@ class _Prober:
         self._probing: dict[Replica, asyncio.Task[None]] = {}
 
     async def all_probed(self) -> None:
-        """Wait until each replica was probed once, so that none is searched that serves something else."""
+        """Block until every replica was probed once, so that no foreign replica is searched."""
         if len(self._replicas.all) > 1:
             self._first_round = self._first_round or asyncio.create_task(self._probe_all())
             await asyncio.shield(self._first_round)
 
     def watch(self, replica: Replica) -> None:
-        """See that `replica` is probed until it is healthy, if it is not."""
+        """Start probing `replica` until it is healthy; no-op if it is healthy or already being probed."""
         if replica.state is ReplicaState.healthy or replica in self._probing or len(self._replicas.all) == 1:
             return
         task = asyncio.create_task(self._probe_until_healthy(replica))
@@ -225,7 +228,7 @@ class _Prober:
         task.add_done_callback(lambda done: self._ended(replica, done))
 
     async def close(self) -> None:
-        """End all probes."""
+        """Cancel all probes."""
         tasks = [*self._probing.values(), *filter(None, [self._first_round])]
         for task in tasks:
             task.cancel()
@@ -243,7 +246,7 @@ class _Prober:
             self._replicas.probed(replica, await self._probe(replica))
 
     async def _probe(self, replica: Replica) -> dict[str, Any] | None:
-        """The health of `replica`; None where it does not answer or is not well."""
+        """Return the health of `replica`, or None if it is unreachable or unhealthy."""
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 return health_of(await self._wire.get(f"{replica.url}/health"))
@@ -258,33 +261,34 @@ class _Prober:
 
 @dataclass(slots=True)
 class ClientCounts:
-    """Counts of what a client has done since its start."""
+    """Counters of a client since its start."""
 
-    searches: int = 0  # asked and over, not cancelled ones
-    requests: int = 0  # sent, each with one search or more
+    searches: int = 0  # completed searches, failed ones included, cancelled ones not
+    requests: int = 0  # HTTP requests, each with one or more searches
     retries: int = 0  # tries after the first
-    failovers: int = 0  # retries that went to another replica than the try before
-    hedges: int = 0  # second requests that were sent because the first one took long
-    hedges_won: int = 0  # those that answered first
-    failures: Counter[Failure] = field(default_factory=Counter)  # searches that failed
+    failovers: int = 0  # retries on another replica than the previous try
+    hedges: int = 0  # second copies of slow requests
+    hedges_won: int = 0  # hedges that were answered first
+    failures: Counter[Failure] = field(default_factory=Counter)  # failed searches by kind
 
 
 class SearchClient(AbstractAsyncContextManager["SearchClient"]):
-    """A client for one event loop; `close` it at the end.
+    """Search client for one event loop; `close` it at the end.
 
     Args:
-        urls: of the server, e.g. http://127.0.0.1:8000, or of several replicas, to be asked in turns. Before its first
-            search a client of several asks all for their health, see `health`.
-        timeout_s: of one try.
-        retries: further tries, after pauses, of a request that no healthy replica answered.
-        max_concurrent: requests in flight, second ones not counted.
-        coalesce_ms: how long a search waits for others to share its request.
-        max_coalesced: most searches of one request; 1 sends each on its own.
-        hedge_after_s: a request without an answer for so long is sent to another replica too, and the first answer
-            counts. At most every twentieth request is. None sends none twice.
-        wire, lots: in place of HTTP, and of chance in jitter and ties.
+        urls: URL of the server, e.g. http://127.0.0.1:8000, or URLs of several replicas, which share the load. With
+            several, all are probed before the first search.
+        timeout_s: Timeout of one try.
+        retries: Paused retries of a request after every healthy replica has failed it.
+        max_concurrent: Most requests in flight, hedges not counted.
+        coalesce_ms: Time that a search waits for others to share its request.
+        max_coalesced: Most searches per request; 1 sends each search alone.
+        hedge_after_s: Time after which an unanswered request is also sent to another replica; the first response
+            counts. At most one request in 20 is hedged. None disables hedging.
+        wire: Replaces the HTTP connections.
+        lots: Random generator for jitter and ties.
 
-    Raises UserError for urls and settings that cannot be used.
+    Raises UserError for unusable URLs and settings.
     """
 
     def __init__(
@@ -322,7 +326,7 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
         self._batcher = Batcher(self._search_many, max_coalesced, coalesce_ms / 1000, **limits)
 
     async def search(self, query: str) -> SearchResult:
-        """Ask one query; a blank one is an error that is not sent."""
+        """Search for one query. A blank query returns an error without a request."""
         result = BLANK
         if query := as_sent(query):
             try:
@@ -337,7 +341,7 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
         return result
 
     async def health(self) -> dict[str, Any]:
-        """The health of the first server that answers. Raises RunError when none is well, UserError when two differ."""
+        """Return the health of the first healthy server. Raises RunError if none is, UserError if two differ."""
         asked = await asyncio.gather(*map(self._health, self.urls), return_exceptions=True)
         well: dict[str, dict[str, Any]] = {}
         for url, health in zip(self.urls, asked, strict=True):
@@ -358,7 +362,7 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
         return first
 
     async def close(self) -> None:
-        """End what is in flight, as an error result, the probes and the connections. May be called again."""
+        """End searches in flight with an error result, and stop probes and connections. Idempotent."""
         await self._batcher.close()
         await self._prober.close()
         await self._wire.close()
@@ -376,7 +380,7 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
         return health
 
     async def _search_many(self, queries: list[str]) -> list[SearchResult]:
-        """One result a query. What may be one query's fault is found by halving, so the others get theirs."""
+        """Return one result per query. After a divisible fault, halve the batch to isolate the faulty query."""
         await self._prober.all_probed()
         request = SearchRequest(request_body(queries, self._topk), len(queries))
         try:
@@ -393,7 +397,7 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
             return [SearchResult(error=sentence, failure=fault.failure)] * len(queries)
 
     async def _ask(self, request: SearchRequest) -> Found:
-        """Ask in as many tries as it takes and is allowed. Raises Fault."""
+        """Try replicas until one answers or the retries are used up. Raises Fault."""
         while (replica := await self._next(request)) is not None:
             try:
                 return await self._try(replica, request)
@@ -402,11 +406,13 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
                     raise
                 request.fault = fault
         raise request.fault or Fault(
-            "each serves something else than at the start: start anew", Failure.unavailable, ReplicaVerdict.abandoned
+            "every server now serves another index than at the start: restart the run",
+            Failure.unavailable,
+            ReplicaVerdict.abandoned,
         )
 
     async def _next(self, request: SearchRequest) -> Replica | None:
-        """The replica to ask next, maybe after a pause; None where the request is given up."""
+        """Return the replica for the next try, after a pause if needed; None to give up."""
         if request.fault is not None and self._replicas.fresh(request) is None:
             if request.pauses == self._retries or self._replicas.pick(request) is None:
                 return None
@@ -421,7 +427,7 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
         return replica
 
     async def _try(self, replica: Replica, request: SearchRequest) -> Found:
-        """One exchange, or two where the first one takes long. Raises Fault."""
+        """Send the request, and hedge it if it is slow. Raises Fault."""
         if self._hedge_after_s is None:
             return await self._post(replica, request)
         self._hedges.earn()
@@ -442,7 +448,7 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _post(self, replica: Replica, request: SearchRequest) -> Found:
-        """One exchange. Raises Fault, and notes it in the request and of `replica`."""
+        """Send the request to `replica` and record the outcome in both. Raises Fault."""
         self.counts.requests += 1
         self._replicas.start(replica)
         verdict = ReplicaVerdict.abandoned
@@ -470,7 +476,7 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
 
 
 async def _first_answered(tasks: Sequence[asyncio.Task[Found]]) -> asyncio.Task[Found]:
-    """The first task with an answer, or with a fault that settles the matter; without one, the last to fail."""
+    """Return the first task with a result or a final fault, or else the last one to fail."""
     pending = set(tasks)
     while True:
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -483,7 +489,7 @@ async def _first_answered(tasks: Sequence[asyncio.Task[Found]]) -> asyncio.Task[
 
 
 def _addresses(urls: Sequence[str]) -> tuple[str, ...]:
-    """`urls` as they are used. Raises UserError for what is no address, for none, and for one given twice."""
+    """Return `urls` without trailing slashes. Raises UserError for an empty list, invalid URLs and duplicates."""
     if not urls:
         reason = "search.url names no server: give a url like http://127.0.0.1:8000."
         raise UserError(reason, code="missing", key="search.url")

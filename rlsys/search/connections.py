@@ -1,7 +1,7 @@
-"""HTTP connections under limits, for every server of rlsys: uvicorn alone takes heads without end and waits for ever.
+"""Connection limits for every HTTP server of rlsys; uvicorn alone bounds neither size nor time of a request head.
 
-A connection that exceeds a limit gets one sentence, 400, 431 or 503, and is closed; one that is late is closed. Nothing
-of this asks for a token, as a client sends its head before it can be known.
+A connection that exceeds a limit gets 400, 431 or 503 with one sentence and is closed; a late one is just closed. The
+limits apply before authentication, because the token arrives in the head.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 HEAD_BYTES = 16_384
-"""Largest request without its body: request line, headers, sizes of chunks and what follows the last one."""
+"""Limit of a request without its body: request line, headers, chunk sizes and trailers."""
 BODY_SHARE = 64
-"""A body of so many bytes allows one byte more: a body in chunks of 400 bytes and more fits at any length."""
+"""Body bytes that raise the limit by one byte, so that a body in chunks of 400 bytes or more fits at any length."""
 MOST_HEADERS = 128
-HEAD_S = 10.0  # until a head is whole, from the connection's beginning or the last answer
-FLUSH_S = 120.0  # until a client has taken its answer, from when it was written
-PAGE_CONNECTIONS = 128  # most connections of a server that shows a page to people
-_OTHER_FILES = 128  # descriptors that are left to everything but connections
+HEAD_S = 10.0  # time to receive a whole head, from the connection's start or the previous response
+FLUSH_S = 120.0  # time for a client to read a written response
+PAGE_CONNECTIONS = 128  # connection limit of servers with a web page
+_OTHER_FILES = 128  # file descriptors reserved for everything but connections
 
 
 class Connections:
-    """The connections of one server, at most `most` and no more than the process may open files for: beyond that the
-    one that has waited longest for a request makes room.
+    """The connections of one server, limited to `most` and by the process's file descriptors.
+
+    Beyond the limit, the connection that has been idle longest is closed.
     """
 
     def __init__(self, most: int) -> None:
@@ -37,22 +38,22 @@ class Connections:
             most = min(most, max(files // 2, files - _OTHER_FILES))
         self.most = most
         self.waiting: OrderedDict[LimitedHttp, float] = OrderedDict()
-        """Connections without a whole request, and since when; longest first."""
+        """Connections without a complete request, with the time since when; longest first."""
 
     def waits(self, connection: LimitedHttp, now: float) -> None:
-        """Note that `connection` waits for a request from `now` on."""
+        """Record that `connection` waits for a request from `now` on."""
         self.waiting[connection] = now
         self.waiting.move_to_end(connection)
 
     def make_room(self) -> bool:
-        """End the connection that has waited longest; False where each has a request in work."""
+        """Abort the connection that has waited longest; return False if every connection has a request in flight."""
         if not self.waiting:
             return False
         self.waiting.popitem(last=False)[0].transport.abort()
         return True
 
     def end_late(self, now: float) -> None:
-        """End the connections whose heads or whose clients are late at `now`."""
+        """Close the connections that exceed `HEAD_S`; abort those that exceed `FLUSH_S`."""
         for connection, since in list(self.waiting.items()):
             if now - since < HEAD_S:
                 break
@@ -61,21 +62,21 @@ class Connections:
             if now - since > FLUSH_S:
                 connection.transport.abort()
             else:
-                # What is written still goes out.
+                # Written data is still sent.
                 connection.transport.close()
 
 
 class LimitedHttp(HttpToolsProtocol):
-    """A connection that takes heads of limited length in limited time."""
+    """A connection that limits the length and the time of request heads."""
 
     def __init__(self, config: uvicorn.Config, *more: Any, **named: Any) -> None:
         super().__init__(config, *more, **named)
         assert isinstance(config, LimitedConfig)
         self._all = config.connections
-        self._head_bytes = 0  # received of this request, less those of its body and of what that allows
+        self._head_bytes = 0  # received for this request, minus its body and the body's allowance (BODY_SHARE)
         self._refusal = (400, "this is no HTTP request")
         self.reads_body = False
-        """True while a head is whole and its body is not: how long that may take is the application's to say."""
+        """True between a complete head and a complete body; the application limits the time of the body."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -88,7 +89,7 @@ class LimitedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come, in pieces, so that no more than one of them is parsed beyond the limit."""
+        """Parse received data in pieces, so that at most one piece is parsed beyond the limit."""
         for start in range(0, len(data), HEAD_BYTES):
             piece = data[start : start + HEAD_BYTES]
             self._head_bytes += len(piece)
@@ -99,7 +100,7 @@ class LimitedHttp(HttpToolsProtocol):
                 break
 
     def on_message_begin(self) -> None:
-        """Take a request; one may follow another before its answer, no more."""
+        """Start a request. A client may pipeline one request behind the current one, no more."""
         if self.pipeline:
             self._fail(400, "too many requests were sent before their answers: wait for each")
         super().on_message_begin()
@@ -110,7 +111,7 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self._head_bytes > HEAD_BYTES:  # Perhaps for a body that came along.
+        if self._head_bytes > HEAD_BYTES:  # the count may include body bytes of the same piece
             size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
             if size > HEAD_BYTES:
                 self._fail(*_TOO_LONG)
@@ -129,23 +130,23 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Begin to wait for the next head; the rest of a body that was answered early is read as part of that."""
+        """Start waiting for the next head. Body bytes left after an early response count as part of that head."""
         if not self.pipeline:
             self.reads_body = False
             self._all.waits(self, self.loop.time())
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002  (uvicorn's own sentence)
-        """Refuse what the parser has not taken."""
+        """Reject a request that failed to parse."""
         self._refuse(*self._refusal)
 
     def _fail(self, status: int, reason: str) -> None:
-        """Make the parser stop."""
+        """Stop the parser, which then calls `send_400_response`."""
         self._refusal = status, reason
         raise ValueError(reason)
 
     def _refuse(self, status: int, reason: str) -> None:
-        """Say why the connection is closed, unless another answer has begun, and close it."""
+        """Send the reason, unless another response has begun, and close the connection."""
         if self.transport.is_closing():
             return
         if self.cycle is None or self.cycle.response_complete or not (self.cycle.response_started or self.pipeline):
@@ -159,7 +160,7 @@ _TOO_LONG = 431, f"the request's head is too long: send at most {HEAD_BYTES} byt
 
 
 class LimitedConfig(uvicorn.Config):
-    """uvicorn's settings for a server of at most `connections`, with further settings by uvicorn's names."""
+    """uvicorn settings for a server with at most `connections` connections; `settings` are passed to uvicorn."""
 
     def __init__(self, app: Any, connections: int, **settings: Any) -> None:
         super().__init__(app, http=LimitedHttp, ws="none", proxy_headers=False, **settings)
@@ -167,12 +168,12 @@ class LimitedConfig(uvicorn.Config):
 
 
 class LimitedServer(uvicorn.Server):
-    """A server that ends late connections each second."""
+    """A server that closes late connections once per second."""
 
     config: LimitedConfig
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second."""
+        """Close late connections on every tenth call; uvicorn calls this ten times per second."""
         if counter % 10 == 0:
             self.config.connections.end_late(asyncio.get_running_loop().time())
         return await super().on_tick(counter)

@@ -1,25 +1,26 @@
-"""Large jsonl files that are read in place: a corpus, one passage a line, and pages, found by their URL.
+"""Random access to large jsonl files: a corpus with one passage per line, and a pages file indexed by URL.
 
-Contract: UTF-8, one JSON object a line; row r is line r + 1. Blank lines at the end are no rows; a blank line elsewhere
-is a row, which is refused, because row numbers are line numbers. To replace a file that is open somewhere, rename
-another one over it: those who have it open then keep the old one. What they see of one that is written over is not
-defined; that it shrank is noticed. A line of a corpus has an `id` (string or integer) and a string `contents`, any
-other field is handed on.
+File format: UTF-8, one JSON object per line; row r is line r + 1. Blank lines at the end are ignored; a blank line
+elsewhere keeps its row number, and reading it raises UserError. A corpus line has an `id` (string or integer) and a
+string `contents`; other fields are passed through. To replace an open file, rename another one over it; readers then
+keep the old file. Overwriting an open file in place is undefined, but truncation is detected.
 
-The file is memory-mapped. Rows are read together: the system is first told all the pages that a fetch needs, and only
-then are they touched. Disk reads so overlap, and read nothing around the pages that nobody wants.
+Reading: files are memory-mapped. A fetch first announces all its memory pages by madvise and then reads them, so disk
+reads overlap and skip unneeded read-ahead.
 
-Where the rows lie is kept in a sidecar, so that only the first open reads the whole file: a header and arrays, in
-`corpus.jsonl.offsets` next to `corpus.jsonl`, else in `$XDG_CACHE_HOME/rlsys` or `~/.cache/rlsys`, else in memory, with
-a warning. Invariants: it is used only for the file that it was made of, as far as size, time and a sample can tell, and
-only whole, which a checksum tells in a tenth of a second for 21 million rows; else it is made again. Under its name there
-is never half a sidecar, as it is renamed, and of processes that make the same one at once the last rename stays.
+Row offsets are cached in a sidecar file, so that only the first open reads the whole file. Its place is
+`corpus.jsonl.offsets` beside `corpus.jsonl`, else `$XDG_CACHE_HOME/rlsys` or `~/.cache/rlsys`, else memory with a
+warning. Invariants:
 
-A line of a pages file has strings `url` and `contents`. URLs are found through another sidecar, their hashes in order
-with the row of each: a lookup is a binary search in a memory-mapped array. Making it takes 24 bytes a page of memory.
-Invariants: a page is never given for another page's URL, as hashes only nominate, and URLs themselves are compared; the
-page stored under exactly the URL that was asked for goes before one that is merely equal by `page_key`; of several pages
-of one URL the last counts.
+- A sidecar is used only if its checksum is valid and it matches its source by size, time and sampled content.
+  Otherwise it is rebuilt. The check takes 0.1 s for 21 million rows.
+- Sidecars are renamed into place, so none is ever partial; among concurrent writers the last rename wins.
+
+A line of a pages file has strings `url` and `contents`. A second sidecar holds the sorted URL hashes with their rows; a
+lookup is a binary search in the mapped array. Building it takes 24 bytes of memory per page. Invariants:
+
+- URLs are compared in full, so a hash collision never returns a wrong page.
+- An exact URL match has priority over a match by `page_key`; of several matches the last line wins.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ from yarl import URL
 from rlsys.errors import RunError, UserError
 
 HEADER_BYTES = 4096
-"""Where a sidecar's arrays begin; whole pages, so that they lie aligned in memory."""
+"""Byte offset of a sidecar's arrays; a multiple of the page size, so that the mapped arrays are aligned."""
 _VERSION = 1
-"""Of sidecars; to be raised when one would hold something else for the same file."""
+"""Sidecar format version; increase it whenever the content for the same file changes."""
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 _BLOCK_BYTES = 1 << 20
 _SCAN_BYTES = 1 << 22
@@ -63,18 +64,18 @@ _FOREIGN = {
     b"PAR1": ("a parquet file", "write it as jsonl first, with `datasets.Dataset.from_parquet(...).to_json(...)`"),
     b"ARROW1": ("an Arrow file", "write it as jsonl first, with `datasets.Dataset.from_file(...).to_json(...)`"),
 }
-"""First bytes of files that people give for jsonl: their kind, and what to do."""
+"""Magic bytes of other file formats -> kind of file and remedy, for error messages."""
 logger = logging.getLogger(__name__)
 
 
 class JsonLines:
-    """An open jsonl file of `len(lines)` rows; safe to read from several threads."""
+    """An open jsonl file of `len(lines)` rows; thread-safe."""
 
     what: ClassVar[str] = "jsonl file"
-    """Word for the file in errors."""
+    """Word for the file in error messages."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
-        """`file` was opened from `path` and may be closed afterwards."""
+        """Map `file`, opened from `path`; the caller may close it afterwards."""
         name, head = f"{self.what} {path}", os.pread(file.fileno(), 8, 0)
         for magic, (kind, remedy) in _FOREIGN.items():
             if head.startswith(magic):
@@ -89,16 +90,16 @@ class JsonLines:
         )
         self.path = path
         self.checksum: str = found.facts["sha256"]
-        """SHA-256 of the whole file, in hex, from when it was last read through."""
+        """SHA-256 of the whole file, in hex, computed when the sidecar was built."""
         self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._sidecar = found
         self._offsets = np.frombuffer(found.data, dtype=_OFFSET, count=found.facts["rows"] + 1, offset=HEADER_BYTES)
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Map `path` and find its rows; they are parsed, and refused, only when they are fetched.
+        """Map `path` and locate its rows, which are parsed and validated only when fetched.
 
-        A file that was not open before is read through once. Raises UserError for a file that is missing, empty,
+        The first open of a file reads it once from start to end. Raises UserError for a file that is missing, empty,
         compressed or of another format.
         """
         path = Path(path)
@@ -119,15 +120,14 @@ class JsonLines:
         return len(self._offsets) - 1
 
     def where(self, row: int) -> str:
-        """The words for a row in errors."""
+        """Return the name of a row in error messages."""
         return f"{self.what} {self.path} line {row + 1}"
 
     def fetch(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """The objects of `rows`, in that order, read together: ask for all that are needed in one call.
+        """Return the objects of `rows`, in that order. One call with many rows is faster, because disk reads overlap.
 
-        Each is a dict of its own; what is nested in a row that was asked for twice is shared between its two dicts.
-        Raises UserError with the line number of a bad row, IndexError for a row that is not there, RunError if the file
-        shrank while it was open.
+        Each object is a new dict, but repeated rows share their nested values. Raises UserError with the line number
+        of a bad row, IndexError for a row out of range, and RunError if the file shrank while open.
         """
         wanted = np.unique(np.asarray(rows, dtype=np.int64))
         if not wanted.size:
@@ -145,7 +145,7 @@ class JsonLines:
         return [dict(parsed[int(row)]) for row in rows]
 
     def chunks(self, rows: int) -> Iterator[list[dict[str, Any]]]:
-        """All objects in file order, `rows` at a time."""
+        """Yield all objects in file order, in lists of up to `rows`."""
         for first in range(0, len(self), rows):
             yield self.fetch(range(first, min(first + rows, len(self))))
 
@@ -168,12 +168,12 @@ class JsonLines:
 
 
 class Corpus(JsonLines):
-    """An open corpus of `len(corpus)` passages; safe to read from several threads."""
+    """An open corpus of `len(corpus)` passages; thread-safe."""
 
     what = "corpus"
 
     def fetch(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """The passages of `rows`: see `JsonLines.fetch`."""
+        """Return the passages of `rows`, as `JsonLines.fetch` does; also checks `id` and `contents`."""
         passages = super().fetch(rows)
         for row, passage in zip(rows, passages, strict=True):
             if not isinstance(passage.get("contents"), str):
@@ -192,7 +192,7 @@ class Corpus(JsonLines):
 
 
 def _prefetch(data: mmap.mmap, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-    """Start reading the pages of all [start, end), which ascend; waits for none of them."""
+    """Start reading the memory pages of the ascending byte ranges [start, end), without waiting."""
     firsts, lasts = starts // mmap.PAGESIZE, (ends - 1) // mmap.PAGESIZE
     apart = np.flatnonzero(firsts[1:] > lasts[:-1] + 1)
     runs = zip(firsts[np.r_[0, apart + 1]].tolist(), lasts[np.r_[apart, -1]].tolist(), strict=True)
@@ -201,10 +201,10 @@ def _prefetch(data: mmap.mmap, starts: NDArray[np.int64], ends: NDArray[np.int64
 
 
 def _write_offsets(source: BinaryIO, write: OnArray, path: Path, size: int, what: str) -> Mapping[str, Any]:
-    """Write where each row starts, with the end of the last one appended ([rows + 1]).
+    """Write the byte offset of each row and the end of the last one, [rows + 1].
 
-    A line's end is written once text is seen behind it; those that wait at the end are of blank lines, but for the
-    first, which ends the last row.
+    A line end is written only when text follows it. Of the line ends left over, the first ends the last row and the
+    others belong to trailing blank lines.
     """
     digest = hashlib.sha256()
     done, text_end, rows = 0, 0, 1
@@ -229,7 +229,7 @@ def _write_offsets(source: BinaryIO, write: OnArray, path: Path, size: int, what
 
 
 class Sidecar(NamedTuple):
-    """An open sidecar."""
+    """An open sidecar file."""
 
     facts: Mapping[str, Any]
     data: mmap.mmap
@@ -237,13 +237,13 @@ class Sidecar(NamedTuple):
 
 
 OnArray = Callable[[NDArray[Any]], None]
-"""Appends the elements of an array to a sidecar."""
+"""Appends an array to a sidecar."""
 Make = Callable[[BinaryIO, OnArray], Mapping[str, Any]]
-"""Reads the file, writes arrays, returns facts: small JSON values. May raise UserError."""
+"""Reads the source file, writes arrays and returns facts, which are small JSON values. May raise UserError."""
 
 
 def open_sidecar(source: BinaryIO, path: Path, suffix: str, make: Make) -> Sidecar:
-    """The sidecar of the file `source`; made, if there is none. Raises UserError when the file changes meanwhile."""
+    """Open the sidecar of `source`, or build it. Raises UserError if `source` changes during the build."""
     stamp = _stamp(source)
     resolved = path.resolve()
     places = [resolved.with_name(f"{resolved.name}.{suffix}")]
@@ -261,7 +261,7 @@ def open_sidecar(source: BinaryIO, path: Path, suffix: str, make: Make) -> Sidec
         except OSError as error:
             logger.debug("no sidecar at %s: %s", place, error)
     logger.warning(
-        "%s is read through each time it is opened: what is found cannot be written to %s; make one of "
+        "%s is read from start to end at every open, because its index cannot be written to %s: make one of "
         "these folders writable",
         *(path, " or ".join(str(place.parent) for place in places)),
     )
@@ -270,7 +270,7 @@ def open_sidecar(source: BinaryIO, path: Path, suffix: str, make: Make) -> Sidec
 
 
 def _stamp(file: BinaryIO) -> dict[str, Any]:
-    """Facts by which an open file is known again: its size, time, and a hash of 16 blocks from beginning to end."""
+    """Return size, mtime and a hash of 16 evenly spaced blocks, which identify an unchanged file."""
     status = os.fstat(file.fileno())
     last = max(0, status.st_size - _SAMPLE_BYTES)
     digest = xxhash.xxh3_64()
@@ -280,7 +280,7 @@ def _stamp(file: BinaryIO) -> dict[str, Any]:
 
 
 def _load(place: Path, stamp: Mapping[str, Any]) -> Sidecar | None:
-    """The sidecar at `place`; None if there is none, if it is damaged or if it is of another file or version."""
+    """Open the sidecar at `place`; None if it is missing, damaged, or of another file or version."""
     try:
         with place.open("rb", buffering=0) as file:
             header = orjson.loads(file.read(HEADER_BYTES))
@@ -299,7 +299,7 @@ def _load(place: Path, stamp: Mapping[str, Any]) -> Sidecar | None:
 
 @contextmanager
 def _replacing(place: Path, mode: int) -> Iterator[BinaryIO]:
-    """A new file that takes the name `place` if all goes well, and leaves nothing behind if not."""
+    """Yield a temporary file that is renamed to `place` on success and removed on error."""
     place.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
     try:
@@ -313,7 +313,7 @@ def _replacing(place: Path, mode: int) -> Iterator[BinaryIO]:
 
 
 def _fill(file: BinaryIO, source: BinaryIO, path: Path, stamp: Mapping[str, Any], make: Make) -> Sidecar:
-    """Write a sidecar to `file`, and map it."""
+    """Write a sidecar to `file` and map it."""
     digest = xxhash.xxh3_64()
 
     def write(array: NDArray[Any]) -> None:
@@ -344,9 +344,9 @@ class _PageLines(JsonLines):
 
 
 class PageStore:
-    """A pages file, open: a `PageSource` of `len(store)` pages, safe to read from several threads.
+    """A `PageSource` over an open pages file of `len(store)` pages; thread-safe.
 
-    A new file is read through, and parsed, once. Raises UserError for a bad file, and a page without `url` or `contents`.
+    The first open parses the whole file. Raises UserError for a bad file and for a page without `url` or `contents`.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -359,11 +359,11 @@ class PageStore:
         return len(self._lines)
 
     async def fetch(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
-        """As `find`, in a thread."""
+        """Run `find` in a thread."""
         return await asyncio.to_thread(self.find, urls)
 
     def find(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
-        """The pages of `urls`, in order, as they are in the file, under the URL of the file; None for no page."""
+        """Return the page of each URL as stored in the file, including the stored `url`, or None."""
         keys = [page_key(url) for url in urls]
         wanted = _hashes(keys)
         bounds = zip(*(np.searchsorted(self._hashes, wanted, side=side) for side in ("left", "right")), strict=True)
@@ -379,21 +379,20 @@ class PageStore:
         return found
 
     def close(self) -> None:
-        """Nothing to give back: the mapped files go with the last reference to them."""
+        """No-op; the files are unmapped with the last reference."""
 
 
 def page_key(url: str) -> str:
-    """The part that two URLs of the same page have in common.
+    """Return a normalised URL, equal for URLs of the same page.
 
-    Of an http or https URL these do not count: the scheme, the case of the host, a default port, user and password, the
-    fragment, a slash at the end of the path, dot segments, and how characters are percent-encoded (RFC 3986, 6.2.2).
-    MediaWiki's `index.php/Title` is `index.php?title=Title`. Of anything else only white space around it does not
-    count.
+    For http and https URLs it ignores the scheme, the host's case, a default port, user and password, and the fragment.
+    It also ignores a trailing slash, dot segments and differences in percent-encoding (RFC 3986, 6.2.2). MediaWiki's
+    `index.php/Title` becomes `index.php?title=Title`. Any other text is only stripped.
     """
     text = url.strip()
     try:
         parsed = URL(text.replace("index.php/", "index.php?title="))
-    except (ValueError, IndexError):  # the latter for some hosts in brackets
+    except (ValueError, IndexError):  # IndexError for some hosts in brackets
         return text
     if parsed.scheme not in ("http", "https") or not parsed.host_port_subcomponent:
         return text
@@ -405,7 +404,7 @@ def _hashes(keys: Sequence[str]) -> NDArray[np.uint64]:
 
 
 def _write_urls(lines: JsonLines, write: OnArray) -> Mapping[str, Any]:
-    """Write the hashes of all keys, ascending, and the row of each; equal ones in file order (both [pages])."""
+    """Write the ascending hashes of all page keys and their rows, both [pages]; equal hashes keep the file order."""
     keys: list[NDArray[np.uint64]] = []
     for first, pages in enumerate(lines.chunks(_CHUNK_ROWS)):
         for row, page in enumerate(pages, first * _CHUNK_ROWS):

@@ -1,9 +1,8 @@
-"""Dynamic batching, which server and client share: makes few large calls of many small ones.
+"""Dynamic batching for server and client: combines many small calls into few large ones.
 
-Invariants: items start in the order of their submission; every future that `submit` returns is resolved, by a result,
-by the batch's error or by `BatcherClosed`; a cancelled item that has not started never runs and takes no place in the
-queue. A batch is put together only when it starts, so it is as full as it can be. All methods belong to the event
-loop's thread.
+Invariants: items start in order of submission; every future of `submit` resolves, with a result, the batch's error or
+`BatcherClosed`; an item cancelled before its start never runs and does not count against the queue limit. A batch is
+assembled when it starts, so it is as full as possible. Call all methods from the event loop's thread.
 """
 
 from __future__ import annotations
@@ -22,20 +21,19 @@ class BatcherClosed(Exception):
 
 
 class QueueFull(Exception):
-    """More items wait than the limit allows."""
+    """The items exceed the limit of the queue."""
 
 
 class Batcher(Generic[Item, Result]):
-    """Collects items for at most `max_wait_s`, or until `max_batch` are there, and runs them together.
+    """Collects items for up to `max_wait_s`, or until `max_batch` are waiting, and runs them together.
 
     Args:
-        run: takes a batch and returns one result an item, in the same order.
-        max_batch: most items of one call.
-        max_wait_s: how long the first item of a batch waits for others, unless the last two batches had found none: a
-            lone caller need not wait. While `max_running` batches run, items wait longer, and the next batch starts as
-            soon as one ends.
-        max_running: batches that hold a place at once; a batch may give its place up before it ends, see `pass_on`.
-        max_pending: items that may wait.
+        run: Runs a batch and returns one result per item, in the same order.
+        max_batch: Most items per batch.
+        max_wait_s: Time that the first item of a batch waits for others; 0 after two batches in a row of one item, so
+            that a lone caller does not wait. While `max_running` batches run, items wait until one ends.
+        max_running: Slots for running batches; a batch may free its slot before it ends, see `pass_on`.
+        max_pending: Most items waiting to start.
     """
 
     def __init__(
@@ -53,23 +51,23 @@ class Batcher(Generic[Item, Result]):
         self._pending: deque[tuple[Item, asyncio.Future[Result]]] = deque()
         self._running: dict[asyncio.Task[Sequence[Result]], list[asyncio.Future[Result]]] = {}
         self._places: set[asyncio.Task[Sequence[Result]]] = set()
-        """The running batches that have not passed their place on."""
+        """Running batches that still hold their slot."""
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
-        self._singles = 0  # batches of one item in a row; under load there are some, but seldom two
+        self._singles = 0  # consecutive batches of one item; two in a row are rare under load
         self.batches = 0  # batches started so far
 
     @property
     def pending(self) -> int:
-        """Items that wait."""
+        """Items waiting to start."""
         return len(self._pending)
 
     def submit(self, items: Sequence[Item]) -> list[asyncio.Future[Result]]:
-        """One future an item. Raises QueueFull when they do not all fit, BatcherClosed after `close`."""
+        """Return one future per item. Raises QueueFull if not all items fit, BatcherClosed after `close`."""
         if self._closed:
             raise BatcherClosed
         if len(self._pending) + len(items) > self._max_pending:
-            self._pending = deque(entry for entry in self._pending if not entry[1].done())  # without cancelled ones
+            self._pending = deque(entry for entry in self._pending if not entry[1].done())  # drops cancelled items
             if len(self._pending) + len(items) > self._max_pending:
                 raise QueueFull
         loop = asyncio.get_running_loop()
@@ -79,7 +77,7 @@ class Batcher(Generic[Item, Result]):
         return futures
 
     def pass_on(self) -> None:
-        """Let the next batch start; called within `run`, which has to bound by itself what comes after."""
+        """Free the slot of the calling batch, so that the next one starts. `run` must bound its remaining work."""
         task = asyncio.current_task()
         assert task is not None
         self._places.discard(task)
@@ -87,7 +85,7 @@ class Batcher(Generic[Item, Result]):
             self._pump(partial_too=True)
 
     async def close(self) -> None:
-        """End what runs and fail what waits with BatcherClosed. May be called again."""
+        """Cancel running batches and fail waiting items with BatcherClosed. Idempotent."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -101,7 +99,7 @@ class Batcher(Generic[Item, Result]):
         await asyncio.gather(*running, return_exceptions=True)
 
     def _pump(self, *, partial_too: bool) -> None:
-        """Start what may start; see that a batch that is not yet full starts in time."""
+        """Start full batches (partial ones too if `partial_too`), and set a timer for a partial one."""
         while self._has_slot() and (len(self._pending) >= self._max_batch or partial_too) and self._pending:
             self._start()
         if self._pending and self._timer is None and self._has_slot():

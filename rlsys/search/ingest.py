@@ -1,28 +1,27 @@
-"""Own documents to a corpus: one passage a line, as `rlsys.search.corpus` reads it.
+"""Converts documents to a corpus with one passage per line, as `rlsys.search.corpus` reads it.
 
-Contract: each line is {"id", "contents": '"title"\\ntext', ..., "source"}, where "..." is what else the document's row
-holds and `source` (kept if the row has one) is its file. The same files give the same bytes. A document that makes one
-passage hands on its id, one that makes more numbers them: "id#1", "id#2". No two passages share an id. The output
-appears whole or not at all. Memory: one document (of parquet, one row group's batch), and about 100 bytes a passage to
-know its id again (as much again to drop duplicates).
+Output: each line is {"id", "contents": '"title"\\ntext', ..., "source"}, where "..." are the other fields of the
+document's row, and `source` is its file unless the row has one. The same files give the same bytes. A document of one
+passage keeps its id; of several, the ids are "id#1", "id#2". Ids are unique. The output appears whole or not at all.
+Memory: one document (for parquet, one batch of rows), and about 100 bytes per passage for the ids, twice that to drop
+duplicates.
 
-Files (text, Markdown, jsonl and parquet) come in the order of their paths, documents in the order of the file. What is
-passed over is told: hidden entries, unknown kinds of files, empty files and empty rows. What cannot be read raises
-UserError with the place. Documents are untrusted: time and memory grow with their length.
+Input: text, Markdown, jsonl and parquet files in path order, their documents in file order. Hidden entries, unknown
+file kinds, empty files and empty rows are skipped and reported. An unreadable document raises UserError with its place.
+Documents are untrusted; time and memory grow only with their length.
 
-Markdown becomes one plain section for each heading, titled with the path of headings above it, and the `title` of YAML
-front matter before all: links and images become their words, code stays as it is, list items and table rows keep a line
-each, HTML loses its tags and comments. A heading with nothing under it makes no section.
+Markdown becomes one plain section per heading, titled with the `title` of the YAML front matter and the path of
+headings. Links and images become their text, code stays unchanged, list items and table rows keep one line each, HTML
+loses tags and comments. A heading without text gives no section.
 
-Texts are cut to chunks by a pure function of their words (`cut`). Invariants, for every text: read in order, the fresh
-parts of the chunks hold every word once; a chunk is a slice of the text, so nothing is changed inside it; it starts and
-ends at a word and costs at most the limit (a single word that costs more makes a chunk of its own). A chunk ends at the
-best of these places that lies within the limit:
+Chunking is a pure function of the words (`cut`). Invariants for every text: the fresh parts of the chunks, in order,
+hold every word once; a chunk is an unchanged slice of the text, from word to word; its cost is within the limit, unless
+it is a single word. A chunk ends at the first of these places that exists within the limit:
 
-1. the last end of a paragraph in the second half of what fits,
-2. the last end of a sentence in the second half,
-3. the last end of a sentence at all, so that a sentence is cut only if it is longer than a chunk,
-4. the last end of a line inside code,
+1. the last paragraph end in the second half of the limit,
+2. the last sentence end in the second half,
+3. the last sentence end, so that only a sentence longer than a chunk is cut,
+4. the last line end inside code,
 5. the last word that fits.
 """
 
@@ -54,20 +53,20 @@ _KINDS = {TEXT: TEXT, ".text": TEXT, MARKDOWN: MARKDOWN, ".markdown": MARKDOWN, 
 _TEXT_FIELDS = ("contents", "text", "content", "body")
 _PARQUET_ROWS = 256
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?)^(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL | re.MULTILINE)
-_FRONT_MATTER_CHARS = 1 << 15  # longer front matter is text: YAML is read slowly
-_FRONT_MATTER_BRACKETS = 400  # front matter with more is text: the time of nested ones grows with their square
+_FRONT_MATTER_CHARS = 1 << 15  # longer front matter is treated as text, because YAML parsing is slow
+_FRONT_MATTER_BRACKETS = 400  # front matter with more is treated as text; nesting takes quadratic time
 _TITLE_CHARS = 200
-"""A longer title of front matter is cut, and a longer heading is text: every passage repeats those above it."""
+"""Limit for titles, because every passage repeats them: front-matter titles are cut, longer headings become text."""
 _NO_TITLE = ("", "~", "null", "Null", "NULL")
 _HIDDEN = (("<!--", "-->"), ("<![CDATA[", "]]>"), ("<!", ">"), ("<?", ">"))
-"""Beginnings and ends of what HTML does not show."""
+"""Start and end markers of invisible HTML."""
 _TAG_START = re.compile(r"</?[A-Za-z]")
 _TAG_MARK = re.compile(r"[<>]|=\s*([\"'])")
-"""The end of a tag, or the beginning of a value that may hold such characters."""
-_REPEATED_BYTES = 1 << 26  # most that one document repeats in all its passages, beside its text
+"""End of a tag, or start of a quoted attribute value, which may contain `<` and `>`."""
+_REPEATED_BYTES = 1 << 26  # limit for titles and fields that one document repeats across its passages
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_CJK}][、。，．！？；：」』）】》]*|[^\s{_CJK}]+")
-"""Chinese and Japanese put no spaces between words: there each character counts as one."""
+"""A word; each Chinese or Japanese character counts as one, because these languages use no spaces."""
 _CLOSERS = "\"'”’»)]}」』）】》*_"
 _OPENERS = "\"'“‘«([{「『（【《*_¿¡"
 _SENTENCE_END = tuple(".!?…。！？")
@@ -79,7 +78,7 @@ _LIST_MARK = re.compile(r"[-*+•]|\d{1,3}[.)]")
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A stretch of text under one title; `code` gives the character ranges of code in it, in order."""
+    """Text under one title; `code` holds the character ranges of its code blocks, in order."""
 
     title: str
     text: str
@@ -88,7 +87,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Names of the fields of jsonl and parquet rows; "" takes the first usual name that the row has."""
+    """Field names of jsonl and parquet rows; "" selects the first usual name present in the row."""
 
     text: str = ""
     title: str = ""
@@ -100,12 +99,12 @@ class File:
     """One file of documents."""
 
     path: Path
-    name: str  # the path below the source it was found in, with forward slashes; of a file given itself, its name
+    name: str  # POSIX path relative to its source folder; the file name if the file itself was given
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """Something that gave no document, and why."""
+    """A skipped file, folder entry or row, with the reason."""
 
     name: str
     reason: str
@@ -113,17 +112,20 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document, in sections; `id` is as it was written, or made from the file's name."""
+    """One document in sections; `id` comes from its row or from the file name."""
 
     id: str | int
     sections: Sequence[Section]
     source: str
-    where: str  # for messages: the file, and the line or row
-    fields: Mapping[str, Any] = field(default_factory=dict)  # what else its row holds
+    where: str  # file and line or row, for messages
+    fields: Mapping[str, Any] = field(default_factory=dict)  # other fields of its row
 
 
 def find_files(sources: Iterable[Path], out: Path) -> Iterator[File | Skipped]:
-    """The files of `sources` without `out`; folders, but no links to any, are walked by name. Raises UserError."""
+    """Yield the files of `sources` except `out`, walking folders in name order but not links to folders.
+
+    Raises UserError for a source that is missing, of unknown kind, or the output itself.
+    """
     for source in sources:
         if source.is_dir():
             yield from _walk(source, source, out.resolve())
@@ -166,7 +168,7 @@ def _walk(folder: Path, root: Path, out: Path) -> Iterator[File | Skipped]:
 
 
 def read(file: File, names: Fields) -> Iterator[Document | Skipped]:
-    """The documents of one file, by its suffix. Raises UserError for a file or a row that is damaged."""
+    """Yield the documents of one file, parsed by its suffix. Raises UserError for a damaged file or row."""
     kind = _KINDS[file.path.suffix.lower()]
     try:
         if kind in (TEXT, MARKDOWN):
@@ -253,14 +255,14 @@ def _row_document(file: File, place: str, number: int, row: Any, names: Fields) 
     if text_field is None:
         trouble = f"{where} has none of the fields {', '.join(_TEXT_FIELDS)}"
         raise UserError(
-            f"{trouble}, only {', '.join(map(str, row)) or 'nothing'}: say which one holds the text.",
+            f"{trouble}, only {', '.join(map(str, row)) or 'nothing'}: name the field that holds the text.",
             code="missing",
             key=str(file.path),
         )
     text = row[text_field]
     if not isinstance(text, str):
         raise UserError(
-            f"{where} has no text in {text_field!r} but {type(text).__name__}: it must be a string.",
+            f"{where} has a {type(text).__name__} in {text_field!r}: it must be a string.",
             code="wrong_type",
             key=str(file.path),
         )
@@ -292,7 +294,7 @@ def _field(row: Mapping[str, Any], named: str, usual: Sequence[str], where: str,
 
 
 def sections(source: str, name: str) -> Iterator[Section]:
-    """The sections of a Markdown document in order; `name` is the title of text that has none."""
+    """Yield the sections of a Markdown document in order; `name` is the title of untitled text."""
     title, body = _split_front_matter(source)
     headings: dict[int, str] = {}
     plain = _Plain()
@@ -313,7 +315,7 @@ def sections(source: str, name: str) -> Iterator[Section]:
 
 
 def _split_front_matter(source: str) -> tuple[str, str]:
-    """Its title, "" if there is none, and the document without it."""
+    """Return the front matter's title ("" if none) and the document without the front matter."""
     match = _FRONT_MATTER.match(source)
     if match is None or len(match[1]) > _FRONT_MATTER_CHARS:
         return "", source
@@ -323,16 +325,16 @@ def _split_front_matter(source: str) -> tuple[str, str]:
         title = _front_title(match[1])
         (title or "").encode()
     except (yaml.YAMLError, ValueError, OverflowError):
-        # The last two: of a version with too many digits, and of escapes of characters that do not exist.
+        # ValueError and OverflowError: a version with too many digits, or an escape of an invalid character.
         return "", source
     return ("", source) if title is None else (" ".join(title.split())[:_TITLE_CHARS], source[match.end() :])
 
 
 def _front_title(front_matter: str) -> str | None:
-    """The title as it is written, "" without one; None if the front matter is no mapping.
+    """Return the title as written, "" without one; None if the front matter is not a mapping.
 
-    Nothing is made of the YAML but this text: no dates and numbers, which may be none, and no values of aliases, which
-    may be larger than any memory. A title that is an alias, a list or a mapping counts as none.
+    It reads only parser events and constructs no values, because dates and numbers may be invalid, and aliases may
+    expand without bound. A title that is an alias, list or mapping counts as missing.
     """
     title: str | None = None
     depth, keys_and_values, is_title = 0, 0, False
@@ -347,7 +349,7 @@ def _front_title(front_matter: str) -> str | None:
             if keys_and_values % 2 == 0:
                 is_title = isinstance(event, yaml.ScalarEvent) and event.value == "title"
             elif is_title:
-                # As it is written; "" for a null, and for anything but a scalar.
+                # The text as written; "" for null and for anything but a scalar.
                 value = event.value if isinstance(event, yaml.ScalarEvent) else ""
                 title = "" if getattr(event, "style", None) is None and value in _NO_TITLE else str(value)
             keys_and_values += 1
@@ -363,12 +365,12 @@ def _path(title: str, headings: dict[int, str]) -> str:
 
 @dataclass(slots=True)
 class _Plain:
-    """Plain text as it grows, block by block."""
+    """Collects the plain text of a section, block by block."""
 
     _parts: list[str] = field(default_factory=list)
     _length: int = 0
     _code: list[tuple[int, int]] = field(default_factory=list)
-    _lists: int = 0  # how many lists are open, one in the other
+    _lists: int = 0  # nesting depth of open lists
     _list_starts: bool = False
     _mark: str = ""
     _in_table: bool = False
@@ -402,7 +404,7 @@ class _Plain:
             yield Section(title, text, tuple(self._code))
 
     def add_words(self, words: str) -> None:
-        """Add what a reader sees of a block."""
+        """Add the visible text of a block."""
         if not words.strip():
             return
         if self._in_table:
@@ -419,7 +421,7 @@ class _Plain:
 
 
 def _words(token: Token) -> str:
-    """The text that a reader sees of an inline token."""
+    """Return the visible text of an inline token."""
     if token.type in ("text", "code_inline"):
         return token.content
     if token.type in ("softbreak", "hardbreak"):
@@ -428,7 +430,7 @@ def _words(token: Token) -> str:
 
 
 def _without_tags(html: str) -> str:
-    """The text of `html` without tags, comments and the like. What is never closed is text."""
+    """Return the text of `html` without tags, comments and declarations. Unclosed markup counts as text."""
     seen, at = [], 0
     absent: set[str] = set()
     while (begin := html.find("<", at)) >= 0:
@@ -444,8 +446,9 @@ def _without_tags(html: str) -> str:
 
 
 def _past_markup(html: str, begin: int, absent: set[str]) -> tuple[int, bool]:
-    """The place to go on at behind the "<" at `begin`, and True where what lies between is text; `absent` are ends that do
-    not occur any more.
+    """Return the end of the markup that starts at `begin` with "<", and True if it is text after all.
+
+    `absent` collects end markers that do not occur in the rest of `html`, so that each is searched for once.
     """
     for opener, closer in _HIDDEN:
         if html.startswith(opener, begin):
@@ -473,39 +476,39 @@ def _past_markup(html: str, begin: int, absent: set[str]) -> tuple[int, bool]:
 
 
 class CutQuality(IntEnum):
-    """Ranks of the places between two words, the higher the better for a cut."""
+    """Quality of a cut between two words; higher is better."""
 
     WORD = 0
-    LINE = 1  # the end of a line of code
+    LINE = 1  # end of a line of code
     SENTENCE = 2
     PARAGRAPH = 3
 
 
 class Word(NamedTuple):
-    """A run of characters that is never cut: `text[start:end]`."""
+    """The unit of cutting: `text[start:end]`."""
 
     start: int
     end: int
 
 
 class Chunk(NamedTuple):
-    """Words `first` to `end` - 1; those before `fresh` repeat the end of the chunk before."""
+    """Words `first` to `end` - 1; those before `fresh` repeat the end of the previous chunk."""
 
     first: int
     fresh: int
     end: int
 
 
-Costs = Callable[[str, Sequence[Word]], Sequence[int]]  # text and its words -> what each word costs
+Costs = Callable[[str, Sequence[Word]], Sequence[int]]  # text and its words -> cost of each word
 
 
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """Settings of the cutting of documents; sizes count the text of a passage, not its title."""
+    """Chunking settings; sizes count the text of a passage, without its title."""
 
-    size: int = 100  # most words of a passage, or tokens if there is a tokenizer; 100 words as in wiki-18
-    overlap: int = 0  # most words, or tokens, that a passage repeats of the one before in the same section
-    tokenizer: str = ""  # encoder, or folder with a tokenizer.json, whose tokens are counted; "" counts words
+    size: int = 100  # most words per passage, or tokens with a tokenizer; 100 words as in wiki-18
+    overlap: int = 0  # most words or tokens repeated from the previous passage of the same section
+    tokenizer: str = ""  # encoder name, or folder with a tokenizer.json, to count tokens; "" counts words
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -520,17 +523,17 @@ class Chunking:
 
 @dataclass(slots=True)
 class Summary:
-    """Counts of what an ingestion read and wrote."""
+    """Counters of an ingestion."""
 
     documents: int = 0
     passages: int = 0
-    duplicates: int = 0  # passages left out because an earlier one says the same, title included
+    duplicates: int = 0  # passages dropped because title and text equal an earlier one's
     skipped: list[Skipped] = field(default_factory=list)
-    words: int = 0  # over all passages, title not included
+    words: int = 0  # words of all passages, titles excluded
     longest: int = 0  # words of the longest passage
 
     def refuse(self, sources: Sequence[Path]) -> NoReturn:
-        """Raise UserError for `sources` without a passage."""
+        """Raise UserError because `sources` gave no passage."""
         reasons = Counter(entry.reason for entry in self.skipped)
         passed = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
         told = f" (passed over: {passed})" if passed else ""
@@ -542,7 +545,7 @@ class Summary:
         )
 
     def rows(self) -> list[tuple[str, str]]:
-        """Names and values for people; what was skipped is grouped by reason, with up to three names."""
+        """Return labels and values for display; skipped entries are grouped by reason, with up to three names."""
         shown = [
             ("documents", f"{self.documents:,}"),
             ("passages", f"{self.passages:,}"),
@@ -564,9 +567,9 @@ def ingest(
     *,
     drop_duplicates: bool = False,
 ) -> Summary:
-    """Cut the documents of `sources` (files, or folders walked in the order of names) into passages at `out`.
+    """Cut the documents of `sources` (files, or folders walked in name order) into passages and write them to `out`.
 
-    Raises UserError for what cannot be read, ids that occur twice and no passage; what was at `out` is untouched then.
+    Raises UserError for unreadable documents, duplicate ids, or no passage at all; `out` is then unchanged.
     """
     chunking = chunking or Chunking()
     costs = token_costs(chunking.tokenizer) if chunking.tokenizer else None
@@ -587,7 +590,10 @@ def ingest(
 
 
 def token_costs(name: str) -> Costs:
-    """Tokens of each word in its text, for the tokenizer of encoder (or folder) `name`; no special tokens."""
+    """Return a cost function that counts tokens per word, without special tokens.
+
+    `name` is an encoder, or a folder with a tokenizer.json.
+    """
     from tokenizers import Tokenizer
 
     from rlsys.search.encoders.spec import resolve_folder
@@ -610,7 +616,7 @@ def token_costs(name: str) -> Costs:
 
 
 class _Writer:
-    """Writes passages as lines, with a count of everything."""
+    """Formats passages as lines and updates the counters."""
 
     def __init__(self, drop_duplicates: bool) -> None:
         self.summary = Summary()
@@ -619,7 +625,7 @@ class _Writer:
         self._contents: set[bytes] = set()
 
     def lines(self, document: Document | Skipped, chunking: Chunking, costs: Costs | None) -> Iterator[bytes]:
-        """The lines of one document's passages."""
+        """Yield the lines of one document's passages."""
         if isinstance(document, Skipped):
             self.summary.skipped.append(document)
             return
@@ -631,11 +637,11 @@ class _Writer:
             for text in chunk_text(section.text, code=section.code, **sizes)
         ]
         repeated = len(_line(document, "", "")) * (len(passages) - 1) if len(passages) > 1 else 0
-        if repeated + sum(len(title) for title, _ in passages[1:]) > _REPEATED_BYTES:  # it would fill the disk
-            problem = f"{document.where} makes {len(passages)} passages that all repeat its title and its other fields"
+        if repeated + sum(len(title) for title, _ in passages[1:]) > _REPEATED_BYTES:  # could fill the disk
+            problem = f"{document.where} makes {len(passages)} passages, each of which repeats its titles and fields"
             most = f"more than {_REPEATED_BYTES >> 20} MiB"
             raise UserError(
-                f"{problem}, which takes {most}: shorten these, or give a larger size.",
+                f"{problem}, {most} in all: shorten titles or fields, or give a larger size.",
                 code="out_of_range",
                 key=document.source,
             )
@@ -672,21 +678,21 @@ def _line(document: Document, passage_id: str | int, contents: str) -> bytes:
 
 
 def _plain(value: Any) -> str:
-    """Values of parquet that JSON lacks, such as decimals and times, as text."""
+    """Convert parquet values without a JSON type, such as decimals and times, to text."""
     if isinstance(value, bytes):
         raise TypeError("bytes")
     return str(value)
 
 
 def _add(seen: set[bytes], text: str) -> bool:
-    """True where `text` is new to `seen`, which then knows it."""
+    """Add the hash of `text` to `seen`; True if it is new."""
     before = len(seen)
     seen.add(xxhash.xxh128_digest(text.encode()))
     return len(seen) > before
 
 
 def find_words(text: str) -> list[Word]:
-    """The words of `text`, in order."""
+    """Return the words of `text`, in order."""
     return [Word(*match.span()) for match in _WORD.finditer(text)]
 
 
@@ -698,9 +704,10 @@ def chunk_text(
     code: Sequence[tuple[int, int]] = (),
     costs: Callable[[str, Sequence[Word]], Sequence[int]] | None = None,
 ) -> list[str]:
-    """The chunks of `text`, see `cut`; none for a text without a word.
+    """Cut `text` into chunks, see `cut`; empty if `text` has no words.
 
-    `code` gives, in order, the character ranges that are kept whole where they fit; `costs` what each word costs, else 1.
+    `code` holds, in order, the character ranges to keep whole if they fit. `costs` returns the cost of each word;
+    without it, each word costs 1.
     """
     words = find_words(text)
     prices = [1] * len(words) if costs is None else costs(text, words)
@@ -709,10 +716,10 @@ def chunk_text(
 
 
 def cut(costs: Sequence[int], cuts: Sequence[CutQuality], *, size: int, overlap: int) -> list[Chunk]:
-    """Chunks that cost at most `size` and repeat words that cost at most `overlap` (less than `size`).
+    """Return chunks of cost up to `size`, each repeating words of cost up to `overlap` (less than `size`).
 
-    `cuts[i]` says how good the place after word i is. What is repeated starts at the start of a sentence if one is in
-    reach, and gives way to a sentence that would have to be cut otherwise.
+    `cuts[i]` is the quality of a cut after word i. The overlap starts at a sentence start if one is within reach. It is
+    dropped if the chunk would otherwise have to cut a sentence.
     """
     spent = [0, *accumulate(costs)]
     count = len(costs)
@@ -736,7 +743,7 @@ def cut(costs: Sequence[int], cuts: Sequence[CutQuality], *, size: int, overlap:
 
 
 def _fitting(spent: Sequence[int], first: int, size: int) -> int:
-    """The furthest end with which words from `first` on cost at most `size`."""
+    """Return the largest end so that the words from `first` on cost at most `size`."""
     return bisect_right(spent, spent[first] + size) - 1
 
 
@@ -745,7 +752,7 @@ def _has_sentence_end(cuts: Sequence[CutQuality], first: int, end: int) -> bool:
 
 
 def _best_end(cuts: Sequence[CutQuality], half: int, least: int, most: int) -> int:
-    """The best end from `least` to `most`; ends from `half` on are those in the second half."""
+    """Return the best end from `least` to `most`; the second half starts at `half`."""
     paragraph, sentence, line = CutQuality.PARAGRAPH, CutQuality.SENTENCE, CutQuality.LINE
     for start, level in ((half, paragraph), (half, sentence), (least, sentence), (least, line)):
         for end in range(most, start - 1, -1):
@@ -755,7 +762,7 @@ def _best_end(cuts: Sequence[CutQuality], half: int, least: int, most: int) -> i
 
 
 def _repeat_from(spent: Sequence[int], cuts: Sequence[CutQuality], fresh: int, overlap: int, before: int) -> int:
-    """The first word of the repetition before word `fresh`: later than the chunk before, which starts at `before`."""
+    """Return the first word of the overlap before word `fresh`; it lies after `before`, the previous chunk's start."""
     earliest = fresh
     while earliest > before + 1 and spent[fresh] - spent[earliest - 1] <= overlap:
         earliest -= 1
@@ -764,7 +771,7 @@ def _repeat_from(spent: Sequence[int], cuts: Sequence[CutQuality], fresh: int, o
 
 
 def find_cuts(text: str, words: Sequence[Word], code: Iterable[tuple[int, int]] = ()) -> list[CutQuality]:
-    """The quality of the place after each word; the place after the last word ends a paragraph."""
+    """Return the quality of a cut after each word; the last one is a paragraph end."""
     cuts: list[CutQuality] = []
     ranges = iter(code)
     begin, stop = next(ranges, (len(text), len(text)))

@@ -1,4 +1,4 @@
-"""The types of searching: what a retriever finds, what a caller gets, and what two servers of one index agree in."""
+"""Types shared by search servers and clients: hits, retrievers, results, and comparison of two servers."""
 
 from __future__ import annotations
 
@@ -10,91 +10,91 @@ from typing import Any, NamedTuple, Protocol
 _BY_VECTORS = ("encoder", "dimension", "faiss_type", "nprobe", "ef_search")
 _BY_BOTH = ("candidates", "rank_constant", "dense", "bm25")
 SERVED = ("kind", "passages", "corpus_sha256", *_BY_VECTORS, "k1", "b", "stopwords", *_BY_BOTH)
-"""Keys of a server's health that its answers depend on. The rest counts."""
+"""Keys of `/health` that search results depend on; the other keys are counters and settings."""
 
 
 class Hit(NamedTuple):
-    """One passage that a retriever has found for a query."""
+    """One passage found for a query."""
 
     score: float
-    document: Mapping[str, Any]  # the corpus row: `id`, `contents` and whatever else it holds
+    document: Mapping[str, Any]  # the corpus row: `id`, `contents` and any other fields
 
 
 class Retriever(Protocol):
-    """Finds passages in two stages, so that batches overlap. Its answers do not change while it lives: they are cached."""
+    """Finds passages in two stages, so that batches overlap. Results must stay constant, because servers cache them."""
 
     parallel: int
-    """Batches that may be in `find` at once: 1 for what computes, more for what waits for others."""
+    """Batches that may be in `find` at once: 1 if it computes, more if it waits for other servers."""
 
     def prepare(self, queries: Sequence[str]) -> Any:
-        """Compute what `find` needs of the queries: vectors, terms. Called by one thread at a time."""
+        """Compute the input of `find` from the queries, such as vectors or terms. Called by one thread at a time."""
 
     def find(self, prepared: Any, topk: int) -> list[list[Hit]]:
-        """At most `topk` hits of each prepared query, best first. Called by up to `parallel` threads."""
+        """Return up to `topk` hits per prepared query, best first. Called by up to `parallel` threads."""
 
     def describe(self) -> Mapping[str, Any]:
-        """A description of it in JSON values; `passages` and `corpus_sha256` among them where they are known."""
+        """Describe the retriever in JSON values, including `passages` and `corpus_sha256` if known."""
 
     def close(self) -> None:
-        """Give connections and files back; nothing is called after."""
+        """Close connections and files. No other method is called afterwards."""
 
 
 class PageSource(Protocol):
-    """Gives whole pages, to several callers at once."""
+    """Returns whole pages by URL. Safe for concurrent calls."""
 
     async def fetch(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
-        """The page of each URL (`url`, `contents`, ...), None where there is none. Does not block; may be cancelled."""
+        """Return the page of each URL (`url`, `contents`, ...), or None. Never blocks the event loop; cancellable."""
 
     def close(self) -> None:
-        """Give back what it holds; nothing is called after."""
+        """Release all resources. No other method is called afterwards."""
 
 
 class Failure(StrEnum):
-    """Why a search found nothing."""
+    """Reason for a search without a result."""
 
     blank = "blank"  # the query is empty; it was not sent
-    rejected = "rejected"  # the server says that the query is wrong, e.g. too long. Asking again changes nothing.
-    denied = "denied"  # the server wants another token
-    unavailable = "unavailable"  # no server answered, in spite of all tries
-    broken = "broken"  # what answered does not speak the retrieval contract, or has an error of its own
-    not_recorded = "not_recorded"  # the cassette that is played does not hold the query
-    closed = "closed"  # the client was closed before the answer came
+    rejected = "rejected"  # the server rejects the query, e.g. as too long; a retry cannot help
+    denied = "denied"  # the bearer token is missing or wrong
+    unavailable = "unavailable"  # no server answered, after all retries
+    broken = "broken"  # the response violates the retrieval contract, or reports an internal error
+    not_recorded = "not_recorded"  # the replayed cassette does not hold the query
+    closed = "closed"  # the client was closed before the response arrived
 
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """One passage of a search's result."""
+    """One passage of a search result."""
 
     id: str
     contents: str
-    """`"title"\\ntext` by the corpus's convention."""
+    """Title and text in corpus format, `"title"\\ntext`."""
     score: float
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Passages, best first, or why there are none."""
+    """Passages, best first, or the error."""
 
     passages: tuple[Passage, ...] = ()
-    error: str = ""  # one sentence; empty for a search that worked
+    error: str = ""  # one sentence; empty on success
     failure: Failure | None = None
-    """The kind of error. None for a search that worked, and for an error whose kind was not recorded."""
+    """Kind of error. None on success, and for a replayed error without a recorded kind."""
 
 
 BLANK = SearchResult(error="the query is empty", failure=Failure.blank)
-"""The result of a query of white space alone; it is not sent."""
+"""Result of an empty or white-space query, which is never sent."""
 
 
 def served(health: Mapping[str, Any]) -> dict[str, Any]:
-    """The `SERVED` part of a server's health, as far as it says."""
+    """Return the `SERVED` keys present in a server's health."""
     return {key: health[key] for key in SERVED if key in health}
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The keys in which two servers are known to serve different things; what one leaves out is no difference."""
+    """Return the keys whose values differ. A key missing on one side is not a difference."""
     return [key for key in one if key in other and one[key] != other[key]]
 
 
 def listed(server: Mapping[str, Any], keys: Sequence[str]) -> str:
-    """`key=value, ...` of what a server serves."""
+    """Format the `keys` of a server's health as `key=value, ...`."""
     return ", ".join(f"{key}={server[key]}" for key in keys)

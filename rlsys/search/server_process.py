@@ -1,7 +1,7 @@
-"""A search server as a child process: started, waited for, and certainly ended.
+"""Runs a search server as a child process.
 
-Invariants: the port is bound by the parent and handed down, so that no other process can take it between; the child
-ends when the parent does, however the parent ends; `close` may be called at any time, again too.
+Invariants: the parent binds the port and passes the socket on, so no other process can take the port in between; the
+child ends when the parent ends, even by SIGKILL; `close` is idempotent and allowed at any time.
 """
 
 from __future__ import annotations
@@ -28,10 +28,15 @@ _LOG_LINES = 15
 
 
 class SearchServer(AbstractContextManager["SearchServer"]):
-    """A handle of `python -m rlsys.search.server`, which runs from construction to `close`.
+    """Handle of a `python -m rlsys.search.server` process, which runs from construction to `close`.
 
-    Its output is appended to `log`. `topk` is for requests that ask for no number, `encoder` for queries where it is not
-    that of the passages; the `token` is by default the one of the environment; `options` are further arguments.
+    Args:
+        log: File that the server's output is appended to.
+        topk: Default for requests without `topk`.
+        threads: Threads of the encoder and the index (OMP_NUM_THREADS).
+        encoder: Encoder of the queries, if it differs from the index's.
+        token: Bearer token; by default that of the environment.
+        options: Further command-line arguments.
     """
 
     def __init__(
@@ -55,7 +60,7 @@ class SearchServer(AbstractContextManager["SearchServer"]):
         self._start([*words, *options], log, host, port, environment)
 
     def _start(self, words: Sequence[str], log: str | Path, host: str, port: int, environment: dict[str, str]) -> None:
-        """Start the module and arguments of `words`, told the socket to listen at and the process to end with."""
+        """Start `python -m *words`, with the listening socket and the parent's process id as further arguments."""
         self.log = Path(log)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with bind(host, port) as sock, self.log.open("ab") as output:
@@ -68,23 +73,23 @@ class SearchServer(AbstractContextManager["SearchServer"]):
 
     @property
     def pid(self) -> int:
-        """Process id of the server, which leads a process group of its own."""
+        """Process id of the server, which is also its process group."""
         return self._process.pid
 
     def wait_healthy(self, timeout_s: float) -> None:
-        """Return once the server answers. Raises RunError, with the end of its log, if it dies or takes longer."""
+        """Block until the server is healthy. Raises RunError with the end of its log if it exits or times out."""
         deadline, url = time.monotonic() + timeout_s, f"{self.url}/health"
         while time.monotonic() < deadline:
             if (status := self._process.poll()) is not None:
                 raise RunError(f"the search server ended with status {status}; {self._log_tail()}")
             with suppress(httpx.TransportError), httpx.stream("GET", url, trust_env=False, timeout=2.0) as answer:
-                if answer.status_code == httpx.codes.OK:  # the body is not read
+                if answer.status_code == httpx.codes.OK:  # leaves the body unread
                     return
             time.sleep(_POLL_S)
         raise RunError(f"the search server did not answer within {timeout_s:g} s; {self._log_tail()}")
 
     def close(self) -> None:
-        """End the server and wait for it: SIGTERM, then SIGKILL for its whole group."""
+        """Stop the server and wait for its end: SIGTERM, then SIGKILL to its process group."""
         try:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -103,7 +108,7 @@ class SearchServer(AbstractContextManager["SearchServer"]):
 
 
 def child_environment(threads: int | None = None) -> dict[str, str]:
-    """The environment in which a child process finds this very rlsys, installed or not."""
+    """Return an environment in which a child process imports this copy of rlsys, installed or not."""
     root = str(Path(rlsys.__path__[0]).parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}

@@ -1,11 +1,11 @@
-"""The HTTP of a search: Search-R1's retrieval contract as a client speaks it, and what each answer means.
+"""Client side of Search-R1's retrieval contract over HTTP: sends requests and interprets responses.
 
-aiohttp, because one event loop carries the searches of hundreds of episodes: with 64 requests in flight it takes 0.1 ms
-of the loop's time for a request, httpx takes 2 ms.
+It uses aiohttp, because one event loop carries the searches of hundreds of episodes. With 64 requests in flight a
+request costs 0.1 ms of loop time; with httpx it costs 2 ms.
 
-`read_body` is for the answers of any server that is not trusted, whichever library receives them. Libraries decode what
-a server says it has compressed, in whatever layers, with no limit: some kilobytes may become gigabytes. So a request
-says which encoding it takes, the raw bytes are read, and one layer at most is taken off under a limit.
+`read_body` reads the response of an untrusted server, received by any library. HTTP libraries decompress any number of
+layers without a limit, so a few kilobytes may become gigabytes. Therefore requests name the accepted encoding, and
+`read_body` decodes at most one layer of the raw bytes, under a limit.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ import orjson
 
 from rlsys.search.retrieval import Failure, Passage
 
-_BUSY = (408, 429, 502, 503, 504)  # answers of a server that may do better later
+_BUSY = (408, 429, 502, 503, 504)  # a retry may succeed
 _REJECTED = (400, 413, 422)
 _DENIED = (401, 403)
-_NONSENSE = "it does not speak the retrieval contract"
-_QUOTED_CHARS = 200  # of an answer that is not understood
+_NONSENSE = "its response violates the retrieval contract"
+_QUOTED_CHARS = 200  # quoted from an unexpected response
 _MAX_ANSWER_BYTES = 8 * 1024 * 1024
-"""Of an answer with passages: 13,000 bytes a passage where 64 queries ask for 10 each."""
-_MAX_SHORT_ANSWER_BYTES = 64 * 1024  # of any other answer: a health, or the sentence of a failure
-_MAX_PASSAGE_CHARS = 65_536  # A longer passage is cut there: more than any observation holds
-_KEPT_ALIVE_S = 2.0  # of an idle connection: less than the 5 s after which uvicorn ends it, maybe under a request
+"""Limit for a response with passages; 64 queries with 10 passages each get 13,000 bytes a passage."""
+_MAX_SHORT_ANSWER_BYTES = 64 * 1024  # limit for any other response, such as a health or an error
+_MAX_PASSAGE_CHARS = 65_536  # longer passages are cut; no observation holds as much
+_KEPT_ALIVE_S = 2.0  # for an idle connection; uvicorn closes one after 5 s, possibly while a request arrives
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An HTTP answer."""
+    """An HTTP response."""
 
     status: int
     body: bytes
     retry_after_s: float = 0.0
-    refused: str = ""  # why the body was not read; empty where it was
+    refused: str = ""  # reason that the body was not read; empty if it was read
 
 
 class HttpWire:
-    """Pooled connections of one event loop. Proxies of the environment are not used, redirections not followed.
+    """Pooled connections of one event loop. Ignores proxies of the environment and does not follow redirects.
 
-    An answer is read as it is sent, without decompression, and under a limit; aiohttp limits its headers, to 128 lines
-    of 8 KiB. Requests raise NoReplyError.
+    Responses are read without decompression, under a size limit; aiohttp limits headers to 128 lines of 8 KiB.
+    Requests raise NoReplyError.
     """
 
     def __init__(self, token: str | None = None) -> None:
@@ -57,23 +57,23 @@ class HttpWire:
         self._open: aiohttp.ClientSession | None = None
 
     async def get(self, url: str) -> Reply:
-        """The answer to GET."""
+        """Send GET and return the response."""
         return await self._request("GET", url, None)
 
     async def post(self, url: str, body: bytes) -> Reply:
-        """The answer to POST of a JSON body."""
+        """Send POST with a JSON body and return the response."""
         return await self._request("POST", url, body)
 
     async def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         if self._open is not None:
             await self._open.close()
 
     async def _request(self, method: str, url: str, body: bytes | None) -> Reply:
-        if self._open is None:  # made here, as it belongs to the loop that runs now
+        if self._open is None:  # created here, because it belongs to the running event loop
             self._open = aiohttp.ClientSession(
                 headers=self._headers,
-                # Who calls bounds both the requests in flight and their time.
+                # The caller bounds the number of requests in flight and their duration.
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_ALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=None),
                 auto_decompress=False,
@@ -88,21 +88,21 @@ class HttpWire:
                 except BodyError as error:
                     return replace(reply, refused=str(error))
         except (aiohttp.ClientError, OSError) as error:
-            reason = " ".join(str(error).split())[:_QUOTED_CHARS]  # some are of several lines
+            reason = " ".join(str(error).split())[:_QUOTED_CHARS]  # some errors have several lines
             raise NoReplyError(reason or type(error).__name__) from error
 
 
 class ReplicaVerdict(Enum):
-    """The end of a request to a replica."""
+    """Outcome of a request to a replica."""
 
-    answered = "answered"  # also by a "no" that is the request's own fault
-    busy = "busy"  # turned away for now
-    lost = "lost"  # no answer in time, none at all, or one that makes no sense
-    abandoned = "abandoned"  # cancelled: it says nothing about the replica
+    answered = "answered"  # also with an error that the request itself caused
+    busy = "busy"  # rejected for now
+    lost = "lost"  # timeout, lost connection or invalid response
+    abandoned = "abandoned"  # cancelled; reveals nothing about the replica
 
 
 class Fault(Exception):
-    """A request that found nothing; one sentence says why."""
+    """A failed request, with the reason in one sentence."""
 
     def __init__(
         self,
@@ -113,28 +113,28 @@ class Fault(Exception):
         retry_after_s: float = 0.0,
         divisible: bool = False,
     ) -> None:
-        """`divisible`: it may be the fault of one query alone."""
+        """`divisible`: a single query of the request may be at fault."""
         super().__init__(reason)
         self.failure, self.verdict = failure, verdict
         self.retry_after_s, self.divisible = retry_after_s, divisible
         self.final = failure in (Failure.rejected, Failure.denied)
-        """Neither time nor another server would change the answer."""
+        """True if neither a retry nor another server can succeed."""
 
 
 class NoReplyError(Fault):
-    """The connection gave no whole answer; one sentence says why."""
+    """The connection gave no complete response; the reason is one sentence."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason, Failure.unavailable)
 
 
 def request_body(queries: Sequence[str], topk: int) -> bytes:
-    """The body of POST /retrieve."""
+    """Return the body of POST /retrieve."""
     return orjson.dumps({"queries": list(queries), "topk": topk, "return_scores": True})
 
 
 def passages_of(reply: Reply, queries: int, topk: int) -> list[tuple[Passage, ...]]:
-    """The passages of each query, at most `topk`. Raises Fault for an answer that is none."""
+    """Return up to `topk` passages per query. Raises Fault for an error or invalid response."""
     status = reply.status
     if status != 200:
         detail = _detail(reply)
@@ -143,12 +143,14 @@ def passages_of(reply: Reply, queries: int, topk: int) -> list[tuple[Passage, ..
         if status in _REJECTED:
             raise Fault(detail, Failure.rejected, ReplicaVerdict.answered, divisible=True)
         if status in _DENIED:
-            reason = f"the server wants another bearer token ({detail}): give the client the server's"
+            reason = f"the bearer token is missing or wrong ({detail}): give the client the server's token"
             raise Fault(reason, Failure.denied, ReplicaVerdict.answered)
         raise Fault(detail, divisible=status == 500)
     if reply.refused:
-        reason = f"its answer is refused: {reply.refused}; serve shorter passages, uncompressed, or lower search.topk"
-        raise Fault(reason, divisible=True)  # half of the queries may have an answer that is within the limit
+        reason = (
+            f"its response is rejected: {reply.refused}; serve shorter passages, uncompressed, or lower search.topk"
+        )
+        raise Fault(reason, divisible=True)  # the response to half of the queries may be within the limit
     try:
         lines = orjson.loads(reply.body)["result"]
         if len(lines) != queries:
@@ -160,7 +162,7 @@ def passages_of(reply: Reply, queries: int, topk: int) -> list[tuple[Passage, ..
 
 
 def health_of(reply: Reply) -> dict[str, Any] | None:
-    """The server's account of itself: None where it is not well, empty without /health, which no server has to have."""
+    """Return the health object: None if unhealthy, empty if the server lacks the optional /health."""
     if reply.status in (404, 405):
         return {}
     try:
@@ -183,7 +185,7 @@ def _line(line: Any, topk: int) -> tuple[Passage, ...]:
 
 
 def _detail(reply: Reply) -> str:
-    """The server's own sentence, where it gives one."""
+    """Return the status with the server's `detail`, or else with the start of the body."""
     try:
         detail = str(orjson.loads(reply.body)["detail"])
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -192,25 +194,25 @@ def _detail(reply: Reply) -> str:
 
 
 def as_sent(query: str) -> str:
-    """`query` without white space around it, and without what UTF-8 cannot say."""
+    """Return `query` stripped, with "?" for each character that UTF-8 cannot encode."""
     return query.encode("utf-8", "replace").decode("utf-8").strip()
 
 
 class Encoding(StrEnum):
-    """Values of the request header Accept-Encoding for an answer that `read_body` reads."""
+    """Accept-Encoding values that `read_body` supports."""
 
     identity = "identity"
     gzip = "gzip"
 
 
 class BodyError(Exception):
-    """A body that is refused; the text says why."""
+    """A rejected body; the text gives the reason."""
 
 
 async def read_body(
     headers: Mapping[str, str], blocks: AsyncIterator[bytes], max_bytes: int, accepted: Encoding = Encoding.identity
 ) -> bytes:
-    """The decoded body of raw `blocks`. Raises BodyError beyond `max_bytes`, and for an encoding not `accepted`."""
+    """Return the decoded body. Raises BodyError beyond `max_bytes` and for any encoding but `accepted` or none."""
     encoding = headers.get("content-encoding", "").strip().lower()
     if encoding in ("", "identity"):
         return await _join(blocks, max_bytes)
@@ -229,7 +231,7 @@ async def _join(blocks: AsyncIterator[bytes], max_bytes: int) -> bytes:
 
 
 async def _gunzip(blocks: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[bytes]:
-    """Decompressed blocks of at most `max_bytes` + 1; reads at most about `max_bytes` compressed ones."""
+    """Yield decompressed blocks of up to `max_bytes` + 1 bytes each. Raises BodyError beyond `max_bytes` of input."""
     stream = zlib.decompressobj(zlib.MAX_WBITS | 16)
     read = 0
     try:

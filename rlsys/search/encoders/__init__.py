@@ -1,1 +1,1 @@
-"""Text to vectors and to scores: the models of the search stack."""
+"""Models of the search stack: dense encoders and rerankers."""

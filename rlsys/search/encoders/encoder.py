@@ -1,16 +1,15 @@
-"""Models: dense encoders, which give a text a vector, and cross-encoders, which score a query and a passage together.
+"""Runs dense encoders, which map a text to a vector, and cross-encoders, which score a (query, passage) pair.
 
-Invariant: a vector depends on its text alone, and a score on its pair, not (beyond rounding) on what it is batched with.
+Invariant: a vector depends only on its text, and a score only on its pair, not on the batch (except for rounding).
 
-Scores are those of sentence-transformers' CrossEncoder with one label: the logit through the activation that the
-model's files name (sigmoid or none), through the sigmoid where they name none. Two labels (not relevant, relevant)
-become one logit first, the second less the first, whose sigmoid is the probability of the second label.
+Scores equal those of sentence-transformers' CrossEncoder with one label: the logit, passed through the activation named
+in the model's files (sigmoid or none; sigmoid by default). Two labels (not relevant, relevant) are first reduced to one
+logit, the second minus the first, whose sigmoid is the probability of "relevant".
 
-Search queries are a few tokens long, and of unequal length. Padded to the longest of a batch, half of the work is
-padding; cut into batches of one length, each batch costs a pass. So short texts share lines: a token attends to the
-tokens of its own text, and its position counts from that text's beginning, so the states are those of a text alone. It
-needs a model that takes positions and such a mask as they are given (`shares_lines`). A row's tokens stand side by side,
-in one line.
+Sequence packing: search queries have few tokens and unequal lengths. Padding to the longest of a batch wastes half of
+the compute, and a batch per length costs a forward pass each. Therefore short texts are packed into shared lines. A
+block-diagonal attention mask and position ids that restart per text give each text the same states as alone. The model
+must honour the given mask and positions (`shares_lines`). The tokens of a row are contiguous in one line.
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ from rlsys.files import sha256_of
 from rlsys.search.encoders.spec import EncoderFacts, EncoderSpec, Family, Floats, Pooling, read_json, resolve_folder
 
 Lines = list[list[int]]
-"""The rows of each line of a pass."""
+"""Rows (texts) packed into each line of a forward pass."""
 _LEAST_WIDTH = 32
-"""Of a line that is shared: narrower lines are many, wider ones spend more on attention."""
+"""Minimum width of a shared line, in tokens; narrower gives more lines, wider costs more attention."""
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, with the tokenizer that belongs to it."""
+    """A loaded model with its tokenizer."""
 
     folder: Path
     model: Any
     tokenizer: Any
     checksum: str
-    """SHA-256 over the SHA-256 of each weight file, in the order of their paths, in hex."""
+    """SHA-256 of the concatenated SHA-256 digests of the weight files, in path order, in hex."""
 
 
 class Encoder:
-    """A loaded encoder. Not safe to call from two threads at once."""
+    """A loaded dense encoder. Not thread-safe."""
 
     def __init__(self, name: str, family_name: str, family: Family, loaded: LoadedModel, max_tokens: int) -> None:
         self._tokenizer, self._model, config = loaded.tokenizer, loaded.model, loaded.model.config
@@ -62,7 +61,7 @@ class Encoder:
 
     @classmethod
     def load(cls, name: str, family: str = "auto", **options: Any) -> Encoder:
-        """Load `EncoderSpec(name, family, **options)`. Raises UserError for what is unknown or lacks weights."""
+        """Load `EncoderSpec(name, family, **options)`. Raises UserError for invalid options or missing weights."""
         spec = EncoderSpec(name, family, **options)
         folder = resolve_folder(name)
         family_name, resolved = spec.resolve_family(folder)
@@ -71,22 +70,22 @@ class Encoder:
         return cls(name, family_name, resolved, loaded, spec.max_tokens)
 
     def encode_queries(self, texts: Sequence[str]) -> Floats:
-        """[n, dimension], row i for `texts[i]`, the query prefix put before each."""
+        """Return vectors [n, dimension], row i for the query prefix + `texts[i]`."""
         return self._encode([self.facts.family.query_prefix + text for text in texts])
 
     def encode_passages(self, texts: Sequence[str]) -> Floats:
-        """[n, dimension], row i for `texts[i]`, the passage prefix put before each."""
+        """Return vectors [n, dimension], row i for the passage prefix + `texts[i]`."""
         return self._encode([self.facts.family.passage_prefix + text for text in texts])
 
     def close(self) -> None:
-        """Nothing to give back: the weights go with the last reference to them."""
+        """No-op; the weights are freed with the last reference."""
 
     def _encode(self, texts: list[str]) -> Floats:
         vectors = np.empty((len(texts), self.facts.dimension), dtype=np.float32)
         if not texts:
             return vectors
         tokens = self._tokenizer(clean(texts), truncation=True, max_length=self.facts.max_tokens)["input_ids"]
-        # A model needs a token, and some tokenizers make none of an empty text.
+        # A model needs at least one token, but some tokenizers return none for an empty text.
         tokens = [ids or [self._tokenizer.pad_token_id] for ids in tokens]
         share = self.facts.family.pooling is not Pooling.POOLER and shares_lines(self._model)
         for lines in plan(list(map(len, tokens)), pass_cost(self._model.device), share=share):
@@ -95,7 +94,7 @@ class Encoder:
 
     @torch.inference_mode()
     def _forward(self, tokens: Sequence[Sequence[int]], lines: Lines) -> Floats:
-        """[rows, dimension], the vectors of the rows of `lines` in their order."""
+        """Return vectors [rows, dimension], in the order of the rows in `lines`."""
         family = self.facts.family
         batch = Batch.of([[tokens[row] for row in line] for line in lines], self._tokenizer.pad_token_id or 0)
         output = self._model(**batch.inputs(self._model.device))
@@ -110,7 +109,7 @@ class Encoder:
 
 
 def _architecture(name: str, folder: Path) -> Any:
-    """The class to load. AutoModel takes every DPR model for a question encoder, so its class is named here."""
+    """Return the transformers class to load: AutoModel, except that it would load DPR as a question encoder."""
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -120,7 +119,7 @@ def _architecture(name: str, folder: Path) -> Any:
     named = config.architectures or []
     if any("SequenceClassification" in architecture for architecture in named):
         raise UserError(
-            f"model {name!r} scores pairs ({named[0]}): give an encoder, as a reranker makes no vectors.",
+            f"model {name!r} is a reranker ({named[0]}), which gives no vectors: give an encoder.",
             code="unsupported",
             key=name,
         )
@@ -130,10 +129,10 @@ def _architecture(name: str, folder: Path) -> Any:
 def load_model(
     name: str, architecture: Any, max_tokens: int, device: str, dtype: str | None, dispensable: str | None = None
 ) -> LoadedModel:
-    """Load what `architecture` (a transformers class with from_pretrained) makes of the folder of `name`.
+    """Load the model `name` with `architecture`, a transformers class with `from_pretrained`.
 
-    Weights that the files lack are refused with UserError, but for those with `dispensable` in their name. So is what
-    the model cannot take: `max_tokens` beyond its positions, an unknown device or dtype.
+    Raises UserError for missing weights, except those with `dispensable` in their name, for `max_tokens` beyond the
+    model's positions, and for an unknown device or dtype.
     """
     place = _resolve_device(device)
     if dtype not in (None, *_DTYPES):
@@ -143,7 +142,7 @@ def load_model(
     transformers.utils.logging.disable_progress_bar()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        # Sizes that do not match are refused below, in a sentence that says which.
+        # Mismatched sizes raise UserError below, with the name of the weight.
         model, info = architecture.from_pretrained(
             folder, dtype=precision, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False
         )
@@ -157,7 +156,7 @@ def load_model(
         raise UserError(
             f"{problem}: check that {folder} holds the model that its config.json names.", code="mismatch", key=name
         )
-    # Without a vocabulary transformers makes a tokenizer that takes every word for unknown.
+    # Without a vocabulary, transformers returns a tokenizer that maps every word to unknown.
     names = sorted(tokenizer.vocab_files_names.values())
     if not any((folder / file).is_file() for file in names):
         raise UserError(
@@ -173,7 +172,7 @@ def load_model(
     model.config.use_cache = False
     model = model.eval().to(place)
     if place.type == "cpu":
-        # Weights stored input by input let a short text alone take a sixth less time (MKL, one core).
+        # Transposed weight storage cuts the time of a single short text by 1/6 (MKL, one core).
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
                 module.weight.data = module.weight.data.t().contiguous().t()
@@ -204,7 +203,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _positions(model: torch.nn.Module) -> list[int]:
-    """Tokens that each table of learned positions has room for; one with padding counts from behind it."""
+    """Return the capacity of each table of learned positions, without the rows up to its padding index."""
     return [
         module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
         for path, module in model.named_modules()
@@ -213,7 +212,7 @@ def _positions(model: torch.nn.Module) -> list[int]:
 
 
 class Reranker:
-    """A loaded cross-encoder. Not safe to call from two threads at once."""
+    """A loaded cross-encoder. Not thread-safe."""
 
     def __init__(self, name: str, loaded: LoadedModel, max_tokens: int) -> None:
         self.name, self.max_tokens, self.checksum = name, max_tokens, loaded.checksum
@@ -222,11 +221,11 @@ class Reranker:
 
     @classmethod
     def load(cls, name: str, *, max_tokens: int = 512, device: str = "cpu", dtype: str | None = None) -> Reranker:
-        """Load a Hugging Face folder, or a model that is in the local Hugging Face cache.
+        """Load a Hugging Face folder or a model in the local Hugging Face cache.
 
-        `max_tokens` cuts pairs, the longer of the two first, special tokens included. `dtype` (float32, float16,
-        bfloat16) is float16 on a GPU and float32 on a CPU unless given. Raises UserError for what is unknown, for
-        weights that do not fill the model, and for a model of more than two labels.
+        Pairs are truncated to `max_tokens`, special tokens included, the longer text first. `dtype` is float32, float16
+        or bfloat16; None is float16 on a GPU and float32 on a CPU. Raises UserError for an unknown model, device or
+        dtype, missing weights, and more than two labels.
         """
         architecture = transformers.AutoModelForSequenceClassification
         loaded = load_model(name, architecture, max_tokens, device, dtype)
@@ -240,7 +239,7 @@ class Reranker:
         return cls(name, loaded, max_tokens)
 
     def scores(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
-        """The score of each (query, passage), higher is better; in [0, 1] if the activation is sigmoid."""
+        """Return the score of each (query, passage); higher is better, in [0, 1] with a sigmoid activation."""
         if not pairs:
             return []
         queries, passages = (clean(side) for side in zip(*pairs, strict=True))
@@ -252,7 +251,7 @@ class Reranker:
         return [float(score) for score in scores]
 
     def describe(self) -> Mapping[str, Any]:
-        """Name, checksum, cut and activation."""
+        """Return name, checksum, max_tokens and activation."""
         settings = {"max_tokens": self.max_tokens, "activation": "sigmoid" if self._sigmoid else "none"}
         return {"reranker": self.name, "reranker_sha256": self.checksum, **settings}
 
@@ -271,7 +270,10 @@ class Reranker:
 
 
 def _has_sigmoid(name: str, loaded: LoadedModel) -> bool:
-    """True unless the files name another activation, in any of the three places that CrossEncoder has put it."""
+    """True for sigmoid (the default), False for identity, from the three config keys that CrossEncoder has used.
+
+    Raises UserError for any other activation.
+    """
     config, beside = loaded.model.config, loaded.folder / "config_sentence_transformers.json"
     named = (
         (read_json(beside) if beside.is_file() else {}).get("activation_fn")
@@ -291,8 +293,10 @@ def _has_sigmoid(name: str, loaded: LoadedModel) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """Cost of a forward pass, which takes at most `most_tokens`, padding included, in units of one token more.
-    `fixed_tokens` do not depend on its size: a CPU reads the weights from memory, a GPU launches kernels.
+    """Cost model of a forward pass, in units of one token's cost.
+
+    A pass holds up to `most_tokens`, padding included. `fixed_tokens` is its constant cost: reading the weights on a
+    CPU, launching kernels on a GPU.
     """
 
     most_tokens: int
@@ -300,21 +304,21 @@ class PassCost:
 
 
 _CPU = PassCost(most_tokens=2048, fixed_tokens=20)
-"""Measured on MiniLM with one thread. More than that spills out of a core's cache; the fixed part takes 3 ms, a token
-0.14 ms, and both grow alike with a model."""
+"""Measured with MiniLM on one thread: 3 ms fixed and 0.14 ms per token; both scale alike with model size. Larger passes
+exceed a core's cache."""
 _GPU = PassCost(most_tokens=65536, fixed_tokens=4096)
 
 
 def pass_cost(device: torch.device) -> PassCost:
-    """The cost of a pass on `device`."""
+    """Return the cost model of a pass on `device`."""
     return _CPU if device.type == "cpu" else _GPU
 
 
 def length_buckets(lengths: Sequence[int], cost: PassCost) -> list[NDArray[np.int64]]:
-    """Cut rows, shortest first, into the passes that cost least: padding against the fixed part of a pass.
+    """Group rows, shortest first, into passes of minimal total cost, trading padding for the fixed cost of a pass.
 
-    Each row is in exactly one pass. A pass stays within `cost.most_tokens`, padding included, but for a row that is
-    longer than that, which has one of its own.
+    Each row is in exactly one pass. A pass stays within `cost.most_tokens`, padding included; a longer row gets a pass
+    of its own.
     """
     order = np.argsort(lengths, kind="stable")
     widths, first_rows = np.unique(np.asarray(lengths)[order], return_index=True)
@@ -339,12 +343,12 @@ def length_buckets(lengths: Sequence[int], cost: PassCost) -> list[NDArray[np.in
 
 
 def clean(texts: Sequence[str]) -> list[str]:
-    """The texts as tokenizers take them: `?` in place of what is no character (a lone surrogate)."""
+    """Replace lone surrogates, which tokenizers reject, by `?`."""
     return [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
 
 
 def shares_lines(model: Any) -> bool:
-    """True if `model` gives each text the same states when it shares its line; tried with BERT on a CPU alone."""
+    """True if texts keep their states when packed into one line; verified only for BERT on a CPU."""
     return (
         type(model) is transformers.BertModel
         and model.device.type == "cpu"
@@ -354,7 +358,7 @@ def shares_lines(model: Any) -> bool:
 
 
 def plan(lengths: Sequence[int], cost: PassCost, *, share: bool) -> list[Lines]:
-    """The passes that cost least: each row has a line, or with `share` perhaps a part of one."""
+    """Return the passes of minimal cost, with one row per line, or with packed lines if `share` and cheaper."""
     buckets = length_buckets(lengths, cost)
     alone = [[[row] for row in rows.tolist()] for rows in buckets]
     if not share or len(lengths) < 2:
@@ -369,7 +373,7 @@ def plan(lengths: Sequence[int], cost: PassCost, *, share: bool) -> list[Lines]:
 
 
 def first_fit(lengths: Sequence[int], width: int) -> Lines:
-    """Rows to lines of `width` tokens, the longest rows first, each into the first line that has room for it."""
+    """Pack rows into lines of `width` tokens by first fit, longest rows first."""
     lines: Lines = []
     room: list[int] = []
     for row in np.argsort(-np.asarray(lengths), kind="stable").tolist():
@@ -384,10 +388,10 @@ def first_fit(lengths: Sequence[int], width: int) -> Lines:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Texts in lines, ready for a pass. Texts are numbered in the order of their lines.
+    """Texts packed into lines for one forward pass, numbered in line order.
 
-    [lines, width]: token `ids`, `positions` in the text, `owners` (number of the text; -1 for padding). [texts]:
-    `starts` in the flattened lines, `lengths` in tokens.
+    Shape [lines, width]: token `ids`, `positions` within the text, `owners` (text number, -1 for padding).
+    Shape [texts]: `starts` in the flattened lines, `lengths` in tokens.
     """
 
     ids: NDArray[np.int64]
@@ -398,7 +402,7 @@ class Batch:
 
     @classmethod
     def of(cls, lines: Sequence[Sequence[Sequence[int]]], filler: int) -> Batch:
-        """The texts (token ids) of each line, from the left, `filler` after the last of a line."""
+        """Pack the texts (token ids) of each line from the left and pad with `filler`."""
         width = max(sum(map(len, line)) for line in lines)
         shape = (len(lines), width)
         ids, positions = np.full(shape, filler, dtype=np.int64), np.zeros(shape, dtype=np.int64)
@@ -417,25 +421,25 @@ class Batch:
         return cls(ids, positions, owners, np.array(starts), np.array(lengths))
 
     def inputs(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """The arguments of the model."""
+        """Return the model's keyword arguments."""
         owners = torch.from_numpy(self.owners).to(device)
         inputs = {"input_ids": torch.from_numpy(self.ids).to(device)}
         if len(self.starts) == len(self.ids):
-            # Padding comes after the text whatever the tokenizer's side: a causal model then never sees it.
+            # Padding is always on the right, whatever the tokenizer's side, so causal models never attend to it.
             return inputs | {"attention_mask": (owners >= 0).long()}
         mask = owners[:, None, :, None] == owners[:, None, None, :]
         return inputs | {"position_ids": torch.from_numpy(self.positions).to(device), "attention_mask": mask}
 
     def first(self, states: torch.Tensor) -> torch.Tensor:
-        """[texts, dim], the state of each text's first token, of [lines, width, dim]."""
+        """Return each text's first token state, [texts, dim], from `states` [lines, width, dim]."""
         return states.flatten(0, 1)[torch.from_numpy(self.starts).to(states.device)]
 
     def last(self, states: torch.Tensor) -> torch.Tensor:
-        """[texts, dim], the state of each text's last token, of [lines, width, dim]."""
+        """Return each text's last token state, [texts, dim], from `states` [lines, width, dim]."""
         return states.flatten(0, 1)[torch.from_numpy(self.starts + self.lengths - 1).to(states.device)]
 
     def mean(self, states: torch.Tensor) -> torch.Tensor:
-        """[texts, dim], the mean over each text's tokens, of [lines, width, dim]."""
+        """Return the mean over each text's token states, [texts, dim], from `states` [lines, width, dim]."""
         owners = torch.from_numpy(self.owners).to(states.device).flatten()
         taken = owners >= 0
         sums = states.new_zeros(len(self.starts), states.shape[-1])

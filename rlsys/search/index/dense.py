@@ -1,21 +1,27 @@
-"""A dense index: built, opened, and searched by vectors. The folder explains itself:
+"""Builds, opens and searches dense (FAISS) indexes. An index folder is self-contained:
 
-    index.faiss      vectors, inner product, row r = line r + 1 of the corpus
-    corpus.jsonl     the corpus it was built from, linked or copied, so that the folder can be moved
-    embeddings.npy   the vectors as they were encoded, unless they were not kept
-    manifest.json    what the vectors were made with (`Manifest`)
+    index.faiss:     vectors, inner product, row r = line r + 1 of the corpus
+    corpus.jsonl:    the indexed corpus, linked or copied, so that the folder can be moved
+    embeddings.npy:  the encoded vectors, if kept
+    manifest.json:   inputs of the index (`Manifest`)
 
-Invariants of a build: memory holds one chunk a worker, one block of vectors, the training sample and the FAISS index
-itself, whatever the corpus; a build that was ended at any moment continues with the first chunk that is not on disk (it
-is marked only then, and is the same rows in every run), and ends with the same vectors; training and filling begin anew;
-what is at `out` is whole at any time (`folder`); what can be refused is refused before the first passage is encoded.
+Invariants of a build:
 
-Invariants of a search: an index is never opened with another corpus or another number of rows than it was built from;
-queries are encoded as the passages were: same weights, pooling, prefixes, normalisation and cut; what is found for a
-query does not depend on how many hits are asked for, as long as these are at most `depth`.
+- Memory holds one chunk per worker, one block of vectors, the training sample and the FAISS index, for any corpus size.
+- A killed build resumes with the chunks missing on disk and ends with the same vectors. Chunks are the same rows in
+  every run and marked done once on disk. Training and filling start over.
+- An index at `out` is always complete (see `folder`).
+- Invalid inputs are rejected before the first passage is encoded.
 
-FAISS's type is any string of faiss.index_factory: Flat, SQ8, HNSW64, "IVF1024,Flat", "OPQ48_192,IVF4096,PQ48x4fs" and so
-on; the metric is the inner product always. PCA subtracts the mean of the passages, so its inner products are of those.
+Invariants of a search:
+
+- An index is never opened with another corpus or number of rows than it was built from.
+- Queries are encoded like the passages: same weights, pooling, prefixes, normalisation and truncation.
+- The ranking of a query does not depend on `topk`, as long as `topk` is at most `depth`.
+
+The FAISS type is any string of faiss.index_factory, such as Flat, SQ8, HNSW64, "IVF1024,Flat" or
+"OPQ48_192,IVF4096,PQ48x4fs"; the metric is always the inner product. PCA types rank by inner products of mean-centred
+vectors.
 """
 
 from __future__ import annotations
@@ -63,32 +69,32 @@ _RECIPE = "recipe.json"
 _FLAGS = "done"
 _SEED = 0
 _TWO_ENCODERS = ("dpr",)
-"""Families with a model of its own for queries."""
+"""Families with separate encoders for queries and passages."""
 FLAT = "Flat"
 DEPTH = 128
-"""Hits that FAISS is asked for at least; more than a server gives by default."""
+"""Minimum number of hits requested from FAISS; exceeds the server's default max_topk."""
 EF_SEARCH = 128
 EF_CONSTRUCTION = 100
-"""Breadth of the search for neighbours when a graph is built; FAISS's own 40 loses recall."""
+"""HNSW efConstruction; FAISS's default of 40 loses recall."""
 _MIN_NPROBE = 8
 _MATRIX_QUERIES = 3
-"""Queries from which on products of matrices beat one scan of the vectors a query, whatever their number."""
+"""Batch size from which matrix products beat one scan per query, for any number of vectors."""
 _NEVER = 2**31 - 1
 _CENTROIDS = 256
-"""Of a code of eight bits, FAISS's default."""
+"""Centroids of an 8-bit code, FAISS's default."""
 _WHOLE = ("IndexIDMap", "IndexIDMap2", "IndexNSG", "IndexNSGFlat", "IndexNSGPQ", "IndexNSGSQ", "IndexNNDescent")
-"""Types that name rows themselves or cannot be filled block by block."""
+"""Unsupported types: they assign row ids themselves or cannot be filled block by block."""
 _GPU = ("IndexFlat", "IndexFlatIP", "IndexIVFFlat", "IndexIVFPQ", "IndexIVFScalarQuantizer", "IndexPreTransform")
 _INNER = ("index", "base_index", "refine_index", "quantizer", "storage")
-"""Attributes in which FAISS keeps an index within another."""
+"""FAISS attributes that hold a nested index."""
 _MMAP: int = getattr(faiss, "IO_FLAG_MMAP_IFC", faiss.IO_FLAG_MMAP)
-"""Maps everything; before FAISS 1.11 there is only the flag that maps inverted lists and reads the rest."""
+"""Flag that maps the whole index; before FAISS 1.11, a flag that maps only inverted lists."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The inputs of a dense index. Two builds with equal manifests give the same index."""
+    """Inputs of a dense index. Equal manifests mean equal indexes."""
 
     corpus_sha256: str
     rows: int
@@ -102,25 +108,25 @@ class Manifest:
     max_tokens: int
     dimension: int
     embeddings_dtype: str
-    """As the vectors were stored before FAISS got them: float32 or float16."""
+    """Dtype of the stored embeddings: float32 or float16."""
     faiss_type: str
-    """The string that faiss.index_factory took."""
+    """String of faiss.index_factory."""
     nprobe: int | None
-    """Lists that a query visits unless it is opened otherwise; null where there are no lists."""
+    """Default number of lists that a query visits; null without lists."""
     ef_search: int | None
-    """Breadth of a search in a graph unless it is opened otherwise; null where there is no graph."""
+    """Default breadth of a graph search; null without a graph."""
 
     @classmethod
     def read(cls, folder: str | Path) -> Manifest:
-        """The folder's manifest. Raises UserError when there is none, or none of a dense index."""
+        """Read the folder's manifest. Raises UserError if it is missing or not of a dense index."""
         return typed(cls, read_values(folder, [DENSE], f"{DENSE!r}: give a dense one"), folder)
 
     def embeddings(self) -> dict[str, Any]:
-        """The part that the embeddings depend on: two manifests that share it can share them."""
+        """Return the keys that the embeddings depend on; if these are equal, the embeddings can be reused."""
         return {k: v for k, v in asdict(self).items() if k not in ("faiss_type", "nprobe", "ef_search")}
 
     def query_spec(self, encoder: str | None, device: str, dtype: str | None) -> EncoderSpec:
-        """The encoder of queries, which encodes them as the passages were; `encoder` says where it lies now."""
+        """Return the spec to encode queries like the passages; `encoder` overrides the recorded name or folder."""
         shared = ("family", "max_tokens", "pooling", "query_prefix", "passage_prefix", "normalize")
         made = {name: getattr(self, name) for name in shared}
         return EncoderSpec(encoder or self.encoder, device=device, dtype=dtype, **made)
@@ -135,7 +141,7 @@ class DenseIndex(NamedTuple):
 
     @classmethod
     def open(cls, folder: str | Path, options: SearchOptions | None = None) -> DenseIndex:
-        """Open what `build` wrote. Raises UserError when manifest, corpus and vectors do not fit together."""
+        """Open an index of `build`. Raises UserError if manifest, corpus and vectors do not match."""
         folder = Path(folder)
         manifest = Manifest.read(folder)
         corpus = open_corpus(folder, manifest.corpus_sha256)
@@ -153,10 +159,10 @@ class DenseIndex(NamedTuple):
 
 
 class VectorRetriever:
-    """Encodes queries and looks for the nearest passages."""
+    """Encodes queries and finds the passages with the nearest vectors."""
 
     parallel = 1
-    """A search keeps all of FAISS's threads busy."""
+    """1, because a single search uses all FAISS threads."""
 
     def __init__(self, vectors: Vectors, corpus: Corpus, encoder: QueryEncoder, faiss_type: str) -> None:
         self._vectors, self._corpus, self._encoder, self._faiss_type = vectors, corpus, encoder, faiss_type
@@ -172,11 +178,11 @@ class VectorRetriever:
         options: SearchOptions | None = None,
         own_process: bool = False,
     ) -> VectorRetriever:
-        """Open an index and the encoder that made it, on `device` in `dtype` (see `EncoderSpec`).
+        """Open an index with its encoder, on `device` in `dtype` (see `EncoderSpec`).
 
-        `encoder` says where its weights lie now. With `own_process` queries are encoded in another process, which ends
-        with `close`. Raises UserError for other weights than the passages were encoded with (DPR alone has separate
-        ones for queries), and for a folder that does not fit together.
+        `encoder` overrides the recorded name or folder of the weights. With `own_process`, a subprocess encodes the
+        queries until `close`. Raises UserError for an inconsistent folder, and for other weights than the passages were
+        encoded with; only DPR has a separate query encoder.
         """
         made, corpus, vectors = DenseIndex.open(folder, options)
         loaded = open_encoder(made.query_spec(encoder, device, dtype), own_process=own_process)
@@ -189,13 +195,13 @@ class VectorRetriever:
         return cls(vectors, corpus, loaded, made.faiss_type)
 
     def prepare(self, queries: Sequence[str]) -> Floats:
-        """[n, dimension], the vectors of the queries."""
+        """Return the query vectors [n, dimension]."""
         return self._encoder.encode_queries(queries)
 
     def find(self, prepared: Floats, topk: int) -> list[list[Hit]]:
-        """At most `topk` hits of each vector, best first."""
+        """Return up to `topk` hits per query vector, best first."""
         scores, rows = self._vectors.search(prepared, topk)
-        # Fetched together, so that reads from a disk overlap; a row of -1 stands for nothing found.
+        # One fetch for all rows, so that disk reads overlap; row -1 means no hit.
         passages = iter(self._corpus.fetch(rows[rows >= 0].tolist()))
         return [
             [Hit(score, next(passages)) for score, row in zip(line_scores, line_rows, strict=True) if row >= 0]
@@ -203,11 +209,11 @@ class VectorRetriever:
         ]
 
     def close(self) -> None:
-        """End the encoder's process, if it has one; what is mapped goes with the last reference to it."""
+        """Stop the encoder's subprocess, if any; files are unmapped with the last reference."""
         self._encoder.close()
 
     def describe(self) -> Mapping[str, Any]:
-        """Passages, corpus, encoder, dimension, FAISS type, and nprobe and ef_search where it has them."""
+        """Return passages, corpus, encoder, dimension, FAISS type, and nprobe and ef_search if set."""
         corpus = {"passages": len(self._corpus), "corpus_sha256": self._corpus.checksum}
         vectors = {"dimension": self._vectors.dimension, "faiss_type": self._faiss_type}
         settings = {key: value for key, value in asdict(self._vectors.settings).items() if value is not None}
@@ -221,7 +227,7 @@ def _require_dimension(facts: EncoderFacts, dimension: int, held_by: str | Path,
 
 
 def _require_weights(facts: EncoderFacts, made: Manifest, folder: str | Path, *, named: bool) -> None:
-    """Raise UserError unless the encoder is the index's own, or one for queries that the user has `named`."""
+    """Raise UserError unless the weights are the index's, or those of a query encoder `named` by the user."""
     if facts.checksum != made.encoder_sha256:
         if not named or made.family not in _TWO_ENCODERS:
             problem = f"the weights of encoder {facts.name!r} are not those that {folder} was built with"
@@ -241,10 +247,10 @@ def open_prebuilt(
     *,
     own_process: bool = False,
 ) -> VectorRetriever:
-    """Search the FAISS file `index_file`, as Search-R1 and others publish them, with queries from `encoder`.
+    """Open a bare FAISS file, as published by Search-R1 and others, with its corpus and a query encoder.
 
-    Its row r is line r + 1 of `corpus`. There is no manifest: what the file was encoded with cannot be verified; what
-    queries are encoded with is logged. Raises UserError when rows, dimension or metric do not fit.
+    Row r of the file is line r + 1 of `corpus`. Without a manifest the passage encoder cannot be verified, so the query
+    encoder is logged as a warning. Raises UserError if rows, dimension or metric do not match.
     """
     index_file = Path(index_file)
     if not index_file.is_file():
@@ -268,8 +274,8 @@ def open_prebuilt(
         loaded.close()
         raise
     _log.warning(
-        "%s does not say what it was encoded with: queries are encoded by %s (%s, query prefix %r, at most %d tokens); "
-        "if the passages were encoded otherwise, what is found is wrong without a sign of it",
+        "%s does not record its encoder: queries are encoded by %s (%s, query prefix %r, at most %d tokens); if the "
+        "passages were encoded by another encoder, results are silently wrong",
         *(index_file, facts.name, facts.family, facts.family.query_prefix, facts.max_tokens),
     )
     return VectorRetriever(vectors, passages, loaded, vectors.faiss_type)
@@ -277,21 +283,21 @@ def open_prebuilt(
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """How a dense index is built, beside what is in it."""
+    """Build settings of a dense index, besides corpus and encoder."""
 
     faiss_type: str = FLAT
     """Any string of faiss.index_factory."""
     nprobe: int | None = None
-    """Recorded as the index's own; by default sqrt(nlist), 8 at least."""
+    """Recorded as the index's default; None takes sqrt(nlist), at least 8."""
     ef_search: int | None = None
-    """Recorded as the index's own; 128 by default."""
+    """Recorded as the index's default; None takes 128."""
     embeddings_dtype: str = "float32"
     keep_embeddings: bool = True
-    """Leave them in the folder, so that another FAISS type needs no encoding."""
+    """Keep the embeddings in the folder, so that another FAISS type can be built without encoding."""
     max_train_rows: int = 1_000_000
-    """Most vectors, drawn at random with a fixed seed, that FAISS learns from; they are held in memory."""
+    """Maximum number of training vectors, sampled with a fixed seed and held in memory."""
     workers: int = 1
-    """Processes that encode."""
+    """Number of encoding processes."""
 
     def __post_init__(self) -> None:
         if self.embeddings_dtype not in DTYPES:
@@ -313,15 +319,15 @@ def build(
     options: BuildOptions | None = None,
     progress: OnProgress = silent,
 ) -> bool:
-    """Make the index folder `out`; False if it is there already with this manifest.
+    """Build the index folder `out`; False if it exists already with the same manifest.
 
-    An index of other inputs in `out` is replaced once the new one is complete; where it differs in FAISS type or
-    settings alone, its embeddings are used again. Raises UserError for what can be refused, before anything is encoded;
-    RunError when the disk takes no more, where what is encoded stays.
+    A different index at `out` is replaced when the new one is complete; if only FAISS type or settings differ, its
+    embeddings are reused. Raises UserError for invalid inputs before encoding starts, and RunError if the disk is full;
+    encoded chunks then stay in the draft.
     """
     out = Path(out).absolute()
     options = options or BuildOptions()
-    refuse_foreign(out)  # Before the encoder is loaded.
+    refuse_foreign(out)  # checked before the encoder is loaded
     planned = _plan(corpus, encoder, options)
     if _manifest_at(out) == planned:
         return False
@@ -342,7 +348,7 @@ def build(
             _encode(corpus, encoder, planned, options, draft, progress)
         if not same_vectors:
             index = _filled(planned, _open_embeddings(draft, planned), options, progress)
-            # By Python: FAISS itself does not tell of the end of a file that the disk did not take.
+            # Written through Python, because FAISS does not report a short write at the end of a file.
             with (draft.folder / INDEX_FILE).open("wb") as file:
                 faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))  # type: ignore[attr-defined]
         add_corpus(corpus, draft.folder)
@@ -353,13 +359,13 @@ def build(
 
 
 def _plan(corpus: Corpus, spec: EncoderSpec, options: BuildOptions) -> Manifest:
-    """The manifest of what is to be built. Raises UserError where it cannot be."""
+    """Return the manifest of the index to build. Raises UserError if it cannot be built."""
     facts = open_encoder(spec).facts
     index = new_index(options.faiss_type, facts.dimension)
     least, most = least_train_rows(index), min(len(corpus), options.max_train_rows)
     if most < least:
         raise UserError(
-            f"FAISS type {options.faiss_type!r} learns from {least} vectors at least, here are {most} "
+            f"FAISS type {options.faiss_type!r} needs at least {least} training vectors, but gets {most} "
             f"(passages: {len(corpus)}, max_train_rows: {options.max_train_rows}): give a smaller type, such as Flat.",
             code="mismatch",
             key="faiss_type",
@@ -381,7 +387,7 @@ def _plan(corpus: Corpus, spec: EncoderSpec, options: BuildOptions) -> Manifest:
 
 
 def _manifest_at(folder: Path) -> Manifest | None:
-    """The manifest of a dense index that this version has built; None for anything else."""
+    """Return the manifest of a dense index in `folder`, or None if it cannot be read."""
     try:
         return Manifest.read(folder)
     except UserError:
@@ -391,14 +397,14 @@ def _manifest_at(folder: Path) -> Manifest | None:
 def _encode(
     corpus: Corpus, spec: EncoderSpec, planned: Manifest, options: BuildOptions, draft: IndexDraft, progress: OnProgress
 ) -> None:
-    """Complete the embeddings in the draft, whatever of them was there before."""
+    """Encode the chunks that are missing in the draft; start over if the draft has other inputs."""
     recipe = json.dumps(planned.embeddings() | {"chunk_rows": CHUNK_ROWS, "dtype": spec.dtype}, indent=2)
     noted = draft.home / _RECIPE
     if not (noted.is_file() and noted.read_text(encoding="utf-8") == recipe):
         if noted.is_file():
-            _log.warning("%s holds the beginning of an index of other inputs: it is thrown away", draft.home)
+            _log.warning("%s holds an incomplete index of other inputs: deleting it", draft.home)
         for _ in corpus.chunks(CHUNK_ROWS):
-            pass  # Parsing refuses a bad line now; found after hours, it would cost all that was encoded.
+            pass  # parses every line, so that a bad one raises now rather than after hours of encoding
         draft.clear()
         shape, dtype = (planned.rows, planned.dimension), np.dtype(planned.embeddings_dtype)
         new_array(draft.folder / EMBEDDINGS_FILE, shape, dtype).flush()
@@ -420,10 +426,10 @@ def _encode(
 
 
 def _filled(planned: Manifest, embeddings: Embeddings, options: BuildOptions, progress: OnProgress) -> faiss.Index:
-    """The FAISS index with all vectors of the embeddings in it."""
+    """Return a trained FAISS index that holds all vectors of `embeddings`."""
     index = new_index(planned.faiss_type, planned.dimension)
     if not index.is_trained:
-        # Beyond that training gains nothing: FAISS's k-means takes 256 vectors a centroid at most.
+        # More vectors do not help: FAISS's k-means uses at most 256 per centroid.
         gaining = 256 * max(_CENTROIDS, least_train_rows(index))
         count = min(planned.rows, options.max_train_rows, gaining)
         progress("train", 0, count)
@@ -432,7 +438,7 @@ def _filled(planned: Manifest, embeddings: Embeddings, options: BuildOptions, pr
         except RuntimeError as error:
             problem = f"FAISS cannot train {planned.faiss_type!r} on {count} vectors ({error})"
             raise UserError(
-                f"{problem}: build again with another type; what is encoded stays.",
+                f"{problem}: build again with another type; the encoded vectors are kept.",
                 code="unsupported",
                 key="faiss_type",
             ) from None
@@ -451,18 +457,18 @@ def _open_embeddings(draft: IndexDraft, planned: Manifest) -> Embeddings:
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """A complete or growing .npy file of `rows` vectors."""
+    """A .npy file of `rows` vectors, complete or still being filled."""
 
     path: Path
     rows: int
     dimension: int
     dtype: np.dtype
     offset: int
-    """Bytes before the first vector."""
+    """Byte offset of the first vector."""
 
     @classmethod
     def open(cls, path: Path, rows: int, dimension: int, dtype: str) -> Embeddings:
-        """Open the file. Raises UserError if it is not one of [rows, dimension] in `dtype`."""
+        """Open the file. Raises UserError unless it holds [rows, dimension] in `dtype`."""
         try:
             mapped = np.lib.format.open_memmap(path, mode="r")
         except (OSError, ValueError) as error:
@@ -475,9 +481,9 @@ class Embeddings:
         return cls(path, rows, dimension, mapped.dtype, int(mapped.offset))
 
     def blocks(self) -> Iterator[Floats]:
-        """All vectors in order, as [some, dimension] float32 of at most BLOCK_BYTES."""
+        """Yield all vectors in order, as float32 blocks [n, dimension] of up to BLOCK_BYTES."""
         step = max(1, BLOCK_BYTES // (4 * self.dimension))
-        with self.path.open("rb") as file:  # not mapped: pages of a mapped file count as the process's memory
+        with self.path.open("rb") as file:  # not mapped, because mapped pages count as the process's memory
             file.seek(self.offset)
             for first in range(0, self.rows, step):
                 count = min(step, self.rows - first)
@@ -485,7 +491,7 @@ class Embeddings:
                 yield flat.reshape(count, self.dimension).astype(np.float32, copy=False)
 
     def sample(self, count: int, seed: int) -> Floats:
-        """[min(count, rows), dimension] float32, drawn without repetition, in the order of the rows."""
+        """Return random vectors [min(count, rows), dimension] float32, without repetition, in row order."""
         if count >= self.rows:
             return np.concatenate(list(self.blocks()))
         chosen = np.sort(np.random.default_rng(seed).choice(self.rows, count, replace=False, shuffle=False))
@@ -499,7 +505,7 @@ class Embeddings:
 
 
 class ChunkWriter:
-    """Fills `embeddings`, and notes in `flags`, one byte a chunk, what is done."""
+    """Writes chunks of `embeddings` and marks each as done in the file `flags`, one byte per chunk."""
 
     def __init__(self, embeddings: Embeddings, flags: Path) -> None:
         self._embeddings = embeddings
@@ -516,16 +522,16 @@ class ChunkWriter:
         self._flags.close()
 
     def missing(self) -> list[int]:
-        """Numbers of the chunks that are still to be written, in order."""
+        """Return the numbers of the missing chunks, in order."""
         return list(map(int, np.flatnonzero(~self._done)))
 
     def rows_of(self, chunk: int) -> range:
-        """The rows of a chunk."""
+        """Return the rows of a chunk."""
         return range(chunk * CHUNK_ROWS, min((chunk + 1) * CHUNK_ROWS, self._embeddings.rows))
 
     def put(self, chunk: int, vectors: Floats) -> None:
-        """Write the vectors of a chunk, [its rows, dimension]. Raises RunError for what is not a number."""
-        with np.errstate(over="ignore"):  # told apart below, with the line
+        """Write and fsync the vectors of a chunk, [chunk rows, dimension]. Raises RunError for non-finite values."""
+        with np.errstate(over="ignore"):  # overflow is reported below, with its line
             stored: NDArray[np.floating] = vectors.astype(self._embeddings.dtype)
         rows = self.rows_of(chunk)
         if stored.shape != (len(rows), self._embeddings.dimension):
@@ -545,29 +551,29 @@ class ChunkWriter:
 
 @dataclass(frozen=True, slots=True)
 class FaissSettings:
-    """Breadth of a search in an approximate index; None for the index's own, or for what a type does not have."""
+    """Search breadth in an approximate index; None takes the index's default, or marks a missing feature."""
 
     nprobe: int | None = None
-    """Lists of an IVF index that a query visits."""
+    """Number of IVF lists that a query visits."""
     ef_search: int | None = None
-    """Breadth of a search in an HNSW index."""
+    """Breadth of an HNSW search."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions(FaissSettings):
-    """How the vectors of a dense index are opened and searched."""
+    """Options to open and search a dense index."""
 
     mmap: bool = False
-    """Map the vectors in place of reading them: opens at once, and processes of a host share the memory, but the first
-    searches wait for the disk. What a fast-scan type packs together is read in full."""
+    """Map the vectors instead of reading them: opens at once and shares memory between processes of a host, but the
+    first searches wait for the disk. The packed codes of fast-scan types are always read in full."""
     faiss_gpu: bool = False
     """Spread the vectors over all GPUs as float16."""
     depth: int = DEPTH
-    """Hits up to which a query's answer is the same however many are asked for: 1 or more."""
+    """Hits up to which a ranking does not depend on `topk`; at least 1."""
 
 
 def new_index(faiss_type: str, dimension: int) -> faiss.Index:
-    """An empty index. Raises UserError for a string that FAISS does not take, or a type that does not fit."""
+    """Create an empty index. Raises UserError for an invalid factory string or an unsupported type."""
     try:
         index = faiss.index_factory(dimension, faiss_type, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
@@ -585,18 +591,18 @@ def new_index(faiss_type: str, dimension: int) -> faiss.Index:
         if hasattr(layer, "hnsw"):
             layer.hnsw.efConstruction = EF_CONSTRUCTION
         if hasattr(layer, "do_polysemous_training"):
-            # It orders codes for a Hamming filter, which no search here uses, at seconds for each sub-vector.
+            # Polysemous training takes seconds per sub-vector and helps only a Hamming filter, unused here.
             layer.do_polysemous_training = False
     return index
 
 
 def least_train_rows(index: faiss.Index) -> int:
-    """Vectors without which the index cannot be trained; 0 for one that learns nothing."""
+    """Return the minimum number of training vectors; 0 for an index without training."""
     return 0 if index.is_trained else max(map(_least_rows, _layers(index)))
 
 
 def reserve(index: faiss.Index, rows: int) -> None:
-    """Take the memory for `rows` codes in an empty index: FAISS would double it when full, and hold both for a while."""
+    """Allocate memory for `rows` codes in an empty index; growing by doubling would briefly hold two copies."""
     for layer in _layers(index):
         if isinstance(layer, faiss.IndexFlatCodes) and layer.ntotal == 0:
             layer.codes.resize(rows * layer.code_size)
@@ -606,7 +612,10 @@ def reserve(index: faiss.Index, rows: int) -> None:
 def settle(
     index: faiss.Index, asked: FaissSettings, *, faiss_type: str, recorded: FaissSettings | None = None
 ) -> FaissSettings:
-    """The settings asked for, else those recorded, else the type's defaults. Raises UserError for what the type lacks."""
+    """Return the `asked` settings, else the `recorded` ones, else the type's defaults.
+
+    Raises UserError for values out of range and for a setting that the type lacks.
+    """
     recorded = recorded or FaissSettings()
     nlist = max((layer.nlist for layer in _layers(index) if hasattr(layer, "nlist")), default=None)
     graph = any(hasattr(layer, "hnsw") for layer in _layers(index))
@@ -616,12 +625,12 @@ def settle(
     ):
         if value is not None and most is None:
             raise UserError(
-                f"{key}={value} is given, but an index of FAISS type {faiss_type!r} has none: leave it out.",
+                f"{key}={value} is given, but FAISS type {faiss_type!r} has no {key}: leave it out.",
                 code="conflict",
                 key=key,
             )
         if value is not None and most is not None and not 1 <= value <= most:
-            most_text = "as many as there are passages" if most == _NEVER else most
+            most_text = "the number of passages" if most == _NEVER else most
             raise UserError(f"{key}={value} is out of range: give 1 to {most_text}.", code="out_of_range", key=key)
     for key, value in asdict(recorded).items():
         if value is not None and not 1 <= value <= _NEVER:
@@ -634,7 +643,7 @@ def settle(
 
 
 class Vectors:
-    """An index that is ready to be searched, by one thread at a time."""
+    """A searchable FAISS index. Not thread-safe."""
 
     def __init__(self, index: faiss.Index, settings: FaissSettings, *, depth: int = DEPTH, gpu: bool = False) -> None:
         self.settings = settings
@@ -646,12 +655,12 @@ class Vectors:
                 layer.nprobe = min(settings.nprobe, layer.nlist)
         self._broaden(depth)
         if gpu:
-            # Last, because a copy on a GPU keeps the settings that it was made with.
+            # Last, because the GPU copy keeps the settings of the moment of copying.
             sharded = faiss.GpuMultipleClonerOptions()
             sharded.shard = sharded.useFloat16 = True
             self._index = faiss.index_cpu_to_all_gpus(index, co=sharded)
         self.faiss_type = _name(faiss.downcast_index(self._index))
-        """FAISS's name of its class, for an index whose factory string is not known."""
+        """FAISS class name, used if the factory string is unknown."""
 
     @classmethod
     def open(
@@ -662,7 +671,7 @@ class Vectors:
         faiss_type: str | None = None,
         recorded: FaissSettings | None = None,
     ) -> Vectors:
-        """Open the FAISS file at `path`, with the `recorded` settings where `options` has none."""
+        """Open the FAISS file at `path`; `recorded` settings apply where `options` has None."""
         options = options or SearchOptions()
         try:
             index = faiss.read_index(str(path), _MMAP if options.mmap else 0)
@@ -682,12 +691,13 @@ class Vectors:
         return cls(index, settings, depth=options.depth, gpu=options.faiss_gpu)
 
     def search(self, queries: Floats, topk: int) -> tuple[Floats, NDArray[np.int64]]:
-        """Scores and rows of the best of each query ([n, dimension]), best first, both [n, min(topk, rows)]; -1 for none.
+        """Return scores and rows of the best vectors for `queries` [n, dimension], best first.
 
-        Depth is constant because a graph's breadth, a refinement's candidates and the order of equal codes all follow
-        from the number of hits: a query would otherwise be answered according to what it is batched with.
+        Both are [n, min(topk, rows)]; row -1 means no hit. FAISS always searches at least `depth` hits. Otherwise the
+        ranking would vary with `topk`, because graph breadth, refinement candidates and the order of ties depend on the
+        number of hits.
         """
-        # FAISS's own threshold is made for many cores: with few, a batch of 32 takes nine times as long with it.
+        # FAISS's default threshold suits many cores; with few, it makes a batch of 32 nine times slower.
         faiss.cvar.distance_compute_blas_threshold = 1 if len(queries) >= _MATRIX_QUERIES else _NEVER
         wanted = min(max(topk, self._depth), self.rows)
         if wanted > self._depth:
@@ -698,28 +708,28 @@ class Vectors:
         return scores[:, :topk], rows[:, :topk]
 
     def _broaden(self, hits: int) -> None:
-        """A graph finds no more than its breadth, so that is at least as large as the number of hits."""
+        """Raise efSearch to at least `hits`, because a graph search finds no more hits than its breadth."""
         for graph in self._graphs:
             graph.efSearch = max(self.settings.ef_search or 0, hits)
 
 
 def gpu_count() -> int:
-    """GPUs that this FAISS can use; 0 for the build that knows none."""
+    """Return the number of GPUs usable by FAISS; 0 for a CPU build."""
     return int(faiss.get_num_gpus()) if hasattr(faiss, "StandardGpuResources") else 0
 
 
 def require_gpu(index: faiss.Index) -> None:
-    """Raise UserError unless this FAISS has a GPU to use and the index can be put there."""
+    """Raise UserError unless FAISS has a GPU and supports this index on it."""
     if gpu_count() == 0:
         knows = hasattr(faiss, "StandardGpuResources")
         has = "sees no GPU" if knows else "is built without GPU support"
         raise UserError(
-            f"faiss_gpu is asked for, but this FAISS {has}: install faiss-gpu-cu12, or leave it out.",
+            f"faiss_gpu is set, but this FAISS {has}: install faiss-gpu-cu12, or leave it out.",
             code="no_room" if knows else "not_installed",
             key="faiss_gpu",
         )
     if held := [_name(layer) for layer in _layers(index) if _name(layer) not in _GPU]:
-        problem = f"faiss_gpu is asked for, but FAISS keeps {held[0]} on the CPU"
+        problem = f"faiss_gpu is set, but FAISS supports {held[0]} only on the CPU"
         raise UserError(
             f"{problem}: leave it out, or build a type such as Flat or IVF4096,SQ8.",
             code="unsupported",
@@ -738,7 +748,7 @@ def _require_inner_product(index: faiss.Index, what: str, key: str) -> None:
 
 
 def _layers(index: faiss.Index) -> Iterator[Any]:
-    """The index and all that is inside it, as their own classes, outermost first."""
+    """Yield the index and its nested indexes, downcast, outermost first."""
     index = faiss.downcast_index(index)
     yield index
     for attribute in _INNER:
@@ -747,7 +757,7 @@ def _layers(index: faiss.Index) -> Iterator[Any]:
 
 
 def _least_rows(layer: Any) -> int:
-    """Vectors that `layer` itself learns from, at least: k-means and PCA need one a centroid or dimension."""
+    """Return the minimum training vectors of `layer` alone: one per k-means centroid or PCA dimension."""
     least = [1, getattr(layer, "nlist", 0), _CENTROIDS if hasattr(layer, "rq") else 0]
     if hasattr(layer, "pq"):
         least.append(layer.pq.ksub)
@@ -766,5 +776,5 @@ def _name(index: Any) -> str:
 
 
 def _reason(error: RuntimeError) -> str:
-    """FAISS's own words without the function, file and line that it puts before them."""
+    """Return FAISS's error text without its prefix of function, file and line."""
     return str(error).splitlines()[0].rsplit(": ", 1)[-1].strip()

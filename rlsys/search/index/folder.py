@@ -1,16 +1,16 @@
-"""An index folder of any kind: its description, `manifest.json`, and how the folder comes into being.
+"""Creates index folders of any kind atomically, and reads and writes their `manifest.json`.
 
-Invariant: the manifest is written last and under another name first, so a folder that has it is complete. Every kind of
-index has `format`, `kind`, `corpus_sha256` and `rows`; what else it holds is the kind's own matter.
+Invariant: the manifest is written last and atomically, so a folder with a manifest is complete. Every manifest has
+`format`, `kind`, `corpus_sha256` and `rows`; other keys depend on the kind.
 
-An index grows in a draft before it has its name. Beside `out` lies `.<name>.building`:
+An index is built in a draft folder `.<name>.building` beside `out`:
 
-    lock        held by the process that builds there
-    index/      what becomes `out`; it has a manifest only when it is complete
-    replaced/   the index that was at `out`, for the moment between two renames
+    lock:       held by the building process
+    index/:     becomes `out`; has a manifest only when complete
+    replaced/:  the previous index of `out`, between two renames
 
-Invariants: one process builds in one place; whatever is at `out` is complete; a kill at any moment leaves what was at
-`out`, or its successor, there or in the draft, and the next build puts it in its place.
+Invariants: one process builds per folder; an index at `out` is always complete; after a kill at any moment, `out` or
+the draft holds the old or the new index. The next build moves it to `out`.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from rlsys.search.corpus import Corpus
 MANIFEST_FILE = "manifest.json"
 CORPUS_FILE = "corpus.jsonl"
 FORMAT = 2
-"""Of the folder. Folders without the key are format 1, of before there were kinds."""
+"""Format of an index folder. A manifest without the key has format 1, which had no kinds."""
 DENSE, BM25, HYBRID = "dense", "bm25", "hybrid"
 REMOTE = ("elasticsearch", "opensearch")
 OnProgress = Callable[[str, int, int], None]
-"""Called with the stage, what of it is done and how much it is; first with what was done before."""
+"""Called with (stage, done, total). The first call of a stage reports rows done by an earlier build."""
 _INPUTS_FILE = "inputs.json"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 T = TypeVar("T")
 
 
 def read_manifest(folder: str | Path) -> dict[str, Any]:
-    """All keys of the folder's manifest. Raises UserError when there is none of this format."""
+    """Return all keys of the folder's manifest. Raises UserError if it is missing, invalid or of another format."""
     path = Path(folder) / MANIFEST_FILE
     if not path.is_file():
         raise UserError(
@@ -73,7 +73,10 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
 
 
 def read_values(folder: str | Path, kinds: Iterable[str], wanted: str) -> dict[str, Any]:
-    """The manifest's keys but format and kind. Raises UserError, which names what is `wanted`, for other kinds."""
+    """Return the manifest without format and kind. Raises UserError for a kind not in `kinds`.
+
+    `wanted` names the accepted kinds in the message.
+    """
     values = read_manifest(folder)
     if (kind := values.pop("kind")) not in kinds:
         raise UserError(f"{folder} is an index of kind {kind!r}, not {wanted}.", code="mismatch", key=str(folder))
@@ -82,7 +85,7 @@ def read_values(folder: str | Path, kinds: Iterable[str], wanted: str) -> dict[s
 
 
 def typed(made: type[T], values: Any, folder: str | Path) -> T:
-    """The dataclass `made` with `values` of the manifest. Raises UserError for other keys or types than its fields."""
+    """Return the dataclass `made` from `values` of the manifest. Raises UserError if keys or types do not match."""
     types = get_type_hints(made)
     needed = {item.name for item in fields(made) if item.default is MISSING}  # type: ignore[arg-type]
     given = values if isinstance(values, dict) else {}
@@ -98,12 +101,12 @@ def typed(made: type[T], values: Any, folder: str | Path) -> T:
 
 
 def _is_a(value: Any, kind: Any) -> bool:
-    """True for a JSON value of type `kind`, where a whole number is a float as well and a truth value no number."""
+    """True if a JSON value has type `kind`; an int also counts as a float, a bool never counts as a number."""
     return kind is bool if isinstance(value, bool) else isinstance(value, int | float if kind is float else kind)
 
 
 def write_manifest(folder: str | Path, kind: str, values: Mapping[str, Any]) -> None:
-    """Write the manifest of a folder whose other files are there; `format` and `kind` are added to `values`."""
+    """Write the manifest, as the last file of a folder; `format` and `kind` are added to `values`."""
     text = json.dumps({"format": FORMAT, "kind": kind} | dict(values), indent=2) + "\n"
     write_atomically(Path(folder) / MANIFEST_FILE, text)
 
@@ -113,25 +116,25 @@ def silent(stage: str, done: int, total: int) -> None:
 
 
 class IndexDraft:
-    """The place where `out` is built; made by `claim_draft`."""
+    """Draft folder of the index at `out`; created by `claim_draft`."""
 
     def __init__(self, out: Path, home: Path) -> None:
         self.home = home
-        """For what is needed only while building."""
+        """Folder for temporary files of the build."""
         self.folder, self._replaced, self._out = home / "index", home / "replaced", out
 
     def clear(self) -> None:
-        """Throw away what was built so far, down to an empty `folder`."""
+        """Delete everything built so far; `folder` is empty afterwards."""
         self._empty()
         self.folder.mkdir()
 
     def complete(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Give the folder its manifest and make it the index at `out`."""
+        """Write the manifest and publish the folder to `out`."""
         write_manifest(self.folder, kind, values)
         self.publish()
 
     def recover(self) -> None:
-        """Finish what a killed build had nearly done: put a complete index in its place."""
+        """Finish the renames of a killed build: publish a complete draft, or restore the replaced index."""
         if (self.folder / MANIFEST_FILE).is_file():
             self.publish()
         elif self._replaced.exists() and self._out.exists():
@@ -140,12 +143,12 @@ class IndexDraft:
             self._replaced.rename(self._out)
 
     def publish(self) -> None:
-        """Make the complete index the one at `out`; the old one is gone only after."""
+        """Move the complete index to `out`; the old index is deleted afterwards."""
         try:
             for path in (*self.folder.rglob("*"), self.folder):
                 _sync(path)
         except OSError:
-            # What has not reached the disk is not whole, and a second attempt may not be told so.
+            # The data may be incomplete on disk, and a second fsync may report no error.
             (self.folder / MANIFEST_FILE).unlink()
             raise
         if self._out.exists():
@@ -165,16 +168,16 @@ class IndexDraft:
 
 
 def refuse_foreign(out: Path) -> None:
-    """Raise UserError for what is no index at `out`."""
+    """Raise UserError if `out` exists and is neither an index nor an empty folder."""
     if out.exists() and not (out / MANIFEST_FILE).is_file() and (out.is_file() or any(out.iterdir())):
         raise UserError(f"{out} is there and is no index: give an empty or a new folder.", code="exists", key=str(out))
 
 
 @contextmanager
 def claim_draft(out: Path) -> Iterator[IndexDraft]:
-    """The draft of `out` for this process alone; what a killed build left is kept, or recovered.
+    """Lock and yield the draft of `out`, with the files that a killed build left, after `recover`.
 
-    Raises UserError for what is no index at `out` and while another process builds there, RunError for a full disk.
+    Raises UserError if `out` is not an index or another process builds there, RunError for a full disk.
     """
     refuse_foreign(out)
     with ExitStack() as stack:
@@ -196,12 +199,12 @@ def claim_draft(out: Path) -> Iterator[IndexDraft]:
             yield draft
         except OSError as error:
             if not (error.errno in _FULL or (error.errno is None and str(error).endswith("written"))):
-                raise  # NumPy's short writes have no number.
+                raise  # NumPy raises short writes as OSError without errno ("... written").
             name = f" of {Path(error.filename).name}" if error.filename else ""
-            problem = f"{out} was not built, because the disk of {home} took no more{name} ({error.strerror or error})"
+            problem = f"{out} was not built, because a write{name} to {home} failed ({error.strerror or error})"
             raise RunError(f"{problem}: make room there, and build again") from None
         finally:
-            with suppress(OSError):  # A folder in which nothing was built is not left behind.
+            with suppress(OSError):  # removes the folder only if it is empty
                 draft.folder.rmdir()
 
 
@@ -214,11 +217,11 @@ def assemble(
     resume: bool = False,
     again: bool = False,
 ) -> bool:
-    """Fill the folder `out` and give it this manifest; False if it has the manifest already.
+    """Build the folder `out` with this manifest; False if `out` has the manifest already.
 
-    `fill` puts files into the draft's `folder`, and into `home` what is not to stay. With `resume` it finds there what
-    an earlier call with the same manifest left, otherwise nothing; with `again` it is called even if the manifest is
-    there. Raises UserError for a folder that is no index, and while another process builds there.
+    `fill` writes files into the draft's `folder`, and temporary ones into `home`. With `resume`, it continues from the
+    files of an interrupted call with the same manifest; otherwise it starts empty. With `again`, it runs even if `out`
+    has the manifest. Raises UserError if `out` is not an index or another process builds there.
     """
     inputs = json.loads(json.dumps({"format": FORMAT, "kind": kind} | dict(values)))
     with claim_draft(out) as draft:
@@ -238,7 +241,10 @@ def assemble(
 
 
 def link(source: Path, target: Path) -> None:
-    """Give one file two names, or copy it: files of an index are never written again, and a changed corpus is refused."""
+    """Hard-link `source` to `target`, or copy it.
+
+    Sharing is safe, because index files never change and the corpus is verified by checksum.
+    """
     target.unlink(missing_ok=True)
     try:
         os.link(source.resolve(), target)
@@ -247,7 +253,7 @@ def link(source: Path, target: Path) -> None:
 
 
 def add_corpus(corpus: Corpus, folder: Path) -> None:
-    """Put the corpus into an index, and read it there: it may have changed since it was opened."""
+    """Link the corpus into an index folder. Raises UserError if the file has changed since it was opened."""
     link(corpus.path, folder / CORPUS_FILE)
     if Corpus.open(folder / CORPUS_FILE).checksum != corpus.checksum:
         raise UserError(
@@ -256,7 +262,7 @@ def add_corpus(corpus: Corpus, folder: Path) -> None:
 
 
 def open_corpus(folder: Path, checksum: str) -> Corpus:
-    """The corpus of the index in `folder`. Raises UserError if it has another checksum than the manifest's."""
+    """Open the corpus of the index in `folder`. Raises UserError if its checksum differs from the manifest's."""
     corpus = Corpus.open(folder / CORPUS_FILE)
     if corpus.checksum != checksum:
         problem = f"{corpus.path} has changed since {folder} was built"
@@ -265,7 +271,10 @@ def open_corpus(folder: Path, checksum: str) -> Corpus:
 
 
 def new_array(path: Path, shape: tuple[int, ...], dtype: np.dtype) -> np.memmap:
-    """A mapped .npy file of zeros. Raises OSError with its name where the disk is full: writing would end the process."""
+    """Create a mapped .npy file of zeros, with its disk space allocated.
+
+    Raises OSError with the file name if the disk is full; without allocation, a later write would end in SIGBUS.
+    """
     try:
         array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
         with path.open("r+b") as file:

@@ -1,10 +1,10 @@
-"""Hybrid retrieval: two rankings of one corpus, fused by their ranks.
+"""Hybrid retrieval: fuses a dense and a BM25 ranking of one corpus by rank.
 
-    dense/, bm25/   an index of either kind, over the same corpus
-    manifest.json   which corpus that is
+    dense/, bm25/:  an index of each kind, over the same corpus
+    manifest.json:  checksum and rows of that corpus
 
-Reciprocal-rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009): a passage gets the sum over the rankings that hold it
-of 1 / (k + rank), where the best rank is 1. Ranks need no common scale.
+Reciprocal-rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009): a passage's score is the sum of 1 / (k + rank) over
+the rankings that contain it, with rank 1 the best. Ranks need no common scale.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from rlsys.search.index.lexical import LexicalOptions, LexicalRetriever, build_l
 from rlsys.search.retrieval import Hit, Retriever
 
 RANK_CONSTANT = 60
-"""The k of the article."""
+"""The constant k of the paper."""
 CANDIDATES = 100
-"""Hits that each side gives to the fusion."""
+"""Hits that each side contributes to the fusion."""
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 def fuse(rankings: Sequence[Sequence[Key]], topk: int) -> list[tuple[Key, float]]:
-    """The best `topk` keys of all rankings with their scores, best first.
+    """Return the best `topk` keys of all rankings with their scores, best first.
 
-    Of equal scores the one that is higher in the first ranking comes first. A repeated key counts where it is first.
+    Ties go to the better rank in the first ranking. A repeated key counts at its first place.
     """
     places = [{key: place for place, key in reversed(list(enumerate(ranking, 1)))} for ranking in rankings]
     keys = dict.fromkeys(key for place in places for key in place)
@@ -64,16 +64,17 @@ def build_hybrid(
     lexical: LexicalOptions | None = None,
     progress: OnProgress = silent,
 ) -> bool:
-    """Make the index folder `out` with both parts, on one corpus file; False if it is there with these inputs. A part that
-    is there with its inputs, in `out` or in what a killed build left, is not built again.
+    """Build the index folder `out` with both parts on one corpus file; False if it exists with the same inputs.
+
+    A part with the same inputs is reused from `out` or from the draft of a killed build.
     """
     out = Path(out).absolute()
     with claim_draft(out) as draft:
         names = {path.name for path in draft.folder.iterdir()}
         if names - {DENSE, BM25, *(f".{part}.building" for part in (DENSE, BM25))}:
-            draft.clear()  # of another kind
+            draft.clear()  # the draft is of another kind
             names.clear()
-        # The parts of the hybrid at `out`, each whole or not at all.
+        # Reuse the parts of the hybrid at `out`; the rename makes each appear whole or not at all.
         for part in (DENSE, BM25) if not names and _manifest_at(out) else ():
             if _manifest_at(out / part):
                 seed = draft.home / "seed"
@@ -97,9 +98,9 @@ def _manifest_at(folder: Path) -> dict[str, Any] | None:
 
 
 class HybridRetriever:
-    """Asks two retrievers of one corpus and fuses what they find; a hit is scored by the fusion and known by its `id`.
+    """Fuses the hits of two retrievers over one corpus, matched by `id` and scored by `fuse`.
 
-    Each side gives `candidates` hits, more only where more are asked for: `topk` matters only beyond that.
+    Each side contributes `candidates` hits, or `topk` if that is larger.
     """
 
     def __init__(self, dense: Retriever, lexical: Retriever, *, candidates: int = CANDIDATES) -> None:
@@ -107,7 +108,7 @@ class HybridRetriever:
         self._candidates = candidates
         self._described = {name: side.describe() for name, side in self._sides.items()}
         self.parallel = min(dense.parallel, lexical.parallel)
-        """As many as both sides allow."""
+        """Minimum of both sides."""
         first, second = (described.get("corpus_sha256") for described in self._described.values())
         if first is None or first != second:
             problem = f"a hybrid needs two indexes of one corpus, these have the checksums {first} and {second}"
@@ -115,7 +116,7 @@ class HybridRetriever:
 
     @classmethod
     def open(cls, folder: str | Path, **dense: Any) -> HybridRetriever:
-        """Open what `build_hybrid` made, with options of `VectorRetriever.open`. Raises UserError for what does not fit."""
+        """Open an index of `build_hybrid`, with options of `VectorRetriever.open`. Raises UserError on a mismatch."""
         folder = Path(folder)
         manifest = read_values(folder, [HYBRID], f"{HYBRID!r}: give a hybrid")
         with ExitStack() as on_failure:
@@ -131,11 +132,11 @@ class HybridRetriever:
         return opened
 
     def prepare(self, queries: Sequence[str]) -> list[Any]:
-        """The preparations of either side."""
+        """Return the prepared queries of each side."""
         return [side.prepare(queries) for side in self._sides.values()]
 
     def find(self, prepared: list[Any], topk: int) -> list[list[Hit]]:
-        """At most `topk` hits of each query, best first."""
+        """Return up to `topk` hits per query, best first."""
         asked = max(topk, self._candidates)
         found = [side.find(ready, asked) for side, ready in zip(self._sides.values(), prepared, strict=True)]
         fused = []
@@ -146,13 +147,13 @@ class HybridRetriever:
         return fused
 
     def describe(self) -> Mapping[str, Any]:
-        """Passages, corpus, how it fuses, and what either side says of itself."""
+        """Return passages, corpus, fusion parameters and the description of each side."""
         dense = self._described[DENSE]
         corpus = {key: dense[key] for key in ("passages", "corpus_sha256")}
         fusion = {"candidates": self._candidates, "rank_constant": RANK_CONSTANT}
         return {"kind": HYBRID, **corpus, **fusion, **self._described}
 
     def close(self) -> None:
-        """Close both."""
+        """Close both sides."""
         for side in self._sides.values():
             side.close()

@@ -1,22 +1,22 @@
-"""Retrieval by words: BM25 over postings that are memory-mapped.
+"""BM25 retrieval over memory-mapped postings.
 
-    corpus.jsonl    the corpus it was built from, linked or copied, row r = line r + 1
-    postings/       an index of the library bm25s, which can open it too
-    manifest.json   corpus, BM25 parameters, and how text is split into words
+    corpus.jsonl:   the indexed corpus, linked or copied, row r = line r + 1
+    postings/:      postings in the format of the library bm25s
+    manifest.json:  corpus, BM25 parameters and word pattern.
 
-BM25 as Lucene has it since version 8 (Kamphuis et al., ECIR 2020, "Which BM25 do you mean?"), with exact passage
-lengths where Lucene keeps eight bits of each:
+The formula is that of Lucene 8 and later (Kamphuis et al., ECIR 2020). Unlike Lucene, which rounds passage lengths to
+eight bits, it uses exact lengths:
 
-    score(q, d) = sum over the words t of q of idf(t) * tf / (tf + k1 * (1 - b + b * |d| / mean |d|))
-    idf(t) = ln(1 + (N - df + 0.5) / (df + 0.5))            always positive
+    score(q, d) = sum over the words t of q of idf(t) * tf / (tf + k1 * (1 - b + b * |d| / mean |d|));
+    idf(t) = ln(1 + (N - df + 0.5) / (df + 0.5)), always positive.
 
-so a passage scores above 0 exactly if it holds a word of the query. A word that is asked twice counts twice. The
-defaults are those of Anserini, whose BM25 Search-R1 serves through pyserini, but words are not cut to Porter stems.
+So a passage scores above 0 exactly if it contains a query word. A repeated query word counts repeatedly. The defaults
+are Anserini's, whose BM25 Search-R1 uses through pyserini, but without Porter stemming.
 
-Building streams the corpus in bounded memory, where bm25s would hold 4 KB a passage of 100 words: a first pass writes
-runs, blocks of passages as sorted (term, row, count); a second gathers ranges of terms from all runs, weighs and writes
-them. A build that is killed starts anew. Unlike that of bm25s the scorer leaves the passages without a word of the query
-untouched, orders equal scores by row and lets other threads run.
+The build streams the corpus in bounded memory; bm25s would hold 4 KB per passage of 100 words. The first pass writes
+runs: blocks of passages as sorted (term, row, count). The second pass merges the runs by ranges of terms and writes the
+weights. A killed build starts over. Unlike bm25s, the scorer visits only passages with a query word, orders ties by row
+and releases the GIL.
 """
 
 from __future__ import annotations
@@ -62,26 +62,26 @@ Rows = NDArray[np.int32]
 _POSTINGS_FOLDER = "postings"
 _STOP_WORDS: Mapping[str, Sequence[str]] = {"en": STOPWORDS_EN, "none": ()}
 _WORDS = r"\b(?!(?<=['’])s\b)\w+"
-"""Runs of letters, digits and underscores, but no `s` behind an apostrophe."""
+"""A run of letters, digits and underscores, except a lone `s` after an apostrophe."""
 _CHUNK_ROWS = 1024
 _BLOCK = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class LexicalOptions:
-    """How words are weighed. Raises UserError for what is no BM25 parameter."""
+    """BM25 parameters. Raises UserError for values out of range."""
 
     k1: float = 0.9
-    """How slowly a word that is repeated stops to count more; 0 to 1,000,000."""
+    """Term-frequency saturation, 0 to 1,000,000; the larger, the more repetitions count."""
     b: float = 0.4
-    """How much a long passage loses; 0 to 1."""
+    """Length normalisation, 0 to 1; the larger, the lower long passages score."""
     stopwords: str = "en"
-    """Words to leave out: en, or none."""
+    """Stop-word list: en or none."""
 
     def __post_init__(self) -> None:
-        # With a larger k1 weights would be 0 in single precision.
+        # A larger k1 would give weights of 0 in single precision.
         if not (0 <= self.k1 <= 1e6 and 0 <= self.b <= 1):
-            problem = f"k1 {self.k1:g} and b {self.b:g} are no BM25 parameters"
+            problem = f"k1 {self.k1:g} or b {self.b:g} is out of range"
             raise UserError(
                 f"{problem}: give k1 from 0 to 1000000 and b from 0 to 1.",
                 code="out_of_range",
@@ -92,7 +92,7 @@ class LexicalOptions:
 
 @dataclass(frozen=True, slots=True)
 class WordSplitter:
-    """Splits passages and queries into words alike. Raises UserError for unknown stop words, and for no pattern."""
+    """Splits passages and queries into words. Raises UserError for an unknown stop-word list or an invalid pattern."""
 
     pattern: str = _WORDS
     stopwords: str = "en"
@@ -111,14 +111,14 @@ class WordSplitter:
             raise UserError(reason, code="malformed", key="pattern") from None
 
     def function(self) -> Callable[[str], list[str]]:
-        """The function that gives the words of a text, in order."""
+        """Return a function from a text to its lower-case words, in order, without stop words."""
         words, stopped = re.compile(self.pattern).findall, frozenset(_STOP_WORDS[self.stopwords])
         return lambda text: [word for word in words(text.lower()) if word not in stopped]
 
 
 @dataclass(frozen=True, slots=True)
 class LexicalManifest:
-    """The inputs of a BM25 index. Two builds with equal manifests give the same index."""
+    """Inputs of a BM25 index. Equal manifests mean equal indexes."""
 
     corpus_sha256: str
     rows: int
@@ -130,7 +130,7 @@ class LexicalManifest:
 
     @classmethod
     def read(cls, folder: str | Path) -> LexicalManifest:
-        """The folder's manifest. Raises UserError when there is none, or none of a BM25 index."""
+        """Read the folder's manifest. Raises UserError if it is missing or not of a BM25 index."""
         values = read_values(folder, [BM25], f"{BM25!r}: give a BM25 one")
         values["tokeniser"] = typed(WordSplitter, values.get("tokeniser"), folder)
         return typed(cls, values, folder)
@@ -139,7 +139,7 @@ class LexicalManifest:
 def build_lexical(
     corpus: Corpus, out: str | Path, options: LexicalOptions | None = None, progress: OnProgress = silent
 ) -> bool:
-    """Make the index folder `out`; False if it is there already. Raises UserError for a corpus without a single word."""
+    """Build the index folder `out`; False if it exists already. Raises UserError for a corpus without words."""
     options = options or LexicalOptions()
     splitter = WordSplitter(stopwords=options.stopwords)
     manifest = LexicalManifest(corpus.checksum, len(corpus), options.k1, options.b, splitter)
@@ -158,7 +158,7 @@ def build_lexical(
             progress("tokenise", done, len(corpus))
         if not vocabulary:
             raise UserError(
-                f"corpus {corpus.path} holds no words that BM25 could find: give one with text.",
+                f"corpus {corpus.path} holds no words to index: give one with text.",
                 code="empty",
                 key=str(corpus.path),
             )
@@ -174,13 +174,13 @@ def build_lexical(
 
 
 class LexicalRetriever:
-    """Finds the passages that hold words of the query; the queries of a batch are shared out over threads.
+    """Ranks the passages that contain query words; the queries of a batch are spread over threads.
 
-    There are no hits without any of the words. Equal scores are in the order of the rows.
+    Every hit contains a query word. Ties are in row order.
     """
 
     parallel = 1
-    """A batch keeps all threads busy."""
+    """1, because a single batch uses all threads."""
 
     def __init__(
         self, manifest: LexicalManifest, corpus: Corpus, postings: Postings, vocabulary: Mapping[str, int], threads: int
@@ -191,14 +191,14 @@ class LexicalRetriever:
         self._idle: SimpleQueue[PostingsScorer] = SimpleQueue()
         for _ in range(threads):
             self._idle.put(PostingsScorer(postings, manifest.rows))
-        self._best(np.zeros(1, dtype=np.int32), topk=1)  # compiles, so that no query waits for it
+        self._best(np.zeros(1, dtype=np.int32), topk=1)  # compiles the scorer before the first query
 
     @classmethod
     def open(cls, folder: str | Path, *, threads: int | None = None) -> LexicalRetriever:
-        """Open what `build_lexical` made; one thread a core without `threads`, each with 8 bytes a passage.
+        """Open an index of `build_lexical`. `threads` defaults to one per core; each takes 8 bytes per passage.
 
-        Raises UserError when manifest, corpus and postings do not fit together. The entries of the postings are read
-        when a query needs them: `find` raises RunError for one that is damaged.
+        Raises UserError if manifest, corpus and postings do not match. Postings are read on demand, so `find` raises
+        RunError for a damaged entry.
         """
         folder = Path(folder)
         manifest = LexicalManifest.read(folder)
@@ -213,13 +213,13 @@ class LexicalRetriever:
         return cls(manifest, corpus, postings, vocabulary, threads or len(os.sched_getaffinity(0)))
 
     def prepare(self, queries: Sequence[str]) -> list[Rows]:
-        """The known words of each query as numbers, repeated as often as they are asked."""
+        """Return the term numbers of each query's known words, repetitions included."""
         known = self._vocabulary
         terms = ([known[word] for word in self._words(query) if word in known] for query in queries)
         return [np.array(numbers, dtype=np.int32) for numbers in terms]
 
     def find(self, prepared: list[Rows], topk: int) -> list[list[Hit]]:
-        """At most `topk` hits of each query, best first."""
+        """Return up to `topk` hits per query, best first."""
         found = list(self._pool.map(partial(self._best, topk=min(topk, self._manifest.rows)), prepared))
         passages = iter(self._corpus.fetch([row for rows, _ in found for row in rows.tolist()]))
         return [[Hit(score, next(passages)) for score in scores.tolist()] for _, scores in found]
@@ -235,27 +235,27 @@ class LexicalRetriever:
             self._idle.put(scorer)
 
     def describe(self) -> Mapping[str, Any]:
-        """Passages, corpus and how they are ranked."""
+        """Return passages, corpus and BM25 parameters."""
         made = self._manifest
         ranking = {"k1": made.k1, "b": made.b, "stopwords": made.tokeniser.stopwords}
         return {"kind": BM25, "passages": made.rows, "corpus_sha256": made.corpus_sha256, **ranking}
 
     def close(self) -> None:
-        """End the threads; the mapped files go with the last reference to them."""
+        """Stop the threads; the files are unmapped with the last reference."""
         self._pool.shutdown()
 
 
 def _load(folder: Path) -> tuple[Postings, Mapping[str, int], int]:
-    """The mapped postings in `folder`, the number of each word, and of how many passages they are."""
+    """Return the mapped postings, the vocabulary (word -> term number) and the number of passages."""
     try:
         starts, rows, weights = (
             np.asarray(np.lib.format.open_memmap(folder / f"{name}.csc.index.npy", mode="r"))
             for name in ("indptr", "indices", "data")
         )
         vocabulary = dict(orjson.loads((folder / "vocab.index.json").read_bytes()))
-        np.fromiter(vocabulary.values(), dtype=np.int32, count=len(vocabulary))  # raises for what is no number
+        np.fromiter(vocabulary.values(), dtype=np.int32, count=len(vocabulary))  # raises for a non-integer
         passages = orjson.loads((folder / "params.index.json").read_bytes())["num_docs"]
-    # As many kinds as there are ways in which numpy and JSON can find something else than was written.
+    # Every exception that numpy and JSON raise for damaged files.
     except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
         raise UserError(
             f"{folder} is missing or damaged ({error}): build the index again.", code="malformed", key=str(folder)
@@ -264,7 +264,7 @@ def _load(folder: Path) -> tuple[Postings, Mapping[str, int], int]:
 
 
 def _fits(postings: Postings, words: int) -> bool:
-    """True where the arrays are of the right types and lengths, and every word has a range of entries."""
+    """True if the arrays have the right types and lengths, and every word has a valid range of entries."""
     starts, rows, weights = postings
     return (
         (starts.dtype, rows.dtype, weights.dtype) == (np.int64, np.int32, np.float32)
@@ -276,7 +276,10 @@ def _fits(postings: Postings, words: int) -> bool:
 
 
 class Postings(NamedTuple):
-    """Entries `starts[t]` to `starts[t + 1]` belong to term t, by row: [terms + 1], [entries], [entries], maybe mapped."""
+    """Postings in CSC form: entries `starts[t]` to `starts[t + 1]` belong to term t, in row order.
+
+    Shapes: `starts` [terms + 1], `rows` and `weights` [entries]. The arrays may be memory-mapped.
+    """
 
     starts: NDArray[np.int64]
     rows: Rows
@@ -284,8 +287,10 @@ class Postings(NamedTuple):
 
 
 class PostingsBuilder:
-    """Takes passages in order of their rows, then makes their postings. It keeps `block` words, or entries, in memory (60
-    bytes each), 12 bytes a passage and 24 a term; `scratch` takes 20 bytes an entry.
+    """Builds postings from passages added in row order.
+
+    Memory: 60 bytes for each of `block` words or entries, 12 bytes per passage, 24 bytes per term. Disk: 20 bytes per
+    entry in the folder `scratch`.
     """
 
     def __init__(self, scratch: Path, block: int = _BLOCK) -> None:
@@ -296,7 +301,7 @@ class PostingsBuilder:
         self._runs: list[NDArray[np.int32]] = []
 
     def add(self, terms: Iterable[int]) -> None:
-        """The terms of the next passage, in any order, repeated as often as they occur."""
+        """Add the terms of the next passage, in any order, with repetitions."""
         before = len(self._terms)
         self._terms.extend(terms)
         self._lengths.append(len(self._terms) - before)
@@ -304,7 +309,7 @@ class PostingsBuilder:
             self._write_run()
 
     def finish(self, k1: float, b: float) -> Postings:
-        """The postings, mapped from files in `scratch`. There must be at least one term."""
+        """Return the postings, mapped from files in `scratch`. Requires at least one term."""
         if self._terms:
             self._write_run()
         starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self._frequencies)])
@@ -316,7 +321,7 @@ class PostingsBuilder:
             for name, kind in (("rows", np.int32), ("weights", np.float32))
         )
         first = 0
-        while first < len(starts) - 1:  # terms of at most a block of entries, or one term
+        while first < len(starts) - 1:  # as many terms as fit one block of entries, at least one
             last = max(first + 1, int(np.searchsorted(starts, starts[first] + self._block, side="right")) - 1)
             parts = [run[:, slice(*np.searchsorted(run[0], [first, last]))] for run in self._runs]
             entries = np.concatenate(parts, axis=1)
@@ -343,7 +348,7 @@ class PostingsBuilder:
 
 
 class PostingsScorer:
-    """Finds the best rows of one query at a time; keeps 8 bytes a passage. Each thread needs its own."""
+    """Finds the best rows of one query at a time, with 8 bytes of scratch per passage. One instance per thread."""
 
     def __init__(self, postings: Postings, passages: int) -> None:
         self._postings = postings
@@ -351,7 +356,10 @@ class PostingsScorer:
         self._touched = np.empty(passages, dtype=np.int32)
 
     def best(self, terms: Rows, topk: int) -> tuple[Rows, Floats]:
-        """At most `topk` best rows that hold one of `terms`, ties by row. Raises IndexError for damaged postings."""
+        """Return up to `topk` best rows with one of `terms` and their scores, ties by row.
+
+        Raises IndexError for damaged postings.
+        """
         try:
             return _best(*self._postings, terms, self._scores, self._touched, topk)
         except IndexError:
@@ -363,9 +371,10 @@ class PostingsScorer:
 def _best(
     starts: NDArray[np.int64], rows: Rows, weights: Floats, terms: Rows, scores: Floats, touched: Rows, topk: int
 ) -> tuple[Rows, Floats]:
-    """`scores` is all zeros on entry and on return; `touched` is scratch. Both are [passages].
+    """Return the best rows and scores; see `PostingsScorer.best`.
 
-    Compiled code reads and writes wherever it is told, so whatever comes from a file is looked at before it is used.
+    `scores` is all zeros on entry and on return; `touched` is scratch; both are [passages]. Compiled code has no bounds
+    checks, so all values from files are validated before use.
     """
     reached = 0
     for term in terms:
@@ -376,7 +385,7 @@ def _best(
             raise IndexError("entries")
         for entry in range(first, last):
             row, weight = rows[entry], weights[entry]
-            # A weight of 0 or less could leave a row at 0 and have it touched without end.
+            # A weight of 0 or less could leave a row's score at 0, so the row would be recorded repeatedly.
             if not (0 <= row < len(scores) and 0.0 < weight < np.inf):
                 raise IndexError("entry")
             if scores[row] == 0.0:

@@ -1,4 +1,4 @@
-"""One way to build an index of any kind, with a progress bar: what `rlsys search index` does."""
+"""Builds an index of any kind with a progress bar, for `rlsys search index`."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _LINE_EVERY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class IndexRecipe:
-    """Settings of an index. Each kind takes the parts that `PARTS` names."""
+    """Settings of an index; `PARTS` lists those that each kind accepts."""
 
     encoder: EncoderSpec = field(default_factory=lambda: EncoderSpec("minilm"))
     dense: BuildOptions = field(default_factory=BuildOptions)
     lexical: LexicalOptions = field(default_factory=LexicalOptions)
     url: str | None = None
-    """Of the Elasticsearch or OpenSearch server."""
+    """URL of the Elasticsearch or OpenSearch server."""
     index_name: str | None = None
-    """Of the index on that server."""
+    """Name of the index on that server."""
 
 
 _SPEC = tuple(item.name for item in fields(EncoderSpec) if item.name != "name")
@@ -47,11 +47,11 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     HYBRID: ("encoder", *_SPEC, *_DENSE, *_LEXICAL),
     **dict.fromkeys(REMOTE, ("url", "index_name", "k1", "b")),
 }
-"""Kind -> the settings that it has."""
+"""Kind of index -> names of its settings."""
 
 
 def recipe(kind: str, settings: Mapping[str, Any]) -> IndexRecipe:
-    """A recipe from settings by name. Raises UserError for an unknown kind, and for one that the kind has not."""
+    """Return a recipe from settings by name. Raises UserError for an unknown kind or a setting that it lacks."""
     if kind not in PARTS:
         raise UserError(
             f"index kind {kind!r} is unknown: choose one of {', '.join(PARTS)}.", code="unknown", key="kind"
@@ -78,8 +78,9 @@ def recipe(kind: str, settings: Mapping[str, Any]) -> IndexRecipe:
 def make_index(
     kind: str, corpus: str | Path, out: str | Path, made: IndexRecipe | None = None, *, replace: bool = True
 ) -> bool:
-    """Build the index folder `out` and show how far it is; False if it is there. Raises UserError for another one there,
-    unless it may `replace` it.
+    """Build the index folder `out` with a progress display; False if the same index exists already.
+
+    Unless `replace` is set, raises UserError if `out` holds a different index.
     """
     passages, made = Corpus.open(corpus), made or IndexRecipe()
     if not replace:
@@ -93,7 +94,7 @@ def make_index(
             return build_hybrid(passages, made.encoder, out, made.dense, made.lexical, progress)
         if made.url is None or made.index_name is None:
             raise UserError(
-                f"an index of kind {kind} lies on a server: give its url and an index_name there.",
+                f"an index of kind {kind} is stored on a server: give the server's url and an index_name.",
                 code="missing",
                 key="url" if made.url is None else "index_name",
             )
@@ -111,12 +112,12 @@ def _refuse_other(out: Path, kind: str, corpus: Corpus, made: IndexRecipe) -> No
     for key, value in asked.items():
         if there.get(key) != value:
             problem = f"{out} holds an index whose {key} is {there.get(key)}, not {value}"
-            raise UserError(f"{problem}: give another folder, or --replace to lose it.", code="exists", key=str(out))
+            raise UserError(f"{problem}: give another folder, or --replace it.", code="exists", key=str(out))
 
 
 @contextmanager
 def shown(console: Console) -> Iterator[OnProgress]:
-    """Shows a build on `console`: a bar on a terminal, a line now and then elsewhere; with rate and remaining time."""
+    """Yield a callback that shows progress with rate and remaining time: a bar on a terminal, else lines of text."""
     if not console.is_terminal:
         yield progress_lines(lambda line: console.print(line, highlight=False, soft_wrap=True))
         return
@@ -126,7 +127,7 @@ def shown(console: Console) -> Iterator[OnProgress]:
 
         def show(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
-                # What was done before is no work of this run, so the rate leaves it out.
+                # The rate excludes passages done by an earlier run.
                 tasks[stage] = bar.add_task(f"{stage} passages", total=total, completed=done)
             bar.update(tasks[stage], completed=done)  # type: ignore[arg-type]
 
@@ -135,13 +136,13 @@ def shown(console: Console) -> Iterator[OnProgress]:
 
 class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
-        """Passages a second."""
+        """Return the rate in passages per second."""
         speed = task.finished_speed or task.speed
         return Text("" if speed is None else f"{speed:,.0f}/s")
 
 
 def progress_lines(write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> OnProgress:
-    """Progress as lines of text, at most one every ten seconds and one at the end of each stage."""
+    """Return a progress callback that writes a line at most every 10 s, and one at the end of each stage."""
     current, began, before, written = "", 0.0, 0, 0.0
 
     def show(stage: str, done: int, total: int) -> None:

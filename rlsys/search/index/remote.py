@@ -1,17 +1,17 @@
-"""Retrieval by an Elasticsearch or OpenSearch server: BM25 of `contents`, one request a batch.
+"""Retrieval from an Elasticsearch or OpenSearch server: BM25 over `contents`, one request per batch.
 
-The server holds the passages whole; the index folder is a manifest that says where. The text is analysed as Anserini
-does for Search-R1 (Lucene's English analyser, stems and all), in one shard, because each shard counts words on its own.
-Loading can be repeated: a passage's `_id` is its row, and the index carries the corpus's checksum in its `_meta`, so a
-killed load goes on where it was, and an index of other things is never written to.
+The server stores the whole passages; the index folder is only a manifest with the server's URL and index name. Text is
+analysed as by Anserini for Search-R1 (Lucene's English analyser, with stemming). The index has a single shard, because
+each shard has its own word statistics. Loading is idempotent: a passage's `_id` is its row, and the index's `_meta` has
+the corpus checksum. So a killed load resumes, and an index with other content is never written to.
 
-Credentials come from the environment and are never written anywhere; certificates are always verified:
+Credentials come from the environment and are never stored; certificates are always verified:
 
-    RLSYS_SEARCH_API_KEY                           an API key (Elasticsearch only)
-    RLSYS_SEARCH_USER, RLSYS_SEARCH_PASSWORD       or a user and a password
-    RLSYS_SEARCH_CA_CERTS                          the file of a certificate authority of one's own
+    RLSYS_SEARCH_API_KEY                           API key (Elasticsearch only)
+    RLSYS_SEARCH_USER, RLSYS_SEARCH_PASSWORD       or user and password
+    RLSYS_SEARCH_CA_CERTS                          file with a private certificate authority.
 
-A failure is a UserError where the user can mend it, and a RunError where the server fails.
+Raises UserError for failures that the user can fix, RunError for failures of the server.
 """
 
 from __future__ import annotations
@@ -43,37 +43,37 @@ from rlsys.search.index.lexical import LexicalOptions
 from rlsys.search.retrieval import Hit
 
 PARALLEL = 8
-"""Batches that may wait for the server at once."""
+"""Most batches waiting for the server at once."""
 _ROW = "rlsys_row"
-"""Field of the documents that orders hits of one score; it is no part of the passage."""
+"""Document field that breaks ties; excluded from the returned passages."""
 _BLOCK_ROWS = 1000
 _LOADED_FILE = "loaded"
 _WEIGHTS = LexicalOptions()
 _RETRIED = (429, 502, 503, 504)
 _LONGEST_WAIT_S = 60.0
 _REQUEST_BYTES = 10 << 20
-"""Largest bulk request; servers refuse more than 100 MB."""
+"""Largest bulk request; servers reject more than 100 MB."""
 _MAX_ANSWER_BYTES = 64 << 20
 _BLOCK_BYTES = 1 << 16
 _QUOTED_CHARS = 400
-"""Characters of a server's reason that a message quotes."""
+"""Limit for the server's reason quoted in a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """Time that a server gets, and how often it is asked again."""
+    """Timeouts and retries of requests to the server."""
 
     timeout_s: float = 30.0
-    """For one request."""
+    """Timeout of one request."""
     retries: int = 5
-    """After lost connections, time-outs and answers that say to come later."""
+    """Retries after lost connections, timeouts and statuses 429, 502, 503 and 504."""
     backoff_s: float = 1.0
-    """Wait before the first retry of rejected documents; each later wait is twice as long."""
+    """Wait before the first retry of rejected documents; doubles with each retry."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteManifest:
-    """Where an index is and what it was loaded from; no secrets."""
+    """URL, name and inputs of an index on a server; holds no secrets."""
 
     corpus_sha256: str
     rows: int
@@ -84,19 +84,19 @@ class RemoteManifest:
 
     @classmethod
     def read(cls, folder: str | Path) -> RemoteManifest:
-        """The folder's manifest. Raises UserError when there is none, or none of an index on a server."""
+        """Read the folder's manifest. Raises UserError if it is missing or not of a remote index."""
         return typed(cls, read_values(folder, REMOTE, f"{' or '.join(REMOTE)}: give one of those"), folder)
 
     def meta(self) -> dict[str, Any]:
-        """The `_meta` of the index on the server."""
+        """Return the `_meta` of the index on the server."""
         return {key: value for key, value in asdict(self).items() if key not in ("url", "index")}
 
 
 class EngineClient:
-    """A server that can be asked; safe to use from several threads."""
+    """Client of an Elasticsearch or OpenSearch server; thread-safe."""
 
     def __init__(self, kind: str, url: str, connections: int = 1, patience: Patience | None = None) -> None:
-        """Connect, and check that the server answers, lets us in and is of this `kind`, one of `REMOTE`."""
+        """Connect, and check that the server responds, accepts the credentials and is of `kind`, one of `REMOTE`."""
         _require_url(url)
         self.kind = kind
         self.url = url
@@ -106,12 +106,12 @@ class EngineClient:
             version = self._client.info()["version"]
             if version.get("distribution", "elasticsearch") != kind:
                 raise UserError(
-                    f"{url} is not {kind} but {version}: give the engine that it is.", code="mismatch", key=url
+                    f"{url} is not {kind} but {version}: give the matching engine.", code="mismatch", key=url
                 )
             self.version = str(version["number"])
 
     def create(self, manifest: RemoteManifest) -> None:
-        """Make the manifest's index; fields but the text are kept and not searched."""
+        """Create the manifest's index; fields other than `contents` are stored but not indexed."""
         text = {"contents": {"type": "text", "analyzer": "english"}, _ROW: {"type": "integer"}}
         similarity = {"default": {"type": "BM25", "k1": manifest.k1, "b": manifest.b}}
         mappings = {"_meta": manifest.meta(), "dynamic": False, "properties": text}
@@ -120,7 +120,7 @@ class EngineClient:
             self._client.indices.create(index=manifest.index, body=body)
 
     def meta(self, index: str) -> Mapping[str, Any] | None:
-        """The `_meta` of the index's mapping, empty where it has none; None without such an index."""
+        """Return the `_meta` of the index's mapping, empty if unset; None if the index does not exist."""
         with self._explained(index):
             if not self._client.indices.exists(index=index):
                 return None
@@ -129,7 +129,7 @@ class EngineClient:
             return meta
 
     def load(self, index: str, documents: Mapping[str, Mapping[str, Any]]) -> None:
-        """Store documents under their ids, in place of what had these ids; rejected ones are sent again."""
+        """Store documents by id, replacing existing ones, with retries of rejected documents. Raises RunError."""
         actions = ({"_index": index, "_id": key, "_source": document} for key, document in documents.items())
         with self._explained(index):
             retries, first_s = self._patience.retries, self._patience.backoff_s
@@ -145,13 +145,13 @@ class EngineClient:
             )
 
     def count(self, index: str) -> int:
-        """Documents that a search sees from now on."""
+        """Refresh the index and return its number of documents."""
         with self._explained(index):
             self._client.indices.refresh(index=index)
             return int(self._client.count(index=index)["count"])
 
     def search(self, index: str, searches: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
-        """The hits of each search body, asked in one request."""
+        """Send all search bodies in one request and return the hits of each."""
         lines: list[Mapping[str, Any]] = [line for search in searches for line in ({}, search)]
         with self._explained(index):
             answers = self._client.msearch(index=index, body=lines)["responses"]
@@ -166,14 +166,14 @@ class EngineClient:
 
     @contextmanager
     def _explained(self, index: str = "") -> Iterator[None]:
-        """Turn the client's exceptions into sentences."""
+        """Convert exceptions of the client library to UserError or RunError."""
         library = self._library
         api_error = getattr(library, "ApiError", library.TransportError)
         try:
             yield
         except getattr(library, "UnsupportedProductError", ()):
             raise UserError(
-                f"{self.url} is not {self.kind}: give the engine that it is.", code="mismatch", key=self.url
+                f"{self.url} is not {self.kind}: give the matching engine.", code="mismatch", key=self.url
             ) from None
         except (library.TransportError, library.SerializationError, api_error, RecursionError) as error:
             raise self._failure(getattr(error, "status_code", None), _reason(error), index) from None
@@ -183,9 +183,9 @@ class EngineClient:
         if not isinstance(status, int):
             return RunError(f"{where} gave no answer ({reason}): check that it runs and that the URL is right")
         if status in (401, 403):
-            remedy = "set RLSYS_SEARCH_API_KEY, or RLSYS_SEARCH_USER and RLSYS_SEARCH_PASSWORD, to ones that may"
+            remedy = "set RLSYS_SEARCH_API_KEY, or RLSYS_SEARCH_USER and RLSYS_SEARCH_PASSWORD, to credentials"
             return UserError(
-                f"{where} refused the credentials ({status}, {reason}): {remedy} use the index.",
+                f"{where} refused the credentials ({status}, {reason}): {remedy} with access to the index.",
                 code="denied",
                 key=self.url,
             )
@@ -197,13 +197,13 @@ class EngineClient:
             version = self._library.__version__[0]
             remedy = f"install the client of the server's version, such as pip install 'elasticsearch<{version}'"
             return UserError(
-                f"{where} does not speak with version {version} of the client: {remedy}.", code="mismatch", key=self.url
+                f"{where} does not support version {version} of the client: {remedy}.", code="mismatch", key=self.url
             )
         return RunError(f"{where} answered {status}: {reason}")
 
 
 def _require_url(url: str) -> None:
-    """Raise UserError for what is no server's URL; credentials in one are not repeated, however wrong the rest is."""
+    """Raise UserError for an invalid server URL or one with credentials, which the message never repeats."""
     if "@" in url:
         server = url.rpartition("@")[2]
         instead = "leave them out and set RLSYS_SEARCH_USER and RLSYS_SEARCH_PASSWORD"
@@ -219,7 +219,7 @@ def _require_url(url: str) -> None:
 
 
 def _connect(kind: str, url: str, connections: int, patience: Patience) -> tuple[Any, Any]:
-    """A client and the library that it comes from."""
+    """Return a client and its library module."""
     packages = {"elasticsearch": ("elasticsearch", "elasticsearch"), "opensearch": ("opensearchpy", "opensearch-py")}
     module, package = packages[kind]
     try:
@@ -255,14 +255,14 @@ def _connect(kind: str, url: str, connections: int, patience: Patience) -> tuple
 
 
 class _BoundedPool:
-    """A pool of connections of urllib3 that reads answers under a limit; the clients have none."""
+    """A urllib3 connection pool that limits the response size, which the clients do not."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
         self.close = pool.close
 
     def urlopen(self, *given: Any, **options: Any) -> Any:
-        """As the pool's own. Raises HTTPError, which the clients take for a lost connection."""
+        """Send a request. Raises HTTPError for a response beyond the limit; clients retry it like a lost connection."""
         from urllib3.exceptions import HTTPError
         from urllib3.response import HTTPResponse
 
@@ -276,7 +276,7 @@ class _BoundedPool:
                 if len(body) > _MAX_ANSWER_BYTES:
                     raise HTTPError(f"its answer is refused: it is larger than {_MAX_ANSWER_BYTES} bytes")
         finally:
-            answer.close()  # of one that was read to its end the connection is in the pool again
+            answer.close()  # a fully read response has already returned its connection to the pool
         return HTTPResponse(io.BytesIO(body), headers=answer.headers, status=answer.status)
 
 
@@ -306,7 +306,7 @@ def _credentials(kind: str) -> dict[str, Any]:
 
 
 def _reason(error: Any) -> str:
-    """The words of an answer's {"type", "reason"}, or of an exception, which may carry such an answer."""
+    """Return the text of a server error, a {"type", "reason"} object or an exception that may carry one."""
     body = getattr(error, "body", getattr(error, "info", error))
     inner = body.get("error", body) if isinstance(body, Mapping) else None
     if isinstance(inner, Mapping) and "type" in inner:
@@ -329,10 +329,10 @@ def build_remote(
     b: float = _WEIGHTS.b,
     patience: Patience | None = None,
 ) -> bool:
-    """Load the corpus into `index` of the server at `url`, and make the folder `out`; False if both are there already.
+    """Load the corpus into `index` on the server at `url` and create the folder `out`; False if both exist already.
 
-    A load that was ended continues with the first block that the server has not confirmed. Raises UserError for an
-    index of that name that holds something else, and for what `EngineClient` cannot use; RunError when the server fails.
+    An interrupted load resumes with the first unconfirmed block. Raises UserError if `index` holds other content or
+    `EngineClient` rejects the server, and RunError if the server fails.
     """
     if engine not in REMOTE:
         raise UserError(f"engine {engine!r} is unknown: give {' or '.join(REMOTE)}.", code="unknown", key="engine")
@@ -342,7 +342,7 @@ def build_remote(
     try:
         meta = client.meta(index)
         if meta is not None and meta != manifest.meta():
-            problem = f"{engine} at {url} has an index {index!r} that does not hold this corpus with these settings"
+            problem = f"{engine} at {url} has an index {index!r} with another corpus or other settings"
             raise UserError(f"{problem}: give another name, or delete it there first.", code="exists", key=index)
 
         def fill(draft: IndexDraft) -> None:
@@ -355,7 +355,7 @@ def build_remote(
 
 
 def _load(client: EngineClient, manifest: RemoteManifest, corpus: Corpus, loaded: Path, progress: OnProgress) -> None:
-    """Send the blocks that `loaded` does not count, and count them there."""
+    """Send the remaining blocks; the file `loaded` holds the number of rows that the server has confirmed."""
     done = int(loaded.read_text()) if loaded.is_file() else 0
     if client.meta(manifest.index) is None:
         client.create(manifest)
@@ -376,17 +376,17 @@ def _load(client: EngineClient, manifest: RemoteManifest, corpus: Corpus, loaded
 
 
 class RemoteRetriever:
-    """Asks a server; hits of one score are in the order of the rows."""
+    """Searches on the server; ties are in row order."""
 
     parallel = PARALLEL
-    """A batch does nothing here but wait."""
+    """Several, because a batch only waits for the server."""
 
     def __init__(self, client: EngineClient, manifest: RemoteManifest) -> None:
         self._client, self._manifest = client, manifest
 
     @classmethod
     def open(cls, folder: str | Path, *, patience: Patience | None = None) -> RemoteRetriever:
-        """Connect to the server that `build_remote` loaded. Raises UserError when it holds something else by now."""
+        """Connect to the server loaded by `build_remote`. Raises UserError if its index has changed since."""
         manifest = RemoteManifest.read(folder)
         kind, url, index = read_manifest(folder)["kind"], manifest.url, manifest.index
         client = EngineClient(kind, url, PARALLEL, patience)
@@ -405,11 +405,11 @@ class RemoteRetriever:
         return cls(client, manifest)
 
     def prepare(self, queries: Sequence[str]) -> Sequence[str]:
-        """The queries themselves; the server splits them into words."""
+        """Return the queries unchanged; the server analyses them."""
         return queries
 
     def find(self, prepared: Sequence[str], topk: int) -> list[list[Hit]]:
-        """At most `topk` hits of each query, best first. Raises RunError when the server fails."""
+        """Return up to `topk` hits per query, best first. Raises RunError if the server fails."""
         if not prepared:
             return []
         order = {"size": topk, "sort": [{"_score": "desc"}, {_ROW: "asc"}]}
@@ -419,7 +419,7 @@ class RemoteRetriever:
         return [[Hit(float(hit["_score"]), hit["_source"]) for hit in hits] for hits in answers]
 
     def describe(self) -> Mapping[str, Any]:
-        """Passages, corpus, where they are and how they are ranked."""
+        """Return passages, corpus, server, index and BM25 parameters."""
         made = asdict(self._manifest)
         known = {"kind": self._client.kind, "passages": made.pop("rows"), "server_version": self._client.version}
         return known | made

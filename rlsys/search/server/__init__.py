@@ -1,1 +1,1 @@
-"""The search server: HTTP in front of a retriever."""
+"""The search server: an HTTP API over a retriever."""

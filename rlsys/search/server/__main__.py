@@ -1,4 +1,4 @@
-"""`python -m rlsys.search.server`: the process that `server_process.SearchServer` starts."""
+"""Runs the search server; `server_process.SearchServer` starts it as `python -m rlsys.search.server`."""
 
 import sys
 

@@ -1,13 +1,13 @@
-"""The search server as an ASGI application: Search-R1's contract (`contract`) over any retriever.
+"""Implements the search server as an ASGI application: Search-R1's contract (see `contract`) over any retriever.
 
     POST /retrieve, /rerank, /access      GET /health, /metrics (Prometheus), /openapi.json, /docs
 
-A request that is wrong gets 4xx, a queue that is full 429, a server that cannot answer now 503, each with one sentence:
-`{"detail": ...}`; 429 and 503 come with Retry-After. A client that hangs up is not searched for any more.
+Errors: 4xx for an invalid request, 429 for a full queue, 503 for a temporary fault, each with one sentence,
+`{"detail": ...}`; 429 and 503 have Retry-After. If the client disconnects, its search is cancelled.
 
-Without a token, a request that another page has a browser send gets 403: one that comes by a foreign name (DNS
-rebinding), and one with the Origin of another page. With a token, every path but those of `OPEN` needs it as
-`Authorization: Bearer <token>`, also one that does not exist; /health says only that it is well without it.
+Access: without a token, cross-site requests of browsers get 403, that is, those with a foreign Host (DNS rebinding) or
+the Origin of another page. With a token, every path except `OPEN`, even an unknown one, requires
+`Authorization: Bearer <token>`; without it, /health returns only its status.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ if TYPE_CHECKING:
     from rlsys.search.encoders.encoder import Reranker
 
 PATHS = frozenset({"/retrieve", "/rerank", "/access", "/health", "/metrics"})
-"""Paths that are counted by name; the rest is counted as "other", so that names stay few."""
-OPEN = frozenset({"/health", "/openapi.json", "/docs"})  # paths that need no token
+"""Paths counted by name in metrics; others are counted as "other", which bounds the number of labels."""
+OPEN = frozenset({"/health", "/openapi.json", "/docs"})  # paths that require no token
 RETRY_AFTER_S = 1
 _QUOTED_CHARS = 200
 _REASONS = {
-    400: "The body is not JSON, or not whole.",
+    400: "The body is not JSON, or incomplete.",
     401: "The bearer token is missing or wrong.",
-    403: "The server was asked by a name that is not its own, or from another page.",
+    403: "The Host is not a name of this server, or the Origin is another page.",
     404: "The server has no reranker, or no pages.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
-    415: "The body is not said to be plain JSON.",
-    422: "The body is JSON, but no such request, or beyond a limit.",
-    429: "Too much waits already.",
-    503: "No answer now: a time-out, a fault, or a server that shuts down.",
+    415: "Content-Type or Content-Encoding is not plain JSON.",
+    422: "The body is JSON, but not a valid request, or beyond a limit.",
+    429: "The queue is full.",
+    503: "Temporarily unavailable: a timeout, a fault, or a shutdown.",
 }
-# OpenTelemetry reads the environment in each request to see whether it is on.
+# Telemetry is off, because OpenTelemetry would read the environment in every request.
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
 _log = logging.getLogger("uvicorn.error")
 Result = TypeVar("Result")
@@ -88,7 +88,10 @@ def create_app(
     token: str | None = None,
     trusts: Callable[[str], bool] | None = None,
 ) -> FastAPI:
-    """The application; what it is given stays the caller's. `trusts` judges Host headers where there is no `token`."""
+    """Create the application. The caller owns and closes the retriever, reranker and pages.
+
+    Without a `token`, requests are rejected unless `trusts` returns True for their Host header.
+    """
     limits = limits or ServerLimits()
     metrics = Metrics()
     service: SearchService
@@ -119,7 +122,7 @@ def create_app(
 
 
 class RequestGate:
-    """ASGI middleware, the outermost: decides who may come in, counts, and leaves "trusted" in the state of the scope."""
+    """Outermost ASGI middleware: authorises and counts requests, and sets `scope["state"]["trusted"]`."""
 
     def __init__(
         self,
@@ -132,7 +135,7 @@ class RequestGate:
     ) -> None:
         self._app, self._metrics, self._max_requests = app, metrics, max_requests
         self._wanted = None if token is None else f"Bearer {token}".encode()
-        # Clients send the same one again and again.
+        # Cached, because clients repeat the same Host header.
         self._trusts = None if trusts is None else lru_cache(256)(trusts)
         self._inside = 0
 
@@ -158,10 +161,10 @@ class RequestGate:
             self._metrics.request(path, status, perf_counter() - began)
 
     def _refusal(self, scope: Scope) -> Response | None:
-        """The answer to a request that may not come in."""
+        """Return the error response to a rejected request, or None to admit it."""
         if self._wanted is None and (reason := self._stranger(dict(scope["headers"]))):
             return failure(403, reason)
-        # The scheme may be written in any case (RFC 9110, 11.1).
+        # The scheme is case-insensitive (RFC 9110, 11.1).
         value: bytes = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, secret = value.partition(b" ")
         shown = b"Bearer " + secret.strip() if scheme.lower() == b"bearer" else b""
@@ -173,42 +176,42 @@ class RequestGate:
             reason = "this server needs its bearer token: send Authorization: Bearer TOKEN"
             return failure(401, reason, {"WWW-Authenticate": "Bearer"})
         if self._inside > self._max_requests:
-            return failure(429, f"{self._max_requests} requests are in work already: try again later")
+            return failure(429, f"{self._max_requests} requests are in flight already: try again later")
         return None
 
     def _stranger(self, headers: dict[bytes, bytes]) -> str:
-        """Why a request may come from another page in a browser; empty where it cannot."""
+        """Return the reason if a browser may send the request for another page, or an empty string."""
         host = headers.get(b"host")
-        name = None if host is None else host.decode("latin-1")  # every browser names one
+        name = None if host is None else host.decode("latin-1")  # every browser sends a Host
         if name is not None and self._trusts is not None and not self._trusts(name):
-            remedy = "ask it by its address or its machine's name, or start it with --allowed-host NAME or with a token"
-            return f"this server is not known as {name[:_QUOTED_CHARS]!r}: {remedy}"
+            remedy = "use its IP address or machine name, or start it with --allowed-host NAME or with a token"
+            return f"Host {name[:_QUOTED_CHARS]!r} is not a name of this server: {remedy}"
         if is_foreign(headers.get(b"origin"), host):
-            return "another page may not ask this server: start it with a token, and send that"
+            return "requests from another web page are rejected: start the server with a token, and send it"
         return ""
 
 
 def failure(status: int, reason: str, headers: dict[str, str] | None = None) -> Response:
-    """The answer that says in one sentence why there is none; one that may be retried says when."""
+    """Return an error response with one sentence; 429 and 503 get Retry-After."""
     retry = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}
     return Response(orjson.dumps({"detail": reason}), status, retry | (headers or {}), media_type="application/json")
 
 
 class _DocumentedRoute(APIRoute):
-    """A route that FastAPI only describes: its own reading has no limits, and takes half of a short request's time."""
+    """A route that FastAPI only documents; its body parsing has no limits and doubles the time of a short request."""
 
     def get_route_handler(self) -> Endpoint:
         return self.endpoint
 
 
 class _Routes:
-    """Adds routes to an application, each with its description."""
+    """Adds routes with their OpenAPI description to an application."""
 
     def __init__(self, app: FastAPI, limits: ServerLimits, *, secured: bool) -> None:
         self._app, self._limits, self._secured = app, limits, secured
         self._contract = Contract(limits)
         self.free_bytes = 2 * limits.max_body_bytes
-        """Bytes that large bodies may still take, of all that are in work together."""
+        """Remaining bytes of the memory budget shared by all large bodies in flight."""
 
     def post(
         self,
@@ -218,7 +221,10 @@ class _Routes:
         answer: Callable[[Body], Coroutine[Any, Any, Any]],
         lacking: str | None = None,
     ) -> None:
-        """Answer a body `asks` by `{"result": await answer(body)}`, or by 404 with what is `lacking` (None: cannot be)."""
+        """Add a POST route that parses a body as `asks` and responds `{"result": await answer(body)}`.
+
+        A non-empty `lacking` makes every response 404 with that reason; None means that the route never gives 404.
+        """
 
         async def endpoint(request: Request) -> Response:
             if lacking:
@@ -242,7 +248,7 @@ class _Routes:
     def add(
         self, method: str, path: str, endpoint: Endpoint, responses: Responses, *, secured: bool = True, **more: Any
     ) -> None:
-        """Add a route; `secured` where it wants the token, if the server has one."""
+        """Add a route; `secured` routes require the token if the server has one."""
         refusal = 403 if not self._secured else 401 if secured else None
         self._app.router.add_api_route(
             path,
@@ -251,7 +257,7 @@ class _Routes:
             name=path.strip("/"),
             response_model=None,
             responses=responses | (_failures((refusal,)) if refusal else {}),
-            # The gate checks the token; this only describes that.
+            # Documentation only; `RequestGate` checks the token.
             dependencies=[Security(HTTPBearer(scheme_name="token", auto_error=False))] if refusal == 401 else None,
             route_class_override=_DocumentedRoute,
             **more,
@@ -269,26 +275,26 @@ def _failures(statuses: Iterable[int]) -> Responses:
 
 @dataclass(slots=True)
 class _HeldBytes:
-    """Bytes that one body takes of those that are free; a small one takes none."""
+    """Share of one body in the memory budget; small bodies take none."""
 
     _routes: _Routes
     _bytes: int = 0
 
     def hold(self, size: int) -> None:
-        """Take what a body of `size` bytes needs, 0 for none. Raises RequestRefused where there is no room for it."""
+        """Resize the share to a body of `size` bytes, 0 to release it. Raises RequestRefused beyond the budget."""
         size = size if size > SMALL_BODY_BYTES else 0
         if size - self._bytes > self._routes.free_bytes:
-            reason = f"large bodies take all room already: try again later, or send {SMALL_BODY_BYTES} bytes at most"
+            reason = f"memory for large bodies is used up: try again later, or send at most {SMALL_BODY_BYTES} bytes"
             raise RequestRefused(429, reason)
         self._routes.free_bytes -= size - self._bytes
         self._bytes = size
 
 
 async def _read_body(request: Request, limits: ServerLimits, held: _HeldBytes) -> bytearray:
-    """The body of a request. Raises RequestRefused, also where others take too much memory.
+    """Read the body of a request. Raises RequestRefused, also if other bodies use up the memory budget.
 
-    What is too large is read to its end, and forgotten, as far as twice the limit: a client that is still sending when
-    the connection is closed does not see the answer.
+    A body beyond the limit is discarded but read on, up to twice the limit. Otherwise the connection would close while
+    the client is still sending, and the client would not see the response.
     """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
@@ -313,7 +319,7 @@ async def _read_body(request: Request, limits: ServerLimits, held: _HeldBytes) -
     except ClientDisconnect:
         raise RequestRefused(400, "the body is incomplete") from None
     except asyncio.CancelledError:
-        # Only a server that shuts down cancels a request, and it waits for no more than the answer.
+        # Only a shutdown cancels a request here; the server still sends this response.
         raise RequestRefused(503, "the server is shutting down") from None
     if size > limits.max_body_bytes:
         raise RequestRefused(413, f"the body is too large; send at most {limits.max_body_bytes} bytes")
@@ -321,7 +327,7 @@ async def _read_body(request: Request, limits: ServerLimits, held: _HeldBytes) -
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled when the client hangs up or the server shuts down."""
+    """Return the result of `work`; cancels it and raises RequestRefused on a client disconnect or a shutdown."""
     task = asyncio.current_task()
     assert task is not None
 
@@ -347,7 +353,7 @@ def _written(body: dict[str, Any]) -> Response:
         try:
             text = orjson.dumps(body)
         except orjson.JSONEncodeError:
-            # It knows no integer beyond 64 bits and no half of a surrogate pair; documents may hold both.
+            # orjson rejects integers beyond 64 bits and lone surrogates, which documents may contain.
             text = json.dumps(body, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         _log.exception("an answer is not JSON")

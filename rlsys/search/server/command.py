@@ -1,10 +1,10 @@
-"""The search server's process and its commands: `rlsys search serve` over an index, `rlsys search web` over a provider.
+"""Runs the search server process: `rlsys search serve` over an index, `rlsys search web` over a web search provider.
 
-Everything is loaded, then the port answers, until a signal or the parent's end. Then no new connection is taken; requests
-in work are answered, or after `_SHUTDOWN_S` turned away with 503; the threads end and the retriever is closed. A thread
-that does not end, because a model or another server hangs, ends with the process after `_FORCE_S`.
+The server loads everything, then listens until a signal or the end of its parent process. On shutdown it accepts no new
+connections. Requests in flight are answered, or get 503 after `_SHUTDOWN_S`; then threads and retriever are closed. If
+a thread hangs in a model or another server, the process exits after `_FORCE_S`.
 
-Contract: a user's mistake is a UserError, a server elsewhere that does not answer a RunError.
+Raises UserError for mistakes of the user, and RunError if another server does not respond.
 """
 
 from __future__ import annotations
@@ -52,55 +52,55 @@ _SHUTDOWN_S = 4
 _FORCE_S = 8.0
 _PARENT_POLL_S = 0.5
 _OPEN = (
-    "%s can be reached from other machines, and no token is asked for: whoever reaches it can search. Set %s, or "
+    "%s is reachable from other machines and requires no token, so anyone who reaches it can search: set %s, or "
     "serve at %s"
 )
 _MADE = ("family", "pooling", "query_prefix", "normalize", "max_tokens")
-"""Flags of what a folder of rlsys knows of its encoder, and a FAISS file from elsewhere does not."""
+"""Encoder settings that a manifest records; flags give them for a bare FAISS file."""
 _log = logging.getLogger("uvicorn.error")
 
 
 def serve_index(arguments: Sequence[str] | None = None, program: str = "python -m rlsys.search.server") -> int:
-    """Serve an index folder, or a FAISS file with its corpus, until a signal; returns the exit status."""
+    """Serve an index folder, or a FAISS file with its corpus, until a signal. Returns the exit status."""
     parser = argparse.ArgumentParser(prog=program, description="Serve a search index over HTTP.")
     add = parser.add_argument
     add("index", type=Path, help="folder of `rlsys search index`, or a FAISS file, which needs --corpus")
-    add("--encoder", help="of the queries, where it lies elsewhere now or is not that of the passages")
-    add("--device", help="where models compute: cpu, cuda or cuda:N")
+    add("--encoder", help="query encoder, if its folder has moved or it differs from the passage encoder")
+    add("--device", help="device of the models: cpu, cuda or cuda:N")
     add("--dtype", help="float32, float16 or bfloat16")
-    add("--nprobe", type=int, help="lists of an IVF index that a query visits")
-    add("--ef-search", type=int, help="breadth of a search in an HNSW index")
+    add("--nprobe", type=int, help="number of IVF lists that a query visits")
+    add("--ef-search", type=int, help="breadth of an HNSW search")
     add("--mmap", action="store_const", const=True, help="map the vectors: opens at once, replicas share memory")
     add("--faiss-gpu", action="store_const", const=True, help="spread the vectors over all GPUs as float16")
     add("--pages", type=Path, help="jsonl of {url, contents} for /access")
-    bare = parser.add_argument_group("a FAISS file from elsewhere")
-    bare.add_argument("--corpus", type=Path, help="jsonl of the passages, row r of the file on line r + 1")
-    bare.add_argument("--family", help="of the encoder where its name does not tell: e5, bge, dpr, ...")
-    bare.add_argument("--pooling", help="in place of the family's: mean, cls, pooler or last")
-    bare.add_argument("--query-prefix", help="in place of the family's")
-    bare.add_argument("--normalize", action=argparse.BooleanOptionalAction, help="in place of the family's")
-    bare.add_argument("--max-tokens", type=int, help="where queries are cut (256)")
+    bare = parser.add_argument_group("bare FAISS file, without an index folder")
+    bare.add_argument("--corpus", type=Path, help="jsonl of the passages; row r of the FAISS file is line r + 1")
+    bare.add_argument("--family", help="encoder family, if the encoder's name does not contain it: e5, bge, dpr, ...")
+    bare.add_argument("--pooling", help="override the family's: mean, cls, pooler or last")
+    bare.add_argument("--query-prefix", help="override the family's")
+    bare.add_argument("--normalize", action=argparse.BooleanOptionalAction, help="override the family's")
+    bare.add_argument("--max-tokens", type=int, help="truncation length of queries (256)")
     return _run(parser, arguments, "index", _load_index)
 
 
 def serve_web(arguments: Sequence[str] | None = None, program: str = "rlsys search web") -> int:
-    """Serve a provider of web search until a signal; returns the exit status."""
+    """Serve a web search provider until a signal. Returns the exit status."""
     keys = "GOOGLE_API_KEY and GOOGLE_CSE_ID, SERPAPI_API_KEY, SERPER_API_KEY, BRAVE_API_KEY, BING_API_KEY"
     about = f"Serve web search over HTTP. Keys come from the environment: {keys}."
     parser = argparse.ArgumentParser(prog=program, description=about)
     add = parser.add_argument
     add("provider", help="google, serpapi, serper, brave or bing")
-    add("--fetch-pages", action="store_true", help="answer with the best passage of a page, not its snippet")
-    add("--passage-words", type=int, default=150, help="length of a page's passage (%(default)s)")
-    add("--endpoint", help="URL to ask in place of the provider's own, for compatible services")
-    add("--requests-per-second", type=float, help="limit of the subscription")
-    add("--max-concurrent", type=int, default=16, help="requests in flight (%(default)s)")
-    add("--device", help="where the reranker computes: cpu, cuda or cuda:N")
+    add("--fetch-pages", action="store_true", help="return the best passage of each page instead of its snippet")
+    add("--passage-words", type=int, default=150, help="words of a page's passage (%(default)s)")
+    add("--endpoint", help="URL of a compatible service, instead of the provider's")
+    add("--requests-per-second", type=float, help="rate limit of the subscription")
+    add("--max-concurrent", type=int, default=16, help="most requests in flight (%(default)s)")
+    add("--device", help="device of the reranker: cpu, cuda or cuda:N")
     return _run(parser, arguments, "provider", _load_web)
 
 
 def load_reranker(name: str, device: str) -> Reranker:
-    """A cross-encoder; its libraries are loaded with it, and a server without one need not wait for them."""
+    """Load a cross-encoder; imports its libraries only here, so that servers without one start faster."""
     from rlsys.search.encoders.encoder import Reranker
 
     return Reranker.load(name, device=device)
@@ -112,16 +112,16 @@ def _run(
     subject: str,
     load: Callable[[argparse.Namespace], tuple[Retriever, PageSource | None]],
 ) -> int:
-    """Serve what `load` makes of the arguments; the one called `subject` stands in the log."""
+    """Parse the arguments and serve the result of `load`; the argument `subject` is the name in the log."""
     add = parser.add_argument
     add("--reranker", help="cross-encoder for /rerank: a Hugging Face folder or cached model")
     add("--host", default=DEFAULT_HOST, help="address to listen on (%(default)s, this machine alone)")
     add("--port", type=int, default=DEFAULT_PORT, help="(%(default)s)")
-    add("--topk", type=int, default=DEFAULT_TOPK, help="passages where none are asked for (%(default)s)")
-    add("--token-file", type=Path, help=f"file of the bearer token, else {TOKEN_VARIABLE}")
-    allowed = "a further name that clients know this machine by, where there is no token; may be given again"
+    add("--topk", type=int, default=DEFAULT_TOPK, help="passages per query, for requests without topk (%(default)s)")
+    add("--token-file", type=Path, help=f"file with the bearer token; default: the variable {TOKEN_VARIABLE}")
+    allowed = "further host name that clients use for this machine, for servers without a token; repeatable"
     add("--allowed-host", action="append", default=[], metavar="NAME", help=allowed)
-    add("--threads", type=int, help="of the models and the index")
+    add("--threads", type=int, help="threads of the models and the index")
     add("--listener-fd", type=int, help=argparse.SUPPRESS)
     add("--parent-pid", type=int, help=argparse.SUPPRESS)
     limits = parser.add_argument_group("limits")
@@ -133,7 +133,7 @@ def _run(
         _end_with_parent(given.parent_pid)
 
     def parts() -> Parts:
-        if given.threads is not None:  # torch and tokenizers read these when they are imported
+        if given.threads is not None:  # torch and tokenizers read these variables on import
             os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), str(given.threads))
         retriever, pages = load(given)
         reranker = None if given.reranker is None else load_reranker(given.reranker, given.device or "cpu")
@@ -153,7 +153,7 @@ def _run(
 
 
 def run_alone(serve: Callable[[], int]) -> int:
-    """The exit status of a process that only serves: an error is one sentence, and 2 for the user's, else 1."""
+    """Run `serve` and return the exit status: 2 after UserError, 1 after RunError, printed as one sentence."""
     try:
         return serve()
     except (UserError, RunError) as error:
@@ -174,7 +174,7 @@ def _load_index(given: argparse.Namespace) -> tuple[Retriever, PageSource | None
     if given.index.is_file():
         if given.corpus is None or given.encoder is None:
             problem = f"{given.index} is a FAISS file, which holds vectors alone"
-            remedy = "give --corpus, the passages that it was built from, and --encoder, what it was built with"
+            remedy = "give --corpus, the passages that it was built from, and --encoder, the encoder that built it"
             key = "--corpus" if given.corpus is None else "--encoder"
             raise UserError(f"{problem}: {remedy}.", code="missing", key=key)
         spec = EncoderSpec(given.encoder, device=given.device or "cpu", dtype=given.dtype, **made)
@@ -182,8 +182,8 @@ def _load_index(given: argparse.Namespace) -> tuple[Retriever, PageSource | None
         return open_prebuilt(given.index, given.corpus, spec, options, own_process=True), pages
     for key in (*made, *(["corpus"] if given.corpus else [])):
         flag = f"--{key.replace('_', '-')}"
-        problem = f"{flag} is for a FAISS file from elsewhere, and {given.index} is not a file"
-        reason = f"{problem}: leave it out, a folder knows how it was built."
+        problem = f"{flag} is only for a bare FAISS file, and {given.index} is not a file"
+        reason = f"{problem}: leave it out, the manifest of an index folder records it."
         raise UserError(reason, code="conflict", key=flag)
 
     deeper = {"depth": depth} if depth > DEPTH else {}
@@ -202,14 +202,14 @@ def _load_web(given: argparse.Namespace) -> tuple[Retriever, PageSource | None]:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a server, which closes them at its end."""
+    """Parts of a server, which it closes on shutdown."""
 
     retriever: Retriever
     reranker: Reranker | None = None
     pages: PageSource | None = None
 
     def close(self) -> None:
-        """Give back what they hold; the reranker holds nothing."""
+        """Close retriever and pages; the reranker needs no closing."""
         self.retriever.close()
         if self.pages is not None:
             self.pages.close()
@@ -227,16 +227,20 @@ def serve_parts(
     allowed_hosts: Sequence[str] = (),
     listener: socket.socket | None = None,
 ) -> None:
-    """Take the port, `load`, and serve until SIGINT or SIGTERM.
+    """Bind the port, call `load`, and serve until SIGINT or SIGTERM.
 
-    `listener` is a bound socket to use in place of `host` and `port`; `name` stands in the log; `allowed_hosts` are
-    further names that clients know this machine by. Raises UserError for a taken port or a `topk` beyond the limits.
+    Args:
+        name: Name of the index or provider in the log.
+        allowed_hosts: Further host names that clients use for this machine.
+        listener: Bound socket to use instead of `host` and `port`.
+
+    Raises UserError for a taken port or a `topk` beyond the limits.
     """
     limits = limits or ServerLimits()
     if not 1 <= topk <= limits.max_topk:
         raise UserError(f"topk {topk} is out of range: give 1 to {limits.max_topk}.", code="out_of_range", key="topk")
     if threading.current_thread() is threading.main_thread():
-        # uvicorn raises a signal that ended it again; SIGTERM must not end the process before all is closed.
+        # After its shutdown uvicorn re-raises the signal; SIGTERM must not kill the process before `close`.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     with listener or bind(host, port) as sock, suppress(KeyboardInterrupt):
         parts = load()
@@ -245,18 +249,18 @@ def serve_parts(
         names = own_names(host, *allowed_hosts, *([] if local else [socket.getfqdn()]))
 
         def trusts(header: str) -> bool:
-            # Other machines know this one by names of their network, which no page of the internet can take.
+            # Other machines may use names of the local network, which public DNS cannot point here.
             return is_trusted(header, names) or (not local and is_inner(header))
 
         loaded: dict[str, Any] = {"reranker": parts.reranker, "pages": parts.pages}
         app = create_app(parts.retriever, topk, limits, token=token, trusts=trusts, **loaded)
-        # Requests that are turned away, and clients that ask now and then, have connections too.
+        # Twice the requests, because rejected requests and idle clients hold connections too.
         config = LimitedConfig(app, 2 * limits.max_requests, access_log=False, timeout_graceful_shutdown=_SHUTDOWN_S)
         try:
             sock.listen(config.backlog)
         except OSError as error:
             place = f"{address}:{number}"
-            reason = f"{place} was taken while the index was loaded ({error}): choose another port."
+            reason = f"{place} was taken by another process during loading ({error}): choose another port."
             raise UserError(reason, code="in_use", key=place) from None
         if token is None and not local:
             _log.warning(_OPEN, address, TOKEN_VARIABLE, DEFAULT_HOST)
@@ -270,7 +274,7 @@ def serve_parts(
 
 
 class _Server(LimitedServer):
-    """A server whose process ends by force when shutting down takes too long."""
+    """A server whose process exits by force if the shutdown takes longer than `_FORCE_S`."""
 
     def __init__(self, config: LimitedConfig, parts: Parts) -> None:
         super().__init__(config)
@@ -279,12 +283,12 @@ class _Server(LimitedServer):
         self.clock.daemon = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Shut down as uvicorn does it, while the clock runs."""
+        """Start the `_FORCE_S` timer and shut down."""
         self.clock.start()
         await super().shutdown(sockets)
 
     def _end_by_force(self) -> None:
-        _log.error("a search has not ended within %g s of the signal: the server is ended by force", _FORCE_S)
+        _log.error("a search is still running %g s after the signal: the server exits by force", _FORCE_S)
         try:
             self._parts.close()
         finally:
@@ -292,7 +296,10 @@ class _Server(LimitedServer):
 
 
 def read_token(file: str | Path | None, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The bearer token of `file`, else of the environment; never an argument, which others can read. Raises UserError."""
+    """Return the bearer token of `file`, else of the environment, or None. Raises UserError for an invalid token.
+
+    The token is never a command-line argument, which other users can read.
+    """
     try:
         text = environment.get(TOKEN_VARIABLE) if file is None else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -308,7 +315,10 @@ def read_token(file: str | Path | None, environment: Mapping[str, str] = os.envi
 
 
 def _end_with_parent(parent_pid: int) -> None:
-    """End this process when its parent is gone. Linux's own signal comes when the parent's *thread* ends."""
+    """Start a thread that ends this process when its parent ends.
+
+    PR_SET_PDEATHSIG is unsuitable, because it fires when the parent's *thread* ends.
+    """
 
     def watch() -> None:
         while os.getppid() == parent_pid:
@@ -321,12 +331,12 @@ def _end_with_parent(parent_pid: int) -> None:
 
 
 def open_retriever(folder: str | Path, *, own_process: bool = False, **options: Any) -> Retriever:
-    """Open the index in `folder`, whatever its kind.
+    """Open the index in `folder`, of any kind.
 
-    `options`, for kinds with vectors: encoder, device and dtype of `VectorRetriever.open`, and the fields of
-    `SearchOptions`. Raises UserError for an option that the kind does not have, and for an unknown kind.
+    `options` apply to kinds with vectors: encoder, device and dtype of `VectorRetriever.open`, and the fields of
+    `SearchOptions`. Raises UserError for an option that the kind lacks, and for an unknown kind.
     """
-    # Each kind has libraries of its own, so only those that are needed are loaded.
+    # Imports only the libraries of this kind.
     kind = str(read_manifest(folder)["kind"])
     given = {name: value for name, value in options.items() if value is not None}
     loading: dict[str, Any] = {name: given.pop(name) for name in ("encoder", "device", "dtype") if name in given}
@@ -338,7 +348,7 @@ def open_retriever(folder: str | Path, *, own_process: bool = False, **options: 
 
         return HybridRetriever.open(folder, **dense)
     if names := [*loading, *given]:
-        reason = f"{folder} is an index of kind {kind!r}, which has no {', '.join(names)}: leave it out."
+        reason = f"{folder} is an index of kind {kind!r}, which has no option {', '.join(names)}: leave it out."
         raise UserError(reason, code="conflict", key=names[0])
     if kind == BM25:
         from rlsys.search.index.lexical import LexicalRetriever
@@ -348,5 +358,5 @@ def open_retriever(folder: str | Path, *, own_process: bool = False, **options: 
         from rlsys.search.index.remote import RemoteRetriever
 
         return RemoteRetriever.open(folder)
-    reason = f"{folder} is an index of kind {kind!r}, which this version of rlsys does not know: upgrade it."
+    reason = f"{folder} is an index of kind {kind!r}, which this version of rlsys does not support: upgrade rlsys."
     raise UserError(reason, code="unsupported", key=str(folder))

@@ -1,4 +1,4 @@
-"""The HTTP contract: the requests, the answers, their limits, and how all of it is described in OpenAPI.
+"""Defines the HTTP contract: requests, responses, their limits and their OpenAPI description.
 
     POST /retrieve  {"queries": [str], "topk": int | null, "return_scores": bool, "rerank": bool}
       with scores     {"result": [[{"document": {"id", "contents", ...}, "score": float}]]}
@@ -9,8 +9,8 @@
     POST /access    {"urls": [str]} -> {"result": [{"url", "contents", ...} | null]}
     any error       {"detail": one sentence}
 
-Types are strict: `3` and, in JSON, `3.0` are an integer, `"3"` is none; an unknown field is an error. Each limit is one
-object that both checks values and describes itself.
+Types are strict: `3` and `3.0` are integers in JSON, `"3"` is not; an unknown field is an error. Each limit is one
+object that both checks values and gives their JSON schema.
 """
 
 from __future__ import annotations
@@ -27,41 +27,44 @@ from rlsys.errors import UserError
 
 Document = str | dict[str, Any]
 """Text, `{"contents": text, ...}`, or a hit, `{"document": {"contents": text, ...}, ...}`."""
-SMALL_BODY_BYTES = 16_384  # requests of so much are turned away for their number alone, never for what others hold
-_QUOTED_CHARS = 200  # of a field that is not known
-# pydantic would make an error for each unknown field of a request: `Contract.parse` refuses the first.
+SMALL_BODY_BYTES = 16_384  # bodies up to this size are exempt from the memory budget of large bodies
+_QUOTED_CHARS = 200  # quoted from an unknown field
+# With extra="forbid" pydantic would create an error per unknown field; `Contract.parse` rejects at the first.
 _CLOSED = ConfigDict(extra="allow", strict=True, json_schema_extra={"additionalProperties": False})
 _VALUE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[^\s"\[\]{}:,]++|[\[{]', re.DOTALL)
-"""A value of JSON, or a key, in linear time also where a text does not end."""
+"""Matches a JSON value or key, in linear time even for an unterminated string."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Bounds of requests (beyond them 413 or 422), of the queue (429) and of time (408, 503): above 0, else UserError."""
+    """Limits of requests (413 or 422 beyond them), of queues (429) and of time (408, 503).
+
+    Raises UserError for values out of range.
+    """
 
     max_topk: int = 100
-    max_queries: int = 4096  # queries of one request: a whole training batch of an upstream client fits
-    max_urls: int = 64  # URLs of one request
-    max_query_chars: int = 8192  # of a query, or of a URL
-    max_document_chars: int = 65_536  # of a document to rerank
+    max_queries: int = 4096  # queries per request; fits a whole training batch of an upstream client
+    max_urls: int = 64  # URLs per request
+    max_query_chars: int = 8192  # per query or URL
+    max_document_chars: int = 65_536  # per document to rerank
     max_passages: int = 131_072
-    """Passages of one answer, queries times `topk`: what is held in memory and written at once."""
+    """Passages per response, queries times `topk`; they are all held in memory."""
     max_body_bytes: int = 12 * 1024 * 1024
-    """Of a request; all that are in work may have twice as much together, those up to `SMALL_BODY_BYTES` left out."""
+    """Body of one request. All bodies in flight may take twice as much, those up to `SMALL_BODY_BYTES` not counted."""
     max_values: int = 262_144
-    """JSON values of a body, keys too: each takes up to 200 bytes of memory, however short it is written."""
-    max_requests: int = 2048  # requests in work at once
-    max_pending: int = 16_384  # queries of all clients that may wait
+    """JSON values per body, keys included; each takes up to 200 bytes of memory, even if short."""
+    max_requests: int = 2048  # requests in flight
+    max_pending: int = 16_384  # waiting queries of all clients
     max_batch: int = 128  # queries encoded and searched together
-    max_wait_ms: float = 2.0  # how long a query waits for others while nothing is being encoded
-    body_timeout_s: float = 30.0  # until a body has arrived
-    request_timeout_s: float = 120.0  # from the arrived body to the answer
+    max_wait_ms: float = 2.0  # time that a query waits for others while the encoder is idle
+    body_timeout_s: float = 30.0  # time to receive a body
+    request_timeout_s: float = 120.0  # time from the complete body to the response
     cache_entries: int = 16_384
-    """Answers to queries that are kept, of at most eight times as many passages; 0 keeps none."""
+    """Queries whose hits are cached, with up to 8 passages per entry on average; 0 disables the cache."""
     rerank_candidates: int = 50
-    """Passages that are retrieved, and then reranked, for a query that asks for it; `topk` if that is more."""
+    """Passages retrieved for a reranked query, or `topk` if that is larger."""
     max_pending_pairs: int = 65_536
-    """Pairs of a query and a document that may wait to be scored; one request may hold no more."""
+    """(query, document) pairs waiting to be scored, and the limit of one request."""
     max_pair_batch: int = 64  # pairs scored together
 
     def __post_init__(self) -> None:
@@ -76,11 +79,11 @@ class ServerLimits:
 _AS_MANY = Field(description="As many lists as queries.")
 _BEST = Field(description="Best documents of each query; null takes the server's default.")
 _is_whole = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
-Count = Annotated[int, _is_whole]  # A JSON integer, which may be written with a fraction of zero
+Count = Annotated[int, _is_whole]  # a JSON integer; `3.0` counts as one
 
 
 class RetrieveRequest(BaseModel):
-    """Queries, and how their passages are wanted."""
+    """Queries to retrieve passages for."""
 
     model_config = _CLOSED
     shape: ClassVar[str] = '{"queries": [str], "topk": int or null, "return_scores": bool, "rerank": bool}'
@@ -91,7 +94,7 @@ class RetrieveRequest(BaseModel):
 
 
 class RerankRequest(BaseModel):
-    """Queries, each with documents of its own to be put in order."""
+    """Queries, each with its own documents to rank."""
 
     model_config = _CLOSED
     shape: ClassVar[str] = (
@@ -105,7 +108,7 @@ class RerankRequest(BaseModel):
 
 
 class AccessRequest(BaseModel):
-    """URLs whose pages are wanted."""
+    """URLs of the pages to return."""
 
     model_config = _CLOSED
     shape: ClassVar[str] = '{"urls": [str]}'
@@ -113,7 +116,7 @@ class AccessRequest(BaseModel):
 
 
 class RankedAnswer(BaseModel):
-    """A list for each query, best first: with scores if the request asks for them."""
+    """One list per query, best first, with scores if requested."""
 
     class Scored(BaseModel):
         """A passage or document and its score."""
@@ -125,20 +128,20 @@ class RankedAnswer(BaseModel):
 
 
 class AccessAnswer(BaseModel):
-    """A page for each URL; null where there is none."""
+    """One page per URL, null if there is none."""
 
     result: list[dict[str, Any] | None]
 
 
 class Health(BaseModel):
-    """What is served; only `status` to those without the token of a server that has one."""
+    """Server status and index properties; without a required token only `status`."""
 
     model_config = ConfigDict(extra="allow")
     status: str
 
 
 class RequestRefused(Exception):
-    """There is no answer: an HTTP status and one sentence. After 429 and 503 the same request may succeed later."""
+    """A rejected request, with HTTP status and reason. After 429 and 503 a retry may succeed."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -149,15 +152,15 @@ Body = TypeVar("Body", RetrieveRequest, RerankRequest, AccessRequest)
 
 
 class Contract:
-    """The request models under a server's limits."""
+    """Parses and describes requests under a server's limits."""
 
     class Failure(BaseModel):
-        """Why there is no answer, in one sentence."""
+        """Error response; `detail` is one sentence."""
 
         detail: str
 
     def __init__(self, limits: ServerLimits) -> None:
-        # One that can never fit into the queue must not be told to try again.
+        # A request larger than the whole queue gets 422, because 429 would invite a retry.
         texts = _Texts(min(limits.max_queries, limits.max_pending), limits.max_query_chars)
         count = _Count(limits.max_topk)
         self._max_values = limits.max_values
@@ -170,8 +173,8 @@ class Contract:
         }
 
     def parse(self, model: type[Body], body: bytes | bytearray) -> Body:
-        """The request in a body. Raises RequestRefused: 400 for what is not JSON, 422 for what is no such request."""
-        # All of a body is in memory before any of it is checked. A short one cannot hold so many.
+        """Parse a body. Raises RequestRefused: 400 if it is not JSON, 422 if it is not a valid request."""
+        # Count values before parsing, which would allocate them all. A short body cannot exceed the limit.
         if len(body) > self._max_values and next(islice(_VALUE.finditer(body), self._max_values, None), None):
             raise RequestRefused(422, f"the body: more than {self._max_values} values are too many; send fewer")
         try:
@@ -192,7 +195,7 @@ class Contract:
         return asked
 
     def schema(self, model: type[BaseModel]) -> dict[str, Any]:
-        """JSON schema of a request's body."""
+        """Return the JSON schema of a request body."""
         described = model.model_json_schema()
         for field, value in described["properties"].items():
             if field in self._bounds:
@@ -202,20 +205,20 @@ class Contract:
 
 
 def text_of(document: Document) -> str | None:
-    """The text to rerank by; None for an object that has none."""
+    """Return the text to rerank by; None for an object without text."""
     contents = document if isinstance(document, str) else bare(document).get("contents")
     return contents if isinstance(contents, str) else None
 
 
 def bare(document: dict[str, Any]) -> dict[str, Any]:
-    """The document itself, of a hit too."""
+    """Return the document, unwrapped if it is a hit."""
     inner = document.get("document")
     return inner if isinstance(inner, dict) else document
 
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """A list of texts that is not empty."""
+    """Limits of a non-empty list of texts."""
 
     most: int
     chars: int
@@ -236,7 +239,7 @@ class _Texts:
 
 
 class _Documents(_Texts):
-    """A list of documents for each query."""
+    """Limits of one list of documents per query."""
 
     def problem(self, lists: Any) -> str:
         for row, documents in enumerate(lists):
@@ -261,7 +264,7 @@ class _Documents(_Texts):
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """A number of passages, or null."""
+    """Limits of a number of passages, or null."""
 
     most: int
 

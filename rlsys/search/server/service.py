@@ -1,14 +1,18 @@
-"""The work of a server, whatever the protocol: retrieve, rerank, fetch pages, within limits and time.
+"""Serves search requests independent of the protocol: retrieve, rerank and fetch pages, within limits.
 
-One thread prepares queries and up to `Retriever.parallel` threads find: while a batch is being found, the next one is
-prepared. A batch keeps its place until a thread can find it, so at most one prepared batch waits, and a batch is put
-together at the moment when preparing it can begin.
+Pipeline: one thread runs `Retriever.prepare`, and up to `Retriever.parallel` threads run `Retriever.find`, so one batch
+is prepared while others are searched. A batch holds its slot until a find thread is free, so at most one prepared batch
+waits. A batch is assembled when its preparation starts.
 
-Invariants: nothing that computes or reads runs on the event loop; a caller waits at most `request_timeout_s`; a failure
-is a `RequestRefused`: 4xx for the request's fault, 429 for too much at once, 503 for not now; an answer does not depend on
-what it was batched with: queries with another `topk` are prepared and found on their own, as an approximate index looks
-the further the more it is asked for; a query that is in a batch twice is searched once, and is reranked with its own
-documents only, where equal scores keep their order.
+Invariants:
+
+- Computation and blocking reads never run on the event loop.
+- A caller waits at most `request_timeout_s`.
+- Every failure is a `RequestRefused`: 4xx for invalid requests, 429 for full queues, 503 for temporary faults.
+- A response does not depend on its batch. Queries are grouped by `topk`, because the search depth of an approximate
+  index depends on it.
+- A query that occurs twice in a batch is searched once.
+- Reranking scores a query only against its own documents; ties keep their order.
 """
 
 from __future__ import annotations
@@ -47,29 +51,29 @@ if TYPE_CHECKING:
 NO_RERANKER = "this server has no reranker: start it with one (--reranker MODEL)"
 NO_PAGES = "this server has no pages: start it with a file of them (--pages FILE)"
 TALLIES = {
-    "queries": "Queries asked for, those of the cache too.",
+    "queries": "Queries received, cached ones included.",
     "cached": "Queries answered from the cache.",
-    "batches": "Batches of queries that were searched.",
-    "pairs": "Pairs of query and document that were scored.",
-}  # counters of `SearchService.tallies`, with their help
-LEVELS = {"pending": "Queries that wait to be searched.", "pending_pairs": "Pairs that wait to be scored."}
-"""Gauges of the same."""
+    "batches": "Batches of queries searched.",
+    "pairs": "Pairs of query and document scored.",
+}  # counters in `SearchService.tallies`, with their help text
+LEVELS = {"pending": "Queries waiting to be searched.", "pending_pairs": "Pairs waiting to be scored."}
+"""Gauges in `SearchService.tallies`, with their help text."""
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _PASSAGES_PER_ENTRY = 8
 _log = logging.getLogger("uvicorn.error")
 Answer = TypeVar("Answer")
-Ask = tuple[str, int]  # A query and how many hits it wants
-Pair = tuple[str, str]  # A query and a text
-Ranked = list[list[tuple[float, Any]]]  # (score, document)s of each query, best first
+Ask = tuple[str, int]  # query and its topk
+Pair = tuple[str, str]  # query and text
+Ranked = list[list[tuple[float, Any]]]  # (score, document) pairs of each query, best first
 
 
 class Metrics(Collector):
-    """Prometheus metrics of one application, in a registry of their own, so that two in a process do not mix."""
+    """Prometheus metrics of one application, in a separate registry, so that two applications can share a process."""
 
     def __init__(self) -> None:
         self.tallies: Callable[[], Mapping[str, int]] = dict
-        """Numbers that are kept elsewhere, read each time they are asked for."""
+        """Returns the current `TALLIES` and `LEVELS`; called at each scrape."""
         self._registry = registry = CollectorRegistry(auto_describe=True)
         ProcessCollector(registry=registry)
         registry.register(self)
@@ -83,22 +87,22 @@ class Metrics(Collector):
         self.batch_queries = Histogram("rlsys_search_batch_queries", about, buckets=_SIZES, registry=registry)
 
     def request(self, path: str, status: int, seconds: float) -> None:
-        """Count a request that has ended."""
+        """Count a completed request."""
         self._requests.labels(path, str(status)).inc()
         self._request_seconds.labels(path).observe(seconds)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage of a batch; from any thread."""
+        """Time a stage of a batch; thread-safe."""
         with self._stage_seconds.labels(name).time():
             yield
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The tallies, for the registry."""
+        """Yield the tallies as metric families; called by the registry."""
         numbers = self.tallies()
         for family, described in ((CounterMetricFamily, TALLIES), (GaugeMetricFamily, LEVELS)):
             for name in described.keys() & numbers:
@@ -107,7 +111,7 @@ class Metrics(Collector):
 
 @dataclass(eq=False)
 class SearchService:
-    """Answers requests of many callers at once. Use within one event loop; `close` it at the end."""
+    """Handles concurrent requests. For one event loop; `close` it at the end."""
 
     retriever: Retriever
     topk: int
@@ -123,7 +127,7 @@ class SearchService:
         self.metrics.tallies = self.tallies
 
     async def retrieve(self, asked: RetrieveRequest) -> list[list[Any]]:
-        """Passages of each query: documents, or documents with scores."""
+        """Return the passages of each query, with scores if requested. Raises RequestRefused."""
         topk, queries, most = asked.topk or self.topk, asked.queries, self.limits.max_passages
         if len(queries) * topk > most:
             reason = f"queries: {len(queries)} with topk {topk} are too many passages; send fewer, for at most {most}"
@@ -138,7 +142,7 @@ class SearchService:
         return _lines(found, asked.return_scores)
 
     async def rerank(self, asked: RerankRequest) -> list[list[Any]]:
-        """The best documents of each query: alone, or with scores."""
+        """Return the best documents of each query, with scores if requested. Raises RequestRefused."""
         if self._reranking is None:
             raise RequestRefused(404, NO_RERANKER)
         if len(asked.documents) != len(asked.queries):
@@ -151,13 +155,13 @@ class SearchService:
         return _lines(_in_order(documents, ranked, asked.rerank_topk or self.topk), asked.return_scores)
 
     async def access(self, asked: AccessRequest) -> list[Mapping[str, Any] | None]:
-        """The page of each URL, or None."""
+        """Return the page of each URL, or None. Raises RequestRefused."""
         if self.pages is None:
             raise RequestRefused(404, NO_PAGES)
         return await self._answer(self._fetch(self.pages, asked.urls))
 
     def health(self) -> dict[str, Any]:
-        """A description of what is served, and how much has been asked so far."""
+        """Return the body of /health: the retriever's description, settings and counters."""
         return {
             "status": "ok",
             **self.retriever.describe(),
@@ -169,14 +173,14 @@ class SearchService:
         }
 
     def tallies(self) -> dict[str, int]:
-        """Counts of what has been asked, and of what waits."""
+        """Return the values of `TALLIES` and `LEVELS`."""
         found, ranked = self._retrieval, self._reranking
         queries = {"queries": found.queries, "cached": found.cached, "batches": found.batcher.batches}
         pairs = (0, 0) if ranked is None else (ranked.pairs, ranked.batcher.pending)
         return queries | {"pending": found.batcher.pending, "pairs": pairs[0], "pending_pairs": pairs[1]}
 
     async def close(self) -> None:
-        """Turn waiting callers away and end the threads; waits for what runs in them."""
+        """Reject waiting callers and stop the threads, waiting for their current batches."""
         await self._retrieval.close()
         if self._reranking is not None:
             await self._reranking.close()
@@ -202,7 +206,7 @@ class SearchService:
         return found
 
     async def _answer(self, work: Awaitable[Answer]) -> Answer:
-        """The result of `work`. Raises RequestRefused with the reason why there is none."""
+        """Return the result of `work` within `request_timeout_s`. Converts every failure to RequestRefused."""
         try:
             async with asyncio.timeout(self.limits.request_timeout_s) as time_limit:
                 return await work
@@ -210,12 +214,12 @@ class SearchService:
             raise
         except QueueFull:
             waiting = ", ".join(f"{key}: {self.tallies()[key]}" for key in LEVELS)
-            raise RequestRefused(429, f"too much waits already ({waiting}): try again later") from None
+            raise RequestRefused(429, f"the queue is full ({waiting}): try again later") from None
         except BatcherClosed:
             raise RequestRefused(503, "the server is shutting down") from None
         except (UserError, RunError) as error:
             raise RequestRefused(503, f"the search failed: {error}") from None
-        except Exception as error:  # noqa: BLE001  a fault of what was loaded must not end as a bare 500
+        except Exception as error:  # noqa: BLE001  a bug in a retriever must not end as a bare 500
             if time_limit.expired():
                 raise RequestRefused(503, f"no answer within {self.limits.request_timeout_s:g} s: try again") from None
             _log.exception("a search failed")
@@ -223,14 +227,14 @@ class SearchService:
 
 
 def _lines(found: Sequence[Sequence[tuple[float, Any]]], with_scores: bool) -> list[list[Any]]:
-    """The lines of an answer, of (score, document)s."""
+    """Format (score, document) pairs as lists of a response."""
     if with_scores:
         return [[{"document": document, "score": score} for score, document in line] for line in found]
     return [[document for _, document in line] for line in found]
 
 
 def _in_order(documents: Sequence[Sequence[Any]], ranked: list[list[tuple[int, float]]], topk: int) -> Ranked:
-    """The first `topk` documents of each line in the order of `ranked`, with its scores."""
+    """Return (score, document) of the first `topk` documents of each line, in the order of `ranked`."""
     return [
         [(score, line[place]) for place, score in order[:topk]] for line, order in zip(documents, ranked, strict=True)
     ]
@@ -248,16 +252,16 @@ class _Retrieval:
             self._run, limits.max_batch, limits.max_wait_ms / 1000, max_running=1, max_pending=limits.max_pending
         )
         self._cache = HitCache(limits.cache_entries)
-        self.queries = self.cached = 0  # asked for, and those of them that needed no search
+        self.queries = self.cached = 0  # queries received, and those answered from the cache or as duplicates
 
     async def find(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
-        """At most `topk` hits of each query, in order. Cancelling it drops the queries that no batch has taken yet."""
+        """Return up to `topk` hits per query. Cancellation drops the queries that have not started."""
         found = {query: hits for query in queries if (hits := self._cache.get((query, topk))) is not None}
         missing = list(dict.fromkeys(query for query in queries if query not in found))
         futures = self.batcher.submit([(query, topk) for query in missing])
         self.queries += len(queries)
         self.cached += len(queries) - len(missing)
-        # One query is the common request, and to gather costs more than to wait.
+        # Most requests have a single query, for which a plain await is cheaper than gather.
         answers = [await futures[0]] if len(futures) == 1 else await asyncio.gather(*futures)
         for query, hits in zip(missing, answers, strict=True):
             self._cache.put((query, topk), hits)
@@ -277,7 +281,7 @@ class _Retrieval:
             return await loop.run_in_executor(self._find_threads, self._find, groups, asks)
 
     def _prepare(self, asks: list[Ask]) -> list[tuple[int, list[str], Any]]:
-        """For each number of hits the queries that want so many, as they are and prepared."""
+        """Group the queries by topk; return (topk, queries, prepared queries) of each group."""
         self._metrics.batch_queries.observe(len(asks))
         by_topk: dict[int, dict[str, None]] = {}
         for query, topk in asks:
@@ -295,7 +299,7 @@ class _Retrieval:
 
 
 class _Reranking:
-    """Scores pairs of many requests together, in one thread."""
+    """Batches (query, document) pairs of many requests and scores them in one thread."""
 
     def __init__(self, reranker: Reranker, limits: ServerLimits, metrics: Metrics) -> None:
         self._reranker, self._metrics = reranker, metrics
@@ -307,7 +311,7 @@ class _Reranking:
         self.pairs = 0
 
     async def rank(self, queries: Sequence[str], texts: Sequence[Sequence[str]]) -> list[list[tuple[int, float]]]:
-        """For each query the places of its texts and their scores, best first."""
+        """Return (index of the text, score) of each query's texts, best first; ties keep their order."""
         pairs = [(query, text) for query, line in zip(queries, texts, strict=True) for text in line]
         scores: Iterator[float] = iter(await asyncio.gather(*self.batcher.submit(pairs)))
         self.pairs += len(pairs)
@@ -327,7 +331,7 @@ class _Reranking:
 
 
 class HitCache:
-    """The hits of the queries asked last: of at most `entries`, and of eight passages an entry on average."""
+    """LRU cache of hits, limited to `entries` queries and to eight passages per entry on average."""
 
     def __init__(self, entries: int) -> None:
         self._entries = entries
@@ -335,13 +339,13 @@ class HitCache:
         self._passages = 0
 
     def get(self, ask: Ask) -> list[Hit] | None:
-        """The hits, if they are known."""
+        """Return the cached hits, or None."""
         if (hits := self._hits.get(ask)) is not None:
             self._hits.move_to_end(ask)
         return hits
 
     def put(self, ask: Ask, hits: list[Hit]) -> None:
-        """Remember hits, and forget those that were not asked for the longest time."""
+        """Store hits and evict the least recently used ones beyond the limits."""
         self._passages += len(hits) - len(self._hits.pop(ask, ()))
         self._hits[ask] = hits
         while len(self._hits) > self._entries or self._passages > _PASSAGES_PER_ENTRY * self._entries:

@@ -1,11 +1,13 @@
-"""Reads pages: from the bytes of a page to its title and its text, in a process that may be ended at any moment.
+"""Extracts title and text from the bytes of a web page, in a subprocess that can be killed at any time.
 
-The page is a stranger's: the text is only text, without control characters, and bounded. Reading hostile HTML may take
-minutes in C code that no exception reaches (libxml2 looks through all attributes of an element for each new one), so it
-runs in the process `python -m rlsys.search.web.extract`. Contract, on standard input and output: a job is a JSON line
-{"media_type", "charset", "bytes"} and that many bytes; its answer is a JSON line, {"title", "text"} or null for a page
-that has no text or cannot be read. The first line is READY. The process ends with its input, and at once when a job takes
-too long. Answers are JSON, not pickles, so that a page that takes this process over cannot take over its parent.
+Pages are untrusted; the extracted text has no control characters and a bounded length. Parsing hostile HTML may take
+minutes in C code that cannot be interrupted (libxml2 scans all attributes of an element for each new one). So it runs
+in a subprocess, `python -m rlsys.search.web.extract`.
+
+Protocol on standard input and output: the first output line is READY. A job is a JSON line
+{"media_type", "charset", "bytes"}, followed by that many bytes. The response is a JSON line: {"title", "text"}, or null
+for a page without readable text. The process exits at the end of its input, and as soon as a job exceeds its time
+limit. Responses are JSON and not pickles, so that a page that compromises this process cannot compromise its parent.
 """
 
 from __future__ import annotations
@@ -37,23 +39,23 @@ _DIRECTION_CONTROLS = frozenset("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The title and the text of a page."""
+    """Title and text of a page."""
 
-    title: str  # one line, maybe empty
-    text: str  # paragraphs, one a line; at most MAX_TEXT_CHARS characters
+    title: str  # one line, possibly empty
+    text: str  # one paragraph per line; at most MAX_TEXT_CHARS characters
 
     @property
     def contents(self) -> str:
-        """Title and text as a corpus has them: `"title"\\ntext`."""
+        """Title and text in corpus format: `"title"\\ntext`."""
         return f'"{self.title}"\n{self.text}'
 
 
 def extract(body: bytes, media_type: str, charset: str | None) -> Page | None:
-    """The page in `body`, or None where it has no text. Raises RecursionError or MemoryError for some hostile pages."""
+    """Return the page in `body`, or None without text. Raises RecursionError or MemoryError for some hostile pages."""
     text = decode(body, charset)
     if media_type == "text/plain":
         return _page("", text)
-    # The precise extractor alone: its fallbacks are slower and mostly find what it left out on purpose.
+    # fast=True skips the fallbacks, which are slower and mostly return text that was left out on purpose.
     document = trafilatura.bare_extraction(text, fast=True, include_comments=False, with_metadata=True)
     if document is None or isinstance(document, dict):
         return None
@@ -61,16 +63,16 @@ def extract(body: bytes, media_type: str, charset: str | None) -> Page | None:
 
 
 def decode(body: bytes, charset: str | None) -> str:
-    """`body` as text by the HTML standard: byte order mark, `charset`, its own declaration, UTF-8, Windows-1252."""
+    """Decode `body` like the HTML standard, by byte order mark, `charset`, meta declaration, UTF-8 or Windows-1252."""
     for mark, name in _BYTE_ORDER_MARKS:
         if body.startswith(mark):
             return body.decode(name, "replace")
     declared = _META_CHARSET.search(body[:_SNIFFED_BYTES])
     for named in (charset, declared[1].decode("ascii", "ignore") if declared else None):
-        # Names of codecs that are not charsets (`hex`, `idna`) end in one of these errors, too.
+        # Python codecs that are not charsets (`hex`, `idna`) raise one of these errors too.
         with suppress(LookupError, ValueError):
             codec = codecs.lookup(named or "").name
-            # Pages that say Latin-1 mean its superset.
+            # Pages declared as Latin-1 use its superset, Windows-1252.
             return body.decode("cp1252" if codec in ("iso8859-1", "ascii") else codec, "replace")
     try:
         return body.decode("utf-8")
@@ -79,7 +81,7 @@ def decode(body: bytes, charset: str | None) -> str:
 
 
 def clean(text: str) -> str:
-    """`text` without controls other than line breaks, without blanks at the ends of lines, and without empty lines."""
+    """Return `text` with stripped lines, without empty lines and control characters."""
     kept = "".join(
         one
         for one in text.replace("\r\n", "\n").replace("\r", "\n").replace("\t", " ")
@@ -89,7 +91,7 @@ def clean(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` as `clean` leaves it, with single blanks only."""
+    """Return `text` cleaned, in one line with single spaces."""
     return " ".join(clean(text).split())
 
 
@@ -99,10 +101,10 @@ def _page(title: str, text: str) -> Page | None:
 
 
 def main() -> None:
-    """Answer jobs until the input ends. The one argument is the limit of a job, in seconds."""
+    """Process jobs until the input ends. The only command-line argument is the time limit of a job, in seconds."""
     seconds = float(sys.argv[1])
     jobs = sys.stdin.buffer
-    # Whatever a library prints goes to the log, not between the answers.
+    # Standard output of libraries goes to the log, so that it cannot mix with the responses.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     logging.disable(logging.CRITICAL)
@@ -119,11 +121,11 @@ def main() -> None:
 def _answer(job: dict[str, str | int | None], jobs: BinaryIO, seconds: float) -> bytes:
     body = jobs.read(int(job["bytes"] or 0))
     charset = job["charset"]
-    # The default action of SIGALRM ends a process in C code too, and when its parent is gone.
+    # The default action of SIGALRM ends the process even in C code, and even without its parent.
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         page = extract(body, str(job["media_type"]), None if charset is None else str(charset))
-    except Exception:  # noqa: BLE001  whatever a hostile page does to a parser, it is a page without text
+    except Exception:  # noqa: BLE001  any parser error means a page without text
         page = None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

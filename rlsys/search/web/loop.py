@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, for callers that are not asynchronous."""
+"""Runs an event loop in a separate thread, for synchronous callers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines for any number of threads. `close` it at the end."""
+    """Runs coroutines submitted from any thread. `close` it at the end."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -19,22 +19,22 @@ class LoopThread:
         self._thread.start()
 
     def run(self, task: Coroutine[Any, Any, T]) -> T:
-        """The result of `task`, or its exception. Must not be called from a coroutine of this loop."""
+        """Run `task` and return its result or raise its exception. Never call it from this loop."""
         return asyncio.run_coroutine_threadsafe(task, self._loop).result()
 
     async def result_of(self, task: Coroutine[Any, Any, T]) -> T:
-        """The same as `run`, for a coroutine of another loop; cancelling it cancels `task`."""
+        """Await `task` from another event loop; cancellation is passed on to `task`."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(task, self._loop))
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
-        """Cancel what runs, run `last`, and end the thread."""
+        """Cancel all tasks, run `last` and stop the thread."""
         self.run(self._cancel_all())
         self.run(last)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
     def abandon(self) -> None:
-        """Cancel what runs and end the thread, without waiting for either."""
+        """Cancel all tasks and stop the thread, without waiting."""
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _run(self) -> None:

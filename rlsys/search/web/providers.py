@@ -1,20 +1,20 @@
-"""The providers of web search: how each is asked, what its answer reads, and what happens when it does not answer.
+"""Web search providers: describes their APIs as data, and sends queries with retries.
 
-Field names are those of the public references of the APIs:
-  google   Custom Search JSON API   items[].{title, link, snippet}; closed to new customers, and announced to
-                                    end in January 2027
-  serpapi  Google by SerpApi        answer_box, organic_results[], related_questions[].{question, snippet, link}
-  serper   Google by serper.dev     answerBox, knowledgeGraph, organic[], peopleAlsoAsk[]
-  brave    Brave Search API         web.results[].{title, url, description}
-  bing     Bing Web Search v7       webPages.value[].{name, url, snippet}; Microsoft retired the public API in
-                                    August 2025, so this one is for endpoints that are compatible with it
+Field names follow the public API references:
+  google:   Custom Search JSON API   items[].{title, link, snippet}; closed to new customers, and announced to
+                                     end in January 2027
+  serpapi:  Google by SerpApi        answer_box, organic_results[], related_questions[].{question, snippet, link}
+  serper:   Google by serper.dev     answerBox, knowledgeGraph, organic[], peopleAlsoAsk[]
+  brave:    Brave Search API         web.results[].{title, url, description}
+  bing:     Bing Web Search v7       webPages.value[].{name, url, snippet}; Microsoft retired the public API in
+                                     August 2025, so this one is for compatible endpoints
 
 Invariants:
-  - an outage never looks like an empty answer: `ProviderClient.search` gives results or raises ProviderError, also for
-    an answer that is not of its provider's shape;
-  - keys come from the environment and leave it in requests to the provider only. They are added below httpx's client,
-    which logs URLs at INFO and keeps requests in its errors; redirects are not followed, proxies not used;
-  - a busy provider (429, 5xx) or a lost connection is asked again, no earlier than it wants; any other 4xx is not.
+  - An outage never looks like an empty result: `ProviderClient.search` returns results or raises ProviderError, even
+    for a malformed response.
+  - Keys come from the environment and are sent only to the provider. They are added below httpx's client, which logs
+    URLs at INFO and keeps requests in its errors. Redirects are not followed and proxies not used.
+  - 429, 5xx and lost connections are retried, no earlier than Retry-After; any other 4xx is not.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rlsys.search.wire import BodyError, Encoding, read_body
 
 MAX_QUERY_CHARS = 400
 MAX_QUERY_WORDS = 50
-"""What every provider takes (Brave takes no more); longer queries are cut, as engines ignore the rest."""
+"""Limit of every provider (that of Brave, the strictest); longer queries are cut, because engines ignore the rest."""
 _MAX_ANSWER_BYTES = 8 * 1024 * 1024
 _MAX_REASON_CHARS = 400
 
@@ -47,29 +47,29 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 class Result(NamedTuple):
-    """One thing found."""
+    """One search result."""
 
     title: str
-    url: str  # empty where the provider answers by itself and names no page
+    url: str  # empty for a direct answer of the provider without a page
     snippet: str
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One page of results, each kind best first."""
+    """One page of a provider's results; each kind is sorted best first."""
 
     organic: tuple[Result, ...]
-    direct: tuple[Result, ...] = ()  # what the provider answers itself, above its results
-    related: tuple[Result, ...] = ()  # answers to questions that are near to the query, below its results
-    more: bool = False  # whether the provider has a further page
+    direct: tuple[Result, ...] = ()  # direct answers, shown above the results
+    related: tuple[Result, ...] = ()  # answers to related questions, shown below the results
+    more: bool = False  # True if a further page exists
 
 
 class MalformedAnswer(ValueError):
-    """The answer is not of the provider's shape; the text says where."""
+    """The response does not have the provider's format; the text names the place."""
 
 
 class Credential(NamedTuple):
-    """A secret of the environment, and how it travels."""
+    """An environment variable with a secret, and its place in requests."""
 
     variable: str
     place: Literal["header", "parameter"]
@@ -77,40 +77,40 @@ class Credential(NamedTuple):
 
 
 class ResultFields(NamedTuple):
-    """The place of results in an answer: the keys down to a list of objects, or to one, and the keys of their fields."""
+    """Location of results in a response: path to an object or list of objects, and the keys of their fields."""
 
-    path: str  # keys, with dots between them
+    path: str  # keys joined by dots
     title: str
     url: str
-    snippet: tuple[str, ...] = ("snippet",)  # these are joined
+    snippet: tuple[str, ...] = ("snippet",)  # keys whose texts are joined
 
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """One API as data."""
+    """Description of one provider's API."""
 
     name: str
     endpoint: str
     credentials: tuple[Credential, ...]
     request: Callable[[str, int, int], dict[str, str | int]]
-    """(query, results a page, page from 0) -> parameters or body"""
-    signs: frozenset[str]  # top-level keys of an answer; one that has none of them is not an answer
+    """(query, results per page, page number from 0) -> URL parameters or JSON body"""
+    signs: frozenset[str]  # top-level keys, at least one of which every valid response has
     organic: ResultFields
     direct: tuple[ResultFields, ...] = ()
     related: tuple[ResultFields, ...] = ()
     more: Callable[[Json, tuple[Result, ...]], bool] = lambda _, organic: bool(organic)
-    """(answer, its organic results) -> there is a further page"""
+    """(response, its organic results) -> True if a further page exists"""
     method: Literal["GET", "POST"] = "GET"  # GET sends the request as URL parameters, POST as JSON
-    page_size: int = 10  # most results of one request
-    max_results: int = 100  # most results of one query, over all its pages
+    page_size: int = 10  # most results per request
+    max_results: int = 100  # most results per query, over all pages
 
     def parse(self, body: object) -> Answer:
-        """The results in a decoded JSON body. Raises MalformedAnswer."""
+        """Return the results in a decoded JSON body. Raises MalformedAnswer."""
         if not isinstance(body, dict):
             raise MalformedAnswer(f"the answer is a {type(body).__name__}, not an object")
         if not self.signs & body.keys():
             raise MalformedAnswer(f"the answer has none of {', '.join(sorted(self.signs))}")
-        # A search of SerpApi that found nothing has an `error` too, and the status Success.
+        # An empty SerpApi search has an `error` too, but with status Success.
         if self.name == "serpapi" and "error" in body and _object(body, "search_metadata").get("status") != "Success":
             raise MalformedAnswer(f"the provider says: {_text(body['error'])}")
         organic = _results(_objects(body, self.organic.path), self.organic)
@@ -120,7 +120,7 @@ class Provider:
 
 
 def _object(body: Json, path: str) -> Json:
-    """The object at `path`; empty where there is none."""
+    """Return the object at `path`; empty if missing."""
     for key in path.split(".") if path else ():
         value = body.get(key)
         if value is not None and not isinstance(value, dict):
@@ -130,7 +130,7 @@ def _object(body: Json, path: str) -> Json:
 
 
 def _objects(body: Json, path: str) -> list[Json]:
-    """The list of objects at `path`; empty where there is none."""
+    """Return the list of objects at `path`; empty if missing."""
     above, _, key = path.rpartition(".")
     value = _object(body, above).get(key)
     if value is None:
@@ -141,14 +141,14 @@ def _objects(body: Json, path: str) -> list[Json]:
 
 
 def _text(value: object) -> str:
-    """Running text without entities, line breaks and doubled blanks; empty for what is not text."""
+    """Return text or a number as one line without HTML entities; empty for any other value."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     return " ".join(html.unescape(value).split()) if isinstance(value, str) else ""
 
 
 def _results(entries: Iterable[Json], fields: ResultFields) -> tuple[Result, ...]:
-    """Those of `entries` that say anything."""
+    """Return the results of `entries` that have a snippet, or title and URL."""
     found = []
     for entry in entries:
         parts = dict.fromkeys(_text(entry.get(key)) for key in fields.snippet)
@@ -172,7 +172,7 @@ _PROVIDERS = (
         "serpapi",
         "https://serpapi.com/search.json",
         (Credential("SERPAPI_API_KEY", "parameter", "api_key"),),
-        # Google itself answers ten results at a time whatever `num` says.
+        # Google returns ten results per page, whatever `num` is.
         request=lambda query, _, page: {"engine": "google", "q": query, "start": page * 10},
         signs=frozenset({"search_metadata", "organic_results", "error"}),
         organic=ResultFields("organic_results", "title", "link"),
@@ -232,18 +232,18 @@ PROVIDERS: Mapping[str, Provider] = {provider.name: provider for provider in _PR
 
 
 class ProviderError(RunError):
-    """A provider that gave no answer: one sentence, without keys."""
+    """A failed request to a provider; the message is one sentence without keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProviderLimits:
-    """Bounds of how much is asked of a provider, and for how long."""
+    """Limits of rate, concurrency and time for requests to a provider."""
 
     max_concurrent: int = 16  # requests in flight
-    requests_per_second: float | None = None  # of the subscription; None where it has no such limit
+    requests_per_second: float | None = None  # rate limit of the subscription; None for unlimited
     tries: int = 4
     try_timeout_s: float = 10.0
-    timeout_s: float = 30.0  # of one request with all its tries and waits, without the wait for its turn
+    timeout_s: float = 30.0  # one request with all tries and pauses, without the wait for its first slot
 
     def __post_init__(self) -> None:
         for name in ("max_concurrent", "tries", "try_timeout_s", "timeout_s", "requests_per_second"):
@@ -254,14 +254,14 @@ class ProviderLimits:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The secrets of one provider, ready to be sent."""
+    """Secrets of one provider as request headers and parameters."""
 
     headers: Mapping[str, str] = field(repr=False)
     parameters: Mapping[str, str] = field(repr=False)
 
     @classmethod
     def of(cls, provider: Provider, environ: Mapping[str, str]) -> Keys:
-        """The keys of `environ`. Raises UserError that names the variable which is missing or cannot be a key."""
+        """Read the keys from `environ`. Raises UserError for a missing or malformed variable."""
         found: dict[str, dict[str, str]] = {"header": {}, "parameter": {}}
         for credential in provider.credentials:
             value = environ.get(credential.variable, "").strip()
@@ -280,14 +280,14 @@ class Keys:
         return cls(found["header"], found["parameter"])
 
     def hidden_in(self, text: str) -> str:
-        """`text` with every secret blotted out."""
+        """Return `text` with every secret replaced by `***`."""
         for secret in (*self.headers.values(), *self.parameters.values()):
             text = text.replace(secret, "***")
         return text
 
 
 class ProviderClient:
-    """A client of one provider, for one event loop, with another `endpoint` and clock (`sleep`, `now`) if given."""
+    """Client of one provider, for one event loop; `endpoint` replaces the provider's, `sleep` and `now` the clock."""
 
     def __init__(
         self,
@@ -313,12 +313,12 @@ class ProviderClient:
         )
 
     async def search(self, query: str, count: int) -> list[Result]:
-        """At most `count` distinct results: direct answers, then pages of results, then related questions.
+        """Return up to `count` distinct results: direct answers, then organic results, then related questions.
 
-        Costs a request for every `page_size` results that are wanted. A blank query is not sent. Raises ProviderError
-        when the provider does not answer as it should.
+        Sends one request per `page_size` results. A blank query returns no results without a request. Raises
+        ProviderError for a failed request or a malformed response.
         """
-        # In one line, without what UTF-8 cannot say.
+        # One line, without characters that UTF-8 cannot encode.
         words = query.encode("utf-8", "ignore").decode("utf-8").split()[:MAX_QUERY_WORDS]
         if not (query := " ".join(words)[:MAX_QUERY_CHARS].rstrip()):
             return []
@@ -334,11 +334,11 @@ class ProviderClient:
         return _distinct([*found, *first.related])[:count]
 
     async def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         await self._http.aclose()
 
     async def _ask(self, query: str, count: int, page: int) -> Answer:
-        """One page of results, with retries."""
+        """Return one page of results, with retries. Raises ProviderError."""
         limits = self._limits
         failed: list[str] = []
         retrying = AsyncRetrying(
@@ -362,12 +362,12 @@ class ProviderClient:
         raise ProviderError(f"{problem}: {self._keys.hidden_in(reason)[:_MAX_REASON_CHARS]}")
 
     async def _pause(self, seconds: float) -> None:
-        """The wait before a further try, which needs its turn as the first one did."""
+        """Wait before a retry, which takes a slot of the rate limit like the first try."""
         await self._sleep(seconds)
         await self._take_turn()
 
     async def _take_turn(self) -> None:
-        """Wait for the next free moment of a timetable that spreads requests evenly."""
+        """Wait for the next slot of the rate limit, which spaces requests evenly."""
         if per_second := self._limits.requests_per_second:
             now = self._now()
             mine = max(now, self._next_turn)
@@ -412,7 +412,7 @@ class ProviderClient:
 
 
 class _Failed(Exception):
-    """A try that failed: the next one, after `after_s` seconds at least, may not; without a number it would, too."""
+    """A failed try. A retry may succeed after at least `after_s` seconds; infinity means that it cannot."""
 
     def __init__(self, reason: str, after_s: float = math.inf) -> None:
         super().__init__(reason)
@@ -420,7 +420,7 @@ class _Failed(Exception):
 
 
 class _KeyedTransport(httpx.AsyncHTTPTransport):
-    """Adds the keys where httpx's own log and errors do not see them."""
+    """Adds the keys below httpx's client, whose logs and errors then do not contain them."""
 
     def __init__(self, keys: Keys, limits: httpx.Limits) -> None:
         super().__init__(limits=limits, trust_env=False)
@@ -436,7 +436,7 @@ class _KeyedTransport(httpx.AsyncHTTPTransport):
 
 
 def _distinct(results: Sequence[Result]) -> list[Result]:
-    """Those of `results` whose page is not among the ones before."""
+    """Return `results` without repeated pages."""
     found: dict[str, Result] = {}
     for result in results:
         found.setdefault(result.url or result.snippet, result)
@@ -458,14 +458,14 @@ def _endpoint_url(endpoint: str) -> httpx.URL:
 
 
 def _wait_s(state: RetryCallState) -> float:
-    """The back-off before the next try, and no less than the provider asked for."""
+    """Return the wait before the next try: the back-off, but at least the provider's Retry-After."""
     backoff_s = wait_exponential_jitter(multiplier=0.5, max=8.0, jitter=0.5)(state)
     error = state.outcome.exception() if state.outcome else None
     return max(backoff_s, error.after_s) if isinstance(error, _Failed) else backoff_s
 
 
 def _retry_after_s(response: httpx.Response) -> float:
-    """Retry-After in seconds, from a number or a date; 0 where there is none."""
+    """Return Retry-After in seconds, from a number or a date; 0 if missing."""
     value = response.headers.get("retry-after", "").strip()
     if value.isdecimal():
         return float(value)
@@ -477,7 +477,7 @@ def _retry_after_s(response: httpx.Response) -> float:
 
 
 def _detail(body: bytes) -> str:
-    """The provider's own words about an error, where it gives them: `: ...`."""
+    """Return the provider's error message as `: message`, or an empty string."""
     try:
         error = orjson.loads(body)
         error = error.get("error", error)

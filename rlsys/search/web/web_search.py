@@ -1,23 +1,29 @@
-"""A retriever that searches the web, and pages of the web for /access, for the search server.
+"""Web search retriever, and web pages for /access, for the search server.
 
-A hit is {"id": URL, "contents": '"title"\\ntext', "url": URL} with the score 1 / rank: providers order their results
-and say no more. The text is the provider's snippet or, with `pages`, the passage of the page that fits the query best;
-a page that cannot be had, or where no word of the query occurs, leaves its snippet. Pages are fetched by one event loop
-and read by a few worker processes: reading is bound by the CPU, and only a process can be ended in the middle of it.
+A hit is {"id": URL, "contents": '"title"\\ntext', "url": URL}. Its score is 1 / rank, because providers return no
+scores. The text is the provider's snippet or, with `fetch_pages`, the page's best passage for the query. If the page
+cannot be fetched or contains no query word, the snippet is used. One event loop fetches pages; a few subprocesses
+parse them, because parsing is CPU-bound and only a process can be killed in the middle of it.
 
-Invariants: an outage never looks like "nothing was found": `find` raises ProviderError when any query of its batch gets
-no answer, and the server turns that into 503; what was found in a batch that failed is kept for the next time, so that no
-answer is paid for twice. The promise of `Retriever` that answers do not change is kept by the server's cache, as long as
-a query stays in it; that cache is what makes repeated rollouts cheap, too.
+Invariants of retrieval:
 
-Pages may be hostile: fetching is bounded in time, in bytes, in hops and in where they come from. They are fetched singly,
-as a reader with a browser would; robots.txt is not consulted, cookies are not kept. The URL of a search result, fetched
-without care, may name a cloud's metadata service, a printer or this machine (server-side request forgery), so only
-addresses of the public internet are asked. Invariants of `GuardedTransport`: every request is checked, also each hop of a
-chain of redirects; a name is resolved once, all its addresses are checked, and the connection is made to one of these, so
-that DNS rebinding gains nothing; TLS is still verified against the name; no proxy is used, which would resolve the name
-by itself. The tables are written out, as `ipaddress.is_global` passes multicast and transition ranges that carry IPv4
-addresses, and differs between versions of Python.
+- An outage never looks like an empty result: `find` raises ProviderError if any query of its batch fails, and the
+  server returns 503.
+- Successful results of a failed batch are kept for the retry, so that no query is paid for twice.
+- `Retriever` requires constant results. Here only the server's cache ensures that, for as long as it holds a query.
+
+Pages are untrusted: time, bytes, redirects and addresses are limited. Each page is fetched on its own, like by a reader
+with a browser, without robots.txt and cookies. The URL of a search result may point to a cloud's metadata service, a
+printer or this machine (server-side request forgery). So only public internet addresses are allowed.
+
+Invariants of `GuardedTransport`:
+
+- Every request is checked, including each redirect.
+- A name is resolved once, all its addresses are checked, and the connection uses one of them, which defeats DNS
+  rebinding. TLS is still verified against the name.
+- No proxy is used, because a proxy would resolve the name itself.
+- The address tables are explicit. `ipaddress.is_global` accepts multicast and transition ranges that carry IPv4
+  addresses, and differs between Python versions.
 """
 
 from __future__ import annotations
@@ -59,7 +65,7 @@ _WORKERS = 2
 _JOB_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 60.0
 _MAX_ANSWER_BYTES = 16 * MAX_TEXT_CHARS
-_AT_ONCE = 8  # pages of one request that are fetched together
+_AT_ONCE = 8  # pages of one request fetched at the same time
 _log = logging.getLogger(__name__)
 CONTENT_TYPES = frozenset({"text/html", "application/xhtml+xml", "text/plain"})
 _TYPES = sorted(CONTENT_TYPES)
@@ -67,39 +73,39 @@ _USER_AGENT = "rlsys/0.1 (web search of a language model)"
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
-"""(host, port) -> numeric addresses, the preferred first. Raises OSError for a name that has none."""
+"""(host, port) -> numeric addresses, preferred first. Raises OSError for an unknown name."""
 
 _NOT_PUBLIC_V4 = [
     IPv4Network(block)
     for block in (
-        *("0.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16"),  # this network, loopback, link-local: metadata of clouds
+        *("0.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16"),  # this network, loopback, link-local (cloud metadata)
         *("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10"),  # private, and carrier-grade NAT
-        *("192.0.0.0/24", "192.88.99.0/24", "198.18.0.0/15"),  # protocol assignments, relays of 6to4, benchmarking
+        *("192.0.0.0/24", "192.88.99.0/24", "198.18.0.0/15"),  # protocol assignments, 6to4 relays, benchmarking
         *("192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24"),  # documentation
         *("224.0.0.0/4", "240.0.0.0/4"),  # multicast; reserved and broadcast
     )
 ]
 _PUBLIC_V6 = IPv6Network("2000::/3")
-# Protocol assignments and Teredo, and twice documentation.
+# Protocol assignments with Teredo, and two documentation ranges.
 _NOT_PUBLIC_V6 = tuple(map(IPv6Network, ("2001::/23", "2001:db8::/32", "3fff::/20")))
 _NAT64 = IPv6Network("64:ff9b::/96")
-MAX_TRIES = 4  # addresses of one name that are tried
+MAX_TRIES = 4  # most addresses tried per name
 
 
 class UrlRefused(Exception):
-    """A URL that is not fetched, or whose answer is not the page; the text says why."""
+    """A URL that must not be fetched, or whose response is not a page; the text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Rules of what may be fetched."""
+    """Rules for URLs and addresses that may be fetched."""
 
     ports: frozenset[int] = frozenset({80, 443})
     allow_private: frozenset[Network] = frozenset()
-    """Networks that are fetched from though they are not public: for tests, and for sites of one's own."""
+    """Non-public networks that are allowed, for tests and private sites."""
 
     def permits(self, address: Address) -> bool:
-        """True where a connection to `address` may be made."""
+        """True if connections to `address` are allowed."""
         plain = _carried(address)
         if any(plain in network for network in self.allow_private):
             return True
@@ -108,7 +114,7 @@ class Policy:
         return plain.scope_id is None and plain in _PUBLIC_V6 and not any(plain in net for net in _NOT_PUBLIC_V6)
 
     def check(self, url: httpx.URL) -> tuple[str, int]:
-        """The host, in ASCII, and the port of `url`. Raises UrlRefused."""
+        """Return the host, in ASCII, and the port of `url`. Raises UrlRefused."""
         if url.scheme not in ("http", "https"):
             raise UrlRefused(f"the scheme {url.scheme[:20]!r} is not http or https")
         if url.userinfo:
@@ -121,13 +127,13 @@ class Policy:
             raise UrlRefused(f"port {port} is not one of {sorted(self.ports)}")
         last = host.rsplit(".", 1)[-1]
         if (last.isdigit() or last.startswith("0x") or ":" in host) and _literal(host) is None:
-            # The URL standard takes it for an address, as its last label is a number. Resolvers disagree about which.
+            # The URL standard treats a host with a numeric last label as an address; resolvers parse it differently.
             raise UrlRefused(f"the host {host[:60]!r} is an address in an unusual form")
         return host, port
 
 
 def _carried(address: Address) -> Address:
-    """The IPv4 address that an IPv6 one stands for, where it does."""
+    """Return the IPv4 address embedded in an IPv6 one, or else `address`."""
     if isinstance(address, IPv4Address):
         return address
     if address in _NAT64:
@@ -143,13 +149,13 @@ def _literal(host: str) -> Address | None:
 
 
 async def resolve(host: str, port: int) -> list[str]:
-    """The system's resolver."""
+    """Resolve `host` with the system's resolver; see `Resolver`."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 class GuardedTransport(httpx.AsyncHTTPTransport):
-    """Connects to permitted addresses only, and keeps no connection: another name of its address must not share it."""
+    """Connects only to permitted addresses, without keep-alive, so that names with one address share no connection."""
 
     def __init__(
         self, policy: Policy, *, max_connections: int, resolver: Resolver = resolve, tls: ssl.SSLContext | None = None
@@ -159,9 +165,9 @@ class GuardedTransport(httpx.AsyncHTTPTransport):
         super().__init__(verify=tls or True, limits=limits, trust_env=False)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send `request`, a GET, to the first address that answers. Raises UrlRefused before any connection."""
+        """Send `request`, a GET, to the first reachable address. Raises UrlRefused before any connection."""
         host, port = self._policy.check(request.url)
-        # The Host header stays, and so does the name that TLS asks for and verifies.
+        # The Host header and the TLS server name stay those of the URL.
         extensions = request.extensions | ({} if _literal(host) is not None else {"sni_hostname": host})
         error: httpx.TransportError = httpx.ConnectError(f"the name {host} has no address", request=request)
         for address in (await self._addresses(host, port, request))[:MAX_TRIES]:
@@ -174,7 +180,7 @@ class GuardedTransport(httpx.AsyncHTTPTransport):
         raise error
 
     async def _addresses(self, host: str, port: int, request: httpx.Request) -> list[Address]:
-        """The addresses of `host`, all of them permitted."""
+        """Return the addresses of `host`. Raises UrlRefused unless all are permitted."""
         try:
             texts = [host] if _literal(host) is not None else await self._resolve(host, port)
             addresses = [ipaddress.ip_address(text) for text in texts]
@@ -187,37 +193,37 @@ class GuardedTransport(httpx.AsyncHTTPTransport):
 
 
 class PageError(Exception):
-    """A page that cannot be had: one sentence."""
+    """A page that cannot be fetched; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """Bounds of what one page may cost."""
+    """Limits for fetching pages."""
 
-    timeout_s: float = 10.0  # from the first look at the name to the last byte, over all redirects
-    max_bytes: int = 2 * 1024 * 1024  # of the body, compressed and decompressed
+    timeout_s: float = 10.0  # one page, from name resolution to the last byte, redirects included
+    max_bytes: int = 2 * 1024 * 1024  # limit for the body, both compressed and decompressed
     max_redirects: int = 5
     max_concurrent: int = 32  # pages in flight
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The body of a page as it came."""
+    """The raw body of a page."""
 
     body: bytes
     media_type: str  # one of CONTENT_TYPES
-    charset: str | None  # as the server declares it, if it does; not checked
+    charset: str | None  # declared by the server; not validated
 
 
 class PageFetcher:
-    """Fetches pages over `transport`, which decides where requests may go. For one event loop."""
+    """Fetches pages through `transport`, which restricts their addresses. For one event loop."""
 
     def __init__(self, transport: GuardedTransport, limits: FetchLimits) -> None:
         self._limits = limits
         self._slots = RankedSlots(limits.max_concurrent)
         self._http = httpx.AsyncClient(
             transport=transport,
-            # So that an address that does not answer leaves time for the next one of its name.
+            # An unreachable address leaves time for the next address of its name.
             timeout=httpx.Timeout(limits.timeout_s, connect=limits.timeout_s / MAX_TRIES),
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
             headers={"User-Agent": _USER_AGENT, "Accept": ", ".join(_TYPES), "Accept-Encoding": Encoding.gzip},
@@ -225,7 +231,7 @@ class PageFetcher:
         )
 
     async def fetch(self, url: str, rank: int = 0) -> Fetched:
-        """The page at `url`, which waits for its turn by `rank`. Raises PageError."""
+        """Fetch the page at `url`, with `rank` as priority (lowest first). Raises PageError."""
         async with self._slots.held(rank):
             try:
                 async with asyncio.timeout(self._limits.timeout_s):
@@ -239,7 +245,7 @@ class PageFetcher:
         raise PageError(f"{url[:200]!r} cannot be fetched: {reason}")
 
     async def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         await self._http.aclose()
 
     async def _follow(self, url: str) -> Fetched:
@@ -268,8 +274,9 @@ class PageFetcher:
 
 
 class RankedSlots:
-    """A semaphore of one event loop: a free slot goes to the lowest rank, so no request waits for the later pages of
-    another; within a rank to who came first.
+    """A priority semaphore for one event loop: a free slot goes to the lowest rank, then to the earliest caller.
+
+    Ranks number the pages of a request, so that no request waits for the later pages of another.
     """
 
     def __init__(self, count: int) -> None:
@@ -279,7 +286,7 @@ class RankedSlots:
 
     @asynccontextmanager
     async def held(self, rank: int = 0) -> AsyncIterator[None]:
-        """Wait for a slot, and give it back."""
+        """Hold a slot within the context."""
         await self._take(rank)
         try:
             yield
@@ -296,7 +303,7 @@ class RankedSlots:
         try:
             await given
         except asyncio.CancelledError:
-            if not given.cancelled():  # it was given before the cancellation arrived
+            if not given.cancelled():  # the slot was granted before the cancellation
                 self._give()
             elif waiting in self._waiting:
                 self._waiting.remove(waiting)
@@ -314,30 +321,30 @@ class RankedSlots:
 
 @dataclass(eq=False)
 class WebRetriever:
-    """A `Retriever` over one provider."""
+    """A `Retriever` over one web search provider."""
 
     client: ProviderClient
-    reader: PageReader | None  # of pages; None answers with snippets
-    parallel: int  # as many as the provider takes requests, as each batch waits for its slowest
-    passage_words: int  # length of the passage of a page
-    described: Mapping[str, Any]  # what `describe` says
+    reader: PageReader | None  # reads pages; None uses snippets
+    parallel: int  # the provider's request limit, because each batch waits for its slowest query
+    passage_words: int  # most words of a page's passage
+    described: Mapping[str, Any]  # return value of `describe`
     _kept: OrderedDict[tuple[str, int], list[Hit]] = field(default_factory=OrderedDict)
     _loop: LoopThread = field(default_factory=lambda: LoopThread("web-search"))
 
     def prepare(self, queries: Sequence[str]) -> list[str]:
-        """The queries: nothing is computed of them here."""
+        """Return the queries unchanged."""
         return list(queries)
 
     def find(self, prepared: Sequence[str], topk: int) -> list[list[Hit]]:
-        """At most `topk` hits of each query, best first, all asked at once. Raises ProviderError."""
+        """Return up to `topk` hits per query, best first, with concurrent requests. Raises ProviderError."""
         return self._loop.run(self._find(prepared, topk))
 
     def describe(self) -> Mapping[str, Any]:
-        """`kind`, `provider` and `fetch_pages`."""
+        """Return `kind`, `provider` and `fetch_pages`."""
         return self.described
 
     def close(self) -> None:
-        """Give connections and processes back; nothing is called after."""
+        """Close connections and subprocesses. No other method is called afterwards."""
 
         async def close() -> None:
             await self.client.close()
@@ -365,13 +372,13 @@ class WebRetriever:
         texts = await asyncio.gather(*(self._text(query, result, pages) for result in results))
         hits = []
         for rank, (result, text) in enumerate(zip(results, texts, strict=True), start=1):
-            name = result.url or f"answer: {query}"  # a provider's own answer has no URL
+            name = result.url or f"answer: {query}"  # a direct answer may have no URL
             shown = Page(one_line(result.title), clean(text)).contents
             hits.append(Hit(1 / rank, {"id": name, "contents": shown, "url": result.url}))
         return hits
 
     async def _text(self, query: str, result: Result, pages: dict[str, asyncio.Task[Page | None]]) -> str:
-        """The passage that stands for `result`; a page is fetched once for all queries that share `pages`."""
+        """Return the passage or snippet of `result`; a page is fetched once for all queries that share `pages`."""
         if self.reader is None or not result.url:
             return result.snippet
         if result.url not in pages:
@@ -383,7 +390,10 @@ class WebRetriever:
 
 
 class Workers:
-    """Up to `count` processes of one event loop, without the variables `hidden`; a page that takes too long ends one."""
+    """Pool of up to `count` page-parsing subprocesses, for one event loop.
+
+    The environment variables `hidden` are not passed on. A subprocess exits when a page exceeds `job_timeout_s`.
+    """
 
     def __init__(self, count: int, job_timeout_s: float, hidden: Collection[str] = ()) -> None:
         self._job_timeout_s = job_timeout_s
@@ -392,7 +402,7 @@ class Workers:
         self._idle: list[Process] = []
 
     async def read(self, fetched: Fetched, rank: int = 0) -> Page | None:
-        """The text of the page, None without one; waits for its turn by `rank`. Raises RunError if no process starts."""
+        """Parse a page, with `rank` as priority; None without text. Raises RunError if no subprocess starts."""
         async with self._slots.held(rank):
             process = self._idle.pop() if self._idle else await self._start()
             answer = b""
@@ -403,14 +413,14 @@ class Workers:
                     self._idle.append(process)
                 else:
                     await _end(process)
-        try:  # the process that wrote it has read a stranger's bytes
+        try:  # validated, because a hostile page may have compromised the subprocess
             found = orjson.loads(answer)
             return None if found is None else Page(str(found["title"]), str(found["text"]))
         except (ValueError, KeyError, TypeError):
             return None
 
     async def close(self) -> None:
-        """End the processes."""
+        """Kill the idle subprocesses."""
         while self._idle:
             await _end(self._idle.pop())
 
@@ -430,12 +440,12 @@ class Workers:
             if ready != extract.READY:
                 await _end(process)
         if ready != extract.READY:
-            raise RunError("a page reader did not start: see its message on standard error")
+            raise RunError("a page reader did not start: see its error on standard error")
         return process
 
 
 async def _ask(process: Process, fetched: Fetched) -> bytes:
-    """The answer of a worker, a line; anything else when it has ended, or said what none says."""
+    """Send a job and return the response line; bytes without a final newline mean that the subprocess failed."""
     assert process.stdin is not None
     assert process.stdout is not None
     job = {"media_type": fetched.media_type, "charset": fetched.charset, "bytes": len(fetched.body)}
@@ -455,42 +465,42 @@ async def _end(process: Process) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PageReader:
-    """Reads the text of pages, by URL."""
+    """Fetches and parses pages by URL."""
 
     fetcher: PageFetcher
     workers: Workers
 
     async def read(self, url: str, rank: int = 0) -> Page | None:
-        """The page at `url`, None where it cannot be had or has no text; a lower `rank` goes first."""
+        """Return the page at `url`, or None if it cannot be fetched or has no text; lower `rank` goes first."""
         try:
             page = await self.workers.read(await self.fetcher.fetch(url, rank), rank)
         except PageError as error:
             _log.info("%s", error)
             return None
         if page is None:
-            _log.info("%r has no text that can be read within the limits", url[:200])
+            _log.info("%r has no text, or parsing it exceeded the limits", url[:200])
         return page
 
     async def close(self) -> None:
-        """Give connections and processes back."""
+        """Close connections and subprocesses."""
         await self.fetcher.close()
         await self.workers.close()
 
 
 @dataclass(eq=False)
 class WebPages:
-    """Fetches pages when they are asked for; keeps none."""
+    """A `PageSource` that fetches pages on demand, without a cache."""
 
-    reader: PageReader  # it belongs to this object, which closes it
-    timeout_s: float = 30.0  # for the pages of one request
+    reader: PageReader  # owned and closed by this object
+    timeout_s: float = 30.0  # time limit for all pages of one request
     _loop: LoopThread = field(default_factory=lambda: LoopThread("web-pages"))
 
     async def fetch(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
-        """{"url", "contents"} of each URL, None for what is not there in time. For any event loop; may be cancelled."""
+        """Return {"url", "contents"} of each URL, None on failure or timeout. For any event loop; cancellable."""
         return await self._loop.result_of(self._fetch(urls))
 
     def close(self) -> None:
-        """Give connections and processes back; nothing is called after."""
+        """Close connections and subprocesses. No other method is called afterwards."""
         self._loop.close(self.reader.close())
 
     async def _fetch(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
@@ -506,7 +516,7 @@ class WebPages:
             await asyncio.gather(*pages.values(), return_exceptions=True)
         found = {url: None if page.cancelled() else page.result() for url, page in pages.items()}
         if late:
-            _log.info("%d of %d pages were not there in %g s", len(late), len(pages), self.timeout_s)
+            _log.info("%d of %d pages were not fetched within %g s", len(late), len(pages), self.timeout_s)
         return [found[url] for url in urls]
 
     async def _page(self, url: str, rank: int, places: asyncio.Semaphore) -> Mapping[str, Any] | None:
@@ -526,7 +536,10 @@ def open_web(
     policy: Policy | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> WebRetriever:
-    """Search of the web with keys from `environ`. Raises UserError for a bad provider, a missing key or a bad endpoint."""
+    """Open a web search retriever, with API keys from `environ`.
+
+    Raises UserError for an unknown provider, a missing key or an invalid endpoint.
+    """
     if provider not in PROVIDERS:
         raise UserError(
             f"web search provider {provider!r} is unknown: choose one of {', '.join(PROVIDERS)}.",
@@ -546,7 +559,7 @@ def open_web(
 
 
 def open_reader(fetch_limits: FetchLimits | None = None, policy: Policy | None = None) -> PageReader:
-    """A reader of pages of the public internet, for one event loop."""
+    """Create a reader for pages of the public internet, for one event loop."""
     fetch_limits = fetch_limits or FetchLimits()
     transport = GuardedTransport(policy or Policy(), max_connections=fetch_limits.max_concurrent)
     secrets = {credential.variable for provider in PROVIDERS.values() for credential in provider.credentials}
@@ -554,14 +567,14 @@ def open_reader(fetch_limits: FetchLimits | None = None, policy: Policy | None =
 
 
 def open_pages(fetch_limits: FetchLimits | None = None, policy: Policy | None = None) -> WebPages:
-    """Pages of the public internet for /access."""
+    """Create a source of public internet pages, for /access."""
     return WebPages(open_reader(fetch_limits, policy))
 
 
 def best_passage(text: str, query: str, words: int) -> str | None:
-    """The passage of `text` with the highest BM25 score for `query`; None where no word of it occurs.
+    """Return the passage of `text` with the highest BM25 score for `query`, or None if no query word occurs.
 
-    Passages are whole paragraphs (lines), up to `words` words. Without blanks between words a text seldom matches.
+    Passages are made of paragraphs (lines), up to `words` words. Text in languages without spaces seldom matches.
     """
     found = passages(text, words)
     terms = bm25s.tokenize([query], stopwords="en", show_progress=False, return_ids=False)[0]
@@ -575,7 +588,7 @@ def best_passage(text: str, query: str, words: int) -> str | None:
 
 
 def passages(text: str, words: int) -> list[str]:
-    """`text` in order, in passages of at most `words` words that end where paragraphs do, where possible."""
+    """Split `text` into passages of up to `words` words, at paragraph ends where possible."""
     found: list[str] = []
     lines: list[str] = []
     used = 0
