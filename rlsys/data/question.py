@@ -1,10 +1,9 @@
 """Reads questions from data files, builds their prompts, and shuffles them.
 
-| row format | prompt | answers |
-|---|---|---|
-| Search-R1 | `prompt` | `reward_model` |
-| RLinf | `prompt` | `solutions` |
-| FlashRAG | Search-R1's template around `question` | `golden_answers` |
+Row formats:
+- Search-R1: `prompt` and `reward_model`;
+- RLinf: `prompt` and `solutions`;
+- FlashRAG: `question`, inserted into Search-R1's template, and `golden_answers`.
 
 A question's `uid` is the file stem and the row number, since merged data sets repeat their own `index`. Invalid rows
 raise a UserError naming the file, the line and the field.
