@@ -62,7 +62,7 @@ class RankDied(_RankLost):
 
 
 class RankSilent(_RankLost):
-    """A worker did not respond in time; `rank` is the first of several."""
+    """A worker did not respond in time; if several did not, `rank` is the first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[int, Any]]:
             try:
                 yield number, json.loads(line)
             except json.JSONDecodeError as problem:
-                raise _unreadable(file, f", line {number} is not JSON ({problem.msg}): mend the line.") from problem
+                raise _unreadable(file, f", line {number} is not JSON ({problem.msg}): correct the line.") from problem
             except UnicodeDecodeError as problem:
                 raise _unreadable(file, f", line {number} is not UTF-8: save the file as UTF-8.") from problem
 
@@ -143,7 +143,7 @@ def question_of(file: Path, line: int, row: Any) -> Question:
 
 
 def _prompt_and_answers(row: Mapping[str, Any], text: str, file: Path, line: int) -> tuple[str, str, Any]:
-    """The prompt, and what should be the answers with the name of their field."""
+    """Return the prompt, the name of the answers' field, and its raw value."""
     match row:
         case {"prompt": str(prompt) | [{"role": "user", "content": str(prompt)}]} if prompt:
             if row.get("solutions") is not None:
@@ -153,17 +153,17 @@ def _prompt_and_answers(row: Mapping[str, Any], text: str, file: Path, line: int
                     return prompt, "reward_model.ground_truth.target", target
             return prompt, "reward_model.ground_truth.target", None
         case {"prompt": prompt} if prompt is not None:
-            # Other messages beside the user's would be lost on the policy.
+            # The policy reads the user's message only; other messages would be lost silently.
             raise _unreadable(
                 file,
-                f', line {line}: "prompt" must be a text, or one message of the user, '
+                f', line {line}: "prompt" must be a string, or a single user message, '
                 '[{"role": "user", "content": TEXT}].',
             )
         case {"golden_answers": answers} if answers is not None and text.strip():
             return search_prompt(text), "golden_answers", answers
     raise _unreadable(
         file,
-        f', line {line} is no question: give "prompt" and "reward_model" (Search-R1), "prompt" and "solutions" (RLinf), or '
+        f', line {line} is not a question: give "prompt" and "reward_model" (Search-R1), "prompt" and "solutions" (RLinf), or '
         '"question" and "golden_answers" (FlashRAG).',
     )
 

@@ -310,7 +310,7 @@ class LogChunk(NamedTuple):
 
 
 class NodeAgent:
-    """Runs on one machine for the launcher: preflight, search server, log reads, and the final notice."""
+    """Works for the launcher on one machine: runs the preflight and a search server, reads logs, relays the ending."""
 
     def __init__(self) -> None:
         launched = os.environ.get(FOLDER_VARIABLE)

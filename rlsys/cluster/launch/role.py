@@ -38,7 +38,7 @@ class LaunchTask:
     wait_s: float  # Timeout for all machines to join.
 
     def arguments(self, command: Sequence[str], settings: Sequence[str]) -> list[str]:
-        """Return `rlsys` arguments: `command`, which ends with the config option, the config, and the overrides."""
+        """Return `rlsys` arguments: `command` (ending with the config option), config name, overrides and `settings`."""
         folder = [] if self.config_dir is None else ["--config-dir", str(self.config_dir)]
         return [*command, self.name, *folder, *self.overrides, *settings]
 
@@ -148,7 +148,8 @@ def serving_positions(config: RunConfig, hosts: Sequence[tuple[int, str]]) -> li
         if position is None:
             there = ", ".join(f"{rank} ({host})" for rank, host in hosts)
             raise UserError(
-                f"cluster.search.nodes: there is no machine {wanted} among {there}; give a rank or a host name.",
+                f"cluster.search.nodes: {wanted} is not a machine of this launch, which has {there}: give a rank or a host "
+                "name.",
                 code="unknown",
                 key="cluster.search.nodes",
             )

@@ -186,7 +186,7 @@ def fullest_device(config: RunConfig, plan: Mapping[str, Any]) -> tuple[tuple[st
 
 
 def _reach(config: RunConfig, ranks: Mapping[str, Sequence[int]], per_node: int) -> Iterator[Problem]:
-    """Yield a problem if the transport does not reach all receivers from the actor's sending ranks."""
+    """Yield a problem if `cluster.sync_mode` cannot carry weights to every group, since some are on other machines."""
     mode = config.cluster.sync_mode
     if mode not in (SyncMode.tensor, SyncMode.ipc):
         return

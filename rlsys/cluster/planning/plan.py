@@ -1,7 +1,7 @@
 """Resolves a run's plan: groups, ranks, parallel sizes, and an estimate of each rank's memory by part. Pure.
 
 The estimate is the peak of tensor bytes in a step. Parameters, gradients, optimiser state and the reference are always
-present. Added is the largest of three phases, which never overlap:
+present. The largest of three phases is added to them; the phases never overlap:
 
 - a micro-batch's pass: activations of all layers, plus the larger of the logits and the backward pass's temporaries;
 - the optimiser's step;
