@@ -1,12 +1,13 @@
 """Pipelined reinforcement learning for language models that search.
 
-From Python: `from rlsys import SearchR1Trainer, DenseRetriever` (see `rlsys.apps.api`), which is loaded when it is first asked for.
+Python API: `from rlsys import SearchR1Trainer, DenseRetriever` loads `rlsys.apps.api` on first use.
 
-Packages that users name have moved; `rlsys.tools`, `rlsys.api`, `rlsys.cli` and what is in them are still found, as the very
-same modules (`rlsys.tools.interface.ToolError is rlsys.rollout.tools.interface.ToolError`), in a config's `task.tools`, an
-import and `python -m`. The first import of each is a DeprecationWarning.
+The former packages `rlsys.tools`, `rlsys.api` and `rlsys.cli` are aliases of the new ones, submodules included, in
+`import`, `python -m` and a config's `task.tools`. An alias is the same module object, for example
+`rlsys.tools.interface.ToolError is rlsys.rollout.tools.interface.ToolError`. The first import of each former package
+issues a DeprecationWarning.
 
-With the environment variable `RLSYS_LOG` (debug, info, warning) set, the log of every process of rlsys goes to stderr.
+`RLSYS_LOG=debug|info|warning` in the environment sends the logs of every rlsys process to stderr.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ __all__ = [
 ]
 
 _MOVED = {"rlsys.tools": "rlsys.rollout.tools", "rlsys.api": "rlsys.apps.api", "rlsys.cli": "rlsys.apps.cli"}
-"""Old name of a package -> its name."""
+"""Former package name -> current name."""
 _OLD = tuple(_MOVED)
 
 
 class _OldNames(MetaPathFinder, Loader):
-    """Finds modules of `_MOVED` packages by their old names."""
+    """Imports modules of the `_MOVED` packages by their former names."""
 
     @staticmethod
     def _new_name(name: str) -> str:
@@ -59,7 +60,7 @@ class _OldNames(MetaPathFinder, Loader):
         return _MOVED.get(old, old) + name[len(old) :]
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        if not name.startswith(_OLD):  # Every import of every package comes by here.
+        if not name.startswith(_OLD):  # Fast path: called for every import of every package.
             return None
         new = self._new_name(name)
         found = None if new == name else find_spec(new)
@@ -74,12 +75,12 @@ class _OldNames(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module, which has been executed by its own name, its own spec back."""
+        """Restore the module's own spec; it has already been executed under its current name."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
 
     def get_code(self, name: str) -> CodeType | None:
-        """The code, for `python -m`."""
+        """Return the module's code, for `python -m`."""
         spec = find_spec(self._new_name(name))
         assert spec is not None
         assert isinstance(spec.loader, InspectLoader)
@@ -87,7 +88,7 @@ class _OldNames(MetaPathFinder, Loader):
 
 
 class _ErrorStream(logging.StreamHandler[TextIO]):
-    """Writes to the sys.stderr of the moment, which a live area on the terminal replaces for a while."""
+    """Writes to the current `sys.stderr`, which a live terminal display replaces while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -95,9 +96,9 @@ class _ErrorStream(logging.StreamHandler[TextIO]):
 
 
 def _log_from(level: str) -> None:
-    """Send messages of rlsys of `level` and above to stderr."""
+    """Send rlsys log messages of `level` and above to stderr."""
     if level.lower() not in ("debug", "info", "warning"):
-        print(f"RLSYS_LOG={level} is no level, and is ignored: give debug, info or warning.", file=sys.stderr)
+        print(f"RLSYS_LOG={level} is not a log level and is ignored: use debug, info or warning.", file=sys.stderr)
         return
     handler = _ErrorStream()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -107,11 +108,11 @@ def _log_from(level: str) -> None:
 
 if _level := os.environ.get("RLSYS_LOG"):
     _log_from(_level)
-sys.meta_path.insert(0, _OldNames())  # Before the finder of files, which would load them a second time.
+sys.meta_path.insert(0, _OldNames())  # Before the file finder, which would load a moved module a second time.
 
 
 def __getattr__(name: str) -> Any:
-    """A name of `rlsys.apps.api`."""
+    """Load a public name from `rlsys.apps.api`."""
     if name in __all__:
         return getattr(import_module("rlsys.apps.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Errors that speak to the user."""
+"""Exceptions whose messages are written for the user, and helpers to combine and format them."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Code = Literal[
     "user_code",
     "unsafe",
 ]
-"""Kinds of mistakes; docs/troubleshooting.md says of each what it means."""
+"""Error codes; docs/troubleshooting.md explains each."""
 
 
 class UserError(Exception):
-    """A mistake in what the user gave: one sentence with the key, the value and the fix.
+    """Invalid user input: one sentence with the key, the value and the fix.
 
         raise UserError("trainer.steps=0 must be at least 1.", code="out_of_range", key="trainer.steps")
 
-    `key` is the config key, option, file or address at fault, as the user wrote it. The command line prints the sentence
-    and the code, and exits with status 2.
+    `key` is the config key, option, file or address at fault, as the user wrote it. The CLI prints the sentence and the
+    code, and exits with status 2.
     """
 
     def __init__(self, sentence: str, *, code: Code, key: str) -> None:
@@ -43,20 +43,20 @@ class UserError(Exception):
         self.code, self.key = code, key
 
     def __reduce__(self) -> Any:
-        """Pickle the keyword arguments too: errors cross processes."""
+        """Pickle the keyword-only arguments too, since errors cross process boundaries."""
         return partial(type(self), code=self.code, key=self.key), self.args
 
 
 class RunError(Exception):
-    """A run that cannot go on (a dead worker, a time-out): one sentence that names who is missing."""
+    """Fatal failure of a run (dead worker, timeout): one sentence that names the missing worker or machine."""
 
 
 class Interrupted(Exception):
-    """The user asked the run to stop, and it has."""
+    """The run stopped at the user's request."""
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The error that people should read: of a group of errors, the first that is made for them."""
+    """Return the error to show: the first UserError or RunError of an exception group, else its first error."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     causes = [root_cause(inner) for inner in error.exceptions]
@@ -64,23 +64,26 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def code_of(error: BaseException) -> Code | None:
-    """The code of a user's mistake; None of anything else."""
+    """Return the code of a UserError, and None for any other error."""
     return error.code if isinstance(error, UserError) else None
 
 
 def with_code(sentence: object, code: Code | None) -> str:
-    """The sentence, and its code in brackets, by which docs/troubleshooting.md explains it."""
+    """Append the error code in brackets: `... [not_found]`."""
     return str(sentence) if code is None else f"{sentence} [{code}]"
 
 
 def without_code(text: str) -> tuple[str, Code | None]:
-    """Sentence and code of a text that `with_code` has made."""
+    """Split the output of `with_code` into sentence and code."""
     sentence, _, last = text.rstrip().rpartition(" [")
     code = next((code for code in get_args(Code) if last == f"{code}]"), None)
     return (text.rstrip(), None) if code is None else (sentence, code)
 
 
 def in_one(problems: Sequence[UserError | RunError], *more: str) -> UserError:
-    """One mistake of several, with the code and key of the first user's mistake: a line for each and for `more`."""
+    """Merge `problems` into one UserError: one line each, then the lines of `more`.
+
+    The code and the key are those of the first UserError among them.
+    """
     first = next(problem for problem in problems if isinstance(problem, UserError))
     return UserError("\n".join([*map(str, problems), *more]), code=first.code, key=first.key)

@@ -1,7 +1,7 @@
 """Atomic writes, bounded reads and folder locks.
 
-A run's folder may come from somebody else, or from a disk that has lost parts of it. So only regular files are read, under
-the limits below, and what is parsed holds nothing that breaks those who walk through it.
+Run folders are untrusted input: they may come from another user or be damaged. Readers therefore accept regular files
+only, up to the size limits below, and parsers bound nesting depth and integer size.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ import yaml
 from rlsys.errors import UserError
 
 OBJECT_BYTES = 64 * 1024**2
-"""Most that a file of one JSON object may have."""
+"""Maximum size of a JSON file."""
 LINE_BYTES = 64 * 1024**2
-"""Most that a line of a file of JSON lines may have, unpacked."""
+"""Maximum size of one line of a JSONL file, uncompressed."""
 PACKED_BYTES = 4 * 1024**3
-"""Most that a file in gzip may have, packed: one may end in zeros without end."""
+"""Maximum compressed size of a gzip file, whose zero padding is otherwise unlimited."""
 CONFIG_BYTES = 256 * 1024
-"""Most that a YAML file may have, whose reader takes a second for about 100 KB."""
+"""Maximum size of a YAML file; PyYAML parses about 100 KB per second."""
 DEPTH = 64
-"""Most levels that lists and objects are nested; Python's own limit ends in a RecursionError."""
+"""Maximum nesting depth of lists and objects, well below Python's recursion limit."""
 
 _PART = re.compile(r"\..+\.\d+\.part")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the file at `path` by `text`; a reader sees the old content or the new, never a part."""
+    """Write `text` to `path` atomically: a reader sees the old content or the new, never a part."""
     with open_atomically(path) as file:
         file.write(text.encode())
 
 
 @contextmanager
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
-    """A new file that replaces the one at `path` once the body has written it.
+    """Yield a temporary file that replaces the file at `path` when the body completes.
 
-    An OSError, also one of the body, names `path`: what a full disk refuses names no file by itself.
+    Every OSError, the body's included, is re-raised with `path` as its file name; "disk full" errors carry none.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -65,7 +65,7 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
 
 
 def forget_parts(folder: Path) -> None:
-    """Delete what a process that was killed had written of files in `folder`; nobody may be writing there."""
+    """Delete temporary files that killed writers left in `folder`. No other process may be writing there."""
     for path in folder.glob(".*.part"):
         if _PART.fullmatch(path.name):
             path.unlink()
@@ -73,9 +73,9 @@ def forget_parts(folder: Path) -> None:
 
 @contextmanager
 def open_regular(path: Path, most: int | None = None) -> Iterator[BinaryIO]:
-    """Open a file for reading without waiting.
+    """Open a regular file for reading, without blocking.
 
-    Raises OSError for one that is not regular, such as a pipe or a device, and for one of more than `most` bytes.
+    Raises OSError if it is not a regular file (a pipe, a device) or is larger than `most` bytes.
     """
 
     def opened(name: str, flags: int) -> int:
@@ -91,13 +91,13 @@ def open_regular(path: Path, most: int | None = None) -> Iterator[BinaryIO]:
 
 
 def read_regular(path: Path, most: int = OBJECT_BYTES) -> bytes:
-    """The content of the regular file at `path`. Raises OSError, also for one of more than `most` bytes."""
+    """Return the content of the regular file at `path`. Raises OSError, also if it is larger than `most` bytes."""
     with open_regular(path, most) as file:
         return file.read(most)
 
 
 def limited_lines(file: BinaryIO | BufferedIOBase) -> Iterator[bytes]:
-    """The lines of `file`. Raises OSError at one of more than `LINE_BYTES` bytes, which may be an endless one."""
+    """Yield the lines of `file`. Raises OSError at a line longer than `LINE_BYTES`."""
     while line := file.readline(LINE_BYTES + 1):
         if len(line) > LINE_BYTES:
             raise OSError(errno.EFBIG, f"A line of it has more than {LINE_BYTES} bytes")
@@ -105,10 +105,7 @@ def limited_lines(file: BinaryIO | BufferedIOBase) -> Iterator[bytes]:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """The JSON value in `text`.
-
-    Raises ValueError for text that holds none, for integers beyond 64 bits, and for nesting beyond `DEPTH` levels.
-    """
+    """Parse JSON. Raises ValueError for invalid JSON, integers beyond 64 bits and nesting beyond `DEPTH` levels."""
     try:
         found = json.loads(text, parse_int=_integer)
     except RecursionError as problem:
@@ -118,7 +115,7 @@ def parse_json(text: bytes | str) -> Any:
 
 
 def require_shallow(value: Any) -> None:
-    """Raise ValueError if lists and dicts of `value` are nested more than `DEPTH` levels deep."""
+    """Raise ValueError if lists and dicts in `value` are nested more than `DEPTH` levels deep."""
     level: list[Any] = [[value]]
     for _ in range(DEPTH + 1):
         insides = (nested.values() if isinstance(nested, dict) else nested for nested in level)
@@ -129,30 +126,30 @@ def require_shallow(value: Any) -> None:
 
 
 def read_yaml(path: Path) -> Any:
-    """What the YAML file at `path` holds, which nothing but JSON could not hold.
+    """Parse the YAML file at `path`, restricted to the JSON data model.
 
-    Raises OSError, also for a file of more than `CONFIG_BYTES`, and ValueError for what `parse_json` would not take and
-    for aliases: a few hundred bytes of them stand for gigabytes.
+    Raises OSError, also if it is larger than `CONFIG_BYTES`. Raises ValueError for invalid YAML, for values outside
+    the limits of `parse_json`, and for aliases, which can expand a few hundred bytes to gigabytes.
     """
     content = read_regular(path, CONFIG_BYTES)
     try:
         return parse_json(json.dumps(yaml.load(content, _PlainLoader)))
     except (yaml.YAMLError, TypeError, AttributeError, LookupError, OverflowError) as problem:
-        # PyYAML itself stumbles over `!!bool x` and the like.
+        # PyYAML raises these for some malformed tags, such as `!!bool x`.
         raise ValueError(str(problem)) from problem
 
 
 def sha256_of(path: str | Path) -> str:
-    """SHA-256 of the file at `path`, in hexadecimal."""
+    """Return the SHA-256 of the file at `path` in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def json_safe(value: Any) -> Any:
-    """`value` in plain JSON types: NaN and infinities become None (JSON has none), scalars of numpy and
-    torch become numbers, paths become strings.
+    """Convert `value` to plain JSON types.
 
-    Raises TypeError for anything else that JSON cannot hold.
+    NaN and infinities become None, numpy and torch scalars become numbers, and paths become strings. Raises TypeError
+    for any other type that JSON lacks.
     """
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
@@ -170,12 +167,12 @@ def json_safe(value: Any) -> Any:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """Takes no aliases, and no nesting beyond `DEPTH` levels."""
+    """YAML loader that rejects aliases and nesting beyond `DEPTH` levels."""
 
     _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """See yaml.composer.Composer."""
+        """Compose one node; overrides `yaml.composer.Composer`."""
         self._depth += 1
         if self._depth > DEPTH or self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError(f"It has an alias, or is nested more than {DEPTH} levels deep.")
@@ -185,7 +182,7 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def _integer(digits: str) -> int:
-    """Raises ValueError for a number of more than 64 bits: as a float, which figures are made to be, it may overflow."""
+    """Parse an integer. Raises ValueError beyond 64 bits, since converting a larger one to float can overflow."""
     number = int(digits)
     if not -(2**63) <= number < 2**64:
         raise ValueError("It holds an integer of more than 64 bits.")
@@ -193,29 +190,29 @@ def _integer(digits: str) -> int:
 
 
 LOCK = "lock"
-"""The file in a folder that is made to be claimed."""
+"""Lock file of a `working_folder`."""
 _RUN_LOCK = ".lock"
 _ATTEMPTS = 100
-"""To lock what others remove as they end; where nothing can ever be, all of them fail."""
+"""Attempts to lock a folder that ending processes may remove concurrently; all fail only if it cannot be created."""
 
 
 class Claimed(UserError):
-    """The folder is another process's."""
+    """Another process holds the folder's lock."""
 
 
 @contextmanager
 def claim(run_dir: Path) -> Iterator[None]:
-    """Have the folder of a run for this process alone; its lock stays there.
+    """Hold the exclusive lock of a run folder. The lock file stays in the folder.
 
-    Raises Claimed if another process has it, OSError if none can.
+    Raises Claimed if another process holds the lock, and OSError if the folder cannot be locked.
     """
     with (run_dir / _RUN_LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as problem:
             raise Claimed(
-                f"{run_dir} is of a run that still goes on: end that one first, or branch from one of its earlier "
-                "checkpoints with resume=PATH.",
+                f"{run_dir} belongs to a run that is still active: stop that run first, or branch from one of its "
+                "earlier checkpoints with resume=PATH.",
                 code="in_use",
                 key=str(run_dir),
             ) from problem
@@ -224,16 +221,16 @@ def claim(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def working_folder(home: Path) -> Iterator[None]:
-    """Have `home` for this process alone; it is made where there is none, and gone afterwards if nothing is left in it.
+    """Hold the exclusive lock of `home`. Creates the folder if needed, and removes it afterwards if it is empty.
 
-    Raises BlockingIOError if another process has it, another OSError if it cannot be.
+    Raises BlockingIOError if another process holds the lock, and another OSError if the folder cannot be locked.
     """
     lock = _locked(home)
     try:
         yield
     finally:
         if [path.name for path in home.iterdir()] == [LOCK]:
-            # Who opened this lock meanwhile sees that it is gone and begins anew.
+            # A process that has opened this lock file meanwhile detects the removal and retries.
             (home / LOCK).unlink()
             with suppress(OSError):
                 home.rmdir()

@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
 # Run rlsys on several machines; see the usage below.
-# Also where it is started by a plain sh.
+# Re-exec with bash if started by a plain sh.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
 
 usage() {
     cat <<'END'
-Run rlsys on several machines: run this on every one of them, with the same words.
+Run rlsys on several machines: run this script on every one of them, with the same arguments.
 
     bash launch.sh --config-name CONFIG [--nodes N] [--rank R] [--head HOST[:PORT]] [--wait S] [KEY=VALUE ...]
 
-The machine of rank 0 is where Ray's head and the trainer's driver are; the others join it and leave with it. It works from
-any directory, and relative paths are of the repository, which all machines must have at the same place.
+The machine of rank 0 runs Ray's head and the driver; the others join it and leave with it. The script works from any
+directory. Relative paths start at the repository, which must be at the same path on all machines.
 
-Settings from the environment, which flags go before:
+Settings from the environment; flags take precedence:
 
-    PYTHON                         interpreter that has rlsys                                            python3
-    NODE_RANK, GROUP_RANK, RANK    this machine's number, from 0
-    NNODES, WORLD_SIZE             how many machines; by default cluster.nodes of the config
-    MASTER_ADDR, MASTER_PORT       where the machine of rank 0 is, and the port of Ray there
+    PYTHON                         interpreter with rlsys installed                                      python3
+    NODE_RANK, GROUP_RANK, RANK    rank of this machine, from 0
+    NNODES, WORLD_SIZE             number of machines; default: cluster.nodes of the config
+    MASTER_ADDR, MASTER_PORT       address of the machine of rank 0, and Ray's port there
 
 Example, on the second of two machines:
 

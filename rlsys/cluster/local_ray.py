@@ -1,11 +1,11 @@
-"""A Ray on this machine: its addresses, the token of its user, the folder of its files, and its processes, certainly ended.
+"""Ray on this machine: addresses, the user's token, the folder of Ray's files, and reliable cleanup of its processes.
 
-Whoever reaches Ray's ports runs code as this user, unless Ray asks for a token, which is kept where only this user can read
-it. The folder lies below a short path, since the sockets among its files have short names.
+Without a token, anyone who reaches Ray's ports can run code as this user; the token file is readable by this user alone.
+Ray's folder has a short path because Unix socket paths are limited to 107 bytes.
 
-`python -m rlsys.cluster.local_ray PARENT COMMAND ...` becomes a command that the kernel sends SIGTERM when the process
-PARENT ends, however that ends. The kernel goes by the thread that started it (prctl(2)), which must be the parent's main
-one.
+`python -m rlsys.cluster.local_ray PARENT COMMAND ...` execs COMMAND so that the kernel sends it SIGTERM when the process
+PARENT ends, even by SIGKILL. Start it from PARENT's main thread: the kernel signals when the starting thread ends
+(prctl(2), PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from rlsys.errors import UserError
 from rlsys.files import LOCK, working_folder
 from rlsys.weights.sockets import INTERFACE_VARIABLES
 
-RANK = "rlsys-node-"  # How the resource of Ray's begins whose name ends with a machine's rank.
-RAY_PORT = 6379  # Of the head of a Ray cluster, where nobody says otherwise.
+RANK = "rlsys-node-"  # Prefix of the Ray resource that carries a machine's rank: `rlsys-node-0`.
+RAY_PORT = 6379  # Default port of a Ray head.
 _LOOPBACK = "127."
-_OUTSIDE = "192.0.2.1"  # An address that nobody has (RFC 5737): the way to it is the way out.
+_OUTSIDE = "192.0.2.1"  # Unassigned address (RFC 5737); the route to it is the default route.
 MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
-MOST_BYTES = 107  # Of a socket's path: sun_path of unix(7) without its end.
+MOST_BYTES = 107  # Maximum length of a socket path: sun_path of unix(7) without its terminator.
 _COMMON = Path("/tmp")
 _PREFIX, _RAYS = "rlsys-ray-", "ray"
 _LONGEST = f"{_PREFIX}12345678/{_RAYS}/session_2026-01-31_00-00-00_000000_4194304/sockets/plasma_store"
-"""That Ray makes in a folder of `ray_folder`, whose process has at most the number 2^22."""
-STOP_S = 3.0  # How long processes may take to end by themselves.
+"""Longest socket path that Ray creates below `ray_parent()`; process ids go up to 2^22."""
+STOP_S = 3.0  # Timeout for processes to exit on their own.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # From linux/prctl.h.
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
 def local_ray(stop: Callable[[], None]) -> Iterator[Path]:
-    """A `ray_folder` for a Ray that the body starts; then `stop` ends it, and what it leaves of processes is killed."""
+    """Yield a `ray_folder` for a Ray that the body starts; on exit call `stop`, then kill processes it leaves behind."""
     adopt_orphans()
     strangers = {process.pid for process in descendants()}
     with ray_folder() as folder:
@@ -61,14 +61,14 @@ def local_ray(stop: Callable[[], None]) -> Iterator[Path]:
 
 
 def require_token(environment: Mapping[str, str], *, make: bool) -> dict[str, str]:
-    """Return the variables with which Ray asks for this user's token.
+    """Return the variables that make Ray require this user's token.
 
-    There are none where `environment` says RAY_AUTH_MODE=disabled, which is logged as a warning. `make` writes a new
-    token to ~/.ray/auth_token where the user has none. Raises UserError where there is none, or it cannot be kept.
+    With RAY_AUTH_MODE=disabled in `environment`, warn and return none. `make` creates ~/.ray/auth_token if the user has
+    no token. Raises UserError if the token is missing, empty, or cannot be created or read.
     """
     mode = environment.get(MODE, "token").lower()
     if mode == "disabled":
-        told = "%s=disabled: whoever reaches Ray's ports on this machine can run code as you. Unset it to have Ray ask for a token."
+        told = "%s=disabled: anyone who reaches Ray's ports on this machine can run code as you. Unset it to require a token."
         _log.warning(told, MODE)
         return {}
     if mode != "token":
@@ -82,30 +82,30 @@ def require_token(environment: Mapping[str, str], *, make: bool) -> dict[str, st
 
 
 def token_file() -> Path:
-    """The file in which Ray looks for the user's token."""
+    """Return Ray's default path of the user's token."""
     return Path.home() / ".ray" / "auth_token"
 
 
 def ends_with_parent(command: Sequence[str]) -> list[str]:
-    """`command` as this process's main thread starts it to have it end with this process."""
+    """Wrap `command` so that it gets SIGTERM when this process ends. Start it from the main thread."""
     return [sys.executable, "-m", "rlsys.cluster.local_ray", str(os.getpid()), *command]
 
 
 def adopt_orphans() -> None:
-    """Make orphans of this process's descendants its own children, so that `descendants` finds them.
+    """Reparent orphaned descendants to this process, so that `descendants` finds them.
 
-    A worker that is killed leaves an engine's processes behind, which would otherwise go to init.
+    Otherwise a killed worker leaves its engine's processes to init.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants() -> list[psutil.Process]:
-    """All that this process has started, and what that has started, but multiprocessing's own helper."""
+    """Return all child processes, recursively, except multiprocessing's resource tracker."""
     return [child for child in psutil.Process().children(recursive=True) if not _is_helper(child)]
 
 
 def end(processes: Iterable[psutil.Process], timeout_s: float = STOP_S) -> None:
-    """Wait until `processes` have ended, and kill those that take longer than `timeout_s`."""
+    """Wait up to `timeout_s` for `processes` to exit, then kill the rest."""
     _, alive = psutil.wait_procs(list(processes), timeout=timeout_s)
     for process in alive:
         with suppress(psutil.NoSuchProcess):
@@ -116,7 +116,7 @@ def end(processes: Iterable[psutil.Process], timeout_s: float = STOP_S) -> None:
 def _is_helper(process: psutil.Process) -> bool:
     try:
         return "resource_tracker" in " ".join(process.cmdline())
-    except psutil.NoSuchProcess:  # Or dead and not yet taken note of, which remains to be done.
+    except psutil.NoSuchProcess:  # Gone, or a zombie, which the caller must still reap.
         return False
 
 
@@ -124,7 +124,7 @@ def _require_file(file: Path, *, make: bool) -> None:
     try:
         if make and not file.exists():
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Of two processes that do so at once, both end with the token of one.
+            # If two processes create the token at the same time, both use the one that was linked first.
             with tempfile.NamedTemporaryFile("w", dir=file.parent) as new, suppress(FileExistsError):
                 new.write(secrets.token_hex(32))
                 new.flush()
@@ -137,8 +137,8 @@ def _require_file(file: Path, *, make: bool) -> None:
                 return
     except OSError as problem:
         raise UserError(
-            f"Ray's token {file} cannot be {'made' if make else 'read'} ({problem.strerror}): "
-            + ("make the folder writable" if make else "copy the one of the head there, readable by you alone")
+            f"Ray's token {file} cannot be {'created' if make else 'read'} ({problem.strerror}): "
+            + ("make the folder writable" if make else "copy the head's token there, readable by you alone")
             + f", or set {_TOKEN}.",
             code="not_found" if isinstance(problem, FileNotFoundError) else "denied",
             key=str(file),
@@ -147,17 +147,17 @@ def _require_file(file: Path, *, make: bool) -> None:
 
 
 def ray_parent() -> Path:
-    """The folder in which Ray's own is made: TMPDIR, or /tmp where Ray's sockets would not fit into that.
+    """Return the parent of Ray's folder: TMPDIR, or /tmp if TMPDIR is too long for Ray's sockets or not writable.
 
-    Raises UserError if neither will do.
+    Raises UserError if neither fits.
     """
     wanted = Path(tempfile.gettempdir())
     for folder in (wanted, _COMMON):
         if len(os.fsencode(folder / _LONGEST)) <= MOST_BYTES and os.access(folder, os.W_OK | os.X_OK):
             return folder
     raise UserError(
-        f"TMPDIR={wanted} is too long for Ray's sockets, and {_COMMON} cannot be written: set TMPDIR to a folder "
-        f"whose path has at most {MOST_BYTES - len(_LONGEST) - 1} bytes.",
+        f"TMPDIR={wanted} is too long for Ray's sockets or not writable, and {_COMMON} is not writable: set TMPDIR to a "
+        f"writable folder whose path has at most {MOST_BYTES - len(_LONGEST) - 1} bytes.",
         code="out_of_range",
         key="TMPDIR",
     )
@@ -165,9 +165,9 @@ def ray_parent() -> Path:
 
 @contextmanager
 def ray_folder() -> Iterator[Path]:
-    """A new folder that only this user can enter, with `rays_own` in it; removed afterwards.
+    """Yield a new private folder for Ray (`rays_own`), and remove it on exit.
 
-    Also removes the folders of this user's processes that were killed before they could.
+    Also removes folders left behind by killed processes of this user.
     """
     parent = ray_parent()
     for other in parent.glob(f"{_PREFIX}*"):
@@ -185,12 +185,12 @@ def ray_folder() -> Iterator[Path]:
 
 
 def rays_own(folder: Path) -> Path:
-    """The folder within a `ray_folder` that Ray is given. Ray lets every user into it."""
+    """Return the subfolder of a `ray_folder` that Ray uses. Ray makes it accessible to every user."""
     return folder / _RAYS
 
 
 def _empty(folder: Path) -> None:
-    """Remove all but the lock by which `folder` is held."""
+    """Remove everything in `folder` except its lock file."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -204,14 +204,17 @@ def _prctl(option: int, value: int) -> None:
 
 
 def own_addresses() -> dict[str, str]:
-    """Address -> interface, of IPv4 and IPv6."""
+    """Return this machine's IPv4 and IPv6 addresses, each with its interface: `{"10.0.0.1": "eth0"}`."""
     entries = [(name, entry) for name, entries in psutil.net_if_addrs().items() for entry in entries]
     families = (socket.AF_INET, socket.AF_INET6)
     return {entry.address.partition("%")[0]: name for name, entry in entries if entry.family in families}
 
 
 def address_towards(host: str) -> str:
-    """This machine's IPv4 address on its way to `host`. Sends nothing. Raises OSError if there is no way, or no `host`."""
+    """Return this machine's source IPv4 address for traffic to `host`, without sending any.
+
+    Raises OSError if `host` does not resolve or has no route.
+    """
     family, kind, protocol, _, target = socket.getaddrinfo(host, 9, socket.AF_INET, socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
@@ -219,10 +222,11 @@ def address_towards(host: str) -> str:
 
 
 def address_here(host: str) -> str:
-    """The IPv4 address by which others reach this machine, which they know as `host`, a name or an address of it.
+    """Return the IPv4 address at which other machines reach this one, given as `host` (a name or an address).
 
-    The machine's own name is this machine whatever stands for it here (Debian's /etc/hosts has 127.0.1.1), and so is
-    127.0.0.1. Raises UserError if `host` is another machine, or this one has no address for others.
+    This machine's own name and loopback addresses always mean this machine, whatever they resolve to here; Debian's
+    /etc/hosts maps the name to 127.0.1.1. Raises UserError if `host` is another machine, or if this one has no
+    address reachable from others.
     """
     own = [address for address in own_addresses() if ":" not in address]
     name = socket.gethostname()
@@ -247,36 +251,37 @@ def address_here(host: str) -> str:
             code="mismatch",
             key="--head",
         )
-    with suppress(OSError):  # Of a network without a way out.
+    with suppress(OSError):  # The network has no default route.
         return address_towards(_OUTSIDE)
     if outer:
         return outer[0]
     raise UserError(
-        f"--head {host} is this machine, which has no IPv4 address that others could reach it by: connect it, or "
-        "run on one machine.",
+        f"--head {host} is this machine, which has no IPv4 address that other machines can reach: connect it to a "
+        "network, or run on one machine.",
         code="unreachable",
         key="--head",
     )
 
 
 def interface_settings(address: str, addresses: Mapping[str, str]) -> dict[str, str]:
-    """Variables that make gloo and NCCL use the interface of `address`; none if `addresses` does not have it.
+    """Return the variables that make gloo and NCCL use the interface of `address`; none if `addresses` lacks it.
 
-    Those that are set already stay as they are.
+    Omits variables that are already set in the environment.
     """
     interface = addresses.get(address)
     if interface is None:
         return {}
-    # NCCL takes a bare name for the beginning of one: eth1 would be eth10 too.
+    # NCCL matches a bare name as a prefix: eth1 would also match eth10.
     settings = zip(INTERFACE_VARIABLES, (interface, f"={interface}"), strict=True)
     return {name: value for name, value in settings if not os.environ.get(name)}
 
 
 def promised_port() -> socket.socket:
-    """A socket whose port, of all IPv4 addresses, the system gives to nobody who asks for any while it is open.
+    """Return a socket that reserves a free port on all IPv4 addresses while it is open.
 
-    Whoever is told the port may listen at it all the same: it is bound with SO_REUSEADDR and never listened at, and Linux
-    then lets another socket with that option, which servers set, have it as well.
+    The system does not hand out the port to anyone who binds port 0. A server that is passed the port can still bind it:
+    the socket sets SO_REUSEADDR and never listens, and Linux then admits another socket with SO_REUSEADDR, as servers
+    set it.
     """
     promise = socket.socket()
     promise.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -285,7 +290,7 @@ def promised_port() -> socket.socket:
 
 
 def answers(host: str, port: int, timeout_s: float) -> bool:
-    """Whether something listens at `port` of `host`."""
+    """True if a server listens at `port` of `host`."""
     with suppress(OSError):
         require_listener(f"{host}:{port}", timeout_s)
         return True
@@ -293,9 +298,9 @@ def answers(host: str, port: int, timeout_s: float) -> bool:
 
 
 def require_listener(address: str, timeout_s: float) -> None:
-    """Raise OSError where nobody listens at HOST:PORT of a Ray cluster, which Ray itself takes minutes to say.
+    """Raise OSError if nothing listens at HOST:PORT of a Ray cluster; Ray itself takes minutes to report that.
 
-    Words of Ray's own, such as auto, are left to Ray.
+    A no-op for special addresses of Ray, such as `auto`.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
@@ -304,6 +309,6 @@ def require_listener(address: str, timeout_s: float) -> None:
 
 if __name__ == "__main__":
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if sys.platform == "linux" and os.getppid() != int(sys.argv[1]):  # It ended before the kernel knew.
+    if sys.platform == "linux" and os.getppid() != int(sys.argv[1]):  # The parent ended before prctl took effect.
         sys.exit(128 + signal.SIGTERM)
     os.execvp(sys.argv[2], sys.argv[2:])

@@ -1,7 +1,7 @@
-"""Ray in this process: started or joined and left again, its machines and bundles, and questions to a head that is silent.
+"""Starts or joins Ray in this process, lists its machines, reserves bundles, and queries the head with a timeout.
 
-A local Ray is this run's own and ends with it, also after an exception or Ctrl-C. A cluster at an address is joined and
-left; only the run's own actors end.
+A local Ray belongs to this run and stops with it, also after an exception or Ctrl-C. A cluster at an address is joined
+and left; leaving it stops only the run's own actors.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from rlsys.errors import RunError, UserError
 
 T = TypeVar("T")
 RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
-LOOK_S = 0.5  # Between two looks for machines that are not there yet.
+LOOK_S = 0.5  # Poll interval for missing machines.
 _STARTS = 3
-"""Tries to start a Ray of the run's own: a machine that is busy may need another."""
+"""Attempts to start a local Ray; the first may time out on a busy machine."""
 SEES_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
-"""Variable by which Ray leaves a process the GPUs that it sees, also where it takes up none of them."""
-_SLIVER = 0.001  # Of the resource that every machine has of its own: enough to be there.
+"""Environment variable that keeps Ray from setting CUDA_VISIBLE_DEVICES, even for a process that reserves no GPU."""
+_SLIVER = 0.001  # Share of a machine's own resource; any share places a bundle on that machine.
 _HEAD = "node:__internal_head__"
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One machine of the cluster."""
+    """One machine of the Ray cluster."""
 
-    rank: int  # That it was brought with, else its place.
+    rank: int  # Rank given by `rlsys launch`, else the position in `machines`.
     came_with_rank: bool
     host: str
     address: str
-    node_id: str  # Ray's name of it.
-    resource: str  # That this machine alone has, 1 of it.
+    node_id: str  # Ray's node id.
+    resource: str  # Ray resource that only this machine has.
     devices: Mapping[str, float]  # CPU and GPU slots.
 
     @property
     def name(self) -> str:
-        """The machine as messages call it."""
+        """Name used in messages: `node 1 (gpu02, 10.0.0.2)`."""
         return f"node {self.rank} ({self.host}, {self.address})"
 
     def __str__(self) -> str:
@@ -65,10 +65,10 @@ class Machine:
 def ray_runtime(
     cluster: ClusterConfig, bundle_sizes: Sequence[int], on: Sequence[int] | None = None
 ) -> Iterator[PlacementGroup]:
-    """Join or start Ray and reserve bundles of that many devices each, every bundle on one machine.
+    """Join or start Ray, and reserve one bundle of `bundle_sizes[i]` devices for each i, each on one machine.
 
-    `on` says on which, by their numbers in the order of `machines`, counting those alone that have devices for the
-    largest bundle; None leaves it to Ray. Raises RunError if the cluster has too few in time.
+    `on[i]` is the machine of bundle i: an index into `machines()` restricted to machines that fit the largest bundle.
+    None leaves the choice to Ray. Raises RunError if the cluster lacks machines or devices until the timeout.
     """
     with _local(cluster, sum(bundle_sizes)) if cluster.address is None else _joined(cluster.address):
         until = time.monotonic() + cluster.start_timeout_s
@@ -79,8 +79,8 @@ def ray_runtime(
         if not bundles.wait(max(1.0, until - time.monotonic())):
             have = int(ray.cluster_resources().get(resource, 0))
             raise RunError(
-                f"the cluster did not give {sum(bundle_sizes)} {cluster.device} slots within "
-                f"{cluster.start_timeout_s:.0f} s (it has {have} in all): free some, or place the groups on fewer."
+                f"the cluster did not provide {sum(bundle_sizes)} {cluster.device} slots within "
+                f"{cluster.start_timeout_s:.0f} s (it has {have} in total): free some, or place the groups on fewer."
             )
         try:
             yield bundles
@@ -90,7 +90,7 @@ def ray_runtime(
 
 @contextmanager
 def joined(address: str) -> Iterator[None]:
-    """Be a member of the Ray cluster at `address`."""
+    """Connect to the Ray cluster at `address`, and disconnect on exit."""
     _connect(address=address)
     try:
         yield
@@ -99,10 +99,10 @@ def joined(address: str) -> Iterator[None]:
 
 
 def machines() -> list[Machine]:
-    """The machines that are alive, in the order of their node ranks.
+    """Return the live machines in rank order.
 
-    A machine that `rlsys launch` has brought has a resource that names its rank. One that came otherwise has none: then
-    the head is the first, and the others follow in the order of their host names.
+    Machines that joined through `rlsys launch` carry a Ray resource with their rank; others follow them by host name.
+    If no machine has a rank, the head comes first.
     """
 
     def rank_of(node: Mapping[str, Any]) -> int | None:
@@ -120,27 +120,27 @@ def machines() -> list[Machine]:
 
 
 def lost(known: Sequence[Machine]) -> list[Machine]:
-    """Those of `known` that the cluster has given up, in their order."""
+    """Return the machines of `known` that Ray reports dead, in order."""
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     return [machine for machine in known if machine.node_id not in alive]
 
 
 def remote_shell(shell: type, strategy: Any, log: Path, environment: Mapping[str, str], **options: Any) -> Any:
-    """A handle to a new process of the shell class, where `strategy` says; without `options` it takes up no device."""
+    """Start an actor of class `shell` as `strategy` places it, and return its handle. By default it takes no device."""
     settings = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": dict(environment)}, **options}
     return ray.remote(shell).options(scheduling_strategy=strategy, **settings).remote(str(log), list(sys.path))
 
 
 async def answer(ask: Callable[[], T], timeout_s: float = 20.0) -> T:
-    """Ask something of a Ray whose head may be dead, for which Ray itself waits for minutes.
+    """Call `ask`, a query to Ray, with a timeout; Ray itself blocks for minutes if its head is dead.
 
-    It is called in a thread, which stays behind and does not keep the process where it takes longer than `timeout_s`.
-    Raises RunError then, or where Ray refuses.
+    Raises RunError on timeout or if the query fails. The query runs in a daemon thread. After a timeout the thread stays
+    blocked, but does not keep the process alive.
     """
     result: Future[T] = Future()
 
     def work() -> None:
-        result.set_running_or_notify_cancel()  # The thread cannot be called off.
+        result.set_running_or_notify_cancel()  # The thread cannot be cancelled.
         try:
             result.set_result(ask())
         except (ray.exceptions.RayError, RuntimeError, OSError) as problem:
@@ -150,33 +150,33 @@ async def answer(ask: Callable[[], T], timeout_s: float = 20.0) -> T:
     try:
         return await asyncio.wait_for(asyncio.wrap_future(result), timeout_s)
     except TimeoutError:
-        why = f"has not answered for {timeout_s:.0f} s"
+        why = f"has not responded for {timeout_s:.0f} s"
     except (ray.exceptions.RayError, RuntimeError, OSError) as problem:
-        why = f"refuses to answer ({problem})"
+        why = f"rejects queries ({problem})"
     raise RunError(
-        f"the head of the Ray cluster {why}, so the run has been ended. Look at gcs_server's log and at the memory of that "
-        "machine. resume=auto goes on from its last checkpoint."
+        f"the head of the Ray cluster {why}, so the run was stopped. Check gcs_server's log and the memory of that "
+        "machine. resume=auto continues from the last checkpoint."
     )
 
 
 def hosts_of(bundles: PlacementGroup) -> dict[int, str]:
-    """Bundle -> host name of its machine."""
+    """Return the host name of each bundle's machine, by bundle index."""
     hosts = {machine.node_id: machine.host for machine in machines()}
     nodes = placement_group_table(bundles)["bundles_to_node_id"]
     return {index: hosts.get(node_id, node_id) for index, node_id in nodes.items()}
 
 
 def within(bundles: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
-    """Strategy by which Ray starts a process in a bundle; what that starts in turn may go anywhere."""
+    """Return the strategy that places an actor in bundle `index`; the actor's own children may run anywhere."""
     return PlacementGroupSchedulingStrategy(
         bundles, placement_group_bundle_index=index, placement_group_capture_child_tasks=False
     )
 
 
 def device_ids(bundles: PlacementGroup, indices: Iterable[int], timeout_s: float) -> dict[int, tuple[str, ...]]:
-    """Bundle -> names of all its GPUs on their machine, in order, as CUDA_VISIBLE_DEVICES takes them.
+    """Return the sorted GPU ids of each bundle, as CUDA_VISIBLE_DEVICES takes them, by bundle index.
 
-    A process that holds the whole bundle is asked, so nothing else may hold a part of it meanwhile.
+    Runs a task that reserves the whole bundle, so no other process may hold part of it at that time.
     """
 
     @ray.remote(num_cpus=0, max_retries=0)
@@ -190,20 +190,20 @@ def device_ids(bundles: PlacementGroup, indices: Iterable[int], timeout_s: float
     try:
         answers = ray.get(list(refs.values()), timeout=timeout_s)
     except ray.exceptions.GetTimeoutError as late:
-        raise RunError(f"waited {timeout_s:.0f} s for the cluster to name the GPUs of its bundles.") from late
+        raise RunError(f"waited {timeout_s:.0f} s for the cluster to list the GPUs of its bundles.") from late
     return {index: tuple(sorted(ids, key=natural)) for index, ids in zip(refs, answers, strict=True)}
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A key by which node-2 comes before node-10."""
+    """Return a sort key that places node-2 before node-10."""
     return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _connect(**options: Any) -> None:
-    """`ray.init` with `options`, quiet, which leaves signals as they are.
+    """Call `ray.init` quietly, and restore the signal handlers that it replaces.
 
-    Ray takes SIGTERM for itself, in Python and in C, and ends the process with a stack trace wherever it is; whoever
-    wants to end in order keeps it.
+    Ray installs SIGTERM handlers, in Python and in C, that end the process with a stack trace at any point. Restoring
+    the previous handlers allows an orderly shutdown.
     """
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT) if main}
@@ -215,7 +215,7 @@ def _connect(**options: Any) -> None:
 
 
 def _places(cluster: ClusterConfig, devices: int, on: Sequence[int], until: float) -> list[dict[str, float]]:
-    """Resources that put each bundle on its machine. Waits until there are enough machines."""
+    """Wait for enough machines, and return for each bundle the resource that places it on its machine."""
     resource = RESOURCE[cluster.device]
     while True:
         fit = [machine for machine in machines() if machine.devices[resource] >= devices]
@@ -224,8 +224,8 @@ def _places(cluster: ClusterConfig, devices: int, on: Sequence[int], until: floa
         if time.monotonic() > until:
             have = ", ".join(f"{machine.host} with {machine.devices[resource]:g}" for machine in machines())
             raise RunError(
-                f"the cluster has {len(fit)} machines with {devices} {cluster.device} slots, and cluster.nodes="
-                f"{cluster.nodes} needs {max(on) + 1} (waited {cluster.start_timeout_s:.0f} s; there are {have}): "
+                f"the cluster has {len(fit)} machines with {devices} {cluster.device} slots, but cluster.nodes="
+                f"{cluster.nodes} needs {max(on) + 1} (waited {cluster.start_timeout_s:.0f} s; its machines: {have}): "
                 "start Ray on the missing ones, or place the groups on fewer."
             )
         time.sleep(LOOK_S)
@@ -244,7 +244,7 @@ def _machine(position: int, rank: int | None, node: Mapping[str, Any]) -> Machin
 
 
 def _joined(address: str) -> AbstractContextManager[None]:
-    """`joined`, where somebody listens."""
+    """Return `joined(address)`. Raises UserError if nothing listens there."""
     try:
         require_listener(address, timeout_s=5)
     except OSError as problem:
@@ -259,7 +259,7 @@ def _joined(address: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _local(cluster: ClusterConfig, slots: int) -> Iterator[None]:
-    """Start a Ray that this machine alone reaches, with the user's token, and end all its processes."""
+    """Start a Ray reachable only from this machine, with the user's token; on exit stop all its processes."""
     require_token(os.environ, make=True)
     on_cpus = {"num_cpus": slots, "object_store_memory": 512 * 1024 * 1024} if cluster.device is Device.cpu else {}
     with local_ray(ray.shutdown) as folder:
@@ -267,11 +267,11 @@ def _local(cluster: ClusterConfig, slots: int) -> Iterator[None]:
             try:
                 _connect(address="local", include_dashboard=False, _temp_dir=str(rays_own(folder)), **on_cpus)
                 break
-            except Exception as problem:  # Ray raises a bare one where its processes take more than its own 30 s.
+            except Exception as problem:  # Ray raises a bare Exception if its processes take longer than 30 s to start.
                 ray.shutdown()
                 if attempt == _STARTS:
                     reason = str(problem).partition("\n")[0].rstrip(".")
                     raise RunError(
-                        f"Ray did not start on this machine ({reason}), {_STARTS} times: end what else runs here, and try again."
+                        f"Ray failed to start on this machine {_STARTS} times ({reason}): stop other programs here, and retry."
                     ) from problem
         yield

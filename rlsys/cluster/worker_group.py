@@ -1,9 +1,13 @@
-"""A group of worker processes, one Ray actor a rank, called together.
+"""Groups of worker processes, one Ray actor per rank, called together. Workers are plain objects without Ray.
 
-Contract: every wait has a time-out and names the ranks that are missing; a rank that dies or raises ends the call at once
-with the last lines of its log; calls to one rank are carried out in order. Where a death makes other ranks fail, it is the
-death that is told. A rank that died (`RankDied`), one that does not answer in time (`RankSilent`) and one whose worker
-raised (its UserError or RunError as it is, else a RunError) are told apart. Workers are plain objects that know no Ray.
+Contract:
+- Every wait has a timeout, and its error names the missing ranks.
+- Calls to one rank run in order.
+- A rank that dies or raises ends the call at once, with the last lines of its log in the error.
+- If one rank's death makes other ranks fail, the error reports the death.
+
+Calls raise `RankDied` if a rank's process died, and `RankSilent` if a rank did not respond in time. A UserError or RunError
+of the worker is re-raised unchanged; any other exception of the worker becomes a RunError.
 """
 
 from __future__ import annotations
@@ -31,9 +35,9 @@ from rlsys.config.schema import ClusterConfig, Device
 from rlsys.errors import RunError, UserError
 
 DEATH_S = 10.0
-"""In which the death of a process becomes known, later than to those that it was connected with."""
+"""Time to wait for Ray to report a dead process, after its peers have already failed."""
 GATHERED = "nodes"
-"""Folder of a run's logs that has those of machines of their own, each by the time of the launch and its rank."""
+"""Subfolder of a run's logs with the logs of all machines: `logs/nodes/<time of the launch>/<rank>/`."""
 _DEATHS = (
     ray.exceptions.RayActorError,
     ray.exceptions.WorkerCrashedError,
@@ -41,24 +45,24 @@ _DEATHS = (
     ray.exceptions.OutOfMemoryError,
     ray.exceptions.ObjectLostError,
 )
-"""What Ray raises when a worker's process is gone, or its machine with the answer."""
+"""Exceptions that Ray raises if a worker's process is gone, or its machine together with the result."""
 _OF_MEMORY = ("NODE_OUT_OF_MEMORY", "running low on memory")
-"""In Ray's words for a process that its memory monitor has ended."""
+"""Phrases in Ray's error for a process killed by its memory monitor."""
 
 
 class _RankLost(RunError):
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
         self.rank = rank
-        """Its number in the group."""
+        """Rank of the lost worker in its group."""
 
 
 class RankDied(_RankLost):
-    """The process of a worker is gone."""
+    """A worker's process died."""
 
 
 class RankSilent(_RankLost):
-    """A worker has not answered in time, the first of several."""
+    """A worker did not respond in time; if several did not, `rank` is the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +95,9 @@ class WorkerGroup:
         concurrency: int = 0,
         variables: Mapping[str, str] | None = None,
     ) -> WorkerGroup:
-        """Start one empty worker process in each of `seats`, which see the devices of their seats alone.
+        """Start one empty worker process per seat; each sees only the devices of its seat.
 
-        `concurrency` above 0 makes the workers asynchronous, with that many calls at a time. `variables` are set in
+        `concurrency` above 0 makes the workers asynchronous, with that many concurrent calls. `variables` are added to
         their environment.
         """
         machines = hosts_of(bundles) if cluster.nodes > 1 else {}
@@ -114,21 +118,21 @@ class WorkerGroup:
         return cls(name, ranks, cluster.call_timeout_s)
 
     async def build(self, factory: Callable[..., Any], arguments: Sequence[tuple], timeout_s: float) -> None:
-        """Make the worker object of each rank: `factory(*arguments[rank])`, in its process."""
+        """Create each rank's worker in its process: `factory(*arguments[rank])`."""
         refs = [rank.handle.build.remote(factory, *args) for rank, args in zip(self.ranks, arguments, strict=True)]
         await self._gather(refs, "to start", timeout_s)
 
     async def free_address(self, timeout_s: float) -> tuple[str, int]:
-        """Host and a free port of rank 0, for torch.distributed to meet at."""
+        """Return host and a free port of rank 0, for the rendezvous of torch.distributed."""
         address, port = (await self._gather([self.ranks[0].handle.free_address.remote()], "to start", timeout_s))[0]
         return address, port
 
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
-        """Call `method` on every rank with the same arguments; results in rank order."""
+        """Call `method` on every rank with the same arguments, and return the results in rank order."""
         return await self.call_each(method, [args] * len(self.ranks), timeout_s=timeout_s)
 
     async def call_each(self, method: str, arguments: Sequence[tuple], timeout_s: float | None = None) -> list[Any]:
-        """Call `method` on every rank, each with its own arguments; results in rank order."""
+        """Call `method` on every rank, each with its own arguments, and return the results in rank order."""
         refs = [rank.handle.call.remote(method, *args) for rank, args in zip(self.ranks, arguments, strict=True)]
         return await self._gather(refs, f"to finish {method}", timeout_s)
 
@@ -140,7 +144,7 @@ class WorkerGroup:
         timeout_s: float | None = None,
         until: asyncio.Future[str] | None = None,
     ) -> Any:
-        """Call `method` on one rank. Raises RankDied once `until` is done, whose result is the reason."""
+        """Call `method` on one rank. If `until` completes first, raise RankDied with its result as the message."""
         if until is not None and until.done():
             raise RankDied(until.result(), index)
         rank = self.ranks[index]
@@ -148,17 +152,17 @@ class WorkerGroup:
         return (await self._gather([ref], f"to finish {method}", timeout_s, [rank], until))[0]
 
     def kill(self) -> None:
-        """End every worker process at once."""
+        """Kill every worker process at once."""
         for rank in self.ranks:
             self.kill_rank(rank.number)
 
     def kill_rank(self, index: int) -> None:
-        """End one worker process at once; calls to it that still wait then raise RankDied."""
-        with contextlib.suppress(Exception):  # already gone is as good
+        """Kill one worker process at once; calls to it in flight raise RankDied."""
+        with contextlib.suppress(Exception):  # The process may be gone already.
             ray.kill(self.ranks[index].handle)
 
     def log_tail(self, index: int) -> str:
-        """What one worker last wrote, as lines to add to a message."""
+        """Return the last lines of one worker's log, to append to a message."""
         return _tail(self.ranks[index])
 
     async def _gather(
@@ -169,7 +173,7 @@ class WorkerGroup:
         ranks: Sequence[Rank] | None = None,
         until: asyncio.Future[str] | None = None,
     ) -> list[Any]:
-        """Results of `refs`; the first failure, the time-out or `until` ends the wait."""
+        """Return the results of `refs`; the first failure, the timeout or `until` ends the wait."""
         ranks = self.ranks if ranks is None else ranks
         limit = self._timeout_s if timeout_s is None else timeout_s
         waits = [asyncio.wrap_future(ref.future()) for ref in refs]
@@ -184,7 +188,7 @@ class WorkerGroup:
                 done, missing = done - {until}, missing - {until}
             problems = [wait.exception() for wait in done]
             causes = [problem.cause for problem in problems if isinstance(problem, ray.exceptions.RayTaskError)]
-            # A rank may have failed because another one, which it exchanges tensors with, is gone.
+            # A rank may fail because a peer in its collectives has died.
             if not all(isinstance(cause, UserError | RunError | None) for cause in causes):
                 later, missing = await _until_death(missing)
                 done |= later
@@ -203,9 +207,9 @@ class WorkerGroup:
 
 
 class _Shell:
-    """A worker's process: empty until a plain object is built in it, whose methods are then called.
+    """Ray actor that hosts a worker: `build` creates the plain worker object, `call` calls its methods.
 
-    Everything that the process writes goes to its own log file, native libraries' output included.
+    Redirects stdout and stderr of the process, native libraries included, to its own log file.
     """
 
     def __init__(self, log: str, path: list[str]) -> None:
@@ -217,20 +221,20 @@ class _Shell:
         faulthandler.enable(file=2)
         self._worker: Any = None
         self._promised: list[socket.socket] = []
-        # The groups of torch and SGLang meet on the network that Ray's nodes meet on: of one machine, its loopback.
+        # torch and SGLang use the same network as Ray's nodes; on a single machine, the loopback interface.
         os.environ.update(interface_settings(ray.util.get_node_ip_address(), own_addresses()))
 
     def free_address(self) -> tuple[str, int]:
-        """This machine's address in the cluster and a port that is nobody else's until one of this run listens at it."""
+        """Return this machine's address in the cluster and a port reserved for this run; see `promised_port`."""
         self._promised.append(promised_port())
         return ray.util.get_node_ip_address(), int(self._promised[-1].getsockname()[1])
 
 
 class SyncHost(_Shell):
-    """Carries out one call at a time."""
+    """Runs one call at a time."""
 
     def build(self, factory: Callable[..., Any], *args: Any) -> None:
-        """Make the worker."""
+        """Create the worker."""
         self._worker = factory(*args)
 
     def call(self, method: str, *args: Any) -> Any:
@@ -239,21 +243,21 @@ class SyncHost(_Shell):
 
 
 class AsyncHost(_Shell):
-    """Carries out many calls at a time on one event loop."""
+    """Runs many calls concurrently on one event loop."""
 
     async def build(self, factory: Callable[..., Any], *args: Any) -> None:
-        """Make the worker; a `start` coroutine method of it is awaited."""
+        """Create the worker and await its `start()`."""
         self._worker = factory(*args)
         await self._worker.start()
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the worker, awaiting what is awaitable."""
+        """Call a method of the worker, and await the result if it is awaitable."""
         result = getattr(self._worker, method)(*args)
         return await result if inspect.isawaitable(result) else result
 
 
 def share(value: Any) -> Any:
-    """Put `value` into the cluster's object store once, to be passed to many calls."""
+    """Put `value` into Ray's object store once, to pass it to many calls."""
     return ray.put(value)
 
 
@@ -268,7 +272,7 @@ def _environment(threads: int | None, device_ids: Sequence[str] | None) -> dict[
 
 
 async def _until_death(waits: set[asyncio.Future[Any]]) -> tuple[set[asyncio.Future[Any]], set[asyncio.Future[Any]]]:
-    """Those of `waits` that are done, and the others, once one of them is known to be of a dead rank, or soon."""
+    """Wait until one of `waits` reports a dead rank, at most `DEATH_S`. Returns the done and the pending ones."""
     until = time.monotonic() + DEATH_S
     done: set[asyncio.Future[Any]] = set()
     while waits and not any(isinstance(wait.exception(), _DEATHS) for wait in done):
@@ -281,7 +285,7 @@ async def _until_death(waits: set[asyncio.Future[Any]]) -> tuple[set[asyncio.Fut
 
 
 def _explain(rank: Rank, purpose: str, problem: BaseException) -> Exception:
-    """The failure of a rank as one sentence, with what it last wrote."""
+    """Turn a rank's failure into an error with one sentence and the last lines of its log."""
     if isinstance(problem, ray.exceptions.RayTaskError):
         cause = problem.cause if isinstance(problem.cause, Exception) else problem
         if isinstance(cause, UserError | RunError):
@@ -291,18 +295,18 @@ def _explain(rank: Rank, purpose: str, problem: BaseException) -> Exception:
         died = f"{rank.name} died before it could {purpose.removeprefix('to ')}"
         if isinstance(problem, ray.exceptions.OutOfMemoryError) or any(sign in str(problem) for sign in _OF_MEMORY):
             died += (
-                ": Ray ended it because the memory of its machine was nearly used up, so free some there, place the groups "
-                "on more machines, or take a smaller model"
+                ": Ray killed it because the memory of its machine was nearly full; free some there, place the groups "
+                "on more machines, or use a smaller model"
             )
         return RankDied(f"{died}.\n{_tail(rank)}", rank.number)
-    return RunError(f"{rank.name} could not be asked {purpose}: {type(problem).__name__}: {problem}\n{_tail(rank)}")
+    return RunError(f"the call to {rank.name} {purpose} failed: {type(problem).__name__}: {problem}\n{_tail(rank)}")
 
 
 def _tail(rank: Rank) -> str:
-    """The last lines of a rank's log, or of what was gathered of it from its machine."""
+    """Return the last lines of a rank's log, or of the copy gathered from its machine."""
     gathered = sorted(rank.log.parent.glob(f"{GATHERED}/*/*/workers/{rank.log.name}"), reverse=True)
     log = next((file for file in (rank.log, *gathered) if file.is_file()), None)
     if log is None:
-        return f"Its log would be {rank.log} on its own machine."
+        return f"Its log should be at {rank.log} on its own machine."
     lines = log.read_text(errors="replace").splitlines()[-15:]
     return "\n".join([f"The last lines of {log}:", *(f"    {line}" for line in lines)])

@@ -1,4 +1,4 @@
-"""Data that flows between the stages: questions, trajectories, prompt groups; and the prompts they begin with.
+"""Data passed between the stages: questions, prompts, trajectories and prompt groups.
 
 Process: every one. May import: algorithms, config, errors, files.
 """

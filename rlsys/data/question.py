@@ -1,10 +1,15 @@
-"""Questions: the rows that they are read from, their prompts, and the order in which they are asked.
+"""Reads questions from data files, builds their prompts, and shuffles them.
 
-A row is Search-R1's (a prompt, and answers in `reward_model`), RLinf's (a prompt, and `solutions`) or FlashRAG's (a raw
-`question`, which gets Search-R1's prompt, and `golden_answers`). Each gets a unique id (file stem and row number, since
-merged data sets repeat their own `index`), or a `UserError` names the file, the line and the field.
+Row formats:
+- Search-R1: `prompt` and `reward_model`;
+- RLinf: `prompt` and `solutions`;
+- FlashRAG: `question`, inserted into Search-R1's template, and `golden_answers`.
 
-A prompt is Search-R1's (arXiv 2503.09516, table 1; one for base and chat models), the same with tools, or a user's own.
+A question's `uid` is the file stem and the row number, since merged data sets repeat their own `index`. Invalid rows
+raise a UserError naming the file, the line and the field.
+
+The template is Search-R1's (arXiv 2503.09516, table 1; the same for base and chat models), Search-R1's with sentences
+about tools, or the user's own.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from typing import Any
 from rlsys.errors import UserError
 
 QUESTION, TOOLS = "{question}", "{tools}"
-"""Places in a user's prompt: of the question, and of the sentences about the tools."""
+"""Placeholders in a user's prompt file for the question and for the sentences about tools."""
 
 _REASON = (
     "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
@@ -38,12 +43,12 @@ _ANSWER = (
 )
 
 Template = Callable[[str], str]
-"""The prompt of a raw question."""
+"""Question text -> prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One prompt. `uid` is unique over all files of a run, so that groups never collide."""
+    """One prompt and its accepted answers. `uid` is unique across all files of a run."""
 
     uid: str
     prompt: str
@@ -51,13 +56,13 @@ class Question:
     answers: tuple[str, ...]
     data_source: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """The row's `extra_info`: `hops` (1 or 2) where the data set has it, among others."""
+    """The row's `extra_info`, for example `hops` (1 or 2)."""
     text: str = ""
-    """The question itself, without a template; empty where the row does not have it."""
+    """Question text without the template; empty if the row lacks it."""
 
 
 def read_questions(path: str | Path, limit: int | None = None) -> list[Question]:
-    """All questions of `path` in file order, at most `limit`."""
+    """Return the first `limit` questions of `path` (None: all), in file order."""
     file = Path(path)
     if not file.is_file():
         sentence = f"{file} does not exist: give the path of a jsonl or parquet file of questions."
@@ -70,7 +75,7 @@ def read_questions(path: str | Path, limit: int | None = None) -> list[Question]
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    """Line number, counted from 1, and content of each row of a jsonl or parquet file, as it stands there."""
+    """Yield the 1-based line number and the raw content of each row of a jsonl or parquet file."""
     readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
     if file.suffix not in readers:
         sentence = f"{file} is neither .jsonl nor .parquet: convert it to one of them."
@@ -86,7 +91,7 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[int, Any]]:
             try:
                 yield number, json.loads(line)
             except json.JSONDecodeError as problem:
-                raise _unreadable(file, f", line {number} is not JSON ({problem.msg}): mend the line.") from problem
+                raise _unreadable(file, f", line {number} is not JSON ({problem.msg}): correct the line.") from problem
             except UnicodeDecodeError as problem:
                 raise _unreadable(file, f", line {number} is not UTF-8: save the file as UTF-8.") from problem
 
@@ -98,7 +103,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[int, Any]]:
     try:
         content = parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid as problem:
-        raise _unreadable(file, " is not a parquet file: convert it, or name it by what it is.") from problem
+        raise _unreadable(file, " is not a parquet file: convert it, or correct its suffix.") from problem
     rows = (row for batch in content.iter_batches() for row in batch.to_pylist())
     yield from enumerate(rows, start=1)
 
@@ -108,7 +113,7 @@ def _unreadable(file: Path, what: str) -> UserError:
 
 
 def question_of(file: Path, line: int, row: Any) -> Question:
-    """The question of one row, whichever of the three kinds it is. Raises UserError naming `file`, `line` and field."""
+    """Build the question from a row in any of the three formats. Raises UserError naming `file`, `line` and field."""
     if not isinstance(row, Mapping):
         raise _unreadable(file, f", line {line} is not an object: write one JSON object a line.")
     extra = row.get("extra_info") or {}
@@ -138,7 +143,7 @@ def question_of(file: Path, line: int, row: Any) -> Question:
 
 
 def _prompt_and_answers(row: Mapping[str, Any], text: str, file: Path, line: int) -> tuple[str, str, Any]:
-    """The prompt, and what should be the answers with the name of their field."""
+    """Return the prompt, the name of the answers' field, and its raw value."""
     match row:
         case {"prompt": str(prompt) | [{"role": "user", "content": str(prompt)}]} if prompt:
             if row.get("solutions") is not None:
@@ -148,43 +153,46 @@ def _prompt_and_answers(row: Mapping[str, Any], text: str, file: Path, line: int
                     return prompt, "reward_model.ground_truth.target", target
             return prompt, "reward_model.ground_truth.target", None
         case {"prompt": prompt} if prompt is not None:
-            # Other messages beside the user's would be lost on the policy.
+            # The policy reads the user's message only; other messages would be lost silently.
             raise _unreadable(
                 file,
-                f', line {line}: "prompt" must be a text, or one message of the user, '
+                f', line {line}: "prompt" must be a string, or a single user message, '
                 '[{"role": "user", "content": TEXT}].',
             )
         case {"golden_answers": answers} if answers is not None and text.strip():
             return search_prompt(text), "golden_answers", answers
     raise _unreadable(
         file,
-        f', line {line} is no question: give "prompt" and "reward_model" (Search-R1), "prompt" and "solutions" (RLinf), or '
+        f', line {line} is not a question: give "prompt" and "reward_model" (Search-R1), "prompt" and "solutions" (RLinf), or '
         '"question" and "golden_answers" (FlashRAG).',
     )
 
 
 def as_asked(question: str) -> str:
-    """`question` without space around it, and with a question mark at its end."""
+    """Strip `question` and end it with a question mark."""
     text = question.strip()
     return text if text.endswith("?") else f"{text}?"
 
 
 def tool_template(tools: str, *, searches: bool = True) -> Template:
-    """Search-R1's prompt with `tools`, sentences about them, behind the one about the search, or in its place."""
+    """Return Search-R1's template with the sentences `tools` after the one about search.
+
+    Without `searches` they replace that sentence.
+    """
     about = f"{_SEARCH if searches else ''}{tools} " if tools else _SEARCH if searches else ""
     return lambda question: (_REASON + about + _ANSWER).replace(QUESTION, as_asked(question))
 
 
 def search_prompt(question: str) -> str:
-    """Search-R1's prompt of a raw question."""
+    """Return Search-R1's prompt for a raw question."""
     return tool_template("")(question)
 
 
 def own_template(file: Path, tools: str = "", *, may_tell_itself: bool = False) -> Template:
-    """The prompt that a text file holds: {question} is the question as it is written, {tools} are sentences about tools.
+    """Return the template in a user's text file: {question} is the stripped question, {tools} the sentences `tools`.
 
-    Raises UserError for a file without exactly one {question}, with {tools} where there are none to speak of, and, unless
-    it `may_tell_itself` of them in words of its own, without {tools} where there are some.
+    Raises UserError unless the file has {question} exactly once, or if it has {tools} but `tools` is empty. Also raises
+    if `tools` are given but the file lacks {tools}, unless `may_tell_itself`: the file then describes the tools itself.
     """
     try:
         text = file.read_text(encoding="utf-8")
@@ -199,12 +207,12 @@ def own_template(file: Path, tools: str = "", *, may_tell_itself: bool = False) 
         raise UserError(sentence, code="malformed", key="--prompt")
     if TOOLS in text and not tools:
         raise UserError(
-            f"--prompt {file} has {TOOLS}, and no tool is named: name each (--tool, or task.tools of a config), or take it out.",
+            f"--prompt {file} has {TOOLS}, but no tool is configured: add --tool or task.tools, or remove {TOOLS}.",
             code="conflict",
             key="--prompt",
         )
     if tools and TOOLS not in text and not may_tell_itself:
-        sentence = f"--prompt {file} does not say where the tools go: put {TOOLS} there, or leave --tool out."
+        sentence = f"--prompt {file} has no place for the tools: put {TOOLS} in it, or leave --tool out."
         raise UserError(sentence, code="conflict", key="--prompt")
     before, _, after = text.replace(TOOLS, tools).partition(QUESTION)
     return lambda question: f"{before}{question.strip()}{after}"
@@ -212,7 +220,10 @@ def own_template(file: Path, tools: str = "", *, may_tell_itself: bool = False) 
 
 @dataclass(frozen=True, slots=True)
 class SourceState:
-    """The place of a source. Questions are whole: one that the data file has no more is asked all the same."""
+    """Checkpointed position of a PromptSource.
+
+    It stores whole questions, so that a resumed run can hand out one that the data file no longer has.
+    """
 
     position: int
     given_back: tuple[Question, ...]
@@ -221,9 +232,9 @@ class SourceState:
 class PromptSource:
     """Hands out questions in an endless, seeded shuffle.
 
-    Invariants: every epoch hands out each question exactly once, in an order that depends on the seed and the epoch alone;
-    a question that was given back is handed out again before new ones. `position` counts new ones; a source that is given
-    the state of another goes on where that was.
+    Invariants: each epoch hands out every question exactly once, in an order that depends only on seed and epoch.
+    Questions given back are handed out again before new ones. `position` counts the new ones. A source restored from
+    a `state()` continues at the same question.
     """
 
     def __init__(self, questions: Sequence[Question], seed: int, state: SourceState | None = None) -> None:
@@ -235,11 +246,11 @@ class PromptSource:
         self.position = state.position if state else 0
 
     def state(self) -> SourceState:
-        """For another source of the same questions and seed to go on from."""
+        """Return the state from which a source with the same questions and seed continues."""
         return SourceState(self.position, tuple(self._given_back))
 
     def next(self) -> Question:
-        """The next question, from the next epoch where one ends."""
+        """Return the next question: the oldest one given back, else the next of the shuffle."""
         if self._given_back:
             return self._given_back.popleft()
         epoch, index = divmod(self.position, len(self._questions))
@@ -250,5 +261,5 @@ class PromptSource:
         return self._questions[self._order[index]]
 
     def give_back(self, question: Question) -> None:
-        """Ask `question` again, after those that were given back before it."""
+        """Queue `question` to be handed out again, after those given back earlier."""
         self._given_back.append(question)

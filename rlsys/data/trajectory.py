@@ -1,10 +1,10 @@
-"""One finished episode, what the update needs of it, and the group of a question's episodes.
+"""Trajectories, samples (a trajectory with its training inputs), and prompt groups.
 
-Every per-token array is aligned with `tokens`: entry t speaks of token t as a *target*, that is, of
-the prediction made from tokens before t. Entries of the prompt and of observations are masked.
+Per-token arrays ([seq]) are aligned with `tokens`: entry t belongs to token t as a *target*, predicted from the tokens
+before t. Prompt and observation entries are masked.
 
-A group walks rollout -> rewards -> scores -> advantages -> training as one value; each stage returns a new one.
-Every episode of a group stays in it, so that what it is compared with is there as soon as the group is.
+A group passes through rollout -> rewards -> scores -> advantages -> training as one immutable value; each stage returns
+a new one. It always holds all episodes of its question, so a baseline over the group needs nothing else.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rlsys.data.question import Question
 
 Floats = NDArray[np.float32]
 ANSWER_TERMS = frozenset({"exact_match", "correct_answer", "sub_em", "f1", "format", "judge"})
-"""Terms of the reward that the answer earns; `reward.max_answer_tags` bounds them."""
+"""Reward terms that depend on the answer; `reward.max_answer_tags` applies to them."""
 
 
 class Finish(StrEnum):
-    """The reason for which an episode ended."""
+    """Reason why an episode ended."""
 
     ANSWER = "answer"
     TURN_LIMIT = "turn_limit"
@@ -35,179 +35,183 @@ class Finish(StrEnum):
 
 
 class Action(StrEnum):
-    """The policy's act in a turn."""
+    """Kind of action that the policy took in a turn."""
 
     SEARCH = "search"
     TOOL = "tool"
-    """One of `task.tools`; `Turn.tool` says which."""
+    """Call of one of `task.tools`, named by `Turn.tool`."""
     ANSWER = "answer"
     INVALID = "invalid"
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One generation and the environment's answer to it. "saved as" is `rlsys.weights.checkpoint.state_file.KEY`."""
+    """One generation and the observation that follows it.
+
+    Field metadata "saved as" is the field's name in checkpoints (`rlsys.weights.checkpoint.state_file.KEY`).
+    """
 
     text: str
     action: Action
     content: str
-    """The query, what a tool was given, the answer, or an empty string."""
+    """Search query, tool input or answer; empty for an invalid action."""
     observation: str
-    """What was appended to the context, verbatim; empty for an answer."""
+    """Text appended to the context, verbatim; empty for an answer."""
     generated_tokens: int
     prompt_tokens: int
-    """Tokens handed to the engine for this turn."""
+    """Length of the engine's input for this turn, in tokens."""
     cached_tokens: int
-    """How many of them the engine found in its prefix cache."""
+    """Prompt tokens that hit the engine's prefix cache."""
     generate_s: float
     tool_s: float = field(metadata={"saved as": "search_s"})
-    """Time that the search, or the call of the tool, took."""
+    """Duration of the search or tool call."""
     tool_error: str = field(default="", metadata={"saved as": "search_error"})
-    """Why it failed; empty where it worked."""
+    """Error of the search or tool call; empty if it succeeded."""
     began_ns: int = 0
-    """When the engine was asked, in ns since the epoch by the clock of its machine; 0 where it is not known. The search
-    began `generate_s` later."""
+    """Start of the generation, in ns since the Unix epoch on the rollout worker's clock; 0 if unknown. The search or tool
+    call starts `generate_s` later."""
     tool: str = ""
-    """The name of the tool that was called, of `Action.TOOL` alone."""
+    """Name of the tool called; `Action.TOOL` only."""
 
     @property
     def search_s(self) -> float:
-        """Former name of `tool_s`, for reward functions that were written for it."""
+        """Former name of `tool_s`, kept for users' reward functions."""
         return self.tool_s
 
     @property
     def search_error(self) -> str:
-        """Former name of `tool_error`."""
+        """Former name of `tool_error`, kept for users' reward functions."""
         return self.tool_error
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """One finished episode of one question."""
+    """Record of one finished episode."""
 
     question_uid: str
     sample: int
-    """Which of the group's `n_samples` this is."""
+    """Index of this episode among the group's `n_samples`."""
     tokens: NDArray[np.int32]
-    """[seq] prompt and response."""
+    """[seq] prompt and response tokens."""
     prompt_length: int
     loss_mask: NDArray[np.bool_]
-    """[seq] True where the policy generated the token and it is trained."""
+    """[seq] True for trained tokens: those the policy sampled, and an added end-of-sequence token."""
     rollout_logprobs: NDArray[np.float32]
-    """[seq] the engine's log-probs of the sampled tokens; NaN where there is none to compare."""
+    """[seq] engine log-probs of the sampled tokens; NaN where there is none."""
     versions: NDArray[np.int32]
-    """[seq] policy version that sampled the token; -1 where nothing was sampled."""
+    """[seq] weight version that sampled the token, or an older one of its turn if it was re-tokenised; -1 if not sampled."""
     turn_of_token: NDArray[np.int32]
-    """[seq] index into `turns` of the one that a trained token belongs to; -1 where nothing is trained. An added
-    end-of-sequence token belongs to the last turn; a turn may have no token at all."""
+    """[seq] index into `turns` for trained tokens; -1 elsewhere. An added end-of-sequence token belongs to the last turn.
+    A turn may own no token."""
     tokens_differing: int
-    """Trained tokens that are not what the engine sampled (re-tokenisation drift)."""
+    """Number of trained tokens that differ from those the engine sampled (re-tokenisation drift)."""
     response: str
-    """Everything after the prompt as text, observations included."""
+    """Text after the prompt, observations included."""
     turns: tuple[Turn, ...]
     finish: Finish
     sampled_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    """[sampled] what the engine returned, turn after turn, `generated_tokens` of each; empty where it is not known."""
+    """[sampled] token ids that the engine returned, turns concatenated, `generated_tokens` each; empty if unknown."""
     sampled_logprobs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
-    """[sampled] their natural log-probs under the sampling temperature."""
+    """[sampled] natural log-probs of `sampled_ids` at the sampling temperature."""
 
     @property
     def searches(self) -> int:
-        """Searches carried out."""
+        """Number of searches executed."""
         return sum(turn.action is Action.SEARCH and bool(turn.observation) for turn in self.turns)
 
     @property
     def tool_calls(self) -> int:
-        """Calls of tools carried out; searches are none."""
+        """Number of tool calls executed, searches excluded."""
         return sum(turn.action is Action.TOOL and bool(turn.observation) for turn in self.turns)
 
     @property
     def answer(self) -> str | None:
-        """The text between the answer tags of the last turn, or None without an answer."""
+        """Text between the answer tags of the last turn; None without an answer."""
         last = self.turns[-1] if self.turns else None
         return last.content if last and last.action is Action.ANSWER else None
 
 
 Mask = NDArray[np.bool_]
 MaskOf = Callable[[Trajectory], Mask]
-"""A trajectory -> [seq]"""
+"""Trajectory -> mask [seq]."""
 
 
 def trained_tokens(trajectory: Trajectory) -> Mask:
-    """[seq] True where the policy generated the token."""
+    """Return the loss mask [seq]."""
     return trajectory.loss_mask
 
 
 def response_tokens(trajectory: Trajectory) -> Mask:
-    """[seq] True after the prompt, observations included."""
+    """Return the mask [seq] of all tokens after the prompt, observations included."""
     return np.arange(len(trajectory.tokens)) >= trajectory.prompt_length
 
 
 def value_mask(compat: CompatConfig) -> MaskOf:
-    """The tokens on which the critic learns, and over which advantages are estimated and whitened."""
+    """Return the mask of tokens that the critic is trained on, and that advantages are computed and whitened over."""
     return response_tokens if compat.observations_in_values else trained_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class TopkLogprobs:
-    """The most likely tokens in the place of each trained token, for a KL term that sums over them."""
+    """Top-k tokens at each trained position, for a KL term that sums over them."""
 
     tokens: NDArray[np.int32]
-    """[trained tokens, k] the largest of one policy; which one, the KL term's direction says."""
+    """[trained tokens, k] top-k token ids: the policy's for reverse KL, the reference's for forward KL."""
     logprobs: Floats
-    """[trained tokens, k] what the reference policy gives them."""
+    """[trained tokens, k] their log-probs under the reference policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """One trajectory's scores from the scoring groups."""
+    """Scores of one trajectory from the inference group and the critic."""
 
     policy: Floats
-    """[seq] log-probs under the policy; 0 where nothing is trained."""
+    """[seq] log-probs under the policy; 0 for untrained tokens."""
     reference: Floats | None = None
     """[seq] log-probs under the reference policy; None without one."""
     picks: TopkLogprobs | None = None
     values: Floats | None = None
-    """[seq] what the critic expects before the token is known; None without a critic."""
+    """[seq] the critic's value of the context before the token; None without a critic."""
     version: int | None = None
-    """Version of the policy; None where the log-probs are the sampler's own."""
+    """Weight version that recomputed the log-probs; None if `policy` holds the engine's log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One trajectory with what the update needs of it."""
+    """One trajectory with its training inputs: rewards, advantages, log-probs and values."""
 
     trajectory: Trajectory
     reward: float
     turn_rewards: tuple[float, ...]
-    """The reward, turn by turn."""
+    """Reward of each turn; they sum to `reward` up to rounding."""
     parts: Mapping[str, float]
-    """Term of the reward -> what it came to."""
+    """Reward term -> its value."""
     advantages: Floats
-    """[seq]; zeros until they are worked out."""
+    """[seq] advantages; zeros until they are computed."""
     old_logprobs: Floats | None = None
-    """[seq] under the policy that the update sets out from, or a recent one (the proximal policy)."""
+    """[seq] log-probs that the ratio is taken against: of the weights that the update starts from, or a recent version
+    (the proximal policy)."""
     ref_logprobs: Floats | None = None
-    """[seq] under the reference policy."""
+    """[seq] log-probs under the reference policy."""
     weights: Floats | None = None
-    """[seq] factor of each token's advantage, correcting for an older sampler; None is 1 for all."""
+    """[seq] correction of each token, from its old and engine log-probs; None: all 1."""
     picks: TopkLogprobs | None = None
     values: Floats | None = None
-    """[seq] the critic's, before the update; None without a critic."""
+    """[seq] the critic's values before the update; None without a critic."""
     returns: Floats | None = None
-    """[seq] what the critic is trained on; None without one."""
+    """[seq] the critic's regression targets; None without a critic."""
     units: Units | None = None
-    """The group's part of the advantages, where they depend on the mini-batch too; None elsewhere."""
+    """Group part of the advantages if the rest depends on the mini-batch; else None."""
     kl_sum: float | None = None
-    """KL to the reference policy that was taken off the rewards, without its weight and summed over trained tokens,
-    in nats; None where it is no part of the reward."""
+    """KL penalty in the reward: KL to the reference policy in nats, summed over trained tokens, before `kl_coef`. None
+    if the reward has no KL penalty."""
     kl_coef: float = 0.0
-    """The weight with which it was taken off."""
+    """Weight of the KL penalty in the reward."""
     scored_version: int | None = None
-    """Version of the policy that `old_logprobs` are under, where they were recomputed."""
+    """Weight version that recomputed `old_logprobs`; None if they were not recomputed."""
 
     def with_scores(self, scores: Scores) -> Sample:
-        """The same sample after the scoring stage."""
+        """Return this sample with `scores` filled in."""
         return replace(
             self,
             old_logprobs=scores.policy,
@@ -219,29 +223,29 @@ class Sample:
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens that the loss counts."""
+        """Number of trained tokens."""
         return int(self.trajectory.loss_mask.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All samples of one question."""
+    """Prompt group: all samples of one question."""
 
     question: Question
     samples: tuple[Sample, ...]
 
     @property
     def oldest_version(self) -> int | None:
-        """Version of the oldest policy that sampled a trained token; None if no such token is known."""
+        """Oldest weight version that sampled a token of the group; None if no token has one."""
         versions = [known[known >= 0] for known in (sample.trajectory.versions for sample in self.samples)]
         return min((int(known.min()) for known in versions if known.size), default=None)
 
     @property
     def has_spread(self) -> bool:
-        """Some answers earned more than others, so that the group tells right from wrong.
+        """True if the answers of the group earned different rewards.
 
-        Compares the reward's terms of the answer: all right, or all wrong, is no spread, whatever a penalty of length
-        makes of it (DAPO, arXiv 2503.14476, eq. 11). A reward without one is compared as a whole.
+        Compares the reward terms in `ANSWER_TERMS` only: a group that is all right or all wrong has no spread, even if
+        a length penalty differs (DAPO, arXiv 2503.14476, eq. 11). Rewards without such terms are compared as a whole.
         """
 
         def earned(sample: Sample) -> tuple[float, ...]:
@@ -252,5 +256,5 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all samples, prompts included."""
+        """Number of tokens of all samples, prompts included."""
         return sum(len(sample.trajectory.tokens) for sample in self.samples)

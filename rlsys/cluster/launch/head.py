@@ -1,12 +1,12 @@
-"""The first machine: it brings the others together, runs what is launched, and ends everything everywhere.
+"""Runs the launcher on the head machine (rank 0): assembles the machines, trains, and shuts everything down.
 
-In order: Ray, all machines, the preflight on each, search servers where the config says, then `rlsys train` as a child.
-While that goes on, logs are gathered and the machines are watched: the loss of one ends the run with a sentence that
-names it. On the way out, whatever the reason, every machine is told how the run ended.
+Order: start Ray, wait for all machines, run the preflight on each, start the search servers of `cluster.search.nodes`, then
+run `rlsys train` as a child process. Meanwhile the launcher gathers logs and watches the machines; losing one ends the
+run with a RunError naming it. On every exit it sends the run's ending to all machines.
 
-A `NodeAgent` is the launcher's hand on a machine, in a process of Ray's that takes up no device and ends with the cluster.
-`GatheredLogs` copies what agents read to `<folder>/<rank>/...` of the launch: a log is copied as it grows, so that of a
-machine that is lost all is there but its last seconds.
+A `NodeAgent` works for the launcher on each machine, in a Ray actor that takes no device and ends with the cluster.
+`GatheredLogs` copies logs to `<folder>/<rank>/...` while they grow. If a machine is lost, only the last seconds of its
+logs are missing.
 """
 
 from __future__ import annotations
@@ -40,27 +40,28 @@ from rlsys.search.address import TOKEN_VARIABLE
 from rlsys.search.server_process import SearchServer, child_environment
 
 _LOOPBACK = "127.0.0.1"
-LOOK_S = 1.0  # Between two looks at the machines and the run.
-START_S = 120.0  # For an agent to start.
-GATHER_TIMEOUT_S = 10.0  # For a machine to hand its logs out.
-PREFLIGHT_S = 180.0  # For one machine's look at itself.
-CALL_TIMEOUT_S = 60.0  # For a machine to do what takes a moment.
-MOST_BYTES = 4 * 1024**2  # Of logs in one answer.
+LOOK_S = 1.0  # Poll interval for the machines and the run.
+START_S = 120.0  # Timeout for starting an agent.
+GATHER_TIMEOUT_S = 10.0  # Timeout for reading a machine's logs.
+PREFLIGHT_S = 180.0  # Timeout for one machine's preflight.
+CALL_TIMEOUT_S = 60.0  # Timeout for short calls to an agent.
+MOST_BYTES = 4 * 1024**2  # Maximum log bytes in one response.
 _OF_THE_HEAD = ("search", "task.")
-"""How the names of findings begin on what the first machine alone must have, or those that serve searches."""
+"""Prefixes of findings about things that only the head or the search machines need."""
 
 
 async def lead(task: LaunchTask, role: Role, notify: Notify) -> int:
-    """Start Ray on this machine, bring the others together, and run `task`; its exit status.
+    """Start Ray on this machine, wait for the others, run `task`, and return its exit status.
 
-    Raises RunError naming the machines that do not come in time, or are lost; UserError where rank 0 is another machine.
+    Raises RunError naming machines that do not join in time or are lost. Raises UserError if `role.host` is another machine
+    or its port is in use.
     """
     only_here = role.nodes == 1 and role.host in ("", "localhost", _LOOPBACK)
     outer = "" if only_here else address_here(role.host)
     host = outer if role.nodes > 1 else _LOOPBACK
     if answers(host, role.port, LOOK_S):
         raise UserError(
-            f"--head: port {role.port} of {host} is taken already: end what uses it, or give another.",
+            f"--head: port {role.port} of {host} is already in use: stop the program that uses it, or give another port.",
             code="in_use",
             key="--head",
         )
@@ -69,13 +70,13 @@ async def lead(task: LaunchTask, role: Role, notify: Notify) -> int:
     arguments = ["--head", "--port", str(role.port), "--node-ip-address", host]
     arguments += ["--include-dashboard", "false", "--no-monitor"]
     with promised_port() as unused:
-        # The port of a server that nobody asks, but which ends Ray where its usual port is taken.
+        # Ray's client server is not used here, but Ray exits if its default port is taken.
         arguments += ["--ray-client-server-port", str(unused.getsockname()[1])]
         with ray_node(arguments, task.config, f"{RANK}0", alone=role.nodes == 1) as node:
             while not await asyncio.to_thread(answers, host, role.port, LOOK_S):
                 node.require_alive()
                 if time.monotonic() > until:
-                    raise RunError(f"Ray was not ready at {host}:{role.port} in time: give more with --wait.")
+                    raise RunError(f"Ray was not ready at {host}:{role.port} in time: raise --wait.")
                 await asyncio.sleep(LOOK_S / 4)
             return await lead_cluster(task, role, f"{host}:{role.port}", notify, until, node)
 
@@ -83,10 +84,10 @@ async def lead(task: LaunchTask, role: Role, notify: Notify) -> int:
 async def lead_cluster(
     task: LaunchTask, role: Role, address: str, notify: Notify, until: float | None = None, node: RayNode | None = None
 ) -> int:
-    """Run `task` on the Ray cluster at `address` once all machines are there; its exit status.
+    """Run `task` on the Ray cluster at `address` once all machines have joined, and return its exit status.
 
-    Machines must have come when the monotonic clock says `until`, by default `task.wait_s` from now. `node` is the
-    Ray that has been started for it here, if any, whose end ends the run.
+    `until` is the deadline for joining on the monotonic clock, by default `task.wait_s` from now. `node` is the Ray that
+    this launcher started here, if any; the run ends when it does.
     """
     until = time.monotonic() + task.wait_s if until is None else until
     with joined(address), tempfile.TemporaryDirectory(prefix="rlsys-logs-", ignore_cleanup_errors=True) as logs:
@@ -100,54 +101,54 @@ async def lead_cluster(
 
 
 class Crew:
-    """All machines, and the launcher's hand on each."""
+    """All machines of a launch, each with its agent."""
 
     def __init__(
         self, task: LaunchTask, there: Sequence[Machine], logs: Path, node: RayNode | None, notify: Notify
     ) -> None:
-        """`node` is Ray on this machine, where the launcher has started it."""
+        """`node` is the Ray that the launcher started on this machine; None for an existing cluster."""
         self.task = task
         self.machines, self.node, self.notify = there, node, notify
         group = []
         for number, machine in enumerate(there):
             strategy = NodeAffinitySchedulingStrategy(machine.node_id, soft=False)
-            # A search server takes no device of the run's, so Ray would hide them all from it.
+            # An agent reserves no device, so Ray would hide all GPUs from the search server it starts.
             handle = remote_shell(SyncHost, strategy, Path(os.devnull), {SEES_ALL_GPUS: "1"})
             group.append(Rank(number, machine.name, handle, logs / str(machine.rank) / "node" / "search.log"))
         self.agents = WorkerGroup("node", group, START_S)
         self.logs = GatheredLogs(self.agents, [machine.rank for machine in there], logs)
 
     async def require_all(self) -> None:
-        """Raise RunError if Ray on this machine has ended, or a machine is lost."""
+        """Raise RunError if Ray on this machine has exited or a machine is lost."""
         if self.node is not None:
             self.node.require_alive()
         try:
             gone = await answer(lambda: lost(self.machines))
         except RunError:
             if self.node is not None:
-                self.node.require_alive()  # Its end explains the silence.
+                self.node.require_alive()  # If Ray has exited here, raise that cause instead.
             raise
         self.require(*map(self.machines.index, gone))
 
     def require(self, *gone: int) -> None:
-        """Raise RunError, naming them, if there are machines that are lost."""
+        """Raise RunError naming the machines at positions `gone`; a no-op without any."""
         if names := [self.machines[position].name for position in gone]:
             one = len(names) == 1
             raise RunError(
-                f"{' and '.join(names)} {'is' if one else 'are'} lost: {'it does' if one else 'they do'} not answer any "
-                f"more, so the run has been ended. Look at {'its' if one else 'their'} power, network and memory; the logs "
-                "of all machines are in the run's folder, under logs/nodes. resume=auto goes on from its last checkpoint."
+                f"{' and '.join(names)} {'is' if one else 'are'} lost: {'it no longer responds' if one else 'they no longer respond'}"
+                f", so the run was stopped. Check {'its' if one else 'their'} power, network and memory; the logs of all "
+                "machines are in the run's folder, under logs/nodes. resume=auto continues from the last checkpoint."
             )
 
     async def call(self, position: int, method: str, *args: Any, timeout_s: float) -> Any:
-        """Have an agent do something. Raises RunError naming the machine if it is lost."""
+        """Call `method` of the agent at `position`. Raises RunError naming the machine if it is lost."""
         try:
             return await self.agents.call_rank(position, method, *args, timeout_s=timeout_s)
         except (RankDied, RankSilent):
             self.require(position)
 
     async def dismiss(self, status: int, sentence: str) -> None:
-        """Tell all machines how the run ended, as far as they can be told."""
+        """Send the run's ending to all machines, best effort."""
 
         async def tell(position: int) -> None:
             with suppress(RunError):
@@ -159,10 +160,10 @@ class Crew:
 async def _assemble(
     role: Role, address: str, wait_s: float, until: float, node: RayNode | None, notify: Notify
 ) -> list[Machine]:
-    """All machines of the run, once they are there.
+    """Wait until all machines have joined, and return them.
 
-    Raises RunError at `until`, on the monotonic clock, naming the missing, and where `node`, Ray on this machine, has
-    ended; UserError if two have one rank.
+    Raises RunError naming the missing machines at the deadline `until` (monotonic clock), or if `node` has exited. Raises
+    UserError if two machines have the same rank.
     """
     known: set[str] = set()
     while True:
@@ -172,7 +173,7 @@ async def _assemble(
         for machine in there:
             if machine.node_id not in known:
                 known.add(machine.node_id)
-                notify(f"{machine.name} has come")
+                notify(f"{machine.name} has joined")
         for machine in there:
             if machine.came_with_rank and given.setdefault(machine.rank, machine) is not machine:
                 both = f"{given[machine.rank]} and on {machine}"
@@ -181,21 +182,21 @@ async def _assemble(
                     code="conflict",
                     key="--rank",
                 )
-        # Those that came without a rank take the places that are left.
+        # A machine that joined without a rank counts by its position in the list.
         missing = sorted({*range(role.nodes)} - {machine.rank for machine in there})
         if not missing:
             return there
         if time.monotonic() > until:
             raise RunError(
-                f"{' and '.join(map(role.describe, missing))} did not come to {address} within {wait_s:.0f} s "
-                f"({len(there)} of {role.nodes} machines are there): start `rlsys launch` on every machine, look at "
-                "what it says there, and give more time with --wait."
+                f"{' and '.join(map(role.describe, missing))} did not join {address} within {wait_s:.0f} s "
+                f"({len(there)} of {role.nodes} machines have joined): start `rlsys launch` on every machine, check its "
+                "output there, or raise --wait."
             )
         await asyncio.sleep(MACHINES_LOOK_S)
 
 
 async def _run(crew: Crew, address: str) -> int:
-    task, status, sentence = crew.task, 1, "the head has broken off"
+    task, status, sentence = crew.task, 1, "the head stopped on an error"
     try:
         settings = [f"cluster.address={address}"]
         serving = serving_positions(task.config, [(machine.rank, machine.host) for machine in crew.machines])
@@ -217,14 +218,14 @@ async def _run(crew: Crew, address: str) -> int:
 
 
 async def _searching(crew: Crew, serving: Sequence[int]) -> list[str]:
-    """Overrides that name the search servers, once those of the machines at `serving` answer.
+    """Start search servers on the machines at positions `serving`, and return the overrides that select them.
 
-    They ask for the token of the environment, or for a new one.
+    The servers require the token from the environment, or else a new one.
     """
     if not serving:
         return []
     cluster, search = crew.task.config.cluster, crew.task.config.search
-    # The run is a child of this process, and hands the token on to its workers.
+    # The run is a child of this process, inherits the token, and passes it to its workers.
     token = os.environ.setdefault(search.token_env or TOKEN_VARIABLE, secrets.token_urlsafe(32))
 
     async def serve(position: int) -> str:
@@ -242,8 +243,8 @@ async def _searching(crew: Crew, serving: Sequence[int]) -> list[str]:
 
 
 async def _preflight(crew: Crew, settings: Sequence[str]) -> int:
-    """0 if the run can start as far as all machines see; what is wrong has been said then."""
-    crew.notify("the preflight looks at everything first, on every machine")
+    """Run the preflight on all machines, report every failed check, and return 0 if the run can start."""
+    crew.notify("the preflight runs on every machine")
     doctor = crew.task.arguments(["doctor", "--launched", "--for"], settings)
 
     async def look_there(position: int) -> bool:
@@ -254,10 +255,10 @@ async def _preflight(crew: Crew, settings: Sequence[str]) -> int:
             await crew.require_all()
             wrong = [str(problem)]
         for finding in wrong:
-            crew.notify(f"{crew.machines[position].name} is not right: {finding}")
+            crew.notify(f"{crew.machines[position].name} failed the preflight: {finding}")
         return not wrong
 
-    # This one's findings are a table of all, as those of `rlsys doctor`.
+    # The head's own preflight prints the full table of `rlsys doctor`.
     async with rlsys_command(doctor) as here:
         status = await here.wait()
     there = await asyncio.gather(*map(look_there, range(1, len(crew.machines))))
@@ -273,15 +274,15 @@ async def _train(crew: Crew, settings: Sequence[str]) -> int:
             await _watch(crew, train, folder)
             status = await train.wait()
     if status:
-        # What it died of may be a machine that the cluster has not given up yet.
+        # The cause may be a lost machine that Ray has not declared dead yet.
         crew.require(*await crew.logs.gather(GATHER_TIMEOUT_S))
     return status
 
 
 async def _watch(crew: Crew, train: Process, folder: Path) -> None:
-    """Until the run ends: gather logs, into the run's folder once that is known.
+    """Gather logs until the run ends, into the run's folder as soon as it is known.
 
-    Raises RunError if a machine is lost, or Ray on this one.
+    Raises RunError if a machine is lost or Ray on this machine exits.
     """
     ended = asyncio.ensure_future(train.wait())
     known = False
@@ -301,7 +302,7 @@ async def _watch(crew: Crew, train: Process, folder: Path) -> None:
 
 
 class LogChunk(NamedTuple):
-    """Some bytes of a log, whose `name` is relative to all of the machine's; they begin at its byte `start`."""
+    """Part of a log: `data` starts at byte offset `start` of log `name`, for example `ray/raylet.out`."""
 
     name: str
     start: int
@@ -309,7 +310,7 @@ class LogChunk(NamedTuple):
 
 
 class NodeAgent:
-    """The launcher's hand on one machine."""
+    """Works for the launcher on one machine: runs the preflight and a search server, reads logs, relays the ending."""
 
     def __init__(self) -> None:
         launched = os.environ.get(FOLDER_VARIABLE)
@@ -319,9 +320,9 @@ class NodeAgent:
         self._logs = {"node": self._folder, "ray": rays / "session_latest" / "logs"}
 
     def examine(self, arguments: Sequence[str], timeout_s: float) -> list[str]:
-        """List what `rlsys doctor` with `arguments` finds wrong with this machine, of what it is to have of its own.
+        """Run `rlsys doctor` with `arguments`, and return its failed checks that concern this machine.
 
-        Raises RunError if that ends otherwise than with findings, or takes longer.
+        Raises RunError if it does not return findings within `timeout_s`.
         """
         command = [sys.executable, "-m", "rlsys.apps.cli.main", *arguments, "--json"]
         try:
@@ -342,30 +343,30 @@ class NodeAgent:
         ]
 
     def serve(self, index: str, settings: Mapping[str, Any], timeout_s: float) -> str:
-        """Start a search server; its address, once it answers.
+        """Start a search server, wait until it is healthy, and return its URL.
 
-        Raises UserError if the port is taken, RunError if it dies or takes longer.
+        Raises UserError if the port is taken, RunError if it dies or is not healthy within `timeout_s`.
         """
         self._server = SearchServer(index, self._folder / "search.log", **settings)
         self._server.wait_healthy(timeout_s)
         return self._server.url
 
     def follow(self, logs: str) -> None:
-        """Read the logs of the run's workers in `logs` too, unless that is the folder that the head has."""
+        """Also read the worker logs in `logs`, unless the folder is shared with the head."""
         if not (Path(logs) / GATHERED).is_dir():
             self._logs["workers"] = Path(logs)
 
     def read(self, since: Mapping[str, int], most_bytes: int = MOST_BYTES) -> list[LogChunk]:
-        """Read what logs have beyond the bytes `since` of each; a little at a time, empty in the end."""
+        """Read log content past the byte offsets `since`, at most `most_bytes` per call; empty when all is read."""
         chunks: list[LogChunk] = []
         for kind, folder in self._logs.items():
             for file in sorted(folder.rglob("*")):
                 name = f"{kind}/{file.relative_to(folder)}"
                 start = since.get(name, 0)
-                with suppress(OSError):  # Ray renames logs that have grown long.
+                with suppress(OSError):  # Ray renames logs on rotation.
                     if most_bytes <= 0 or file.is_symlink() or not file.is_file() or file.stat().st_size == start:
                         continue
-                    start = 0 if file.stat().st_size < start else start  # It was begun anew.
+                    start = 0 if file.stat().st_size < start else start  # The log was truncated or replaced.
                     with file.open("rb") as log:
                         log.seek(start)
                         data = log.read(most_bytes)
@@ -374,7 +375,7 @@ class NodeAgent:
         return chunks
 
     def close(self, status: int, sentence: str) -> None:
-        """Let this machine's launcher know how the run ended, then end the search server, which takes a while."""
+        """Send this machine's launcher the run's ending first, then stop the search server, which takes longer."""
         if folder := os.environ.get(FOLDER_VARIABLE):
             tell_ending(Path(folder), status, sentence)
         if self._server is not None:
@@ -383,15 +384,18 @@ class NodeAgent:
 
 
 class GatheredLogs:
-    """Copies of what agents have of logs."""
+    """Copies the logs of all machines to one folder on the head."""
 
     def __init__(self, agents: WorkerGroup, ranks: Sequence[int], folder: Path) -> None:
-        """`ranks` are the machines' of `agents`."""
+        """`ranks[i]` is the machine rank of agent i, and names its folder."""
         self._agents, self._ranks, self._folder = agents, ranks, folder
         self._read: list[dict[str, int]] = [{} for _ in ranks]
 
     def move_to(self, parent: Path) -> None:
-        """Keep everything in a new folder of `parent`, named by the time, from now on: a resumed run has many there."""
+        """Move all copies to a new folder in `parent`, named by the current time, and continue there.
+
+        A resumed run has one such folder for each launch.
+        """
         now = time.strftime("%Y-%m-%d_%H-%M-%S")
         names = (now if number == 1 else f"{now}_{number}" for number in itertools.count(1))
         for folder in (parent / name for name in names):
@@ -403,7 +407,7 @@ class GatheredLogs:
         self._folder = folder
 
     async def gather(self, timeout_s: float) -> list[int]:
-        """Copy what is new, until nothing is. Positions of the agents that did not answer in time."""
+        """Copy new log content from all agents, and return the positions of those that did not respond in time."""
         answered = await asyncio.gather(*(self._gather_from(agent, timeout_s) for agent in range(len(self._ranks))))
         return [agent for agent, did in enumerate(answered) if not did]
 
@@ -413,13 +417,13 @@ class GatheredLogs:
             try:
                 chunks = await self._agents.call_rank(agent, "read", self._read[agent], timeout_s=timeout_s)
             except RunError as problem:
-                return not isinstance(problem, RankSilent | RankDied)  # Else its machine is there.
+                return not isinstance(problem, RankSilent | RankDied)  # Any other error comes from a live machine.
             for chunk in chunks:
                 file = self._folder / str(self._ranks[agent]) / chunk.name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 with file.open("ab") as log:
                     log.write(chunk.data)
                 self._read[agent][chunk.name] = chunk.start + len(chunk.data)
-            # A log that is written all the time would otherwise keep us here.
+            # Stop at a partial response: a log that grows constantly would otherwise never end the loop.
             more = sum(len(chunk.data) for chunk in chunks) >= MOST_BYTES
         return True

@@ -1,7 +1,7 @@
-"""Ray on this machine, commands of rlsys, and a machine that is not the first: it joins the head and stays till that is done.
+"""Runs `ray start` and `rlsys` as child processes, and the launcher on every machine but the head.
 
-Child processes are certainly ended, with all that came of them. Ray keeps its files in a folder of this machine's own,
-which goes with it; `end.json` in it is where the head says how the run has ended. Nothing of Ray is imported here.
+Child processes never outlive this one, nor do their descendants. Ray's files are in a local folder that is removed with
+it; the agent writes the run's ending to `end.json` there. This module does not import ray.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from rlsys.errors import RunError
 from rlsys.files import write_atomically
 from rlsys.search.server_process import child_environment
 
-FOLDER_VARIABLE = "RLSYS_NODE_FOLDER"  # Where processes that Ray starts learn the folder.
-STOP_S = 10.0  # For Ray to end by itself.
-PATIENCE_S = 60.0  # For a command that is told to end: a run closes what it has opened.
-LOOK_S = 1.0  # Between two looks at the head.
-LOST_S = 20.0  # The head is lost when it has answered nothing for so long.
+FOLDER_VARIABLE = "RLSYS_NODE_FOLDER"  # Environment variable with the folder, for processes that Ray starts.
+STOP_S = 10.0  # Timeout for Ray to exit on SIGTERM.
+PATIENCE_S = 60.0  # Timeout for a command to exit on SIGTERM; a run closes its workers and files first.
+LOOK_S = 1.0  # Poll interval for the head.
+LOST_S = 20.0  # Silence after which the head counts as lost.
 FAREWELL_S = 90.0
-"""For a head that was told to end at the same time, as by Slurm, to close the run, which needs this machine."""
+"""Grace period after SIGTERM on a machine that is not the head. Slurm signals all machines at once, and the head still
+needs this one to close the run."""
 _END, _OUTPUT = "end.json", "ray-start.log"
 _LOG_LINES = 15
 _PATIENCE = {
@@ -45,55 +46,58 @@ _PATIENCE = {
     "RAY_health_check_failure_threshold": "4",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
 }
-"""A machine is given up after half a minute of silence; Ray's own patience is over a minute. The last: of a process with
-a head that is silent, in seconds, after which Ray ends it on the spot; the launcher is sooner, and ends it in order."""
+"""Ray's health checks, set to give up a silent machine after half a minute; Ray's default is over a minute.
+
+The last variable is the time in seconds after which Ray kills a process whose head is silent. It is long enough that the
+launcher stops the run in order first.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The end of a run."""
+    """Exit status of a run, and a sentence that describes its end."""
 
-    status: int  # As a process's exit status.
+    status: int
     sentence: str
 
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """A handle of `ray start`, which runs until `ray_node` is left."""
+    """Handle to a `ray start` process, which runs until `ray_node` exits."""
 
     _process: subprocess.Popen[bytes]
     folder: Path
 
     def require_alive(self) -> None:
-        """Raise RunError, with the end of what Ray said, if it has ended."""
+        """Raise RunError with the last lines of Ray's output if Ray has exited."""
         status = self._process.poll()
         if status is None:
             return
         said, hint = (self.folder / _OUTPUT).read_text(errors="replace"), ""
         if "InvalidAuthToken" in said:
             hint = (
-                " The machines have different tokens of Ray: copy the file ~/.ray/auth_token of the head to all, or set the "
+                " The machines have different Ray tokens: copy the head's ~/.ray/auth_token to all machines, or set the "
                 "same RAY_AUTH_TOKEN everywhere."
             )
         lines = "\n".join(f"    {line}" for line in said.splitlines()[-_LOG_LINES:])
-        raise RunError(f"Ray ended on this machine with status {status}.{hint} It said last:\n{lines}")
+        raise RunError(f"Ray exited on this machine with status {status}.{hint} Its last output:\n{lines}")
 
     def ending(self) -> Ending | None:
-        """The end of the run as the head has told it; None before it has."""
+        """Ending of the run as sent by the head; None before that."""
         file = self.folder / _END
         return Ending(**json.loads(file.read_text())) if file.is_file() else None
 
 
 def tell_ending(folder: Path, status: int, sentence: str) -> None:
-    """Let whoever has started Ray in `folder` know how the run ended; see `Ending`."""
+    """Write the run's ending to `folder`, where `RayNode.ending` reads it."""
     write_atomically(folder / _END, json.dumps({"status": status, "sentence": sentence}) + "\n")
 
 
 @contextmanager
 def ray_node(arguments: Sequence[str], config: RunConfig, resource: str, *, alone: bool) -> Iterator[RayNode]:
-    """Start Ray on this machine with `arguments` and 1 of `resource`; on the way out nothing of it stays.
+    """Start Ray on this machine with `arguments` and 1 unit of `resource`; on exit, stop it and remove its files.
 
-    `alone` keeps it to this machine's loopback interface.
+    `alone` restricts it to the loopback interface.
     """
     process: subprocess.Popen[bytes] | None = None
 
@@ -124,25 +128,26 @@ def ray_node(arguments: Sequence[str], config: RunConfig, resource: str, *, alon
 
 
 def _slots(config: RunConfig) -> list[str]:
-    """Arguments of `ray start` for a machine's devices."""
+    """Return the `ray start` arguments for the machine's devices."""
     cluster = config.cluster
     if cluster.device is Device.gpu:
         return [] if cluster.devices_per_node is None else ["--num-gpus", str(cluster.devices_per_node)]
     placed = parse_placement(cluster.placement, has_critic(config.algorithm))
     number = cluster.devices_per_node or 1 + max(max(ranks) for ranks in placed.values())
-    return ["--num-cpus", str(number), "--object-store-memory", str(512 * 1024**2)]  # Else a share of the memory.
+    return ["--num-cpus", str(number), "--object-store-memory", str(512 * 1024**2)]  # Default: a share of host memory.
 
 
 def patience(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables for how long Ray waits for what is silent, where `environment` does not say it."""
+    """Return the variables of Ray's timeouts for silent peers, except those already in `environment`."""
     return {name: value for name, value in _PATIENCE.items() if name not in environment}
 
 
 @asynccontextmanager
 async def rlsys_command(arguments: Sequence[str]) -> AsyncIterator[Process]:
-    """Run `rlsys` with `arguments`, its output where ours goes; on the way out it is ended, gently if it can be.
+    """Run `rlsys` with `arguments`, sharing this process's output; on exit send SIGTERM, then SIGKILL after `PATIENCE_S`.
 
-    It leads a process group, so that Ctrl-C reaches it through us alone, once, and is told to end if we are killed.
+    The command leads its own process group, so a Ctrl-C in the terminal does not reach it directly. The kernel sends it
+    SIGTERM if this process is killed.
     """
     command = ends_with_parent([sys.executable, "-m", "rlsys.apps.cli.main", *arguments])
     process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, env=child_environment(), process_group=0)
@@ -159,14 +164,14 @@ async def rlsys_command(arguments: Sequence[str]) -> AsyncIterator[Process]:
 
 
 async def work(role: Role, config: RunConfig, wait_s: float, notify: Notify) -> Ending:
-    """Be a part of the head's cluster until the run has ended, and return how it did.
+    """Join the head's cluster, stay until the run ends, and return its ending.
 
-    Raises RunError if the head does not come within `wait_s` seconds, or is lost; UserError without Ray's token.
+    Raises RunError if the head does not answer within `wait_s` seconds or is lost, and UserError without Ray's token.
     """
     notify(f"node {role.rank} waits for the head at {role.host}:{role.port}")
     address = await _await_head(role, wait_s)
     joining = ["--address", f"{role.host}:{role.port}", "--node-ip-address", address]
-    # With a home that all machines share, the head has made the token by now.
+    # Read the token only now: on a shared home folder, the head has created it by this time.
     os.environ.update(require_token(os.environ, make=False))
     with ray_node(joining, config, f"{RANK}{role.rank}", alone=False) as node:
         notify(f"node {role.rank} joins the head as {address}")
@@ -176,7 +181,7 @@ async def work(role: Role, config: RunConfig, wait_s: float, notify: Notify) -> 
 
 
 async def _await_head(role: Role, wait_s: float) -> str:
-    """This machine's address on the way to the head, once that answers."""
+    """Wait until the head answers, and return this machine's address towards it."""
     until = time.monotonic() + wait_s
     while True:
         problem = "nothing listens there"
@@ -184,18 +189,21 @@ async def _await_head(role: Role, wait_s: float) -> str:
             address = await asyncio.to_thread(address_towards, role.host)
             if await asyncio.to_thread(answers, role.host, role.port, LOOK_S):
                 return address
-        except OSError as error:  # The name may be known later, as a pod's is.
+        except OSError as error:  # The host name may resolve later, as a pod's does.
             problem = str(error)
         if time.monotonic() > until:
             raise RunError(
                 f"node {role.rank} waited {wait_s:.0f} s for the head at {role.host}:{role.port} ({problem}): start "
-                "`rlsys launch --rank 0` there, and see that this machine can reach it."
+                "`rlsys launch --rank 0` there, and check that this machine can reach it."
             )
         await asyncio.sleep(LOOK_S)
 
 
 async def _stay(role: Role, node: RayNode, notify: Notify) -> Ending:
-    """Wait until the head says how the run ended, or is lost. A first SIGTERM lets the head have its time."""
+    """Wait for the run's ending from the head; raise RunError if the head is lost.
+
+    The first SIGTERM leaves `FAREWELL_S` for the ending to arrive; the second cancels at once.
+    """
     heard, leave, task = time.monotonic(), float("inf"), asyncio.current_task()
     assert task is not None
 
@@ -217,8 +225,8 @@ async def _stay(role: Role, node: RayNode, notify: Notify) -> Ending:
             heard = time.monotonic()
         elif time.monotonic() - heard > LOST_S:
             raise RunError(
-                f"the head at {role.host}:{role.port} is lost: it has answered nothing for {LOST_S:.0f} s. All of "
-                f"the run on node {role.rank} has been ended."
+                f"the head at {role.host}:{role.port} is lost: it has not responded for {LOST_S:.0f} s. All processes "
+                f"of the run on node {role.rank} have been stopped."
             )
         node.require_alive()
         await asyncio.sleep(LOOK_S)

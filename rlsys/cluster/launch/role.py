@@ -1,8 +1,8 @@
-"""The run to launch, this machine's role in it, and the machines that serve searches. Pure.
+"""Resolves the run to launch, this machine's rank in it, and the machines that serve searches. Pure.
 
-Where flags do not say it, the environment does: torchrun's and Kubernetes' names (NODE_RANK, GROUP_RANK or RANK; NNODES
-or WORLD_SIZE; MASTER_ADDR and MASTER_PORT, with one process a machine) and Slurm's. A flag goes before all of them, and
-what names nodes before what names processes.
+Values not given as flags come from the environment: the variables of torchrun and Kubernetes (NODE_RANK, GROUP_RANK or
+RANK; NNODES or WORLD_SIZE; MASTER_ADDR and MASTER_PORT; one process per machine) or of Slurm. Flags take precedence over
+variables, and variables about nodes over those about processes (NODE_RANK over RANK).
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ _RANKS = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX", "RA
 _NODES = ("NNODES", "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "WORLD_SIZE")
 _LISTED = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
-Notify = Callable[[str], None]  # Takes a sentence on what the launcher does.
+Notify = Callable[[str], None]  # Prints a status line of the launcher.
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchTask:
-    """A run to launch."""
+    """A run to launch: its config, overrides, and options of `rlsys launch`."""
 
     config: RunConfig
-    name: str  # Of the config, as the command line gives it.
+    name: str  # Config name, as given on the command line.
     overrides: tuple[str, ...]
     config_dir: Path | None
-    preflight: bool  # Whether `rlsys doctor --for` decides if it is started.
-    wait_s: float  # For all machines to come.
+    preflight: bool  # True: start only if `rlsys doctor --for` passes.
+    wait_s: float  # Timeout for all machines to join.
 
     def arguments(self, command: Sequence[str], settings: Sequence[str]) -> list[str]:
-        """Arguments of `rlsys` for a `command` that ends with the config's option, with further `settings`."""
+        """Return `rlsys` arguments: `command` (ending with the config option), config name, overrides and `settings`."""
         folder = [] if self.config_dir is None else ["--config-dir", str(self.config_dir)]
         return [*command, self.name, *folder, *self.overrides, *settings]
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """This machine among those of a run; the others come to the one of rank 0."""
+    """This machine's rank in a launch, and the head that it joins."""
 
     rank: int
     nodes: int
-    host: str  # Name or address of the first machine; empty where it is the only one and may choose.
-    port: int  # Of Ray there.
-    names: tuple[str, ...] = ()  # Host names of all, by rank, where the environment tells them.
+    host: str  # Name or address of the head; empty if it is the only machine.
+    port: int  # Ray's port on the head.
+    names: tuple[str, ...] = ()  # Host names by rank, if the environment lists them.
 
     def describe(self, rank: int) -> str:
-        """A machine by its rank, and by its name where that is known."""
+        """Name a machine for messages: `node 1 (gpu02)`, or `node 1` if its host name is unknown."""
         return f"node {rank} ({self.names[rank]})" if rank < len(self.names) else f"node {rank}"
 
 
@@ -66,9 +66,9 @@ def find_role(
     nodes: int | None = None,
     head: str | None = None,
 ) -> Role:
-    """Find the role that flags and environment give. `wanted` machines is what the config says.
+    """Resolve the role from flags and environment. `wanted` is `cluster.nodes` of the config.
 
-    Raises UserError where something is missing, is no number, or does not fit together.
+    Raises UserError for missing, non-numeric or inconsistent values.
     """
     listed = next((environment[name] for name in _LISTED if environment.get(name)), "")
     names = tuple(expand_hosts(listed))
@@ -76,7 +76,7 @@ def find_role(
     rank = _number(environment, _RANKS) if rank is None else rank
     if rank is None and nodes > 1:
         raise UserError(
-            f"--rank: which of the {nodes} machines is this? Give --rank 0 on the head and "
+            f"--rank is missing, and the run has {nodes} machines: give --rank 0 on the head and "
             f"{'--rank 1 on the other' if nodes == 2 else f'--rank 1 to {nodes - 1} on the others'}, "
             f"or set one of {', '.join(_RANKS)}.",
             code="missing",
@@ -92,7 +92,7 @@ def find_role(
     host, port = _head(head, environment, names)
     if not host and nodes > 1:
         raise UserError(
-            "--head: where is the machine of rank 0? Give --head HOST[:PORT] on every machine, or set MASTER_ADDR.",
+            "--head is missing: give --head HOST[:PORT], the machine of rank 0, on every machine, or set MASTER_ADDR.",
             code="missing",
             key="--head",
         )
@@ -100,18 +100,18 @@ def find_role(
 
 
 def machine_count(given: int | None, wanted: int) -> int:
-    """Count the machines: as many as are given, else as the config wants. Raises UserError for fewer."""
+    """Return the number of machines: `given`, or else the config's `wanted`. Raises UserError if fewer are given."""
     if given is None or given >= wanted:
         return given or wanted
     raise UserError(
-        f"--nodes {given} is fewer than cluster.nodes={wanted}: start as many, or take a config for fewer.",
+        f"--nodes {given} is fewer than cluster.nodes={wanted}: start {wanted} machines, or use a config for fewer.",
         code="conflict",
         key="--nodes",
     )
 
 
 def expand_hosts(listed: str) -> Iterator[str]:
-    """Host names of Slurm's short form: `gpu[01-03,7],login` is gpu01, gpu02, gpu03, gpu7 and login."""
+    """Expand a Slurm host list: `gpu[01-03,7],login` is gpu01, gpu02, gpu03, gpu7 and login."""
     for part in re.findall(r"(?:[^,\[]|\[[^]]*\])+", listed):
         prefix, bracket, rest = part.partition("[")
         if not bracket:
@@ -125,22 +125,22 @@ def expand_hosts(listed: str) -> Iterator[str]:
 
 
 def check_searching(config: RunConfig) -> None:
-    """Raise UserError where servers are asked for that nobody would use."""
+    """Raise UserError if `cluster.search.nodes` would start servers that the run does not query."""
     nodes, url = config.cluster.search.nodes, config.search.url
     if nodes and needs_server(config.search) and url is not None:
         raise UserError(
-            f"search.url={url} and cluster.search.nodes={nodes} both say who answers searches: leave one out.",
+            f"search.url={url} and cluster.search.nodes={nodes} both select the search servers: remove one of them.",
             code="conflict",
             key="cluster.search.nodes",
         )
 
 
 def serving_positions(config: RunConfig, hosts: Sequence[tuple[int, str]]) -> list[int]:
-    """Positions in `hosts`, of ranks and host names, of the machines of cluster.search.nodes, in the order there.
+    """Return the positions in `hosts` (rank, host name) of the machines in `cluster.search.nodes`, in that order.
 
-    Raises UserError for one that is not there.
+    Raises UserError for a machine that is not in `hosts`.
     """
-    # A host's own name may have its domain with it.
+    # A host name may include its domain; accept the short form too.
     names = [{str(rank), host, host.partition(".")[0]} for rank, host in hosts]
     positions = []
     for wanted in config.cluster.search.nodes if needs_server(config.search) else ():
@@ -148,7 +148,8 @@ def serving_positions(config: RunConfig, hosts: Sequence[tuple[int, str]]) -> li
         if position is None:
             there = ", ".join(f"{rank} ({host})" for rank, host in hosts)
             raise UserError(
-                f"cluster.search.nodes: there is no machine {wanted} among {there}; give a rank or a host name.",
+                f"cluster.search.nodes: {wanted} is not a machine of this launch, which has {there}: give a rank or a host "
+                "name.",
                 code="unknown",
                 key="cluster.search.nodes",
             )
@@ -159,7 +160,7 @@ def serving_positions(config: RunConfig, hosts: Sequence[tuple[int, str]]) -> li
 def search_settings(
     search: SearchConfig, urls: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """Overrides by which a run asks the servers at `urls`, which take their token from the environment, if any."""
+    """Return the overrides that point a run at the search servers `urls`, with the environment's token if it has one."""
     replicas = ",".join(f"'{url}'" for url in urls[1:])
     settings = [f"search.url='{urls[0]}'", f"search.replicas=[{replicas}]"]
     if search.token_env is None and environment.get(TOKEN_VARIABLE):
@@ -172,7 +173,7 @@ def _head(head: str | None, environment: Mapping[str, str], names: Sequence[str]
     key, separator, host = ("MASTER_ADDR", "=", master) if head is None else ("--head", " ", head)
     if host.count(":") > 1:
         raise UserError(
-            f"{key}{separator}{host} is an IPv6 address, and machines meet over IPv4: give the machine's name or its IPv4 address.",
+            f"{key}{separator}{host} is an IPv6 address, and machines connect over IPv4: give the host name or IPv4 address.",
             code="unsupported",
             key=key,
         )
@@ -187,19 +188,17 @@ def _head(head: str | None, environment: Mapping[str, str], names: Sequence[str]
         )
     port = int(parts[2] or RAY_PORT)
     if not 0 < port < 65536:
-        raise UserError(
-            f"--head {head}: a port is from 1 to 65535, so give one of these.", code="out_of_range", key="--head"
-        )
+        raise UserError(f"--head {head}: the port must be between 1 and 65535.", code="out_of_range", key="--head")
     return parts[1], port
 
 
 def _number(environment: Mapping[str, str], variables: Sequence[str]) -> int | None:
-    """The number in the first variable that is set."""
+    """Return the number in the first of `variables` that is set; None if none is. Raises UserError for other text."""
     for variable in variables:
         if text := environment.get(variable):
             if not text.isdigit():
                 raise UserError(
-                    f"{variable}={text} in the environment is not a number: set it right, or unset it.",
+                    f"{variable}={text} in the environment is not a number: correct or unset it.",
                     code="wrong_type",
                     key=variable,
                 )

@@ -1,13 +1,20 @@
-"""Placement: which device ranks each group has, whether groups, model and machines fit together so, and its bundles. Pure.
+"""Parses the placement of groups on device ranks, checks it against model and machines, and plans Ray bundles. Pure.
 
-A group's ranks are read from text such as "0-3" or "0-1,4"; they are distinct, and their order is the order of its
-worker ranks. A critic that is not placed lives on the actor's ranks.
+A group's ranks are text such as "0-3" or "0-1,4". They are distinct, and their order is the order of its worker ranks.
+A critic without a placement uses the actor's ranks.
 
-A bundle is what one machine reserves as a whole. Ranks that one process holds together are in one bundle, and so are all
-processes that hold one of its ranks; ranks that nothing ties together are apart. On several machines of known size it is
-all that is held of one machine. Bundles stand in the order of their lowest ranks, so groups lie as the placement says.
-Ray itself chooses the device of a bundle that a process gets a share of. Where a bundle has several that are shared, two
-processes could land on the same one: its slots are `pinned`, their devices are named, and Ray is asked for none.
+A bundle is a set of devices that Ray reserves on one machine. Device ranks of one process share a bundle, and so do
+processes with a common rank; unrelated ranks get separate bundles:
+
+    actor "0-1" with two processes, rollout "0-1" with one engine: one bundle, {0, 1};
+    actor "0-1" with two processes, rollout "2-3" with two engines: four bundles, {0}, {1}, {2}, {3}.
+
+With several machines of known size, a bundle is all placed ranks of one machine. Bundles are sorted by their lowest rank,
+which keeps the order of the placement.
+
+Ray itself picks the device for a process that reserves a share of a bundle. In a bundle with several devices, at least
+one of them shared, two processes could get the same device. Slots of such a bundle are `pinned`: they reserve nothing
+from Ray, and CUDA_VISIBLE_DEVICES names their devices.
 """
 
 from __future__ import annotations
@@ -29,15 +36,15 @@ from rlsys.weights.weight_map import Architecture
 GROUPS = ("actor", "inference", "rollout")
 CRITIC = "critic"
 ROLLOUT = "rollout"
-USABLE = 0.9  # Of a device's memory; the rest is for the driver's context, communication buffers and fragmentation.
-RESOLUTION = 10_000  # Ray counts devices in ten-thousandths, and rounds: 6 x 1/6 would be more than 1.
+USABLE = 0.9  # Usable share of device memory; the rest is CUDA context, communication buffers and fragmentation.
+RESOLUTION = 10_000  # Ray rounds device shares to 1/10000, so six shares of 1/6 would exceed 1.
 _PART = re.compile(r"(\d+)(?:-(\d+))?")
 
 Ranks = tuple[int, ...]
 
 
 def parse_ranks(text: str, key: str) -> Ranks:
-    """Read device ranks; `key` names the setting in the error's sentence."""
+    """Parse device ranks. Raises UserError for malformed text; `key` is the config key in its message."""
     ranks: list[int] = []
     for part in str(text).split(","):
         match = _PART.fullmatch(part.strip())
@@ -57,7 +64,10 @@ def parse_ranks(text: str, key: str) -> Ranks:
 
 
 def parse_placement(placement: Mapping[str, str], with_critic: bool = False) -> dict[str, Ranks]:
-    """Ranks of every group; all must be placed but the critic, where there is one, and no other."""
+    """Parse the ranks of every group. Raises UserError for missing or unknown groups.
+
+    A critic is allowed only `with_critic`, and defaults to the actor's ranks.
+    """
     groups = (*GROUPS, CRITIC)
     if unknown := sorted(set(placement) - set(groups)):
         key = f"cluster.placement.{unknown[0]}"
@@ -80,9 +90,9 @@ def parse_placement(placement: Mapping[str, str], with_critic: bool = False) -> 
 
 
 def overlaps(ranks: Mapping[str, Ranks]) -> list[tuple[str, str, list[int]]]:
-    """Pairs of groups that share devices, with the shared ranks.
+    """Return the pairs of groups that share devices, with the shared ranks.
 
-    A critic on all of the actor's ranks and no other is as one group with it.
+    A critic on exactly the actor's ranks counts as one group with the actor.
     """
     together = CRITIC in ranks and set(ranks[CRITIC]) == set(ranks["actor"])
     apart = sorted(set(ranks) - {CRITIC} if together else ranks)
@@ -91,13 +101,13 @@ def overlaps(ranks: Mapping[str, Ranks]) -> list[tuple[str, str, list[int]]]:
 
 
 def machine_problems(config: RunConfig, ranks: Mapping[str, Sequence[int]]) -> Iterator[Problem]:
-    """Refuse a placement that the machines and their devices do not have room for."""
+    """Yield problems of a placement that does not fit the machines and their devices."""
     cluster = config.cluster
     if cluster.devices_per_node is None:
         if cluster.nodes > 1:
             yield Problem(
                 "cluster.devices_per_node",
-                f"cluster.nodes={cluster.nodes} says nothing of how many devices each has: set cluster.devices_per_node.",
+                f"cluster.nodes={cluster.nodes} needs the number of devices per machine: set cluster.devices_per_node.",
             )
         return
     have = cluster.nodes * cluster.devices_per_node
@@ -105,7 +115,7 @@ def machine_problems(config: RunConfig, ranks: Mapping[str, Sequence[int]]) -> I
     if highest >= have:
         yield Problem.of(
             f"cluster.placement names rank {highest}, but cluster.nodes={cluster.nodes} of cluster.devices_per_node="
-            f"{cluster.devices_per_node} have ranks 0 to {have - 1}: place the groups on those, or give more machines."
+            f"{cluster.devices_per_node} have ranks 0 to {have - 1}: place the groups on those, or use more machines."
         )
     tp, held, per_node = max(config.rollout.engine.tp, 1), sorted(ranks[ROLLOUT]), cluster.devices_per_node
     for start in range(0, len(held) - len(held) % tp, tp):
@@ -114,30 +124,33 @@ def machine_problems(config: RunConfig, ranks: Mapping[str, Sequence[int]]) -> I
             yield Problem.of(
                 f"cluster.placement.rollout puts one engine of rollout.engine.tp={tp} on ranks {held[start]} to "
                 f"{held[start + tp - 1]}, which are on {len(machines)} machines of cluster.devices_per_node={per_node}: "
-                "an engine lies on one; change the placement or rollout.engine.tp."
+                "an engine must be on one machine; change the placement or rollout.engine.tp."
             )
             break
     yield from _reach(config, ranks, per_node)
 
 
 def launch_problems(config: RunConfig) -> Iterator[Problem]:
-    """Refuse, without `rlsys launch`, settings that it alone makes true: the run would silently be another one."""
+    """Yield problems of settings that only `rlsys launch` implements, for a run started without it.
+
+    Such a run would otherwise silently ignore them.
+    """
     cluster = config.cluster
     if cluster.nodes > 1 and cluster.address is None:
         yield Problem(
             "cluster.address",
-            f"cluster.nodes={cluster.nodes} and cluster.address is null: start the run with `rlsys launch` on every "
-            "machine, or give the address of a Ray cluster that has them.",
+            f"cluster.nodes={cluster.nodes} but cluster.address is null: start the run with `rlsys launch` on every "
+            "machine, or set cluster.address to a Ray cluster of these machines.",
         )
     if cluster.search.nodes and config.search.url is None and needs_server(config.search):
         yield Problem.of(
-            f"cluster.search.nodes={cluster.search.nodes} and search.url is null: servers are started there by `rlsys "
-            "launch` alone; start the run with it, give search.url of a running one, or set cluster.search.nodes=[]."
+            f"cluster.search.nodes={cluster.search.nodes} but search.url is null: only `rlsys launch` starts servers "
+            "there; start the run with it, set search.url to a running server, or set cluster.search.nodes=[]."
         )
 
 
 def memory_problems(config: RunConfig, plan: Mapping[str, Any]) -> Iterator[Problem]:
-    """Refuse groups that do not fit the memory of a device, as `make_plan` estimates it."""
+    """Yield a problem if groups do not fit device memory, by the estimate of `make_plan`."""
     have = config.cluster.device_memory_gib
     if have is None:
         return
@@ -154,15 +167,15 @@ def memory_problems(config: RunConfig, plan: Mapping[str, Any]) -> Iterator[Prob
 
 
 def fullest_device(config: RunConfig, plan: Mapping[str, Any]) -> tuple[tuple[str, ...], float]:
-    """The groups that take most of one device at the same time, and how much that is in GiB."""
+    """Return the groups with the largest combined memory on one device at one time, and that memory in GiB."""
     groups = plan["groups"]
     sizes = {name: group["memory_gib_per_rank"] for name, group in groups.items()}
     ranks = {rank for group in groups.values() for rank in group["ranks"]}
     turns: tuple[tuple[str, ...], ...] = (
         ("actor", "inference", CRITIC, ROLLOUT),
-    )  # Groups that are on their devices at the same time.
+    )  # Groups whose memory is on the device at the same time.
     if config.cluster.mode is Mode.collocated:
-        # The actor hands its weights to the inference group while both are there; what learns, learns together.
+        # The actor pushes its weights while the inference group is on the device; actor and critic train together.
         turns = ((ROLLOUT,), ("actor", "inference"), ("actor", CRITIC), ("inference", CRITIC))
     together = {
         tuple(name for name in turn if name in groups and rank in groups[name]["ranks"])
@@ -173,11 +186,11 @@ def fullest_device(config: RunConfig, plan: Mapping[str, Any]) -> tuple[tuple[st
 
 
 def _reach(config: RunConfig, ranks: Mapping[str, Sequence[int]], per_node: int) -> Iterator[Problem]:
-    """Refuse a way for weights that does not get from the actor's sending ranks to everybody."""
+    """Yield a problem if `cluster.sync_mode` cannot carry weights to every group, since some are on other machines."""
     mode = config.cluster.sync_mode
     if mode not in (SyncMode.tensor, SyncMode.ipc):
         return
-    # Its first rank sends; with `ipc` so does the first rank of every pipeline stage.
+    # The actor's first rank sends; with `ipc`, so does the first rank of every pipeline stage.
     actor, stages = ranks["actor"], config.actor.parallel.pp if mode is SyncMode.ipc else 1
     senders = actor[:: max(1, len(actor) // max(1, stages))]
     concerned = {"actor": senders, "inference": ranks["inference"], "rollout": ranks["rollout"]}
@@ -186,52 +199,52 @@ def _reach(config: RunConfig, ranks: Mapping[str, Sequence[int]], per_node: int)
     if away:
         way = "host memory" if mode is SyncMode.tensor else "device memory"
         yield Problem.of(
-            f"cluster.sync_mode={mode} hands weights on through the {way} of one machine, but cluster.placement puts "
-            f"{' and '.join(away)} on others than the actor's first rank: use {way_across(config)}."
+            f"cluster.sync_mode={mode} moves weights through the {way} of one machine, but cluster.placement puts "
+            f"{' and '.join(away)} on other machines than the actor's first rank: use {way_across(config)}."
         )
 
 
 def way_across(config: RunConfig) -> str:
-    """The setting by which weights get to other machines."""
+    """Return the `cluster.sync_mode` setting that moves weights between machines."""
     if config.cluster.mode is Mode.collocated and config.cluster.device is Device.gpu:
-        # NCCL refuses a group that has two members on one GPU.
+        # NCCL does not support two members of a group on one GPU.
         return "cluster.sync_mode=disk, with an output_dir that all machines share"
     return "cluster.sync_mode=broadcast"
 
 
 def search_node_problems(config: RunConfig) -> Iterator[Problem]:
-    """Refuse search servers on machines that are not there, or without an index."""
+    """Yield problems of search servers on machines outside the run, or without an index."""
     wanted = config.cluster.search.nodes
     beyond = [name for name in wanted if name.isdigit() and int(name) >= config.cluster.nodes]
     if beyond:
         yield Problem.of(
-            f"cluster.search.nodes names machine {beyond[0]}, but cluster.nodes={config.cluster.nodes} are numbered from "
-            "0: name one of them, or another machine by its host name."
+            f"cluster.search.nodes names machine {beyond[0]}, but the machines of cluster.nodes={config.cluster.nodes} are "
+            "numbered from 0: name one of them, or another machine by its host name."
         )
     if wanted and config.search.index is None and needs_server(config.search):
         yield Problem.of(
-            f"cluster.search.nodes={wanted} are to serve an index and search.index is null: give its folder."
+            f"cluster.search.nodes={wanted} serve an index, but search.index is null: set it to the index folder."
         )
 
 
 def ipc_problems(config: RunConfig) -> Iterator[Problem]:
-    """Refuse to hand device memory on where there are no devices."""
+    """Yield a problem for `cluster.sync_mode=ipc` without GPUs."""
     if config.cluster.sync_mode is SyncMode.ipc and config.cluster.device is Device.cpu:
         yield Problem.of(
-            "cluster.sync_mode=ipc hands GPU memory on, and cluster.device=cpu has none: use cluster.sync_mode=tensor."
+            "cluster.sync_mode=ipc shares GPU memory, but cluster.device=cpu has none: use cluster.sync_mode=tensor."
         )
 
 
 def parallel_problems(group: str, parallel: ParallelConfig, world: int, model: Architecture) -> Iterator[Problem]:
-    """Refuse ways to cut this model over a Megatron group of `world` ranks."""
+    """Yield problems of parallel sizes that do not fit the model or a Megatron group of `world` ranks."""
     key = f"{group}.parallel"
     if min(parallel.tp, parallel.pp, parallel.cp, parallel.ep) < 1:
         return
     model_ranks = parallel.tp * parallel.pp * parallel.cp
     if world % model_ranks:
         yield Problem.of(
-            f"cluster.placement.{group} has {world} ranks, which {key} tp*pp*cp = {parallel.tp}*{parallel.pp}*"
-            f"{parallel.cp} = {model_ranks} does not divide: change the placement or the parallel sizes."
+            f"cluster.placement.{group} has {world} ranks, which is not a multiple of {key} tp*pp*cp = {parallel.tp}*"
+            f"{parallel.pp}*{parallel.cp} = {model_ranks}: change the placement or the parallel sizes."
         )
     elif world // parallel.pp % parallel.ep:
         yield Problem.of(
@@ -240,8 +253,8 @@ def parallel_problems(group: str, parallel: ParallelConfig, world: int, model: A
         )
     if parallel.ep > 1 and (not model.experts or model.experts % parallel.ep):
         yield Problem.of(
-            f"{key}.ep={parallel.ep} spreads experts, and the model has {model.experts or 'none'}: set a divisor of "
-            "their number, or 1."
+            f"{key}.ep={parallel.ep} distributes experts, but the model has {model.experts or 'none'}: set it to a divisor "
+            "of their number, or to 1."
         )
     if model.experts and parallel.tp > 1 and not parallel.sequence_parallel:
         yield Problem.of(f"{key}.tp={parallel.tp} of a model with experts needs {key}.sequence_parallel=true: set it.")
@@ -265,13 +278,13 @@ def parallel_problems(group: str, parallel: ParallelConfig, world: int, model: A
         )
     if model.kv_heads % parallel.tp and parallel.tp % model.kv_heads:
         yield Problem.of(
-            f"{key}.tp={parallel.tp} neither divides the model's {model.kv_heads} key/value heads nor is a multiple of "
-            "them: choose another."
+            f"{key}.tp={parallel.tp} is neither a divisor nor a multiple of the model's {model.kv_heads} key/value heads: "
+            "choose another value."
         )
 
 
 def context_problems(config: RunConfig, group: str) -> Iterator[Problem]:
-    """Refuse context parallelism without packed rows that hold an episode."""
+    """Yield problems of context parallelism: it needs packed rows that hold a whole episode."""
     settings = megatron_groups(config)[group]
     cp, tp = settings.parallel.cp, settings.parallel.tp
     if cp == 1:
@@ -279,26 +292,26 @@ def context_problems(config: RunConfig, group: str) -> Iterator[Problem]:
     if settings.packing is Packing.padded:
         yield Problem(
             f"{group}.packing",
-            f"{group}.parallel.cp={cp} cuts packed sequences alone, and {group}.packing is padded: set it to packed.",
+            f"{group}.parallel.cp={cp} needs packed sequences, but {group}.packing is padded: set it to packed.",
         )
     multiple = 2 * cp * (tp if settings.parallel.sequence_parallel else 1)
     needed = -(-config.task.max_total_tokens // multiple) * multiple
     if settings.micro_batch_tokens < needed:
         yield Problem.of(
             f"{group}.micro_batch_tokens={settings.micro_batch_tokens} cannot hold one episode, which "
-            f"{group}.parallel.cp={cp} rounds up to {needed} tokens: raise it to that at least."
+            f"{group}.parallel.cp={cp} pads to {needed} tokens: raise it to at least {needed}."
         )
 
 
 def engine_problems(config: RunConfig, world: int, model: Architecture) -> Iterator[Problem]:
-    """Refuse ways to cut `world` ranks into engines of this model."""
+    """Yield problems of engines of this model on `world` ranks."""
     tp, aside = config.rollout.engine.tp, config.eval.engines
     if tp < 1:
         return
     if aside is not None and config.cluster.mode is Mode.collocated:
         yield Problem.of(
-            f"eval.engines={aside} sets engines aside while others work, but with cluster.mode=collocated all take turns: "
-            "set eval.engines to null."
+            f"eval.engines={aside} reserves engines for evaluation during training, but with cluster.mode=collocated "
+            "the engines sleep during training: set eval.engines to null."
         )
     elif aside is not None and aside >= world // tp:
         yield Problem.of(
@@ -307,14 +320,16 @@ def engine_problems(config: RunConfig, world: int, model: Architecture) -> Itera
         )
     if world % tp:
         yield Problem.of(
-            f"cluster.placement.rollout has {world} ranks, which rollout.engine.tp={tp} does not divide: "
-            "change one of them."
+            f"cluster.placement.rollout has {world} ranks, which is not a multiple of rollout.engine.tp={tp}: change one "
+            "of them."
         )
     elif model.heads % tp:
-        yield Problem.of(f"rollout.engine.tp={tp} does not divide the model's {model.heads} heads.")
+        yield Problem.of(
+            f"rollout.engine.tp={tp} does not divide the model's {model.heads} attention heads: choose a divisor."
+        )
     if config.cluster.device is Device.cpu and tp > 1:
         yield Problem.of(
-            f"rollout.engine.tp={tp}: an engine on a CPU runs with tp=1; add ranks for more engines instead."
+            f"rollout.engine.tp={tp} is not supported on a CPU: set it to 1, and add ranks for more engines."
         )
     if config.task.max_total_tokens > model.max_positions:
         yield Problem.of(
@@ -325,34 +340,33 @@ def engine_problems(config: RunConfig, world: int, model: Architecture) -> Itera
 
 @dataclass(frozen=True, slots=True)
 class DeviceSlot:
-    """The devices of one worker process."""
+    """Devices of one worker process."""
 
     bundle: int
-    devices: tuple[int, ...]  # Which of the bundle's devices it works on, from 0.
-    share: float  # Devices that it takes up; those of all slots of a bundle sum to the bundle's size, or just below.
-    pinned: bool  # Whether its devices must be named, because Ray could choose others.
+    devices: tuple[int, ...]  # Indices of its devices within the bundle, from 0.
+    share: float  # Devices reserved from Ray; over all slots of a bundle they sum to its size or slightly less.
+    pinned: bool  # True: name its devices explicitly, since Ray could choose others.
 
 
 @dataclass(frozen=True, slots=True)
 class BundlePlan:
-    """Bundles, and the slots of every group in the order of its worker ranks."""
+    """Bundles, and the slots of every group in worker rank order."""
 
-    sizes: tuple[int, ...]  # Devices of each bundle.
+    sizes: tuple[int, ...]  # Number of devices of each bundle.
     machines: tuple[int, ...] | None
-    """Number of each bundle's machine, which no other bundle is on; None where any machine may have it."""
+    """Machine index of each bundle, one bundle per machine; None if a bundle may be on any machine."""
     slots: Mapping[str, tuple[DeviceSlot, ...]]
 
 
 def plan_bundles(holdings: Mapping[str, Sequence[Ranks]], per_machine: int | None = None) -> BundlePlan:
-    """Plan slots for processes that hold the device ranks `holdings[group][process]`, shared or not.
+    """Plan bundles and slots for processes that hold the device ranks `holdings[group][process]`.
 
-    With `per_machine` devices, ranks 0 to `per_machine` - 1 are the first machine's, and so on; what one process
-    holds must lie on one machine then.
+    With `per_machine`, device rank r is on machine r // per_machine, and all ranks of one process must be on one machine.
     """
     held = [ranks for processes in holdings.values() for ranks in processes]
     holders = Counter(rank for ranks in held for rank in ranks)
     if per_machine is None:
-        # The finest partition in which each of `held` lies within one part.
+        # Connected components: ranks that one process holds end up in the same part.
         parts: list[set[int]] = []
         for ranks in held:
             touched = [part for part in parts if part & set(ranks)]

@@ -1,19 +1,23 @@
-"""Resolves the plan of a run: groups, ranks, worlds, and an estimate of the memory that a rank takes, part by part. Pure.
+"""Resolves a run's plan: groups, ranks, parallel sizes, and an estimate of each rank's memory by part. Pure.
 
-Counted are the bytes of tensors at the fullest moment of a step. Parameters, gradients, the optimiser's state and the
-reference are always there; of the rest the fullest of three moments counts, which do not come together: a micro-batch's
-pass (what all layers keep, and the larger of the logits and what the backward pass works with), the optimiser's step,
-and handing weights on.
+The estimate is the peak of tensor bytes in a step. Parameters, gradients, optimiser state and the reference are always
+present. The largest of three phases is added to them; the phases never overlap:
 
-A layer is a list of steps in the order of its forward pass. Each `keeps` some bytes from there to its own backward pass,
-and has others alive only while that runs (`backward`) or, without gradients, while it itself runs (`forward`). They
-follow from which tensors each operation saves for its gradient: a storage counts once, however many operations save views
-of it, and for as long as one of them does. Seen with torch 2.13 and megatron-core 0.16 for Megatron's own layers
-(tests/trainer/test_memory.py); read in Transformer Engine 2.20 and not seen for its layers (`StageRank.engine`).
+- a micro-batch's pass: activations of all layers, plus the larger of the logits and the backward pass's temporaries;
+- the optimiser's step;
+- the weight sync.
 
-Not counted: the CUDA context, workspaces of libraries and kernels, communication buffers, fragmentation, and tensors that
-have neither a layer's width nor a weight's size. Experts are taken to get equally many tokens, every token of a
-micro-batch to be a target.
+A layer is a list of `Step`s in forward order. A step `keeps` bytes until its own backward pass, needs `backward` more
+during that pass, and `forward` bytes while it runs without gradients. The numbers follow from the tensors that each
+operation saves for its gradient. A storage counts once, however many operations save views of it, until the last of them
+releases it.
+
+Megatron's own layers are measured with torch 2.13 and megatron-core 0.16 (tests/trainer/test_memory.py). Transformer
+Engine's layers (`StageRank.engine`) are derived from its source, version 2.20, and not measured.
+
+Not counted: the CUDA context, workspaces of libraries and kernels, communication buffers, fragmentation, and tensors with
+neither a layer's width nor a weight's size. Assumes that experts get equally many tokens, and that every token of a
+micro-batch is a target.
 """
 
 from __future__ import annotations
@@ -44,11 +48,11 @@ from rlsys.weights.weight_map import Architecture, Cut, Rule, read_architecture,
 _SIZES = ("tp", "pp", "cp", "ep", "dp", "engines")
 MIB, GIB = 1024**2, 1024**3
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
-_CHUNKS = 4  # Float32 pieces of logits alive at a time: two that are worked on, and two of the piece before.
+_CHUNKS = 4  # Float32 chunks of logits alive at a time: two for the current chunk, two for the previous one.
 
 
 def make_plan(config: RunConfig) -> dict[str, Any]:
-    """Everything that the config settles, as plain data."""
+    """Return the resolved plan of `config` as plain data."""
     ranks = parse_placement(config.cluster.placement, has_critic(config.algorithm))
     model = read_architecture(config.model.path)
     trainer, algorithm = config.trainer, config.algorithm
@@ -79,7 +83,7 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
 
 
 def render_plan(plan: dict[str, Any]) -> str:
-    """The plan as lines of text."""
+    """Format the plan as lines of text."""
     model, batch = plan["model"], plan["batch"]
     lines = [
         f"{plan['name']}: {plan['world_size']} {plan['device']} ranks",
@@ -96,16 +100,16 @@ def render_plan(plan: dict[str, Any]) -> str:
         ranks = ",".join(map(str, group["ranks"]))
         lines.append(f"  {name:10} ranks {ranks}: {sizes}, about {group['memory_gib_per_rank']:.3g} GiB each")
         parts = (f"{part} {size:.3g}" for part, size in group["memory_gib"].items())
-        lines.append(f"  {'':10} of GiB at their fullest: {', '.join(parts)}")
+        lines.append(f"  {'':10} peak GiB of each part: {', '.join(parts)}")
     return "\n".join([*lines, *(f"  note       {note}" for note in plan["notes"])])
 
 
 def overlap(config: RunConfig) -> str:
-    """Which stages run at the same time."""
+    """Describe which stages run at the same time."""
     algorithm = config.algorithm
     if config.cluster.mode is Mode.collocated:
-        frees = "" if config.cluster.device is Device.gpu else "; an engine on a CPU frees nothing while it sleeps"
-        return f"stages take turns on the same devices{frees}"
+        frees = "" if config.cluster.device is Device.gpu else "; an engine on a CPU frees no memory while it sleeps"
+        return f"stages run one after another on the same devices{frees}"
     if config.trainer.schedule.kind == "sequential":
         return "no stages overlap"
     across = "across steps" if config.trainer.schedule.kind == "async" else "within a step"
@@ -122,14 +126,17 @@ def _search(config: RunConfig) -> str:
     if not search.enabled:
         return "none"
     if not derived.needs_server(search):
-        return f"played from {search.cassette.path}"
+        return f"replayed from {search.cassette.path}"
     if search.url is None:
         return f"started by the run on {search.index}"
     return ", ".join([search.url, *search.replicas])
 
 
 def _group(config: RunConfig, model: Architecture, name: str, ranks: tuple[int, ...]) -> dict[str, Any]:
-    """Ranks, sizes, and memory of one rank: at its fullest, and by parts, which are not all there at once."""
+    """Return a group's ranks, parallel sizes, and peak memory of one rank, in total and by part.
+
+    The parts peak at different times, so they can sum to more than the total.
+    """
     if name == "rollout":
         tp = config.rollout.engine.tp
         sizes = {"engines": len(ranks) // tp, "tp": tp}
@@ -144,41 +151,41 @@ def _group(config: RunConfig, model: Architecture, name: str, ranks: tuple[int, 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchLoad:
-    """Micro-batches of one size, whole: of all context-parallel ranks."""
+    """Size of one micro-batch over all context-parallel ranks, and the number of micro-batches."""
 
-    tokens: int  # Of one, padding included.
+    tokens: int  # Tokens of a micro-batch, padding included.
     targets: int
-    width: int  # Of its rows, or of the longest sequence of a packed one.
+    width: int  # Row length; if packed, length of the longest sequence.
     micro_batches: int | None = None
-    """Of a call, no more of which are in a pipeline at a time; None: enough to fill it."""
+    """Micro-batches per call, which bound those in flight in the pipeline; None: enough to fill it."""
     routed: int | None = None
-    """Tokens that a rank's experts get of one, each counted as often as it is sent; None: all equally many."""
+    """Token copies that one rank's experts receive per micro-batch; None: an even share."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """Bytes of one rank."""
+    """Peak memory of one rank, in bytes."""
 
-    parts: dict[str, float]  # Each part that there is, at its own fullest moment.
-    total: float  # At the fullest moment of all: no more than the parts together.
+    parts: dict[str, float]  # Peak of each part by itself.
+    total: float  # Peak of all parts together; at most the sum of `parts`.
 
 
 class Step(NamedTuple):
-    """Bytes of one operation, or a few."""
+    """Bytes of one operation or a few consecutive ones; see the module's docstring."""
 
     keeps: float
     backward: float
     forward: float
-    ahead: float = 0.0  # Alive in a forward pass with gradients, besides what it keeps.
+    ahead: float = 0.0  # Temporaries of a forward pass with gradients, in addition to `keeps`.
 
 
 def group_memory(
     config: RunConfig, architecture: Architecture, group: str, load: MicroBatchLoad | None = None
 ) -> GroupMemory:
-    """Estimate one rank of `group` (actor, inference, critic or rollout), of its fullest pipeline stage.
+    """Estimate one rank of `group` (actor, inference, critic or rollout) in its largest pipeline stage.
 
-    `load` are the micro-batches of a Megatron group; without it, the largest that the config allows: a longer episode
-    than the budget is one by itself.
+    `load` applies to Megatron groups. Its default is the largest micro-batch that the config allows: an episode longer
+    than `micro_batch_tokens` gets a micro-batch of its own.
     """
     if group == "rollout":
         return _engine(config, architecture)
@@ -190,7 +197,7 @@ def group_memory(
 
 
 def count_parameters(model: Architecture) -> int:
-    """Count a model's parameters, a tied tensor once."""
+    """Count a model's parameters; tied tensors count once."""
     return sum(
         sum(map(prod, rule.shapes))
         * (model.layers if rule.per_layer else 1)
@@ -201,7 +208,7 @@ def count_parameters(model: Architecture) -> int:
 
 
 class StageRank:
-    """A rank of pipeline stage `stage` of a Megatron group, which gets `load`; sizes are numbers of elements."""
+    """One rank of pipeline stage `stage` of a Megatron group under `load`. Sizes are in elements unless stated."""
 
     def __init__(self, config: RunConfig, model: Architecture, group: str, stage: int, load: MicroBatchLoad) -> None:
         settings = megatron_groups(config)[group]
@@ -209,47 +216,49 @@ class StageRank:
         self.parallel = parallel = settings.parallel
         tp, cp = parallel.tp, parallel.cp
         self.optimizer = None if isinstance(settings, InferenceConfig) else settings.optimizer
-        self.is_critic = group == "critic"  # Whether values take the place of logits.
+        self.is_critic = group == "critic"  # The head returns values instead of logits.
         self.item = BYTES[config.model.dtype]  # Bytes of an element.
         self.last = stage == parallel.pp - 1
         placed = parse_placement(config.cluster.placement, has_critic(config.algorithm))[group]
         self.stage_size = len(placed) // parallel.pp  # Ranks of a pipeline stage.
         self.layers = len(stage_layers(model.layers, parallel.pp, parallel.pp_layers)[stage])
-        self.columns = model.padded_vocab(tp) // tp  # Of the vocabulary, padding included.
-        # Whether one matrix embeds and reads out: with more stages, the last has a copy.
+        self.columns = model.padded_vocab(tp) // tp  # Vocabulary entries of this TP rank, padding included.
+        # One matrix is both embedding and head; with several stages, the last one has a copy.
         self.tied_here = model.tied and parallel.pp == 1 and not self.is_critic
-        # Micro-batches whose activations it keeps at a time: one forward, one backward (Narayanan et al. 2021).
+        # Micro-batches whose activations are kept at a time under the 1F1B schedule (Narayanan et al. 2021).
         self.in_flight = min(parallel.pp - stage, load.micro_batches or parallel.pp)
-        self.targets = -(-load.targets // cp)  # That it reads out itself.
-        self.tokens = -(-load.tokens // cp)  # Of its part of a micro-batch, in attention and MLP.
-        # Tokens that it norms: with sequence parallelism, its share of `tokens`.
+        self.targets = -(-load.targets // cp)  # Targets whose logits this rank computes.
+        self.tokens = -(-load.tokens // cp)  # Tokens of this rank in attention and MLP.
+        # Tokens of this rank in norms and residual stream; a TP share of `tokens` with sequence parallelism.
         self.normed = -(-self.tokens // tp) if parallel.sequence_parallel else self.tokens
         self.packed = settings.packing is Packing.packed
-        self.width = self.tokens if self.packed else load.width  # Positions of a packed row, or of a rectangle.
-        self.longest = load.width  # Tokens of the longest sequence, of all context-parallel ranks.
+        self.width = self.tokens if self.packed else load.width  # Positions of a packed or padded row.
+        self.longest = load.width  # Length of the longest sequence over all context-parallel ranks.
         self.query = model.heads * model.head_dim // tp
-        # Where there are more ranks than key heads, several have the same one.
+        # With more TP ranks than key/value heads, several ranks hold the same head.
         self.key = max(1, model.kv_heads // tp) * model.head_dim
         self.heads, self.ffn = model.heads // tp, model.ffn // tp
-        # Tokens that its experts get, each counted as often as it is sent.
+        # Token copies that this rank's experts receive.
         self.routed = self.normed * model.experts_per_token if load.routed is None else load.routed
         self.stream = self.normed * model.hidden * self.item  # Bytes of the residual stream.
-        self.gathers = self.normed < self.tokens  # Before attention and MLP, behind which they are scattered.
+        self.gathers = (
+            self.normed < self.tokens
+        )  # Sequence parallelism: gather before attention and MLP, scatter after.
         self.gathered = self.tokens * model.hidden * self.item if self.gathers else 0  # Bytes of a gathered sequence.
-        # Which kernels compute, as far as memory depends on it.
+        # Kernels that memory depends on.
         on_gpu, fusions = config.cluster.device is Device.gpu, config.model.fusions
-        self.engine = on_gpu and config.model.layers is not Layers.local  # The layers are Transformer Engine's.
-        self.fused_norm = on_gpu  # One kernel for RMSNorm, which keeps its input alone. torch has none for a CPU.
-        self.fused_swiglu = on_gpu and fusions  # One kernel for SwiGLU, which keeps its input alone.
-        self.fused_rope = self.engine and fusions  # One kernel for rotary positions, which keeps no tables.
-        # Attention needs a mask where a chunk's queries see keys before it: torch has that in one kernel on a GPU alone.
+        self.engine = on_gpu and config.model.layers is not Layers.local  # Transformer Engine's layers.
+        self.fused_norm = on_gpu  # Fused RMSNorm, which keeps only its input; torch has none for a CPU.
+        self.fused_swiglu = on_gpu and fusions  # Fused SwiGLU, which keeps only its input.
+        self.fused_rope = self.engine and fusions  # Fused rotary positions, which keep no tables.
+        # Attention needs a mask if a chunk's queries see earlier keys; torch fuses that case on GPUs only.
         self.masks = not on_gpu
-        self.chunks = _CHUNKS * min(128 * MIB if on_gpu else MIB, self.targets * self.columns * 4)  # Of the logits.
-        self.norm_keeps_input = self.fused_norm or self.item == 4  # The residual stream, and no float32 copy of it.
+        self.chunks = _CHUNKS * min(128 * MIB if on_gpu else MIB, self.targets * self.columns * 4)  # Bytes of logits.
+        self.norm_keeps_input = self.fused_norm or self.item == 4  # Keeps the residual stream, not a float32 copy.
         self._count_parameters()
 
     def _count_parameters(self) -> None:
-        """Count those that it holds, as TP, PP and EP cut them."""
+        """Count the parameters of this rank under TP, PP and EP."""
         self.shared = self.experts = self.largest = 0.0
         for rule, count in self._rules():
             size = self._cut(rule)
@@ -260,11 +269,11 @@ class StageRank:
             self.largest = max(self.largest, size if count else 0.0)
         self.parameters = self.shard = self.shared + self.experts
         if self.optimizer is not None and self.optimizer.distributed:
-            # Whose optimiser state it keeps: an equal share with the ranks that hold the same ones.
+            # Parameters whose optimiser state this rank keeps: an equal share among ranks with the same parameters.
             self.shard = (self.shared * self.parallel.tp + self.experts * self.parallel.ep) / self.stage_size
 
     def _rules(self) -> Iterator[tuple[Rule, int]]:
-        """Each tensor of the model, and how many of its kind the stage has; an expert's count as one."""
+        """Yield each tensor rule with its number of tensors in this stage; all experts of a layer count as one."""
         seen_layer = False
         for rule in rules_of(self.model, values=self.is_critic):
             if rule.per_layer:
@@ -276,7 +285,7 @@ class StageRank:
                 yield rule, int(self.last and (rule.exported or not self.tied_here))
 
     def _cut(self, rule: Rule) -> float:
-        """Numbers of one tensor that a TP rank holds; experts are not cut."""
+        """Return the elements of one tensor on one TP rank; expert tensors are not cut."""
         if rule.cut is Cut.VOCAB:
             return self.columns * self.model.hidden
         whole = sum(map(prod, rule.shapes))
@@ -284,8 +293,8 @@ class StageRank:
 
 
 def stage_memory(rank: StageRank) -> GroupMemory:
-    """Estimate one rank of one pipeline stage."""
-    # Parts that are there at every moment. Float32 weights are their own master; Adam's two moments have 8 bytes.
+    """Estimate the memory of one rank of one pipeline stage."""
+    # Always present. Float32 weights need no master copy; Adam's two moments take 8 bytes per parameter.
     master = 0 if rank.config.model.dtype is Dtype.float32 else 4
     always = {"parameters": rank.parameters * rank.item}
     if rank.optimizer is not None:
@@ -300,7 +309,7 @@ def stage_memory(rank: StageRank) -> GroupMemory:
 
 
 def holds_reference(config: RunConfig, group: str) -> bool:
-    """Whether the group's processes keep the reference: the actor's for a KL over the whole vocabulary."""
+    """True if the group holds the reference: the inference group, or the actor for a KL over the whole vocabulary."""
     algorithm = config.algorithm
     if group == "inference":
         return has_reference(algorithm)
@@ -308,29 +317,29 @@ def holds_reference(config: RunConfig, group: str) -> bool:
 
 
 def _training(rank: StageRank) -> tuple[dict[str, float], float]:
-    """Parts of forward and backward passes, and their fullest moment together."""
+    """Return the parts of a training pass, and their combined peak in bytes."""
     steps, last_norm = _layer_steps(rank), _norm(rank)
     recompute = rank.config.model.recompute
-    kept = list(accumulate(step.keeps for step in steps))  # Up to each step, itself included.
+    kept = list(accumulate(step.keeps for step in steps))  # Bytes kept after each step.
     backward_peak = max(below + step.backward for below, step in zip(kept, steps, strict=True))
     of_layer = rank.stream if recompute else kept[-1]
-    # A stage's output waits for its gradient, and what came from the stage before for that of the first layer.
+    # Kept until their gradients are computed: the stage's output, and the input from the previous stage.
     ends = rank.stream * ((not rank.last) + (rank.stage > 0 and not rank.norm_keeps_input))
-    # The buffer in which Megatron's own layers gather a sequence where weights are trained stays.
+    # In training, Megatron's own layers keep the buffer in which they gather a sequence.
     buffer = 0 if rank.engine else rank.gathered
     waiting = rank.in_flight * (rank.layers * of_layer + ends) + buffer
-    # The head's input is not the norm's output, of which it takes targets alone.
+    # The last norm's output is not kept: the head copies the targets' rows.
     activations = waiting + (last_norm.keeps - rank.stream if rank.last else 0.0)
-    # A tied matrix gets its gradient from both of its ends, and the one from the head waits for the other.
+    # A tied matrix gets gradients from head and embedding; the head's is kept until the embedding's is computed.
     matrix = rank.columns * rank.model.hidden * rank.item
     tied = matrix if rank.tied_here else 0
     arriving = 0 if rank.last else rank.stream
     layer = backward_peak - of_layer
     if recompute:
-        # The gradient of its output is there while a layer runs forward again.
+        # While a layer is recomputed, the gradient of its output is alive.
         forward_peak = max(below + step.ahead for below, step in zip(kept, steps, strict=True))
         layer = max(backward_peak, forward_peak + rank.stream)
-        # A norm that keeps a copy does so beside the sum behind attention.
+        # A norm that keeps a float32 copy adds it to the residual sum after attention.
         layer += 0 if rank.norm_keeps_input else rank.stream
     left = _left(rank)
     moments = [waiting + layer + tied + arriving + max(left / 2 - rank.stream, 0)]
@@ -343,26 +352,26 @@ def _training(rank: StageRank) -> tuple[dict[str, float], float]:
     logits = _read_out_and_back(rank) if rank.last else 0.0
     reference = 0.0
     if rank.last and holds_reference(rank.config, rank.group):
-        # Of the micro-batches that go through the pipeline together, till the last has run backward (`Actor._loss_for`).
+        # Reference logits of all micro-batches in the pipeline, kept until the last backward pass (`Actor._loss_for`).
         reference = float(rank.parallel.pp * rank.targets * rank.columns * rank.item)
     parts = {"activations": activations, "logits": logits + reference, "backward": backward}
     return parts, activations + reference + max(logits, backward)
 
 
 def _left(rank: StageRank) -> float:
-    """Inputs, and their gradients, that recomputed layers with experts hold till they next run.
+    """Return the bytes that recomputed MoE layers hold until their next run: each layer's input and its gradient.
 
-    Megatron's token dispatcher keeps the shares of a token's experts, whose graph ends in the layer's input.
+    Megatron's token dispatcher keeps the router probabilities, whose autograd graph references the layer's input.
     """
     stays = rank.config.model.recompute and rank.model.experts and rank.optimizer is not None
     return 2.0 * rank.layers * rank.stream if stays else 0.0
 
 
 def _read_out_and_back(rank: StageRank) -> float:
-    """Bytes of the output layer's pass and the loss, forward and backward."""
+    """Return the peak bytes of output layer and loss, forward and backward."""
     hidden = rank.targets * rank.model.hidden
     if rank.is_critic:
-        # In float32, for the product and for its gradient.
+        # Two float32 copies, for the product and for its gradient.
         return hidden * (rank.item + 4 + 4)
     logits = rank.targets * rank.columns * rank.item
     # A KL between distributions has a gradient of its own.
@@ -373,9 +382,9 @@ def _read_out_and_back(rank: StageRank) -> float:
 
 
 def _scoring(rank: StageRank) -> tuple[dict[str, float], float]:
-    """As `_training`, of forward passes without gradients."""
+    """Return the parts and the peak bytes of forward passes without gradients, like `_training`."""
     received = rank.stream if rank.parallel.pp > 1 else 0
-    # Callers hold four residual streams: the embedding, the layer's input, the sum behind attention, and a norm of it.
+    # Callers hold four residual streams: the embedding, the layer's input, the sum after attention, and its norm.
     activations = 4 * rank.stream + max(step.forward for step in _layer_steps(rank)) + received
     if not rank.last:
         return {"activations": activations}, activations
@@ -385,32 +394,32 @@ def _scoring(rank: StageRank) -> tuple[dict[str, float], float]:
 
 
 def _optimizer_step(rank: StageRank) -> float:
-    """Bytes that an optimiser's step takes besides its state."""
+    """Return the temporary bytes of an optimiser's step."""
     if rank.optimizer is None:
         return 0.0
     if rank.config.cluster.device is Device.cpu:
-        # gloo copies a buffer of gradients, then Adam takes one parameter at a time.
+        # gloo copies a buffer of gradients; then Adam updates one parameter at a time.
         return 4 * max(rank.shared, rank.experts) if rank.optimizer.distributed else 4 * 2 * rank.largest
-    # Adam of local layers takes all parameters at once.
+    # The optimiser of local layers updates all parameters at once.
     return 0.0 if rank.engine else 4 * rank.shard
 
 
 def _weight_sync(rank: StageRank) -> float:
-    """Bytes on a device that handing weights on takes; buckets in host memory are not counted."""
+    """Return the device bytes that the weight sync needs; buckets in host memory do not count."""
     cluster = rank.config.cluster
     if cluster.device is Device.cpu or rank.group == "critic":
         return 0.0
     bucket = {SyncMode.broadcast: 1, SyncMode.ipc: 2 if rank.group == "actor" else 0}
     buckets = bucket.get(cluster.sync_mode, 0) * cluster.sync_bucket_bytes
-    # The largest parameter is gathered from its pieces, and put together.
+    # The largest parameter is gathered from its shards, then concatenated.
     gathers = rank.group == "actor" and rank.parallel.tp > 1
     return buckets + (2 * rank.largest * rank.parallel.tp * rank.item if gathers else 0)
 
 
 def _engine(config: RunConfig, model: Architecture) -> GroupMemory:
-    """Estimate the first rank of an SGLang engine: its weights, and its KV cache or what it may fill with it.
+    """Estimate the first rank of an SGLang engine: its weights, and its KV cache at its limit.
 
-    With sync_mode=ipc it keeps a whole model of weights that came, beside what `memory_fraction` gives the engine.
+    With sync_mode=ipc the rank also holds a pushed copy of the whole model, outside `memory_fraction`.
     """
     engine, cluster = config.rollout.engine, config.cluster
     item = BYTES[engine.dtype]
@@ -425,31 +434,32 @@ def _engine(config: RunConfig, model: Architecture) -> GroupMemory:
 
 
 def _layer_steps(rank: StageRank) -> list[Step]:
-    """A layer's steps: norm, attention, norm, and MLP or experts."""
+    """Return the steps of one layer: norm, attention, norm, and MLP or experts."""
     return [_norm(rank), *_attention(rank), _norm(rank), *(_experts if rank.model.experts else _mlp)(rank)]
 
 
 def _norm(rank: StageRank) -> Step:
-    """RMSNorm of the residual stream: the norm keeps its input, what comes behind keeps its output.
+    """RMSNorm of the residual stream. Counts the input, which the norm keeps, and the output, which the next layer keeps.
 
-    Transformer Engine's `_LayerNormLinear` saves input, output (a rank's own share with sequence parallelism) and 1/rms,
-    as do its RMSNorm and the layer behind it; torch's `rms_norm` is one kernel, `_fused_rms_norm`, on a GPU alone.
+    Transformer Engine's `_LayerNormLinear` saves input, output (with sequence parallelism the rank's own share) and
+    1/rms, the same as its RMSNorm and the following layer. torch's `rms_norm` is a fused kernel on GPUs only
+    (`_fused_rms_norm`).
     """
     stream = rank.stream
     if rank.fused_norm:
-        # Backward, the gradients of output, input and of the residual connection past it.
+        # Backward: gradients of the output, the input, and the residual connection around the norm.
         return Step(2 * stream + 4 * rank.normed, 3 * stream, stream)
-    # Input and its product with 1/rms, in float32, and the output. Backward, four terms of the gradient and the residual's.
+    # Float32 input and its product with 1/rms, and the output. Backward: four gradient terms and the residual's gradient.
     float32 = 4 * rank.normed * rank.model.hidden
     return Step(2 * float32 + stream, 4 * float32 + stream, 2 * float32)
 
 
 def _column(rank: StageRank, width: int) -> float:
-    """Bytes alive in the backward pass of a linear layer from the residual stream to a `width` that TP cuts.
+    """Return the bytes alive in the backward pass of a column-parallel layer, residual stream -> `width` per TP rank.
 
-    Gradients of its output, weight and input and of the residual stream. With sequence parallelism the gradient of the
-    input is scattered, and the input gathered once more: by Megatron into a buffer that lives on, by Transformer Engine
-    into a new tensor (`_LayerNormLinear.backward`).
+    Counts the gradients of its output, weight and input, and of the residual stream. With sequence parallelism the
+    input's gradient is scattered and the input gathered again. Megatron gathers into a persistent buffer, Transformer
+    Engine into a new tensor (`_LayerNormLinear.backward`).
     """
     hidden = rank.model.hidden
     gradients = (rank.tokens * (width + hidden) + width * hidden) * rank.item
@@ -457,15 +467,15 @@ def _column(rank: StageRank, width: int) -> float:
 
 
 def _row(rank: StageRank, width: int) -> float:
-    """As `_column`, of a layer from a `width` that TP cuts back to the stream.
+    """Return the same bytes as `_column` for a row-parallel layer, `width` per TP rank -> residual stream.
 
-    Without sequence parallelism the gradient of its output is that of the stream; with it, that is gathered.
+    Its output's gradient is the gradient of the stream, which sequence parallelism first gathers.
     """
     return (rank.tokens * width + width * rank.model.hidden) * rank.item + rank.gathered + rank.stream
 
 
 def _attention(rank: StageRank) -> list[Step]:
-    """From the normed input to the sum with the residual stream, which the next norm keeps."""
+    """Attention from the normed input to the residual sum. The next norm counts that sum."""
     query, key = rank.tokens * rank.item * rank.query, rank.tokens * rank.item * rank.key
     return [
         Step(0, _column(rank, rank.query + 2 * rank.key), 2 * (query + 2 * key)),
@@ -478,9 +488,9 @@ def _attention(rank: StageRank) -> list[Step]:
 def _rotate(rank: StageRank, query: int, key: int) -> Step:
     """Rotary positions; `query` and `key` in bytes.
 
-    Megatron keeps tables of sines and cosines, and has four terms of the gradient alive with those of keys and values.
-    Transformer Engine's `FusedRoPEFunc` saves angles that all layers share; then gradients of queries, keys and values
-    are joined (`SplitAlongDim.backward`).
+    Megatron keeps sine and cosine tables. Its backward pass holds four terms of the query's gradient and the gradients of
+    keys and values. Transformer Engine's `FusedRoPEFunc` saves only angles shared by all layers; its backward pass
+    concatenates the gradients of queries, keys and values (`SplitAlongDim.backward`).
     """
     mixed = query + 2 * key
     if rank.fused_rope:
@@ -489,26 +499,29 @@ def _rotate(rank: StageRank, query: int, key: int) -> Step:
 
 
 def _attend(rank: StageRank, query: int, key: int) -> list[Step]:
-    """Attention of local layers, by torch's kernels, and the projection behind; `query` and `key` in bytes.
+    """Attention of local layers with torch's kernels, and the output projection; `query` and `key` in bytes.
 
-    Queries and keys are turned into new tensors; values remain a view of the projection's output and keep all of it.
-    Packed, sequences are attended one by one, and what comes out is joined.
+    Rotated queries and keys are new tensors. Values are a view of the QKV projection's output and keep all of it alive.
+    Packed sequences are attended one by one, and their outputs concatenated.
     """
     mixed, sums = query + 2 * key, 4 * rank.tokens * rank.heads
     joined = query if rank.packed else 0
     project = Step(joined, _row(rank, rank.query), joined + rank.tokens * rank.model.hidden * rank.item)
     if rank.parallel.cp > 1:
         return [_attend_gathered(rank, query, key), project]
-    # Gradients: of the output, and of what goes in, once for the sequences and once joined.
+    # Gradients of the output and of the inputs; packed, the latter both per sequence and concatenated.
     gradients = query + (2 if joined else 1) * mixed + rank.stream
     return [Step(mixed + query + key + query + sums, gradients, mixed + 3 * query + key), project]
 
 
 def _attend_gathered(rank: StageRank, query: int, key: int) -> Step:
-    """As `_attend`, of context parallelism: keys and values of all ranks are gathered.
+    """Attention of `_attend` under context parallelism, which gathers the keys and values of all ranks.
 
-    Of n = 2 cp chunks of a sequence, ranks but the first have masks of chunks r and n - 1 - r, which see (r + 1) / n and
-    (n - r) / n of it: (n + 1) / n^2 of its length squared, for which the row's length times the longest is a bound.
+    A sequence is cut into n = 2 cp chunks, of which rank r has chunks r and n - 1 - r. Unless r = 0, both need masks:
+
+        queries: 1 / n of the length each; keys: (r + 1) / n and (n - r) / n; masks: (n + 1) / n^2 of the squared length.
+
+    The row's length times the longest sequence bounds the sum of squared lengths.
     """
     cp = rank.parallel.cp
     whole, chunks = 2 * key * cp, 2 * cp
@@ -518,12 +531,14 @@ def _attend_gathered(rank: StageRank, query: int, key: int) -> Step:
 
 
 def _attend_engine(rank: StageRank, query: int, key: int) -> list[Step]:
-    """Attention of Transformer Engine, and the projection behind, which saves the same output; bytes as in `_attend`.
+    """Transformer Engine's attention, and the output projection; `query` and `key` in bytes.
 
-    `get_qkv_layout` copies values, being strided, so that of the projection's output nothing is kept; FusedAttnFunc and
-    FlashAttention save queries, keys, values, the output, and a float32 of each row's softmax. With context parallelism
-    `AttnFuncWithCPAndKVP2P` saves the same of a rank's own tokens, keys and values as one tensor, and works backward
-    with two buffers for keys and values and for their gradients, and one for queries'.
+    Saved are queries, keys, values, the output, and one float32 per softmax row (`FusedAttnFunc`, `FlashAttention`). The
+    projection saves the same output tensor. `get_qkv_layout` copies the strided values, so nothing of the QKV
+    projection's output is kept.
+
+    With context parallelism, `AttnFuncWithCPAndKVP2P` saves the same for the rank's own tokens. Its backward pass adds two
+    buffers each for keys with values and for their gradients, and one for the gradient of queries.
     """
     mixed = query + 2 * key
     ring = query + 8 * key if rank.parallel.cp > 1 else 0
@@ -535,13 +550,13 @@ def _attend_engine(rank: StageRank, query: int, key: int) -> list[Step]:
 
 
 def _qk_norm(rank: StageRank) -> Step:
-    """Norms of queries, which are copied for it, and of keys, per head."""
+    """Per-head norms of queries and keys; queries are copied first."""
     query, key = rank.tokens * rank.query, rank.tokens * rank.key
     if not rank.fused_norm:
-        # As `_norm`: what is copied to float32 is new where the model's dtype is another.
+        # Like `_norm`; the float32 conversion copies only if the model's dtype differs.
         copies = 4 * (query + key) if rank.item < 4 else query * rank.item
         return Step(copies + 4 * (query + key), 16 * query, 8 * query + query * rank.item)
-    # Transformer Engine's `ops.RMSNorm` copies keys as well, which are strided; of each head 1/rms.
+    # Transformer Engine's `ops.RMSNorm` also copies the strided keys, and keeps a float32 1/rms per head.
     keys = key * rank.item + 4 * (query + key) / rank.model.head_dim if rank.engine else 0
     return Step(query * rank.item + keys, 3 * query * rank.item, 3 * query * rank.item)
 
@@ -549,33 +564,33 @@ def _qk_norm(rank: StageRank) -> Step:
 def _mlp(rank: StageRank) -> list[Step]:
     out = rank.tokens * rank.model.hidden * rank.item
     ffn = rank.tokens * rank.ffn * rank.item
-    # Gate and up projection, then, unless fused, silu(gate) and a copy of up, each kept for their product; the product.
+    # Kept: gate and up; unless fused, silu(gate) and a copy of up for their product; the product.
     apart = 0 if rank.fused_swiglu else 2 * ffn
     return [
         Step(0, _column(rank, 2 * rank.ffn), out + 2 * ffn),
-        # Two gradients come of one. Fused, the gradient of gate and up comes of one.
+        # Gradients of gate and up, and of the product that they are computed from.
         Step(2 * ffn + apart, 3 * ffn + rank.stream, 3 * ffn + apart),
         Step(ffn, _row(rank, rank.ffn), out + ffn),
     ]
 
 
 def _experts(rank: StageRank) -> list[Step]:
-    """Router, tokens on their way to experts, these, and the way back.
+    """Megatron-core's MoELayer: router, dispatch, experts, combine.
 
-    Of Megatron-core's MoELayer: a token's product is kept before and after its share weighs it, unless `fused_swiglu`
-    (`WeightedSwiGLUFunction` saves gate and up). What is sent stays alive while experts work, once as it was permuted
-    and, over `ep` ranks, once as it came; what they make is joined, and sorted back.
+    The product of gate and up is kept before and after weighting by the router probability, unless `fused_swiglu`
+    (`WeightedSwiGLUFunction` saves gate and up). Dispatched tokens stay alive while the experts run: once as permuted,
+    and with `ep` > 1 once as received. Expert outputs are concatenated and sorted back.
     """
     model, ep, stream, engine = rank.model, rank.parallel.ep, rank.stream, rank.engine
     sent = rank.routed * model.hidden * rank.item
     ffn = rank.routed * model.expert_ffn * rank.item
-    # Probabilities in float32, their scattered shares and who is chosen, for every expert.
+    # Per token and expert: float32 probabilities, the routing mask (1 byte), and the scattered probabilities.
     router = rank.normed * model.experts * (4 + 1 + 2 * rank.item)
-    # Which token went where; Transformer Engine's `make_row_id_map` has two int32 of every token and expert.
+    # Permutation map; Transformer Engine's `make_row_id_map` has two int32 per token and expert.
     places = 4 * rank.normed * (2 * model.experts + 1) if engine else 8 * rank.routed
     apart = 0 if rank.fused_swiglu else 3 * ffn
     passing = sent * (4 if ep > 1 else 3)
-    # `_GroupedLinear.backward` has gradients of all experts' weights at once.
+    # `_GroupedLinear.backward` holds the gradients of all experts' weights at once.
     weights = model.experts // ep * 2 * model.expert_ffn * model.hidden * rank.item if engine else 0
     return [
         Step(router, 2 * router + 2 * stream, router),

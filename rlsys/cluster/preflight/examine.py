@@ -1,9 +1,9 @@
-"""Looks at everything that a run needs before anything starts: what is wrong is said all at once.
+"""Preflight: checks everything that a run needs before it starts, and reports all failures at once.
 
-Contract: nothing is started that stays, of weights only headers are read, and every wait ends by itself. What is wrong with
-the config already is not looked at again in the world: a path that is not there is said once.
+Contract: the checks leave no process behind, read only the headers of weight files, and always terminate. Keys with a
+config problem are not checked again, so a missing path is reported once.
 
-What is seen is a list of findings, which are rows of a table for people and plain data for programs.
+The result is a list of findings, shown as a table or as plain data (`--json`).
 """
 
 from __future__ import annotations
@@ -41,42 +41,42 @@ from rlsys.weights.sockets import INTERFACE_VARIABLES
 from rlsys.weights.weight_map import WeightMap, read_architecture
 
 REQUIREMENTS = Path(__file__).resolve().parents[3] / "requirements"
-_SHOWN = 4  # Packages that a finding names.
+_SHOWN = 4  # Packages listed in one finding.
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
-_OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # Major version of CUDA -> of the driver that it needs at least.
-_RESERVED_GIB = 1.0  # Of a card that a driver may hold for itself and a desktop.
+_OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # CUDA major version -> oldest driver major version that supports it.
+_RESERVED_GIB = 1.0  # Memory of a GPU that the driver and a desktop may occupy.
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_GIB = {Device.gpu: 1.0, Device.cpu: 0.5}
-"""NCCL's buffers between cards of a machine (NVIDIA's documentation asks containers for 1 GiB); Ray's object store."""
-_FULL = 0.95  # Share of a file system from which on Ray writes no more of its objects to it.
-_LOGS_GIB = 1.0  # Logs, figures and Ray's session.
-_BUCKET_FILES = 3  # Most files of weights that cluster.sync_mode=disk has at a time.
+"""Shared memory needed: NCCL's buffers on GPUs (NVIDIA recommends 1 GiB for containers), Ray's object store on CPUs."""
+_FULL = 0.95  # Used share of a file system from which on Ray no longer spills objects to it.
+_LOGS_GIB = 1.0  # Space for logs, metrics and Ray's session.
+_BUCKET_FILES = 3  # Maximum number of weight files on disk at a time with cluster.sync_mode=disk.
 _RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
 RAY, MODEL, SEARCH_INDEX, SERVER = "Ray", "model.path", "search.index", "search server"
 _AGAIN = "get the model again, such as with `hf download NAME --local-dir FOLDER`"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _QUESTION = "Who wrote Hamlet?"
 _STYLE = {"ok": "green", "wrong": "bold red", "note": "yellow", "unknown": "cyan"}
-_NARROW = 56  # Columns below which a table of three is no table any more.
+_NARROW = 56  # Terminal width below which findings are printed as lines instead of a table.
 
 
 class FindingState(StrEnum):
-    """State of one thing."""
+    """Result of one check."""
 
     ok = "ok"
-    wrong = "wrong"  # The run would not start, or would not end well.
-    note = "note"  # Worth to know; the run can start.
-    unknown = "unknown"  # It cannot be seen from here.
+    wrong = "wrong"  # The run would fail.
+    note = "note"  # Information; the run can start.
+    unknown = "unknown"  # This machine cannot check it.
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at."""
+    """Result of one check: state, subject, observation and fix."""
 
     state: FindingState
     what: str
     found: str
-    fix: str = ""  # What to do; never empty where it is wrong, unless `found` says it already.
+    fix: str = ""  # Remedy; set for every `wrong` finding unless `found` already includes it.
 
 
 ok = partial(Finding, FindingState.ok)
@@ -90,18 +90,18 @@ def _ok_or_wrong(good: bool, what: str, found: str, fix: str) -> Finding:
 
 
 def is_right(findings: Iterable[Finding]) -> bool:
-    """Whether nothing is wrong, as far as could be seen."""
+    """True if no check failed; unknown ones do not count."""
     return all(finding.state is not FindingState.wrong for finding in findings)
 
 
 def as_data(name: str, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Plain data, which `--json` prints."""
+    """Convert findings to plain data, as `--json` prints them."""
     rows = [{key: str(getattr(finding, key)) for key in ("what", "state", "found", "fix")} for finding in findings]
     return {"config": name, "right": is_right(findings), "findings": rows}
 
 
 def show(name: str, findings: Sequence[Finding], console: Console) -> None:
-    """Print a row for each thing, with what to do below what was found, and a sentence at the end."""
+    """Print a table with a row per finding, its fix below the observation, and the verdict."""
     table = Table(title=f"rlsys doctor --for {name}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("what", overflow="fold", max_width=22)
@@ -121,27 +121,27 @@ def show(name: str, findings: Sequence[Finding], console: Console) -> None:
 
 
 def verdict(name: str, findings: Sequence[Finding]) -> str:
-    """Sum the findings up in one sentence."""
+    """Summarise the findings in one sentence."""
     wrong = [finding.what for finding in findings if finding.state is FindingState.wrong]
     hidden = sum(finding.state is FindingState.unknown for finding in findings)
     if wrong:
         things = "1 thing is" if len(wrong) == 1 else f"{len(wrong)} things are"
-        return f"{things} to be mended before {name} can run: {', '.join(dict.fromkeys(wrong))}."
+        return f"{things} to be fixed before {name} can run: {', '.join(dict.fromkeys(wrong))}."
     if hidden:
-        return f"{name} can run as far as it is seen from here; {hidden} could not be looked at (unknown)."
+        return f"{name} can run as far as this machine can check; not checked (unknown): {hidden}."
     return f"{name} can run here."
 
 
 def examine(
     config: RunConfig, known: Sequence[Problem], machine: ThisMachine, *, launched: bool = False
 ) -> Iterator[Finding]:
-    """Yield all findings for a run of `config` from `machine`, in the order of the table.
+    """Yield all findings for a run of `config` from `machine`, in table order.
 
-    `known` are the problems of the config itself. `launched`: `rlsys launch` will bring machines together and start
-    search servers before the run.
+    `known` are the problems of the config itself. `launched` means that `rlsys launch` assembles the machines and starts
+    the search servers before the run.
     """
     problems = [*known, *(() if launched else launch_problems(config))]
-    yield from _problem_findings(problems) or [ok("config", f"{config.name}: its settings go together")]
+    yield from _problem_findings(problems) or [ok("config", f"{config.name}: its settings are consistent")]
     bad = {problem.key for problem in problems}
     ranks, address = _ranks(config), config.cluster.address
     ray = None if address is None else machine.ray(address)
@@ -162,10 +162,10 @@ def examine(
             yield finding
     if not any(key.startswith("search.") for key in bad):
         yield from search_findings(config, question, machines, machine)
-    if machines > 1 and not launched:  # Else each machine is looked at by itself.
+    if machines > 1 and not launched:  # `rlsys launch` runs the checks on every machine.
         yield unknown(
             f"{machines - 1} other machine{'s' if machines > 2 else ''}",
-            "their GPUs, driver, versions, disk, and whether they have model and output_dir under the same paths",
+            "their GPUs, driver, versions and disk, and the paths of model and output_dir there are not checked",
             "run the same command on each",
         )
 
@@ -175,7 +175,7 @@ def _problem_findings(problems: Sequence[Problem]) -> list[Finding]:
 
 
 def _ranks(config: RunConfig) -> int:
-    """Devices that the run takes; 1 where its placement cannot be read."""
+    """Return the number of devices that the run needs; 1 if its placement is invalid."""
     try:
         placed = parse_placement(config.cluster.placement, has_critic(config.algorithm))
     except UserError:
@@ -184,7 +184,7 @@ def _ranks(config: RunConfig) -> int:
 
 
 def _plan(config: RunConfig) -> dict[str, Any] | None:
-    """As `make_plan`; None where the config is too wrong for one, which its own problems say."""
+    """Return `make_plan(config)`, or None if the config is too broken for it; its problems are reported separately."""
     try:
         return make_plan(config)
     except (UserError, ValueError, ArithmeticError, LookupError):
@@ -192,9 +192,9 @@ def _plan(config: RunConfig) -> dict[str, Any] | None:
 
 
 def _version_findings(device: Device, version: Callable[[str], str | None]) -> Iterator[Finding]:
-    """Compare installed versions with what rlsys needs, and with what it was tested with (requirements/)."""
+    """Compare installed versions with those that rlsys needs and those that it is tested with (requirements/)."""
     if not (REQUIREMENTS / "base.txt").is_file():
-        yield unknown("versions", f"{REQUIREMENTS} is not there, so there is nothing to compare them with")
+        yield unknown("versions", f"{REQUIREMENTS} does not exist, so the versions cannot be compared")
         return
     files = [REQUIREMENTS / f"{name}.txt" for name in (("gpu",) if device is Device.gpu else ("cpu", "cpu-nodeps"))]
     profile = f"requirements/{files[0].name}"
@@ -203,9 +203,9 @@ def _version_findings(device: Device, version: Callable[[str], str | None]) -> I
         f"{each.name} is not installed" if found is None else f"{each.name} {found} is not {each.specifier}"
         for each, found in _unmet(needed, version)
     ]
-    all_there = f"all {len(needed)} packages that rlsys needs are there"
+    all_there = f"all {len(needed)} packages that rlsys needs are installed"
     yield _ok_or_wrong(not problems, "versions", "; ".join(problems) or all_there, f"pip install -r {profile}")
-    # Of the profile's pins, those that differ may do, and were not tested.
+    # Other versions than the profile's pins may work, but are not tested.
     pins = [pin for file in files for pin in read_requirements(file)]
     other = [
         f"no {pin.name}" if found is None else f"{pin.name} {found} for {str(pin.specifier).removeprefix('==')}"
@@ -220,20 +220,20 @@ def _version_findings(device: Device, version: Callable[[str], str | None]) -> I
 
 
 def read_requirements(file: Path) -> list[Requirement]:
-    """Read all of a requirements file that is for this system, without options and comments."""
+    """Return the requirements in `file` that apply to this system; skips options and comments."""
     lines = (line.split(" #")[0].strip() for line in file.read_text(encoding="utf-8").splitlines())
     needed = [Requirement(line) for line in lines if line and line[0] not in "#-"]
     return [each for each in needed if each.marker is None or each.marker.evaluate()]
 
 
 def _unmet(needed: Sequence[Requirement], version: Callable[[str], str | None]) -> list[tuple[Requirement, str | None]]:
-    """Those that are absent (None) or there in another version."""
+    """Return the requirements that are not met, each with the installed version or None."""
     there = [(each, version(each.name)) for each in needed]
     return [(each, has) for each, has in there if has is None or not each.specifier.contains(has, prereleases=True)]
 
 
 def _devices_here(config: RunConfig, ranks: int, ray: RayCluster | Unseen | None, machine: ThisMachine) -> int:
-    """Count those of the run's `ranks` devices that this machine is to give."""
+    """Return how many of the run's `ranks` devices this machine provides."""
     cluster, here = config.cluster, float(ranks)
     if isinstance(ray, RayCluster):
         own = {address for addresses in machine.interfaces().values() for address in addresses}
@@ -244,25 +244,25 @@ def _devices_here(config: RunConfig, ranks: int, ray: RayCluster | Unseen | None
 
 
 def _device_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> Iterator[Finding]:
-    """Look at the `wanted` devices that this machine gives, and at what is installed to use them."""
+    """Check the `wanted` devices of this machine, and the software that uses them."""
     on_gpus = config.cluster.device is Device.gpu
     if on_gpus and not wanted:
-        yield unknown("GPUs", "this machine gives none; those of the others are not seen from here")
+        yield unknown("GPUs", "this machine provides none; those of other machines are not visible from here")
         return
     if on_gpus:
-        # Before torch looks: it takes memory of the cards.
+        # First, because torch itself allocates GPU memory when it looks.
         yield from _gpu_findings(config, wanted, machine)
     problems = list(lacking(config, machine.capabilities))
-    yield from _problem_findings(problems) or [ok("capabilities", "nothing that the settings ask for is missing")]
+    yield from _problem_findings(problems) or [ok("capabilities", "everything that the settings need is installed")]
     if on_gpus and machine.capabilities.nccl:
-        reach = "whether cards and machines reach each other shows at the start"
+        reach = "connections between GPUs and machines are only tested when the run starts"
         yield note("NCCL", f"in torch {machine.capabilities.torch}; {reach}")
 
 
 def _gpu_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> Iterator[Finding]:
-    """Look at number, memory and driver of this machine's cards, and who is on them.
+    """Check number, driver, memory and current use of this machine's GPUs.
 
-    Memory is compared with the plan's estimate of the fullest device, for the cards and the layers that are here.
+    Compares memory with the plan's estimate for the fullest device, with the GPUs and layers of this machine.
     """
     try:
         seen = machine.gpus()
@@ -273,12 +273,12 @@ def _gpu_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> Itera
     found = f"{len(seen.cards)} of {wanted}" + (f": {names}" if names else "")
     fewer = "place the groups on fewer (cluster.placement), look at CUDA_VISIBLE_DEVICES, or use a machine with more"
     yield _ok_or_wrong(len(seen.cards) >= wanted, "GPUs", found, fewer)
-    # Only now: torch takes memory of the cards that it looks at.
+    # Only now: torch allocates GPU memory when it looks.
     here = machine.capabilities
     yield _driver(seen.driver, here.cuda)
     if not seen.cards:
         return
-    # With the memory of these cards for the stated one, and what `model.layers=auto` is here.
+    # Plan with the actual GPU memory, and with the layers that `model.layers=auto` selects here.
     smallest = min(card.total_gib for card in seen.cards)
     layers = here.layers if config.model.layers is Layers.auto else config.model.layers
     cluster = replace(config.cluster, device_memory_gib=smallest)
@@ -295,7 +295,7 @@ def _driver(driver: str, cuda: str | None) -> Finding:
         return wrong(what, f"{driver}, and torch is built without CUDA", "install torch as requirements/gpu.txt says")
     oldest = _OLDEST_DRIVER.get(int(cuda.split(".")[0]))
     if oldest is None:
-        return unknown(what, f"{driver}; what CUDA {cuda} needs is not known here", "look at NVIDIA's release notes")
+        return unknown(what, f"{driver}; rlsys has no minimum driver for CUDA {cuda}", "see NVIDIA's release notes")
     if int(driver.split(".")[0]) < oldest:
         old = f"{driver} is too old for torch's CUDA {cuda}, which needs {oldest}"
         return wrong(what, old, f"install driver {oldest} or newer, or torch built for an older CUDA")
@@ -303,22 +303,22 @@ def _driver(driver: str, cuda: str | None) -> Finding:
 
 
 def _gpu_memory(names: Sequence[str], needed: float, card_gib: float, stated_gib: float | None) -> Finding:
-    """Compare with the smallest card, which the groups `names` are to share; `stated_gib` is what the config takes it for."""
-    found = f"{' + '.join(names)} take about {needed:.1f} of {card_gib:.1f} GiB of a card"
+    """Check that the groups `names` fit on the smallest GPU. `stated_gib` is `cluster.device_memory_gib`."""
+    found = f"{' + '.join(names)} need about {needed:.1f} of {card_gib:.1f} GiB of a GPU"
     if stated_gib is not None and abs(stated_gib - card_gib) > (1 - USABLE) * stated_gib:
-        found += f" (not of cluster.device_memory_gib={stated_gib:g})"
+        found += f" (but cluster.device_memory_gib={stated_gib:g})"
     if needed <= card_gib * USABLE:
         return ok("GPU memory", found)
     fixes = [f"raise {name}.parallel.tp or lower {name}.micro_batch_tokens" for name in names if name != "rollout"]
     fixes += ["lower rollout.engine.memory_fraction or raise rollout.engine.tp"] if "rollout" in names else []
-    return wrong("GPU memory", f"{found}, of which {USABLE:.0%} can be used", "; or ".join(fixes))
+    return wrong("GPU memory", f"{found}, of which {USABLE:.0%} is usable", "; or ".join(fixes))
 
 
 def _used_gpus(seen: Gpus, needed: float) -> Iterator[Finding]:
-    """Look who is on the cards already, and whether it leaves what the fullest card is to hold."""
+    """Check that memory used by other processes leaves `needed` GiB on every GPU."""
     taken = [card for card in seen.cards if card.used_gib > _RESERVED_GIB]
     if not taken:
-        yield ok("GPUs in use", "nobody else is on them")
+        yield ok("GPUs in use", "no other process uses them")
     for card in taken:
         who = ", ".join(
             f"{process.name} (process {process.pid}, {process.used_gib:.1f} GiB)"
@@ -326,17 +326,17 @@ def _used_gpus(seen: Gpus, needed: float) -> Iterator[Finding]:
             if process.uuid == card.uuid
         )
         what = f"GPU {card.index} in use"
-        found = f"{card.used_gib:.1f} of {card.total_gib:.1f} GiB by {who or 'a process that is not seen from here'}"
+        found = f"{card.used_gib:.1f} of {card.total_gib:.1f} GiB by {who or 'a process not visible from here'}"
         if card.total_gib - card.used_gib >= needed:
             yield note(what, f"{found}; the rest is enough")
         else:
-            fix = "end it, or leave the card out with CUDA_VISIBLE_DEVICES"
-            yield wrong(what, f"{found}; {needed:.1f} may be wanted", fix)
+            fix = "stop it, or exclude the GPU with CUDA_VISIBLE_DEVICES"
+            yield wrong(what, f"{found}; the run may need {needed:.1f}", fix)
 
 
 def _interface_findings(machine: ThisMachine) -> Iterator[Finding]:
     def lets_through(interface: str) -> bool:
-        # gloo takes whole names. NCCL takes prefixes; behind `=` whole names, behind `^` all but these and the loopback.
+        # gloo: exact names. NCCL: prefixes; `=` means exact names, `^` all except the listed ones and loopback.
         of_nccl = variable == "NCCL_SOCKET_IFNAME"
         but = of_nccl and value.startswith("^")
         prefixes = value.removeprefix("^") if of_nccl else f"={value}"
@@ -355,7 +355,7 @@ def _interface_findings(machine: ThisMachine) -> Iterator[Finding]:
 def _ray_findings(
     config: RunConfig, ranks: int, seen: RayCluster | Unseen | None, machine: ThisMachine
 ) -> Iterator[Finding]:
-    """Look at the cluster that the run joins, or the one that it starts; `ranks` devices are to be there."""
+    """Check the Ray cluster that the run joins or starts; it must have `ranks` devices."""
     cluster = config.cluster
     if isinstance(seen, RayCluster):
         good = len(seen.nodes) >= cluster.nodes
@@ -370,10 +370,10 @@ def _ray_findings(
         yield ok(RAY, "the run starts its own on this machine")
     elif machine.port_is_free(RAY_PORT):
         fix = "start on all of them with `rlsys launch`, or give cluster.address of a running cluster"
-        yield unknown(RAY, f"cluster.address is null, and {cluster.nodes} machines are wanted", fix)
+        yield unknown(RAY, f"cluster.address is null, but the run needs {cluster.nodes} machines", fix)
     else:
-        found = f"port {RAY_PORT}, which the head of a cluster takes, is taken on this machine"
-        yield wrong(RAY, found, "end what runs there (`ray stop`), or give its address as cluster.address")
+        found = f"port {RAY_PORT}, which a Ray head needs, is in use on this machine"
+        yield wrong(RAY, found, "stop what runs there (`ray stop`), or set cluster.address to it")
 
 
 def _ray_devices(config: RunConfig, seen: RayCluster, ranks: int) -> Finding:
@@ -387,17 +387,17 @@ def _ray_devices(config: RunConfig, seen: RayCluster, ranks: int) -> Finding:
         return wrong(what, f"{total} of {ranks}: {each}", fix)
     if free < ranks:
         fix = "end the job that holds them (`ray list placement-groups` names it)"
-        return wrong(what, f"{total}, of which {free} are free and {ranks} are wanted", fix)
-    # Where as many machines as there are must have all of theirs.
+        return wrong(what, f"{total}, of which {free} are free and {ranks} are needed", fix)
+    # With exactly cluster.nodes machines, each must have all of cluster.devices_per_node.
     needed = 0 if per_node is None or len(seen.nodes) > config.cluster.nodes else per_node
     if short := next((address for address, number in have.items() if number < needed), ""):
         found = f"{short} has fewer than cluster.devices_per_node={per_node}"
-        return wrong(what, found, "look at CUDA_VISIBLE_DEVICES there, or lower cluster.devices_per_node")
-    return ok(what, f"{free} free, {ranks} wanted")
+        return wrong(what, found, "check CUDA_VISIBLE_DEVICES there, or lower cluster.devices_per_node")
+    return ok(what, f"{free} free, {ranks} needed")
 
 
 def _room_findings(config: RunConfig, plan: Mapping[str, Any] | None, machine: ThisMachine) -> Iterator[Finding]:
-    """Room for all that a run writes and holds; without a plan, for what does not depend on it."""
+    """Check disk space, shared memory and host memory. Checks that depend on the plan are skipped without one."""
     if plan is not None:
         yield _output(config, int(plan["model"]["parameters"]), machine)
     yield _spill(machine)
@@ -405,8 +405,8 @@ def _room_findings(config: RunConfig, plan: Mapping[str, Any] | None, machine: T
     if plan is not None and config.cluster.device is Device.cpu and config.cluster.address is None:
         groups, free = plan["groups"].values(), machine.memory_gib()
         needed = float(sum(len(group["ranks"]) * group["memory_gib_per_rank"] for group in groups))
-        found = f"{free:.1f} GiB free, and models and optimisers take about {needed:.1f}"
-        fix = "free some, take a smaller model, or place the groups on fewer ranks"
+        found = f"{free:.1f} GiB free, and models and optimisers need about {needed:.1f}"
+        fix = "free some, use a smaller model, or place the groups on fewer ranks"
         yield _ok_or_wrong(free > needed, "memory", found, fix)
 
 
@@ -415,28 +415,29 @@ def _output(config: RunConfig, parameters: int, machine: ThisMachine) -> Finding
     try:
         disk = machine.disk(folder)
     except Unseen as problem:
-        return wrong(what, f"output_dir={folder}: {problem}", "give a folder that can be written")
+        return wrong(what, f"output_dir={folder}: {problem}", "set it to a writable folder")
     if not disk.writable:
-        found = f"{disk.folder} cannot be written by this user"
-        return wrong(what, found, "give another output_dir, or make it writable")
+        found = f"{disk.folder} is not writable by this user"
+        return wrong(what, found, "set another output_dir, or make it writable")
     count, each = _checkpoints_at_once(config), _checkpoint_gib(config, parameters)
     by_disk = config.cluster.sync_mode is SyncMode.disk
     weights = _BUCKET_FILES * config.cluster.sync_bucket_bytes / GIB if by_disk else 0.0
     needed = count * each + weights + _LOGS_GIB
     checkpoints = f"{count} checkpoint{'s' if count > 1 else ''} of {spoken(each)}"
-    found = f"{disk.free_gib:.1f} GiB free in {disk.folder}, and {needed:.1f} may be written, {checkpoints} among it"
+    found = (
+        f"{disk.free_gib:.1f} GiB free in {disk.folder}, and the run may write {needed:.1f}, including {checkpoints}"
+    )
     room = int((disk.free_gib - _LOGS_GIB) / each)
     fewer = f"set checkpoint.keep_last={room - 1}, or " if room > 1 else ""
-    fix = f"{fewer}free {needed - disk.free_gib:.1f} GiB, or give another output_dir"
+    fix = f"{fewer}free {needed - disk.free_gib:.1f} GiB, or set another output_dir"
     return _ok_or_wrong(disk.free_gib >= needed, what, found, fix)
 
 
 def _checkpoint_gib(config: RunConfig, parameters: int) -> float:
-    """Size of one checkpoint, with all its parts.
+    """Return the size of one complete checkpoint in GiB.
 
-    For every parameter it has its weight and three numbers in float32: the optimiser's copy of it and both moments
-    (16.2 bytes a parameter were measured for float32 weights); a reference that moves is saved with its weights and
-    their copy in float32.
+    Each trained parameter has its weight and three float32 numbers: the optimiser's master copy and both moments
+    (measured: 16.2 bytes per parameter for float32 weights). A moving reference adds its weights and a float32 copy.
     """
     weight = BYTES[config.model.dtype]
     trained = 1 + has_critic(config.algorithm)
@@ -445,7 +446,7 @@ def _checkpoint_gib(config: RunConfig, parameters: int) -> float:
 
 
 def _checkpoints_at_once(config: RunConfig) -> int:
-    """Most that are on disk at the same time: those that are kept, and the one that is being written."""
+    """Return the maximum number of checkpoints on disk: those kept, and the one being written."""
     settings, steps = config.checkpoint, config.trainer.steps
     saved = {*range(settings.interval, steps + 1, settings.interval), steps} if settings.interval > 0 else {steps}
     if settings.keep_last is None:
@@ -462,13 +463,13 @@ def _spill(machine: ThisMachine) -> Finding:
     except UserError as problem:
         return wrong(what, str(problem))
     except Unseen as problem:
-        return wrong(what, f"{scratch}: {problem}", "set TMPDIR to a folder that can be written")
+        return wrong(what, f"{scratch}: {problem}", "set TMPDIR to a writable folder")
     if not disk.writable:
-        return wrong(what, f"{disk.folder} cannot be written by this user", "set TMPDIR to another folder")
+        return wrong(what, f"{disk.folder} is not writable by this user", "set TMPDIR to another folder")
     used = 1 - disk.free_gib / disk.total_gib if disk.total_gib else 1.0
     found = f"{disk.free_gib:.1f} GiB free in {disk.folder}, which is {used:.0%} full"
     if used >= _FULL or disk.free_gib < _LOGS_GIB:
-        return wrong(what, f"{found}; from {_FULL:.0%} on Ray spills nothing to it", "free some, or set TMPDIR")
+        return wrong(what, f"{found}; Ray spills no objects to a disk {_FULL:.0%} full", "free some, or set TMPDIR")
     return ok(what, found)
 
 
@@ -479,23 +480,23 @@ def _shared(device: Device, machine: ThisMachine) -> Finding:
     except Unseen as problem:
         return unknown(what, str(problem))
     if disk.folder != SHARED_MEMORY:
-        return unknown(what, "this system has none")
+        return unknown(what, "this system has no shared memory")
     found = f"{disk.free_gib:.1f} GiB free"
     if disk.free_gib >= needed:
         return ok(what, found)
     fix = "free some, or give the container more: docker run --shm-size=16g"
     if device is Device.gpu:
-        return wrong(what, f"{found}, and NCCL wants {needed:g}", fix)
-    return note(what, f"{found}, so Ray's object store of {needed:g} goes to the slower disk", fix)
+        return wrong(what, f"{found}, and NCCL needs {needed:g}", fix)
+    return note(what, f"{found}, so Ray's object store of {needed:g} GiB uses the slower disk", fix)
 
 
 def spoken(gib: float) -> str:
-    """Write a size as people read it."""
+    """Format a size for messages, in GiB or MiB."""
     return f"{gib:.1f} GiB" if gib >= 1 else f"{gib * 1024:.1f} MiB"
 
 
 def model_findings(folder: Path) -> Iterator[Finding]:
-    """Look at a model's folder whose config.json has been found good."""
+    """Check the weights and the tokenizer of a model folder whose config.json is valid."""
     problems = list(_weight_problems(folder))
     yield from (wrong(MODEL, sentence, _AGAIN) for sentence in problems)
     if not problems:
@@ -506,7 +507,7 @@ def model_findings(folder: Path) -> Iterator[Finding]:
 
 
 def data_findings(key: str, path: Path) -> tuple[Finding, Question | None]:
-    """Look at a file of questions; its first one."""
+    """Check the first row of a question file; returns the finding and that question, None if it cannot be read."""
     try:
         question = read_questions(path, limit=1)[0]
     except UserError as problem:
@@ -518,9 +519,9 @@ def data_findings(key: str, path: Path) -> tuple[Finding, Question | None]:
 
 
 def _weight_problems(folder: Path) -> Iterator[str]:
-    """All files that are missing or cut short; where there are none, what the tensors in them lack."""
+    """Yield missing and damaged weight files; if all are intact, missing tensors and wrong shapes."""
     try:
-        # Those that the index names, or all where there is none.
+        # Files listed in the index, or all if there is no index.
         files = sorted(folder.glob("*.safetensors"))
         if (index := folder / INDEX).is_file():
             names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
@@ -533,7 +534,7 @@ def _weight_problems(folder: Path) -> Iterator[str]:
         yield f"{folder} holds no weights (*.safetensors)"
     if missing:
         named = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
-        yield f"{folder} lacks {len(missing)} of {len(files)} files that its index names: {named}"
+        yield f"{folder} lacks {len(missing)} of {len(files)} files in its index: {named}"
     damaged = [reason for file in files if file.is_file() and (reason := _damage(file))]
     yield from damaged
     if not files or missing or damaged:
@@ -547,23 +548,23 @@ def _weight_problems(folder: Path) -> Iterator[str]:
     for entry in weights.entries():
         for name, shape in zip(entry.hf, entry.rule.shapes, strict=True):
             if (found := reader.spec(name).shape) != shape:
-                yield f"{name} has shape {list(found)}, and config.json says {list(shape)}: they are of two models"
+                yield f"{name} has shape {list(found)}, but config.json implies {list(shape)}: they are of two models"
                 return
 
 
 def _damage(file: Path) -> str:
-    """Why a file of weights cannot be read; empty where it can."""
+    """Return the reason why a weight file cannot be read; empty if it can."""
     try:
         with safe_open(file, framework="np"):
             return ""
     except SafetensorError as problem:
-        return f"{file.name} is not whole ({problem})"
+        return f"{file.name} is truncated or damaged ({problem})"
     except OSError as problem:
         return f"{file.name} cannot be read ({problem.strerror or problem})"
 
 
 def _tokenizer(folder: Path) -> Finding:
-    """Look for a tokenizer as an episode needs it: fast, with an end of sequence."""
+    """Check the tokenizer: a fast one (tokenizer.json) with an end-of-sequence token."""
     from tokenizers import Tokenizer
 
     what, file = "tokenizer", folder / "tokenizer.json"
@@ -584,15 +585,15 @@ def _tokenizer(folder: Path) -> Finding:
 
 
 def search_findings(config: RunConfig, question: str, machines: int, machine: ThisMachine) -> Iterator[Finding]:
-    """Look whether searches will be answered: by servers that are there, or by one that the run or its launcher starts.
+    """Check the running search servers, or the index and port of one that the run or its launcher starts.
 
-    `question` is one of the run's own, empty where none could be read; `machines` take part in the run.
+    `question` is one of the run's own, or empty if none could be read; `machines` is the number of machines of the run.
     """
     search = config.search
     if not search.enabled:
         yield ok(SERVER, "none is needed, search.enabled is false")
     elif not needs_server(search):
-        yield ok(SERVER, f"none is needed, searches are played from {search.cassette.path}")
+        yield ok(SERVER, f"none is needed, searches are replayed from {search.cassette.path}")
     elif search.url is None:
         if search.index is not None:
             yield _index_there(config, Path(search.index))
@@ -603,13 +604,15 @@ def search_findings(config: RunConfig, question: str, machines: int, machine: Th
         compared = len(answers) > 1 and not any(answer.error for answer in answers)
         if compared and (differs := machine.search_differs(search)):
             yield wrong(SERVER, differs)
-        # Rollout workers of other machines ask too.
+        # Rollout workers on other machines query the servers too.
         own = [answer.url for answer in answers if urlsplit(answer.url).hostname in _LOOPBACK]
         if machines > 1 and own:
-            found = f"{own[0]} is, for rollout workers of other machines, their own machine"
-            yield wrong(SERVER, found, "give the address that other machines know it by, and serve with --host 0.0.0.0")
+            found = f"{own[0]} is a loopback address, which rollout workers on other machines cannot reach"
+            yield wrong(
+                SERVER, found, "use the address at which others reach the server, and serve with --host 0.0.0.0"
+            )
         elif machines > 1:
-            yield note(SERVER, "seen from this machine; the others must reach it too")
+            yield note(SERVER, "checked from this machine; the others must reach it too")
 
 
 def _answered(search: SearchConfig, answer: SearchAnswer) -> Finding:
@@ -619,13 +622,13 @@ def _answered(search: SearchConfig, answer: SearchAnswer) -> Finding:
         start = f"rlsys search serve {search.index or 'INDEX'} --topk {search.topk} --port {parts.port or DEFAULT_PORT}"
         return wrong(SERVER, f"{answer.url}: {answer.error}", f"start it{place}: {start}{host}")
     if answer.passages < search.topk:
-        found = f"{answer.url} gives {answer.passages} of search.topk={search.topk} passages of a question"
-        return wrong(SERVER, found, f"look at its index, or set search.topk={max(answer.passages, 1)}")
+        found = f"{answer.url} returns {answer.passages} of search.topk={search.topk} passages for a question"
+        return wrong(SERVER, found, f"check its index, or set search.topk={max(answer.passages, 1)}")
     return ok(SERVER, f"{answer.url} answers with {answer.passages} passages")
 
 
 def _index_there(config: RunConfig, folder: Path) -> Finding:
-    """The index, which other machines may have and this one not."""
+    """Check the search index; unknown if only other machines serve it and it is missing here."""
     serving = config.cluster.search.nodes
     if config.cluster.nodes > 1 and serving and not folder.exists():
         where = ", ".join(serving)
@@ -652,7 +655,7 @@ def _later(config: RunConfig, machine: ThisMachine) -> Finding:
         return ok(SERVER, f"the run starts one on {config.search.index}")
     where = f"the launcher starts one on machine {', '.join(settings.nodes)}, at port {settings.port}"
     if config.cluster.nodes > 1:
-        return unknown(SERVER, f"{where}; whether it is free there is not seen from here")
+        return unknown(SERVER, f"{where}, which cannot be checked from here")
     free = machine.port_is_free(settings.port)
-    found = where if free else f"{where}, which another program has taken here"
-    return _ok_or_wrong(free, SERVER, found, "end it, or give another cluster.search.port")
+    found = where if free else f"{where}, which another program uses here"
+    return _ok_or_wrong(free, SERVER, found, "stop it, or set another cluster.search.port")

@@ -1,10 +1,10 @@
-"""Probes of this machine and of all that it can reach, for the checks.
+"""Probes this machine, and the Ray cluster and search servers that it can reach, for the preflight.
 
-Contract: nothing that is asked here starts anything that stays, and each answer comes, or `Unseen` is raised, within a
-minute at most. Tests ask another machine, a subclass.
+Contract: a probe leaves no process behind, and returns or raises `Unseen` within about a minute. Tests substitute a
+subclass of `ThisMachine`.
 
-Ray tries for minutes to join a cluster that is silent or that wants another token, and cannot be told not to. So a cluster
-is looked at from a process of its own: `python -m rlsys.cluster.preflight.machine ADDRESS` joins it, prints what it sees as
+Ray retries for minutes to join a cluster that is silent or requires another token, without a timeout option. A separate
+process therefore probes the cluster: `python -m rlsys.cluster.preflight.machine ADDRESS` joins it, prints its nodes as
 JSON, and leaves.
 """
 
@@ -39,12 +39,12 @@ _DRIVER_S, _CONNECT_S, _RAY_S, _SEARCH_S = 15.0, 3.0, 60.0, 10.0
 
 
 class Unseen(Exception):
-    """There is no answer; one phrase says why."""
+    """A probe failed; the message is a phrase with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One card that this process may use."""
+    """One GPU that this process may use."""
 
     index: int
     uuid: str
@@ -55,9 +55,9 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process that computes on a card."""
+    """A compute process on a GPU."""
 
-    uuid: str  # Of the card.
+    uuid: str  # UUID of the GPU.
     pid: int
     name: str
     used_gib: float
@@ -65,7 +65,7 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """The cards of this machine that CUDA_VISIBLE_DEVICES leaves, and who is on them."""
+    """GPUs of this machine that CUDA_VISIBLE_DEVICES exposes, and the compute processes of all GPUs."""
 
     driver: str
     cards: tuple[Gpu, ...]
@@ -74,9 +74,9 @@ class Gpus:
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """The file system that a path is, or will be, on."""
+    """File system of a path that need not exist yet."""
 
-    folder: Path  # The nearest folder that is there.
+    folder: Path  # Nearest existing parent folder.
     total_gib: float
     free_gib: float
     writable: bool
@@ -84,7 +84,7 @@ class Disk:
 
 @dataclass(frozen=True, slots=True)
 class RayMachine:
-    """A machine of a Ray cluster that is alive."""
+    """A live machine of a Ray cluster."""
 
     address: str
     resources: Mapping[str, float]
@@ -92,68 +92,68 @@ class RayMachine:
 
 @dataclass(frozen=True, slots=True)
 class RayCluster:
-    """A Ray cluster that this process could join."""
+    """A Ray cluster that this machine can join."""
 
     nodes: tuple[RayMachine, ...]
-    free: Mapping[str, float]  # What nobody has reserved, of all nodes together.
+    free: Mapping[str, float]  # Unreserved resources of all nodes together.
 
 
 @dataclass(frozen=True, slots=True)
 class SearchAnswer:
-    """One search server's answer to a question."""
+    """One search server's response to a test question."""
 
     url: str
     passages: int
-    error: str = ""  # Why there is no answer; one phrase.
+    error: str = ""  # Phrase with the reason for a failure; empty on success.
 
 
 class ThisMachine:
-    """The machine that a run is to start from."""
+    """Probes of the machine that starts the run."""
 
     @cached_property
     def capabilities(self) -> Capabilities:
-        """Installed packages, and devices that torch sees."""
+        """Installed packages, and devices visible to torch."""
         return detect()
 
     def gpus(self) -> Gpus:
-        """Raises Unseen where the driver gives no answer."""
+        """Return the visible GPUs. Raises Unseen if the driver does not respond."""
         cards = _nvidia_smi("--query-gpu=index,uuid,name,memory.total,memory.used,driver_version")
         processes = _nvidia_smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
         return read_gpus(cards, processes, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     def version(self, package: str) -> str | None:
-        """Version of an installed package; None is absent."""
+        """Return the version of an installed package; None if it is absent."""
         return version_of(package)
 
     def disk(self, path: Path) -> Disk:
-        """The file system that `path` is or will be on. Raises Unseen."""
+        """Return the file system of `path`, which need not exist. Raises Unseen if it cannot be examined."""
         whole = path.absolute()
         folder = next((parent for parent in (whole, *whole.parents) if parent.exists()), whole)
         try:
             usage = shutil.disk_usage(folder)
         except OSError as problem:
-            raise Unseen(f"{folder} cannot be looked at ({problem.strerror})") from problem
+            raise Unseen(f"{folder} cannot be examined ({problem.strerror})") from problem
         if not folder.is_dir():
             raise Unseen(f"{folder} is a file")
         writable = os.access(folder, os.W_OK | os.X_OK)
         return Disk(folder, usage.total / _GIB, usage.free / _GIB, writable)
 
     def memory_gib(self) -> float:
-        """Host memory that is free."""
+        """Return the available host memory in GiB."""
         return float(psutil.virtual_memory().available) / _GIB
 
     def interfaces(self) -> Mapping[str, Sequence[str]]:
-        """Addresses of each network interface that is up."""
+        """Return the addresses of each network interface that is up, by interface name."""
         up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
         every = psutil.net_if_addrs().items()
         return {name: [each.address for each in addresses] for name, addresses in every if name in up}
 
     def variable(self, name: str) -> str | None:
-        """A variable of the environment."""
+        """Return an environment variable; None if it is not set."""
         return os.environ.get(name)
 
     def port_is_free(self, port: int) -> bool:
-        """Whether a server could listen there, on all interfaces."""
+        """True if a server can listen at `port` on all interfaces."""
         with suppress(OSError), socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", port))
@@ -161,17 +161,17 @@ class ThisMachine:
         return False
 
     def ray(self, address: str) -> RayCluster | Unseen:
-        """The cluster at `address`, or why it cannot be joined."""
+        """Return the cluster at `address`, or an Unseen with the reason why this machine cannot join it."""
         try:
             require_listener(address, _CONNECT_S)
             return cluster_at(address, _RAY_S)
         except OSError as problem:
-            return Unseen(f"nobody listens there ({problem.strerror or problem})")
+            return Unseen(f"nothing listens there ({problem.strerror or problem})")
         except Unseen as problem:
             return problem
 
     def search(self, settings: SearchConfig, question: str) -> tuple[SearchAnswer, ...]:
-        """Answers of `url` and each of `replicas`."""
+        """Send `question` to `url` and all `replicas`, and return their responses."""
 
         async def ask_all() -> list[SearchAnswer]:
             urls = [url for url in [settings.url, *settings.replicas] if url]
@@ -180,7 +180,7 @@ class ThisMachine:
         return tuple(asyncio.run(ask_all()))
 
     def search_differs(self, settings: SearchConfig) -> str:
-        """A sentence on how the servers differ; empty where they are replicas of each other."""
+        """Return a sentence on how the servers differ; empty if they are replicas of each other."""
         from rlsys.rollout.tools.search_tool import open_client
 
         quick = replace(settings, retries=0, hedge_after_s=None, timeout_s=min(settings.timeout_s, _SEARCH_S))
@@ -189,7 +189,7 @@ class ThisMachine:
             async with open_client(quick, topk=settings.topk) as client:
                 await client.health()
 
-        with suppress(RunError):  # None answers, which `search` has said of each.
+        with suppress(RunError):  # No server responds; `search` reports each.
             try:
                 asyncio.run(compare())
             except UserError as problem:
@@ -198,7 +198,7 @@ class ThisMachine:
 
 
 def cluster_at(address: str, timeout_s: float) -> RayCluster:
-    """Look at the Ray cluster at `address`. Raises Unseen where this machine cannot join it within `timeout_s`."""
+    """Probe the Ray cluster at `address`. Raises Unseen if this machine cannot join it within `timeout_s`."""
     command = [sys.executable, "-m", "rlsys.cluster.preflight.machine", address]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
     try:
@@ -207,7 +207,7 @@ def cluster_at(address: str, timeout_s: float) -> RayCluster:
         os.killpg(process.pid, signal.SIGKILL)
         out, complaints = "", process.communicate()[1]
     if "InvalidAuthToken" in complaints:
-        raise Unseen("the cluster wants a token: export RAY_AUTH_MODE as on the machine that started it")
+        raise Unseen("the cluster requires a token: export RAY_AUTH_MODE as on the machine that started it")
     if process.returncode == 0:
         seen = json.loads(out)
         return RayCluster(tuple(RayMachine(**node) for node in seen["nodes"]), seen["free"])
@@ -229,9 +229,10 @@ def _join_and_look(address: str) -> dict[str, Any]:
 
 
 def read_gpus(cards: str, processes: str, visible: str | None) -> Gpus:
-    """Read what nvidia-smi prints of cards and of the processes on them, in CSV without header and units.
+    """Parse nvidia-smi's CSV (no header, no units) of GPUs and of compute processes.
 
-    `visible` is CUDA_VISIBLE_DEVICES: CUDA takes cards up to the first that is none. Raises Unseen for other text.
+    `visible` is CUDA_VISIBLE_DEVICES; like CUDA, ignore everything from its first invalid entry on. Raises Unseen for
+    output in another format.
     """
     try:
         rows = [[cell.strip() for cell in line.split(",")] for line in cards.splitlines() if line.strip()]
@@ -240,10 +241,10 @@ def read_gpus(cards: str, processes: str, visible: str | None) -> Gpus:
         running = []
         for line in filter(str.strip, processes.splitlines()):
             uuid, pid, rest = line.split(",", 2)
-            name, used = rest.rsplit(",", 1)  # The name may have commas.
+            name, used = rest.rsplit(",", 1)  # The name may contain commas.
             running.append(GpuProcess(uuid.strip(), int(pid), Path(name.strip()).name, _mib(used.strip())))
     except (ValueError, IndexError) as problem:
-        raise Unseen(f"nvidia-smi printed what is not understood ({problem})") from problem
+        raise Unseen(f"the output of nvidia-smi cannot be parsed ({problem})") from problem
     if visible is not None:
         names = filter(None, map(str.strip, visible.split(",")))
         chosen = (
@@ -255,26 +256,26 @@ def read_gpus(cards: str, processes: str, visible: str | None) -> Gpus:
 
 
 def _mib(text: str) -> float:
-    """GiB of a number of MiB; what the driver does not tell counts as none."""
+    """Convert MiB as text to GiB; 0 if the driver does not report a number."""
     return float(text) / 1024 if text.replace(".", "", 1).isdigit() else 0.0
 
 
 def _nvidia_smi(query: str) -> str:
-    """Run nvidia-smi, which can be ended where a driver hangs."""
+    """Run nvidia-smi in a subprocess, so that a hanging driver times out. Raises Unseen on failure."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, check=True).stdout
     except FileNotFoundError as problem:
-        raise Unseen("nvidia-smi is not here, so there is no NVIDIA driver") from problem
+        raise Unseen("nvidia-smi is not installed, so there is no NVIDIA driver") from problem
     except subprocess.TimeoutExpired as problem:
-        raise Unseen(f"the NVIDIA driver gave no answer within {_DRIVER_S:g} s") from problem
+        raise Unseen(f"the NVIDIA driver did not respond within {_DRIVER_S:g} s") from problem
     except subprocess.CalledProcessError as failed:
         said = (failed.stdout or failed.stderr).strip().splitlines()
         raise Unseen(f"nvidia-smi failed: {said[0] if said else failed.returncode}") from failed
 
 
 async def _ask(settings: SearchConfig, url: str, question: str) -> SearchAnswer:
-    """Ask one server once, without the patience of a client."""
+    """Query one server once, without a client's retries and hedging."""
     from rlsys.search.wire import Fault, HttpWire, NoReplyError, passages_of, request_body
 
     token = os.environ.get(settings.token_env) if settings.token_env else None
@@ -284,7 +285,7 @@ async def _ask(settings: SearchConfig, url: str, question: str) -> SearchAnswer:
             reply = await wire.post(f"{url.rstrip('/')}/retrieve", request_body([question], settings.topk))
         return SearchAnswer(url, len(passages_of(reply, 1, settings.topk)[0]))
     except TimeoutError:
-        return SearchAnswer(url, 0, f"no answer within {limit_s:g} s")
+        return SearchAnswer(url, 0, f"no response within {limit_s:g} s")
     except (NoReplyError, Fault) as problem:
         return SearchAnswer(url, 0, str(problem))
     finally:

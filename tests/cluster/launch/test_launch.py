@@ -89,7 +89,7 @@ def tell_all(*launched: Launched) -> None:
 
 LOST = r"node 1 \(node-1, 10\.211\.77\.2\) is lost"
 INTERRUPTED = "leaves: the run was interrupted"
-ENDED = "Ray ended on this machine|the head of the Ray cluster"
+ENDED = "Ray exited on this machine|the head of the Ray cluster"
 
 
 @pytest.mark.parametrize(
