@@ -7,14 +7,15 @@ The driver runs these stages as concurrent tasks. The staleness scheduler bounds
                     ^                         values)                                               |
                     +------------------------- activate: new weight version <-----------------------+
 
-- Rollout loop (`RolloutPipeline`): hands each admitted prompt group to the engine pool. It blocks until an engine has room
-  and the scheduler admits a group; at the staleness bound, the scheduler admits none before the next version is published.
-- Score loop (`RolloutPipeline`): recomputes log-probs of rewarded groups and computes advantages. It blocks until enough
-  groups are rewarded.
-- Training loop (`train`): takes scored groups, accumulates their gradients and steps the optimiser. It blocks until scored
-  groups arrive and, on-policy, until the engines have activated the new version.
-- Weight sync: pushes a version while the engines generate, then activates it. A push blocks until the previous activation
-  has ended.
+- Rollout loop (`RolloutPipeline`): hands each admitted prompt group to the engine pool. It blocks until an engine has
+  room and the scheduler admits a group; at the staleness bound, the scheduler admits none before the next version is
+  published.
+- Score loop (`RolloutPipeline`): recomputes log-probs of rewarded groups and computes advantages. It blocks until
+  enough groups are rewarded.
+- Training loop (`train`): takes scored groups, accumulates their gradients and steps the optimiser. It blocks until
+  scored groups arrive and, on-policy, until the engines have activated the new version.
+- Weight sync: pushes a version while the engines generate, then activates it. A push blocks until the previous
+  activation has ended.
 
 The `sequential` schedule runs the same stages one after the other.
 

@@ -1,22 +1,23 @@
 """Presents the rollout engines as one generator: assigns prompt groups, retries after engine deaths, switches versions.
 
-All episodes of a prompt group run on one engine and share its prefix cache. A new group goes to the engine with the fewest
-episodes in flight; it queues while no engine has room or all are switching weights.
+All episodes of a prompt group run on one engine and share its prefix cache. A new group goes to the engine with the
+fewest episodes in flight; it queues while no engine has room or all are switching weights.
 
     run_group --queue--> engine --> trajectories
                          engine dies                 retry from the head of the queue; a second death raises GroupLost
                          engine lives, but is late   GroupLost
 
 Contract:
-- `run_group` returns the whole group or raises: `GroupLost` if only this group fails, another RunError if the run cannot
-  continue. Each of at most two attempts is bounded by the episode time-out plus `MARGIN_S`, a ping and an abort.
+- `run_group` returns the whole group or raises: `GroupLost` if only this group fails, another RunError if the run
+  cannot continue. Each of at most two attempts is bounded by the episode time-out plus `MARGIN_S`, a ping and an abort.
 - An engine is dead once its process has died or a ping times out. It is killed, dropped from the pool and never called
-  again; pending calls to it fail at once. Each of its groups is retried once on another engine, from the progress passed to
-  `run_group`. The run continues while one engine lives.
+  again; pending calls to it fail at once. Each of its groups is retried once on another engine, from the progress
+  passed to `run_group`. The run continues while one engine lives.
 - A cancelled group has ended on its engine, or the engine has had `ABORT_TIMEOUT_S` to end it.
 
-Engines set aside serve an evaluation while the others roll out. Every engine stages each new version as it arrives. A switch
-skips engines set aside: they keep their version until they are put back, and then switch before they get rollouts.
+Engines set aside serve an evaluation while the others roll out. Every engine stages each new version as it arrives. A
+switch skips engines set aside: they keep their version until they are put back, and then switch before they get
+rollouts.
 """
 
 from __future__ import annotations
@@ -432,7 +433,7 @@ class EngineCalls:
             return {}
 
     async def call(self, engine: int, method: str, *args: Any, timeout_s: float | None, ping: bool = True) -> Any:
-        """Return the engine's answer. Raises RankDied as soon as the engine is dead, RankSilent on a time-out if it lives.
+        """Return the engine's answer. Raises RankDied as soon as it is dead, RankSilent if it lives but times out.
 
         With `ping`, a time-out triggers `ping`, so an unresponsive engine counts as dead.
         """
@@ -462,8 +463,8 @@ class VersionSwitch:
 
     Invariants:
     - Engines set aside together have one version and keep it.
-    - An engine that a switch skipped gets no rollouts before it has that version or a later one. On `put_back` it switches
-      to its staged version; if a newer one is already being staged, it waits for that one.
+    - An engine that a switch skipped gets no rollouts before it has that version or a later one. On `put_back` it
+      switches to its staged version; if a newer one is already being staged, it waits for that one.
     - An engine that is behind never blocks a caller for ever: it catches up, waits for a running switch, or dies.
     - Updates of one engine are serialised: the next begins after a running switch has ended.
     """
@@ -594,8 +595,8 @@ class _Held:
 class Router:
     """Assigns keys to `engines` engines with room for `slots` episodes each; None means no limit. Pure.
 
-    A key stands for one group and its size is the group's number of episodes. An engine's load is the sum of the sizes of
-    its keys. Engines set aside take only keys meant for them.
+    A key stands for one group and its size is the group's number of episodes. An engine's load is the sum of the sizes
+    of its keys. Engines set aside take only keys meant for them.
 
     Example with 2 engines and 8 slots:
 
@@ -640,9 +641,9 @@ class Router:
     def assign(self, key: str, size: int = 1, aside: bool = False) -> int | None:
         """Assign `key` to an engine until `release` or the engine's death; return the engine, the same one if repeated.
 
-        With `aside`, only engines set aside may take it, otherwise only the others. Returns None if all of these are closed
-        or full: retry after `release`, `died`, `reopen` or `put_back`. Raises NoEngineLeft if no engine lives, and
-        NoneSetAside if `aside` is set and no engine set aside lives.
+        With `aside`, only engines set aside may take it, otherwise only the others. Returns None if all of these are
+        closed or full: retry after `release`, `died`, `reopen` or `put_back`. Raises NoEngineLeft if no engine lives,
+        and NoneSetAside if `aside` is set and no engine set aside lives.
         """
         if key in self._held:
             return self._held[key].engine

@@ -4,8 +4,8 @@
     global_step_N/data/config.yaml        config of the run
     global_step_N/data/environment.json   machine and package versions
 
-Nothing here is unpickled. `find_origin` returns an intact checkpoint that fits the config, or raises UserError; it skips
-damaged checkpoints only with `checkpoint.fall_back`.
+Nothing here is unpickled. `find_origin` returns an intact checkpoint that fits the config, or raises UserError; it
+skips damaged checkpoints only with `checkpoint.fall_back`.
 
 A run that resumes from its newest checkpoint continues in its own folder. From an earlier checkpoint it branches: a new
 folder starts with the records up to that checkpoint.
@@ -103,7 +103,8 @@ def find_origin(config: RunConfig, note: Callable[[str], None]) -> Origin | None
         except _Damaged as damage:
             if not config.checkpoint.fall_back:
                 raise UserError(
-                    f"{str(damage).rstrip('.')}, or set checkpoint.fall_back=true to resume from the newest intact one.",
+                    f"{str(damage).rstrip('.')}, or set checkpoint.fall_back=true to resume from the newest intact "
+                    "one.",
                     code=damage.code,
                     key=damage.key,
                 ) from damage

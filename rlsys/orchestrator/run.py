@@ -237,9 +237,9 @@ class Run:
 def ready_to_start(config: RunConfig, note: Callable[[str], None]) -> tuple[Path, Origin | None]:
     """Check that a valid `config` can start; return the run's folder and the checkpoint to resume from, if any.
 
-    `note` is called with remarks for the user. Raises before it creates the folder or starts a process: UserError listing
-    every missing requirement, or if the run cannot resume; RunError if the search server named by the config does not
-    answer.
+    `note` is called with remarks for the user. Raises before it creates the folder or starts a process: UserError
+    listing every missing requirement, or if the run cannot resume; RunError if the search server named by the config
+    does not answer.
     """
     missing = launched = list(launch_problems(config))
     if config.cluster.address is None:  # Else other machines do the work; their packages cannot be checked here.

@@ -1,8 +1,8 @@
 """Writes a run's records to its folder: metrics, prompts, timeline, evaluations, trajectories, trace, curves.
 
 Rows are on disk as soon as their step ends. `close` writes the trace and the curves, also after an error. A span that
-covers several steps counts towards each with its part. A resumed run first deletes rows after its checkpoint, because it
-repeats those steps. This module does not import Ray, Megatron or SGLang.
+covers several steps counts towards each with its part. A resumed run first deletes rows after its checkpoint, because
+it repeats those steps. This module does not import Ray, Megatron or SGLang.
 """
 
 from __future__ import annotations

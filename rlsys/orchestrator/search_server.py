@@ -47,8 +47,9 @@ class Serving:
     async def require(self, setting: str = "search.url") -> None:
         """Check that the search server answers a query; no-op if the run needs none.
 
-        Without this check, a run whose server has died would learn from failed searches. Raises RunError with the fix if
-        no server answers, UserError if replicas serve different indexes. `setting` is the option that names a server.
+        Without this check, a run whose server has died would learn from failed searches. Raises RunError with the fix
+        if no server answers, UserError if replicas serve different indexes. `setting` is the option that names a
+        server.
         """
         search = self.search
         if not needs_server(search):

@@ -244,8 +244,8 @@ def _paths(config: RunConfig) -> Iterator[Problem]:
     elif cassette.mode is CassetteMode.record and Path(cassette.path).exists():
         yield Problem(
             "search.cassette.mode",
-            f"search.cassette.mode=record needs a new file, but search.cassette.path={cassette.path} exists: delete it, "
-            "or use search.cassette.mode=extend.",
+            f"search.cassette.mode=record needs a new file, but search.cassette.path={cassette.path} exists: delete "
+            "it, or use search.cassette.mode=extend.",
             "exists",
         )
 
@@ -302,7 +302,8 @@ def _search(config: RunConfig) -> Iterator[Problem]:
     twice = [url for url, times in Counter([search.url, *search.replicas]).items() if times > 1]
     if twice:
         yield Problem.of(
-            f"search.replicas={list(search.replicas)} names {twice[0]} twice, or repeats search.url: name every server once."
+            f"search.replicas={list(search.replicas)} names {twice[0]} twice, or repeats search.url: name every server "
+            "once."
         )
     if search.token_env is not None and not os.environ.get(search.token_env):
         yield Problem(

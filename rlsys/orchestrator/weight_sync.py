@@ -7,8 +7,8 @@
 `push` sends every bucket to every receiver; the caller must not change the sender's weights meanwhile. `activate` makes
 the engines switch, which is slow if they finish their episodes first. The next push blocks until the switch has ended.
 
-Invariant: a receiver uses a version only if the hash of all its tensors equals the sender's. On a mismatch it refuses the
-version and the run ends; an engine that was set aside and catches up later is dropped from the pool instead.
+Invariant: a receiver uses a version only if the hash of all its tensors equals the sender's. On a mismatch it refuses
+the version and the run ends; an engine that was set aside and catches up later is dropped from the pool instead.
 
 Bucket bytes travel over a transport (`cluster.sync_mode`), which the next push reopens after a receiver has died. Only
 small handles pass through this module. To distribute the reference policy, the inference group is the sender.

@@ -1,10 +1,11 @@
 """Wraps the worker groups of a run for the driver: their processes, the Megatron groups, and turns on shared devices.
 
-`started_groups` launches empty processes and kills them on exit. `build_groups` builds the workers in them: in parallel if
-disaggregated; one after the other if colocated, each leaving the devices before the next is built.
+`started_groups` launches empty processes and kills them on exit. `build_groups` builds the workers in them: in parallel
+if disaggregated; one after the other if colocated, each leaving the devices before the next is built.
 
-A Megatron group shards samples over its data-parallel ranks and sends each process the micro-batches of its own rank. Every
-process receives calls in the order in which they are made. So callers may overlap calls; a later one waits for the earlier.
+A Megatron group shards samples over its data-parallel ranks and sends each process the micro-batches of its own rank.
+Every process receives calls in the order in which they are made. So callers may overlap calls; a later one waits for
+the earlier.
 
     samples -> micro-batches by data-parallel rank -> one call per process -> results by rank -> scores by sample
 """
@@ -223,8 +224,8 @@ class Checkpoints:
     async def load(self, folder: Path) -> bool:
         """Load a checkpoint; return True if random generators were restored too.
 
-        They are restored only in the parallel layout of the save. Raises UserError if the checkpoint is incomplete, damaged
-        or of another model.
+        They are restored only in the parallel layout of the save. Raises UserError if the checkpoint is incomplete,
+        damaged or of another model.
         """
         with self._group.span("checkpoint.load"):
             return all(await self._group.workers.call("load", str(folder)))
@@ -439,9 +440,9 @@ class OffloadManager:
 
     Invariant: a member is restored only after every member that holds memory and is not needed has been offloaded.
 
-    A member whose offload or restore failed or was cancelled counts as holding memory and not ready; the next call repeats
-    the operation, so both must be idempotent. Names of other groups are ignored: a disaggregated run has no members, and
-    every call is a no-op.
+    A member whose offload or restore failed or was cancelled counts as holding memory and not ready; the next call
+    repeats the operation, so both must be idempotent. Names of other groups are ignored: a disaggregated run has no
+    members, and every call is a no-op.
     """
 
     def __init__(self, groups: Mapping[str, tuple[Switch, Switch]], tracer: Tracer) -> None:

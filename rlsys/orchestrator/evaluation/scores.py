@@ -4,8 +4,8 @@ Scores compare normalised text (SQuAD; `rlsys.data.answers.normalize`) and use t
 score is within [0, 1]; an exact match scores 1 on all three, and a missing answer 0.
 
 Intervals:
-- Shares: Wilson's interval (J. Am. Stat. Assoc. 22, 1927), which keeps its level for few questions and for shares near 0
-  or 1. Identical values use it too, because a bootstrap of them has no spread.
+- Shares: Wilson's interval (J. Am. Stat. Assoc. 22, 1927), which keeps its level for few questions and for shares near
+  0 or 1. Identical values use it too, because a bootstrap of them has no spread.
 - Other means: percentile bootstrap over questions (Efron and Tibshirani, An Introduction to the Bootstrap, 1993,
   chapter 13), with a fixed seed so that equal answers give equal estimates.
 - Mean over data sets: variance estimates recovery from the sets' intervals (Zou and Donner, Stat. Med. 27, 2008), which

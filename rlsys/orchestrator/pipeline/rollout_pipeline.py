@@ -1,7 +1,7 @@
 """Moves prompt groups from prompt to training batch: rollout, reward, scoring, hand-over.
 
-The scheduler decides and this module acts. It starts and cancels episodes, and calls the reward and the scorer on finished
-groups. It returns prompts of dropped groups to the source and hands scored groups to the learners.
+The scheduler decides and this module acts. It starts and cancels episodes, and calls the reward and the scorer on
+finished groups. It returns prompts of dropped groups to the source and hands scored groups to the learners.
 
     prompt source -> roll out -> reward -> score -> take     the driver trains, closes the step, publishes the version
                      engines     CPU       Megatron
@@ -216,8 +216,8 @@ class RolloutPipeline:
     def state(self, begun: Mapping[int, Sequence[EpisodeProgress]]) -> PipelineState:
         """Return the current state; `begun` is a recent result of the generator's `in_flight`.
 
-        Groups may have been admitted, rewarded or dropped since that call. Their current stage counts; `begun` is used only
-        for groups whose episodes still run. Raises RuntimeError during a step.
+        Groups may have been admitted, rewarded or dropped since that call. Their current stage counts; `begun` is used
+        only for groups whose episodes still run. Raises RuntimeError during a step.
         """
         scheduler = self.scheduler.state()
         rolling = [prompt_group for prompt_group in self.scheduler.outstanding if prompt_group.stage is Stage.rolling]

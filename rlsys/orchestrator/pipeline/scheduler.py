@@ -8,7 +8,8 @@ A prompt group is one attempt at one prompt: its n episodes, from admission to t
 
 Versions count closed steps. Step s, counted from 0, trains from version s to version s + 1. `published` is the newest
 version that every rolling engine has. The staleness of a group is the actor's version minus the version of the group's
-oldest token. A group may be trained in any step from the actor's version to `max_staleness` after its oldest token's version.
+oldest token. A group may be trained in any step from the actor's version to `max_staleness` after its oldest token's
+version.
 
 Example: two groups a step, `max_staleness=1`, the actor at version 3.
 
@@ -124,8 +125,8 @@ class StalenessScheduler:
     """Schedules prompt groups under a staleness bound: admits, places, drops and trains them.
 
     `oversample` (at least 1) adds ceil(oversample x groups_per_step) - groups_per_step spare groups in flight. A step
-    drops and replaces up to `max_replaced` groups without spread and trains further ones; 0 replaces none. `steps` is the
-    total number of steps, None for no limit: no group is admitted for a later step.
+    drops and replaces up to `max_replaced` groups without spread and trains further ones; 0 replaces none. `steps` is
+    the total number of steps, None for no limit: no group is admitted for a later step.
     """
 
     def __init__(
@@ -161,7 +162,8 @@ class StalenessScheduler:
         """Return the state for `resume` in a scheduler with the same settings. Raises RuntimeError during a step."""
         if self._taken:
             raise RuntimeError(
-                f"The state can be saved only between two steps, but step {self.version} has taken {len(self._taken)} groups."
+                f"The state can be saved only between two steps, but step {self.version} has taken "
+                f"{len(self._taken)} groups."
             )
         by_number = sorted(self._rolling.prompt_groups(), key=lambda prompt_group: prompt_group.number)
         return SchedulerState(
@@ -210,8 +212,8 @@ class StalenessScheduler:
     def may_admit(self) -> bool:
         """Return True if a prompt group admitted now could still be trained.
 
-        Such a group may be trained up to step published + max_staleness. Ready groups occupy places in those steps. Up to
-        (remaining places + spare) groups may roll.
+        Such a group may be trained up to step published + max_staleness. Ready groups occupy places in those steps. Up
+        to (remaining places + spare) groups may roll.
         """
         places = self._places(self.published) - self._ready.count
         return places > 0 and self._rolling.count < places + self.spare
@@ -235,8 +237,8 @@ class StalenessScheduler:
         oldest = prompt_group.oldest if oldest is None else oldest
         if oldest < prompt_group.oldest:
             raise RunError(
-                f"a rollout engine generated tokens of question {prompt_group.question.uid} with version {oldest} of the "
-                f"policy, although it had activated version {prompt_group.oldest} before the request."
+                f"a rollout engine generated tokens of question {prompt_group.question.uid} with version {oldest} of "
+                f"the policy, although it had activated version {prompt_group.oldest} before the request."
             )
         if not has_spread and self._replaced < self._max_replaced:
             return Reason.no_spread
@@ -317,7 +319,7 @@ class StalenessScheduler:
         self.published = version
 
     def _places(self, oldest: int) -> int:
-        """Places left in the steps that may train a group whose oldest token has version `oldest`; 0 or less if too old."""
+        """Places left in the steps that may train a group with oldest token version `oldest`; 0 or less if too old."""
         end = oldest + self.max_staleness + 1
         if self._steps is not None:
             end = min(end, self._steps)

@@ -1,7 +1,7 @@
 """Computes the metrics of a step from its trained groups. Pure.
 
-docs/metrics.md defines each metric and its name in other systems; a test keeps both in step. Metrics that do not apply are
-left out: values without a critic, divergences without a reference policy. Names follow Search-R1 and veRL, so
+docs/metrics.md defines each metric and its name in other systems; a test keeps both in step. Metrics that do not apply
+are left out: values without a critic, divergences without a reference policy. Names follow Search-R1 and veRL, so
 `critic/score`, `critic/rewards` and `critic/advantages` exist without a critic too.
 """
 
@@ -111,8 +111,8 @@ def critic_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 def divergence_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Return KL(policy || reference) in nats per trained token by each estimator; empty without a reference policy.
 
-    k5 estimates KL(reference || policy). The policy is that of `old_logprobs`, from before the step's updates. Estimators
-    that give equal values appear once: k4 equals k1 here, and k3++ equals k3.
+    k5 estimates KL(reference || policy). The policy is that of `old_logprobs`, from before the step's updates.
+    Estimators that give equal values appear once: k4 equals k1 here, and k3++ equals k3.
     """
     old, reference = map(torch.from_numpy, _trained(samples, "old_logprobs", "ref_logprobs"))
     return {f"kl/{name}": float(estimate(name, old, reference).mean()) for name in DISTINCT} if len(old) else {}

@@ -5,8 +5,8 @@ Actor and critic learn in parallel from the same groups.
 Invariants:
 - Every learner accumulates every group of the step exactly once.
 - Each optimiser step covers exactly the groups of its mini-batch.
-- With a critic and several mini-batches, no optimiser step precedes the step's last score, so one critic version computes
-  all values of a step.
+- With a critic and several mini-batches, no optimiser step precedes the step's last score, so one critic version
+  computes all values of a step.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def make_scheduler(config: RunConfig) -> StalenessScheduler:
 def score_batch_size(config: RunConfig) -> ScoreBatchSize:
     """Batch size of the score loop.
 
-    `sequential` scores the whole step once all rollouts have ended, aborted ones included. Other schedules score the groups
-    that are rewarded, up to the largest mini-batch.
+    `sequential` scores the whole step once all rollouts have ended, aborted ones included. Other schedules score the
+    groups that are rewarded, up to the largest mini-batch.
     """
     trainer = config.trainer
     if trainer.schedule.kind == "sequential":

@@ -8,9 +8,9 @@
 
 Concurrent episodes with the same prompt share one request.
 
-The answer is untrusted, because the policy earns reward by influencing the judge. Values are inserted into the prompt as
-one line of JSON with quotes, line ends and `<` escaped. So they cannot end their quotation or forge a special token of the
-judge's chat template (`<|im_end|>`). Persuading the judge stays possible.
+The answer is untrusted, because the policy earns reward by influencing the judge. Values are inserted into the prompt
+as one line of JSON with quotes, line ends and `<` escaped. So they cannot end their quotation or forge a special token
+of the judge's chat template (`<|im_end|>`). Persuading the judge stays possible.
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ def key_of(model: str, prompt: str) -> str:
 class Verdicts:
     """Caches verdicts in memory and, given a path, in a file that outlives the run. Call `close` at the end.
 
-    The file is append-only JSON lines (`{"key": HEX, "yes": BOOL}`), one write per line. So several runs may share it on a
-    local disk. Unreadable lines (killed writer, full disk) are skipped and cost one request each. For a repeated key the
-    last line counts. Raises UserError if the file cannot be used.
+    The file is append-only JSON lines (`{"key": HEX, "yes": BOOL}`), one write per line. So several runs may share it
+    on a local disk. Unreadable lines (killed writer, full disk) are skipped and cost one request each. For a repeated
+    key the last line counts. Raises UserError if the file cannot be used.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -218,8 +218,8 @@ class ChatEndpoint:
         not retried  other statuses: RunError at once
 
     Retries pause with exponential back-off and jitter, at least for the Retry-After (capped at 60 s). A cancelled `ask`
-    ends its request and frees its slot. One `ask` lasts at most `(retries + 1) * timeout_s + retries * 60` seconds, plus
-    waits for a slot and for `requests_per_minute`.
+    ends its request and frees its slot. One `ask` lasts at most `(retries + 1) * timeout_s + retries * 60` seconds,
+    plus waits for a slot and for `requests_per_minute`.
 
     `transport` replaces the network in tests. Raises UserError if the variable named by `token_env` is not set.
     """

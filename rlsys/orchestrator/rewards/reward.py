@@ -8,19 +8,20 @@ Example with `reward.terms={exact_match: 1, search_penalty: -0.1}`; three turns,
     turn_rewards      -0.1     -0.1      1.0     reward 0.8
 
 Invariants:
-- Every term returns one finite unweighted value per turn, at least one. Values of the whole episode go to the last turn.
+- Every term returns one finite unweighted value per turn, at least one. Values of the whole episode go to the last
+  turn.
 - `turn_rewards` add up to `reward`, up to rounding.
-- `reward` is computed from the terms' totals, so episodes with equal totals have bitwise equal rewards whatever the turns.
-  Groups without spread are recognised by that.
+- `reward` is computed from the terms' totals, so episodes with equal totals have bitwise equal rewards whatever the
+  turns. Groups without spread are recognised by that.
 
-Terms read the turns: `Turn.text` from the policy and `Turn.observation` from the environment. So an `<information>` tag that
-the policy writes is no retrieval (it breaks the structure). An answer tag in the prompt, in a passage or in the
+Terms read the turns: `Turn.text` from the policy and `Turn.observation` from the environment. So an `<information>` tag
+that the policy writes is no retrieval (it breaks the structure). An answer tag in the prompt, in a passage or in the
 invalid-action message is no answer. Only `compat.answer_over_prompt` extracts the answer as Search-R1 does.
 
-A user-defined term is a function `package.module.function` of (question, trajectory). It returns a number for the episode,
-or one number per turn. Plain functions run in threads and async ones on an event loop of their own, so they never block the
-driver. An error, or a call longer than `reward.own_timeout_s`, raises RunError naming the term. A function that never
-returns does not keep the process alive. Formulas and sources are in docs/rewards.md.
+A user-defined term is a function `package.module.function` of (question, trajectory). It returns a number for the
+episode, or one number per turn. Plain functions run in threads and async ones on an event loop of their own, so they
+never block the driver. An error, or a call longer than `reward.own_timeout_s`, raises RunError naming the term. A
+function that never returns does not keep the process alive. Formulas and sources are in docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Reading:
     trajectory: Trajectory
     answer: str | None
     well_formed: bool
-    """True if the episode is think -> (search or tool call -> information -> think)* -> answer, separated by white space."""
+    """True for think -> (search or tool call -> information -> think)* -> answer, with only white space between."""
     found_in: int | None
     """First turn whose search returned an accepted answer; None if there is none."""
     answer_tags: int
@@ -141,7 +142,7 @@ class Reader:
         )
 
     def _last_match(self, question: Question, trajectory: Trajectory) -> str | None:
-        """Answer by Search-R1's extraction: the last match, or None for a single match, assumed to be the prompt's example."""
+        """Answer as Search-R1 extracts it: the last match; None for a single one, taken for the prompt's example."""
         found = self._answer.findall(question.prompt + trajectory.response)
         return str(found[-1]).strip() if len(found) > 1 else None
 
@@ -239,8 +240,8 @@ def _searched(turn: Turn) -> bool:
 class Rewards:
     """Rewards episodes on one event loop; call `close` at the end.
 
-    `transport` replaces the judge's network in tests. Raises UserError with one line per config problem, and the code and
-    key of the first.
+    `transport` replaces the judge's network in tests. Raises UserError with one line per config problem, and the code
+    and key of the first.
     """
 
     def __init__(
@@ -378,9 +379,9 @@ async def _wait(result: Awaitable[Any]) -> Any:
 
 
 async def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call `function` in a daemon thread, which does not keep the process alive; return its result or raise its error."""
+    """Call `function` in a daemon thread, which does not keep the process alive; return its result or raise."""
     outcome: Future[tuple[Any, Exception | None]] = Future()
-    outcome.set_running_or_notify_cancel()  # Else a cancelled caller would cancel `outcome`, and set_result would raise.
+    outcome.set_running_or_notify_cancel()  # Else a cancelled caller cancels `outcome`, and set_result raises.
 
     def work() -> None:
         try:
@@ -442,7 +443,7 @@ def check_terms(config: RewardConfig, task: TaskConfig) -> Iterator[UserError]:
 
 
 def load_term(name: str) -> Callable[..., Any]:
-    """Import and return the user-defined function `name`. Raises UserError if it is missing or takes other arguments."""
+    """Import and return the user-defined function `name`. Raises UserError if it is missing or does not fit."""
     module_name, _, attribute = name.rpartition(".")
     key = f"reward.terms.{name}"
     try:
