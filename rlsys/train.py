@@ -1,22 +1,26 @@
-"""The training loop.
+"""Training loop.
 
-Four loops run at once in the driver, as far ahead of each other as the staleness scheduler allows:
+The driver runs these stages as concurrent tasks. The staleness scheduler bounds how far rollout runs ahead of training.
 
-    prompts --> rollout loop --> rewards --> score loop --> ready groups --> training loop --> weight sync
-                (engines)                    (log-probs,    (oldest first)   (actor, critic)       |
-                    ^                         values)                                              |
-                    +------------------------ new version, in all engines <------------------------+
+    prompts --> rollout loop --> rewards --> score loop --> scored groups --> training loop --> weight sync
+                (engines)                    (log-probs,    (oldest first)    (actor, critic)       |
+                    ^                         values)                                               |
+                    +------------------------- activate: new weight version <-----------------------+
 
-- The rollout loop (`RolloutPipeline`) asks the engine pool for a prompt group as soon as the scheduler admits one. It waits
-  for a free engine and for the scheduler: for a new version where `max_staleness` does not let it run further ahead.
-- The score loop recomputes log-probs of finished groups and works out advantages. It waits for rewarded groups.
-- The training loop, below, takes scored groups, accumulates gradients as they arrive and steps the optimiser. It waits for
-  scored groups, and, on-policy, for every engine to have the new version.
-- Weight sync pushes a version to engines while they generate, then lets them activate it. A push waits for the last
-  activation.
+- Rollout loop (`RolloutPipeline`): hands each admitted prompt group to the engine pool. It blocks until an engine has
+  room and the scheduler admits a group; at the staleness bound, the scheduler admits none before the next version is
+  published.
+- Score loop (`RolloutPipeline`): recomputes log-probs of rewarded groups and computes advantages. It blocks until
+  enough groups are rewarded.
+- Training loop (`train`): takes scored groups, accumulates their gradients and steps the optimiser. It blocks until
+  scored groups arrive and, on-policy, until the engines have activated the new version.
+- Weight sync: pushes a version while the engines generate, then activates it. A push blocks until the previous
+  activation has ended.
 
-Evaluations and checkpoints are taken between steps; engines that are set aside evaluate, and files are written, beside the
-next steps.
+The `sequential` schedule runs the same stages one after the other.
+
+Evaluations and checkpoints start between steps. Evaluations on engines set aside (`eval.engines`) and checkpoint writes
+(`checkpoint.background`) overlap the next steps.
 """
 
 from __future__ import annotations
@@ -41,16 +45,19 @@ Opener = Callable[[RunConfig, Path, Origin | None], AbstractAsyncContextManager[
 async def train(
     config: RunConfig, run_dir: Path, origin: Origin | None = None, opened: Opener = open_run
 ) -> dict[str, Any]:
-    """Train as `config` says, from `origin` on; everything goes to `run_dir`. Returns what `summary.json` holds."""
+    """Train `config` to its last step, resuming from `origin` if given. Return the contents of `summary.json`.
+
+    All files go to `run_dir`; `opened` opens the run.
+    """
     done, steps = origin.state.step if origin else 0, config.trainer.steps
     async with opened(config, run_dir, origin) as run:
         await run.weights.push(version=done)
         await run.weights.activate(version=done)
         if run.log.em_of(done) is None and (done in (0, steps) or due(done, config.eval.interval)):
-            await evaluate(run, done)  # At the beginning, or where the run was ended before the answers were in.
+            await evaluate(run, done)  # A new run, or a checkpoint whose evaluation never finished.
         run.pipeline.publish(version=done)
         async with asyncio.TaskGroup() as background:
-            background.create_task(run.pipeline.run())  # Generates and scores until it is stopped.
+            background.create_task(run.pipeline.run())  # Generates and scores until `stop`.
             watching = background.create_task(run.watch_rollouts())
             for step in range(done + 1, steps + 1):
                 groups, updates = await run.train_step(step)
@@ -90,17 +97,17 @@ async def train(
 
 
 async def evaluate(run: Run, step: int) -> None:
-    """Evaluate on all engines; the trained groups wait."""
+    """Evaluate on all engines; training waits."""
     status.show("waits for the evaluation", *run.groups.trained)
     await run.groups.devices.need("rollout")
     await run.evaluator.evaluate(step)
 
 
 def collapsed(alarm: Alarm, checkpoint: Path | None) -> RunError:
-    """The error that ends a run that shows signs of collapse, once its checkpoint is written."""
+    """Error that stops a collapsing run; raise it once `checkpoint` is written."""
     return RunError(f"{alarm} The run has ended, as guards.action=stop says; its checkpoint is {checkpoint}.")
 
 
 def due(step: int, interval: int) -> bool:
-    """Whether something that happens every `interval` steps happens after `step`; 0 is never."""
+    """Return True if an action taken every `interval` steps follows `step`; interval 0 means never."""
     return interval > 0 and step % interval == 0

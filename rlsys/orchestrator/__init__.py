@@ -1,7 +1,7 @@
-"""The driver: the staleness scheduler, the pipeline of prompt groups, the worker groups, weight sync, rewards, resume.
+"""Driver of a run: staleness scheduler, prompt group pipeline, worker groups, weight sync, rewards, resume.
 
-`pipeline/` is pure and knows no Ray; `rewards/` has what an episode earns, `evaluation/` what held-out answers are worth;
-the other modules are the worker groups as the driver calls them, and what a run keeps.
+`pipeline/` schedules prompt groups without importing Ray, `rewards/` rewards episodes and `evaluation/` scores held-out
+answers. The other modules call the worker groups and write the run's files.
 
 Process: the driver. May import: every room above it, from cluster up to config.
 """

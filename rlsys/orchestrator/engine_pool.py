@@ -1,20 +1,23 @@
-"""The rollout engines as one generator: which engine gets a prompt group, which live, which version each has.
+"""Presents the rollout engines as one generator: assigns prompt groups, retries after engine deaths, switches versions.
 
-All episodes of a prompt group go to one engine, so that they share its prefix cache. A new group goes to the engine with
-the fewest episodes in flight, and waits in line while none has room or all switch weights. Some engines may be set aside
-for an evaluation: they answer its questions, while the others roll on.
+All episodes of a prompt group run on one engine and share its prefix cache. A new group goes to the engine with the
+fewest episodes in flight; it queues while no engine has room or all are switching weights.
+
+    run_group --queue--> engine --> trajectories
+                         engine dies                 retry from the head of the queue; a second death raises GroupLost
+                         engine lives, but is late   GroupLost
 
 Contract:
-- A group that is asked for is returned whole or raises: `GroupLost` if it alone is given up, another RunError if the run
-  cannot go on. From its turn in line on, this takes at most the episodes' time-out and a margin on each of at most two
-  engines, whatever the engines do.
-- An engine is dead once its process is, or once it does not even answer a ping. It is killed, struck off once, and asked
-  nothing more; who waits for its answer is told at once. Its groups run again elsewhere, once each, from the progress that
-  they were asked for with. The run goes on while one engine lives.
-- A group that is cancelled has ended on its engine, or the engine has been given `ABORT_TIMEOUT_S` for it.
+- `run_group` returns the whole group or raises: `GroupLost` if only this group fails, another RunError if the run
+  cannot continue. Each of at most two attempts is bounded by the episode time-out plus `MARGIN_S`, a ping and an abort.
+- An engine is dead once its process has died or a ping times out. It is killed, dropped from the pool and never called
+  again; pending calls to it fail at once. Each of its groups is retried once on another engine, from the progress
+  passed to `run_group`. The run continues while one engine lives.
+- A cancelled group has ended on its engine, or the engine has had `ABORT_TIMEOUT_S` to end it.
 
-Versions: all engines stage a new version as it comes. A switch passes over engines that are set aside: they keep their
-version until they are put back, and then take what they have staged before they get rollouts again.
+Engines set aside serve an evaluation while the others roll out. Every engine stages each new version as it arrives. A
+switch skips engines set aside: they keep their version until they are put back, and then switch before they get
+rollouts.
 """
 
 from __future__ import annotations
@@ -41,34 +44,34 @@ from rlsys.rollout.agent.episode import EngineActivity, EngineDied, common_wait
 from rlsys.rollout.agent.tokens import EpisodeProgress
 
 MARGIN_S = 30.0
-"""Beyond the episodes' own time-out: for their abort, the way there and back, and a pause to switch weights."""
+"""Extra time beyond the episode time-out, for aborts, transfer, and a pause to switch weights."""
 ABORT_TIMEOUT_S = 10.0
-"""For an engine to end the episodes of a group."""
+"""Time-out for ending the episodes of a group."""
 IN_FLIGHT_TIMEOUT_S = 30.0
-"""For an engine to return the progress of its episodes."""
+"""Time-out for returning the progress of episodes."""
 ACTIVITY_TIMEOUT_S = 5.0
-"""For an engine to report its activity, which is only shown to people."""
+"""Time-out for reporting the activity, which is for display only."""
 PING_TIMEOUT_S = 30.0
-"""For an engine that has kept a call too long to answer anything at all."""
+"""Time-out of a ping after a call has timed out; an engine that misses it is dead."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Counts:
-    """Groups, since the start."""
+    """Counts of groups since the start."""
 
     requeued: int = 0
-    """Run again because their engine died."""
+    """Groups retried because their engine died."""
     lost: int = 0
-    """Given up."""
+    """Groups given up (`GroupLost`)."""
     timed_out: int = 0
-    """Lost groups that their engine never returned."""
+    """Lost groups that a live engine did not return in time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Request:
-    """Episodes of one question that are wanted from one engine."""
+    """Request for episodes of one question on one engine."""
 
     key: str
     uid: str
@@ -77,73 +80,73 @@ class _Request:
     """Method of the worker."""
     args: tuple[Any, ...]
     aside: bool
-    """Whether it is for an engine that is set aside."""
+    """True if only an engine set aside may take it, False if only another may."""
     prompt_group: int | None = None
-    """Number of the scheduler's prompt group; None for an answer of an evaluation."""
+    """Number of the scheduler's prompt group; None for an evaluation."""
     progress: tuple[EpisodeProgress, ...] = ()
-    """Episodes of the group so far, when it was asked for."""
+    """Partial episodes that the group resumes from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Engines that are set aside; see `EnginePool.reserve`."""
+    """Engines set aside by `EnginePool.reserve`."""
 
     capacity: int
-    """Answers that they may generate at a time."""
+    """Number of answers that they can generate at a time."""
     version: int | None
-    """Version of their weights, and so of all answers; None before the first update."""
+    """Weight version of all their answers; None before the first update."""
     _pool: EnginePool
 
     async def answer(self, question: Question, sample: int = 0, temperature: float = 0.0) -> Trajectory:
-        """As `EnginePool.answer`. Raises NoneSetAside once all of these engines are dead, while others live."""
+        """Generate as `EnginePool.answer` does. Raises NoneSetAside if all these engines are dead and others live."""
         return await self._pool.answer(question, sample, temperature, aside=True)
 
 
 class EnginePool:
-    """All engines of a run. Belongs to the event loop in which it is made."""
+    """All engines of a run. Bound to the event loop that creates it."""
 
     def __init__(self, workers: WorkerGroup, config: RunConfig, tracer: Tracer, episodes: list[Span]) -> None:
-        """`episodes` takes the spans in which the episodes of groups generated and searched."""
+        """`episodes` collects the generation and search spans of finished groups."""
         self.workers = workers
         self.step = 0
         self.waits_for = ""
-        """What all episodes on the rolling engines waited for at the last `look`; empty where some were generated."""
+        """Tools that all episodes waited for at the last `look`; empty if some were generating, or if unknown."""
         self._samples = config.algorithm.n_samples
         self._slots = config.rollout.max_episodes
         self._episode_timeout_s = config.rollout.episode_timeout_s
         self._tracer, self._episodes = tracer, episodes
         self._lost: dict[str, str] = {}
-        """Keys of groups that have lost two engines -> why they are given up."""
+        """Keys of groups under which two engines died -> reason, for the error message."""
         self._router = Router(len(workers.ranks), self._slots)
         self._engines = EngineCalls(workers, self._router, self._on_engine_death)
         self._versions = VersionSwitch(self._engines, self._router, self._advance)
         self._reserving = asyncio.Lock()
         self._lines: dict[bool, deque[tuple[_Request, asyncio.Future[int]]]] = {False: deque(), True: deque()}
-        """Requests in line for an engine, by whether it is one that is set aside."""
+        """Queued requests by `_Request.aside`."""
         self._rolling: dict[str, _Request] = {}
-        """Groups of rollouts that are not returned yet."""
+        """Rollout groups that have not returned yet, by key."""
         self._serial = itertools.count()
         self._counts = _Counts()
 
     @property
     def living(self) -> tuple[int, ...]:
-        """Engines that are not known to be dead, by their rank in the group."""
+        """Ranks of the engines not known to be dead."""
         return self._router.living
 
     @property
     def capacity(self) -> int:
-        """Groups that the living engines may generate at a time; none those that are set aside."""
+        """Number of groups that living engines can generate at a time, without those set aside."""
         return max(1, self._slots // self._samples) * (len(self.living) - len(self._router.aside))
 
     async def run_group(
         self, question: Question, prompt_group: int, progress: Sequence[EpisodeProgress] = ()
     ) -> list[Trajectory]:
-        """`algorithm.n_samples` sampled episodes of `question`; those with `progress` resume.
+        """Sample `algorithm.n_samples` episodes of `question`, resuming the partial episodes in `progress`.
 
-        `prompt_group` names the group for `in_flight`. Raises GroupLost if they cannot be had while the run can go on.
+        `prompt_group` is the group's number in `in_flight`. Raises GroupLost if only this group fails.
         """
         key = self._key(question)
-        # A resumed run may ask for fewer samples than it had.
+        # A resumed run may have a lower `n_samples`.
         kept = tuple(episode for episode in progress if episode.sample < self._samples)
         args = (question, self._samples, key, kept)
         request = _Request(key, question.uid, self._samples, "run_group", args, False, prompt_group, kept)
@@ -157,9 +160,9 @@ class EnginePool:
     async def answer(
         self, question: Question, sample: int = 0, temperature: float = 0.0, *, aside: bool = False
     ) -> Trajectory:
-        """One episode of `question`, as its sample number `sample`; temperature 0 is greedy.
+        """Generate one episode of `question` as sample number `sample`; temperature 0 is greedy.
 
-        With `compat.sampled_validation` it is drawn as in training. `aside` asks an engine that is set aside. Raises
+        With `compat.sampled_validation` it is sampled as in training. `aside` selects the engines set aside. Raises
         GroupLost as `run_group` does.
         """
         key = self._key(question)
@@ -168,9 +171,9 @@ class EnginePool:
         return trajectory
 
     async def in_flight(self) -> dict[int, tuple[EpisodeProgress, ...]]:
-        """Progress of the groups that are not returned yet, by prompt group; groups without any are left out.
+        """Return prompt group number -> progress of each unfinished rollout group that has any.
 
-        For a group that runs nowhere, or whose engine does not answer in time, it is what the group was asked with.
+        A group that is queued, or whose engine does not answer in time, keeps the progress passed to `run_group`.
         """
         keys = list(self._rolling)
         answers = await asyncio.gather(*(self._progress_on(engine, keys) for engine in self.living))
@@ -179,7 +182,7 @@ class EnginePool:
         return {number: progress for number, progress in groups.items() if number is not None and progress}
 
     async def look(self) -> None:
-        """Update `waits_for`. Nothing is known while an engine does not answer."""
+        """Update `waits_for` from the activity of the engines; empty if one of them does not answer."""
         rolling = [engine for engine in self.living if engine not in self._router.aside]
         answers = await asyncio.gather(*(self._activity_of(engine) for engine in rolling))
         known = [activity for activity in answers if activity]
@@ -187,11 +190,11 @@ class EnginePool:
 
     @asynccontextmanager
     async def reserve(self, engines: int) -> AsyncIterator[Reserved]:
-        """Set at most `engines` aside, which answer while the others roll on; one caller after the other.
+        """Set up to `engines` engines aside for `Reserved.answer` while the others roll out; one caller at a time.
 
-        Groups that run on them go on. One engine is left to rollouts if more than one lives; while all that live are set
-        aside, rollouts wait for the end. A switch of weights does not wait for these engines: they take the version at the
-        end, and are then back. That is waited for, unless the caller is cancelled.
+        Groups already on them finish there. One engine stays with rollouts if more than one lives. Rollouts wait while
+        every living engine is set aside. Switches skip engines set aside. On exit these switch to the version they have
+        staged, and the caller blocks until they have, unless it is cancelled.
         """
         async with self._reserving:
             taken = await self._versions.set_aside(engines)
@@ -201,7 +204,7 @@ class EnginePool:
                 await self._versions.put_back(taken)
 
     async def metrics(self) -> dict[str, float]:
-        """Counts since the start: the pool's own, and those of the living engines as flat keys by engine."""
+        """Return the pool's counts since the start, and the metrics of each living engine as `engine/N/NAME`."""
         answers = await self._engines.tell_all("metrics")
         by_engine = {
             f"engine/{engine}/{name}": value for engine, figures in answers.items() for name, value in figures.items()
@@ -214,39 +217,39 @@ class EnginePool:
         }
 
     async def open_transport(self, specs: Sequence[Any]) -> None:
-        """Let each of the `living` engines, in that order, receive buckets as its part of `specs` says."""
+        """Open the transport on each engine in `living`, each with the spec at its position."""
         of_engine = dict(zip(self.living, specs, strict=True))
         await self._engines.each(lambda engine: self._engines.tell(engine, "open_transport", of_engine[engine]))
 
     async def begin_update(self, version: int) -> None:
-        """Announce `version`; the engines generate on."""
+        """Prepare all engines to receive `version`; they keep generating."""
         await self._versions.begin_update(version)
 
     async def load_bucket(self, bucket: Any) -> None:
-        """Let every engine stage a bucket; they generate on."""
+        """Stage one bucket on every engine; they keep generating."""
         await self._engines.tell_all("load_bucket", bucket)
 
     async def finish_update(self, version: int, digest: str) -> None:
-        """Let every engine that is not set aside switch to `version`; each gets new groups again as soon as it has.
+        """Switch every engine not set aside to `version`; each gets new groups again as soon as it has switched.
 
-        `digest` is the sender's, over all tensors. Raises RunError if an engine holds anything else.
+        `digest` is the sender's, over all tensors. Raises RunError if an engine's staged tensors do not match it.
         """
         await self._versions.finish_update(version, digest)
 
     async def offload(self) -> None:
-        """Let every engine hand its device's memory back; nothing may be in flight."""
+        """Release every engine's device memory; nothing may be in flight."""
         await self._engines.tell_all("sleep")
 
     async def restore(self) -> None:
-        """Let every engine take its device's memory again."""
+        """Allocate every engine's device memory again."""
         await self._engines.tell_all("wake")
 
     async def stop(self, timeout_s: float) -> None:
-        """End what every living engine has started."""
+        """Stop every living engine's worker."""
         await self._engines.each(lambda engine: self._engines.tell(engine, "stop", timeout_s=timeout_s))
 
     async def _run(self, request: _Request) -> Any:
-        """Return what the worker's method does, from the place in line to the end; see the contract above."""
+        """Queue the request, run it and return the worker's result, retrying once; see the module's contract."""
         limit_s = self._episode_timeout_s * ceil(request.episodes / self._slots) + MARGIN_S
         attempt = 1
         try:
@@ -290,7 +293,7 @@ class EnginePool:
             self._advance()
 
     def _lose(self, uid: str, reason: Loss, detail: str) -> GroupLost:
-        """Count a group that is given up."""
+        """Count a lost group, log it and return the error to raise."""
         self._counts.lost += 1
         self._counts.timed_out += reason is Loss.timeout
         loss = GroupLost(uid, reason, detail)
@@ -298,12 +301,12 @@ class EnginePool:
         return loss
 
     async def _abort(self, engine: int, key: str) -> None:
-        """End a group's episodes on its engine. Never raises: what is wrong with the engine shows elsewhere."""
+        """End a group's episodes on its engine. Best effort: another call will detect a broken engine."""
         with contextlib.suppress(RunError):
             await self._engines.call(engine, "abort_group", key, timeout_s=ABORT_TIMEOUT_S, ping=False)
 
     async def _progress_on(self, engine: int, keys: Sequence[str]) -> Mapping[str, tuple[EpisodeProgress, ...]]:
-        """Progress of those groups of `keys` that `engine` has; nothing if it does not answer, which shows elsewhere."""
+        """Key -> progress of the groups in `keys` that `engine` runs; empty if it does not answer."""
         try:
             progress: dict[str, tuple[EpisodeProgress, ...]] = await self._engines.call(
                 engine, "in_flight", keys, timeout_s=IN_FLIGHT_TIMEOUT_S, ping=False
@@ -313,7 +316,7 @@ class EnginePool:
         return progress
 
     async def _activity_of(self, engine: int) -> EngineActivity | None:
-        """The activity of `engine`; None if it does not answer, for whatever reason: that shows where it is needed."""
+        """Activity of `engine`; None if the call fails."""
         try:
             activity: EngineActivity = await self._engines.call(
                 engine, "activity", timeout_s=ACTIVITY_TIMEOUT_S, ping=False
@@ -335,7 +338,7 @@ class EnginePool:
         return self._tracer.span(name, lane=_lane(engine), **facts)
 
     async def _turn(self, request: _Request, again: bool) -> int:
-        """Wait in line, at its head if it comes `again`, for an engine with room."""
+        """Queue for an engine with room, at the head for a retry (`again`); return the engine."""
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         line = self._lines[request.aside]
         if again:
@@ -346,18 +349,18 @@ class EnginePool:
         return await turn
 
     def _on_engine_death(self, lost: Mapping[str, str]) -> None:
-        """An engine has died, and groups of it are lost; the death of the last one ends the waiting for all."""
+        """Record the lost groups of a dead engine. If it was the last, queued requests fail in `_advance`."""
         self._lost |= lost
         self._advance()
 
     def _advance(self) -> None:
-        """Give engines to the requests in line, in order, as long as there is room."""
+        """Assign engines to queued requests, in order, while the head of the queue fits."""
         for line in self._lines.values():
             while line and self._assign(*line[0]):
                 line.popleft()
 
     def _assign(self, request: _Request, turn: asyncio.Future[int]) -> bool:
-        """Give the first in line an engine, or the error that it waits in vain; False if it has to wait."""
+        """Resolve the head of the queue with an engine or an error; return False if it must wait."""
         if turn.cancelled():
             return True
         try:
@@ -371,21 +374,21 @@ class EnginePool:
 
 
 class EngineCalls:
-    """Calls to the engines, and which of them live. Belongs to the event loop in which it is made."""
+    """Calls engines and detects dead ones. Bound to the event loop that creates it."""
 
     def __init__(self, workers: WorkerGroup, router: Router, on_death: Callable[[Mapping[str, str]], None]) -> None:
-        """`on_death` is told the keys of the groups that are lost with an engine, each with the reason."""
+        """`on_death` is called after each engine death with the keys of lost groups -> reason."""
         self.workers = workers
         self.last_error = ""
-        """Why the engine that died last did, and the end of its log."""
+        """Cause of the last engine death, and the tail of that engine's log."""
         self._router = router
         self._on_death = on_death
         loop = asyncio.get_running_loop()
         self.dead: tuple[asyncio.Future[str], ...] = tuple(loop.create_future() for _ in workers.ranks)
-        """Done when an engine is dead: the reason."""
+        """Futures by engine, resolved with the reason when the engine dies."""
 
     def mark_dead(self, engine: int, death: RunError) -> None:
-        """Kill a dead engine and strike it off, once; all who wait for its answers learn of it, and move on."""
+        """Kill a dead engine and drop it from the pool; pending calls to it fail at once. Idempotent."""
         if engine not in self._router.living:
             return
         why = str(death).partition("\n")[0]
@@ -400,15 +403,15 @@ class EngineCalls:
         self._on_death(orphans.lost)
 
     async def tell_all(self, method: str, *args: Any) -> dict[int, Any]:
-        """Call `method` on all living engines at once; the answers of those that still live then."""
+        """Call `method` on all living engines at once; return engine -> answer of those that survive the call."""
         return await self.each(lambda engine: self.tell(engine, method, *args))
 
     async def each(
         self, do: Callable[[int], Coroutine[Any, Any, dict[int, Any]]], engines: Iterable[int] | None = None
     ) -> dict[int, Any]:
-        """`do` for all living engines, or for `engines`, at once; the answers joined. Raises the first failure.
+        """Run `do` for all living engines, or for `engines`, at once and merge the results.
 
-        Raises NoEngineLeft if none lives afterwards.
+        Raises the first error, cancelling the others, and NoEngineLeft if no engine lives afterwards.
         """
         tasks = [asyncio.ensure_future(do(engine)) for engine in (self._router.living if engines is None else engines)]
         try:
@@ -422,7 +425,7 @@ class EngineCalls:
         return {engine: answer for told in answers for engine, answer in told.items()}
 
     async def tell(self, engine: int, method: str, *args: Any, timeout_s: float | None = None) -> dict[int, Any]:
-        """The engine and its answer; nothing if it has died, which is not an error while others live."""
+        """Return {engine: answer}, or {} if the engine died, which is no error while others live."""
         try:
             return {engine: await self.call(engine, method, *args, timeout_s=timeout_s)}
         except (RankDied, EngineDied) as death:
@@ -430,9 +433,9 @@ class EngineCalls:
             return {}
 
     async def call(self, engine: int, method: str, *args: Any, timeout_s: float | None, ping: bool = True) -> Any:
-        """The engine's answer. Raises RankDied as soon as it is known to be dead, RankSilent if it is late but alive.
+        """Return the engine's answer. Raises RankDied as soon as it is dead, RankSilent if it lives but times out.
 
-        With `ping` an engine that is late is asked for its metrics, and is dead if it answers not even that.
+        With `ping`, a time-out triggers `ping`, so an unresponsive engine counts as dead.
         """
         try:
             return await self.workers.call_rank(engine, method, *args, timeout_s=timeout_s, until=self.dead[engine])
@@ -442,41 +445,47 @@ class EngineCalls:
             raise
 
     async def ping(self, engine: int, late: RankSilent) -> None:
-        """Ask an engine that is `late` for its metrics. Raises RankDied if it answers not even that."""
+        """Call `metrics` on an engine after a time-out `late`. Raises RankDied if this times out too."""
         try:
             await self.call(engine, "metrics", timeout_s=PING_TIMEOUT_S, ping=False)
         except RankSilent:
-            raise RankDied(f"engine {engine} answers nothing any more: {late}", engine) from late
+            raise RankDied(f"engine {engine} no longer responds: {late}", engine) from late
 
 
 class VersionSwitch:
-    """Tracks the version of each engine's weights, and which engines are set aside from rollouts.
+    """Tracks each engine's weight version, and sets engines aside from rollouts.
+
+    Example with engines 0 and 1, both at version 3:
+
+        set_aside(1)        picks engine 1, which has fewer episodes
+        finish_update(4)    engine 0 switches to 4; engine 1 keeps 3 and is behind, with 4 staged
+        put_back([1])       engine 1 switches to 4, then gets rollouts again
 
     Invariants:
-    - Engines that are set aside together have one version, and keep it.
-    - An engine that a switch has passed over gets no rollouts before it has that version or a later one. Once it is put
-      back it takes what it has staged; if a newer version is being staged by then, it waits for that one.
-    - Nobody waits for ever for an engine that is behind: it catches up, waits for a switch that is on its way, or dies.
-    - Updates of one engine follow each other: the next one begins when a switch that is running has ended.
+    - Engines set aside together have one version and keep it.
+    - An engine that a switch skipped gets no rollouts before it has that version or a later one. On `put_back` it
+      switches to its staged version; if a newer one is already being staged, it waits for that one.
+    - An engine that is behind never blocks a caller for ever: it catches up, waits for a running switch, or dies.
+    - Updates of one engine are serialised: the next begins after a running switch has ended.
     """
 
     def __init__(self, engines: EngineCalls, router: Router, advance: Callable[[], None]) -> None:
-        """`advance` is called when engines take groups again."""
+        """`advance` is called when engines can take groups again."""
         self.of_engine: dict[int, int] = {}
-        """Engine -> its version; none for one that has had no update."""
+        """Engine -> its version; absent before its first update."""
         self._engines, self._router, self._advance = engines, router, advance
         self._switching = asyncio.Lock()
-        """Held while the pool switches, and while engines are chosen: they are then all of one version."""
+        """Held during a switch, and while engines are set aside, so that these have one version."""
         self._updating = [asyncio.Lock() for _ in engines.workers.ranks]
-        """Held while an engine begins an update, or catches up."""
+        """Held by engine while it begins an update or catches up."""
         self._staged: dict[int, tuple[int, str]] = {}
-        """Engines that a switch has passed over -> its version and digest, until the next update begins."""
+        """Engines that a switch skipped -> staged version and digest, until the next update begins."""
         self._behind: set[int] = set()
-        """Engines that a switch has passed over, until one does not."""
+        """Engines that a switch skipped and that have not switched since."""
         self._catching_up: set[asyncio.Task[None]] = set()
 
     async def begin_update(self, version: int) -> None:
-        """Announce `version` to all engines; what they have staged is forgotten."""
+        """Prepare all engines to receive `version`, discarding staged versions."""
 
         async def begin(engine: int) -> dict[int, Any]:
             async with self._updating[engine]:
@@ -486,7 +495,7 @@ class VersionSwitch:
         await self._engines.each(begin)
 
     async def finish_update(self, version: int, digest: str) -> None:
-        """Let every engine that is not set aside switch; each gets groups again as soon as it has."""
+        """Switch every engine not set aside; each gets groups again as soon as it has switched."""
         async with self._switching:
             aside = self._router.aside
             self._behind |= aside
@@ -500,10 +509,10 @@ class VersionSwitch:
                 self._reopen(*switching)
 
     async def set_aside(self, count: int) -> tuple[int, ...]:
-        """Take `count` engines out of rollouts, those with the fewest episodes; what runs on them goes on.
+        """Set aside up to `count` engines of the newest version, those with the fewest episodes; return them.
 
-        Waits for a switch that is running. Fewer are taken if fewer have the newest version, or if none would be left
-        for rollouts; but at least one. Raises NoEngineLeft if none lives.
+        Their episodes in flight continue. Blocks while a switch runs. Takes at least one engine, but leaves one for
+        rollouts if more than one lives. Raises NoEngineLeft if none lives.
         """
         async with self._switching:
             living = self._router.living
@@ -514,13 +523,13 @@ class VersionSwitch:
             taken = sorted(fit, key=self._router.load)[: min(count, max(1, len(living) - 1))]
             for engine in taken:
                 self._router.set_aside(engine)
-                self._router.reopen(engine)  # It may have been behind; for answers it is as good as any.
+                self._router.reopen(engine)  # Closed if it was behind, but it may answer evaluations.
             return tuple(taken)
 
     async def put_back(self, engines: Sequence[int]) -> None:
-        """End `set_aside`. Engines that are behind roll again once they have caught up, which this waits for.
+        """Return engines to rollouts; block until those with a staged version have switched to it.
 
-        They catch up also where the caller is cancelled. One that refuses the version is marked dead.
+        They also switch if the caller is cancelled. An engine that refuses the version is marked dead.
         """
         for engine in engines:
             if engine in self._behind:
@@ -560,21 +569,21 @@ def _lane(engine: int) -> str:
 
 
 class NoEngineLeft(RunError):
-    """Every engine is dead, so nothing can be generated any more."""
+    """Every engine is dead; the run cannot continue."""
 
 
 class NoneSetAside(RunError):
-    """Of the engines that were set aside none lives, while others do: what was to be asked of them cannot be."""
+    """All engines set aside are dead while others live; requests for engines set aside fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class Orphans:
-    """The keys of an engine that died."""
+    """Keys of an engine that died."""
 
     again: tuple[str, ...]
-    """To be assigned once more, in the order in which they were assigned."""
+    """Keys to assign again, in their order of assignment."""
     lost: Mapping[str, str]
-    """Those that had lost an engine before, and why they are given up."""
+    """Keys that had already lost an engine -> reason, for the error message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -584,17 +593,23 @@ class _Held:
 
 
 class Router:
-    """Deals keys to `engines` engines, each with room for `slots` episodes; no limit by default. Pure.
+    """Assigns keys to `engines` engines with room for `slots` episodes each; None means no limit. Pure.
 
-    A key stands for one group; its size is how many episodes it has, and an engine's load is the sum of the sizes of its
-    keys. A group stays with one engine, which holds the prefix that its episodes share. Engines that are set aside take the
-    keys that are meant for them, and no others.
+    A key stands for one group and its size is the group's number of episodes. An engine's load is the sum of the sizes
+    of its keys. Engines set aside take only keys meant for them.
+
+    Example with 2 engines and 8 slots:
+
+        assign("a", 5) -> 0     both are empty: lowest number
+        assign("b", 5) -> 1     smallest load
+        assign("c", 5) -> None  neither has room: retry after `release`
+        died(1)                 again=("b",); after a second death under it, "b" is lost
 
     Invariants:
-    - A key is on one engine at most, which lives.
-    - An engine is given a key only if no other that takes such keys has a smaller load (ties: lowest number),
-      and only up to `slots` episodes, unless the one key is larger than that by itself.
-    - A key outlives one engine and no more: the second death that it sees ends it.
+    - A key is on at most one engine, which lives.
+    - A key goes to the engine with the smallest load among those that may take it; ties go to the lowest number.
+    - A load exceeds `slots` only if a single key is larger than `slots`.
+    - A key survives one engine death; the second one loses it.
     """
 
     def __init__(self, engines: int, slots: int | None = None) -> None:
@@ -602,33 +617,33 @@ class Router:
             raise ValueError(f"A router needs at least one engine and one slot, not {engines} and {slots}.")
         self._slots = slots
         self._loads = dict.fromkeys(range(engines), 0)
-        """Of the living engines alone."""
+        """Load of each living engine."""
         self._closed: set[int] = set()
         self._aside: set[int] = set()
         self._held: dict[str, _Held] = {}
         self._died_under: dict[str, int] = {}
-        """Keys that have lost an engine -> that engine."""
+        """Keys under which an engine died -> that engine."""
 
     @property
     def living(self) -> tuple[int, ...]:
-        """Engines that have not died, in order."""
+        """Living engines, in order."""
         return tuple(self._loads)
 
     @property
     def aside(self) -> frozenset[int]:
-        """Those of the `living` that are set aside."""
+        """Living engines that are set aside."""
         return frozenset(self._aside & self._loads.keys())
 
     def load(self, engine: int) -> int:
-        """Episodes under way on `engine`; 0 for a dead one."""
+        """Number of episodes assigned to `engine`; 0 if it is dead."""
         return self._loads.get(engine, 0)
 
     def assign(self, key: str, size: int = 1, aside: bool = False) -> int | None:
-        """The engine of `key`, which keeps it until it is released or its engine dies.
+        """Assign `key` to an engine until `release` or the engine's death; return the engine, the same one if repeated.
 
-        It is one of those set `aside`, or one of the others. None if all of these are closed or full, or if all
-        are set aside and another is meant: ask again after a `release`, `died`, `reopen` or `put_back`.
-        Raises NoEngineLeft if none lives, NoneSetAside if none that is set aside does and one is meant.
+        With `aside`, only engines set aside may take it, otherwise only the others. Returns None if all of these are
+        closed or full: retry after `release`, `died`, `reopen` or `put_back`. Raises NoEngineLeft if no engine lives,
+        and NoneSetAside if `aside` is set and no engine set aside lives.
         """
         if key in self._held:
             return self._held[key].engine
@@ -645,30 +660,30 @@ class Router:
         return engine
 
     def release(self, key: str) -> None:
-        """Forget `key`: it has ended, in whatever way. Harmless for a key that is not known."""
+        """Forget `key` after its group has ended. No-op for an unknown key."""
         self._died_under.pop(key, None)
         held = self._held.pop(key, None)
         if held is not None:
             self._loads[held.engine] -= held.size
 
     def close(self, engine: int) -> None:
-        """Give `engine` no new key until `reopen`; those that it has go on."""
+        """Assign no new key to `engine` until `reopen`; it keeps the keys it has."""
         self._closed.add(engine)
 
     def reopen(self, engine: int) -> None:
-        """Let `engine` have keys again, if it lives."""
+        """Undo `close`; no-op for a dead engine."""
         self._closed.discard(engine)
 
     def set_aside(self, engine: int) -> None:
-        """Give `engine` only keys that are meant for engines set aside, until `put_back`; those that it has go on."""
+        """Assign only `aside` keys to `engine` until `put_back`; it keeps the keys it has."""
         self._aside.add(engine)
 
     def put_back(self, engine: int) -> None:
-        """End `set_aside`."""
+        """Undo `set_aside`."""
         self._aside.discard(engine)
 
     def died(self, engine: int) -> Orphans:
-        """Strike `engine` off; its keys are on no engine any more. Nobody's for an engine that was dead."""
+        """Remove a dead `engine`, unassign its keys and return them. Returns no keys if it was already removed."""
         if self._loads.pop(engine, None) is None:
             return Orphans((), {})
         again: list[str] = []

@@ -1,4 +1,4 @@
-"""Evaluations of the policy during a run: on all engines, or on a few that are set aside while the others roll on."""
+"""Evaluates the policy during a run, on all engines or on a few set aside while the others keep rolling out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class Evaluator:
-    """Asks the policy the held-out questions, and records the answers."""
+    """Runs the held-out questions on the engines and records the answers."""
 
     def __init__(
         self,
@@ -31,25 +31,25 @@ class Evaluator:
         count_to: Callable[[int], None],
         awaited: set[int],
     ) -> None:
-        """`count_to` counts work to a step; `awaited` holds the steps whose evaluation is still to come."""
+        """`count_to` records the groups' work under a step. The evaluator adds and removes steps in `awaited`."""
         self._config, self._log, self._search, self._engines = config, log, search, engines
         self._questions, self._count_to, self._awaited = questions, count_to, awaited
 
     async def evaluate(self, step: int) -> None:
-        """Evaluate the weights of `step` on all engines; trained groups wait meanwhile."""
+        """Evaluate the weights of `step` on all engines; training waits."""
         self._log.evaluation(await self.ask_all(step))
 
     async def evaluate_aside(self, step: int, background: asyncio.TaskGroup) -> None:
-        """Evaluate on `eval.engines` engines, while the others go on with rollouts; returns once these are set aside.
+        """Start an evaluation on `eval.engines` engines; return once they are set aside, or once it has failed.
 
-        They keep the weights of `step`. One such evaluation waits for the other.
+        The engines keep the weights of `step` while the others keep rolling out. Such evaluations run one at a time.
         """
         set_aside: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asking = background.create_task(self._ask_aside(step, set_aside))
         await asyncio.wait({asking, set_aside}, return_when=asyncio.FIRST_COMPLETED)
 
     async def ask_all(self, step: int) -> Evaluation:
-        """Ask all engines, which have to be on their devices."""
+        """Run the held-out questions on all engines, which must be on their devices."""
         self._count_to(step)
         return await self._ask(step, self._engines.answer, self._engines.capacity * self._config.algorithm.n_samples)
 
@@ -62,7 +62,7 @@ class Evaluator:
                 set_aside.set_result(None)
                 self._log.evaluation(await self._ask(step, engines.answer, engines.capacity))
         except* NoneSetAside as deaths:
-            _log.warning("the evaluation of step %d is given up: %s", step, root_cause(deaths))
+            _log.warning("the evaluation of step %d was cancelled: %s", step, root_cause(deaths))
         finally:
             self._awaited.remove(step)
 

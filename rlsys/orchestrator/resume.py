@@ -1,11 +1,14 @@
-"""Writes the driver's part of a checkpoint, and finds the checkpoint that a run goes on from.
+"""Writes the driver's part of a checkpoint, and finds the checkpoint to resume from.
 
-A checkpoint's `data` folder has the state of the pipeline and of all that the driver keeps (`state.npz`), the config and
-the environment that it was saved under. Nothing of it is unpickled.
+    global_step_N/data/state.npz          state of the pipeline, the prompt source, the KL controller and the logs
+    global_step_N/data/config.yaml        config of the run
+    global_step_N/data/environment.json   machine and package versions
 
-`find_origin` returns a checkpoint that is whole and fits the config, or raises UserError; damage is
-passed over only with `checkpoint.fall_back`. A run that goes on from its newest checkpoint does so in its own folder;
-from an earlier one it branches: it gets a folder of its own, with what was recorded up to there.
+Nothing here is unpickled. `find_origin` returns an intact checkpoint that fits the config, or raises UserError; it
+skips damaged checkpoints only with `checkpoint.fall_back`.
+
+A run that resumes from its newest checkpoint continues in its own folder. From an earlier checkpoint it branches: a new
+folder starts with the records up to that checkpoint.
 """
 
 from __future__ import annotations
@@ -38,15 +41,15 @@ from rlsys.weights.checkpoint.store import MANIFEST, CheckpointStore, Saved, che
 CHECKPOINTS = "checkpoints"
 _DATA, _STATE, _ENVIRONMENT = "data", "state.npz", "environment.json"
 RUN_CONFIG = Path(_DATA) / "config.yaml"
-"""Where a checkpoint has the config of its run."""
+"""Path of the run's config within a checkpoint."""
 _QUESTIONS = "task.train_path"
 _STARTED = r"\d{8}-\d{6}(-\d+)?"
-"""How the name of a run's folder ends, after the run's name."""
+"""Pattern of the time stamp that follows the run's name in a folder name."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """All that the driver knows between two steps, of which `step` were done."""
+    """State of the driver after `step` steps."""
 
     step: int
     pipeline: PipelineState
@@ -54,30 +57,30 @@ class RunState:
     kl: Mapping[str, float]
     history: History
     questions_sha256: str
-    """SHA-256 of the file that the questions are from."""
+    """SHA-256 of the training file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The checkpoint that a resumed run goes on from."""
+    """Checkpoint that a run resumes from."""
 
     checkpoint: Saved
     run_dir: Path
     """Folder of the run that saved it."""
     newest: bool
-    """Whether that run has saved nothing later."""
+    """True if it is the newest checkpoint of that run."""
     state: RunState
     changed: tuple[str, ...]
-    """Packages that have another version now."""
+    """Packages whose version has changed since, each as `NAME OLD -> NEW`."""
 
     @property
     def history(self) -> History:
-        """What was recorded before; a branch is another run to whoever tracks it."""
+        """Records up to the checkpoint; without tracker ids for a branch, which trackers show as a new run."""
         return self.state.history if self.newest else replace(self.state.history, trackers={})
 
 
 def write_state(checkpoint: Path, state: RunState, config: RunConfig) -> None:
-    """Write the `data` of a checkpoint."""
+    """Write the `data` folder of a checkpoint."""
     folder = checkpoint / _DATA
     folder.mkdir()
     save_values(folder / _STATE, state)
@@ -86,7 +89,10 @@ def write_state(checkpoint: Path, state: RunState, config: RunConfig) -> None:
 
 
 def find_origin(config: RunConfig, note: Callable[[str], None]) -> Origin | None:
-    """What `resume` names; None for a run that begins. `note` is told what is passed over, and what is lost."""
+    """Return the checkpoint that `resume` names; None for a new run.
+
+    `note` is called for each damaged checkpoint that is skipped and for each log that has lost rows.
+    """
     found = _candidates(config)
     if found is None:
         return None
@@ -97,24 +103,25 @@ def find_origin(config: RunConfig, note: Callable[[str], None]) -> Origin | None
         except _Damaged as damage:
             if not config.checkpoint.fall_back:
                 raise UserError(
-                    f"{str(damage).rstrip('.')}, or set checkpoint.fall_back=true to go on from the newest one that is whole.",
+                    f"{str(damage).rstrip('.')}, or set checkpoint.fall_back=true to resume from the newest intact "
+                    "one.",
                     code=damage.code,
                     key=damage.key,
                 ) from damage
-            note(f"{damage} It is passed over, as checkpoint.fall_back=true says.")
+            note(f"{damage} It is skipped because of checkpoint.fall_back=true.")
         else:
             _tell_lost_rows(origin, note)
             return origin
     raise UserError(
-        f"resume={config.resume}: none of the checkpoints in {run_dir / CHECKPOINTS} is whole; give another run, or "
-        "begin anew with resume=none.",
+        f"resume={config.resume}: none of the checkpoints in {run_dir / CHECKPOINTS} is intact; give another run, or "
+        "start a new one with resume=none.",
         code="malformed",
         key="resume",
     )
 
 
 def folder_of(config: RunConfig, origin: Origin | None) -> Path:
-    """The folder that a run writes to: the resumed run's own, or a new one. Raises RunError if there can be none."""
+    """Return the run's folder: the resumed run's own, or a new one. Raises RunError if a branch cannot copy records."""
     if origin is not None and origin.newest:
         return origin.run_dir
     run_dir = new_run_dir(config)
@@ -127,11 +134,14 @@ def folder_of(config: RunConfig, origin: Origin | None) -> Path:
 
 
 class _Damaged(UserError):
-    """A checkpoint that is not whole."""
+    """Damaged checkpoint."""
 
 
 def _candidates(config: RunConfig) -> tuple[Path, int, Sequence[Saved]] | None:
-    """The run, the step of its newest checkpoint, and the checkpoints that come into question, the best first."""
+    """Return the run's folder, the step of its newest checkpoint, and the candidates to resume from, newest first.
+
+    None if a new run begins.
+    """
     if config.resume == "none":
         return None
     if config.resume == "auto":
@@ -144,11 +154,11 @@ def _candidates(config: RunConfig) -> tuple[Path, int, Sequence[Saved]] | None:
         run_dir = max(newest, key=_published_ns).folder.parent.parent
         saved = _recovered(run_dir)
         return run_dir, saved[-1].step, saved[::-1]
-    # As it is spelt, for a run's `checkpoints` may be a link to another disk; then where links lead to.
+    # First without resolving links, because a run's `checkpoints` may be a link to another disk.
     for path in (Path(os.path.abspath(config.resume)), Path(config.resume).resolve()):
         step = step_of(path)
         run_dir = path if step is None else path.parent.parent
-        saved = _recovered(run_dir) if config.resume else []  # Not the working directory, which "" would be.
+        saved = _recovered(run_dir) if config.resume else []  # "" would mean the working directory.
         if saved and (step is None or path in (known.folder for known in saved)):
             return run_dir, saved[-1].step, [known for known in saved[::-1] if step is None or known.step <= step]
     raise UserError(
@@ -160,13 +170,13 @@ def _candidates(config: RunConfig) -> tuple[Path, int, Sequence[Saved]] | None:
 
 
 def _published_ns(saved: Saved) -> int:
-    """When a checkpoint was published. Its folder's own time changes with whatever is put there later."""
+    """Publication time of a checkpoint: its manifest's mtime, because later files change the folder's own."""
     manifest = saved.folder / MANIFEST
     return manifest.stat().st_mtime_ns if manifest.is_file() else 0
 
 
 def _recovered(run_dir: Path) -> list[Saved]:
-    """Checkpoints of a run, with what a kill left half done put right, unless it still goes on or is not ours."""
+    """Return the checkpoints of a run, after recovery from a kill unless the run is active or not writable."""
     store = CheckpointStore(run_dir / CHECKPOINTS)
     if store.folder.is_dir():
         with suppress(Claimed, OSError), claim(run_dir):
@@ -190,14 +200,15 @@ def _origin(config: RunConfig, run_dir: Path, saved: Saved, newest: bool) -> Ori
         ) from problem
     if state.step != saved.step:
         raise _Damaged(
-            f"{saved.folder} is of step {state.step}: give it its name back, or take another one.",
+            f"{saved.folder} holds step {state.step}: restore its name, or use another checkpoint.",
             code="mismatch",
             key=str(saved.folder),
         )
     _refuse_differences(config, before, state.questions_sha256, saved.folder)
     if config.trainer.steps < state.step:
         raise UserError(
-            f"trainer.steps={config.trainer.steps} lies before {saved.folder}: raise it, or resume from an earlier one.",
+            f"trainer.steps={config.trainer.steps} is below the step of {saved.folder}: raise it, or resume from an "
+            "earlier one.",
             code="mismatch",
             key="trainer.steps",
         )
@@ -205,7 +216,7 @@ def _origin(config: RunConfig, run_dir: Path, saved: Saved, newest: bool) -> Ori
 
 
 def _mapping(file: Path) -> dict[str, Any]:
-    """The mapping in a file of YAML, or of JSON, which is YAML too."""
+    """Return the mapping in a YAML or JSON file. Raises UserError if the file is damaged."""
     with suppress(ValueError):
         if isinstance(found := read_yaml(file), dict):
             return found
@@ -213,14 +224,14 @@ def _mapping(file: Path) -> dict[str, Any]:
 
 
 def _refuse_differences(config: RunConfig, before: Mapping[str, Any], questions_sha256: str, folder: Path) -> None:
-    """Raise UserError where the config, or the training file, is another than when `folder` was saved."""
+    """Raise UserError if the config or the training file has changed since `folder` was saved."""
     allowed = config.checkpoint.may_differ
     found = [change for change in differences(before, config) if change.key not in allowed]
     if found:
         listed = "; ".join(f"{change.key} was {change.before}, and is {change.now}" for change in found)
         keys = ",".join(change.key for change in found)
         raise UserError(
-            f"{folder} was saved by a run that learns otherwise ({listed}): take these changes back, or allow them with "
+            f"{folder} was saved with another config ({listed}): undo these changes, or allow them with "
             f"'checkpoint.may_differ=[{keys}]'.",
             code="mismatch",
             key=found[0].key,
@@ -229,14 +240,14 @@ def _refuse_differences(config: RunConfig, before: Mapping[str, Any], questions_
     if _QUESTIONS not in allowed and (now := sha256_of(path)) != questions_sha256:
         raise UserError(
             f"{_QUESTIONS}={path} is another file than when {folder} was saved (its SHA-256 was {questions_sha256[:12]}, "
-            f"and is {now[:12]}): bring that one back, or allow this one with 'checkpoint.may_differ=[{_QUESTIONS}]'.",
+            f"and is {now[:12]}): restore the old file, or allow this one with 'checkpoint.may_differ=[{_QUESTIONS}]'.",
             code="mismatch",
             key=_QUESTIONS,
         )
 
 
 def _tell_lost_rows(origin: Origin, note: Callable[[str], None]) -> None:
-    """Say where the run's own records have less than they had when it was saved."""
+    """Report the logs that are shorter now than when the checkpoint was saved."""
     known = origin.state.history
     for name in LOGS:
         size = known.logs.get(name, 0)
@@ -244,13 +255,13 @@ def _tell_lost_rows(origin: Origin, note: Callable[[str], None]) -> None:
         found = file.stat().st_size if file.is_file() else 0
         if found < size:
             note(
-                f"{file} has {found} bytes and not the {size} it had at step {origin.state.step}: rows are lost, and the "
-                "run goes on without them."
+                f"{file} has {found} bytes, but had {size} at step {origin.state.step}: rows are lost, and the run "
+                "continues without them."
             )
 
 
 def _copy_history(origin: Origin, run_dir: Path) -> None:
-    """What was recorded up to the checkpoint."""
+    """Copy the records up to the checkpoint to `run_dir`."""
     known = origin.state.history
     for name in LOGS:
         if (file := origin.run_dir / name).is_file():

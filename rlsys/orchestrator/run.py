@@ -1,7 +1,7 @@
-"""A run: its worker groups, and what the loop in `rlsys.train` asks of them.
+"""Opens a run and provides the operations of the training loop in `rlsys.train`.
 
-`open_run` starts everything in order (the run's folder, rewards, search server, Ray, worker processes, weight transports)
-and ends it in the reverse order, whatever the reason: every process that was started is ended, everything known is on disk.
+`open_run` starts the run's parts in order: files, rewards, search server, Ray, worker processes, weight transports. On
+exit, also after an error, it stops them in reverse order: no process survives and all records are on disk.
 """
 
 from __future__ import annotations
@@ -69,28 +69,28 @@ from rlsys.weights.weight_map import read_architecture
 _log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Between two looks at what rollouts wait for."""
+"""Interval at which `watch_rollouts` polls the engines."""
 _KEEPS = "waits for trajectories to be written"
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The worker groups of a run, and who of them is on the devices."""
+    """Worker groups of a run."""
 
     engines: EnginePool
     actor: ActorGroup
     devices: OffloadManager
     inference: InferenceGroup | None = None
-    """None where the engines' own log-probs are trained with."""
+    """None if training uses the engine log-probs."""
     critic: CriticGroup | None = None
 
     @property
     def trained(self) -> dict[str, TrainedGroup]:
-        """The actor, and the critic where there is one."""
+        """Actor, and critic if the algorithm has one, by name."""
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
     def count_to(self, step: int) -> None:
-        """Count what the groups do from here on to `step`."""
+        """Record the groups' work from now on under `step`."""
         for group in (self.engines, self.devices, self.inference, *self.trained.values()):
             if group is not None:
                 group.step = step
@@ -98,7 +98,7 @@ class Groups:
 
 @dataclass(slots=True)
 class Run:
-    """What the driver works with between the first weights and the summary."""
+    """Parts of an open run, and the operations that the training loop calls."""
 
     config: RunConfig
     log: RunLogger
@@ -115,18 +115,18 @@ class Run:
 
     @property
     def on_policy(self) -> bool:
-        """Whether every token is sampled by the very policy that is trained on it."""
+        """True if `max_staleness` is 0: the weight version that sampled a token also trains it."""
         return max_staleness(self.config) == 0
 
     @property
     def colocated(self) -> bool:
-        """Whether groups share devices, so that only one of them can be at work."""
+        """True if the groups share devices."""
         return self.config.cluster.mode is Mode.collocated
 
     async def train_step(self, step: int) -> tuple[list[Group], list[Mapping[str, float]]]:
-        """Train on the next prompt groups; these, and the statistics of each optimiser step.
+        """Train on the next prompt groups; return them and the statistics of each optimiser step.
 
-        Raises RunError if search is gone.
+        Raises RunError if the search server does not answer.
         """
         await self.search.require()
         self.groups.count_to(step)
@@ -142,7 +142,7 @@ class Run:
         return groups, updates
 
     async def log_step(self, step: int, groups: Sequence[Group], updates: Sequence[Mapping[str, float]]) -> list[Alarm]:
-        """Record a step that is done; signs that the run has collapsed."""
+        """Record a finished step; return the guards' alarms, which are signs of collapse."""
         alarms = self.log.step(step, groups, updates, await self._metrics())
         with status.stage(_KEEPS, *(f"{name}.trajectories" for name in self.groups.trained)):
             await self.log.trajectories(step, groups)
@@ -150,18 +150,18 @@ class Run:
         return alarms
 
     def log_prompts(self, step: int) -> None:
-        """Record what has become of prompts by the end of `step`."""
+        """Record the prompt groups that ended by the end of `step`."""
         self.log.prompts(step, self.pipeline.scheduler.ended())
 
     async def watch_rollouts(self) -> None:
-        """Report whether rollouts generate or wait for what they have asked for; until cancelled."""
+        """Refresh the rollout status from the engines' activity every `LOOK_S`, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             await self.groups.engines.look()
             self.pipeline.show_rollouts()
 
     async def evaluate_reference(self, step: int) -> None:
-        """Ask the held-out questions to the reference policy. The engines have its weights afterwards, for good."""
+        """Evaluate the reference policy on the held-out questions. The engines keep its weights afterwards."""
         groups = self.groups
         if groups.inference is None:
             raise RuntimeError("A run without an inference group has no reference policy to evaluate.")
@@ -177,15 +177,15 @@ class Run:
         self.log.reference_evaluation(await self.evaluator.ask_all(step))
 
     async def save(self, step: int) -> None:
-        """Begin to write a checkpoint after `step`: of all groups, and of all that is in flight.
+        """Begin a checkpoint after `step`, of all groups and all prompt groups in flight.
 
-        The trajectories of the steps up to `step` are on disk by then.
+        Trajectories up to `step` are written to disk first.
         """
         trained = self.groups.trained
         with status.stage(_KEEPS, *(f"{name}.trajectories" for name in trained)):
             await self.log.trajectories_kept()
         in_flight = await self.groups.engines.in_flight()
-        # From here to the end of the snapshot nothing is waited for: it is of one moment.
+        # No await until `state` is complete, so that the snapshot is consistent.
         self.log_prompts(step)
         state = RunState(
             step=step,
@@ -202,14 +202,14 @@ class Run:
             await self.saver.begin(step, lambda folder: write_state(folder, state, self.config), parts)
 
     async def load(self, origin: Origin) -> None:
-        """Give every group its part of the checkpoint."""
+        """Load every group's part of the checkpoint."""
         folder = origin.checkpoint.folder
         for name, group in self.groups.trained.items():
             await self.groups.devices.need(name)
             with status.stage("loads the checkpoint", f"{name}.checkpoint"):
                 same_layout = await group.checkpoints.load(folder / name)
             if not same_layout:
-                _log.warning("%s is laid out otherwise than when it was saved: its random generators begin anew", name)
+                _log.warning("%s has another parallel layout than its checkpoint: its random generators restart", name)
         if self._keeps_reference and self.groups.inference:
             await self.groups.devices.need("inference")
             await self.groups.inference.reference.load(folder / "reference")
@@ -218,11 +218,11 @@ class Run:
 
     @property
     def _keeps_reference(self) -> bool:
-        """Whether the reference policy is another than the model that the run began with."""
+        """True if the reference policy changes during the run, so that checkpoints must save it."""
         return moves_reference(self.config.algorithm)
 
     async def _metrics(self) -> dict[str, float]:
-        """Counts of engines, weight sync, rewards and pipeline so far."""
+        """Return the current metrics of engines, weight sync, rewards and pipeline."""
         scheduler = self.pipeline.scheduler
         return {
             **await self.groups.engines.metrics(),
@@ -235,13 +235,14 @@ class Run:
 
 
 def ready_to_start(config: RunConfig, note: Callable[[str], None]) -> tuple[Path, Origin | None]:
-    """The folder of a valid `config`'s run, and the checkpoint that it resumes from; `note` is told what is worth knowing.
+    """Check that a valid `config` can start; return the run's folder and the checkpoint to resume from, if any.
 
-    Raises UserError listing every missing requirement, and where the run cannot resume, RunError where the search server
-    that it names does not answer: before there is a folder, or anything is started.
+    `note` is called with remarks for the user. Raises before it creates the folder or starts a process: UserError
+    listing every missing requirement, or if the run cannot resume; RunError if the search server named by the config
+    does not answer.
     """
     missing = launched = list(launch_problems(config))
-    if config.cluster.address is None:  # Else other machines do the work, of which this one knows nothing.
+    if config.cluster.address is None:  # Else other machines do the work; their packages cannot be checked here.
         missing = [*launched, *lacking(config, detect())]
     if missing:
         sentences = "\n".join(problem.sentence for problem in missing)
@@ -250,9 +251,9 @@ def ready_to_start(config: RunConfig, note: Callable[[str], None]) -> tuple[Path
         note(sentence)
     origin = find_origin(config, note)
     if origin is not None:
-        note(f"The run goes on after step {origin.state.step}, from {origin.checkpoint.folder}.")
+        note(f"The run resumes after step {origin.state.step}, from {origin.checkpoint.folder}.")
         for change in origin.changed:
-            note(f"Another version since then: {change}.")
+            note(f"Version changed since then: {change}.")
     with silent("rlsys.search"):
         require_named(config.search)
     return folder_of(config, origin), origin
@@ -260,7 +261,7 @@ def ready_to_start(config: RunConfig, note: Callable[[str], None]) -> tuple[Path
 
 @asynccontextmanager
 async def open_run(config: RunConfig, run_dir: Path, origin: Origin | None = None) -> AsyncIterator[Run]:
-    """Start everything, as it was at `origin`; what was started is ended on the way out, also after a failure."""
+    """Start a run, resuming from `origin` if given; stop everything on exit, also after an error."""
     questions_sha256 = sha256_of(Path(config.task.train_path))
     done, history = (origin.state.step, origin.history) if origin else (0, None)
     prompts = PromptSource(
@@ -313,7 +314,7 @@ async def open_run(config: RunConfig, run_dir: Path, origin: Origin | None = Non
 
 
 def _groups(config: RunConfig, log: RunLogger, workers: Mapping[str, WorkerGroup]) -> Groups:
-    """The groups, whose workers are yet to be built."""
+    """Return the groups; their worker processes are still empty."""
     engines = EnginePool(workers["rollout"], config, log.tracers["rollout"], log.episodes)
     actor = ActorGroup(workers["actor"], _sharder(config, "actor", workers), log.tracers["actor"])
     switches = {"rollout": (engines.offload, engines.restore), "actor": (actor.offload, actor.restore)}
@@ -357,9 +358,9 @@ def _pipeline(
 
 
 def _weight_sync(config: RunConfig, log: RunLogger, groups: Groups, pipeline: RolloutPipeline) -> WeightSync:
-    """Rollouts go as far ahead as a version allows once all engines have it.
+    """Return the weight sync. Disaggregated, an activated version is published to the pipeline at once.
 
-    Colocated, they wait for the loop: nothing may run while other groups come onto the devices.
+    Colocated, the training loop publishes it after evaluation and checkpoint, because rollouts would take the devices.
     """
     immediate = [groups.inference] if groups.inference else []
     colocated = config.cluster.mode is Mode.collocated
@@ -376,7 +377,7 @@ def _weight_sync(config: RunConfig, log: RunLogger, groups: Groups, pipeline: Ro
 
 
 def _progress(config: RunConfig, run_dir: Path, history: History | None) -> Progress:
-    """Where the run stands as it begins, or resumes."""
+    """Return the progress display, set to the start of the run or to the resumed step."""
     progress = Progress(status=StatusFile(run_dir / STATUS))
     em = history.evaluations[-1]["em"] if history and history.evaluations else None
     progress.update(step=history.step if history else 0, steps=config.trainer.steps, em=em)
@@ -384,7 +385,7 @@ def _progress(config: RunConfig, run_dir: Path, history: History | None) -> Prog
 
 
 def _decoder(config: RunConfig) -> Callable[[Sequence[int]], str]:
-    """Token ids of the policy to text, special tokens too."""
+    """Return a function from token ids of the policy to text, special tokens included."""
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
 
     def decode(ids: Sequence[int]) -> str:

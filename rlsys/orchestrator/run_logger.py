@@ -1,8 +1,8 @@
-"""The folder of a run and everything written to it.
+"""Writes a run's records to its folder: metrics, prompts, timeline, evaluations, trajectories, trace, curves.
 
-What is known is on disk at once (a row a step); `close` writes the trace and the curves also
-when the run failed; work that goes on over several steps counts to each with its part. A resumed run goes on where its
-checkpoint was saved: rows of later steps, which are done again, are gone. Nothing here knows Ray, Megatron or SGLang.
+Rows are on disk as soon as their step ends. `close` writes the trace and the curves, also after an error. A span that
+covers several steps counts towards each with its part. A resumed run first deletes rows after its checkpoint, because
+it repeats those steps. This module does not import Ray, Megatron or SGLang.
 """
 
 from __future__ import annotations
@@ -54,34 +54,34 @@ from rlsys.trainer.batches import Flops
 _log = logging.getLogger(__name__)
 
 _STAGE_KEYS = {"logprob": "inference", "train": "training", "sync": "sync_weights"}
-"""Stage of spans -> its name under `time/`, where that is another one."""
+"""Span stage -> its name under `time/`, where the two differ."""
 _RATIO, _FIRST_RATIO = "actor/ratio_dev_max", "actor/first_ratio_dev_max"
 _EVERY_STEP = ("rollout", "reward", "logprob", "train", "sync")
-"""Stages whose seconds are in every row, 0 where nothing was done."""
+"""Stages with a time metric in every row, 0 if idle."""
 
 PROMPTS = "prompts.jsonl"
 EVALUATED = re.compile(r"(?:reference_)?step_(\d+)\.jsonl?")
-"""Names of the files of an evaluation."""
+"""Pattern of evaluation file names."""
 LOGS = (METRICS, PROMPTS, TIMELINE)
-"""Files of rows, which a resumed run appends to."""
+"""Row files, to which a resumed run appends."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a run had recorded when it was saved."""
+    """Extent of a run's records at a checkpoint."""
 
     step: int
     logs: Mapping[str, int]
-    """File of `LOGS` -> its bytes."""
+    """File name from `LOGS` -> its size in bytes."""
     trackers: Mapping[str, str]
-    """Tracker -> the run's id there."""
+    """Tracker name -> id of the run there."""
     guards: GuardsState
     evaluations: tuple[Mapping[str, Any], ...]
-    """Rows of the policy's evaluations, by step."""
+    """Rows of the policy's evaluations, in order of steps."""
 
 
 def new_run_dir(config: RunConfig) -> Path:
-    """A folder of its own for a run: `outputs/<name>-<time>`."""
+    """Create and return a new run folder, `OUTPUT_DIR/NAME-TIME`."""
     stem = Path(config.output_dir) / f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for count in range(1000):
         folder = stem if count == 0 else stem.with_name(f"{stem.name}-{count}")
@@ -111,23 +111,26 @@ class RunLogger:
         history: History | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        """`cost` is the model's; without it the actor's rate is no metric. `history` is the resumed run's;
-        `decode` gives the text of tokens, special ones too; without it no trajectories are kept."""
+        """Open the records in `run_dir`; with the `history` of a resumed run, continue them.
+
+        `cost` counts the model's operations; without it, utilisation is not logged. `decode` turns token ids into text,
+        special tokens included; without it, trajectories are not saved.
+        """
         self.config = config
         self.run_dir, self.progress = run_dir, progress
         self._evaluations = {row["step"]: row for row in history.evaluations} if history else {}
         self._reference: Evaluation | None = None
         self.tracers = {name: Tracer(name) for name in ("driver", "rollout", "inference", "actor", "critic")}
         self.actor_peak: float | None = None
-        """What the actor's devices can do together, in operations a second; without it there is no `mfu/actor`."""
+        """Peak rate of all actor devices together, in operations per second; None disables `mfu/actor`."""
         self._cost = cost
         self._guards = Guards(config.guards, config.algorithm.kl_estimator)
         self._keeper = Keeper(run_dir, decode) if decode is not None else None
         self.episodes: list[Span] = []
-        """When episodes generated and searched; beside the traced spans, for no metric of a row counts them."""
+        """Generation and search spans of episodes; for the timeline only, no metric counts them."""
         self._spans: list[Span] = []
         self._untold: list[Span] = []
-        """Of them and of `episodes`, those that the timeline does not have yet."""
+        """Spans, episodes included, that are not in the timeline yet."""
         self._recent: list[Span] = []
         self._begun_ns, self._begun_cpu_s = 0, 0.0
         known = history.logs if history else {}
@@ -140,7 +143,7 @@ class RunLogger:
             _forget_evaluations(run_dir, history.step)
             forget_kept(run_dir, history.step)
         begin_life(run_dir, history.step if history else 0)
-        # What an earlier life came to is not what this one will: until its end there is no summary.
+        # The summary of an earlier life of the run is outdated; a new one is written at the end.
         (run_dir / SUMMARY).unlink(missing_ok=True)
         resolved = as_dict(config)
         write_atomically(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
@@ -148,7 +151,7 @@ class RunLogger:
         self._trackers = open_trackers(config.tracking, run_dir, resolved, resumed)
 
     def history(self, step: int) -> History:
-        """What is recorded up to `step`, the last that was."""
+        """Return the extent of the records after `step`, the last finished one."""
         positions = (self._trackers.metrics.position, self._prompts.position, self._timeline.position)
         return History(
             step,
@@ -159,24 +162,24 @@ class RunLogger:
         )
 
     def em_of(self, step: int) -> float | None:
-        """Exact match of the held-out questions after `step`; None if they were not asked then."""
+        """Held-out exact match after `step`; None if it was not evaluated."""
         return self._evaluations[step]["em"] if step in self._evaluations else None
 
     def prompts(self, step: int, ended: Iterable[Ended]) -> None:
-        """Record what has become of prompts by the end of `step`."""
+        """Record the prompt groups that ended by the end of `step`."""
         for group in ended:
             self._prompts.append({"step": step, "ticket": group.number, "uid": group.uid, "end": str(group.end)})
 
     def begin_step(self) -> None:
-        """From here on, time counts to the next step; what lies between steps counts to none."""
+        """Start the clock of the next step. Time between two steps counts towards neither."""
         self._begun_ns, self._begun_cpu_s = self.tracers["driver"].now(), tree_cpu_seconds()
 
     def step(
         self, step: int, groups: Sequence[Group], updates: Sequence[Mapping[str, float]], more: Mapping[str, float]
     ) -> list[Alarm]:
-        """Log one step: metrics of its groups and updates (means, extremes kept), its times, and `more`.
+        """Log one step: metrics of its groups, its optimiser steps (see `update_metrics`), its times, and `more`.
 
-        Returns the guards' alarms, each of which was shown when it began.
+        Return the guards' alarms; a new one is also printed.
         """
         window = (self._begun_ns, self.tracers["driver"].now())
         trained = step_metrics(groups, step - 1, self.config.algorithm.correction.level, self.config.task.tags.answer)
@@ -199,23 +202,23 @@ class RunLogger:
         return alarms
 
     async def trajectories(self, step: int, groups: Sequence[Group]) -> None:
-        """Begin to keep trajectories of `step` token by token, once those of the step before are on disk."""
+        """Start to save trajectories of `step` token by token, once those of the previous step are on disk."""
         if self._keeper is not None:
             await self._keeper.begin(step, groups, self.config.tracking.trajectories)
 
     async def trajectories_kept(self) -> None:
-        """Wait until those of all steps are on disk."""
+        """Block until the trajectories of all steps are on disk."""
         if self._keeper is not None:
             await self._keeper.finish()
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Keep an evaluation of the policy: every answer in a file of its own, the metrics with the trackers."""
+        """Record an evaluation of the policy: answers and metrics in its files, metrics to the trackers."""
         self._evaluations[evaluation.step] = json_safe(evaluation.row())
         self.progress.update(em=evaluation.em)
         self._keep(evaluation, "", "eval")
 
     def reference_evaluation(self, evaluation: Evaluation) -> None:
-        """Keep an evaluation of the reference policy, in the same way."""
+        """Record an evaluation of the reference policy in the same way."""
         self._reference = evaluation
         self._keep(evaluation, "reference ", "reference")
 
@@ -243,7 +246,7 @@ class RunLogger:
         write_samples(shown[: self.config.tracking.sample_trajectories], self.run_dir / "samples")
 
     def summary(self, weight_syncs: int) -> dict[str, Any]:
-        """The parts of `summary.json` that training knows."""
+        """Return the contents of `summary.json`, without the checkpoint."""
         rows = read_metrics(self.run_dir / METRICS)
         evaluations = [self._evaluations[step] for step in sorted(self._evaluations)]
         first, last = evaluations[0], evaluations[-1]
@@ -272,7 +275,7 @@ class RunLogger:
         }
 
     def close(self) -> None:
-        """Write the trace and the curves, end the trackers."""
+        """Write the trace and the curves, and close the trackers."""
         if self._keeper is not None:
             self._keeper.close()
         self._drain()
@@ -287,7 +290,7 @@ class RunLogger:
             rows = read_metrics(self.run_dir / METRICS)
             if rows:
                 draw_curves(rows, [self._evaluations[step] for step in sorted(self._evaluations)], self.run_dir)
-        except OSError as problem:  # A disk that is full has ended the run already, and said so.
+        except OSError as problem:  # A full disk has already ended the run with an error.
             _log.warning("the trace and the curves could not be written: %s", problem)
 
     def _drain(self) -> None:
@@ -297,13 +300,13 @@ class RunLogger:
         self.episodes.clear()
 
     def _tell_timeline(self, step: int | None, window: Interval | None) -> None:
-        """Write what ended since the last time."""
+        """Write the spans that have ended since the last row."""
         if window is not None or self._untold:
             self._timeline.append(timeline_row(step, window, self._untold))
         self._untold = []
 
     def _spans_of(self, window: Interval) -> list[Span]:
-        """What was done in `window`, what still goes on included. Windows come in order."""
+        """Return the spans that overlap `window`, unfinished ones included. Calls must pass windows in order."""
         before = len(self._spans)
         self._drain()
         self._recent = [span for span in self._recent if span.end_ns > window[0]] + self._spans[before:]
@@ -311,7 +314,7 @@ class RunLogger:
         return self._recent + running
 
     def _time_metrics(self, groups: Sequence[Group], window: Interval) -> dict[str, float]:
-        """Seconds of `window` by stage, and what the actor did in its own."""
+        """Return the time, overlap, idle, utilisation and batch metrics of `window`."""
         spans = self._spans_of(window)
         worked = {stage: spent for stage, spent in stage_seconds(spans, window).items() if spent}
         seconds = {**dict.fromkeys(_EVERY_STEP, 0.0), **worked}
@@ -329,9 +332,9 @@ class RunLogger:
 
 
 def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The optimiser steps of a step as one: means, but maxima and minima of those; NaN in one is NaN in all.
+    """Combine the metrics of a step's optimiser steps: the mean, or the extreme for `_max` and `_min` metrics.
 
-    A learner that did not learn in this step (the actor, while the critic warms up) has no metrics.
+    NaN in one gives NaN. A learner that did not learn in this step (the actor during critic warm-up) has no metrics.
     """
     joined = {}
     for name in dict.fromkeys(name for update in updates for name in update):
@@ -343,7 +346,7 @@ def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _resumed(run_dir: Path, history: History) -> Resumed:
-    """What trackers need to know. The evaluation after a step was told later than the step."""
+    """Return the records up to the checkpoint for the trackers; an evaluation follows the row of its step."""
     file = run_dir / METRICS
     rows = [row for row in (read_metrics(file) if file.is_file() else []) if row["step"] <= history.step]
     times = {row["step"]: row["time"] for row in rows}
@@ -359,7 +362,7 @@ def _resumed(run_dir: Path, history: History) -> Resumed:
 
 
 def _forget_evaluations(run_dir: Path, step: int) -> None:
-    """Delete the files of evaluations after `step`, which are of steps that are done again, and half-written ones."""
+    """Delete partial evaluation files, and those of steps after `step`, which the resumed run repeats."""
     forget_parts(run_dir / EVALUATIONS)
     for path in (run_dir / EVALUATIONS).glob("*"):
         found = EVALUATED.fullmatch(path.name)

@@ -1,9 +1,10 @@
-"""Writes a run's checkpoints, one at a time, while training goes on.
+"""Writes a run's checkpoints, one at a time, while training continues.
 
-`begin` returns as soon as every group has a copy of what it saves; the checkpoint is published, and older
-ones are pruned, once everything of it is written: by `settle`, which waits for that beside the training, or by
-`finish`. A write that fails raises RunError, once; that checkpoint is never published, what was written of it is deleted
-once nobody writes to it any more, and those before it stay.
+    begin -> every group has copied its state -> files are written -> publish, then prune older checkpoints
+    returns here                                 in the background    by `settle` (polls) or `finish` (blocks)
+
+With `checkpoint.background=false`, `begin` also finishes. A failed write raises RunError once. That checkpoint is never
+published; its files are deleted once all groups have stopped writing, and earlier checkpoints stay.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from rlsys.weights.checkpoint.store import CheckpointStore, Keep
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-"""Between two looks at whether all is written."""
+"""Interval of `settle`'s polling."""
 
 
 class Saves(Protocol):
-    """A group of processes, or what it keeps, as a part of a checkpoint."""
+    """Part of a checkpoint, such as the actor or the reference policy."""
 
     async def begin_save(self, folder: Path) -> None:
-        """Copy what is to be saved, and begin to write it to the new folder `folder`."""
+        """Copy the state and start writing it to the new folder `folder`."""
 
     async def saving(self) -> bool:
-        """Whether it is still being written."""
+        """Return True while files are being written."""
 
     async def finish_save(self) -> None:
-        """Wait until it is written. Raises RunError if that failed."""
+        """Block until the files are written. Raises RunError if that failed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """A checkpoint that is being written."""
+    """Checkpoint that is being written."""
 
     step: int
     parts: Sequence[Saves]
@@ -58,23 +59,23 @@ class Saver:
         background: bool,
         newest: Path | None = None,
     ) -> None:
-        """`score_of` a step says which checkpoint is best; `need` brings a group onto its devices; `newest` is the
-        checkpoint that a resumed run goes on from."""
+        """`score_of` returns the score of a step's checkpoint; `need` brings a group onto its devices; `newest` is the
+        checkpoint that a resumed run started from."""
         self._store, self._keep, self._score_of = store, keep, score_of
         self._need, self._background = need, background
         self.newest = newest
-        """The checkpoint that was published last."""
+        """Last published checkpoint."""
         self.awaited: set[int] = set()
-        """Steps whose scores are still to come: whether their checkpoints are the best is not known."""
+        """Steps still being evaluated; pruning keeps their checkpoints, because one may be the best."""
         self._pending: _Pending | None = None
         self._finishing = asyncio.Lock()
 
     async def begin(
         self, step: int, write_data: Callable[[Path], None], parts: Mapping[str, tuple[str, Saves]]
     ) -> None:
-        """Begin the checkpoint of `step`, once the one before is published.
+        """Begin the checkpoint of `step`, once the previous one is published.
 
-        `write_data` writes the driver's own part; `parts` are by the name of their folder, each with its group's.
+        `write_data` writes the driver's part. `parts` maps folder names to (group name, part).
         """
         await self.finish()
         begun: list[Saves] = []
@@ -94,7 +95,7 @@ class Saver:
             await self.finish()
 
     async def settle(self) -> None:
-        """Publish what is being written now as soon as it is, without keeping the groups from their work."""
+        """Poll until the current checkpoint is written, then publish it; the groups keep working."""
         mine = self._pending
         while mine and self._pending is mine:
             if not any([await part.saving() for part in mine.parts]):
@@ -103,7 +104,7 @@ class Saver:
             await asyncio.sleep(LOOK_S)
 
     async def finish(self) -> None:
-        """Wait for what is being written, and publish it."""
+        """Block until the current checkpoint is written, and publish it."""
         await self._finish(self._pending)
 
     async def _finish(self, pending: _Pending | None) -> None:
@@ -119,7 +120,7 @@ class Saver:
                 await self._give_up(pending.parts)
                 raise
             finally:
-                # Also where it failed: a part that is asked again may well have nothing more to complain of.
+                # Also after a failure: a second `finish_save` may not raise again.
                 self._pending = None
             try:
                 await asyncio.to_thread(self._store.prune, self._keep, self._score_of, frozenset(self.awaited))
@@ -127,9 +128,9 @@ class Saver:
                 logger.warning("Older checkpoints could not be deleted (%s); they stay.", problem)
 
     async def _give_up(self, parts: Sequence[Saves]) -> None:
-        """Delete what was written of a checkpoint that failed, so that a full disk has room again."""
+        """Delete the files of a failed checkpoint to free disk space. Best effort."""
         for part in parts:
-            # It may still be writing there. What it complains of now is not the first thing that went wrong.
+            # Parts may still be writing. The first error is already being raised; ignore later ones.
             with suppress(RunError, UserError):
                 await part.finish_save()
         with suppress(OSError):
@@ -138,7 +139,7 @@ class Saver:
 
 @contextmanager
 def _one_sentence(checkpoint: Path) -> Iterator[None]:
-    """Say of a disk that is full or gone which checkpoint it has cost."""
+    """Turn an OSError of the body into a RunError that names the checkpoint."""
     try:
         yield
     except OSError as problem:

@@ -1,4 +1,4 @@
-"""The search server of a run: one that the config names, one that is started for the run, or none at all."""
+"""Provides the search server of a run: a running one named by the config, one started for the run, or none."""
 
 from __future__ import annotations
 
@@ -19,36 +19,37 @@ from rlsys.search.server_process import SearchServer
 from rlsys.search.web.loop import LoopThread
 
 _RETRIES_AT_START = 1
-"""Few: a run that has begun loses its work with the server, one that has not can be started again."""
+"""Retry limit of the check before a run starts: low, because a failure then loses no work."""
 
 
 class Serving:
-    """Where searches go. `search` is the config with the server's address in it."""
+    """Search server of a run. `search` is the config with the server's address filled in."""
 
     def __init__(self, search: SearchConfig, server: SearchServer | None) -> None:
-        """`server` is one that was started for the run."""
+        """`server` is the server started for the run, None if there is none."""
         self._server = server
         self.search = search
         if server is not None:
-            # A server takes its token from the environment that it shares with this process, if there is one.
+            # The server inherits this process's environment, and its token with it.
             token_env = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else None
             self.search = replace(search, url=server.url, token_env=token_env)
 
     @property
     def started(self) -> bool:
-        """Whether the server was started here, and so may not answer yet."""
+        """True if the server was started for the run, so it may still be starting up."""
         return self._server is not None
 
     def wait_healthy(self) -> None:
-        """Wait until a server that was started here answers. Raises RunError if it does not in time."""
+        """Block until a server started for the run answers; no-op otherwise. Raises RunError on time-out."""
         if self._server is not None:
             self._server.wait_healthy(self.search.start_timeout_s)
 
     async def require(self, setting: str = "search.url") -> None:
-        """Raise RunError with what to do unless a server answers a query, where one is needed, UserError if two differ.
+        """Check that the search server answers a query; no-op if the run needs none.
 
-        `setting` is what the user names a server with. Without this a run whose server has died would go on, and learn
-        from failed searches.
+        Without this check, a run whose server has died would learn from failed searches. Raises RunError with the fix
+        if no server answers, UserError if replicas serve different indexes. `setting` is the option that names a
+        server.
         """
         search = self.search
         if not needs_server(search):
@@ -64,7 +65,7 @@ class Serving:
                 await client.health()
 
     def _remedy(self, failure: Failure | None, setting: str) -> str:
-        """What to do about a server that fails so."""
+        """Fix to suggest for `failure`."""
         if self._server is not None:
             return f"its log {self._server.log} may say why"
         if failure is Failure.unavailable:
@@ -77,7 +78,7 @@ class Serving:
 
 @contextmanager
 def serving(search: SearchConfig, threads: int | None, log_dir: Path) -> Iterator[Serving]:
-    """Start a server if one is needed and none is named; end it on the way out. It may not answer yet."""
+    """Start a server if one is needed and none is named; stop it on exit. It may still be starting up when yielded."""
     if search.url is not None or not needs_server(search):
         yield Serving(search, None)
         return
@@ -90,9 +91,9 @@ def serving(search: SearchConfig, threads: int | None, log_dir: Path) -> Iterato
 
 
 def require_named(search: SearchConfig) -> None:
-    """Raise as `Serving.require` does unless the server that `search` names, if it does, answers now.
+    """Check the server at `search.url` with few retries, raising as `Serving.require` does; no-op without a URL.
 
-    For what is no coroutine, also where a loop runs already, as in a notebook. An interrupt does not wait for the answer.
+    Synchronous, and safe inside a running event loop (a notebook). An interrupt does not wait for the response.
     """
     if search.url is None:
         return
@@ -106,7 +107,7 @@ def require_named(search: SearchConfig) -> None:
 
 @contextmanager
 def silent(name: str) -> Iterator[None]:
-    """Without the warnings of the logger `name`: what they are about is said in a sentence of its own."""
+    """Suppress warnings of the logger `name` for the body, which reports the same problem as an error."""
     log = logging.getLogger(name)
     level = log.level
     log.setLevel(logging.ERROR)

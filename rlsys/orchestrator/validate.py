@@ -1,6 +1,6 @@
-"""Checks a config before anything starts: every problem at once, a sentence each.
+"""Checks a config before a run starts and reports every problem at once, one sentence each.
 
-Pure but for looking whether named files exist. Nothing here imports Ray, Megatron or SGLang.
+Reads environment variables, and files that the config names. This module does not import Ray, Megatron or SGLang.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden
 
 
 def validate(config: RunConfig, ignored: tuple[str, ...] = ()) -> None:
-    """Raise `UserError` with one line for each problem, but those of keys that begin with one of `ignored`.
+    """Raise UserError with one line per problem, and the code and key of the first.
 
-    Its code and key are those of the first.
+    Problems whose key starts with one of `ignored` are skipped.
     """
     problems = [problem for problem in find_problems(config) if not problem.key.startswith(ignored)]
     if problems:
@@ -63,7 +63,7 @@ def validate(config: RunConfig, ignored: tuple[str, ...] = ()) -> None:
 
 
 def find_problems(config: RunConfig) -> Iterator[Problem]:
-    """All that is wrong with `config`; its memory is planned only where nothing else is."""
+    """Yield every problem of `config`. Memory is checked only if all else is sound."""
     sound = True
     for problem in _all_but_memory(config):
         sound = False
@@ -90,7 +90,7 @@ def _all_but_memory(config: RunConfig) -> Iterator[Problem]:
 
 
 def check_shape(path: str) -> None:
-    """Raise UserError unless `path` is a Hugging Face folder whose `config.json` has the sizes of a language model."""
+    """Raise UserError unless `path` is a Hugging Face folder whose `config.json` has a language model's dimensions."""
     file = Path(path) / "config.json"
     if not file.is_file():
         raise UserError(
@@ -102,21 +102,21 @@ def check_shape(path: str) -> None:
         shape = json.loads(file.read_text())
     except (ValueError, RecursionError) as problem:
         raise UserError(
-            f"model.path={path}: {file} is not valid JSON ({problem}): give a folder whose config is whole.",
+            f"model.path={path}: {file} is not valid JSON ({problem}): give a folder with an intact config.",
             code="malformed",
             key="model.path",
         ) from problem
     missing = [key for key in _SHAPE if not (isinstance(shape, dict) and isinstance(shape.get(key), int))]
     if missing:
         raise UserError(
-            f"model.path={path}: {file} has no number for {missing[0]}; give a folder of a language model.",
+            f"model.path={path}: {file} lacks an integer {missing[0]}; give the folder of a language model.",
             code="unsupported",
             key="model.path",
         )
 
 
 def _layout(config: RunConfig) -> Iterator[Problem]:
-    """Problems with the ranks and the model, as far as these are known."""
+    """Yield problems of placement and model; stops at a placement or model that cannot be read."""
     try:
         ranks = parse_placement(config.cluster.placement, has_critic(config.algorithm))
     except UserError as problem:
@@ -183,13 +183,13 @@ def _contradictions(config: RunConfig) -> Iterator[Problem]:
     if not algorithm.recompute_logprobs and config.task.train_eos:
         yield Problem.of(
             "algorithm.recompute_logprobs=false contradicts task.train_eos=true: the end-of-sequence token is "
-            "appended, not sampled, and has no log-prob; set one of them the other way."
+            "appended, not sampled, and has no log-prob; change one of them."
         )
     asked, sampled = config.eval, config.compat.sampled_validation
     if sampled and asked.temperature:
         yield Problem.of(
-            f"eval.temperature={asked.temperature:g} contradicts compat.sampled_validation=true, which draws answers as "
-            "rollouts are drawn: set eval.temperature=0, or compat.sampled_validation=false."
+            f"eval.temperature={asked.temperature:g} contradicts compat.sampled_validation=true, which samples answers "
+            "like rollouts: set eval.temperature=0, or compat.sampled_validation=false."
         )
     if asked.samples > 1 and not asked.temperature and not sampled:
         yield Problem.of(
@@ -244,8 +244,8 @@ def _paths(config: RunConfig) -> Iterator[Problem]:
     elif cassette.mode is CassetteMode.record and Path(cassette.path).exists():
         yield Problem(
             "search.cassette.mode",
-            f"search.cassette.mode=record would mix with what search.cassette.path={cassette.path} holds: delete it, "
-            "or use search.cassette.mode=extend.",
+            f"search.cassette.mode=record needs a new file, but search.cassette.path={cassette.path} exists: delete "
+            "it, or use search.cassette.mode=extend.",
             "exists",
         )
 
@@ -255,13 +255,13 @@ def _tools(config: RunConfig) -> Iterator[Problem]:
     yield from (Problem("task.tools", sentence) for sentence in check_tools(task))
     if not search.enabled and f"<{task.tags.search}>" in task.invalid_message:
         yield Problem.of(
-            f"task.invalid_message speaks of <{task.tags.search}>, and search.enabled=false: say what the policy can do "
-            "instead, such as its tools and the answer."
+            f"task.invalid_message mentions <{task.tags.search}>, but search.enabled=false: name the actions that the "
+            "policy has instead, such as its tools and the answer."
         )
     if not search.enabled and search.cassette.path is not None:
         yield Problem.of(
-            f"search.cassette.path={search.cassette.path} holds searches, and search.enabled=false: set one of them the "
-            "other way."
+            f"search.cassette.path={search.cassette.path} contradicts search.enabled=false: enable search, or set "
+            "search.cassette.path=null."
         )
 
 
@@ -284,17 +284,17 @@ def _search(config: RunConfig) -> Iterator[Problem]:
             )
     if search.replicas and search.url is None:
         yield Problem.of(
-            f"search.replicas={list(search.replicas)} go beside a first server: give its address as search.url."
+            f"search.replicas={list(search.replicas)} needs a first server: give its address as search.url."
         )
     if search.hedge_after_s is not None and not search.replicas:
         yield Problem.of(
-            f"search.hedge_after_s={search.hedge_after_s:g} asks a second server, and there is one: give "
-            "search.replicas, or set it to null."
+            f"search.hedge_after_s={search.hedge_after_s:g} needs a second server: give search.replicas, or set it to "
+            "null."
         )
     elif search.hedge_after_s is not None and search.hedge_after_s >= search.timeout_s:
         yield Problem.of(
-            f"search.hedge_after_s={search.hedge_after_s:g} comes after search.timeout_s={search.timeout_s:g}: give "
-            "less than that, or null."
+            f"search.hedge_after_s={search.hedge_after_s:g} must be below search.timeout_s={search.timeout_s:g}: lower "
+            "it, or set it to null."
         )
     for key, url in (("search.url", search.url), *(("search.replicas", url) for url in search.replicas)):
         if url is not None and not is_url(url):
@@ -302,7 +302,8 @@ def _search(config: RunConfig) -> Iterator[Problem]:
     twice = [url for url, times in Counter([search.url, *search.replicas]).items() if times > 1]
     if twice:
         yield Problem.of(
-            f"search.replicas={list(search.replicas)} name {twice[0]} once too often: name every server once."
+            f"search.replicas={list(search.replicas)} names {twice[0]} twice, or repeats search.url: name every server "
+            "once."
         )
     if search.token_env is not None and not os.environ.get(search.token_env):
         yield Problem(
@@ -318,8 +319,8 @@ def _checkpoints(config: RunConfig) -> Iterator[Problem]:
     if settings.keep_last is None and (settings.keep_best or settings.keep_every is not None):
         yield Problem(
             "checkpoint.keep_last",
-            "checkpoint.keep_best and checkpoint.keep_every say what stays besides the newest, and without "
-            "checkpoint.keep_last all stay: set it, or leave them out.",
+            "checkpoint.keep_best and checkpoint.keep_every have no effect without checkpoint.keep_last, because all "
+            "checkpoints stay: set checkpoint.keep_last, or leave them out.",
         )
     known, maps = {*schema_keys()}, tuple(f"{key}." for key in free_maps())
     unknown = [key for key in settings.may_differ if key not in known and not key.startswith(maps)]
@@ -336,8 +337,8 @@ def _sync(config: RunConfig) -> Iterator[Problem]:
     waits = isinstance(schedule, AsyncSchedule) and schedule.on_update is OnUpdate.finish
     if cluster.mode is Mode.collocated and schedule.kind != "sequential":
         yield Problem.of(
-            f"trainer.schedule.kind={schedule.kind} lets stages overlap, but with cluster.mode=collocated they take "
-            "turns on the same devices: set trainer.schedule.kind=sequential, or place the groups apart."
+            f"trainer.schedule.kind={schedule.kind} overlaps stages, but with cluster.mode=collocated they take turns "
+            "on the same devices: set trainer.schedule.kind=sequential, or place the groups apart."
         )
     yield from ipc_problems(config)
     if waits and cluster.call_timeout_s <= config.rollout.episode_timeout_s:

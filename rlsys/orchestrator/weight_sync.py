@@ -1,15 +1,17 @@
 """Distributes a new weight version from the actor to every process that holds a copy, in two phases.
 
-    actor --push--> all receivers          bucket n + 1 is gathered while bucket n is received
-                    inference group        uses the version as soon as the push ends (`immediate`)
-                    rollout engines        keep generating with the old version until `activate`
+    actor --push--> all receivers          Bucket n + 1 is gathered while bucket n is received.
+                    inference group        Switches as soon as the push ends (`immediate`).
+                    rollout engines        Generate with the old version until `activate`.
 
 `push` sends every bucket to every receiver; the caller must not change the sender's weights meanwhile. `activate` makes
-the engines switch, which may take long if they first finish their episodes; the next push waits for it.
+the engines switch, which is slow if they finish their episodes first. The next push blocks until the switch has ended.
 
-Invariant: a receiver uses a version only if all its tensors hash to what the sender hashed; on a mismatch it refuses the
-version and the run ends. Bucket bytes travel over a transport (`cluster.sync_mode`) that is reopened after a receiver
-dies; only small handles pass through this module. To distribute the reference policy, the inference group is the sender.
+Invariant: a receiver uses a version only if the hash of all its tensors equals the sender's. On a mismatch it refuses
+the version and the run ends; an engine that was set aside and catches up later is dropped from the pool instead.
+
+Bucket bytes travel over a transport (`cluster.sync_mode`), which the next push reopens after a receiver has died. Only
+small handles pass through this module. To distribute the reference policy, the inference group is the sender.
 """
 
 from __future__ import annotations
@@ -31,47 +33,47 @@ from rlsys.weights.transport import BucketHandle, TransportSpec
 
 
 class WeightReceiver(Protocol):
-    """A group whose processes hold a copy of the weights."""
+    """Worker group whose processes hold a copy of the weights."""
 
     workers: WorkerGroup
 
     @property
     def living(self) -> tuple[int, ...]:
-        """Ranks of the processes that take weights."""
+        """Ranks of the living processes, which receive weights."""
 
     async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
-        """Let each of the `living`, in order, take part as its spec says."""
+        """Open the transport on each rank in `living`, each with the spec at its position."""
 
     async def begin_update(self, version: int) -> None:
-        """Begin to take `version`."""
+        """Prepare to receive `version`."""
 
     async def load_bucket(self, handle: BucketHandle) -> None:
-        """Take a bucket, in every process; its bytes are gone afterwards."""
+        """Receive one bucket in every process; the sender may overwrite its bytes afterwards."""
 
     async def finish_update(self, version: int, digest: str) -> None:
-        """Use `version` from now on. Raises RunError if it is not what the digest speaks of."""
+        """Switch to `version`. Raises RunError if the received tensors do not match `digest`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What it took to bring one version everywhere."""
+    """Size and duration of the sync of one version."""
 
     version: int
     digest: str
     sent_bytes: int
-    """Of one copy of the weights."""
+    """Bytes of one copy of the weights."""
     copy_gb_s: float
-    """10^9 bytes a second at which the sender's host copies memory."""
+    """Memory copy rate of the sender's host, in 10^9 bytes per second."""
     transfer_s: float
     switch_s: float = 0.0
 
     @property
     def gb_s(self) -> float:
-        """10^9 bytes a second of the transfer."""
+        """Transfer rate in 10^9 bytes per second."""
         return self.sent_bytes / self.transfer_s / 1e9
 
     def figures(self) -> dict[str, float]:
-        """For the log of the step."""
+        """Metrics by name."""
         return {
             "time/sync_transfer": self.transfer_s,
             "time/sync_switch": self.switch_s,
@@ -83,7 +85,7 @@ class SyncReport:
 
 
 class WeightSync:
-    """One sender, several receiving groups."""
+    """Sends weight versions from one group to several receiving groups."""
 
     def __init__(
         self,
@@ -96,9 +98,10 @@ class WeightSync:
         need: Callable[..., Awaitable[None]] | None = None,
         activated: Callable[[int], None] = lambda _version: None,
     ) -> None:
-        """`receivers` begin to use a version when told to `activate`, those `immediate` with the end of its transfer.
+        """Send to `receivers`, which switch on `activate`, and to `immediate`, which switch when the push ends.
 
-        `need` brings groups, by name, onto devices that they share; `activated` is called with each version that all have.
+        `need` brings colocated groups, by name, onto their devices. `activated` is called with each version once all
+        receivers have switched.
         """
         self._sender = sender
         self._deferred, self._immediate = tuple(receivers), tuple(immediate)
@@ -109,14 +112,14 @@ class WeightSync:
         self._taken = 0
         self._copy_gb_s = 0.0
         self._transferred: SyncReport | None = None
-        """Of a version that is held aside and not used yet."""
+        """Report of the version that is pushed but not activated yet."""
         self._switched = asyncio.Event()
         self._switched.set()
         self.reports: list[SyncReport] = []
-        """Of versions that are in use everywhere."""
+        """Reports of the activated versions, in order."""
 
     async def open(self) -> None:
-        """Connect the sender and all living receivers. Raises RunError, naming who does not come."""
+        """Connect the sender and all living receivers. Raises RunError naming the processes that fail to join."""
         members = self._living_members()
         host, port = await self._sender.free_address(self._cluster.call_timeout_s)
         spec = TransportSpec(
@@ -141,9 +144,9 @@ class WeightSync:
         self._members, self._taken = members, 0
 
     async def push(self, version: int) -> SyncReport:
-        """Bring the sender's weights to every receiver, to be known as `version`; groups that share devices come onto them.
+        """Send the sender's weights to every receiver as `version`, bringing colocated groups onto their devices first.
 
-        Waits for the last switch. Raises RunError if that failed or takes too long.
+        Blocks until the previous activation has ended. Raises RunError if that failed or timed out.
         """
         if self._need:
             await self._need(self._sender.name, *(receiver.workers.name for receiver in self._immediate))
@@ -154,7 +157,7 @@ class WeightSync:
             if self._living_members() != self._members:
                 await self.open()
             status.show("waits for log-probs", "sync")
-            # Outside of what is measured: they may have to wait for work that is under way.
+            # Not measured: receivers may first finish work in flight.
             await asyncio.gather(*(receiver.begin_update(version) for receiver in self._all))
             started = time.perf_counter()
             status.show(f"sends version {version}", "sync")
@@ -169,10 +172,10 @@ class WeightSync:
         return report
 
     async def activate(self, version: int) -> SyncReport:
-        """Let the receivers that hold `version` aside use it; when all do, `activated` learns of it."""
+        """Switch the receivers to the pushed `version`, then call `activated`."""
         held = self._transferred
         if held is None or held.version != version:
-            raise RunError(f"Version {version} cannot be switched to: it was not transferred last.")
+            raise RunError(f"Version {version} cannot be activated: it is not the version that was pushed last.")
         if self._need:
             await self._need(*(receiver.workers.name for receiver in self._deferred))
         started = time.perf_counter()
@@ -195,14 +198,14 @@ class WeightSync:
         return await self.activate(version)
 
     def figures(self) -> dict[str, float]:
-        """Of the version that was transferred last; until it is in use, of the switch before it."""
+        """Metrics of the last pushed version; until it is active, `time/sync_switch` is the previous version's."""
         last = self.reports[-1] if self.reports else None
         if self._transferred is None:
             return last.figures() if last else {}
         return replace(self._transferred, switch_s=last.switch_s if last else 0.0).figures()
 
     def close(self) -> None:
-        """Remove what a sender that was killed may have left in the run's folder. Workers end by themselves."""
+        """Delete weight files that a killed sender may have left in the run's folder."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
@@ -229,13 +232,13 @@ class WeightSync:
             )
 
     async def _send_buckets(self) -> tuple[int, str]:
-        """Bytes sent, and their digest."""
+        """Send all buckets; return the number of bytes and their digest."""
         sent_bytes = 0
         await self._sender.call("begin_export")
         handle = await self._next_handle()
         while handle is not None:
             sent_bytes += handle.nbytes
-            # Of what is under way, only buckets that everybody has taken are overwritten: `_taken` says which.
+            # `_taken` counts the buckets that every receiver has loaded; the sender overwrites only those.
             loads = [receiver.load_bucket(handle) for receiver in self._all]
             handle, *_ = await asyncio.gather(self._next_handle(), *loads)
             self._taken += 1

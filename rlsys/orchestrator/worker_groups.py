@@ -1,12 +1,13 @@
-"""The worker groups of a run from the driver's side: their processes, the Megatron groups, and who is on shared devices.
+"""Wraps the worker groups of a run for the driver: their processes, the Megatron groups, and turns on shared devices.
 
-`started_groups` gives empty processes, `build_groups` makes the workers in them: side by side where every group has devices
-of its own; one after the other, each leaving the devices before the next comes, where they share them. On the way out every
-process is ended, whatever the reason.
+`started_groups` launches empty processes and kills them on exit. `build_groups` builds the workers in them: in parallel
+if disaggregated; one after the other if colocated, each leaving the devices before the next is built.
 
-A Megatron group takes samples in and gives scores or an update out. It shards samples over its data-parallel ranks in
-micro-batches, and hands every process those of its own rank. Calls reach every process of a group in the order in which they
-are made, so that one may be made while another is under way: it waits for its turn.
+A Megatron group shards samples over its data-parallel ranks and sends each process the micro-batches of its own rank.
+Every process receives calls in the order in which they are made. So callers may overlap calls; a later one waits for
+the earlier.
+
+    samples -> micro-batches by data-parallel rank -> one call per process -> results by rank -> scores by sample
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ STOP_TIMEOUT_S = 30.0
 
 @asynccontextmanager
 async def started_groups(config: RunConfig, log_dir: Path) -> AsyncIterator[dict[str, WorkerGroup]]:
-    """The processes of all groups, empty."""
+    """Launch the processes of all groups, without workers; yield the groups by name and kill them on exit."""
     several = config.cluster.nodes > 1
     plan = plan_bundles(holdings(config), config.cluster.devices_per_node if several else None)
     with ray_runtime(config.cluster, plan.sizes, plan.machines) as bundles:
@@ -64,7 +65,7 @@ async def started_groups(config: RunConfig, log_dir: Path) -> AsyncIterator[dict
 
 
 def _search_token(config: RunConfig) -> dict[str, str]:
-    """The variable with the search servers' token, which other machines may not have in their environment."""
+    """Environment variable with the search servers' token, which workers on other machines lack."""
     name = config.search.token_env
     return {name: os.environ[name]} if name and name in os.environ else {}
 
@@ -75,9 +76,9 @@ async def build_groups(
     built: Callable[[str], Awaitable[None]],
     done: int = 0,
 ) -> None:
-    """Make the workers of all groups, each followed by `built`.
+    """Build the workers of all groups, and call `built` with the name of each group once it is built.
 
-    With `done` steps behind it, a run draws otherwise than at its beginning.
+    `done` is the number of finished steps; it shifts the engines' seeds, so that a resumed run does not repeat samples.
     """
 
     async def build(name: str) -> None:
@@ -98,8 +99,8 @@ async def build_groups(
 
 
 def _rollout_worker(config: RunConfig, seed: int) -> Any:
-    """Build one engine's worker, in its own process; `search.url` names a running server."""
-    from rlsys.rollout.engine import RolloutWorker  # loads SGLang, which the driver has no use for
+    """Build one engine's worker; runs in its process. `search.url` names a running server."""
+    from rlsys.rollout.engine import RolloutWorker  # imports SGLang; keep it out of the driver
 
     cluster = config.cluster
     return RolloutWorker(
@@ -125,7 +126,7 @@ async def _build(name: str, group: WorkerGroup, config: RunConfig, done: int) ->
 
 
 def holdings(config: RunConfig) -> dict[str, list[tuple[int, ...]]]:
-    """The device ranks of each worker process of the groups that the run has, in the order they are built.
+    """Group name -> device ranks of each of its worker processes, in the order in which groups are built.
 
     An engine holds `tp` ranks, a Megatron process one.
     """
@@ -147,31 +148,31 @@ Answers = Sequence[Sequence[Any]]
 
 
 class MegatronGroup:
-    """What every group has: processes, a sharder of samples for them, and memory on their devices."""
+    """Group of Megatron processes: shards samples over them, and offloads their memory."""
 
     def __init__(self, workers: WorkerGroup, sharder: BatchSharder, tracer: Tracer) -> None:
         self.workers = workers
         self.step = 0
-        """That what it does is counted to."""
+        """Step under which spans are recorded."""
         self._sharder = sharder
         self._tracer = tracer
 
     async def offload(self) -> dict[str, float]:
-        """Release the memory of the group's devices until `restore`; what it cost, as `switch_figures` says."""
+        """Release the group's device memory until `restore`; return bytes and seconds (`switch_figures`)."""
         return switch_figures(await self.workers.call("offload"))
 
     async def restore(self) -> dict[str, float]:
-        """Bring back what `offload` released; what it cost."""
+        """Undo `offload`; return bytes and seconds."""
         return switch_figures(await self.workers.call("restore"))
 
     def span(self, name: str, **args: Arg) -> AbstractContextManager[dict[str, Arg]]:
-        """Record the body's time as the group's, in the step that it is counted to."""
+        """Record the body as a span of the group in the current `step`."""
         return self._tracer.span(name, None, step=self.step, **args)
 
     def work(
         self, name: str, samples: Sequence[Sample], batches: Sequence[Sequence[MicroBatch]]
     ) -> AbstractContextManager[dict[str, Arg]]:
-        """The span of a call for `samples`, sharded as `batches`: whose they are, and how full these are."""
+        """Span of a call with `samples`, sharded as `batches`; records their questions and the load of the batches."""
         questions = dict.fromkeys(sample.trajectory.question_uid for sample in samples)
         facts: dict[str, Arg] = {"samples": len(samples), QUESTIONS: list(questions)}
         return self.span(name, **facts, **self._sharder.load(batches))
@@ -182,7 +183,10 @@ class MegatronGroup:
         return await self.workers.call_each(method, [(of_ranks[rank], *args) for rank in self._sharder.dp_ranks])
 
     async def computed(self, batches: Sequence[Sequence[MicroBatch]]) -> Answers:
-        """Results of all micro-batches: one process of each data-parallel rank reports, the others answer None."""
+        """Call `compute` on every process and return the results of all micro-batches by data-parallel rank.
+
+        One process of each data-parallel rank returns its results; the others return None.
+        """
         answers = await self.call_sharded("compute", batches)
         pairs = zip(self._sharder.dp_ranks, answers, strict=True)
         reported = {rank: results for rank, results in pairs if results is not None}
@@ -190,27 +194,27 @@ class MegatronGroup:
 
 
 class Checkpoints:
-    """What the processes of a group save and load together, while they go on working."""
+    """Saves and loads a group's part of a checkpoint; files are written while the group works."""
 
     def __init__(self, group: MegatronGroup) -> None:
         self._group = group
 
     async def begin_save(self, folder: Path) -> None:
-        """Copy what is saved, and begin to write it to the new folder `folder`, which all processes share.
+        """Copy the state and start writing it to the new folder `folder`, which all processes share.
 
-        A save before it is finished first. Raises RunError if one cannot write.
+        Finishes an earlier save first. Raises RunError if a process cannot write.
         """
         with self._group.span("checkpoint.stage"):
             await self._group.workers.call("begin_save", str(folder))
 
     async def saving(self) -> bool:
-        """Whether files are still being written."""
+        """Return True while a process is writing files."""
         return any(await self._group.workers.call("saving"))
 
     async def finish_save(self) -> None:
-        """Wait until what was begun is complete. Raises RunError if one could not write.
+        """Block until the save is complete. Raises RunError if a process could not write.
 
-        The span says what was written meanwhile: bytes of all processes, seconds of the slowest.
+        The span records the bytes of all processes and the write seconds of the slowest.
         """
         with self._group.span("checkpoint.finish") as args:
             written = await self._group.workers.call("finish_save")
@@ -218,9 +222,9 @@ class Checkpoints:
             args["write_s"] = max(one.seconds for one in written)
 
     async def load(self, folder: Path) -> bool:
-        """Continue from a checkpoint; whether random generators do as well.
+        """Load a checkpoint; return True if random generators were restored too.
 
-        They do only in the parallel layout that they were saved in. Raises UserError if the checkpoint is incomplete,
+        They are restored only in the parallel layout of the save. Raises UserError if the checkpoint is incomplete,
         damaged or of another model.
         """
         with self._group.span("checkpoint.load"):
@@ -228,9 +232,9 @@ class Checkpoints:
 
 
 class InferenceGroup(MegatronGroup):
-    """Recomputes log-probs, and holds the reference policy, whose checkpoints are `reference`.
+    """Recomputes log-probs and holds the reference policy, which `reference` saves and loads.
 
-    Contract: nothing is computed from `begin_update` to the end of `finish_update`; each waits for the other.
+    Invariant: no `compute` overlaps an update, which lasts from `begin_update` to the end of `finish_update`.
     """
 
     groups: tuple[str, ...] = ("inference",)
@@ -243,11 +247,11 @@ class InferenceGroup(MegatronGroup):
 
     @property
     def living(self) -> tuple[int, ...]:
-        """Ranks that take weights: all."""
+        """All ranks; a dead process of this group ends the run."""
         return tuple(range(len(self.workers.ranks)))
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
-        """Scores without values, in the order of `samples`; log-probs are 0 where nothing is trained."""
+        """Return scores without values, in the order of `samples`; log-probs are 0 at untrained tokens."""
         plan, batches = self._sharder.shard(samples)
         async with self._weights:
             with self.work("logprob.compute", samples, batches):
@@ -256,11 +260,11 @@ class InferenceGroup(MegatronGroup):
         return [replace(one, version=version) for one in scores_of(plan, batches, answers)]
 
     async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
-        """Let each rank take weights in the way of its spec."""
+        """Open the transport on each rank with its spec."""
         await self.workers.call_each("open_transport", [(spec,) for spec in specs])
 
     async def begin_update(self, version: int) -> None:  # noqa: ARG002
-        """Wait for what is being computed, and begin to take `version`."""
+        """Block until running computations end, then prepare to receive `version`."""
         await self._weights.acquire()
         try:
             await self.workers.call("begin_update")
@@ -269,11 +273,11 @@ class InferenceGroup(MegatronGroup):
             raise
 
     async def load_bucket(self, handle: BucketHandle) -> None:
-        """Let every rank take a bucket."""
+        """Load one bucket on every rank."""
         await self.workers.call("load_bucket", handle)
 
     async def finish_update(self, version: int, digest: str) -> None:
-        """Compute with `version` from now on. Raises RunError if it is not what the digest speaks of."""
+        """Switch to `version`. Raises RunError if the received tensors do not match `digest`."""
         try:
             await self.workers.call("finish_update", version, digest)
             self._version = version
@@ -282,7 +286,7 @@ class InferenceGroup(MegatronGroup):
 
 
 class TrainedGroup(MegatronGroup, ABC):
-    """A group that learns: gradients accumulate, then one optimiser step for all."""
+    """Megatron group that trains: accumulates gradients, then takes one optimiser step."""
 
     def __init__(self, workers: WorkerGroup, sharder: BatchSharder, tracer: Tracer) -> None:
         super().__init__(workers, sharder, tracer)
@@ -291,21 +295,21 @@ class TrainedGroup(MegatronGroup, ABC):
 
     @abstractmethod
     def _figures(self, stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """What the loss's statistics of a mini-batch come to."""
+        """Reduce the loss statistics of a mini-batch to metrics."""
 
     def enough(self, samples: Sequence[Sample]) -> bool:
-        """Whether a call for `samples` keeps every rank and pipeline stage busy."""
+        """Return True if a call with `samples` keeps every rank and pipeline stage busy."""
         return self._sharder.enough(samples)
 
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
-        """Add the gradient of the summed loss of `samples`, the `last` of an optimiser step or not."""
+        """Add the gradient of the summed loss of `samples`; `last` marks the final call before `apply`."""
         _, batches = self._sharder.shard(samples)
         with self.work("train.accumulate", samples, batches):
             answers = await self.call_sharded("accumulate", batches, last)
         self._stats.extend(filter(None, answers))
 
     async def apply(self) -> dict[str, float]:
-        """Take one optimiser step; means of what was accumulated for it, gradient norm and rate."""
+        """Take one optimiser step; return the loss metrics of its samples, the gradient norm and the learning rate."""
         with self.span("train.apply"):
             applied = (await self.workers.call("apply"))[0]
         stats, self._stats = self._stats, []
@@ -316,11 +320,11 @@ class ActorGroup(TrainedGroup):
     """Trains the policy."""
 
     async def end_step(self, version: int) -> None:
-        """The step's last update is done, and the policy is now `version`: a reference held here may follow it."""
+        """Finish the step: the policy is now `version`, and a reference policy in these processes may follow it."""
         await self.workers.call("end_step", version)
 
     async def device_names(self) -> list[str]:
-        """Of all processes, as their drivers give them."""
+        """Device names of all processes, as reported by the GPU driver."""
         return list(await self.workers.call("device_name"))
 
     def _figures(self, stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -328,10 +332,10 @@ class ActorGroup(TrainedGroup):
 
 
 class CriticGroup(TrainedGroup):
-    """Learns what episodes are going to be worth. Its sharder's mask says at which tokens."""
+    """Trains the critic. The mask of its sharder selects the tokens with values."""
 
     async def compute(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Values [seq] in the order of `samples`; 0 outside of the mask."""
+        """Return values [seq] in the order of `samples`; 0 outside the mask."""
         plan, batches = self._sharder.shard(samples)
         with self.work("values.compute", samples, batches):
             answers = await self.computed(batches)
@@ -342,34 +346,34 @@ class CriticGroup(TrainedGroup):
         return found
 
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
-        """Add the gradient of the summed loss of `samples`, whose picks are the actor's alone."""
+        """Add the gradient of the summed loss of `samples`; strips `picks`, which only the actor uses."""
         await super().accumulate([replace(sample, picks=None) for sample in samples], last)
 
     def _figures(self, stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        # Its tokens are counted by the actor already.
+        # The actor already reports the token count.
         return {name: value for name, value in reduce_stats(stats).items() if name != TOKENS}
 
 
 class EngineLogprobs:
-    """A scorer that takes the engine's own log-probs, for runs that do not recompute them."""
+    """Scorer that uses the engine log-probs, for runs that do not recompute log-probs."""
 
     groups: tuple[str, ...] = ()
     step = 0
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
-        """What was sampled with; 0 where nothing was sampled, which is not trained."""
+        """Return the engine log-probs of `samples`; 0 at tokens that were not sampled, which are not trained."""
         return [Scores(np.nan_to_num(sample.trajectory.rollout_logprobs)) for sample in samples]
 
 
 class WithValues:
-    """A scorer that has the critic speak beside another, at the same time."""
+    """Scorer that computes log-probs and the critic's values concurrently."""
 
     def __init__(self, logprobs: InferenceGroup | EngineLogprobs, critic: CriticGroup) -> None:
         self.groups = (*logprobs.groups, "critic")
         self._logprobs, self._critic = logprobs, critic
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
-        """All scores, in the order of `samples`."""
+        """Return log-probs and values in the order of `samples`."""
         async with asyncio.TaskGroup() as tasks:
             scores = tasks.create_task(self._logprobs.compute(samples))
             values = tasks.create_task(self._critic.compute(samples))
@@ -377,7 +381,7 @@ class WithValues:
 
 
 def scores_of(plan: Plan, batches: Sequence[Sequence[MicroBatch]], answers: Answers) -> list[Scores]:
-    """`LogProbs` of sharded micro-batches as scores of the samples, in the order of these."""
+    """Return the `LogProbs` of sharded micro-batches as scores in the order of the samples."""
     found: dict[int, Scores] = {}
     for indices, batch, result in _results(plan, batches, answers):
         found |= zip(indices, _split(result, batch), strict=True)
@@ -385,11 +389,11 @@ def scores_of(plan: Plan, batches: Sequence[Sequence[MicroBatch]], answers: Answ
 
 
 def _split(result: LogProbs, batch: MicroBatch) -> list[Scores]:
-    """Of each sequence of `batch`."""
+    """Scores of each sequence of `batch`."""
     nothing: list[None] = [None] * len(batch.lengths)
     references = nothing if result.reference is None else batch.split(result.reference)
     picks: list[TopkLogprobs] | list[None] = nothing
-    if result.picks is not None and len(batch.lengths):  # np.split makes one part of nothing.
+    if result.picks is not None and len(batch.lengths):  # Without sequences, np.split still returns one part.
         ends = np.cumsum(batch.trained_lengths)[:-1]
         picks = [TopkLogprobs(*pair) for pair in zip(*(np.split(one, ends) for one in result.picks), strict=True)]
     parts = zip(batch.split(result.policy), references, picks, strict=True)
@@ -399,13 +403,13 @@ def _split(result: LogProbs, batch: MicroBatch) -> list[Scores]:
 def _results(
     plan: Plan, batches: Sequence[Sequence[MicroBatch]], answers: Answers
 ) -> Iterator[tuple[list[int], MicroBatch, Any]]:
-    """(indices of its samples, micro-batch, result) of all ranks."""
+    """Yield (sample indices, micro-batch, result) of all ranks."""
     for of_rank in zip(plan, batches, answers, strict=True):
         yield from zip(*of_rank, strict=True)
 
 
 async def launch_megatron(workers: WorkerGroup, kind: str, config: RunConfig) -> None:
-    """Build the processes of a Megatron group, `kind` actor, critic or inference, and let them meet."""
+    """Build the workers of a Megatron group and initialise torch.distributed; `kind` is actor, critic or inference."""
     timeout_s = config.cluster.start_timeout_s
     address = await workers.free_address(timeout_s)
     size = len(workers.ranks)
@@ -414,7 +418,7 @@ async def launch_megatron(workers: WorkerGroup, kind: str, config: RunConfig) ->
 
 
 def _megatron_worker(kind: str, config: RunConfig, rendezvous: tuple) -> Any:
-    from rlsys.trainer.actor import Actor, Critic  # loads Megatron, which the driver has no use for
+    from rlsys.trainer.actor import Actor, Critic  # imports Megatron; keep it out of the driver
     from rlsys.trainer.log_prob import LogProbWorker
     from rlsys.trainer.mesh import Rendezvous
 
@@ -423,22 +427,26 @@ def _megatron_worker(kind: str, config: RunConfig, rendezvous: tuple) -> Any:
 
 
 Switch = Callable[[], Awaitable[Mapping[str, Any] | None]]
-"""Moves a group's memory; what it cost, as arguments of its span: bytes, rss_before, rss_after, ... May be repeated."""
+"""Offloads or restores a group; returns its cost as span arguments (bytes, rss_before, rss_after, ...). Idempotent."""
 
 
 class OffloadManager:
-    """Moves groups that are colocated on and off the devices that they share.
+    """Moves colocated groups on and off the devices that they share.
 
-    Invariant: a member acquires only after everyone else who holds memory and is not needed has released it. A member
-    whose release or acquisition failed or was cut off counts as holding memory and as not ready, so the next call finishes
-    what was begun; members' calls must therefore bear being repeated.
+    Example with members rollout, actor and inference, rollout on the devices:
 
-    Names that are not members are groups with devices of their own, always there: without members, as in a disaggregated
-    run, every call does nothing.
+        need("actor")               offload rollout, restore actor
+        need("actor", "inference")  restore inference; the actor stays
+
+    Invariant: a member is restored only after every member that holds memory and is not needed has been offloaded.
+
+    A member whose offload or restore failed or was cancelled counts as holding memory and not ready; the next call
+    repeats the operation, so both must be idempotent. Names of other groups are ignored: a disaggregated run has no
+    members, and every call is a no-op.
     """
 
     def __init__(self, groups: Mapping[str, tuple[Switch, Switch]], tracer: Tracer) -> None:
-        """`groups` are the offload and the restore of each. None is built yet: once one is, `built` has it make room."""
+        """`groups` maps each member to its (offload, restore). Report each member with `built` once it exists."""
         self.step = 0
         self._groups = dict(groups)
         self._tracer = tracer
@@ -448,25 +456,25 @@ class OffloadManager:
 
     @property
     def ready(self) -> frozenset[str]:
-        """Members that are resident and can work."""
+        """Members that are on the devices and can work."""
         return frozenset(self._ready)
 
     @property
     def holding(self) -> frozenset[str]:
-        """Members that hold memory: those that are ready, and those whose last switch did not end."""
+        """Members that hold device memory: the ready ones, and those whose last offload or restore did not finish."""
         return frozenset(self._holding)
 
     async def built(self, name: str) -> None:
-        """Member `name` has just been built, and so is resident: release it."""
+        """Offload member `name`, which has just been built on its devices; no-op for other groups."""
         async with self._switching:
             if name in self._groups:
                 self._holding.add(name)
                 await self._release(name)
 
     async def need(self, *names: str) -> None:
-        """Make the members `names` ready, in this order, after all others have released their memory.
+        """Offload all other members, then restore the members `names` in this order.
 
-        Raises what a member raises; the call can be repeated, or another made.
+        Raises the error of a member; the call may then be repeated, or made with other names.
         """
         async with self._switching:
             for name in self._groups:

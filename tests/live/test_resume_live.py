@@ -75,7 +75,7 @@ def test_every_prompt_is_trained_or_dropped_once_across_a_kill(tmp_path: Path) -
     before = rows(folder / "prompts.jsonl")
     process = start(outputs, log)
     assert process.wait(timeout=300) == 0, log.read_text()[-3000:]
-    assert "goes on after step 2" in log.read_text()
+    assert "resumes after step 2" in log.read_text()
     assert [one.name for one in outputs.iterdir()] == [folder.name]
 
     assert [row["step"] for row in rows(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))

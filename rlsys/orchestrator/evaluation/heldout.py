@@ -1,7 +1,6 @@
-"""Asks held-out questions, and sums up the answers.
+"""Runs held-out questions and aggregates the scores of the answers.
 
-Pure but for the asking: `evaluate` takes any coroutine function that answers one question, so an
-engine and plain transformers are measured by the same lines.
+`evaluate` takes any coroutine function that answers one question, so engines and plain transformers share this code.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from rlsys.orchestrator.rewards.reward import Reader
 from rlsys.rollout.tools.interface import tool_tags
 
 STAGE = "rollout.evaluation"
-"""Stage that reports how far an evaluation is."""
+"""Status stage that shows the progress of an evaluation."""
 Ask = Callable[[Question, int, float], Awaitable[Trajectory]]
-"""Answers a question, as number so many of it, at a temperature; 0 is greedy."""
+"""(question, sample number, temperature) -> one episode; temperature 0 is greedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """One answer to a question, and how it went."""
+    """One episode of a held-out question, with its scores."""
 
     question: Question
     trajectory: Trajectory
@@ -38,28 +37,28 @@ class Answered:
 
     @property
     def em(self) -> float:
-        """1 for a right answer, 0 for another or none."""
+        """Exact match: 1 for a correct answer, 0 for a wrong one or none."""
         return self.scores.em
 
     @property
     def finished(self) -> bool:
-        """Whether the episode ended with an answer."""
+        """True if the episode ended with an answer."""
         return self.trajectory.finish is Finish.ANSWER
 
     @property
     def tokens(self) -> int:
-        """Tokens that were generated, in all turns."""
+        """Number of tokens generated in all turns."""
         return sum(turn.generated_tokens for turn in self.trajectory.turns)
 
     @property
     def search_errors(self) -> int:
-        """Searches that failed."""
+        """Number of failed searches and tool calls."""
         return sum(bool(turn.tool_error) for turn in self.trajectory.turns)
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Metrics over all answers; those to one question come one after the other."""
+    """Metrics over the answers of one evaluation; `answered` keeps answers to one question adjacent."""
 
     step: int
     answered: tuple[Answered, ...]
@@ -71,12 +70,12 @@ class Evaluation:
 
     @property
     def em_by_hop(self) -> dict[str, float]:
-        """Exact match by the question's `hops`, where the data set says them."""
+        """Exact match by number of hops, over questions with a `hops` field."""
         return {hop: part.em for hop, part in self.by_hop.items()}
 
     @property
     def searches(self) -> float:
-        """Searches a question."""
+        """Mean searches per answer."""
         return fmean(answer.trajectory.searches for answer in self.answered)
 
     @property
@@ -86,22 +85,22 @@ class Evaluation:
 
     @property
     def by_source(self) -> dict[str, Evaluation]:
-        """The part of each data source, in the order in which they come."""
+        """Data source -> its part of the evaluation, in order of first appearance."""
         return self._parts(lambda answer: answer.question.data_source)
 
     @property
     def by_hop(self) -> dict[str, Evaluation]:
-        """The part of each number of hops, of questions whose data set says it."""
+        """Number of hops -> its part of the evaluation, over questions with a `hops` field."""
         parts = self._parts(lambda answer: str(answer.question.extra.get("hops", "")))
         return {hop: parts[hop] for hop in sorted(parts) if hop}
 
     @property
     def by_question(self) -> dict[str, tuple[Answered, ...]]:
-        """The answers to each question, by its id."""
+        """Question id -> its answers."""
         return {uid: part.answered for uid, part in self._parts(lambda answer: answer.question.uid).items()}
 
     def metrics(self) -> dict[str, float]:
-        """Metrics for trackers: of all answers, `em_hop_N` by hops, and `em/SOURCE` of each of several data sources."""
+        """Return tracker metrics: overall, `em_hop_N` by hops, and `em/SOURCE` by data source if several exist."""
         sources = self.by_source
         return {
             "em": self.em,
@@ -115,7 +114,7 @@ class Evaluation:
         }
 
     def row(self) -> dict[str, object]:
-        """The metrics, flat enough for a table."""
+        """Return the row that the evaluation's files and the summary hold."""
         return {
             "step": self.step,
             "questions": len(self.by_question),
@@ -134,7 +133,7 @@ class Evaluation:
 
 
 def answer_line(answer: Answered) -> str:
-    """A line of `answers.jsonl`, without what UTF-8 cannot say, which a model's tokenizer may produce."""
+    """Return one JSON line of an answers file. Characters that UTF-8 cannot encode become question marks."""
     question, trajectory = answer.question, answer.trajectory
     row = {
         "set": question.data_source,
@@ -154,12 +153,12 @@ def answer_line(answer: Answered) -> str:
 
 
 def heldout_questions(config: RunConfig) -> list[Question]:
-    """The questions that a run holds out. Raises UserError if `compat.validation_batch` leaves none."""
+    """Return the held-out questions of a run. Raises UserError if `compat.validation_batch` leaves none."""
     return whole_batches(read_questions(config.task.eval_path, config.eval.limit), config.compat.validation_batch)
 
 
 def whole_batches(questions: list[Question], batch: int | None) -> list[Question]:
-    """The questions that fill batches of `batch`; all without one. Raises UserError if they fill none."""
+    """Return the questions that fill whole batches; all if `batch` is None. Raises UserError if they fill none."""
     if batch is None:
         return questions
     if len(questions) < batch:
@@ -173,12 +172,12 @@ def whole_batches(questions: list[Question], batch: int | None) -> list[Question
 
 
 def plain_score(trajectory: Trajectory, question: Question) -> AnswerScores:
-    """The scores of the answer that the last turn holds."""
+    """Return the scores of the answer in the last turn."""
     return scores_of(trajectory.answer, question.answers)
 
 
 def heldout_score(config: RunConfig) -> Callable[[Trajectory, Question], AnswerScores]:
-    """The function that scores the answer that `compat.answer_over_prompt` says."""
+    """Return the scoring function for a run, which extracts the answer as `compat.answer_over_prompt` sets."""
     reader = Reader(config.task.tags, config.compat, tool_tags(config.task.tools))
     return lambda trajectory, question: scores_of(reader.read(question, trajectory).answer, question.answers)
 
@@ -193,9 +192,9 @@ async def evaluate(
     temperature: float = 0.0,
     note: Callable[[Answered], None] = lambda _: None,
 ) -> Evaluation:
-    """Ask each of `questions` `samples` times, at most `concurrency` at a time; `score` says what an answer is worth.
+    """Generate and score `samples` answers to each question, at most `concurrency` at a time.
 
-    `note` gets every answer as soon as it is there. Raises what `ask` raises, once the other questions are cancelled.
+    `note` is called with each answer as it arrives. On an error in `ask`, cancels the others and raises it.
     """
     slots = asyncio.Semaphore(concurrency)
     done, total = 0, len(questions) * samples

@@ -1,14 +1,15 @@
-"""Scores of an answer (exact match, F1, cover exact match), and how sure a mean of them is: 95 % confidence intervals. Pure.
+"""Scores answers (exact match, F1, cover exact match) and computes 95 % confidence intervals of mean scores. Pure.
 
-The scores compare after SQuAD's normalisation (`rlsys.data.answers.normalize`) and take the best accepted answer.
-Invariant: each is within [0, 1], an exact match has 1 by all of them, and no answer has 0.
+Scores compare normalised text (SQuAD; `rlsys.data.answers.normalize`) and use the best accepted answer. Invariant: each
+score is within [0, 1]; an exact match scores 1 on all three, and a missing answer 0.
 
-Shares have Wilson's interval (J. Am. Stat. Assoc. 22, 1927), which keeps its level for few questions and for shares
-near 0 or 1, and so have values that are all the same, of which no sample tells how they vary. Other means have the
-percentile bootstrap over questions (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13), with a
-fixed seed, so that the same answers give the same estimates. The mean over sets has the interval that follows from theirs
-by the method of variance estimates recovery (Zou and Donner, Stat. Med. 27, 2008; for independent estimates with
-intervals of their own, whatever these are).
+Intervals:
+- Shares: Wilson's interval (J. Am. Stat. Assoc. 22, 1927), which keeps its level for few questions and for shares near
+  0 or 1. Identical values use it too, because a bootstrap of them has no spread.
+- Other means: percentile bootstrap over questions (Efron and Tibshirani, An Introduction to the Bootstrap, 1993,
+  chapter 13), with a fixed seed so that equal answers give equal estimates.
+- Mean over data sets: variance estimates recovery from the sets' intervals (Zou and Donner, Stat. Med. 27, 2008), which
+  accepts independent estimates with any kind of interval.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ _CLOSED = frozenset({"yes", "no", "noanswer"})
 
 @dataclass(frozen=True, slots=True)
 class AnswerScores:
-    """Scores of one answer; those of no answer by default."""
+    """Scores of one answer; the defaults are those of a missing answer."""
 
     em: float = 0.0
-    """1 where it equals an accepted answer."""
+    """1 if the answer equals an accepted answer."""
     f1: float = 0.0
     sub_em: float = 0.0
-    """1 where it contains an accepted answer."""
+    """1 if the answer contains an accepted answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean with its interval; low <= mean <= high."""
+    """Mean with its confidence interval; low <= mean <= high."""
 
     mean: float
     low: float
@@ -50,10 +51,10 @@ class Estimate:
 
 
 def scores_of(answer: str | None, accepted: Sequence[str]) -> AnswerScores:
-    """The scores of `answer`, None for none, against the `accepted` ones.
+    """Return the scores of `answer`, None if missing, against the `accepted` ones.
 
-    F1 of words as HotpotQA's script has it, and FlashRAG after it: SQuAD's (1606.05250), but an answer of yes or no
-    shares nothing with any other, so that "no" earns nothing from "no one".
+    Word F1 follows HotpotQA's script and FlashRAG: SQuAD's F1 (1606.05250), except that yes, no and noanswer match only
+    themselves. So "no" scores 0 against "no one".
     """
     if answer is None:
         return AnswerScores()
@@ -67,26 +68,29 @@ def scores_of(answer: str | None, accepted: Sequence[str]) -> AnswerScores:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of `values`, one a question and each within [0, 1]; there must be one at least."""
+    """Return the mean of `values` with its interval: one value per question, within [0, 1], at least one."""
     if all(value in (0.0, 1.0) for value in values) or len(set(values)) == 1:
         return wilson(sum(values), len(values))
     return bootstrap(values)
 
 
 def wilson(right: float, asked: int) -> Estimate:
-    """The share `right / asked`: centre (p + z^2 / 2n) / (1 + z^2 / n), half width z sqrt(p(1-p)/n + z^2 / 4n^2) / (1 + z^2/n).
+    """Return the share p = `right / asked`, n = `asked`, with Wilson's interval.
 
-    `right` need not be whole: no mean of values within [0, 1] varies more than a share of the same size.
+        centre      (p + z^2 / 2n) / (1 + z^2 / n)
+        half width  z sqrt(p(1-p)/n + z^2 / 4n^2) / (1 + z^2 / n)
+
+    `right` may be fractional: a mean of values within [0, 1] varies no more than a share of the same size.
     """
     share, spread = right / asked, _Z**2 / asked
     centre = (share + spread / 2) / (1 + spread)
     half = _Z * sqrt(share * (1 - share) / asked + spread / (4 * asked)) / (1 + spread)
-    # At the ends the formula gives exactly 0 and 1, rounding aside.
+    # Clamp rounding errors: at p = 0 and p = 1 the bounds are exactly 0 and 1.
     return Estimate(share, min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half)))
 
 
 def bootstrap(values: Sequence[float]) -> Estimate:
-    """The mean of `values`, and the quantiles of the means of 2000 samples drawn from them."""
+    """Return the mean of `values` with the percentile interval of 2000 bootstrap means."""
     known = np.asarray(values, dtype=np.float64)
     draws = np.random.default_rng(_SEED)
     means = [known[draws.integers(len(known), size=len(known))].mean() for _ in range(_RESAMPLES)]
@@ -96,7 +100,7 @@ def bootstrap(values: Sequence[float]) -> Estimate:
 
 
 def mean_of(estimates: Sequence[Estimate]) -> Estimate:
-    """The mean of independent estimates, all weighing the same."""
+    """Return the unweighted mean of independent estimates."""
     count, mean = len(estimates), fmean(part.mean for part in estimates)
     below = sqrt(sum((part.mean - part.low) ** 2 for part in estimates)) / count
     above = sqrt(sum((part.high - part.mean) ** 2 for part in estimates)) / count
@@ -104,8 +108,8 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def pass_at(k: int, samples: int, right: int) -> float:
-    """Chance that one of `k` answers is right, drawn without replacement from `samples` of which `right` are.
+    """Return pass@k: the chance that `k` of `samples` answers, `right` of them correct, include a correct one.
 
-    1 - C(n - c, k) / C(n, k), unbiased for answers drawn independently (arXiv 2107.03374, equation 1).
+    1 - C(n - c, k) / C(n, k), unbiased for independent answers (arXiv 2107.03374, equation 1).
     """
     return 1.0 - comb(samples - right, k) / comb(samples, k)

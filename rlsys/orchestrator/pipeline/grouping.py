@@ -1,6 +1,6 @@
-"""Works out advantages and the weights of late tokens from scored groups. Pure.
+"""Computes advantages, returns and correction weights from scored groups. Pure.
 
-`finish` needs the scores of one group, `over_mini_batch` also the other groups of the mini-batch.
+`finish` needs only the group; `over_mini_batch` computes advantages that depend on the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 
 def finish(group: Group, config: AlgorithmConfig, kl: KlController, mask_of: MaskOf = trained_tokens) -> Group:
-    """The scored group with advantages, the critic's returns, and the weights of its tokens.
+    """Return the scored group with advantages, critic returns and correction weights.
 
-    `kl` weights the KL term where it is part of the reward; `mask_of` are the tokens that take part in the
-    critic's estimates. Advantages are final unless the config needs the whole mini-batch (`over_mini_batch`).
-    Raises ValueError if a sample was not scored, or if a score of a trained token that is needed is not finite.
+    `kl` holds the coefficient of a KL term in the reward; `mask_of` selects the tokens that enter advantage estimates.
+    Advantages are final unless the config needs the whole mini-batch (`over_mini_batch`). Raises ValueError if a sample
+    lacks a score, or if a trained token has a non-finite one.
     """
     in_reward = config.kl_in is KlPlace.reward and config.kl_coef > 0
     divergences = [_kl(sample, config.kl_estimator) if in_reward else None for sample in group.samples]
@@ -63,11 +63,11 @@ def finish(group: Group, config: AlgorithmConfig, kl: KlController, mask_of: Mas
 
 
 def over_mini_batch(groups: Sequence[Group], config: AlgorithmConfig) -> list[Group]:
-    """Finished groups of one whole mini-batch, with advantages that depend on all of them.
+    """Return the finished groups of one mini-batch with advantages that depend on all of them.
 
-    Raises ValueError for a group that was not finished, or not with a config that needs this.
+    Raises ValueError if a group was not finished by `finish` with a config that needs the whole mini-batch.
     """
-    lacking = "nothing that its group has settled: finish that first"
+    lacking = "no units for batch advantages: call `finish` on its group first"
     units = [[_known(sample, sample.units, lacking) for sample in group.samples] for group in groups]
     return [
         replace(group, samples=tuple(map(_with_advantages, group.samples, found)))
@@ -76,9 +76,10 @@ def over_mini_batch(groups: Sequence[Group], config: AlgorithmConfig) -> list[Gr
 
 
 def mean_kl(groups: Sequence[Group]) -> float | None:
-    """Mean over episodes of their mean KL in the reward, in nats a token; None without an episode that has one.
+    """Mean KL in the reward, in nats per token; None if no episode has a KL term.
 
-    Episodes weigh alike whatever their length, as in Search-R1's code, which steers the KL's weight by this.
+    Mean over episodes of each episode's mean over trained tokens. Episodes weigh alike whatever their length, as in
+    Search-R1, whose adaptive KL coefficient follows this value.
     """
     means = [
         sample.kl_sum / sample.trained_tokens
@@ -90,9 +91,9 @@ def mean_kl(groups: Sequence[Group]) -> float | None:
 
 
 def turns_of(trajectory: Trajectory, mask_of: MaskOf) -> NDArray[np.int32]:
-    """[seq] turn of each token that takes part in estimates, -1 elsewhere.
+    """[seq] turn of each token selected by `mask_of`, -1 elsewhere.
 
-    An observation that takes part belongs to the turn before it, which is the one that asked for it.
+    A selected observation token belongs to the turn that made the tool call.
     """
     before = np.maximum.accumulate(trajectory.turn_of_token).clip(min=0)
     return np.where(mask_of(trajectory), before, np.int32(-1)).astype(np.int32)
@@ -103,7 +104,7 @@ def _with_advantages(sample: Sample, advantages: NDArray[np.float64]) -> Sample:
 
 
 def _kl(sample: Sample, estimator: KlEstimator) -> NDArray[np.float64]:
-    """[seq] KL to the reference policy of trained tokens, 0 elsewhere."""
+    """[seq] KL to the reference policy at trained tokens, 0 elsewhere."""
     policy = _known(sample, sample.old_logprobs, "no log-probs of the policy: score it first")
     lacking = "no log-probs of the reference policy to take a KL off its reward"
     reference, mask = _known(sample, sample.ref_logprobs, lacking), sample.trajectory.loss_mask
@@ -114,7 +115,7 @@ def _kl(sample: Sample, estimator: KlEstimator) -> NDArray[np.float64]:
 
 
 def _known(sample: Sample, value: T | None, lacking: str) -> T:
-    """`value`, which is None where an earlier stage is missing; raises ValueError that names the sample then."""
+    """Return `value`. Raises ValueError naming the sample if it is None, because an earlier stage did not run."""
     if value is None:
         trajectory = sample.trajectory
         raise ValueError(f"Sample {trajectory.sample} of {trajectory.question_uid} has {lacking}.")

@@ -1,7 +1,7 @@
 """Moves prompt groups from prompt to training batch: rollout, reward, scoring, hand-over.
 
-The scheduler decides, this module acts: it starts and cancels episodes, has finished groups rewarded and scored, returns
-prompts of dropped groups to the source, and hands scored groups to the learners.
+The scheduler decides and this module acts. It starts and cancels episodes, and calls the reward and the scorer on
+finished groups. It returns prompts of dropped groups to the source and hands scored groups to the learners.
 
     prompt source -> roll out -> reward -> score -> take     the driver trains, closes the step, publishes the version
                      engines     CPU       Megatron
@@ -18,7 +18,7 @@ Invariants:
 - After `run`, every prompt is trained, dropped for good, or back in the source.
 - A pipeline that resumed from a state and has not run yet returns that same state.
 
-Depends on asyncio alone, so tests run it under a virtual clock and any interleaving.
+Depends on asyncio alone: tests run it under a virtual clock and in any interleaving.
 """
 
 from __future__ import annotations
@@ -49,23 +49,24 @@ from rlsys.rollout.agent.tokens import EpisodeProgress
 from rlsys.weights.checkpoint.state_file import KEY
 
 MOST_LOSSES = 3
-"""A question whose group was lost so often is not asked again before the next epoch, and then once: it may be
-what kills the engines."""
+"""Losses after which a prompt is no longer returned to the source: it may be killing the engines.
+
+The next epoch tries it once; each further loss ends it for that epoch."""
 SCORES = {"inference": "log-probs", "critic": "values"}
-"""Group that scores -> what it computes."""
+"""Scoring group -> name of its scores in status lines."""
 
 
 class Loss(StrEnum):
-    """Why a group was given up."""
+    """Reason for giving up a group."""
 
     engine_died = "engine_died"
-    """Twice."""
+    """Two engines died while they generated it."""
     timeout = "timeout"
-    """Its engine lives, but has not returned it."""
+    """A live engine did not return it in time."""
 
 
 class GroupLost(RunError):
-    """A group will not be finished, while the run can go on: it is dropped and its prompt asked again."""
+    """One group failed while the run can continue: the pipeline drops it and usually retries its prompt."""
 
     def __init__(self, uid: str, reason: Loss, detail: str) -> None:
         super().__init__(f"the group of question {uid} is lost ({reason}): {detail}.")
@@ -74,34 +75,34 @@ class GroupLost(RunError):
 
 
 class GroupGenerator(Protocol):
-    """The rollout group."""
+    """Generates the episodes of prompt groups; implemented by the engine pool."""
 
     @property
     def capacity(self) -> int:
-        """Groups that may be generated at a time; fewer when engines die, and with the last `run_group` raises."""
+        """Number of groups that can be generated at a time. It shrinks when engines die; at 0, `run_group` raises."""
 
     @property
     def waits_for(self) -> str:
-        """What all that is under way waits for, as far as is known; empty where some of it is generated."""
+        """Tools that all episodes in flight wait for, for the status line; empty if some generate, or if unknown."""
 
     async def run_group(
         self, question: Question, prompt_group: int, begun: Sequence[EpisodeProgress] = ()
     ) -> list[Trajectory]:
-        """All episodes of one question, those of them that were `begun` earlier from where they were.
+        """Return all episodes of `question`, resuming the partial episodes in `begun`.
 
-        Raises GroupLost if they cannot be had; frees all on cancellation.
+        Raises GroupLost if the group fails. Cancellation ends its episodes and frees their slots.
         """
 
     async def in_flight(self) -> Mapping[int, tuple[EpisodeProgress, ...]]:
-        """By prompt group: what is begun of each group that is being generated, for a later `run_group` to go on from."""
+        """Prompt group number -> progress of its unfinished generation, to pass to a later `run_group` as `begun`."""
 
 
 class SampleScorer(Protocol):
-    """The inference group, and the critic where there is one."""
+    """Computes log-probs, and values where a critic is trained."""
 
     @property
     def groups(self) -> Sequence[str]:
-        """Names of those that have to be on the devices."""
+        """Worker groups that must be on the devices for `compute`."""
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
         """Log-probs and values in the order of `samples`."""
@@ -111,58 +112,60 @@ class Prompts(Protocol):
     """The prompt source."""
 
     def next(self) -> Question:
-        """The next question."""
+        """Return the next question."""
 
     def give_back(self, question: Question) -> None:
-        """Ask it again."""
+        """Return `question` to the source, which hands it out again."""
 
     def state(self) -> SourceState:
-        """What a resumed run needs to go on with the same prompts."""
+        """Return the cursor from which a resumed run continues with the same prompts."""
 
 
 class Devices(Protocol):
-    """Who may use the devices, where groups share them."""
+    """Moves colocated groups on and off the devices that they share."""
 
     async def need(self, *groups: str) -> None:
-        """Make room for `groups` and bring them in; returns at once if they are in."""
+        """Bring `groups` onto the devices, after other groups have left them; no-op for groups that are there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handlers:
-    """What is done to a group on its way."""
+    """Callbacks that process a prompt group."""
 
     reward: Callable[[Question, Sequence[Trajectory]], Awaitable[Group]]
-    """Once its episodes are done. It may take long, and is cancelled where the group is dropped meanwhile."""
+    """Rewards finished episodes. May be slow; cancelled if the group is dropped meanwhile."""
     finish: Callable[[Group], Group]
-    """Advantages, and weights of off-policy tokens, once it is scored. A pure function."""
+    """Adds advantages and correction weights to a scored group. Pure."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreBatchSize:
-    """How many groups the scorer takes at a time."""
+    """Bounds on the number of groups that the scorer takes at a time."""
 
     least: float
-    """It waits for so many, or until all rollouts are rewarded and none may begin; infinity is the latter."""
+    """The scorer blocks until so many are rewarded, or until nothing rolls out and no group may be admitted.
+
+    Infinity always waits for the latter."""
     most: int
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineState:
-    """All that is under way between two steps. The rest is by number of prompt group."""
+    """State of the pipeline between two steps. Integer keys are prompt group numbers."""
 
     scheduler: SchedulerState = field(metadata={KEY: "ledger"})
     losses: Mapping[str, int]
-    """Question -> how often its group was lost."""
+    """Question id -> number of times that its group was lost."""
     begun: Mapping[int, tuple[EpisodeProgress, ...]]
-    """What there is of groups that roll; all episodes of those that are being rewarded."""
+    """Partial episodes of rolling groups; complete ones of groups being rewarded."""
     rolled: Mapping[int, Group]
-    """Rewarded, in the order in which they are to be scored."""
+    """Rewarded groups, in scoring order."""
     scored: Mapping[int, Group]
-    """To be taken."""
+    """Scored groups, in the order in which they are taken."""
 
 
 class _Scored(NamedTuple):
-    """A group that may be taken, in the order of taking. One that was dropped meanwhile is passed over."""
+    """Scored group, sorted in the order of taking. `take` skips it if it was dropped meanwhile."""
 
     oldest: int
     number: int
@@ -171,7 +174,7 @@ class _Scored(NamedTuple):
 
 
 class RolloutPipeline:
-    """The way of a group from its prompt to the actor."""
+    """Moves prompt groups from the prompt source to the learners."""
 
     def __init__(
         self,
@@ -184,23 +187,23 @@ class RolloutPipeline:
         devices: Devices,
         state: PipelineState | None = None,
     ) -> None:
-        """With a `state`, whose prompt groups the scheduler then has, goes on from it."""
+        """Continue from `state` if given; `scheduler`, which must be new, resumes from it too."""
         self.scheduler = scheduler
         self.prompts, self._generator, self._scorer = prompts, generator, scorer
         self._handlers, self._batch_size, self._devices = handlers, score_batch_size, devices
         self._scoring_stages = {
             SCORES[group]: "critic.values" if group == "critic" else group for group in scorer.groups
         }
-        """What is computed -> the stage that reports it."""
+        """Name of the scores -> status stage that reports them."""
         self._rolling: dict[PromptGroup, asyncio.Task[None]] = {}
-        """Until the task has ended, which is later than the prompt group if it was cancelled."""
+        """Tasks that have not ended. A cancelled task outlives its prompt group's stage `rolling`."""
         self._rewarding: dict[PromptGroup, Sequence[Trajectory]] = {}
-        """Of them, those whose episodes are done."""
+        """Groups in `_rolling` with all episodes done -> their trajectories."""
         self._begun: dict[PromptGroup, Sequence[EpisodeProgress]] = {}
-        """What each of them went on from."""
+        """Partial episodes that each task resumed from."""
         self._again: OrderedDict[PromptGroup, Sequence[EpisodeProgress]] = OrderedDict()
-        """Rolling prompt groups of a resumed state that have no task yet, and what they will go on from."""
-        # Not a dict: that finds its first key ever more slowly, the more were removed before it.
+        """Rolling groups of a resumed state without a task yet -> partial episodes to resume from."""
+        # Not a dict: finding the first key of a dict slows down with the number of keys removed before it.
         self._rolled: OrderedDict[PromptGroup, Group] = OrderedDict()
         self._scoring: Sequence[tuple[PromptGroup, Group]] = ()
         self._scored: list[_Scored] = []
@@ -211,10 +214,10 @@ class RolloutPipeline:
             self._resume(state)
 
     def state(self, begun: Mapping[int, Sequence[EpisodeProgress]]) -> PipelineState:
-        """What is under way now; `begun` is what the generator said of it a moment ago.
+        """Return the current state; `begun` is a recent result of the generator's `in_flight`.
 
-        In between, prompt groups may have come, gone on or gone: what they have become by now counts, and `begun` for those
-        alone whose episodes still run. Raises RuntimeError in the middle of a step.
+        Groups may have been admitted, rewarded or dropped since that call. Their current stage counts; `begun` is used
+        only for groups whose episodes still run. Raises RuntimeError during a step.
         """
         scheduler = self.scheduler.state()
         rolling = [prompt_group for prompt_group in self.scheduler.outstanding if prompt_group.stage is Stage.rolling]
@@ -237,8 +240,8 @@ class RolloutPipeline:
         )
 
     async def run(self) -> None:
-        """Roll and score until `stop`. However it ends, outstanding prompt groups are dropped, their prompts given back."""
-        self._sweep()  # A run that resumes may have been given fewer steps.
+        """Generate and score until `stop`. On any exit, drop outstanding groups and return their prompts."""
+        self._sweep()  # A resumed run may have a lower `trainer.steps`.
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._roll_all(tasks))
@@ -248,9 +251,9 @@ class RolloutPipeline:
             status.show("waits for the end of the run", "rollout", *self._scoring_stages.values())
 
     async def take(self, most: int, *stages: str) -> list[Group]:
-        """Wait for a scored group, then take what is there, oldest first, at most `most`, which is at least 1.
+        """Block until a group is scored, then return up to `most` scored groups, oldest first; `most` is at least 1.
 
-        `stages` report what they wait for. Raises RuntimeError after `stop`.
+        The status `stages` show the cause of the wait. Raises RuntimeError after `stop`.
         """
         groups: list[Group] = []
         while not groups:
@@ -259,7 +262,7 @@ class RolloutPipeline:
                 lambda: status.show(f"waits for {self._behind()}", *stages),
             )
             if self._stopping:
-                raise RuntimeError("A group was waited for after the pipeline was stopped.")
+                raise RuntimeError("No group can be taken: the pipeline has been stopped.")
             while self._scored and len(groups) < most:
                 first = heappop(self._scored)
                 if first.prompt_group.stage is Stage.ready:
@@ -269,23 +272,26 @@ class RolloutPipeline:
         return groups
 
     def close_step(self) -> None:
-        """The optimiser has stepped. This dooms nothing: who had no place but in that step went when it was full."""
+        """Close the step after its last optimiser step.
+
+        No group becomes unschedulable here: `take` already dropped those whose only place was in this step.
+        """
         self.scheduler.close_step()
         self._show_rollouts()
 
     def publish(self, version: int) -> None:
-        """Every engine has `version`: more may be rolled. A version that is published already changes nothing."""
+        """Record that every rolling engine has `version`, and admit groups for it. Idempotent."""
         if version > self.scheduler.published:
             self.scheduler.publish(version)
         self._changed.set()
 
     def show_rollouts(self) -> None:
-        """Tell again what rollouts do, as long as there are some: what they wait for changes without the pipeline."""
+        """Refresh the rollout status while groups roll: the generator's `waits_for` changes without an event here."""
         if self._rolling and not self._stopping:
             self._show_rollouts()
 
     def stop(self) -> None:
-        """End `run`. A step under way is not closed any more: its prompts are given back too."""
+        """End `run`. A step in progress is never closed; its prompts return to the source too."""
         self._stopping = True
         self._end((prompt_group, Reason.end) for prompt_group in self.scheduler.outstanding)
 
@@ -315,7 +321,7 @@ class RolloutPipeline:
                     prompt_group, begun = self.scheduler.admit(self.prompts.next()), ()
                 self._begun[prompt_group] = begun
                 self._rolling[prompt_group] = task = tasks.create_task(self._roll(prompt_group, begun))
-                # Not the task's own activity: one that is cancelled before its first turn does nothing at all.
+                # A callback, not a `finally` in `_roll`: a task cancelled before it starts never runs its body.
                 task.add_done_callback(partial(self._ended, prompt_group))
 
     async def _roll(self, prompt_group: PromptGroup, begun: Sequence[EpisodeProgress]) -> None:
@@ -370,7 +376,7 @@ class RolloutPipeline:
         self._changed.set()
 
     def _may_roll(self) -> bool:
-        # With no engine left one group is asked for all the same: the error that this raises ends the run.
+        # With no engine left, still start one group: `run_group` then raises the error that ends the run.
         room = max(1, self._generator.capacity) - (len(self._rolling) - len(self._rewarding))
         return not self._stopping and room > 0 and (bool(self._again) or self.scheduler.may_admit())
 
@@ -392,17 +398,17 @@ class RolloutPipeline:
             status.show("waits for weight sync" if trained else "waits for training", "rollout")
 
     def _behind(self) -> str:
-        """What the next group that can be taken is still at."""
+        """Stage blocking the next trainable group."""
         if self._scoring:
             return " and ".join(self._scoring_stages) or "scores"
         return "rewards" if self._rolling and len(self._rolling) == len(self._rewarding) else "rollouts"
 
     def _sweep(self) -> None:
-        """Drop what can no longer be trained."""
+        """Drop unschedulable groups."""
         self._end(self.scheduler.unschedulable())
 
     def _end(self, found: Iterable[tuple[PromptGroup, Reason]]) -> None:
-        """Drop prompt groups, and end their episodes if they still run."""
+        """Drop prompt groups and cancel their running episodes."""
         for prompt_group, reason in found:
             self._drop(prompt_group, reason)
             if prompt_group in self._rolling:
@@ -421,9 +427,9 @@ class RolloutPipeline:
             self.prompts.give_back(prompt_group.question)
 
     async def _until(self, holds: Callable[[], bool], show: Callable[[], None] = lambda: None) -> None:
-        """Wait until `holds`, which changes with `_changed` alone. Any number may wait: each is woken each time.
+        """Block until `holds()`, calling `show` before each wait.
 
-        `show` is called whenever it has still to wait.
+        `holds` may become true only when `_changed` is set, which wakes all waiters.
         """
         while not holds():
             show()

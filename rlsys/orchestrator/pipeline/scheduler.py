@@ -3,26 +3,28 @@
 A prompt group is one attempt at one prompt: its n episodes, from admission to training.
 
     admit -> rolling -> ready -> taken -> trained     a step takes `groups_per_step` groups, then closes
-                \\---------\\-------\\---> dropped      with a reason; most reasons return the prompt to the source
+                |         |        |
+                +---------+--------+----> dropped     with a reason; most reasons return the prompt to the source
 
-Versions count closed steps: step s trains from version s to version s + 1, and `published` is the newest version that
-every engine has. The staleness of a group is the actor's version minus the version of the group's oldest token. A group
-may be trained in any step up to `max_staleness` after its oldest token's version.
+Versions count closed steps. Step s, counted from 0, trains from version s to version s + 1. `published` is the newest
+version that every rolling engine has. The staleness of a group is the actor's version minus the version of the group's
+oldest token. A group may be trained in any step from the actor's version to `max_staleness` after its oldest token's
+version.
 
 Example: two groups a step, `max_staleness=1`, the actor at version 3.
 
-    g0, g1  ready, oldest token 2   fill step 3, the last step that may train them
-    g2      ready, oldest token 2   no step is left: unschedulable, dropped as surplus, its prompt returned
-    g3      ready, oldest token 3   may be trained in step 3 or 4, and has a place in step 4
+    g0, g1  ready, oldest token 2     have places in step 3, the last step that may train them
+    g2      rolling since version 2   no place is left: unschedulable, dropped as surplus, its prompt returned
+    g3      ready, oldest token 3     may be trained in step 3 or 4, and has a place in step 4
 
 Invariants, derived in docs/pipeline.md:
 - A prompt group is either trained or dropped, exactly once.
 - A group is taken only while its staleness is at most `max_staleness`.
 - At most (max_staleness + 1) x groups_per_step + spare prompt groups are outstanding.
 - Once unschedulable groups are dropped, every ready group fits into some step.
-- While nothing is taken, dropped or published, admission stops: rollouts cannot run ahead without bound.
+- Admission stops while nothing is taken, dropped or published: rollouts cannot run ahead without bound.
 - A step can always be filled: a drop makes room for a new prompt group.
-- A scheduler restored from a state makes the same decisions as the one that saved it.
+- A scheduler that resumes from a state makes the same decisions as the one that saved it.
 """
 
 from __future__ import annotations
@@ -40,51 +42,51 @@ from rlsys.errors import RunError
 
 
 class Stage(StrEnum):
-    """Where a prompt group is."""
+    """Stage of a prompt group."""
 
     rolling = "rolling"
-    """Its episodes run."""
+    """Episodes run or are being rewarded."""
     ready = "ready"
-    """Its episodes are done; it is scored or waits to be trained."""
+    """Rewarded; being scored or waiting to be trained."""
     taken = "taken"
-    """Its gradient belongs to the step under way."""
+    """Part of the step in progress."""
     trained = "trained"
     dropped = "dropped"
 
 
 class Reason(StrEnum):
-    """Why a prompt group was dropped."""
+    """Reason for dropping a prompt group."""
 
     stale = "stale"
-    """Too old: the last step that might have trained it is full or closed."""
+    """Too old: the last step that could train it is full or closed."""
     surplus = "surplus"
-    """Others came first: ready groups fill the steps that might have trained it."""
+    """Too many: other ready groups fill the steps that could train it."""
     no_spread = "no_spread"
-    """All its rewards are equal."""
+    """All episodes earned the same."""
     lost = "lost"
-    """Its engine died twice, or never answered."""
+    """Two engines died under it, or an engine never returned it."""
     end = "end"
-    """The run ended before its turn, or before its step was closed."""
+    """The run ended before the group's step was closed."""
 
 
 GIVEN_BACK = frozenset({Reason.stale, Reason.surplus, Reason.lost, Reason.end})
-"""Reasons that say nothing about the prompt: it is asked again."""
+"""Reasons that return the prompt to the source: the prompt itself is sound."""
 
 
 @dataclass(slots=True, eq=False)
 class PromptGroup:
-    """One try at one prompt."""
+    """One attempt at one prompt."""
 
     number: int
     question: Question
     oldest: int
-    """No token of the group is of an older version; exact once the group is ready."""
+    """Version of the oldest token; a lower bound until the group is ready."""
     stage: Stage = Stage.rolling
 
 
 @dataclass(frozen=True, slots=True)
 class PromptGroupState:
-    """A prompt group, as it is saved."""
+    """Saved form of a prompt group."""
 
     number: int
     question: Question
@@ -93,38 +95,38 @@ class PromptGroupState:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerState:
-    """The scheduler's state between two steps; every prompt group that is open then rolls or is ready."""
+    """Scheduler state between two steps, when every outstanding prompt group is rolling or ready."""
 
     version: int
     published: int
     admitted: int
-    """Prompt groups so far, hence the number of the next."""
+    """Prompt groups admitted so far; also the next group's number."""
     replaced: int
-    """Groups without spread that were dropped for the step to come."""
+    """Groups already dropped as `no_spread` for the next step."""
     dropped: Mapping[Reason, int]
     rolling: tuple[PromptGroupState, ...]
-    """By number."""
+    """Rolling groups, sorted by number."""
     ready: tuple[PromptGroupState, ...]
-    """Those of one version in the order in which they became ready, which is the order of their claims."""
+    """Ready groups by oldest version; within one version, in the order in which they became ready."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A prompt group that has ended."""
+    """Outcome of a prompt group."""
 
     number: int
     uid: str
-    """The question's."""
+    """Id of the question."""
     end: Stage | Reason
-    """`Stage.trained`, or why it was dropped."""
+    """`Stage.trained`, or the reason for the drop."""
 
 
 class StalenessScheduler:
-    """Schedules prompt groups under a staleness bound: admits, follows and closes them.
+    """Schedules prompt groups under a staleness bound: admits, places, drops and trains them.
 
-    `oversample` prompt groups are started for each that a step lacks; `max_replaced` groups without spread are
-    replaced in a step, further ones are trained (0 replaces none). After `steps` steps nothing is trained, so
-    nothing is rolled for later ones; None is without end.
+    `oversample` (at least 1) adds ceil(oversample x groups_per_step) - groups_per_step spare groups in flight. A step
+    drops and replaces up to `max_replaced` groups without spread and trains further ones; 0 replaces none. `steps` is
+    the total number of steps, None for no limit: no group is admitted for a later step.
     """
 
     def __init__(
@@ -142,10 +144,10 @@ class StalenessScheduler:
                 raise ValueError(f"A scheduler needs {name} >= {bound}, not {value}.")
         self.groups_per_step = groups_per_step
         self.max_staleness = max_staleness
-        # The decimal that was written, not the float next to it: 1.1 of 110 groups are 121, not 122.
+        # Exact decimal: 1.1 x 110 groups are 121; the nearest float would give 122.
         self.spare = ceil(Fraction(str(oversample)) * groups_per_step) - groups_per_step
         self.version = 0
-        """The actor's: how many steps were closed."""
+        """Weight version of the actor: the number of closed steps."""
         self.published = 0
         self.dropped: Counter[Reason] = Counter()
         self._max_replaced = max_replaced
@@ -157,10 +159,11 @@ class StalenessScheduler:
         self._ended: list[Ended] = []
 
     def state(self) -> SchedulerState:
-        """The state, for another scheduler of the same settings to `resume`. Raises RuntimeError in the middle of a step."""
+        """Return the state for `resume` in a scheduler with the same settings. Raises RuntimeError during a step."""
         if self._taken:
             raise RuntimeError(
-                f"The state of step {self.version} was asked for after it had taken {len(self._taken)} groups."
+                f"The state can be saved only between two steps, but step {self.version} has taken "
+                f"{len(self._taken)} groups."
             )
         by_number = sorted(self._rolling.prompt_groups(), key=lambda prompt_group: prompt_group.number)
         return SchedulerState(
@@ -174,7 +177,7 @@ class StalenessScheduler:
         )
 
     def resume(self, state: SchedulerState) -> None:
-        """Go on from `state`; its prompt groups are outstanding. Only for a scheduler that has admitted nothing yet."""
+        """Continue from `state`: its prompt groups become outstanding. Call it before admitting any group."""
         self.version, self.published = state.version, state.published
         self._admitted, self._replaced = state.admitted, state.replaced
         self.dropped = Counter(state.dropped)
@@ -186,56 +189,56 @@ class StalenessScheduler:
                 buckets.add(PromptGroup(one.number, one.question, one.oldest, stage))
 
     def ended(self) -> list[Ended]:
-        """Prompt groups that have ended since this was last asked, in order. The state does not hold them: ask first."""
+        """Return, in order, and forget the groups ended since the last call. `state` omits them: call this first."""
         ended, self._ended = self._ended, []
         return ended
 
     @property
     def outstanding(self) -> list[PromptGroup]:
-        """Prompt groups that are neither trained nor dropped, in the order of their admission."""
+        """Prompt groups neither trained nor dropped, in order of admission."""
         held = [*self._rolling.prompt_groups(), *self._ready.prompt_groups(), *self._taken.values()]
         return sorted(held, key=lambda prompt_group: prompt_group.number)
 
     @property
     def outstanding_count(self) -> int:
-        """How many prompt groups are neither trained nor dropped."""
+        """Number of prompt groups neither trained nor dropped."""
         return self._rolling.count + self._ready.count + len(self._taken)
 
     @property
     def lacking(self) -> int:
-        """Groups that the step under way has still to take."""
+        """Number of groups that the current step still has to take."""
         return self.groups_per_step - len(self._taken)
 
     def may_admit(self) -> bool:
-        """Whether a prompt group may begin now, so that it could be trained in time.
+        """Return True if a prompt group admitted now could still be trained.
 
-        Groups of the published version are of use up to step published + max_staleness. Of the places up to
-        there, those of ready groups are gone; the rest may be rolled for.
+        Such a group may be trained up to step published + max_staleness. Ready groups occupy places in those steps. Up
+        to (remaining places + spare) groups may roll.
         """
         places = self._places(self.published) - self._ready.count
         return places > 0 and self._rolling.count < places + self.spare
 
     def admit(self, question: Question) -> PromptGroup:
-        """Begin a prompt group. Raises RuntimeError where `may_admit` says no."""
+        """Admit a prompt group for `question`. Raises RuntimeError unless `may_admit`."""
         if not self.may_admit():
-            raise RuntimeError(f"Question {question.uid} was admitted although there is no place for it.")
+            raise RuntimeError(f"Question {question.uid} cannot be admitted: no step has a place for it.")
         prompt_group = PromptGroup(self._admitted, question, self.published)
         self._admitted += 1
         self._rolling.add(prompt_group)
         return prompt_group
 
     def finish_rolling(self, prompt_group: PromptGroup, oldest: int | None, has_spread: bool) -> Reason | None:
-        """End the episodes of a prompt group; `oldest` is the version of its oldest token if one is known.
+        """Mark a rolling group as ready and return None, or return the reason for which the caller must drop it.
 
-        Returns why it has to be dropped; None if it is now ready. Raises RunError for a token of a version that
-        no engine had any more when the prompt group began.
+        `oldest` is the version of its oldest token, None if unknown. Raises RunError if a token is older than the
+        version published at admission: no engine had such weights any more.
         """
         self._require(prompt_group, Stage.rolling)
         oldest = prompt_group.oldest if oldest is None else oldest
         if oldest < prompt_group.oldest:
             raise RunError(
-                f"a rollout engine has answered question {prompt_group.question.uid} with version {oldest} of the policy, "
-                f"although it had confirmed version {prompt_group.oldest} before it was asked."
+                f"a rollout engine generated tokens of question {prompt_group.question.uid} with version {oldest} of "
+                f"the policy, although it had activated version {prompt_group.oldest} before the request."
             )
         if not has_spread and self._replaced < self._max_replaced:
             return Reason.no_spread
@@ -245,10 +248,10 @@ class StalenessScheduler:
         return None
 
     def unschedulable(self) -> list[tuple[PromptGroup, Reason]]:
-        """Prompt groups that will not be trained, to be dropped.
+        """Return the prompt groups that no step can train, each with the reason to drop it.
 
-        Places go to ready groups, oldest first. A ready group that gets none is unschedulable, the last to become
-        ready first; and a rolling prompt group for which those as old or older leave none.
+        Places go to ready groups, oldest first, within a version in the order in which they became ready. A ready group
+        without a place is unschedulable. So is a rolling group if ready groups as old or older leave it no place.
         """
         found: list[tuple[PromptGroup, Reason]] = []
         placed = 0
@@ -265,24 +268,21 @@ class StalenessScheduler:
         return found
 
     def take(self, prompt_group: PromptGroup) -> None:
-        """Let the step under way train a prompt group.
-
-        Raises RuntimeError if the step has all its groups, or if the group is too old for it.
-        """
+        """Add a ready group to the current step. Raises RuntimeError if the step is full or the group is too old."""
         self._require(prompt_group, Stage.ready)
         if not self.lacking:
             raise RuntimeError(f"Step {self.version} has its {self.groups_per_step} groups already.")
         if self.version - prompt_group.oldest > self.max_staleness:
             raise RuntimeError(
-                f"Step {self.version} would train a token of version {prompt_group.oldest}, older than the "
-                f"{self.max_staleness} versions that it may be."
+                f"Step {self.version} would train a token of version {prompt_group.oldest}, which exceeds "
+                f"max_staleness={self.max_staleness}."
             )
         self._ready.remove(prompt_group)
         prompt_group.stage = Stage.taken
         self._taken[prompt_group.number] = prompt_group
 
     def drop(self, prompt_group: PromptGroup, reason: Reason) -> None:
-        """End a prompt group that is not going to be trained."""
+        """Drop an outstanding prompt group."""
         self._require(prompt_group, Stage.rolling, Stage.ready, Stage.taken)
         if prompt_group.stage is Stage.rolling:
             self._rolling.remove(prompt_group)
@@ -296,9 +296,9 @@ class StalenessScheduler:
         self._replaced += reason is Reason.no_spread
 
     def close_step(self) -> None:
-        """The optimiser has stepped on all that was taken. Raises RuntimeError if groups are lacking."""
+        """Mark the taken groups as trained and advance the version. Raises RuntimeError if the step is not full."""
         if self.lacking:
-            raise RuntimeError(f"Step {self.version} is closed although it lacks {self.lacking} groups.")
+            raise RuntimeError(f"Step {self.version} cannot be closed: it lacks {self.lacking} groups.")
         for prompt_group in self._taken.values():
             prompt_group.stage = Stage.trained
             self._ended.append(Ended(prompt_group.number, prompt_group.question.uid, Stage.trained))
@@ -307,15 +307,19 @@ class StalenessScheduler:
         self.version += 1
 
     def publish(self, version: int) -> None:
-        """Every engine has `version` now. Raises RuntimeError for one that is not newer, or does not exist yet."""
+        """Record that every rolling engine has `version`.
+
+        Raises RuntimeError unless it is newer than the published version and at most the actor's.
+        """
         if not self.published < version <= self.version:
             raise RuntimeError(
-                f"Version {version} was published after {self.published}, while the actor has {self.version}."
+                f"Version {version} cannot be published: the published version is {self.published}, the actor's is "
+                f"{self.version}."
             )
         self.published = version
 
     def _places(self, oldest: int) -> int:
-        """Places left for a group whose oldest token is of version `oldest`; below 1 for one that is too old."""
+        """Places left in the steps that may train a group with oldest token version `oldest`; 0 or less if too old."""
         end = oldest + self.max_staleness + 1
         if self._steps is not None:
             end = min(end, self._steps)
@@ -333,11 +337,11 @@ def _saved(prompt_group: PromptGroup) -> PromptGroupState:
 
 
 class _VersionBuckets:
-    """Prompt groups by the version of their oldest token: few versions, so that no decision walks over all of them."""
+    """Prompt groups bucketed by the version of their oldest token, so that a decision visits few versions."""
 
     def __init__(self) -> None:
         self.by_oldest: dict[int, dict[int, PromptGroup]] = {}
-        """In the order in which they were added; no version without one."""
+        """Version -> groups by number, in the order in which they were added; no empty bucket."""
         self.count = 0
 
     def add(self, prompt_group: PromptGroup) -> None:

@@ -1,9 +1,8 @@
-"""The metrics of a step, from the groups that were trained. Pure.
+"""Computes the metrics of a step from its trained groups. Pure.
 
-docs/metrics.md says what each means and what other systems call it; a test keeps the two together. A metric of something
-that a run does not have (values without a critic, a divergence without a reference) is left out. Names are those of
-Search-R1 and veRL where they have one, so `critic/score`, `critic/rewards` and `critic/advantages` are there without a
-critic too.
+docs/metrics.md defines each metric and its name in other systems; a test keeps both in step. Metrics that do not apply
+are left out: values without a critic, divergences without a reference policy. Names follow Search-R1 and veRL, so
+`critic/score`, `critic/rewards` and `critic/advantages` exist without a critic too.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from rlsys.orchestrator.rewards.reward import count_answer_tags
 from rlsys.trainer.batches import Flops
 
 _TRAINING_PASSES = 3
-"""A forward pass, and a backward pass of twice its operations."""
+"""Training cost in forward passes: one forward, and a backward that costs two."""
 
 
 def step_metrics(groups: Sequence[Group], version: int, level: CorrectionLevel, answer_tag: str) -> dict[str, float]:
-    """All metrics of the groups of a step, as flat keys.
+    """Return all metrics of a step's groups by name.
 
-    `version` is the policy that was trained, `level` that of the off-policy weights where there are any. There is at
-    least one group, and no group is empty.
+    `version` is the weight version that was trained, `level` the level of the correction weights. Requires at least one
+    group, and no empty group.
     """
     samples = _samples(groups)
     trajectories = [sample.trajectory for sample in samples]
@@ -55,10 +54,10 @@ def step_metrics(groups: Sequence[Group], version: int, level: CorrectionLevel, 
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards of episodes, their parts term by term, and exact match of the same episodes whatever the reward is.
+    """Return rewards of episodes, the mean of each reward term, and exact match whatever the reward is.
 
-    Where a KL term is taken off the rewards, `critic/kl` is that KL in nats a token, episodes weighing alike,
-    `critic/kl_coef` its weight, and `critic/rewards` is what it leaves of an episode's reward.
+    With a KL term in the reward, `critic/kl` is `mean_kl`, `critic/kl_coef` its coefficient, and `critic/rewards` the
+    rewards less the KL penalty.
     """
     samples = _samples(groups)
     terms = sorted({term for sample in samples for term in sample.parts})
@@ -80,7 +79,10 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def advantage_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Advantages over all trained tokens; `zero_share` of them teach nothing. Nothing without a trained token."""
+    """Return statistics of advantages over all trained tokens; empty without trained tokens.
+
+    `zero_share` is the share of tokens without a learning signal.
+    """
     (advantages,) = _trained(samples, "advantages")
     if not advantages.size:
         return {}
@@ -92,9 +94,9 @@ def advantage_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def critic_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Returns and values over all trained tokens, and how much of the returns the values explain.
+    """Return statistics of returns and values over trained tokens, and the explained variance; empty without a critic.
 
-    The values are those before the step's updates. Nothing without a critic.
+    Values are from before the step's updates.
     """
     values, returns = _trained(samples, "values", "returns")
     if not values.size:
@@ -107,19 +109,19 @@ def critic_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def divergence_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """KL(policy || reference), for k5 KL(reference || policy), in nats a trained token, by each estimator.
+    """Return KL(policy || reference) in nats per trained token by each estimator; empty without a reference policy.
 
-    The policy is the one that the updates set out from, whose log-probs are `old_logprobs`. By those estimators alone
-    that differ in value: there k4 is k1, and k3++ is k3. Nothing without a reference.
+    k5 estimates KL(reference || policy). The policy is that of `old_logprobs`, from before the step's updates.
+    Estimators that give equal values appear once: k4 equals k1 here, and k3++ equals k3.
     """
     old, reference = map(torch.from_numpy, _trained(samples, "old_logprobs", "ref_logprobs"))
     return {f"kl/{name}": float(estimate(name, old, reference).mean()) for name in DISTINCT} if len(old) else {}
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """How much the episodes of a question differ: means over groups of shares of 1.
+    """Return diversity within groups, as means over groups of shares in [0, 1].
 
-    Answers are compared as exact match does, over the episodes that gave one; a group without any says nothing.
+    Answers are compared after normalisation, over the episodes with an answer; groups without answers are skipped.
     """
     answered = [answers for group in groups if (answers := _answers(group))]
     responses = [
@@ -134,10 +136,10 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def answer_metrics(groups: Sequence[Group], tag: str) -> dict[str, float]:
-    """Signs that answers are written for the reward, not for the question, as shares of all episodes.
+    """Return signs of reward hacking, as shares of all episodes.
 
-    More than one answer is more than one opening or closing `tag`. The most frequent answer counts if at least two
-    questions got it, for the episodes of one question may well agree.
+    `many_share` counts episodes with more than one opening or more than one closing `tag`. `same_share` is the share of
+    the most frequent answer given to at least two questions; episodes of one question may well agree.
     """
     given: Counter[str] = Counter()
     questions: Counter[str] = Counter()
@@ -153,7 +155,7 @@ def answer_metrics(groups: Sequence[Group], tag: str) -> dict[str, float]:
 
 
 def _episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """What the policy did: actions, searches, ends."""
+    """Return metrics of actions, searches and ends of episodes."""
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     searches = [turn for turn in turns if turn.action is Action.SEARCH]
     valid = [sum(turn.action is not Action.INVALID for turn in one.turns) for one in trajectories]
@@ -175,7 +177,7 @@ def _episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _tool_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """How often each tool that the policy called was called, how many calls failed, and how long they took."""
+    """Return calls per episode, failed calls and mean seconds of each tool that the policy called."""
     called: dict[str, list[Turn]] = defaultdict(list)
     for turn in (turn for trajectory in trajectories for turn in trajectory.turns):
         if turn.action is Action.TOOL and turn.observation:
@@ -191,7 +193,7 @@ def _tool_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _token_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Lengths, what of them is trained, and what is not as it was sampled."""
+    """Return token lengths, shares of trained tokens, and counts of tokens that re-tokenisation changed."""
     prompts = [one.prompt_length for one in trajectories]
     responses = [len(one.tokens) - one.prompt_length for one in trajectories]
     trained = sum(int(one.loss_mask.sum()) for one in trajectories)
@@ -209,11 +211,10 @@ def _token_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """How many versions lie between the policy that sampled a trained token and `version`, the trained one.
+    """Return the staleness of trained tokens: `version`, which is trained, minus the version that sampled them.
 
-    `lag_k` is the share of tokens that are k versions old, for each k up to the oldest. Trained tokens that
-    nothing sampled have no version; they are counted and enter nothing else. Raises ValueError if a token
-    comes from a version after `version`.
+    `lag_k` is the share of tokens with staleness k, for each k up to the maximum. Tokens that were not sampled have no
+    version; only `unversioned_tokens` counts them. Raises ValueError if a token is of a version after `version`.
     """
     trajectories = [sample.trajectory for sample in _samples(groups)]
     versions = np.concatenate([one.versions[one.loss_mask] for one in trajectories])
@@ -232,9 +233,9 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
 
 
 def correction_metrics(groups: Sequence[Group], level: CorrectionLevel) -> dict[str, float]:
-    """What the off-policy weights, taken at `level`, did to the step's tokens; nothing if there are none.
+    """Return the effect of correction weights at `level` on the step's tokens; empty without weights.
 
-    Every metric is over all trained tokens of all samples with weights; `CorrectionStats` defines each.
+    Covers all trained tokens of all samples with weights; `CorrectionStats` defines the metrics.
     """
     stats = [
         measure(old, sample.trajectory.rollout_logprobs, sample.trajectory.loss_mask, weights, level)
@@ -256,7 +257,7 @@ def correction_metrics(groups: Sequence[Group], level: CorrectionLevel) -> dict[
 
 
 def training_flops(groups: Sequence[Group], cost: Flops) -> float:
-    """Floating-point operations that the model needs to train once on `groups`; none for anything done twice."""
+    """Floating-point operations of one training pass on `groups`, without recomputed activations."""
     trajectories = [sample.trajectory for sample in _samples(groups)]
     return _TRAINING_PASSES * sum(cost.of(len(one.tokens), int(one.loss_mask.sum())) for one in trajectories)
 
@@ -266,12 +267,12 @@ def _samples(groups: Sequence[Group]) -> list[Sample]:
 
 
 def _answers(group: Group) -> list[str]:
-    """The normalised answers of the episodes that gave one."""
+    """Normalised answers of the episodes with an answer."""
     return [normalize(answer) for sample in group.samples if (answer := sample.trajectory.answer) is not None]
 
 
 def _extremes(name: str, values: ArrayLike) -> dict[str, float]:
-    """`name`/mean, /max and /min of `values`; nothing of none."""
+    """Return `name`/mean, /max and /min of `values`; empty without values."""
     found = np.asarray(values, dtype=np.float64)
     if not found.size:
         return {}
@@ -279,7 +280,7 @@ def _extremes(name: str, values: ArrayLike) -> dict[str, float]:
 
 
 def _trained(samples: Sequence[Sample], *names: str) -> list[NDArray[np.float64]]:
-    """[trained tokens] of each array called so, in float64, over all samples that have all of them."""
+    """Return one float64 array [trained tokens] per attribute in `names`, over the samples that have all of them."""
     arrays: list[list[NDArray[np.float32]]] = [[np.empty(0, np.float32)] for _ in names]
     for sample in samples:
         found = [getattr(sample, name) for name in names]
@@ -290,9 +291,9 @@ def _trained(samples: Sequence[Sample], *names: str) -> list[NDArray[np.float64]
 
 
 def _logprob_difference(sample: Sample, version: int) -> float:
-    """The largest difference of recomputed and sampled log-probs of the same tokens and the same policy.
+    """Largest absolute difference between old and engine log-probs of one sample; 0 if none are comparable.
 
-    A token that `version` sampled was recomputed by it as well; an older one may not have been.
+    Only tokens sampled by `version` are compared: older ones may have been recomputed with other weights.
     """
     trajectory = sample.trajectory
     if trajectory.tokens_differing or sample.old_logprobs is None:

@@ -1,8 +1,12 @@
-"""The learners' side of a step: gradients accumulate as groups arrive, one optimiser step a mini-batch.
+"""Trains one step: accumulates gradients as groups arrive and takes one optimiser step per mini-batch.
 
-Actor and critic learn side by side from the same groups. Invariants: every learner accumulates every group taken
-once; each optimiser step is taken on as many groups as its mini-batch has. Where scores depend on a learner (a critic's values),
-no optimiser step is taken before all groups of the step are scored: within a step all scores are of the same weights.
+Actor and critic learn in parallel from the same groups.
+
+Invariants:
+- Every learner accumulates every group of the step exactly once.
+- Each optimiser step covers exactly the groups of its mini-batch.
+- With a critic and several mini-batches, no optimiser step precedes the step's last score, so one critic version
+  computes all values of a step.
 """
 
 from __future__ import annotations
@@ -24,41 +28,42 @@ from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
 
 
 class LearnerGroup(Protocol):
-    """The actor, or the critic."""
+    """Actor or critic."""
 
     def enough(self, samples: Sequence[Sample]) -> bool:
-        """Whether `samples` are worth a call: they keep every rank and pipeline stage busy."""
+        """Return True if a call with `samples` keeps every rank and pipeline stage busy."""
 
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
-        """Add the gradient of `samples`; with the `last` of an optimiser step, `apply` comes next."""
+        """Add the gradient of `samples`; `last` marks the final call before `apply`."""
 
     async def apply(self) -> Mapping[str, float]:
-        """Take one optimiser step; the statistics of what was accumulated for it."""
+        """Take one optimiser step; return the statistics of the samples accumulated for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MiniBatches:
-    """The cut of a step into optimiser steps."""
+    """Division of a step into mini-batches."""
 
     sizes: Sequence[int]
-    """Groups of each, in order; their sum is the scheduler's `groups_per_step`."""
+    """Groups in each mini-batch, in order; their sum is the scheduler's `groups_per_step`."""
     whole: Callable[[Sequence[Group]], list[Group]] | None = None
-    """What has to be worked out over a whole mini-batch, for which training then waits; None if nothing has."""
+    """Computation over a whole mini-batch that training must wait for; None if there is none."""
     scored_first: bool = False
-    """No optimiser step comes before the step's last score."""
+    """True if all groups of the step must be scored before its first optimiser step."""
 
 
 def make_scheduler(config: RunConfig) -> StalenessScheduler:
-    """The scheduler of a run that begins."""
+    """Return the scheduler of a new run."""
     curation, groups = config.algorithm.curation, config.trainer.prompts_per_step
     replaced = floor(curation.max_replaced * groups) if curation.drop_no_spread else 0
     return StalenessScheduler(groups, max_staleness(config), curation.oversample, replaced, config.trainer.steps)
 
 
 def score_batch_size(config: RunConfig) -> ScoreBatchSize:
-    """Portions of the log-prob stage: what is there, up to the largest mini-batch.
+    """Batch size of the score loop.
 
-    In sequence it gets the whole step, once all rollouts have ended, aborted ones included.
+    `sequential` scores the whole step once all rollouts have ended, aborted ones included. Other schedules score the
+    groups that are rewarded, up to the largest mini-batch.
     """
     trainer = config.trainer
     if trainer.schedule.kind == "sequential":
@@ -67,7 +72,7 @@ def score_batch_size(config: RunConfig) -> ScoreBatchSize:
 
 
 def mini_batches(config: RunConfig) -> MiniBatches:
-    """The cut of a step into optimiser steps that `config` asks for."""
+    """Return the division of a step into mini-batches for `config`."""
     trainer, algorithm = config.trainer, config.algorithm
     return MiniBatches(
         sizes=mini_batch_sizes(trainer.prompts_per_step, trainer.mini_batches),
@@ -77,7 +82,7 @@ def mini_batches(config: RunConfig) -> MiniBatches:
 
 
 def learning(config: RunConfig, step: int) -> tuple[str, ...]:
-    """Groups that learn in `step`, counted from 1: while the critic warms up, it alone."""
+    """Groups that learn in `step`, counted from 1: the critic alone during its warm-up."""
     if not has_critic(config.algorithm):
         return ("actor",)
     return ("critic",) if step <= config.critic.warmup_steps else ("actor", "critic")
@@ -86,10 +91,9 @@ def learning(config: RunConfig, step: int) -> tuple[str, ...]:
 async def learn(
     pipeline: RolloutPipeline, learners: Mapping[str, LearnerGroup], devices: Devices, cut: MiniBatches
 ) -> tuple[list[Group], list[Mapping[str, float]]]:
-    """Train one step; returns its groups and the statistics of each optimiser step.
+    """Train one step; return its groups and the statistics of each optimiser step.
 
-    `learners` are those that learn in this step, at least one, by the names of their groups; the name and a slash
-    stand before that of each statistic.
+    `learners` maps group names to the groups that learn in this step, at least one. Statistics are named `GROUP/NAME`.
     """
     total = sum(cut.sizes)
     held: list[Group] = []
@@ -97,7 +101,7 @@ async def learn(
     updates: list[Mapping[str, float]] = []
 
     async def take(most: int) -> list[Group]:
-        """At least one scored group, at most `most`, which is at least 1; waits for the first."""
+        """Return 1 to `most` scored groups, blocking until the first arrives; `most` is at least 1."""
         if not held:
             return await pipeline.take(most, *learners)
         taken = held[:most]
@@ -134,7 +138,7 @@ async def learn(
 async def _worth_a_call(
     take: Callable[[int], Awaitable[list[Group]]], learners: Sequence[LearnerGroup], missing: int, cut: MiniBatches
 ) -> list[Group]:
-    """Groups for one call: enough to fill every learner, or all that the mini-batch still lacks."""
+    """Collect groups for one `accumulate`: enough to keep every learner busy, or the rest of the mini-batch."""
     held: list[Group] = []
     samples: list[Sample] = []
     while len(held) < missing:

@@ -1,13 +1,16 @@
-"""The term `judge`: a language model says whether an answer means the same as an accepted one.
+"""Reward term `judge`: a language model decides if an answer means the same as an accepted one.
 
-`Judge.grade` gives 1.0 or 0.0. No answer, or an empty one, is 0 and an exact match is 1; neither is asked. A
-reply that is neither yes nor no is a refusal: 0, counted, and not kept. The same prompt is asked once, also by
-episodes that ask at the same time. An endpoint that does not answer ends the run (RunError): a run must not train
-on made-up zeros.
+    no answer, or an empty one       0.0 without a request.
+    exact match                      1.0 without a request.
+    reply "yes" / "no"               1.0 / 0.0, and cached.
+    any other reply (a refusal)      0.0, counted, not cached.
+    no response after all retries    RunError: the run must not train on invented zeros.
 
-The answer is untrusted: the policy earns by what it makes the judge say. What is filled into the prompt is one
-line of JSON in which quotes, line ends and `<` are escaped, so that it can neither end its quotation nor forge a
-special token of the judge's chat template (`<|im_end|>`). That it may talk the judge round stays possible.
+Concurrent episodes with the same prompt share one request.
+
+The answer is untrusted, because the policy earns reward by influencing the judge. Values are inserted into the prompt
+as one line of JSON with quotes, line ends and `<` escaped. So they cannot end their quotation or forge a special token
+of the judge's chat template (`<|im_end|>`). Persuading the judge stays possible.
 """
 
 from __future__ import annotations
@@ -35,11 +38,11 @@ from rlsys.search.wire import BodyError, Encoding, read_body
 
 _PLACEHOLDER = re.compile("|".join(map(re.escape, JUDGE_PLACEHOLDERS)))
 _THOUGHT_END = "</think>"
-"""What reasoning models put between their reasoning and their reply."""
+"""Separator between reasoning and reply of reasoning models."""
 _MARKER = "Question:"
-"""What the question stands behind in the templates of Search-R1, RLinf and this project."""
+"""Text before the question in the prompt templates of Search-R1, RLinf and this project."""
 _BUSY = (408, 409, 425, 429)
-"""Statuses below 500 after which the same request may be answered."""
+"""Statuses below 500 that are retried."""
 _HINTS = {
     401: "check reward.judge.token_env",
     403: "check reward.judge.token_env",
@@ -47,17 +50,17 @@ _HINTS = {
 }
 _MAX_RETRY_AFTER_S = 60.0
 _KEPT_ALIVE_S = 2.0
-"""Of an idle connection: less than the 5 s after which uvicorn ends it, maybe under a request."""
+"""Idle time after which a connection is closed: below uvicorn's 5 s, which could cut off a new request."""
 _MAX_ANSWER_BYTES = 4 * 1024 * 1024
-"""Largest answer: some hundred thousand tokens. httpx limits its headers to 100 KB."""
+"""Largest response body, enough for some hundred thousand tokens. httpx limits headers to 100 KB."""
 _QUOTED_CHARS = 200
 _PAUSE = wait_exponential_jitter(max=30.0, jitter=0.5)
 
 
 class Judge:
-    """A judge for one event loop; `close` it at the end. `transport` takes the place of the network.
+    """Grades answers on one event loop; call `close` at the end. `transport` replaces the network in tests.
 
-    Raises UserError for a token or a file of verdicts that cannot be used.
+    Raises UserError if the token or the verdict file cannot be used.
     """
 
     def __init__(self, config: JudgeConfig, transport: httpx.AsyncBaseTransport | None = None) -> None:
@@ -66,11 +69,11 @@ class Judge:
         self._verdicts = Verdicts(config.cache_path)
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._counts: Counter[str] = Counter()
-        """Questions asked, cached, refused and answered with yes since the last metrics."""
+        """Verdicts since the last `metrics`: asked, cached, refused and yes."""
         self._seconds = 0.0
 
     async def grade(self, question: Question, answer: str | None) -> float:
-        """1.0 for an answer that means the same as an accepted one. Raises RunError, see the module."""
+        """Return 1.0 if `answer` means the same as an accepted one, else 0.0. Raises RunError if no response comes."""
         if answer is None:
             return 0.0
         if exact_match(answer, question.answers):
@@ -89,7 +92,7 @@ class Judge:
         return float(bool(verdict))
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call: counts, the share of yes among verdicts, and seconds of a question, if there were any."""
+        """Return counts, the share of yes verdicts, and mean seconds per request, since the last call."""
         counts, seconds = self._counts, self._seconds
         self._counts, self._seconds = Counter(), 0.0
         verdicts = counts["asked"] + counts["cached"] - counts["refused"]
@@ -102,7 +105,7 @@ class Judge:
         }
 
     async def close(self) -> None:
-        """End the connections and close the file of verdicts."""
+        """Close the connections and the verdict file."""
         await self._endpoint.close()
         self._verdicts.close()
 
@@ -120,7 +123,7 @@ class Judge:
 
 
 def fill(prompt: str, question: Question, answer: str) -> str:
-    """`prompt` with its placeholders filled in, each once: what is filled in is not looked through again."""
+    """Return `prompt` with its placeholders replaced in one pass: placeholders within inserted values stay."""
     values = {
         "{question}": question.prompt.rpartition(_MARKER)[2].strip(),
         "{answers}": list(question.answers),
@@ -130,30 +133,29 @@ def fill(prompt: str, question: Question, answer: str) -> str:
 
 
 def verdict_of(reply: str) -> bool | None:
-    """The verdict of a reply that begins with yes or no, and does not go on to say the other one; None of others."""
+    """Return the verdict of a reply that starts with yes or no and does not contain the other word, else None."""
     words = re.findall(r"[a-z]+", reply.lower().rpartition(_THOUGHT_END)[2])
     said = {"yes", "no"} & set(words)
     return words[0] == "yes" if words[:1] and said == {words[0]} else None
 
 
 def _quoted(value: Any) -> str:
-    """`value` as one line of JSON without any `<`; what UTF-8 cannot say becomes a question mark."""
+    """`value` as one line of JSON with `<` escaped; characters that UTF-8 cannot encode become question marks."""
     text = json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def key_of(model: str, prompt: str) -> str:
-    """What a verdict is kept by: SHA-256 of the model's name and all that it was asked, in hex."""
+    """Cache key of a verdict: SHA-256 of the model name and the prompt, in hex."""
     return hashlib.sha256(json.dumps([model, prompt]).encode()).hexdigest()
 
 
 class Verdicts:
-    """Verdicts by key, in memory and, where a path is given, in a file that is kept over runs. `close` it at the end.
+    """Caches verdicts in memory and, given a path, in a file that outlives the run. Call `close` at the end.
 
-    The file is jsonl, one `{"key": HEX, "yes": BOOL}` a line, and is only ever appended to, each line by one write:
-    several runs may share it on a local disk. A line that cannot be read (a writer was killed, a disk was full) is
-    left out and costs one question; where two lines contradict each other the later one holds. Raises UserError for a
-    file that cannot be used.
+    The file is append-only JSON lines (`{"key": HEX, "yes": BOOL}`), one write per line. So several runs may share it
+    on a local disk. Unreadable lines (killed writer, full disk) are skipped and cost one request each. For a repeated
+    key the last line counts. Raises UserError if the file cannot be used.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -180,19 +182,19 @@ class Verdicts:
             except ValueError:
                 continue
         if content and not content.endswith(b"\n"):
-            self._append(b"\n")  # or the next verdict would join the line that was cut off
+            self._append(b"\n")  # End a truncated line before the next verdict.
 
     def get(self, key: str) -> bool | None:
-        """The verdict, or None where there is none."""
+        """Return the verdict, None if unknown."""
         return self._known.get(key)
 
     def put(self, key: str, verdict: bool) -> None:
-        """Keep a verdict. Raises RunError where the file cannot take it."""
+        """Store a verdict. Raises RunError if it cannot be written to the file."""
         self._known[key] = verdict
         self._append(json.dumps({"key": key, "yes": verdict}).encode() + b"\n")
 
     def close(self) -> None:
-        """Close the file. May be called again."""
+        """Close the file. Idempotent."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -209,16 +211,17 @@ class Verdicts:
 
 
 class ChatEndpoint:
-    """A client of an OpenAI-compatible chat endpoint, for one event loop; `close` it at the end.
+    """Client of an OpenAI-compatible chat endpoint, for one event loop; call `close` at the end.
 
-    `ask` returns what the model said, or raises RunError with one sentence once all tries have failed; it never makes
-    an answer up. No answer in time, 408, 409, 425, 429, 5xx and answers that are no chat completion, that are
-    compressed or that are larger than 4 MiB are tried again, after pauses that grow, are jittered and are no shorter
-    than a Retry-After (of a minute at most). Other statuses are not: they would come again. A cancelled `ask` ends its
-    request and frees its place. So one `ask` is over after `(retries + 1) * timeout_s + retries * 60` seconds at most,
-    waits for a place and for `requests_per_minute` not counted.
+        retried      time-out, connection error, 408, 409, 425, 429, 5xx, and a body that is no chat completion, is
+                     compressed or exceeds 4 MiB
+        not retried  other statuses: RunError at once
 
-    `transport` takes the place of the network. Raises UserError where the variable of `token_env` is not set.
+    Retries pause with exponential back-off and jitter, at least for the Retry-After (capped at 60 s). A cancelled `ask`
+    ends its request and frees its slot. One `ask` lasts at most `(retries + 1) * timeout_s + retries * 60` seconds,
+    plus waits for a slot and for `requests_per_minute`.
+
+    `transport` replaces the network in tests. Raises UserError if the variable named by `token_env` is not set.
     """
 
     def __init__(self, config: JudgeConfig, transport: httpx.AsyncBaseTransport | None = None) -> None:
@@ -232,13 +235,16 @@ class ChatEndpoint:
         self._http = httpx.AsyncClient(
             transport=transport,
             headers={"Accept-Encoding": Encoding.identity} | _authorization(config.token_env),
-            timeout=None,  # that of httpx is for each read; `_try` bounds the whole
+            timeout=None,  # httpx limits each read only; `_try` limits the whole request.
             limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEPT_ALIVE_S),
             trust_env=False,
         )
 
     async def ask(self, prompt: str) -> str:
-        """The model's reply to `prompt` at temperature 0; empty where it refused to say anything."""
+        """Return the reply to `prompt` at temperature 0; empty if the content is null.
+
+        Raises RunError once all tries have failed, or on a status that is not retried.
+        """
         body = {"model": self._model, "messages": [{"role": "user", "content": prompt}], "temperature": 0}
         retrying = AsyncRetrying(
             stop=stop_after_attempt(self._tries),
@@ -257,11 +263,11 @@ class ChatEndpoint:
                 ) from error
 
     async def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         await self._http.aclose()
 
     async def _wait_for_turn(self) -> None:
-        """Take the next free moment, so that no minute has more than `requests_per_minute`, by the loop's clock."""
+        """Block until the next free slot of the rate limit `requests_per_minute`."""
         now = asyncio.get_running_loop().time()
         moment = max(now, self._next_turn)
         self._next_turn = moment + self._gap_s
@@ -282,20 +288,20 @@ class ChatEndpoint:
         except httpx.RequestError as error:
             raise _Again(f"{type(error).__name__} {error}".strip()) from error
         except BodyError as error:
-            raise _Again(f"status {response.status_code} with an answer that is refused: {error}") from None
+            raise _Again(f"status {response.status_code} with an unusable response: {error}") from None
         status = response.status_code
         said = f"status {status} ({_beginning(content)})"
         if status in _BUSY or response.is_server_error:
-            retry_after = response.headers.get("retry-after", "").strip()  # In seconds; a date is not heeded.
+            retry_after = response.headers.get("retry-after", "").strip()  # In seconds; dates are ignored.
             raise _Again(said, min(_MAX_RETRY_AFTER_S, float(retry_after)) if retry_after.isdecimal() else 0.0)
         if not response.is_success:
             hint = _HINTS.get(status, "check the settings under reward.judge")
-            raise RunError(f"the judge at {self._url} refuses to answer with {said}: {hint}.")
+            raise RunError(f"the judge at {self._url} responded with {said}: {hint}.")
         return _reply(content)
 
 
 class _Again(Exception):
-    """A try that failed where the next one may not."""
+    """Failed try that may succeed when repeated."""
 
     def __init__(self, reason: str, after_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -317,7 +323,7 @@ def _authorization(token_env: str | None) -> dict[str, str]:
 
 
 def _reply(content: bytes) -> str:
-    """The text of a chat completion; null, which filters of content give, is an empty one."""
+    """Return the text of a chat completion; empty for null, which content filters return."""
     try:
         said = json.loads(content)["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
@@ -328,12 +334,12 @@ def _reply(content: bytes) -> str:
 
 
 def _pause_s(state: RetryCallState) -> float:
-    """The back-off before the next try, and no less than the endpoint asked for."""
+    """Pause before the next try: the back-off, at least the Retry-After."""
     error = state.outcome.exception() if state.outcome else None
     return max(_PAUSE(state), error.after_s if isinstance(error, _Again) else 0.0)
 
 
 def _beginning(content: bytes) -> str:
-    """The beginning of an answer, on one line."""
+    """Beginning of a response body, on one line."""
     text = content[: 8 * _QUOTED_CHARS].decode("utf-8", "replace")
     return " ".join(text.split())[:_QUOTED_CHARS] or "empty"

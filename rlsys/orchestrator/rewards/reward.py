@@ -1,18 +1,27 @@
-"""The reward of an episode: the weighted sum of the terms that the settings name, and where in it they fell.
+"""Computes the reward of an episode: the weighted sum of the configured terms, per turn and in total.
 
-Invariants: every term gives one finite value a turn, at least one, without its weight; what concerns the whole episode is on
-its last turn. `turn_rewards` add up to `reward` but for rounding. `reward` is made from the terms' totals alone, so that
-episodes with the same totals have the same reward to the last bit, whichever turns they fell on: a group without spread is
-seen to have none. Formulas and sources are in docs/rewards.md.
+Example with `reward.terms={exact_match: 1, search_penalty: -0.1}`; three turns, two searches and a correct answer:
 
-Everything is read from the turns: what the policy wrote in `Turn.text`, what the environment said in `Turn.observation`. So
-an `<information>` that the policy writes is no retrieval (it breaks the structure), and an answer tag in the prompt, in a
-passage or in the invalid-action message is no answer. Only `compat.answer_over_prompt` reads the answer as Search-R1 does.
+    term              turn 0   turn 1   turn 2   parts
+    exact_match          0        0        1       1
+    search_penalty       1        1        0       2
+    turn_rewards      -0.1     -0.1      1.0     reward 0.8
 
-A term of the user's own, `package.module.function` of (question, trajectory), returns a number for the whole episode, or
-a sequence of numbers, one a turn. It cannot stall the episodes: a plain function runs in a thread, and all async ones run
-on an event loop that has a thread of its own. Whatever goes wrong is one sentence that names the term, and so is a call
-that takes longer than `reward.own_timeout_s`. A function that never returns does not keep the process from ending.
+Invariants:
+- Every term returns one finite unweighted value per turn, at least one. Values of the whole episode go to the last
+  turn.
+- `turn_rewards` add up to `reward`, up to rounding.
+- `reward` is computed from the terms' totals, so episodes with equal totals have bitwise equal rewards whatever the
+  turns. Groups without spread are recognised by that.
+
+Terms read the turns: `Turn.text` from the policy and `Turn.observation` from the environment. So an `<information>` tag
+that the policy writes is no retrieval (it breaks the structure). An answer tag in the prompt, in a passage or in the
+invalid-action message is no answer. Only `compat.answer_over_prompt` extracts the answer as Search-R1 does.
+
+A user-defined term is a function `package.module.function` of (question, trajectory). It returns a number for the
+episode, or one number per turn. Plain functions run in threads and async ones on an event loop of their own, so they
+never block the driver. An error, or a call longer than `reward.own_timeout_s`, raises RunError naming the term. A
+function that never returns does not keep the process alive. Formulas and sources are in docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -50,54 +59,54 @@ if TYPE_CHECKING:
     from rlsys.orchestrator.rewards.judge import Judge
 
 _THINK = "think"
-"""The tag of reasoning, which the protocol does not know but the structure asks for."""
+"""Tag of reasoning. Not in `task.tags`, but part of the expected structure."""
 JUDGE = "judge"
-"""The built-in term that is not pure."""
+"""Built-in term that calls a language model; all others are pure."""
 ALIASES = {"correct_answer": "exact_match"}
-"""Second name -> first name."""
+"""Alias of a term -> its name."""
 PENALTIES = frozenset({"search_penalty", "invalid_format", "invalid_turns", "overlong"})
-"""Those that grow with what is not wanted: their weights are below 0."""
+"""Terms that measure unwanted behaviour and need a negative weight."""
 _MAX_THREADS = 8
-"""Plain functions that run at a time; the others wait."""
+"""Maximum number of user-defined plain functions running at a time."""
 _QUOTED_CHARS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The reward of one episode."""
+    """Reward of one episode."""
 
     reward: float
     turn_rewards: tuple[float, ...]
-    """[turns], at least one: what of the reward fell on each turn."""
+    """[turns], at least one: part of the reward earned on each turn."""
     parts: Mapping[str, float]
-    """Term -> its value over the episode, unweighted."""
+    """Term -> its unweighted total over the episode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """An episode and what was read from it."""
+    """Episode with the facts that terms need."""
 
     question: Question
     trajectory: Trajectory
     answer: str | None
     well_formed: bool
-    """think -> (search or a tool's call -> information -> think)* -> answer, with white space alone between."""
+    """True for think -> (search or tool call -> information -> think)* -> answer, with only white space between."""
     found_in: int | None
-    """The first turn whose search brought text that holds an accepted answer."""
+    """First turn whose search returned an accepted answer; None if there is none."""
     answer_tags: int
-    """As `count_answer_tags`."""
+    """Number of answers that the policy wrote (`count_answer_tags`)."""
 
     @property
     def slots(self) -> int:
-        """Places for rewards: one a turn, and one for an episode without turns."""
+        """Length of per-turn rewards: one per turn, and one for an episode without turns."""
         return max(1, len(self.trajectory.turns))
 
     def at_end(self, value: float) -> list[float]:
-        """[slots] `value` on the last turn."""
+        """[slots] `value` on the last turn, 0 elsewhere."""
         return [0.0] * (self.slots - 1) + [value]
 
     def each_turn(self, value_of: Callable[[Turn], bool]) -> list[float]:
-        """[slots] 1 for each turn of which `value_of` holds, 0 for the others."""
+        """[slots] 1 for each turn for which `value_of` is true, 0 elsewhere."""
         return [float(value_of(turn)) for turn in self.trajectory.turns] or [0.0]
 
 
@@ -105,10 +114,10 @@ PureTerm = Callable[[Reading], Sequence[float]]
 
 
 class Reader:
-    """Reads episodes of a task with certain tags. Stateless; `read` raises on no text."""
+    """Extracts answer and structure from episodes. Stateless; `read` accepts any text."""
 
     def __init__(self, tags: TagsConfig, compat: CompatConfig, tools: Mapping[str, str]) -> None:
-        """`tools` are the tags of the task's own tools, by name."""
+        """`tools` maps the task's tool names to their tags."""
         self._tags = tags
         self._tools = tools
         self._over_prompt = compat.answer_over_prompt
@@ -118,7 +127,7 @@ class Reader:
         self._answer = re.compile(f"<{answer}>(.*?)</{answer}>", re.DOTALL)
 
     def read(self, question: Question, trajectory: Trajectory) -> Reading:
-        """What the terms need to know of `trajectory`."""
+        """Return the facts of `trajectory` that terms need."""
         turns = trajectory.turns
         found = (number for number, turn in enumerate(turns) if self._retrieved(turn, question.answers))
         return Reading(
@@ -133,24 +142,24 @@ class Reader:
         )
 
     def _last_match(self, question: Question, trajectory: Trajectory) -> str | None:
-        """Search-R1's extraction: one match alone is taken to be the prompt's example."""
+        """Answer as Search-R1 extracts it: the last match; None for a single one, taken for the prompt's example."""
         found = self._answer.findall(question.prompt + trajectory.response)
         return str(found[-1]).strip() if len(found) > 1 else None
 
     def _carried_out(self, turn: Turn) -> str:
-        """The tag of what the environment has answered, empty where it has not."""
+        """Tag of the search or tool call that the environment answered in `turn`; empty if it answered none."""
         if turn.action is Action.TOOL and turn.observation:
             return self._tools[turn.tool]
         return self._tags.search if _searched(turn) else ""
 
     def _thinks_and(self, act: str, text: str) -> bool:
-        """Whether `text` is a thought and an element `act`, without any other tag."""
+        """Return True if `text` is one think element and one `act` element, with no other tag or text."""
         pieces = self._tag.split(text)
         tags, outside = pieces[1::2], pieces[::4]
         return tags == [f"<{_THINK}>", f"</{_THINK}>", f"<{act}>", f"</{act}>"] and not "".join(outside).strip()
 
     def _retrieved(self, turn: Turn, answers: Sequence[str]) -> bool:
-        """Whether a search brought an answer; the tags around what it brought, whose word might be one, do not count."""
+        """Return True if a search returned an accepted answer. The enclosing tags do not count as text."""
         if not _searched(turn) or turn.tool_error:
             return False
         opening, closing = f"<{self._tags.information}>", f"</{self._tags.information}>"
@@ -158,12 +167,12 @@ class Reader:
 
 
 def count_answer_tags(turns: Sequence[Turn], tag: str) -> int:
-    """Opening or closing tags that the policy wrote, whichever are more. Pages and messages may have their own."""
+    """Number of opening or of closing tags that the policy wrote, whichever is larger; observations do not count."""
     return max(sum(turn.text.count(mark) for turn in turns) for mark in (f"<{tag}>", f"</{tag}>"))
 
 
 def pure_terms(config: RewardConfig, task: TaskConfig) -> Mapping[str, PureTerm]:
-    """Name -> term, of all that are built in but the judge."""
+    """Name -> built-in term, without the judge."""
     return {
         "exact_match": _of_answer(exact_match),
         "correct_answer": _of_answer(exact_match),
@@ -179,12 +188,12 @@ def pure_terms(config: RewardConfig, task: TaskConfig) -> Mapping[str, PureTerm]
 
 
 def overlong_penalty(length: int, limit: int, buffer: int) -> float:
-    """DAPO's soft over-long punishment (2503.14476, eq. 13) with its sign turned: from 0 to 1."""
+    """DAPO's soft overlong punishment (2503.14476, eq. 13) with the opposite sign: 0 to 1."""
     return min(1.0, max(0.0, (length - (limit - buffer)) / buffer))
 
 
 def _of_answer(measure: Callable[[str, Sequence[str]], float]) -> PureTerm:
-    """The term that compares the answer with the accepted ones; 0 without an answer."""
+    """Return a term that compares the answer with the accepted ones; 0 without an answer."""
 
     def term(reading: Reading) -> list[float]:
         answer = reading.answer
@@ -194,13 +203,13 @@ def _of_answer(measure: Callable[[str, Sequence[str]], float]) -> PureTerm:
 
 
 def _judge(config: JudgeConfig, transport: httpx.AsyncBaseTransport | None) -> Judge:
-    from rlsys.orchestrator.rewards.judge import Judge  # loads HTTP clients, which the check of a config does not need
+    from rlsys.orchestrator.rewards.judge import Judge  # imports HTTP clients, which config checks do not need
 
     return Judge(config, transport)
 
 
 def _judged_by(judge: Judge) -> Callable[[Reading], Awaitable[Sequence[float]]]:
-    """The term that asks `judge`."""
+    """Return the term that calls `judge`."""
 
     async def term(reading: Reading) -> list[float]:
         return reading.at_end(await judge.grade(reading.question, reading.answer))
@@ -209,7 +218,7 @@ def _judged_by(judge: Judge) -> Callable[[Reading], Awaitable[Sequence[float]]]:
 
 
 def _format_score(reading: Reading, config: RewardConfig) -> float:
-    """Search-R1's qa_em_format, for the settings `structure_score`, `final_score` and `retrieval_score`."""
+    """Search-R1's qa_em_format score, with `structure_score`, `final_score` and `retrieval_score` from `config`."""
     if reading.answer is not None and exact_match(reading.answer, reading.question.answers):
         return 1.0 if reading.well_formed else 1.0 - config.structure_score
     if reading.well_formed:
@@ -224,15 +233,15 @@ def _overlong(reading: Reading, config: RewardConfig, task: TaskConfig) -> float
 
 
 def _searched(turn: Turn) -> bool:
-    """Whether a search was carried out, as `Trajectory.searches` counts them."""
+    """Return True if the turn executed a search, as `Trajectory.searches` counts."""
     return turn.action is Action.SEARCH and bool(turn.observation)
 
 
 class Rewards:
-    """Scores episodes, for one event loop; `close` it at the end.
+    """Rewards episodes on one event loop; call `close` at the end.
 
-    `transport` takes the place of the network for the judge. Raises UserError with one line for each problem of
-    the settings, and the code and key of the first.
+    `transport` replaces the judge's network in tests. Raises UserError with one line per config problem, and the code
+    and key of the first.
     """
 
     def __init__(
@@ -260,9 +269,9 @@ class Rewards:
         self._terms = {name: known[name] for name in self._weights}
 
     async def score(self, question: Question, trajectory: Trajectory) -> Scored:
-        """The reward of one episode of `question`.
+        """Return the reward of one episode of `question`.
 
-        Raises RunError where the judge does not answer or a term of the user's own fails.
+        Raises RunError if the judge does not respond or a user-defined term fails.
         """
         reading = self._reader.read(question, trajectory)
         values = {}
@@ -280,18 +289,18 @@ class Rewards:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of the judge since the last call, see `Judge.metrics`; empty without one."""
+        """Return `Judge.metrics` since the last call; empty without a judge."""
         return self._judge.metrics() if self._judge else {}
 
     async def close(self) -> None:
-        """Give connections and files back. A function of the user's own that runs is not waited for."""
+        """Close connections and files, without waiting for user-defined functions that still run."""
         if self._calls:
             self._calls.close()
         if self._judge:
             await self._judge.close()
 
     def _bounded(self, name: str, reading: Reading, values: Sequence[float]) -> Sequence[float]:
-        """`values` of an answer's term, no more than `many_answers_score` for an episode of too many answers."""
+        """Return `values`, capped at `many_answers_score` for an answer term of an episode with too many answers."""
         most = self._config.max_answer_tags
         if most is None or name not in ANSWER_TERMS or reading.answer_tags <= most:
             return values
@@ -299,11 +308,11 @@ class Rewards:
 
 
 class OverdueError(Exception):
-    """A call that took too long."""
+    """A user-defined function exceeded its time-out."""
 
 
 class Calls:
-    """Calls functions of the user's own, each for `timeout_s` at most; for one event loop. `close` it at the end."""
+    """Calls user-defined functions from one event loop, each with time-out `timeout_s`. Call `close` at the end."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -311,7 +320,10 @@ class Calls:
         self._loop = LoopThread("reward-loop")
 
     async def result_of(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of `function`, or its exception. Raises OverdueError; the wait for a thread does not count."""
+        """Return the result of `function` or raise its exception.
+
+        Raises OverdueError on a time-out, in which the wait for a free thread does not count.
+        """
         plain = not inspect.iscoroutinefunction(function)
         async with self._slots if plain else contextlib.nullcontext():
             try:
@@ -324,12 +336,12 @@ class Calls:
                 raise
 
     def close(self) -> None:
-        """End the event loop. Functions that run are not waited for."""
+        """Stop the event loop without waiting for running functions."""
         self._loop.abandon()
 
 
 class OwnTerm:
-    """The term `name`, a function of the user's own."""
+    """User-defined term `name`."""
 
     def __init__(self, name: str, calls: Calls) -> None:
         self._name = name
@@ -337,26 +349,26 @@ class OwnTerm:
         self._calls = calls
 
     async def __call__(self, reading: Reading) -> Sequence[float]:
-        """[slots] the function's values. Raises RunError where it raises, takes too long, or gives anything but finite numbers."""
-        where = f"reward.terms.{self._name}, asked about sample {reading.trajectory.sample} of {reading.question.uid},"
+        """Return the function's values [slots]. Raises RunError if it raises, times out or returns anything else."""
+        where = f"reward.terms.{self._name}, called for sample {reading.trajectory.sample} of {reading.question.uid},"
         try:
             result = await self._calls.result_of(self._function, reading.question, reading.trajectory)
         except OverdueError:
             raise RunError(
-                f"{where} had not returned after reward.own_timeout_s={self._calls.timeout_s:g} s: mend it, or raise "
+                f"{where} had not returned after reward.own_timeout_s={self._calls.timeout_s:g} s: fix it, or raise "
                 "that limit."
             ) from None
         except Exception as error:
-            raise RunError(f"{where} raised {one_line(error)}: mend it.") from error
+            raise RunError(f"{where} raised {one_line(error)}: fix it.") from error
         try:
             values = np.asarray(result, dtype=np.float64)
         except (TypeError, ValueError):
             values = np.full(1, np.nan)
         wanted, turns = "", len(reading.trajectory.turns)
         if isinstance(result, str | bytes) or values.ndim > 1 or not np.isfinite(values).all():
-            wanted = "a finite number, or one a turn, is wanted"
+            wanted = "return a finite number, or one per turn"
         elif values.ndim == 1 and len(values) not in (turns, reading.slots):
-            wanted = f"one number for each of the {turns} turns is wanted, or one alone"
+            wanted = f"return one number, or one for each of the {turns} turns"
         if wanted:
             raise RunError(f"{where} returned {repr(result)[:_QUOTED_CHARS]}: {wanted}.")
         return reading.at_end(float(values)) if values.ndim == 0 else values.tolist() or [0.0]
@@ -367,37 +379,37 @@ async def _wait(result: Awaitable[Any]) -> Any:
 
 
 async def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls `function` in a thread that the process does not wait for when it ends, and gives what it gives."""
+    """Call `function` in a daemon thread, which does not keep the process alive; return its result or raise."""
     outcome: Future[tuple[Any, Exception | None]] = Future()
-    outcome.set_running_or_notify_cancel()  # Else whoever stops waiting would keep the thread from settling it.
+    outcome.set_running_or_notify_cancel()  # Else a cancelled caller cancels `outcome`, and set_result raises.
 
     def work() -> None:
         try:
             outcome.set_result((function(*arguments), None))
-        except Exception as error:  # noqa: BLE001 (whoever waits gets it)
+        except Exception as error:  # noqa: BLE001 (raised in the caller)
             outcome.set_result((None, error))
 
     threading.Thread(target=work, name="reward", daemon=True).start()
     result, error = await asyncio.wrap_future(outcome)
-    if error is not None:  # StopIteration itself would end the coroutine.
+    if error is not None:  # A coroutine must not raise StopIteration.
         stops = isinstance(error, StopIteration)
         raise RuntimeError("StopIteration") if stops else error
     return result
 
 
 def weights_of(config: RewardConfig) -> Mapping[str, float]:
-    """Term -> weight of the terms that count: exact match alone where none is named."""
+    """Term -> non-zero weight; exact match with weight 1 if the config names no term."""
     if not config.terms:
         return {"exact_match": 1.0}
     return {name: weight for name, weight in config.terms.items() if weight != 0}
 
 
 def check_terms(config: RewardConfig, task: TaskConfig) -> Iterator[UserError]:
-    """An error for each problem of `config`."""
+    """Yield one UserError per problem of `config`."""
     weights = weights_of(config)
     if not weights:
         sentence = (
-            "reward.terms gives every term the weight 0, so that nothing can be learned: give one another weight."
+            "reward.terms gives every term the weight 0, so nothing can be learned: give one term another weight."
         )
         yield UserError(sentence, code="empty", key="reward.terms")
     for name, weight in weights.items():
@@ -405,11 +417,11 @@ def check_terms(config: RewardConfig, task: TaskConfig) -> Iterator[UserError]:
         if not math.isfinite(weight):
             yield UserError(f"{key}={weight} must be finite.", code="out_of_range", key=key)
         elif name in PENALTIES and weight > 0:
-            sentence = f"{key}={weight:g} pays for what the term is to punish: give it a weight below 0."
+            sentence = f"{key}={weight:g} rewards what the term penalises: give it a weight below 0."
             yield UserError(sentence, code="out_of_range", key=key)
     for alias, name in ALIASES.items():
         if alias in weights and name in weights:
-            sentence = f"reward.terms.{alias} and reward.terms.{name} are one term: take one of them out."
+            sentence = f"reward.terms.{alias} and reward.terms.{name} are the same term: remove one of them."
             yield UserError(sentence, code="conflict", key=f"reward.terms.{alias}")
     known = (*pure_terms(config, task), JUDGE)
     for name in weights:
@@ -431,22 +443,22 @@ def check_terms(config: RewardConfig, task: TaskConfig) -> Iterator[UserError]:
 
 
 def load_term(name: str) -> Callable[..., Any]:
-    """The user's function called `name`. Imports its module; raises UserError with one sentence."""
+    """Import and return the user-defined function `name`. Raises UserError if it is missing or does not fit."""
     module_name, _, attribute = name.rpartition(".")
     key = f"reward.terms.{name}"
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
         raise UserError(
-            f"{key}: {module_name} cannot be imported ({one_line(error)}): mend it, or put the folder that holds it "
-            "into PYTHONPATH.",
+            f"{key}: {module_name} cannot be imported ({one_line(error)}): fix it, or add its parent folder to "
+            "PYTHONPATH.",
             code="user_code",
             key=key,
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise UserError(
-            f"{key}: {module_name} has no function {attribute}: define it, or mend the name.", code="unknown", key=key
+            f"{key}: {module_name} has no function {attribute}: define it, or fix the name.", code="unknown", key=key
         )
     try:
         inspect.signature(function).bind(None, None)
@@ -457,12 +469,12 @@ def load_term(name: str) -> Callable[..., Any]:
             key=key,
         ) from error
     except ValueError:
-        pass  # A function written in C shows no signature.
+        pass  # Functions written in C have no signature.
     return function
 
 
 def one_line(error: Exception) -> str:
-    """An error on one line."""
+    """Return the type and message of `error` on one line."""
     return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
 
 
@@ -475,7 +487,7 @@ def _judge_problems(judge: JudgeConfig) -> Iterator[UserError]:
             key="reward.judge.url",
         )
     if not judge.model.strip():
-        sentence = "reward.judge.model is empty: give the name that the endpoint knows the model by."
+        sentence = "reward.judge.model is empty: give the model's name at the endpoint."
         yield UserError(sentence, code="missing", key="reward.judge.model")
     if judge.token_env is not None and not os.environ.get(judge.token_env):
         yield UserError(
@@ -486,7 +498,7 @@ def _judge_problems(judge: JudgeConfig) -> Iterator[UserError]:
         )
     missing = [placeholder for placeholder in JUDGE_PLACEHOLDERS if placeholder not in judge.prompt]
     if missing:
-        sentence = f"reward.judge.prompt lacks {', '.join(missing)}: put in what the judge has to know."
+        sentence = f"reward.judge.prompt lacks {', '.join(missing)}: add every missing placeholder."
         yield UserError(sentence, code="missing", key="reward.judge.prompt")
     if judge.cache_path is not None:
         file = Path(judge.cache_path)
@@ -514,7 +526,7 @@ async def reward_group(
     score: Callable[[Question, Trajectory], Coroutine[Any, Any, Scored]],
     tracer: Tracer,
 ) -> Group:
-    """Reward every episode of `question`, all at once. The first failure, or cancellation, ends the others."""
+    """Reward all episodes of `question` concurrently. The first error, or a cancellation, cancels the others."""
     with tracer.span("reward.score", question=question.uid):
         async with asyncio.TaskGroup() as tasks:
             asked = [tasks.create_task(score(question, trajectory)) for trajectory in trajectories]
