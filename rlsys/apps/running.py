@@ -1,4 +1,4 @@
-"""Runs a coroutine to its end, interruptible at any time: `run_to_end` on the command line, `finish` in Python."""
+"""Runs a coroutine with clean interruption: `run_to_end` for the command line, `finish` for the Python API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`; Ctrl-C, SIGTERM and, but under nohup, SIGHUP cancel it: `Interrupted` follows once it has closed."""
+    """Run `work`. Ctrl-C, SIGTERM and SIGHUP (ignored under nohup) cancel it; then raises `Interrupted`."""
 
     async def supervised() -> T:
         task = asyncio.current_task()
@@ -30,7 +30,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(supervised())
     except asyncio.CancelledError:
-        raise Interrupted("Interrupted; what was known is in the run's folder.") from None
+        raise Interrupted("Interrupted; everything recorded so far is in the run's folder.") from None
 
 
 def _in_a_loop() -> bool:
@@ -42,11 +42,10 @@ def _in_a_loop() -> bool:
 
 
 def finish(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` from a script or a notebook and return what it returns.
+    """Run `work` from a script or a notebook and return its result.
 
-    Ctrl-C (in a notebook, "interrupt the kernel") cancels the work, waits until it has closed all that it started, and
-    raises KeyboardInterrupt. Handlers of signals are restored. `UserError` and `RunError` are raised as themselves,
-    also out of a group.
+    Ctrl-C (in a notebook, "interrupt the kernel") cancels the work, waits for its cleanup, and raises KeyboardInterrupt.
+    Restores signal handlers. Raises `UserError` and `RunError` directly, also out of an exception group.
     """
     try:
         if threading.current_thread() is not threading.main_thread() or _in_a_loop():
@@ -67,7 +66,7 @@ def finish(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _in_another_thread(work: Coroutine[Any, Any, T]) -> T:
-    """For a thread with a loop of its own, which cannot run another, and for one that gets no signals."""
+    """Run `work` in a new thread: for callers with a running event loop, or outside the main thread."""
     begun = threading.Event()
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
 
@@ -85,6 +84,6 @@ def _in_another_thread(work: Coroutine[Any, Any, T]) -> T:
         except KeyboardInterrupt:
             begun.wait()
             loop, task = running[0]
-            with suppress(RuntimeError):  # The loop has closed: the work has just ended.
+            with suppress(RuntimeError):  # The loop has just closed: the work has ended.
                 loop.call_soon_threadsafe(task.cancel)
             raise

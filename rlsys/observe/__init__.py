@@ -1,4 +1,4 @@
-"""The record that a run keeps: metrics, spans, status, trackers, kept trajectories; and the facts of its machine.
+"""Records of a run: metrics, spans, status, trackers, kept trajectories, and the machine's environment.
 
 Process: the driver, for the most part. May import: data, config, errors, files.
 """

@@ -1,15 +1,14 @@
-"""This machine: what settings of a run it cannot do, and the environment and lives that a run's folder tells.
+"""Checks a configuration against this machine, and records the environment of each launch in the run folder.
 
-`detect` looks at installed packages by their metadata and at devices through torch; it imports none of the libraries
-that it names. `lacking` is pure. A default that has no meaning on a machine (CUDA graphs on a CPU) lacks nothing: only
-what was asked for is a problem. What one process sees is said of its own machine and of no other: where a model is made,
-which may be on one that nobody has looked at, `rlsys.trainer.model.layers` refuses what is lacking there; a search server
-does so for its FAISS. What Transformer Engine's attention kernels need was read in its `get_attention_backend` (2.20).
+`detect` reads package metadata and queries devices through torch; it imports none of the other packages. `lacking` is
+pure. It reports only settings that were requested: a default without effect here, such as CUDA graphs on a CPU, is fine.
+The result holds for this machine alone. Workers on other machines check again: `rlsys.trainer.model.layers` when it
+builds a model, a search server when it loads FAISS. The requirements of Transformer Engine's attention kernels are those
+of its `get_attention_backend` (2.20).
 
-A run's `run.json` has a life for each time it was begun or went on: {"lives": [{"begun": seconds since the epoch,
-"after_step", "environment", "commit", "changed", "command"}]}. The environment is the driver's: of the process that was
-started to train. Commit, and whether files differ from it, are null where the project is no checkout of git, or git is not
-there.
+`run.json` has one entry ("life") for each launch or resume of the run: {"lives": [{"begun": seconds since the epoch,
+"after_step", "environment", "commit", "changed", "command"}]}. The environment is that of the driver process. `commit`
+and `changed` are null outside a git checkout and where git is missing.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ PACKAGES = (
 _log = logging.getLogger(__name__)
 _PROJECT = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 10.0
-"""Of another program's answer."""
+"""Timeout of a subprocess."""
 _GIB = 1024**3
 AMPERE, ADA, HOPPER = (8, 0), (8, 9), (9, 0)
 """Compute capabilities: the first with bfloat16, the first with FP8, the first with FlashAttention 3 and 4."""
@@ -57,41 +56,41 @@ _APEX_KERNELS = ("amp_C", "fused_weight_gradient_mlp_cuda")
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Devices that torch can use here, and versions of installed packages; None is absent."""
+    """Devices that torch can use here, and versions of installed packages (None: not installed)."""
 
     cuda_devices: int = 0
     compute_capability: tuple[int, int] | None = None
-    """Of the oldest device."""
+    """Lowest compute capability of the devices."""
     nccl: bool = False
-    """Whether torch is built with NCCL."""
+    """True if torch is built with NCCL."""
     torch: str | None = None
     cuda: str | None = None
-    """That torch is built for."""
+    """CUDA version that torch is built for."""
     transformer_engine: str | None = None
-    """Its PyTorch part, without which the rest cannot be used here."""
+    """Version of its PyTorch extension, without which the core package is of no use here."""
     flash_attn: str | None = None
     """FlashAttention 2."""
     flash_attn_3: str | None = None
     flash_attn_4: str | None = None
     apex: bool = False
-    """NVIDIA's apex, with the kernels that add weight gradients to their buffer."""
+    """True if NVIDIA's apex is installed with the kernels that accumulate weight gradients."""
     foreign_apex: str | None = None
-    """Another project that PyPI has under the name of apex."""
+    """Version of the unrelated PyPI package named apex."""
     sglang_kernel: str | None = None
     torch_memory_saver: str | None = None
 
     @property
     def layers(self) -> Layers:
-        """Meaning of `model.layers=auto`."""
+        """Layers that `model.layers=auto` selects on a GPU."""
         return Layers.te if self.transformer_engine is not None and self.cuda_devices else Layers.local
 
     def at_least(self, capability: tuple[int, int]) -> bool:
-        """Whether there is a device, and none older than `capability`."""
+        """Return True if this machine has devices and each has at least compute `capability`."""
         return self.compute_capability is not None and self.compute_capability >= capability
 
     @property
     def flash_kernels(self) -> bool:
-        """Whether Transformer Engine finds a FlashAttention that runs on these devices."""
+        """True if an installed FlashAttention runs on these devices."""
         two = self.flash_attn if self.at_least(AMPERE) else None
         three = self.flash_attn_3 if self.compute_capability == HOPPER else None
         four = self.flash_attn_4 if self.at_least(HOPPER) else None
@@ -99,8 +98,8 @@ class Capabilities:
 
 
 def detect() -> Capabilities:
-    """Look at this machine. Where torch sees devices it initialises CUDA in this process, which must not fork after that."""
-    # Built from source, one package holds all parts of Transformer Engine.
+    """Inspect this machine. On a GPU machine this initialises CUDA, so the process must not fork afterwards."""
+    # A source build has one package instead of transformer-engine-torch and its siblings.
     built = version_of("transformer-engine") if _is_there("transformer_engine_torch") else None
     apex = all(map(_is_there, _APEX_KERNELS))
     devices: dict[str, Any] = {}
@@ -127,7 +126,7 @@ def detect() -> Capabilities:
 
 
 def lacking(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
-    """Every setting of `config` that asks for what a machine with `here` does not have, and what to do."""
+    """Yield a problem, with its fix, for each setting of `config` that a machine with `here` does not support."""
     yield from _layers(config, here)
     if config.cluster.device is Device.cpu:
         return
@@ -140,68 +139,70 @@ def lacking(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
 def _layers(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
     if config.model.layers is Layers.te and config.cluster.device is Device.cpu:
         yield Problem.of(
-            "model.layers=te with cluster.device=cpu: Transformer Engine computes on GPUs alone; use "
+            "model.layers=te does not work with cluster.device=cpu: Transformer Engine needs GPUs; use "
             "model.layers=local."
         )
     elif config.model.layers is Layers.te and here.transformer_engine is None:
         yield Problem.of(
-            "model.layers=te, and Transformer Engine is not installed: install transformer-engine[pytorch] as "
-            "requirements/gpu.txt says, or use model.layers=local."
+            "model.layers=te needs Transformer Engine, which is not installed: install transformer-engine[pytorch] as in "
+            "requirements/gpu.txt, or use model.layers=local."
         )
     if config.model.attention is not Attention.auto and _resolved(config, here) is Layers.local:
         yield Problem.of(
-            f"model.attention={config.model.attention} chooses among Transformer Engine's kernels, and the layers are "
-            "Megatron's own, which have torch's attention alone: use model.attention=auto, or model.layers=te."
+            f"model.attention={config.model.attention} selects a kernel of Transformer Engine, but the layers are "
+            "Megatron's own, which only have torch's attention: use model.attention=auto, or model.layers=te."
         )
     if config.model.fp8 and _resolved(config, here) is Layers.local:
         yield Problem.of(
-            "model.fp8=true needs Transformer Engine's layers, and these are Megatron's own: use model.layers=te on "
+            "model.fp8=true needs Transformer Engine's layers, but the layers are Megatron's own: use model.layers=te on "
             "GPUs, or model.fp8=false."
         )
 
 
 def _for_gpu(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
-    """Devices and packages without which the gpu profile, or a part of it, does not start."""
+    """Yield missing devices and packages without which a run on GPUs does not start."""
     if not here.cuda_devices:
         build = f"built for CUDA {here.cuda}" if here.cuda else "built without CUDA"
         yield Problem.of(
-            f"cluster.device=gpu, and torch {here.torch}, {build}, finds no CUDA device here: run on a machine with "
-            "NVIDIA GPUs, look at CUDA_VISIBLE_DEVICES and the driver, or set cluster.device=cpu."
+            f"cluster.device=gpu needs a CUDA device, and torch {here.torch}, {build}, finds none: run on a machine with "
+            "NVIDIA GPUs, check CUDA_VISIBLE_DEVICES and the driver, or set cluster.device=cpu."
         )
     if not here.nccl:
         yield Problem.of(
-            f"cluster.device=gpu, and torch {here.torch} has no NCCL: install torch as requirements/gpu.txt says."
+            f"cluster.device=gpu needs NCCL, and torch {here.torch} is built without it: install torch as in "
+            "requirements/gpu.txt."
         )
     if here.sglang_kernel is None:
         yield Problem.of(
-            "cluster.device=gpu, and SGLang's kernels are not installed: install sglang-kernel as requirements/gpu.txt "
-            "says."
+            "cluster.device=gpu needs SGLang's kernels, which are not installed: install sglang-kernel as in "
+            "requirements/gpu.txt."
         )
     if config.cluster.mode is Mode.collocated and here.torch_memory_saver is None:
         yield Problem.of(
-            "cluster.mode=collocated has engines give their memory to the trainer in turns, and torch-memory-saver is "
-            "not installed: install it as requirements/gpu.txt says, or place the groups apart."
+            "cluster.mode=collocated needs torch-memory-saver to free the engines' memory while the trainer runs, and it "
+            "is not installed: install it as in requirements/gpu.txt, or place the groups on devices of their own."
         )
     if config.model.fusions and here.foreign_apex is not None:
         yield Problem(
             "model.fusions",
-            f"The package apex {here.foreign_apex} that is installed is not NVIDIA's, whose name it bears: pip uninstall "
-            "apex, and build NVIDIA's from its source if it is wanted.",
+            f"The installed package apex {here.foreign_apex} is not NVIDIA's apex but another project of that name: run "
+            "`pip uninstall apex`, and build NVIDIA's from source if you want it.",
         )
 
 
 def _attention(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
-    """Kernels of Transformer Engine that were asked for by name, and those that context parallelism needs."""
+    """Yield Transformer Engine kernels, requested by name or needed for context parallelism, that cannot run here."""
     if _resolved(config, here) is Layers.local:
         return
     asked, dtype = config.model.attention, config.model.dtype
     if asked in (Attention.flash, Attention.fused) and dtype is Dtype.float32:
         yield Problem.of(
-            f"model.attention={asked} computes in bfloat16, and model.dtype is float32: use model.attention=unfused."
+            f"model.attention={asked} needs model.dtype=bfloat16, and model.dtype is float32: use "
+            "model.attention=unfused."
         )
     if asked is Attention.flash and not here.flash_kernels:
         yield Problem.of(
-            f"model.attention=flash, and no FlashAttention that runs on compute capability {_spoken(here)} is "
+            f"model.attention=flash needs a FlashAttention that runs on compute capability {_spoken(here)}, and none is "
             "installed: install flash-attn-4 (9.0 and newer) or flash-attn (8.0 and newer), or use model.attention=auto."
         )
     if asked is Attention.fused and not here.at_least(AMPERE):
@@ -209,13 +210,13 @@ def _attention(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
             f"model.attention=fused needs compute capability 8.0, and this machine has {_spoken(here)}: use "
             "model.attention=unfused."
         )
-    # Packed sequences over several ranks, the padding of each a part of it, every FlashAttention takes.
+    # Every FlashAttention supports context parallelism over packed sequences with padding inside each sequence.
     for group, settings in megatron_groups(config).items():
         key, cp = f"{group}.parallel.cp", settings.parallel.cp
         if cp > 1 and (asked is Attention.unfused or dtype is Dtype.float32):
             yield Problem.of(
-                f"{key}={cp}: of Transformer Engine's attention kernels the unfused one, all that there is for "
-                f"model.attention={asked} with model.dtype={dtype}, knows no context parallelism: use "
+                f"{key}={cp} needs an attention kernel with context parallelism, but model.attention={asked} with "
+                f"model.dtype={dtype} leaves only Transformer Engine's unfused kernel, which has none: use "
                 "model.attention=fused with model.dtype=bfloat16, or model.layers=local."
             )
 
@@ -235,7 +236,7 @@ def _numbers(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
 
 
 def _resolved(config: RunConfig, here: Capabilities) -> Layers:
-    """The layers that are used: on a CPU Megatron's own."""
+    """Return the layers that `model.layers` stands for; on a CPU always Megatron's own."""
     if config.model.layers is not Layers.auto:
         return config.model.layers
     return Layers.local if config.cluster.device is Device.cpu else here.layers
@@ -246,7 +247,7 @@ def _spoken(here: Capabilities) -> str:
 
 
 def version_of(package: str) -> str | None:
-    """Version of an installed package; None is absent."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -259,25 +260,25 @@ def _is_there(module: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """One time that a run was begun, or went on."""
+    """One launch of a run, fresh or resumed."""
 
     begun: float
     """Seconds since the epoch."""
     after_step: int
-    """The step that it went on after; 0 for a run that begins."""
+    """Step that the launch resumed after; 0 for a fresh run."""
     environment: dict[str, str]
-    """Of the driver's machine, see `environment`."""
+    """Environment of the driver's machine; see `environment`."""
     commit: str | None
-    """Of the project."""
+    """Git commit of the project; None if unknown."""
     changed: bool | None
-    """Whether the project's files differ from the commit."""
+    """True if the project's files differ from the commit; None if unknown."""
     command: list[str]
 
 
 def environment() -> dict[str, str]:
-    """Describe the machine that this process is on, by name; what is not there, and packages not installed, are left out.
+    """Describe this machine: hardware and package versions by name. Absent hardware and packages are left out.
 
-    All GPUs of the machine are told, whichever of them a run takes.
+    Lists all GPUs of the machine, including those that the run does not use.
     """
     return {
         "host": socket.gethostname(),
@@ -291,13 +292,13 @@ def environment() -> dict[str, str]:
 
 
 def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Packages with another version than before, a phrase each."""
+    """Return one phrase per package whose version changed, such as "torch 2.10.0 -> 2.11.0"."""
     names = [name for name in PACKAGES if before.get(name) != now.get(name)]
     return [f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}" for name in names]
 
 
 def tree_cpu_seconds() -> float:
-    """Seconds of processor time that this process and its living descendants have used so far."""
+    """Return the CPU seconds that this process and its living descendants have used so far."""
     root = psutil.Process()
     total = 0.0
     for process in [root, *root.children(recursive=True)]:
@@ -308,22 +309,22 @@ def tree_cpu_seconds() -> float:
 
 
 def begin_life(run_dir: Path, after_step: int) -> None:
-    """Add the life that begins now, in this process, to the folder of a run."""
+    """Append this launch to the run's run.json."""
     lives: list[Life] = []
     try:
         lives = read_lives(run_dir)
     except FileNotFoundError:
         pass
     except (OSError, ValueError):
-        _log.warning("%s is damaged: the lives that the run had before are lost.", run_dir / RUN)
+        _log.warning("%s is damaged: the record of earlier launches of this run is lost.", run_dir / RUN)
     commit, changed = commit_of(_PROJECT)
     lives.append(Life(time.time(), after_step, environment(), commit, changed, list(sys.argv)))
     write_atomically(run_dir / RUN, json.dumps({"lives": list(map(asdict, lives))}, indent=2) + "\n")
 
 
 def commit_of(folder: Path) -> tuple[str | None, bool | None]:
-    """The commit that the checkout at `folder` is at, and whether its files differ; None for what is not known."""
-    git = ["git", "-C", str(folder), "--no-optional-locks"]  # No locks: somebody may be at work in the checkout.
+    """Return the commit of the git checkout at `folder`, and True if its files differ; None for what is unknown."""
+    git = ["git", "-C", str(folder), "--no-optional-locks"]  # No locks: other git commands may run in the checkout.
     commit = _output([*git, "rev-parse", "HEAD"]) if (folder / ".git").exists() else None
     if commit is None:
         return None, None
@@ -332,26 +333,26 @@ def commit_of(folder: Path) -> tuple[str | None, bool | None]:
 
 
 def read_lives(run_dir: Path) -> list[Life]:
-    """Read the lives of a run, in order. Raises OSError without a file, ValueError for one that is damaged."""
+    """Read the launches of a run, oldest first. Raises OSError without run.json, ValueError if it is damaged."""
     try:
         found: list[dict[str, Any]] = parse_json(read_regular(run_dir / RUN))["lives"]
         return [Life(**life) for life in found]
     except (TypeError, LookupError) as damage:
-        raise ValueError(f"{RUN} does not hold the lives of a run.") from damage
+        raise ValueError(f"{RUN} does not hold the launches of a run.") from damage
 
 
 @cache
 def _gpus(nvidia_smi: str | None) -> dict[str, str]:
-    """Names and number of the machine's GPUs, their driver, and the CUDA that torch is built for; empty without any.
+    """Return GPU names and counts, driver version and torch's CUDA version; empty without a GPU.
 
-    Asked in another process, once: CUDA in this one would take memory of the cards, and a driver may take seconds.
+    Runs nvidia-smi as a subprocess, once: CUDA in this process would allocate GPU memory, and the driver may take seconds.
     """
     query = ["--query-gpu=name,driver_version", "--format=csv,noheader"]
     output = _output([nvidia_smi, *query]) if nvidia_smi else None
     rows = [line.rpartition(", ") for line in (output or "").splitlines() if ", " in line]
     if not rows:
         return {}
-    # Takes a second, which a machine without GPUs need not wait for.
+    # The import takes a second; machines without GPUs skip it.
     from torch.version import cuda
 
     cards = Counter(name for name, _, _ in rows)
@@ -363,7 +364,7 @@ def _gpus(nvidia_smi: str | None) -> dict[str, str]:
 
 
 def _output(command: list[str]) -> str | None:
-    """The output of a program; None if it cannot be asked, fails, or takes too long."""
+    """Return the stdout of a command; None if it does not start, fails or times out."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError):

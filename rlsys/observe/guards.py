@@ -1,8 +1,8 @@
-"""Signs that a run collapses, seen in the rows of its metrics. Pure.
+"""Watches a run's metrics for signs of collapse. Pure.
 
-Contract: a bound that has been passed in `patience` steps in a row is an alarm, and stays one in every further step
-that passes it; the first step that keeps to it, or does not have the figure, ends the row. A figure that is not a
-number has passed its bound at once: nothing that comes after it can be trusted.
+Contract: a guard raises an alarm once its metric has been out of bounds for `patience` steps in a row, and again in every
+further step out of bounds. A step within bounds, or without the metric, resets the count. NaN alarms at once: later
+values of the run are meaningless.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ _SAMPLED_KL = {
     KlEstimator["full_reverse"]: "kl/k3",
     KlEstimator["full_forward"]: "kl/k5",
 }
-"""Estimator -> the figure of the sampled batch that has its value, or estimates it."""
+"""KL estimator -> metric of the sampled batch that equals or estimates it."""
 _FLOORS = ("entropy",)
-"""Guards whose bounds are floors; those of the others are ceilings."""
+"""Guards with a lower bound; all others have an upper bound."""
 _REMEDIES = {
-    "entropy": "the policy hardly varies what it writes; begin again with a higher algorithm.entropy_coef or clip_high, or a "
+    "entropy": "the policy's outputs hardly vary; start again with a higher algorithm.entropy_coef or clip_high, or a "
     "lower actor.optimizer.lr",
-    "kl": "the policy has left its reference; begin again with a higher algorithm.kl_coef or a lower actor.optimizer.lr",
-    "ratio": "an update moves single tokens too far; lower actor.optimizer.lr, or set algorithm.correction.kind where "
-    "rollouts run ahead",
-    "many_answers": "the policy writes several answers, hoping for one; look at the run's samples and set "
+    "kl": "the policy has drifted far from its reference; start again with a higher algorithm.kl_coef or a lower "
+    "actor.optimizer.lr",
+    "ratio": "an update moves single tokens too far; lower actor.optimizer.lr, or set algorithm.correction.kind if "
+    "rollouts run ahead of training",
+    "many_answers": "the policy writes several answers in one episode; look at the run's samples and set "
     "reward.max_answer_tags",
-    "same_answer": "the policy gives different questions one and the same answer; look at the run's samples and at what the "
-    "reward pays for it",
+    "same_answer": "the policy gives different questions the same answer; look at the run's samples and at the reward "
+    "that it earns",
 }
-"""Guard, `guard/<name>` in a row -> what to do about its alarm."""
+"""Guard (`guard/<name>` in metrics.jsonl) -> diagnosis and remedy in its alarm."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A bound that a run has passed for too long."""
+    """A metric that has been out of bounds for too long."""
 
     guard: str
     step: int
@@ -48,43 +49,43 @@ class Alarm:
     value: float
     bound: float
     steps: int
-    """Steps in a row that have passed the bound, this one included."""
+    """Steps in a row out of bounds, this one included."""
     first: bool
-    """Whether the alarm was not there in the step before."""
+    """True if the guard raised no alarm in the step before."""
 
     @property
     def key(self) -> str:
-        """The bound's key in the config."""
+        """Configuration key of the bound."""
         return f"guards.{self.guard}_{'floor' if self.guard in _FLOORS else 'ceiling'}"
 
     def __str__(self) -> str:
-        """One sentence: what was seen, and what to do."""
+        """Return the observation and the remedy in one sentence."""
         if isnan(self.value):
-            seen = f"{self.figure} is not a number at step {self.step}, so that {self.key}={self.bound:g} cannot hold"
+            seen = f"{self.figure} is not a number at step {self.step}, outside {self.key}={self.bound:g}"
         else:
             side = "below" if self.guard in _FLOORS else "above"
-            row = "" if self.steps == 1 else f", as in the {self.steps - 1} before it"
+            row = "" if self.steps == 1 else f", as in the {self.steps - 1} steps before"
             seen = f"{self.figure} is {self.value:.4g} at step {self.step}, {side} {self.key}={self.bound:g}{row}"
-        return f"{seen}: {_REMEDIES[self.guard]}, or set {self.key}=null to watch it no more."
+        return f"{seen}: {_REMEDIES[self.guard]}, or set {self.key}=null to disable this guard."
 
 
 @dataclass(frozen=True, slots=True)
 class GuardsState:
-    """Counts of guards after the steps so far, for a resumed run."""
+    """Checkpointed counts of the guards."""
 
     steps: Mapping[str, int]
-    """Guard -> steps in a row that have passed its bound."""
+    """Guard -> steps in a row out of bounds."""
     alarmed: tuple[str, ...]
-    """Guards that alarmed at the last step."""
+    """Guards that raised an alarm at the last step."""
 
 
 class Guards:
-    """Watches a run, step by step; keeps nothing but how long each bound has been passed."""
+    """Checks the metrics of each step; its only state is the number of steps each guard has been out of bounds."""
 
     def __init__(self, config: GuardsConfig, estimator: KlEstimator) -> None:
-        """`estimator` is the run's, whose divergence from the reference policy is watched."""
+        """`estimator`: the run's KL estimator, which the KL guard watches."""
         self._patience = config.patience
-        # Guard -> the figures of which the first that a row has is watched, and their bound.
+        # Guard -> candidate metrics, of which the first present in the row is checked, and the bound.
         watches = {
             "entropy": (("actor/entropy",), config.entropy_floor),
             "kl": (("actor/kl", _SAMPLED_KL[estimator]), config.kl_ceiling),
@@ -97,26 +98,26 @@ class Guards:
         self._alarmed: set[str] = set()
 
     def state(self) -> GuardsState:
-        """Counts that a resumed run goes on with."""
+        """Return the counts for a checkpoint."""
         return GuardsState(dict(self._steps), tuple(sorted(self._alarmed)))
 
     def restore(self, state: GuardsState) -> None:
-        """Go on after the steps that `state` speaks of; a guard that it does not know begins anew."""
+        """Continue from checkpointed `state`; a guard missing there starts at zero."""
         self._steps |= {name: steps for name, steps in state.steps.items() if name in self._steps}
         self._alarmed = {*state.alarmed} & {*self._steps}
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the guards that watch."""
+        """Names of the enabled guards."""
         return tuple(self._steps)
 
     def check(self, step: int, row: Mapping[str, float | None]) -> list[Alarm]:
-        """The alarms of `step`, whose metrics are `row`. Steps come in order, each once."""
+        """Return the alarms of `step` with metrics `row`. Call once per step, in order."""
         alarms = []
         for guard, figures, bound in self._watches:
             figure = next((figure for figure in figures if figure in row), None)
             found = None if figure is None else row[figure]
-            value = float("nan") if found is None else found  # A file has null for NaN.
+            value = float("nan") if found is None else found  # metrics.jsonl holds null for NaN.
             passed = isnan(value) or (value < bound if guard in _FLOORS else value > bound)
             self._steps[guard] = steps = self._steps[guard] + 1 if figure is not None and passed else 0
             if figure is not None and steps and (steps >= self._patience or isnan(value)):

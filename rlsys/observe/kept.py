@@ -1,10 +1,11 @@
-"""Trajectories of a run token by token: what the report shows, the drift is worked out from and the audit asks again.
+"""Saves trained trajectories token by token, for the report, the drift analysis and the token audit.
 
-Contract: `keep` takes whole groups, so that advantages can be understood, and spreads them evenly over the step, so that
-quick groups, which come first, are not preferred. `write_kept` puts a step into one file, which is there under its name
-only when it is complete; `read_kept` gives back what was kept, to the bit, step after step, and reports by sentence what it
-could not read; `Keeper` writes beside the training. A row is JSON: text as text, figures as lists, NaN as null; float32 in
-as few digits as tell it apart. A field that comes new gets a default, which it has in rows that are older.
+Contract: `keep` selects whole groups, so that advantages can be explained, and spreads them evenly over the step, because
+quick groups come first. `write_kept` writes one file per step, atomically. `read_kept` returns bit-identical values, step
+by step, and reports whatever it could not read. `Keeper` writes in the background.
+
+A row is JSON: text as text, arrays as lists, NaN as null, float32 with the fewest digits that round-trip. A new field needs
+a default, which rows of older files get.
 """
 
 from __future__ import annotations
@@ -39,25 +40,25 @@ from rlsys.files import (
 )
 
 TRAJECTORIES = "trajectories"
-"""Folder of a run."""
+"""Subfolder of the run folder."""
 _FILE = re.compile(r"step_(\d+)\.jsonl\.gz")
 _LEVEL = 2
-"""Of gzip: log-probs hardly shrink, and level 6 takes three times as long for a file that is 7 % smaller."""
+"""gzip level. Log-probs hardly compress: level 6 takes three times as long for a file that is 7 % smaller."""
 _KINDS: dict[str, Any] = {
     **{"bool": bool, "int": int, "float": int | float | None, "str": str, "str | None": str | None},  # NaN is null.
     **{"Mapping[str, Any]": dict, "Mapping[str, float]": dict},
 }
-"""A field's type -> what a row has for it; not of arrays, which are made of whatever is there."""
+"""Type annotation of a field -> Python types of its JSON value; arrays are converted without this check."""
 _FIELDS_TOLD = 3
-"""In a sentence about a file of another version."""
+"""Most fields named in the error about a row of another version."""
 _BROKEN = "\ufffd"
-"""What a tokenizer shows for bytes that are no character, or not yet."""
+"""Character that a tokenizer shows for invalid or incomplete UTF-8."""
 _MOST_PENDING = 16
-"""Tokens that are looked at as one character. UTF-8 has four bytes at most: what is longer is none."""
+"""Most tokens decoded together as one character. UTF-8 characters have at most four bytes; longer runs are invalid."""
 _log = logging.getLogger(__name__)
 
 Decode = Callable[[Sequence[int]], str]
-"""Gives the text of tokens, special ones too."""
+"""Decodes token ids, special tokens included."""
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
@@ -65,7 +66,7 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class KeptTurn:
-    """One generation and what came of it; see `Turn`."""
+    """One turn of a kept trajectory; fields as in `Turn`."""
 
     text: str
     action: str
@@ -78,53 +79,53 @@ class KeptTurn:
     cached_tokens: int
     prompt_tokens: int
     sampled_ids: Ints
-    """[sampled] what the engine returned; empty where it is not known."""
+    """[sampled] ids that the engine returned; empty if unknown."""
     sampled_logprobs: Floats
-    """[sampled] their natural log-probs under the sampling temperature."""
+    """[sampled] natural log-probs at the sampling temperature."""
     tool: str = ""
-    """The name of the tool that was called, if one was."""
+    """Name of the called tool; empty without a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One trajectory as it was trained on. Arrays are aligned with `token_ids`, each of which is a target."""
+    """One trajectory as trained. Arrays align with `token_ids`: entry i belongs to token i as the predicted token."""
 
     step: int
     question_uid: str
     sample: int
-    """Which of its group."""
+    """Index within the prompt group."""
     data_source: str
     extra: Mapping[str, Any]
-    """The question's row's `extra_info`."""
+    """`extra_info` of the question's row in the data set."""
     question: str
-    """Without a template; empty where the data set does not have it."""
+    """Question without the prompt template; empty if the data set lacks it."""
     prompt: str
     golden_answers: tuple[str, ...]
     answer: str | None
     exact: bool
-    """Whether the answer matches an accepted one, after SQuAD's normalisation."""
+    """True if the answer matches an accepted one after SQuAD's normalisation."""
     reward: float
     parts: Mapping[str, float]
-    """Term of the reward -> what it came to."""
+    """Reward term -> its value."""
     finish: str
     policy_version: int
-    """That `old_logprobs` are of: the one that the step set out from, or, in an `async` schedule, an earlier one, for a
-    group is scored as soon as it is rolled."""
+    """Weight version that computed `old_logprobs`: the version at the step's start, or an earlier one in an `async`
+    schedule, which scores a group as soon as it is rolled out."""
     token_ids: Ints
-    """[seq] prompt and response."""
+    """[seq] ids of prompt and response."""
     prompt_length: int
     pieces: tuple[str, ...]
-    """[seq - prompt_length] text of each token after the prompt; joined, they are the response with special tokens
-    spelled out. A character of several tokens is in the last of them."""
+    """[seq - prompt_length] text of each response token, special tokens included; joined, they are the response. A
+    character that spans several tokens belongs to the last of them."""
     loss_mask: NDArray[np.bool_]
     turn_of_token: Ints
-    """[seq] -1 where nothing is trained."""
+    """[seq] index of the turn; -1 for tokens that are not trained."""
     versions: Ints
-    """[seq] policy version that sampled the token; -1 where nothing was sampled."""
+    """[seq] weight version that sampled the token; -1 for tokens that were not sampled."""
     rollout_logprobs: Floats
-    """[seq] NaN where there is none to compare."""
+    """[seq] engine log-probs; NaN where unknown."""
     old_logprobs: Floats
-    """[seq] 0 where nothing is trained."""
+    """[seq] old log-probs; 0 for tokens that are not trained."""
     ref_logprobs: Floats | None
     advantages: Floats
     weights: Floats | None
@@ -132,37 +133,37 @@ class Kept:
 
 
 class OtherVersion(ValueError):
-    """A row that another version of rlsys has written, with other fields."""
+    """Raised for a row whose fields are those of another version of rlsys."""
 
 
 class Keeper:
-    """Writes `trajectories/` of a run, one step at a time, in a thread of its own beside the training.
+    """Writes `trajectories/` of a run in a background thread, one step at a time.
 
-    `begin` returns once the step before is on disk, `finish` once all are: so a checkpoint that is begun after it has those
-    of all its steps. A disk that refuses them costs one warning; no more of them are kept, and the run goes on.
+    `begin` first waits until the previous step is on disk; `finish` waits for the last one. A checkpoint written after
+    `finish` therefore has the trajectories of all its steps. Best effort: on a disk error, warns once and stops saving.
     """
 
     def __init__(self, run_dir: Path, decode: Decode) -> None:
-        """`decode` is called from another thread."""
+        """`decode` is called from the background thread."""
         self._run_dir, self._decode = run_dir, decode
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trajectories")
         self._writing: Future[None] | None = None
         self._refused = False
 
     async def begin(self, step: int, groups: Sequence[Group], most: int | None) -> None:
-        """Begin to keep at most `most` of the trained `groups` of `step`, None for all; see `keep`."""
+        """Start saving at most `most` trajectories of the trained `groups` of `step` (None: all); see `keep`."""
         await self.finish()
         if most != 0 and not self._refused:
             self._writing = self._thread.submit(self._write, step, groups, most)
 
     async def finish(self) -> None:
-        """Wait until what was begun is on disk. Raises ValueError for a sample without log-probs."""
+        """Wait until the step begun last is on disk. Raises ValueError for a sample without log-probs."""
         writing, self._writing = self._writing, None
         if writing is not None:
             await asyncio.wrap_future(writing)
 
     def close(self) -> None:
-        """Wait for what is being written; nothing may be begun afterwards. Idempotent."""
+        """Wait for pending writes and stop the thread. Idempotent."""
         self._thread.shutdown()
 
     def _write(self, step: int, groups: Sequence[Group], most: int | None) -> None:
@@ -170,14 +171,14 @@ class Keeper:
             write_kept(self._run_dir, step, keep(groups, step, most, self._decode))
         except OSError as problem:
             self._refused = True
-            told = "%s could not be written (%s): the run goes on and keeps no more trajectories."
+            told = "%s could not be written (%s): the run continues without saving further trajectories."
             _log.warning(told, problem.filename, problem.strerror)
 
 
 def keep(groups: Sequence[Group], step: int, most: int | None, decode: Decode) -> Iterator[Kept]:
-    """Choose what is kept of the trained `groups` of `step`: at most `most` trajectories, None for all.
+    """Select at most `most` trajectories (None: all) of the trained `groups` of `step`.
 
-    Only whole groups are kept, evenly over all, but one at least unless `most` is 0.
+    Selects whole groups at even distances, and at least one group unless `most` is 0.
     """
     pieces = Pieces(decode)
     if most is not None and groups:
@@ -187,25 +188,25 @@ def keep(groups: Sequence[Group], step: int, most: int | None, decode: Decode) -
 
 
 def write_kept(run_dir: Path, step: int, kept: Iterable[Kept]) -> None:
-    """Write the trajectories of `step`, replacing what there is of it. Raises OSError, with its name, if that fails."""
+    """Write the trajectories of `step`, replacing an existing file. Raises OSError with the file's name."""
     with open_atomically(kept_file(run_dir, step)) as file, gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as rows:
         for trajectory in kept:
             rows.write(write_row(trajectory))
 
 
 def kept_file(run_dir: Path, step: int) -> Path:
-    """The file with the trajectories of `step`."""
+    """Return the path of the trajectories of `step`."""
     return run_dir / TRAJECTORIES / f"step_{step:06d}.jsonl.gz"
 
 
 def kept_steps(run_dir: Path) -> list[int]:
-    """Steps that have a file, in order."""
+    """Return the steps that have a trajectory file, in order."""
     found = (_FILE.fullmatch(path.name) for path in (run_dir / TRAJECTORIES).glob("step_*"))
     return sorted(int(name[1]) for name in found if name)
 
 
 def forget_kept(run_dir: Path, step: int) -> None:
-    """Delete what is kept of steps after `step`, which are done again, and what a kill has left half written."""
+    """Delete trajectories of steps after `step`, which will be repeated, and leftovers of interrupted writes."""
     forget_parts(run_dir / TRAJECTORIES)
     for later in kept_steps(run_dir):
         if later > step:
@@ -213,7 +214,7 @@ def forget_kept(run_dir: Path, step: int) -> None:
 
 
 def copy_kept(run_dir: Path, other: Path, step: int) -> None:
-    """Copy what `run_dir` has of the steps up to `step` to the run `other`."""
+    """Copy the trajectories of steps up to `step` from `run_dir` to the run folder `other`."""
     for earlier in kept_steps(run_dir):
         if earlier <= step:
             kept_file(other, earlier).parent.mkdir(exist_ok=True)
@@ -221,16 +222,16 @@ def copy_kept(run_dir: Path, other: Path, step: int) -> None:
 
 
 def read_kept(run_dir: Path, problem: Callable[[str], None]) -> Iterator[Kept]:
-    """Read all kept trajectories by step, in the order in which they were kept.
+    """Yield all kept trajectories, by step and in the order they were written.
 
-    `problem` is told of every file or row that is damaged and of every file with rows of another version, left out.
+    Skips damaged files and rows, and rows of another version of rlsys; calls `problem` with a sentence about each.
     """
     for step in kept_steps(run_dir):
         yield from read_kept_step(run_dir, step, problem)
 
 
 def read_kept_step(run_dir: Path, step: int, problem: Callable[[str], None]) -> Iterator[Kept]:
-    """Read those of one step; as `read_kept`."""
+    """Yield the kept trajectories of one step; skips and reports as `read_kept` does."""
     path = kept_file(run_dir, step)
     name, other_told = f"{TRAJECTORIES}/{path.name}", False
     try:
@@ -250,7 +251,7 @@ def read_kept_step(run_dir: Path, step: int, problem: Callable[[str], None]) -> 
 
 
 def kept_lines(file: Path) -> Iterator[bytes]:
-    """The lines of a step's `file`, which `read_row` takes. Raises OSError, EOFError or zlib.error."""
+    """Yield the raw lines of a step's `file`, for `read_row`. Raises OSError, EOFError or zlib.error."""
     with open_regular(file, PACKED_BYTES) as packed, gzip.open(packed) as lines:
         yield from limited_lines(lines)
 
@@ -260,17 +261,17 @@ def write_row(kept: Kept) -> bytes:
     row = _plain(kept)
     try:
         return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
-    except orjson.JSONEncodeError:  # Half a pair of surrogates, which files of questions may have.
+    except orjson.JSONEncodeError:  # Unpaired surrogates, which data sets may contain.
         return json.dumps(row, default=lambda array: json_safe(array.tolist())).encode() + b"\n"
 
 
 def read_row(line: bytes | str) -> Kept:
-    """Read a line of `write_row`. Raises OtherVersion for a row with other fields, ValueError for anything else."""
+    """Parse a line of `write_row`. Raises OtherVersion for unexpected fields, ValueError for any other damage."""
     try:
         kept = _read_kept(line)
         _require_aligned(kept)
     except (TypeError, LookupError, AttributeError, OverflowError, RecursionError) as damage:
-        raise ValueError(f"It is no trajectory: {damage}") from damage
+        raise ValueError(f"The row is not a trajectory: {damage}") from damage
     return kept
 
 
@@ -278,9 +279,9 @@ def _read_kept(line: bytes | str) -> Kept:
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
-        row = json.loads(line)  # See `write_row`.
+        row = json.loads(line)  # Unpaired surrogates; see `write_row`.
     _require_fields(row, Kept)
-    np.int32(row["policy_version"])  # It is compared with those of tokens, and raises as they do.
+    np.int32(row["policy_version"])  # Raises OverflowError if it does not fit int32, the type of `versions`.
     _require_kinds(row["parts"].values(), int | float | None)
     _require_kinds((*row["pieces"], *row["golden_answers"]), str)
     require_shallow(row["extra"])
@@ -317,7 +318,7 @@ def _kept(group: Group, sample: Sample, step: int, pieces: Pieces) -> Kept:
 
 
 def _same(kind: type[Kept | KeptTurn], source: object) -> dict[str, Any]:
-    """Fields of `kind` that `source` has under the same name."""
+    """Return the fields of `kind` that `source` has under the same name."""
     return {field.name: getattr(source, field.name) for field in fields(kind) if hasattr(source, field.name)}
 
 
@@ -337,11 +338,11 @@ def _turns(path: Trajectory) -> tuple[KeptTurn, ...]:
 
 
 class Pieces:
-    """Cuts texts of one tokenizer into the pieces of their tokens, whatever the tokenizer does.
+    """Splits decoded text into one piece per token.
 
-    `len(pieces) == len(ids)` and `"".join(pieces) == decode(ids)`. A character of several tokens is in the last of them.
-    Tokens of a tokenizer whose text depends on what stands before (SentencePiece leaves out the first space) are decoded
-    after those; where even this does not add up, all of the text is the first token's.
+    `len(pieces) == len(ids)` and `"".join(pieces) == decode(ids)` for any tokenizer. A character that spans several tokens
+    belongs to the last of them. If the text of a token depends on its predecessors (SentencePiece drops the first space),
+    each token is decoded in context. If that fails too, the first piece is the whole text.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -349,7 +350,7 @@ class Pieces:
         self._alone: dict[int, str] = {}
 
     def __call__(self, ids: Sequence[int]) -> tuple[str, ...]:
-        """[len(ids)] pieces."""
+        """Return one piece per id."""
         if not ids:
             return ()
         whole = self._decode(ids)
@@ -360,7 +361,7 @@ class Pieces:
         return (whole, *("" for _ in ids[1:]))
 
     def _each_alone(self, ids: Sequence[int]) -> Iterator[str]:
-        """Each token by itself, but runs of such as are parts of characters together."""
+        """Decode each token by itself, and runs of incomplete characters together."""
         run: list[int] = []
         for token in ids:
             if _BROKEN in (text := self._text(token)):
@@ -372,7 +373,7 @@ class Pieces:
         yield from self._characters(run)
 
     def _characters(self, run: Sequence[int]) -> Iterator[str]:
-        """Cut where no character is split, a long run of what is none too."""
+        """Split a run at character boundaries; an overlong run of invalid bytes is split as well."""
         start = 0
         for end in range(1, len(run) + 1):
             text = self._decode(run[start:end])
@@ -400,7 +401,7 @@ class Pieces:
 
 
 def _plain(value: Any) -> Any:
-    """JSON types, and arrays."""
+    """Convert to JSON types; arrays stay arrays."""
     if isinstance(value, Kept | KeptTurn):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, np.ndarray):
@@ -414,12 +415,12 @@ def _read_turn(row: dict[str, Any]) -> KeptTurn:
     _require_fields(row, KeptTurn)
     ids, logprobs = np.array(row["sampled_ids"], np.int32), np.array(row["sampled_logprobs"], np.float32)
     if ids.ndim != 1 or ids.shape != logprobs.shape:
-        raise ValueError("The log-probs of a turn are not as many as its tokens.")
+        raise ValueError("A turn has a different number of log-probs and tokens.")
     return KeptTurn(**row | {"sampled_ids": ids, "sampled_logprobs": logprobs})
 
 
 def _require_fields(row: dict[str, Any], kind: type[Kept | KeptTurn]) -> None:
-    """Raise OtherVersion unless `row` has the fields of `kind`, but for some that have a default."""
+    """Raise OtherVersion unless `row` has exactly the fields of `kind`; fields with a default may be absent."""
     known = {field.name: field.default is MISSING for field in fields(kind)}
     missing = [name for name in known if known[name] and name not in row]
     unknown = sorted(row.keys() - known)
@@ -432,7 +433,7 @@ def _require_fields(row: dict[str, Any], kind: type[Kept | KeptTurn]) -> None:
 
 
 def _require_kinds(values: Iterable[Any], kind: Any) -> None:
-    """Raise TypeError unless all `values` are of `kind`, as isinstance takes it, and OverflowError for huge numbers."""
+    """Raise TypeError for a value that is no instance of `kind`, OverflowError for an int beyond int64."""
     for value in values:
         if not isinstance(value, kind):
             raise TypeError(f"a {type(value).__name__} is not a {kind}")
@@ -441,10 +442,10 @@ def _require_kinds(values: Iterable[Any], kind: Any) -> None:
 
 
 def _require_aligned(kept: Kept) -> None:
-    """Raise ValueError unless each token has its text, if it is of the response, and each of its figures."""
+    """Raise ValueError unless each response token has a piece and each array has one entry per token."""
     values = [getattr(kept, field.name) for field in fields(kept)]
     response = len(kept.token_ids) - kept.prompt_length
     if not 0 <= kept.prompt_length <= len(kept.token_ids) or len(kept.pieces) != response:
-        raise ValueError("Its tokens are not as many as their texts.")
+        raise ValueError("The row has a different number of response tokens and pieces.")
     if any(isinstance(array, np.ndarray) and array.shape != (len(kept.token_ids),) for array in values):
-        raise ValueError("Its figures are not as many as its tokens.")
+        raise ValueError("The row has an array whose length is not the number of tokens.")

@@ -1,6 +1,6 @@
-"""The outcome of a run, for people: curves as PNG of what it learned and where its time went, and the table at its end.
+"""Draws a run's curves (exact match, reward, stage times) as PNG files and prints the summary tables at its end.
 
-Drawn with matplotlib's object interface, so no global figure state and no display are needed.
+Uses matplotlib's object interface, which needs neither global figure state nor a display.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ WALL_KEY = "time/step"
 REWARD_KEY = "critic/score/mean"
 DPI = 200
 LABEL_GAP = 0.075
-"""Least distance between two labels, in exact match."""
+"""Minimum distance between two labels, in units of exact match."""
 MANY_STEPS = 60
-"""From here on bars touch and points have no markers: there is no room for them."""
+"""Number of steps from which bars have no gaps and points no markers."""
 DASH = "-"
 NAME_WIDTH = 44
-"""Of the first column, so that the three tables line up; all fit into 80 columns."""
+"""Width of the first column, which aligns the three tables within 80 columns."""
 STAGE_NAMES = {
     **{"step": "steps, wall time", "reward": "rewards", "logprob": "log-probs"},
     **{"train": "training", "sync": "weight sync", "eval": "evaluation"},
@@ -50,16 +50,16 @@ HOP_NAMES = {1: "one hop", 2: "two hops"}
 CHECKS = (
     ("oracle EM (ceiling)", "oracle_em", "{:.3f}"),
     ("search recall@3", "recall_at_3", "{:.3f}"),
-    ("HF and engine answer alike", "hf_engine_agreement", "{:.1%}"),
-    ("log-prob, engine vs. trainer, max difference", "logprob_max_diff", "{:.2e}"),
+    ("same answer from HF and engine", "hf_engine_agreement", "{:.1%}"),
+    ("max log-prob difference, engine vs. trainer", "logprob_max_diff", "{:.2e}"),
     ("first update, max |ratio - 1|", "first_ratio_max_dev", "{:.2e}"),
-    ("trained tokens that re-tokenising changed", "tokens_differing_share", "{:.2%}"),
-    ("prompt tokens found in the prefix cache", "cached_prompt_share", "{:.1%}"),
+    ("trained tokens changed by re-tokenisation", "tokens_differing_share", "{:.2%}"),
+    ("prompt tokens read from the prefix cache", "cached_prompt_share", "{:.1%}"),
     ("weight syncs", "weight_syncs", "{:.0f}"),
     ("steps", "steps", "{:.0f}"),
     ("seed", "seed", "{:.0f}"),
 )
-"""Name, key of the summary, and form of each check."""
+"""Label, summary key and number format of each check."""
 
 
 class _Line(NamedTuple):
@@ -70,10 +70,10 @@ class _Line(NamedTuple):
 
 
 def draw_curves(history: Rows, evaluations: Rows, out_dir: Path) -> list[Path]:
-    """Write em.png, reward.png, stage_times.png, and all three as curves.png; returns the paths written.
+    """Write em.png, reward.png, stage_times.png, and curves.png with all three; return the paths written.
 
-    `history` holds rows of metrics.jsonl; `evaluations` rows {"step", "em", "em_by_hop": {hop: em},
-    "searches", "questions"}. A panel without any data is left out.
+    `history`: rows of metrics.jsonl. `evaluations`: rows {"step", "em", "em_by_hop": {hop: em}, "searches", "questions"}.
+    A panel without data is left out.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     panels: list[tuple[str, Callable[[Axes], str]]] = []
@@ -100,7 +100,7 @@ def _save(path: Path, drawings: Sequence[Callable[[Axes], str]]) -> Path:
 
 
 def _draw_em(axes: Axes, evaluations: Rows) -> str:
-    """Draw exact match; returns the title, as do the other drawings."""
+    """Draw exact match; return the panel's title, as the other drawing functions do."""
     rows = sorted(evaluations, key=lambda row: row["step"])
     hops = sorted({hop for row in rows for hop in row.get("em_by_hop") or {}}, key=int)
     lines = []
@@ -145,7 +145,7 @@ def _draw_stages(axes: Axes, history: Rows) -> str:
         axes.plot(edges, [wall for wall in walls for _ in range(2)], color=INK, linewidth=1.4, label="wall time")
     axes.set_ylim(0.0, 1.3 * max(*base, *walls, 1e-9))
     axes.legend(loc="upper right", ncols=3, fontsize=7.5, frameon=False, handlelength=1.0, columnspacing=1.0)
-    return "Seconds a step: stages stacked, wall time as a line"
+    return "Seconds per step: stages stacked, wall time as a line"
 
 
 def _points(rows: Rows, key: str) -> tuple[list[int], list[float]]:
@@ -154,14 +154,14 @@ def _points(rows: Rows, key: str) -> tuple[list[int], list[float]]:
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:
-    """Mean over a window centred on each value, about a tenth of the run, narrower at the ends."""
+    """Return the moving average over a centred window of about a tenth of the run, narrower at the ends."""
     reach = max(1, len(values) // 20)
     windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]
 
 
 def _label_points(axes: Axes, lines: Sequence[_Line], last: bool) -> None:
-    """Name each line at its last point, or give its first value; labels are pushed apart where they overlap."""
+    """Label each line with name and value at its last point, or with its first value; move overlapping labels apart."""
     lowest = 0.0
     for line in sorted(lines, key=lambda line: line.points[-1 if last else 0][1]):
         step, value = line.points[-1 if last else 0]
@@ -193,7 +193,7 @@ def _dress(axes: Axes, title: str) -> None:
 
 
 def render_summary(summary: Mapping[str, Any], console: Console) -> None:
-    """Print `summary` to `console`. A figure that is absent, null or NaN shows as a dash.
+    """Print `summary` to `console`. An absent, null or NaN value shows as a dash.
 
     Keys: em_before, em_after, em_before_by_hop, em_after_by_hop (hop -> EM), searches_before,
     searches_after, oracle_em, recall_at_3, weight_syncs, overlap_s, hf_engine_agreement,
@@ -201,10 +201,10 @@ def render_summary(summary: Mapping[str, Any], console: Console) -> None:
     seconds (stage -> seconds).
     """
     seconds, steps = dict(summary.get("seconds") or {}), summary.get("steps") or 0
-    times = _table("Time by stage", "total", "a step")
+    times = _table("Time by stage", "total", "per step")
     for stage, total in seconds.items():
         times.add_row(STAGE_NAMES.get(stage, stage), *_time(total, steps))
-    times.add_row("hidden behind rollout", *_time(summary.get("overlap_s"), steps), style="green")
+    times.add_row("scoring and training during rollout", *_time(summary.get("overlap_s"), steps), style="green")
     checks = _table("Checks", "value")
     for name, key, form in CHECKS:
         checks.add_row(name, _text(_number(summary.get(key)), form))
@@ -218,12 +218,12 @@ def _learned(summary: Mapping[str, Any]) -> Table:
     for hop in sorted({*before, *after}, key=int):
         name = HOP_NAMES.get(int(hop), f"{hop} hops")
         _add_change(table, f"  {name}", before.get(hop), after.get(hop))
-    _add_change(table, "searches a question", summary.get("searches_before"), summary.get("searches_after"))
+    _add_change(table, "searches per question", summary.get("searches_before"), summary.get("searches_after"))
     return table
 
 
 def _time(seconds: Any, steps: int) -> tuple[str, str]:
-    """In all, and for each of the steps."""
+    """Format total seconds and mean seconds per step."""
     total = _number(seconds)
     return _text(total, "{:.1f} s"), _text(None if total is None or not steps else total / steps, "{:.2f} s")
 

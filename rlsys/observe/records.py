@@ -1,12 +1,14 @@
-"""Files that a run appends to and closes with: rows of JSON, metrics.jsonl, timeline.jsonl, summary.json.
+"""Reads and writes the record files of a run: metrics.jsonl, timeline.jsonl, summary.json.
 
 A row of metrics.jsonl is {"step", "time" in seconds since the epoch, flat keys}; docs/metrics.md lists the keys.
 
-A row of timeline.jsonl is {"step", "window", "spans"}: the step's start and end in ns since the epoch, and the spans that
-ended since the row before, each as [name, start_ns, end_ns, group, lane, args]. The last row of a run has no step: it has
-what ended after the last one. Beside the traced spans there are two kinds that are derived from episodes, in the lane of
-their group of rollouts: "generate.turns", when an engine generated for one of them, and "search.queries", when none did and
-one of them searched. Rewards and what else waits are neither.
+A row of timeline.jsonl is {"step", "window", "spans"}. `window` is the step's start and end in ns since the epoch. `spans`
+are those that ended since the previous row, each as [name, start_ns, end_ns, group, lane, args]. The last row of a run has
+step null and holds the spans that ended after the last step.
+
+Besides traced spans, a row has two kinds derived from episodes, in the lane of their prompt group: "generate.turns", while
+an engine generates for an episode of the group, and "search.queries", while none generates and an episode searches.
+Scoring rewards and other waits appear in neither.
 """
 
 from __future__ import annotations
@@ -24,19 +26,19 @@ from rlsys.files import json_safe, limited_lines, open_regular, parse_json, writ
 from rlsys.observe.spans import Interval, Span
 
 METRICS, TIMELINE, SUMMARY = "metrics.jsonl", "timeline.jsonl", "summary.json"
-"""Files of a run."""
+"""File names within a run folder."""
 
 
 class LineLog:
-    """Appends rows to a file of JSON objects, one a line, on disk as soon as each is known.
+    """Appends rows to a JSON Lines file, unbuffered.
 
-    A resumed run goes on at the `position` it had when it was saved: what came after is of steps that are done again. A
-    line that a crash has cut short is ended, so that the next one is whole; one that a full disk has cut short is taken
-    back. All is ASCII, so that no cut breaks a character.
+    A resumed run truncates the file to the checkpointed `position`, because later rows belong to steps that it repeats. A
+    line cut short by a crash is terminated, so that the next row starts on its own line. A line cut short by a full disk is
+    removed. Rows are ASCII, so that a cut never splits a character.
     """
 
     def __init__(self, path: Path, position: int | None = None) -> None:
-        """`position`: bytes of the file that count; None counts all."""
+        """`position`: byte offset to truncate the file to; None keeps all of it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._file = path.open("a+b", buffering=0)
@@ -49,12 +51,12 @@ class LineLog:
 
     @property
     def position(self) -> int:
-        """Bytes written so far. They are on the disk by then: a machine that goes down does not take them along."""
+        """Byte offset of the end of the file. Calls fsync first, so these bytes survive a machine crash."""
         os.fsync(self._file.fileno())
         return self._end
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one row; a figure that is NaN or infinite is written as null. Raises RunError if it cannot be."""
+        """Write one row, NaN and infinity as null. Raises RunError on a disk error."""
         self._write(json.dumps(json_safe(dict(row)), allow_nan=False).encode() + b"\n")
 
     def close(self) -> None:
@@ -75,10 +77,10 @@ class LineLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a metrics file by step, for the run that writes it and goes on with it. Raises OSError.
+    """Return the rows of a metrics file by step, for the driver that resumes the run. Raises OSError.
 
-    A line that is no row of a step, such as one cut short by a crash, is left out without a word; `run_folder.open_run`
-    says what it leaves out. Where a resumed run has repeated a step, its later row counts.
+    Silently skips lines that are no row of a step, such as one cut short by a crash; `run_folder.open_run` reports them.
+    If a step was repeated, the later row wins.
     """
     rows: dict[int, dict[str, Any]] = {}
     with open_regular(path) as file:
@@ -89,7 +91,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_object(line: bytes) -> dict[str, Any] | None:
-    """Read a JSON object; None for anything else."""
+    """Parse a JSON object; None for anything else."""
     try:
         found = parse_json(line)
     except ValueError:
@@ -98,20 +100,20 @@ def read_object(line: bytes) -> dict[str, Any] | None:
 
 
 def read_step_row(line: bytes) -> dict[str, Any] | None:
-    """Read an object that names its step; None for anything else."""
+    """Parse a JSON object with an integer "step"; None for anything else."""
     row = read_object(line)
     return row if row is not None and type(row.get("step")) is int else None
 
 
 def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
-    """Write `summary` atomically, keys sorted at every level so that two runs can be compared by diff; NaN as null."""
+    """Write `summary` atomically, NaN as null, keys sorted at every level so that two runs can be compared by diff."""
     text = json.dumps(json_safe(summary), indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
     write_atomically(path, text + "\n")
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimeline:
-    """One step: its window, and the spans that touch it, by start, not cut to it; some work for other steps."""
+    """One step: its time window and the spans that overlap it, by start, uncut; some are work for other steps."""
 
     step: int
     window: Interval
@@ -120,7 +122,7 @@ class StepTimeline:
 
 @dataclass(frozen=True, slots=True)
 class TimelineRow:
-    """A row as it is read; the one at the end of a run has neither step nor window."""
+    """Parsed row of timeline.jsonl; the last row of a run has neither step nor window."""
 
     step: int | None
     window: Interval | None
@@ -128,13 +130,13 @@ class TimelineRow:
 
 
 def timeline_row(step: int | None, window: Interval | None, spans: Iterable[Span]) -> dict[str, Any]:
-    """A row of the timeline for a `LineLog`: the spans that ended since the last row; `window` is that of `step`."""
+    """Return a timeline row for a `LineLog`: `step`, its `window`, and the spans that ended since the last row."""
     listed = [[span.name, span.start_ns, span.end_ns, span.group, span.lane, span.args] for span in spans]
     return {"step": step, "window": window, "spans": listed}
 
 
 def read_timeline_row(line: bytes) -> TimelineRow | None:
-    """Read a row; None for one that is damaged."""
+    """Parse a timeline row; None if it is damaged."""
     try:
         row: dict[str, Any] = parse_json(line)
         step, window = row["step"], row["window"] and (row["window"][0], row["window"][1])
@@ -151,7 +153,7 @@ def _is_span(span: Span) -> bool:
 
 
 def steps_of(rows: Iterable[TimelineRow]) -> tuple[StepTimeline, ...]:
-    """Arrange the rows of a timeline, which come in order, by step."""
+    """Group the spans of timeline rows, given in file order, by the steps that they overlap."""
     listed = list(rows)
     waiting = sorted((span for row in listed for span in row.spans), key=lambda span: -span.start_ns)
     steps: list[StepTimeline] = []

@@ -1,8 +1,8 @@
-"""The folder of a run, for its readers: the report, the live page, the audit.
+"""Reads a run folder for the report, the live page and the token audit.
 
-Contract: `open_run` refuses a folder that is no run, by one sentence. What else is missing, empty, cut short or damaged is
-a sentence in `problems`, and the rest is read; nothing of a run's content raises. Reading changes nothing, and a run may go
-on meanwhile. Texts are as they were written: generated, retrieved or typed by anybody, and to be shown as such.
+Contract: `open_run` raises UserError only for a folder that is no run. Missing, empty, truncated or damaged files become
+sentences in `problems`, and everything else is still read. Reading changes no file and works while the run is active. Texts
+are untrusted (generated, retrieved or user input) and returned unescaped.
 """
 
 from __future__ import annotations
@@ -22,58 +22,58 @@ from rlsys.observe.status import STATUS
 
 T = TypeVar("T")
 Report = Callable[[str], None]
-"""Takes a sentence about what could not be read."""
+"""Receives a sentence about something unreadable."""
 
 CONFIG, EVALUATIONS = "config.yaml", "evaluations"
 MEASURED = "eval*/results.json"
-"""Within the run's folder: what `rlsys eval` has measured into it, beside the run's own evaluations."""
+"""Glob pattern, within the run folder, of results that `rlsys eval` wrote."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Contents of the folder of a run."""
+    """Contents of a run folder."""
 
     path: Path
     config: dict[str, Any]
     lives: tuple[Life, ...]
     rows: tuple[dict[str, Any], ...]
-    """Of metrics.jsonl, by step."""
+    """Rows of metrics.jsonl, by step."""
     evaluations: tuple[dict[str, Any], ...]
     """Rows of the policy's evaluations, by step."""
     reference: dict[str, Any] | None
-    """The row of the reference policy's evaluation, which comes last; None without one."""
+    """Row of the reference policy's latest evaluation; None without one."""
     summary: dict[str, Any] | None
-    """None before the end."""
+    """Contents of summary.json; None until the run ends."""
     status: dict[str, Any] | None
     problems: list[str] = field(default_factory=list)
-    """What could not be read, a sentence each, without repetition; reading more may add to it."""
+    """Sentences about unreadable content, without duplicates; the lazy readers below may append."""
     _reported: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
-    """What reading more has added."""
+    """Problems that the lazy readers appended."""
 
     @property
     def name(self) -> str:
-        """The folder's name."""
+        """Name of the folder."""
         return self.path.resolve().name
 
     def timeline(self) -> tuple[records.StepTimeline, ...]:
-        """Read the work of the groups in each step."""
+        """Read the timeline: the spans of each step."""
         return records.steps_of(
             _parsed(self.path / records.TIMELINE, records.TIMELINE, records.read_timeline_row, self._report)
         )
 
     def trajectories(self) -> Iterator[Kept]:
-        """Read the trajectories that were kept, by step."""
+        """Yield the kept trajectories, by step."""
         if not kept_steps(self.path):
-            self._report(f"{TRAJECTORIES} is missing: no trajectory was kept, or the run is of an older rlsys.")
+            self._report(f"{TRAJECTORIES} is missing: no trajectory was kept, or an older rlsys wrote the run.")
         yield from read_kept(self.path, self._report)
 
     def answers(self, step: int) -> list[dict[str, Any]]:
-        """Read every answer of the policy's evaluation after `step`, as `rlsys.orchestrator.evaluation.heldout` writes it."""
+        """Read all answers of the evaluation after `step`; written by `rlsys.orchestrator.evaluation.heldout`."""
         name = f"{EVALUATIONS}/step_{step:06d}.jsonl"
         return list(_parsed(self.path / name, name, records.read_object, self._report))
 
     def measured(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Read the name of each folder that `rlsys eval` has written into this one, and its results.json; by name."""
+        """Yield folder name and results.json of each `rlsys eval` output within the run folder, by name."""
         for file in sorted(self.path.glob(MEASURED)):
             folder = file.parent.name
             results = _whole(self.path, f"{folder}/{file.name}", self._report)
@@ -87,7 +87,7 @@ class RunFolder:
 
 
 def open_run(path: Path) -> RunFolder:
-    """Read the run at `path`. Raises UserError if it is none."""
+    """Read the run at `path`. Raises UserError if the folder is no run."""
     if not path.is_dir():
         sentence = f"{path} is no folder: give the folder of a run, such as {_like(path.parent)}."
         raise UserError(sentence, code="not_found", key=str(path))
@@ -117,7 +117,7 @@ def open_run(path: Path) -> RunFolder:
 
 
 def section(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """Settings under `names`, each within the one before; nothing unless all are mappings. Never raises."""
+    """Return the section at the nested keys `names`; empty if any of them is not a mapping. Never raises."""
     value: Any = config
     for name in names:
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -125,7 +125,7 @@ def section(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 
 
 def number(settings: Mapping[str, Any], name: str, default: float) -> float:
-    """Read a figure of `settings`; `default` where it is not set, null or no finite number."""
+    """Return setting `name` as a float; `default` if it is absent or no finite number."""
     value = settings.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return default
@@ -133,13 +133,13 @@ def number(settings: Mapping[str, Any], name: str, default: float) -> float:
 
 
 def _like(folder: Path) -> Path:
-    """The newest run within `folder`, or what one is called."""
+    """Return the newest run within `folder`, or a placeholder path, for an error message."""
     runs = [found.parent for found in folder.glob(f"*/{CONFIG}")] if folder.is_dir() else []
     return max(runs, key=lambda run: run.stat().st_mtime, default=Path("outputs/NAME-YYYYMMDD-HHMMSS"))
 
 
 def _parsed(path: Path, name: str, parse: Callable[[bytes], T | None], report: Report) -> Iterator[T]:
-    """The lines of a file that `parse` understands."""
+    """Yield what `parse` makes of each line of a file; report lines for which it returns None."""
     number = 0
     try:
         with open_regular(path) as file:
@@ -157,7 +157,7 @@ def _parsed(path: Path, name: str, parse: Callable[[bytes], T | None], report: R
 
 
 def _read(name: str, read: Callable[[], T | None], report: Report, optional: bool = False) -> T | None:
-    """Call `read` for a file; None where it cannot, or finds nothing. No word of an optional file that is missing."""
+    """Call `read` for a file; report a failure and return None. A missing `optional` file is not reported."""
     try:
         found = read()
     except OSError as problem:
@@ -177,23 +177,23 @@ def _config(path: Path) -> dict[str, Any] | None:
 
 
 def _evaluations(path: Path, whose: str, report: Report) -> tuple[dict[str, Any], ...]:
-    """Rows of the files whose names begin with `whose`, by step."""
+    """Return the evaluation rows, by step, from files with the name prefix `whose`."""
     found: dict[int, dict[str, Any]] = {}
     for file in sorted((path / EVALUATIONS).glob(f"{whose}step_*.json")):
         row = _whole(path, f"{EVALUATIONS}/{file.name}", report)
         if row is not None and isinstance(row.get("step"), int):
             found[row["step"]] = row
         elif row is not None:
-            report(f"{EVALUATIONS}/{file.name} names no step: left out.")
+            report(f"{EVALUATIONS}/{file.name} has no step number: left out.")
     return tuple(found[step] for step in sorted(found))
 
 
 def _whole(path: Path, name: str, report: Report) -> dict[str, Any] | None:
-    """A file of one object; None, without a word, where there is none: it comes later, or never."""
+    """Read a file with one JSON object; None, unreported, if it does not exist (yet)."""
     return _read(name, lambda: records.read_object(read_regular(path / name)), report, optional=True)
 
 
 def _unreadable(name: str, problem: OSError) -> str:
     if isinstance(problem, FileNotFoundError):
-        return f"{name} is missing: the run is of an older rlsys, or has not come so far."
+        return f"{name} is missing: the run has not written it yet, or an older rlsys wrote the run."
     return f"{name} cannot be read: {problem.strerror}."

@@ -1,7 +1,7 @@
-"""Sample episodes as text that a person can read, and that cannot harm the terminal it is read in.
+"""Renders sample episodes as plain text that is safe to print in a terminal.
 
-Model output and retrieved pages are untrusted: control characters, escape sequences and characters that
-reorder text are made visible, never passed on. Only line breaks and tabs stay what they are.
+Model output and retrieved pages are untrusted: control characters, escape sequences and characters that reorder text are
+spelled out. Only line breaks and tabs stay as they are.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rlsys.data.trajectory import Trajectory, Turn
 from rlsys.files import write_atomically
 
 UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-"""Unicode categories that have no glyph of their own: controls, bidi marks, surrogates, separators."""
+"""Unicode categories without a glyph: controls, bidi marks, surrogates, private and unassigned characters, separators."""
 WIDTH = 100
 
 
 def visible(text: str) -> str:
-    r"""`text` with every character that a terminal could act on spelled out, such as \x1b for escape."""
+    r"""Return `text` with every character that a terminal could act on spelled out, such as \x1b for escape."""
     return "".join(
         char if char in "\n\t" or unicodedata.category(char) not in UNSAFE_CATEGORIES else _spelled(char)
         for char in text
@@ -31,10 +31,10 @@ def visible(text: str) -> str:
 
 
 def render_sample(question: Question, trajectory: Trajectory, reward: float) -> str:
-    """The episode as text: a header with figures, the prompt, then what was generated and what came back."""
+    """Return the episode as text: header, prompt, then generated text and observation of each turn."""
     trained = int(trajectory.loss_mask.sum())
     response = len(trajectory.tokens) - trajectory.prompt_length
-    calls = f" and {trajectory.tool_calls} calls of tools" if trajectory.tool_calls else ""
+    calls = f" and {trajectory.tool_calls} tool calls" if trajectory.tool_calls else ""
     header = {
         "question": f"{question.uid} (sample {trajectory.sample})",
         "gold answers": " | ".join(question.answers),
@@ -53,7 +53,7 @@ def render_sample(question: Question, trajectory: Trajectory, reward: float) -> 
 
 
 def write_samples(samples: Iterable[tuple[Question, Trajectory, float]], directory: Path) -> None:
-    """Write each sample, see `render_sample`, to `directory/NN.txt`, counted from 00."""
+    """Write each sample, rendered by `render_sample`, to `directory/NN.txt`, starting at 00."""
     for number, sample in enumerate(samples):
         write_atomically(directory / f"{number:02d}.txt", render_sample(*sample))
 
@@ -71,7 +71,7 @@ def _turn_lines(number: int, turn: Turn) -> list[str]:
 
 
 def _trained_runs(trajectory: Trajectory) -> str:
-    """List the token ranges where the loss mask is set, with the policy versions that sampled them."""
+    """List the trained token ranges with the weight versions that sampled them."""
     padded = np.concatenate([[False], trajectory.loss_mask, [False]])
     edges: NDArray[np.int64] = np.flatnonzero(padded[1:] != padded[:-1])
     runs = []
@@ -86,7 +86,7 @@ def _rule(title: str) -> str:
 
 
 def _quoted(text: str, mark: str = "") -> list[str]:
-    """Indented, so that no text can pass for a heading."""
+    """Indent each line, so that no text looks like a heading."""
     return [f"  {mark}{line}" for line in visible(text).strip("\n").split("\n")]
 
 

@@ -1,11 +1,11 @@
-"""Spans: who worked on what, and when; the one record from which every time of a run, and its use of devices, is taken.
+"""Records spans of work, and derives stage times, idle shares, overlap and device utilisation from them.
 
-Contract: a span covers work, never waiting, so what no span covers is idle time. Its stage is its name
-up to the first dot ("train.accumulate" belongs to "train"); its `args` hold `step` where there is one.
-Workers record into their own `Tracer` and hand the spans to the driver with `drain`, once each.
+Contract: a span covers work, never waiting, so time without a span is idle. Its stage is its name up to the first dot
+("train.accumulate" belongs to "train"); `args["step"]` is its step, if it has one. Each worker records into its own
+`Tracer`; the driver collects the spans with `drain`, each once.
 
-Times are nanoseconds since the epoch, so that spans of several processes line up as far as their
-machines' clocks do. Everything below `Tracer` is a pure function of spans.
+Times are ns since the epoch, so spans of different machines align as well as the machines' clocks. Everything below
+`Tracer` is a pure function of spans.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ HIDDEN_SPANS = {
     "critic": ("values.compute", "train.accumulate", "train.apply"),
     "inference": ("logprob.compute",),
 }
-"""Group -> names of the work that can hide behind generation."""
+"""Group of processes -> span names of work that can overlap generation."""
 ROLLOUT_GROUP, ROLLOUT_SPAN = "rollout", "rollout.group"
 GENERATE_SPAN, SEARCH_SPAN = "generate.turns", "search.queries"
-"""Derived from episodes, see `episode_spans`."""
+"""Names of the spans derived from episodes; see `episode_spans`."""
 QUESTIONS = "questions"
-"""Name of the arg that holds the uids of the questions whose samples a call worked on."""
+"""Span argument with the uids of the questions whose samples a call processed."""
 PEAK_TFLOPS = {
     **{"GB200": 2500.0, "B200": 2250.0, "B100": 1750.0, "GH200": 989.0},
     **{"H200 NVL": 835.0, "H200": 989.0, "H100 NVL": 835.0, "H100 PCIe": 756.0, "H100": 989.0},
@@ -46,8 +46,8 @@ PEAK_TFLOPS = {
     **{"A100": 312.0, "A800": 312.0, "A40": 149.7, "A30": 165.0, "A10": 125.0, "RTX A6000": 154.8},
     **{"L40S": 362.05, "L40": 181.05, "L20": 119.5, "L4": 121.0},
 }
-"""Words of a device's name -> its peak at dense bfloat16 matrices, in 10^12 operations a second. From the vendors' data
-sheets, whose figures with sparsity are halved. The first whose words are all in the name counts."""
+"""Words of a device name -> peak dense bfloat16 TFLOPS, from the vendors' data sheets (values with sparsity halved).
+The first entry whose words all occur in the name applies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +60,20 @@ class Span:
     group: str
     """Worker group: rollout, inference, actor, critic, driver."""
     lane: str
-    """Row within the group, such as a rank."""
+    """Row within the group, such as one rank."""
     args: Mapping[str, Arg] = field(default_factory=dict)
 
     @property
     def stage(self) -> str:
-        """The name up to its first dot."""
+        """Name up to its first dot."""
         return self.name.partition(".")[0]
 
 
 class Tracer:
-    """Records the spans of one process. Safe to use from threads and from concurrent tasks."""
+    """Records the spans of one process. Safe for threads and concurrent tasks."""
 
     def __init__(self, group: str, clock: Callable[[], int] | None = None) -> None:
-        """`clock` gives ns since the epoch; the default never runs backwards within the process."""
+        """`clock` returns ns since the epoch; the default is monotonic within the process."""
         self._group = group
         self._clock = clock or _steady_clock()
         self._lock = threading.Lock()
@@ -82,7 +82,7 @@ class Tracer:
 
     @contextmanager
     def span(self, name: str, lane: str | None = None, **args: Arg) -> Iterator[dict[str, Arg]]:
-        """Record the body's time, also when it raises. Yields the args, to add what is known at the end."""
+        """Record the body as a span, also when it raises. Yields the args, which the body may extend."""
         known = dict(args)
         begun = Span(name, self._clock(), 0, self._group, lane or "main", known)
         with self._lock:
@@ -98,24 +98,24 @@ class Tracer:
                 self._spans.append(replace(begun, end_ns=self._clock()))
 
     def running(self) -> list[Span]:
-        """The work that is going on, as spans that end now; they come again, at their end, with `drain`."""
+        """Return unfinished spans as if they ended now; `drain` returns each again once it has ended."""
         now = self._clock()
         with self._lock:
             return [replace(span, end_ns=now) for span in self._running.values()]
 
     def now(self) -> int:
-        """The clock that spans are taken by, ns since the epoch."""
+        """Return the tracer's time, ns since the epoch."""
         return self._clock()
 
     def drain(self) -> list[Span]:
-        """The spans finished since the last call; they are handed out once."""
+        """Return and forget the spans that ended since the last call."""
         with self._lock:
             spans, self._spans = self._spans, []
         return spans
 
 
 def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of `intervals` as disjoint intervals in order; empty and reversed ones vanish."""
+    """Return the union of `intervals`, disjoint and in order; drops empty and reversed intervals."""
     merged: list[Interval] = []
     for start, end in sorted(i for i in intervals if i[1] > i[0]):
         if merged and start <= merged[-1][1]:
@@ -126,7 +126,7 @@ def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def common_intervals(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """Intersect two unions; of each, intervals are disjoint and in order, as `merge_intervals` gives them."""
+    """Return the intersection of two results of `merge_intervals`."""
     common: list[Interval] = []
     i = j = 0
     while i < len(first) and j < len(second):
@@ -141,7 +141,7 @@ def common_intervals(first: Sequence[Interval], second: Sequence[Interval]) -> l
 
 
 def without_intervals(intervals: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
-    """Take `taken` out of `intervals`; both are as `merge_intervals` gives them, and so is the result."""
+    """Return `intervals` minus `taken`, both results of `merge_intervals`; so is the result."""
     if not intervals:
         return []
     edges = [intervals[0][0], *(edge for interval in taken for edge in interval), intervals[-1][1]]
@@ -152,9 +152,10 @@ def without_intervals(intervals: Sequence[Interval], taken: Sequence[Interval]) 
 def episode_spans(
     whole: Interval, lane: str, args: Mapping[str, Arg], trajectories: Sequence[Trajectory]
 ) -> list[Span]:
-    """Derive when somebody of a group generated, and when nobody did and somebody searched, within `whole`.
+    """Derive the spans of one prompt group's episodes within the interval `whole`.
 
-    Turns whose begin is not known, or that were taken before (a resumed run goes on with them), are in none.
+    `GENERATE_SPAN` covers times when any episode generated, `SEARCH_SPAN` times when none did and any searched. Turns
+    without a start time, and turns before `whole` (partial episodes), contribute nothing.
     """
     generated: list[Interval] = []
     searched: list[Interval] = []
@@ -177,9 +178,9 @@ def episode_spans(
 
 
 def overlap_seconds(spans: Iterable[Span], window: Interval) -> float:
-    """Seconds of `window` in which something was trained or scored while something was generated.
+    """Return the seconds of `window` in which training or scoring ran while prompt groups rolled out.
 
-    A second in which several groups or ranks do so counts once.
+    Times when several groups or ranks do so count once.
     """
     found = list(spans)
     hidden = _clipped((span for span in found if span.name in HIDDEN_SPANS.get(span.group, ())), window)
@@ -188,9 +189,9 @@ def overlap_seconds(spans: Iterable[Span], window: Interval) -> float:
 
 
 def stage_seconds(spans: Iterable[Span], window: Interval | None = None) -> dict[str, float]:
-    """Stage -> seconds (of `window`) in which at least one worker was at it.
+    """Return the seconds (of `window`) in which at least one worker was in each stage.
 
-    Stages overlap: the sum may exceed the wall time.
+    Stages overlap, so the sum may exceed the wall time.
     """
     return {
         stage: _covered(_clipped(found, window) if window else [(span.start_ns, span.end_ns) for span in found])
@@ -199,7 +200,7 @@ def stage_seconds(spans: Iterable[Span], window: Interval | None = None) -> dict
 
 
 def idle_share(spans: Iterable[Span], window: Interval) -> dict[str, float]:
-    """Group -> share of `window` in which none of its lanes worked, 0 to 1. Groups without a span are absent."""
+    """Return each group's share of `window`, 0 to 1, in which none of its lanes worked. Omits groups without a span."""
     start, end = window
     if end <= start:
         raise ValueError(f"The window {window} is empty: its end must come after its start.")
@@ -210,9 +211,9 @@ def idle_share(spans: Iterable[Span], window: Interval) -> dict[str, float]:
 
 
 def peak_flops(device_names: Iterable[str]) -> float | None:
-    """Dense bfloat16 operations a second of these devices together, by the names that their drivers give.
+    """Return the summed dense bfloat16 peak, in FLOP/s, of devices given by driver name.
 
-    None if one of them is not in the table, as a CPU is not, or if there are none.
+    None if any device is not in `PEAK_TFLOPS` (such as a CPU), or without devices.
     """
     peaks = [_peak_tflops(name) for name in device_names]
     known = [peak for peak in peaks if peak is not None]
@@ -220,10 +221,9 @@ def peak_flops(device_names: Iterable[str]) -> float | None:
 
 
 def utilisation_figures(flops: float, seconds: float, peak: float | None) -> dict[str, float]:
-    """Rate of the actor, and its share of `peak`, over the `seconds` in which it trained; nothing if it did not.
+    """Return the actor's TFLOPS and MFU over the `seconds` in which it trained; empty for 0 seconds.
 
-    `flops` are the operations that the model needs, `peak` what all devices of the actor could do in a second; where
-    that is not known the share is left out.
+    `flops`: operations that the model needs. `peak`: FLOP/s of all the actor's devices; None omits the MFU.
     """
     if seconds <= 0:
         return {}
@@ -232,11 +232,10 @@ def utilisation_figures(flops: float, seconds: float, peak: float | None) -> dic
 
 
 def batch_figures(spans: Iterable[Span], window: Interval) -> dict[str, float]:
-    """Measure how full the micro-batches were of the calls that ended in `window`, by group, as shares of 1.
+    """Return fill and padding of the micro-batches of calls that ended in `window`, by group, as shares.
 
-    `batch/fill` is tokens of samples to what the token budget allows, which a single sample may exceed; a micro-batch
-    without a sample, which keeps a rank in step with the others, is an empty one. `batch/padding` is padding to all that
-    was computed. Groups without such a call are absent.
+    `batch/fill`: sample tokens / token budget; a single long sample may exceed 1, and an empty micro-batch, which keeps
+    ranks in step, counts as 0. `batch/padding`: padding tokens / computed tokens. Omits groups without such a call.
     """
     calls = [span for span in spans if "budget" in span.args and window[0] < span.end_ns <= window[1]]
     figures: dict[str, float] = {}
@@ -247,10 +246,10 @@ def batch_figures(spans: Iterable[Span], window: Interval) -> dict[str, float]:
 
 
 def write_chrome_trace(path: Path, spans: Sequence[Span]) -> None:
-    """Write `spans` for Perfetto (ui.perfetto.dev) or chrome://tracing: a process per group, a thread per lane.
+    """Write `spans` as a Chrome trace (ui.perfetto.dev, chrome://tracing): a process per group, a thread per lane.
 
-    Viewers draw one thread's events as a stack, so events of a lane that overlap without nesting, such as
-    concurrent episodes, are spread over further rows of the same name. Times count from the first span.
+    Viewers draw the events of a thread as a stack. Spans of a lane that overlap without nesting, such as concurrent
+    episodes, therefore go to further threads of the same name. Times are relative to the first span.
     """
     origin = min((span.start_ns for span in spans), default=0)
     events: list[dict[str, Any]] = []
@@ -265,7 +264,7 @@ def write_chrome_trace(path: Path, spans: Sequence[Span]) -> None:
 
 
 def _steady_clock() -> Callable[[], int]:
-    # Wall time may step back when the machine's clock is set; a span must not end before it starts.
+    # Wall time may jump back when the clock is set, and a span must not end before it starts.
     offset = time.time_ns() - time.perf_counter_ns()
     return lambda: time.perf_counter_ns() + offset
 
@@ -275,7 +274,7 @@ def _clipped(spans: Iterable[Span], window: Interval) -> list[Interval]:
 
 
 def _covered(intervals: Iterable[Interval]) -> float:
-    """Seconds in the union of `intervals`."""
+    """Return the length of the union of `intervals`, in seconds."""
     return sum(end - start for start, end in merge_intervals(intervals)) / 1e9
 
 
@@ -287,7 +286,7 @@ def _by(spans: Iterable[Span], key: Callable[[Span], str]) -> list[tuple[str, li
 
 
 def _rows(spans: Iterable[Span]) -> list[list[Span]]:
-    """Spread spans over as few rows as first fit finds, so that two in one row are disjoint or nested."""
+    """Assign spans to rows, first fit, so that two spans of a row are disjoint or nested."""
     rows: list[list[Span]] = []
     open_ends: list[list[int]] = []
     for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):

@@ -1,15 +1,17 @@
-"""The status of a run: what each stage does now, reported by whoever does it, and `status.json` for programs.
+"""Reports the current activity of each stage to the progress line and to `status.json`.
 
-`show("waits for rollouts", "inference")` reports a stage, `with stage("saves a checkpoint", "actor.checkpoint"):` one that
-ends with its body. Both reach the reporter that `reported_to` has bound to the current context (a run's `Progress`, which
-feeds the progress line and `status.json`) and the log, and need no argument passed down: tasks and threads that asyncio
-starts inherit the context. "waits for ..." is a wait and names its cause; any other text is work; an empty one ends what
-the stage had reported. A name before a dot is the group: "critic" and "critic.values" are parts of one group.
+    show("waits for rollouts", "inference")                     # until the stage reports something else
+    with stage("saves a checkpoint", "actor.checkpoint"): ...   # until the body ends
 
-Contract of the file: it is whole at any time, as new as `INTERVAL_S`, and written again at least every `HEARTBEAT_S` while
-the process lives, so that one that was killed shows by the age of its file. It is best effort: on a disk error it
-warns once, and the run goes on. How the run ended is written on a full disk too, over what is in the file (only
-then may a kill leave it damaged). Times are seconds since the epoch.
+Both write to the log and to the reporter that `reported_to` binds to the current context: a run's `Progress`. No argument
+needs passing down, because asyncio tasks and threads inherit the context. Text that starts with "waits" is a wait and names
+its cause; any other text is work; an empty text clears the stage. The name before a dot is the group: "critic" and
+"critic.values" are parts of one group.
+
+Contract of `status.json`: it is complete at any time, at most `INTERVAL_S` out of date, and rewritten at least every
+`HEARTBEAT_S` while the process lives, so an old file means a dead process. Best effort: on a disk error, warns once and the
+run continues. The end of the run is recorded even on a full disk, by overwriting the file in place; only then can a kill
+damage it. Times are seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -39,21 +41,21 @@ from rlsys.files import json_safe, parse_json, read_regular, write_atomically
 
 STATUS = "status.json"
 INTERVAL_S = 1.0
-"""Between two looks at whether there is anything new to write."""
+"""Interval of checks for a changed status."""
 HEARTBEAT_S = 5.0
-"""Between two writes of what has not changed."""
+"""Interval of writes of an unchanged status."""
 FINISHED, FAILED = "finished", "failed: "
 
 WAIT_PREFIX = "waits"
 Report = Callable[[str, str], None]
-"""Takes the name of a stage and what it does now."""
+"""Receives the name of a stage and its current activity."""
 
 _log = logging.getLogger(__name__)
 _report: ContextVar[Report] = ContextVar("report", default=lambda _stage, _text: None)
 
 
 def show(text: str, *stages: str) -> None:
-    """Report that `stages` do `text`, until they report something else."""
+    """Report the activity `text` for `stages`, until they report another."""
     for name in stages:
         _log.log(logging.DEBUG if not text or text.startswith(WAIT_PREFIX) else logging.INFO, "%s: %s", name, text)
         _report.get()(name, text)
@@ -61,7 +63,7 @@ def show(text: str, *stages: str) -> None:
 
 @contextmanager
 def stage(text: str, *stages: str, span: AbstractContextManager[Any] | None = None) -> Iterator[Any]:
-    """Report that `stages` do `text` while the body runs, and record its time as `span`; yields what the span does."""
+    """Report the activity `text` for `stages` while the body runs; also enters `span` and yields its value."""
     show(text, *stages)
     try:
         with span or nullcontext() as args:
@@ -72,7 +74,7 @@ def stage(text: str, *stages: str, span: AbstractContextManager[Any] | None = No
 
 @contextmanager
 def reported_to(report: Report) -> Iterator[None]:
-    """Send what the body and the tasks that it starts report to `report`."""
+    """Send all reports of the body, and of tasks started in it, to `report`."""
     token = _report.set(report)
     try:
         yield
@@ -81,13 +83,13 @@ def reported_to(report: Report) -> Iterator[None]:
 
 
 def count(number: int, noun: str) -> str:
-    """A number with its noun: "1 group", "6 groups"."""
+    """Return a number with its noun: "1 group", "6 groups"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 @dataclass(frozen=True, slots=True)
 class StageState:
-    """The work or the wait of a group of workers."""
+    """Current activity of a group of processes."""
 
     text: str
     since: float
@@ -95,31 +97,31 @@ class StageState:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """One moment of a run. Figures that are not known yet are None."""
+    """Snapshot of a run. Metrics not known yet are None."""
 
     step: int
     steps: int
     begun: float
-    """Of this life of the run: a resumed run begins again."""
+    """Start time of this process; a resume resets it."""
     at: float
-    """When this was written."""
+    """Time of writing."""
     states: Mapping[str, StageState]
-    """By group."""
+    """Activity by group."""
     em: float | None = None
     """Exact match of the last evaluation."""
     reward: float | None = None
     tokens_per_s: float | None = None
     ended: str | None = None
-    """`FINISHED`, or `FAILED` and the reason; None while the run goes on."""
+    """`FINISHED`, or `FAILED` followed by the reason; None while the run is active."""
 
     def text(self) -> str:
-        """The file's text."""
+        """Return the content of status.json."""
         row = {**asdict(self), "pid": os.getpid(), "host": socket.gethostname()}
         return json.dumps(json_safe(row), indent=2) + "\n"
 
 
 class StatusFile:
-    """Writes the file from a thread of its own, so that an event loop that hangs is told of as well."""
+    """Writes status.json from a background thread, so that a hung event loop is reported too."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock = path, clock
@@ -129,13 +131,13 @@ class StatusFile:
         self._thread: threading.Thread | None = None
 
     def begin(self, look: Callable[[], Status]) -> None:
-        """From now on write what `look` finds, as soon as it has changed; `look` is called from another thread."""
+        """Start the thread that writes the result of `look` whenever it changes; `look` must be thread-safe."""
         self.write(look())
         self._thread = threading.Thread(target=self._run, args=(look,), name="status", daemon=True)
         self._thread.start()
 
     def end(self, last: Status) -> None:
-        """Write `last`, and nothing after it."""
+        """Stop the thread and write `last`."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
@@ -144,7 +146,7 @@ class StatusFile:
             self._write_in_place(replace(last, at=self._clock()))
 
     def write(self, status: Status) -> None:
-        """Write `status` if it is new, or what is in the file is `HEARTBEAT_S` old."""
+        """Write `status` if it has changed or the file is `HEARTBEAT_S` old."""
         before, now = self._written, self._clock()
         if before and replace(status, at=before.at) == before and now - before.at < HEARTBEAT_S:
             return
@@ -153,13 +155,13 @@ class StatusFile:
             write_atomically(self._path, status.text())
         except OSError as problem:
             if not self._refused:
-                _log.warning("%s could not be written (%s): the run goes on.", self._path, problem.strerror)
+                _log.warning("%s could not be written (%s): the run continues.", self._path, problem.strerror)
             self._refused = True
             return
         self._written, self._refused = status, False
 
     def _write_in_place(self, last: Status) -> None:
-        """Write over what is in the file: a disk that has no room for a new one has that of the old."""
+        """Overwrite the existing file, which works on a full disk."""
         with suppress(OSError), self._path.open("r+b") as file:
             file.write(last.text().encode())
             file.truncate()
@@ -170,7 +172,7 @@ class StatusFile:
 
 
 def read_status(run_dir: Path) -> dict[str, Any] | None:
-    """Read the file of the run in `run_dir`; None without one, or with one that is damaged."""
+    """Read status.json of the run in `run_dir`; None if it is missing or damaged."""
     try:
         found = parse_json(read_regular(run_dir / STATUS))
     except (OSError, ValueError):
@@ -179,7 +181,7 @@ def read_status(run_dir: Path) -> dict[str, Any] | None:
 
 
 def ending(error: BaseException | None) -> str:
-    """Describe how a run ended that left with `error`, for `Status.ended`."""
+    """Return `Status.ended` for a run that ended with `error`; None is success."""
     if error is None:
         return FINISHED
     cause = root_cause(error)
@@ -189,14 +191,14 @@ def ending(error: BaseException | None) -> str:
 
 
 PLAIN_INTERVAL_S = 10.0
-"""Between plain lines of one step; a new step always gets a line."""
+"""Interval of plain progress lines within a step; a new step always prints a line."""
 REFRESH_PER_S = 4.0
 SHOWN_WAIT_S = 1.0
-"""A shorter wait is the pipeline's normal breathing and would only flicker."""
+"""Shortest wait whose duration is shown; shorter ones are normal and would flicker."""
 
 
 class Progress:
-    """A context manager around the run; see the module's contract."""
+    """Shows the progress line and writes status.json while the `with` body runs; see the module's contract."""
 
     def __init__(
         self,
@@ -204,16 +206,16 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
         status: StatusFile | None = None,
     ) -> None:
-        """`status` is written from the beginning of the run to its end, and then says how it ended."""
+        """`status` is written while the body runs, and at its end with the outcome."""
         self.console = console or Console()
         self._clock = clock
         self._start = clock()
         self._epoch = time.time() - self._start
-        """The clock's zero, in seconds since the epoch."""
+        """Zero of `clock`, in seconds since the epoch."""
         self._figures = Status(step=0, steps=0, begun=self._epoch + self._start, at=0.0, states={})
-        """Without its states."""
+        """Current status without `states`."""
         self._parts: dict[str, dict[str, StageState]] = {}
-        """Group -> part that reports for it -> its state, `since` by the clock."""
+        """Group -> reporting part -> its state, with `since` in time of `clock`."""
         self._file = status
         self._lock = threading.Lock()
         self._printed_step = -1
@@ -250,7 +252,7 @@ class Progress:
         tokens_per_s: float | None = None,
         states: Mapping[str, str] | None = None,
     ) -> None:
-        """Take over what is given. `em` is the last evaluation's; `states` is part -> what its group does."""
+        """Update the given values. `em`: exact match of the last evaluation. `states`: stage name -> activity."""
         given: dict[str, Any] = {"step": step, "steps": steps, "em": em, "reward": reward, "tokens_per_s": tokens_per_s}
         now = self._clock()
         with self._lock:
@@ -265,7 +267,7 @@ class Progress:
             self._print_plain(now)
 
     def line(self) -> str:
-        """The step, the figures and the groups in one line of plain text."""
+        """Return step, metrics and group activities in one line of plain text."""
         with self._lock:
             now = self._clock()
             parts = [self._step(), *self._measured(), _duration(now - self._start)]
@@ -273,20 +275,20 @@ class Progress:
         return " | ".join(parts)
 
     def status(self) -> Status:
-        """Everything at this moment, in seconds since the epoch; from any thread."""
+        """Return the current status, with times in seconds since the epoch. Thread-safe."""
         with self._lock:
             states = {group: replace(state, since=self._epoch + state.since) for group, state in self._shown()}
             return replace(self._figures, at=self._epoch + self._clock(), states=states)
 
     def _shown(self) -> list[tuple[str, StageState]]:
-        """The state of each group, in the order in which they were first heard of."""
+        """Return the state of each active group, in the order of their first reports."""
         return [(group, _shown_of(parts.values())) for group, parts in self._parts.items() if parts]
 
     def _step(self) -> str:
         return f"step {self._figures.step}/{self._figures.steps}"
 
     def _measured(self) -> list[str]:
-        """The figures that are known, as text."""
+        """Format the known metrics."""
         figures = self._figures
         shown = (
             ("EM", figures.em, ".3f"),
@@ -324,7 +326,7 @@ class Progress:
 
 
 def _shown_of(states: Collection[StageState]) -> StageState:
-    """Choose what a group does, if a part of it does something; else the wait that began last, when all else was done."""
+    """Return the latest work of a group's parts; if all of them wait, the latest wait."""
     working = [state for state in states if not state.text.startswith(WAIT_PREFIX)]
     return max(working or states, key=lambda state: state.since)
 

@@ -1,9 +1,9 @@
-"""The trackers of a run's figures: its metrics.jsonl, TensorBoard and Weights & Biases.
+"""Logs a run's metrics to metrics.jsonl, TensorBoard and Weights & Biases.
 
-Contract: a tracker of others never ends a run; one that fails is left out from there on, with one warning. metrics.jsonl
-is always there, for a resumed run relies on it. Curves of a resumed run go on where they were, and show each step once, but
-in a W&B run that has been uploaded: that cannot be taken back, and what was done before a kill and is done again is drawn
-twice. (W&B can wind back to a row, which is in beta, not for every server, and counts other rows than steps.)
+Contract: an external tracker never ends a run. If one fails, it is dropped with one warning. metrics.jsonl is always
+written, because a resume needs it. Curves of a resumed run continue, each step shown once. Exception: rows that a W&B run
+has already uploaded cannot be removed, so steps repeated after a kill appear twice. (W&B's rewind is in beta, not on every
+server, and counts rows, not steps.)
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _STEP = "trainer/step"
 _QUIET: Any = {"silent": True, "console": "off", "disable_git": True, "disable_code": True, "x_disable_stats": True}
 WANDB_START_TIMEOUT_S = 30.0
 WANDB_FINISH_TIMEOUT_S = 120.0
-"""For the last upload; what is not sent by then stays on disk for `wandb sync`."""
+"""Timeout of the last upload; unsent data stays on disk for `wandb sync`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Figures that trackers were given before, at `time` in seconds since the epoch."""
+    """Metrics that were logged before the resume, at `time` in seconds since the epoch."""
 
     step: int
     metrics: Mapping[str, Any]
@@ -44,29 +44,29 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The point from which curves go on."""
+    """Point from which a resumed run's curves continue."""
 
     step: int
-    """The last that was shown and counts."""
+    """Step of the checkpoint; later logged steps are discarded."""
     ids: Mapping[str, str]
-    """Tracker -> its `id` in the run that goes on."""
+    """Tracker -> `id` of the run to continue there."""
     metrics_bytes: int
-    """Of metrics.jsonl, that count."""
+    """Byte offset of metrics.jsonl at the checkpoint."""
     told: Sequence[Told]
-    """All that counts, by step."""
+    """Metrics logged up to `step`, by step."""
 
 
 class Tracker(Protocol):
-    """Takes the figures of steps and of evaluations, which may come after those of later steps."""
+    """Receives the metrics of steps and of evaluations; those of an evaluation may arrive after later steps."""
 
     id: str
-    """What the run is known as there, by which a resumed run goes on; empty where nothing is needed."""
+    """Id of the run at the tracker, needed to continue it after a resume; empty if not needed."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record flat `metrics` of `step`; values that are not numbers are left out."""
+        """Record flat `metrics` of `step`; skips values that are no finite numbers."""
 
     def close(self) -> None:
-        """Write what is pending. Nothing may be logged afterwards."""
+        """Flush and close; no `log` afterwards."""
 
 
 class TensorBoardTracker:
@@ -75,8 +75,8 @@ class TensorBoardTracker:
     id = ""
 
     def __init__(self, run_dir: Path, after: int | None) -> None:
-        """`after`: the step that the run is resumed after; what was shown of later ones is hidden."""
-        from torch.utils.tensorboard import SummaryWriter  # a second to import: only where it is wanted
+        """`after`: step that the run resumes after; TensorBoard hides what was logged of later steps."""
+        from torch.utils.tensorboard import SummaryWriter  # Takes a second to import.
 
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=None if after is None else after + 1)
         self.close = self._writer.close
@@ -89,12 +89,12 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A Weights & Biases run with its files under `<run_dir>/wandb`; its figures are drawn over `trainer/step`.
+    """Logs to a Weights & Biases run with files under `<run_dir>/wandb`; its x axis is `trainer/step`.
 
-    Offline means that nothing is sent and nobody is asked to log in: `wandb sync` uploads the run later.
+    Offline sends nothing and needs no login; `wandb sync` uploads the run later.
 
-    A resumed run goes on under its id. While all of it is on this disk alone, it is written anew, with what counts of it,
-    and the parts before are deleted; what has been uploaded stays, and is gone on from.
+    A resumed run keeps its W&B id. If nothing of it was uploaded, its metrics up to the checkpoint are logged again and the
+    old files deleted. If something was uploaded, the run is continued from there.
     """
 
     def __init__(
@@ -105,18 +105,18 @@ class WandbTracker:
         resolved_config: Mapping[str, Any],
         resumed: Resumed | None = None,
     ) -> None:
-        """Raises RunError if W&B is to be online and has no key."""
+        """Raises RunError if `config` requires online mode and no API key is found."""
         online = config.wandb_mode is WandbMode.online
         no_account = not os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") == "offline"
         offline = no_account if config.wandb_mode is WandbMode.auto else config.wandb_mode is WandbMode.offline
         if offline:
-            # Even an offline run would otherwise call home when it ends. Read by wandb at import.
+            # Otherwise even an offline run sends data at its end. wandb reads the variable at import.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
-        if online and not wandb.login(prompt=False):  # Else it would ask, and wait.
+        if online and not wandb.login(prompt=False):  # Without this check, wandb prompts and blocks.
             raise RunError("tracking.wandb_mode=online needs WANDB_API_KEY, or `wandb login`")
-        run_dir.mkdir(parents=True, exist_ok=True)  # wandb falls back to a temporary folder without it
+        run_dir.mkdir(parents=True, exist_ok=True)  # Without it, wandb writes to a temporary folder.
         known_as = resumed.ids.get("wandb") if resumed else None
         parts = sorted((run_dir / "wandb").glob(f"*run-*-{known_as}")) if known_as else []
         anew = offline and bool(parts) and all(map(_is_local, parts))
@@ -136,7 +136,7 @@ class WandbTracker:
         )
         self.id = str(self._run.id)
         self.close = self._run.finish
-        # W&B's own count of rows never goes back, and would leave out an evaluation that ends after a later step.
+        # W&B's own step never decreases, so it would drop an evaluation that ends after a later step.
         self._run.define_metric("*", step_metric=_STEP)
         if resumed and anew:
             self._replace(parts, resumed.told)
@@ -146,41 +146,43 @@ class WandbTracker:
         self._run.log({**_numbers(metrics), _STEP: step})
 
     def _replace(self, parts: Sequence[Path], told: Sequence[Told]) -> None:
-        """Log what counts, in place of the `parts` that had it."""
+        """Log `told` again and delete the old `parts`."""
         for row in told:
             self._run.log({**_numbers(row.metrics), _STEP: row.step, "_timestamp": row.time})
         for part in parts:
-            if part != Path(self._run.settings.sync_dir):  # It may be of the same second.
+            if part != Path(
+                self._run.settings.sync_dir
+            ):  # The new run's folder may have the same name if created within the same second.
                 shutil.rmtree(part)
 
 
 class Trackers:
-    """Gives a run's figures to metrics.jsonl and to each tracker."""
+    """Logs a run's metrics to metrics.jsonl and to each external tracker."""
 
     def __init__(
         self, metrics: LineLog, others: Mapping[str, Callable[[], Tracker]], clock: Callable[[], float] = time.time
     ) -> None:
-        """`metrics` is metrics.jsonl; `others`: by name, what starts each."""
+        """`metrics`: log of metrics.jsonl. `others`: name -> factory of an external tracker."""
         self.metrics, self._clock = metrics, clock
         self.others: dict[str, Tracker] = {}
-        """Those that work, by name."""
+        """Working external trackers, by name."""
         for name, start in others.items():
             with self._or_without(name, "did not start"):
                 self.others[name] = start()
         self.ids = {name: tracker.id for name, tracker in self.others.items() if tracker.id}
-        """Tracker -> what the run is known as there, where it is needed to go on; also of one that has failed since."""
+        """Tracker -> non-empty `Tracker.id`; includes trackers that failed later."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record flat `metrics` of `step`. Raises RunError where metrics.jsonl, which keeps texts too, cannot be written."""
+        """Record flat `metrics` of `step`; metrics.jsonl keeps texts too. Raises RunError if it cannot be written."""
         self.metrics.append({"step": step, "time": self._clock(), **metrics})
         self._call(lambda tracker: tracker.log(step, metrics))
 
     def log_evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Show the figures of an evaluation after `step`; the run's `evaluations` have them beside every answer."""
+        """Log an evaluation after `step` to the external trackers; `evaluations/` has it already, with every answer."""
         self._call(lambda tracker: tracker.log(step, figures))
 
     def close(self) -> None:
-        """Close all of them. Idempotent."""
+        """Close metrics.jsonl and all trackers. Idempotent."""
         self.metrics.close()
         self._call(lambda tracker: tracker.close())
 
@@ -191,19 +193,19 @@ class Trackers:
 
     @contextmanager
     def _or_without(self, name: str, what: str) -> Iterator[None]:
-        """Whatever the tracker `name` raises in the body, the run goes on."""
+        """Drop the tracker `name`, with a warning, if the body raises."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - of a third party, it may be anything
+        except Exception as error:  # noqa: BLE001 - third-party code may raise anything
             self.others.pop(name, None)
             reason = next(iter(str(error).splitlines()), type(error).__name__)
-            logger.warning("%s %s (%s); the run goes on without it.", _NAMES[name], what, reason)
+            logger.warning("%s %s (%s); the run continues without it.", _NAMES[name], what, reason)
 
 
 def open_trackers(
     config: TrackingConfig, run_dir: Path, resolved_config: Mapping[str, Any], resumed: Resumed | None = None
 ) -> Trackers:
-    """Open metrics.jsonl, and the trackers that `config` asks for; W&B shows `resolved_config` beside the run."""
+    """Open metrics.jsonl and the trackers enabled in `config`; W&B stores `resolved_config` with the run."""
     others: dict[str, Callable[[], Tracker]] = {}
     if config.tensorboard:
         others["tensorboard"] = lambda: TensorBoardTracker(run_dir, resumed.step if resumed else None)
@@ -213,7 +215,7 @@ def open_trackers(
 
 
 def _is_local(part: Path) -> bool:
-    """Whether nothing of a part of a W&B run was uploaded."""
+    """Return True if nothing of a W&B run folder was uploaded."""
     return part.name.startswith("offline-") and not any(part.glob("*.synced"))
 
 

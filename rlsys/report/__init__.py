@@ -1,5 +1,5 @@
-"""Readers of a run's folder: the report, the live page and the audit of tokens.
+"""Report, live page and token audit of a run folder.
 
-Process: one of its own, beside a run or after it. May import: search (its HTTP server), rollout (its tokenizer),
+Process: one of its own, during a run or after it. May import: search (its HTTP server), rollout (its tokenizer),
 observe, data, algorithms, config, errors, files.
 """

@@ -1,18 +1,17 @@
-"""Measures how far the log-probs of rollouts are from those that were trained with, and why. Pure.
+"""Measures the drift between engine log-probs and old log-probs, by cause. Pure.
 
-A difference is log pi_old(token) - log mu(token) in nats: what the trainer recomputed at the start of a step, less what
-the engine said when it drew the token. Every trained token has exactly one cause, the first of these that holds:
+A difference is log pi_old(token) - log mu(token) in nats: old log-prob (recomputed) minus engine log-prob. Every trained
+token has exactly one cause, the first of these that applies:
 
-1. `unsampled`: an end-of-sequence token that was added; nothing drew it.
-2. `retokenised`: the text that was drawn is cut into other tokens in training; no log-prob is of this one.
-3. `changed_prefix`: the token is as drawn, but tokens before it are cut otherwise; compared, but apart from the rest.
-4. `version_lag`: same tokens, drawn by an older policy. The difference holds that policy's distance and the numerics.
-5. `numerics`: same tokens, same policy. What is left are the arithmetics of engine and trainer.
+1. `unsampled`: an added end-of-sequence token, which no engine sampled.
+2. `retokenised`: re-tokenisation changed the token, so it has no engine log-prob.
+3. `changed_prefix`: the token is as sampled, but re-tokenisation changed tokens before it; compared separately.
+4. `version_lag`: same tokens, sampled by an older weight version. The difference includes the numerics.
+5. `numerics`: same tokens, same version. The difference is the arithmetic of engine and trainer.
 
-Of 2 and 3 a matching of the turn's drawn with its trained ids decides (`matched_pairs`); what such a turn comes to as a
-whole is in `turns_changed`. `SamplerDrift` is what the sampler adds to all tokens, as far as that is known. Numbers
-that are not held are added up in a `Tally`: quantiles from a histogram with edges in a geometric series (DDSketch,
-Masson et al. 2019).
+Causes 2 and 3 are told apart by matching sampled with trained ids of the turn (`matched_pairs`); `turns_changed` has the
+sums over such turns. `SamplerDrift` bounds the contribution of truncated sampling to all tokens. `Tally` accumulates values
+without storing them, with quantiles from a histogram with geometric edges (DDSketch, Masson et al. 2019).
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ from rlsys.observe.run_folder import number
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Pair = tuple[int, int]
-"""Index into the one list of tokens and into the other."""
+"""Index into the first token list, index into the second."""
 
 HISTOGRAM_EDGES = tuple(float(10.0**half) for half in np.arange(-7.0, 1.5, 0.5))
-"""Of |difference| in nats, half a decade apart, 1e-7 to 10."""
+"""Bin edges of |difference| in nats: 1e-7 to 10, half a decade apart."""
 WORST = 20
 CONTEXT_CHARACTERS = 60
-"""Of the response, shown before a token."""
+"""Characters of the response shown before a token."""
 SHORT = 64
-"""Tokens of either side that are matched by their longest common runs."""
+"""Most tokens per side that are matched by longest common runs."""
 ROUNDS = 8
-"""Of looking for tokens that occur once; each takes the length of the text."""
+"""Most rounds of anchoring on unique tokens; each round is linear in the number of tokens."""
 
 
 class Cause(StrEnum):
-    """Why the two log-probs of a token may differ; see the module."""
+    """Cause of a difference between the two log-probs of a token; see the module's docstring."""
 
     UNSAMPLED = "unsampled"
     RETOKENISED = "retokenised"
@@ -64,14 +63,14 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CauseDrift:
-    """The tokens of one cause, their share of all trained ones, and differences of those that have two log-probs."""
+    """Tokens of one cause, their share of all trained tokens, and the differences of those with two log-probs."""
 
     cause: Cause
     tokens: int
     share: float
     differences: Spread
     histogram: tuple[int, ...]
-    """Counts of |difference|: below the first of `HISTOGRAM_EDGES`, between each two, from the last on."""
+    """Counts of |difference|: below the first of `HISTOGRAM_EDGES`, between consecutive edges, from the last on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +85,18 @@ class WorstToken:
     turn: int
     cause: Cause
     lag: int
-    """Versions between drawing and training."""
+    """Staleness: weight versions between sampling and training."""
     text: str
     before: str
     rollout: float
-    """Log-prob by the engine."""
+    """Engine log-prob."""
     recomputed: float
     difference: float
 
 
 @dataclass(frozen=True, slots=True)
 class StepDrift:
-    """One step: by cause the trained tokens, and mean |difference| where there are two log-probs."""
+    """One step: trained tokens by cause, and mean |difference| of those with two log-probs."""
 
     step: int
     tokens: Mapping[str, int]
@@ -106,16 +105,16 @@ class StepDrift:
 
 @dataclass(frozen=True, slots=True)
 class SamplerDrift:
-    """What truncated sampling adds to the recorded log-ratios, in nats; nothing where it is off."""
+    """Error of the recorded log-ratios due to truncated sampling, in nats; 0 without truncation."""
 
     temperature: float
     top_p: float
     top_k: int
     truncated: bool
     tokens: int
-    """Trained tokens whose log-prob the engine reported."""
+    """Trained tokens with an engine log-prob."""
     exact: int
-    """Of them, those whose log Z is known: all if nothing is truncated."""
+    """Tokens among them with exactly known log Z: all without truncation."""
     least: float
     """Mean over `tokens` of the lower bounds of log Z, at most 0."""
     most: float
@@ -129,20 +128,20 @@ class DriftReport:
     trajectories: int
     tokens: int
     causes: tuple[CauseDrift, ...]
-    """Every `Cause`, in the order in which they are decided; their tokens add up to `tokens`."""
+    """All causes, in the order of `Cause`; their tokens add up to `tokens`."""
     by_lag: Mapping[int, Spread]
-    """Versions between drawing and training -> differences of tokens that are as drawn after the same tokens."""
+    """Staleness -> differences of tokens that are as sampled and follow the same tokens."""
     beyond_numerics: float | None
-    """What is left of the root mean square of `version_lag` when that of `numerics` is taken off, as independent errors
-    add up in squares; None unless there are both."""
+    """sqrt(rms(`version_lag`)**2 - rms(`numerics`)**2), at least 0: drift of the older policies alone, if errors are
+    independent. None unless both causes have differences."""
     turns_same: Spread
-    """Sums over turns whose tokens are all as drawn: recomputed less drawn."""
+    """Summed differences of turns whose tokens are all as sampled: recomputed minus sampled."""
     turns_changed: Spread
-    """The same sums where re-tokenisation changed something: of all recomputed tokens less all drawn ones, the same
-    text, but that a last token that ends behind the turn's text counts whole among the drawn ones."""
+    """Summed log-probs of turns that re-tokenisation changed: all recomputed minus all sampled tokens. Both sides are the
+    same text, except that a last sampled token reaching past the turn's text counts whole."""
     turns_apart: int
-    """Turns without a sum: a token that lies across their edge is not trained, a limit cut them, or what was drawn is not
-    known."""
+    """Turns without a sum: a token crosses the turn's edge, a limit truncated the turn, or its sampled tokens are
+    unknown."""
     sampler: SamplerDrift
     steps: tuple[StepDrift, ...]
     worst: tuple[WorstToken, ...]
@@ -150,7 +149,7 @@ class DriftReport:
 
 @dataclass(frozen=True, slots=True)
 class CauseTally:
-    """The tokens of one cause, added up; as in `CauseDrift`."""
+    """Accumulated tokens of one cause; fields as in `CauseDrift`."""
 
     tokens: int
     differences: Tally
@@ -159,7 +158,7 @@ class CauseTally:
 
 @dataclass(frozen=True, slots=True)
 class DriftTally:
-    """The trajectories of one step, added up: what a report needs of them. Fields are as in `DriftReport`."""
+    """Accumulated trajectories of one step; fields as in `DriftReport`."""
 
     step: int
     trajectories: int
@@ -173,7 +172,7 @@ class DriftTally:
 
 
 def tally_step(step: int, kept: Iterable[Kept], sampling: Mapping[str, Any]) -> DriftTally:
-    """What the drift of `kept`, the trajectories of `step`, adds to a report."""
+    """Accumulate the drift of `kept`, the trajectories of `step`."""
     trained: list[_Trained] = []
     worst: list[WorstToken] = []
     for trajectory in kept:
@@ -205,7 +204,7 @@ def tally_step(step: int, kept: Iterable[Kept], sampling: Mapping[str, Any]) -> 
 
 
 def report_of(steps: Sequence[DriftTally], sampling: Mapping[str, Any]) -> DriftReport:
-    """The report over `steps`, which were drawn as `sampling` says; for the quantiles see `ERROR`."""
+    """Return the report over `steps`, sampled with the settings `sampling`; quantiles are accurate to `ERROR`."""
     tokens = sum(of_cause.tokens for one in steps for of_cause in one.causes.values())
     causes = tuple(_cause_drift(cause, [one.causes[cause] for one in steps], tokens) for cause in Cause)
     lags = sorted({lag for one in steps for lag in one.by_lag})
@@ -225,7 +224,7 @@ def report_of(steps: Sequence[DriftTally], sampling: Mapping[str, Any]) -> Drift
 
 
 def as_json(report: DriftReport) -> dict[str, Any]:
-    """`report` in plain JSON types, with the `histogram_edges` and `quantiles` that its lists are of."""
+    """Return `report` in JSON types, with `histogram_edges` and `quantiles` as keys to its lists."""
     known = json_safe(asdict(report))
     return {**known, "histogram_edges": list(HISTOGRAM_EDGES), "quantiles": list(QUANTILES)}
 
@@ -235,16 +234,16 @@ _CODE = {cause: code for code, cause in enumerate(Cause)}
 
 @dataclass(frozen=True, slots=True)
 class _Trained:
-    """The trained tokens of one trajectory; arrays are [tokens]."""
+    """Trained tokens of one trajectory; arrays are [tokens]."""
 
     cause: Ints
     lag: Ints
     rollout: Floats
-    """The engine's log-prob of the token, NaN without one."""
+    """Engine log-prob; NaN without one."""
     difference: Floats
-    """NaN where there is nothing to compare."""
+    """Old minus engine log-prob; NaN without an engine log-prob."""
     turn_sums: list[tuple[bool, float | None]]
-    """Of each turn whether re-tokenisation changed it, and recomputed less drawn log-probs, as far as that is known."""
+    """Per turn: True if re-tokenisation changed it, and summed recomputed minus sampled log-probs (None: unknown)."""
 
 
 def _trained_of(one: Kept) -> _Trained:
@@ -274,7 +273,7 @@ def _trained_of(one: Kept) -> _Trained:
 
 
 def _matched(turn: KeptTurn, trained: NDArray[np.int32]) -> tuple[NDArray[np.bool_], Floats]:
-    """Which of the turn's trained ids [n] are drawn ones, and the log-probs of those; NaN elsewhere."""
+    """Return a mask [n] of the turn's trained ids that match sampled ones, and their engine log-probs [n] (else NaN)."""
     matched, logprobs = np.zeros(len(trained), np.bool_), np.full(len(trained), np.nan)
     for drawn, here in matched_pairs(turn.sampled_ids.tolist(), trained.tolist()):
         matched[here], logprobs[here] = True, turn.sampled_logprobs[drawn]
@@ -282,7 +281,7 @@ def _matched(turn: KeptTurn, trained: NDArray[np.int32]) -> tuple[NDArray[np.boo
 
 
 def _turn_sum(one: Kept, turn: KeptTurn, own: Ints, *, changed: bool) -> tuple[bool, float | None]:
-    """Of a turn whose trained tokens are at `own`; without a total where they do not make up its text."""
+    """Return `changed` and the turn's sum over tokens at `own`; None if these do not make up the turn's text."""
     text = "".join(one.pieces[place - one.prompt_length] for place in own)
     if not text.startswith(turn.text) or not len(turn.sampled_logprobs):
         return changed, None
@@ -320,7 +319,7 @@ def _worst(tokens: Iterable[WorstToken]) -> list[WorstToken]:
 
 
 def _worse_than(least: float, one: Kept, trained: _Trained) -> list[WorstToken]:
-    """The tokens of one trajectory with the largest |difference|, if above `least`."""
+    """Return the tokens of one trajectory with the largest |difference| above `least`."""
     magnitudes = np.where(np.isfinite(trained.difference), np.abs(trained.difference), -1.0)
     found = np.argsort(-magnitudes, kind="stable")[:WORST]
     return [_shown(one, trained, int(index)) for index in found if magnitudes[index] > least]
@@ -346,12 +345,11 @@ def _shown(one: Kept, trained: _Trained, index: int) -> WorstToken:
 
 
 def matched_pairs(first: Sequence[int], second: Sequence[int]) -> Iterator[Pair]:
-    """Pairs of equal tokens, in no order; sorted by either index they are so by the other, and no index comes twice.
+    """Yield index pairs of equal tokens: an order-preserving, one-to-one alignment, in no particular order.
 
-    Takes the time of the text's length. What both begin and end with is matched, then what occurs once in either
-    ("patience diff"), and again between two such places. Short pieces that are left are matched by their longest common
-    runs; that takes the cube of their length, so long ones without a place of their own are left unmatched: the middle
-    of an endless repetition, cut otherwise at both ends.
+    Runs in linear time. Matches common prefix and suffix, then tokens unique in both lists ("patience diff"), then recurses
+    between these anchors. Remaining short pieces are matched by longest common runs, in cubic time. Remaining long pieces
+    without unique tokens stay unmatched, such as the middle of an endless repetition that differs at both ends.
     """
     waiting = [(0, len(first), 0, len(second), ROUNDS)]
     while waiting:
@@ -377,12 +375,12 @@ def matched_pairs(first: Sequence[int], second: Sequence[int]) -> Iterator[Pair]
 
 
 def _anchors(first: Sequence[int], second: Sequence[int]) -> list[Pair]:
-    """The longest rising chain of the tokens that occur once in either."""
+    """Return the longest increasing chain of index pairs of tokens that are unique in both lists."""
     places = _once(second)
     pairs = [(at, places[token]) for token, at in _once(first).items() if token in places]
-    lowest: list[int] = []  # Of chains of 1, 2, ... pairs, the least last place in `second`.
-    ends: list[int] = []  # The pair it is of.
-    before: list[int] = []  # Of each pair, the one before it in its chain.
+    lowest: list[int] = []  # Entry n: smallest last index in `second` of any chain of n + 1 pairs.
+    ends: list[int] = []  # Entry n: last pair of that chain.
+    before: list[int] = []  # Entry n: predecessor of pair n in its chain.
     for index, (_, place) in enumerate(pairs):
         length = bisect_left(lowest, place)
         before.append(ends[length - 1] if length else -1)
@@ -396,25 +394,25 @@ def _anchors(first: Sequence[int], second: Sequence[int]) -> list[Pair]:
 
 
 def _once(tokens: Sequence[int]) -> dict[int, int]:
-    """Tokens that occur once -> where, in order."""
+    """Return token -> index of the tokens that occur once, in order."""
     counts = Counter(tokens)
     return {token: at for at, token in enumerate(tokens) if counts[token] == 1}
 
 
 def sampler_drift(logprobs: Floats, sampling: Mapping[str, Any]) -> SamplerDrift:
-    """The part of the sampler. `logprobs` [tokens] are the engine's, `sampling` is `rollout.sampling` of the config.
+    """Return the sampler's contribution. `logprobs` [tokens]: engine log-probs. `sampling`: `rollout.sampling`.
 
-    SGLang's sampler divides the logits by the temperature, takes the softmax over the whole vocabulary, filters a copy
-    by top k and top p to draw from, and reports the log of the unfiltered softmax (`Sampler.forward` in
-    sglang/srt/layers/sampler.py; SGLANG_RETURN_ORIGINAL_LOGPROB, which this system never sets, would leave the
-    temperature out). The trainer divides its logits by the same temperature and scores the whole vocabulary too. So
+    SGLang divides the logits by the temperature, takes the softmax over the whole vocabulary, samples from a copy filtered
+    by top_k and top_p, and reports the log of the unfiltered softmax (`Sampler.forward` in sglang/srt/layers/sampler.py;
+    SGLANG_RETURN_ORIGINAL_LOGPROB, never set here, would omit the temperature). The trainer uses the same temperature and
+    the whole vocabulary. Therefore:
 
-    - the temperature is on both sides, and no part of a recorded difference comes from the sampler;
-    - with top_p < 1 or a top_k, the token was in truth drawn from p / Z, Z the probability of what the filters kept. The
-      engine does not report Z, so the true log-ratio is the recorded one + log Z, with log Z only bounded.
+    - The temperature is on both sides, and the sampler contributes nothing to a recorded difference.
+    - With top_p < 1 or a top_k, the token was sampled from p / Z, where Z is the probability mass kept by the filters. The
+      engine does not report Z. The true log-ratio is the recorded one + log Z, and log Z is only bounded.
     """
     top_p, top_k = number(sampling, "top_p", 1.0), int(number(sampling, "top_k", -1))
-    top_p = top_p if top_p > 0 else 1.0  # A figure that was cut short; nothing can be drawn so.
+    top_p = top_p if top_p > 0 else 1.0  # A truncated number in a damaged file; no sampling works with 0.
     low, high = log_kept_mass(logprobs, top_p, top_k)
     least, most = (float(bound.mean()) if len(bound) else 0.0 for bound in (low, high))
     exact, temperature = int((low == high).sum()), number(sampling, "temperature", 1.0)
@@ -422,7 +420,7 @@ def sampler_drift(logprobs: Floats, sampling: Mapping[str, Any]) -> SamplerDrift
 
 
 def joined_sampler(parts: Sequence[SamplerDrift], sampling: Mapping[str, Any]) -> SamplerDrift:
-    """Of the tokens of all `parts`, which were drawn as `sampling` says."""
+    """Return the token-weighted combination of `parts`, sampled with the settings `sampling`."""
     none = sampler_drift(np.empty(0), sampling)
     if not (tokens := sum(part.tokens for part in parts)):
         return none
@@ -431,10 +429,10 @@ def joined_sampler(parts: Sequence[SamplerDrift], sampling: Mapping[str, Any]) -
 
 
 def log_kept_mass(logprobs: Floats, top_p: float, top_k: int) -> tuple[Floats, Floats]:
-    """Bounds of log Z, each [tokens], from the drawn tokens' log-probs [tokens] before the filters.
+    """Return lower and upper bounds of log Z, each [tokens], from the unfiltered log-probs [tokens] of sampled tokens.
 
-    Z <= 1, as it is a share; Z >= p, as the token was kept; Z >= top_p, if top p alone filters. It is exact, Z = p,
-    where top_k = 1 or p > top_p: a token with more than top_p is the first, and is enough.
+    Z <= 1 as a probability; Z >= p, because the token was kept; Z >= top_p if top_p alone filters. Z = p exactly if
+    top_k = 1 or p > top_p, because then only this token is kept.
     """
     if top_p >= 1.0 and top_k <= 0:
         nothing = np.zeros(len(logprobs))
@@ -446,31 +444,31 @@ def log_kept_mass(logprobs: Floats, top_p: float, top_k: int) -> tuple[Floats, F
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 ERROR = 0.01
-"""Of a tally's quantiles: each number that they are interpolated between is off by at most this share of itself."""
+"""Relative error of the values that a tally's quantiles are interpolated between."""
 LEAST = 1e-7
-"""Smaller magnitudes count as 0 in them."""
+"""Smaller magnitudes count as 0 in quantiles."""
 _RATIO = (1 + ERROR) / (1 - ERROR)
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of differences of natural log-probs, in nats. All figures but `count` are None where there are none."""
+    """Statistics of log-prob differences, in nats. All but `count` are None if `count` is 0."""
 
     count: int
     mean: float | None = None
     mean_abs: float | None = None
     rms: float | None = None
     exp_mean: float | None = None
-    """Mean of exp(difference), the ratio that it stands for; differences are clamped to +-20 for it."""
+    """Mean of exp(difference), the ratio; differences are clamped to +-20."""
     largest: float | None = None
-    """Of |difference|."""
+    """Largest |difference|."""
     quantiles: tuple[float, ...] | None = None
-    """At `QUANTILES`, interpolated linearly."""
+    """Values at `QUANTILES`, interpolated linearly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Numbers added up. `bins` [k] are in order, and `counts` [k] of them."""
+    """Accumulated values. `bins` [k] are sorted; `counts` [k] are their sizes."""
 
     count: int
     total: float
@@ -480,11 +478,11 @@ class Tally:
     lowest: float
     highest: float
     bins: NDArray[np.int32]
-    """Sign times 1 + n for magnitudes in (LEAST * _RATIO**(n - 1), LEAST * _RATIO**n]; 0 below `LEAST`."""
+    """Sign times (1 + n) for magnitudes in (LEAST * _RATIO**(n - 1), LEAST * _RATIO**n]; 0 below `LEAST`."""
     counts: NDArray[np.int64]
 
     def spread(self) -> Spread:
-        """The figures."""
+        """Return the statistics."""
         if not self.count:
             return Spread(0)
         return Spread(
@@ -507,14 +505,14 @@ class Tally:
 
 
 def spread(values: ArrayLike) -> Spread:
-    """The spread of `values` [n], with exact quantiles; those that are not finite do not count."""
+    """Return the spread of the finite `values` [n], with exact quantiles."""
     finite = _finite(values)
     figures = tally(finite).spread()
     return replace(figures, quantiles=tuple(np.quantile(finite, QUANTILES).tolist())) if finite.size else figures
 
 
 def tally(values: ArrayLike) -> Tally:
-    """The tally of `values` [n]; those that are not finite do not count."""
+    """Return the tally of the finite `values` [n]."""
     finite = _finite(values)
     magnitudes = np.abs(finite)
     places = np.ceil(np.log(np.maximum(magnitudes, LEAST) / LEAST) / math.log(_RATIO)) + 1
@@ -534,7 +532,7 @@ def tally(values: ArrayLike) -> Tally:
 
 
 def joined(parts: Sequence[Tally]) -> Tally:
-    """The tally of the numbers of all `parts`."""
+    """Return the tally of all values of `parts`."""
     if not parts:
         return tally([])
     bins, places = np.unique(np.concatenate([part.bins for part in parts]), return_inverse=True)

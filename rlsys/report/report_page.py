@@ -1,8 +1,8 @@
-"""Renders the page of a report: one HTML file that needs no network, or the same page live, which asks its server.
+"""Renders the report page: one self-contained HTML file, or the live page, which fetches its data from the server.
 
-Text of others is data here, never markup: JSON is written without "<", everything larger is gzip in base64, which the
-page unpacks when it shows it. The page's policy allows the package's own script and style by their hashes and nothing
-else, so that text which found its way into the markup all the same would be refused by the browser.
+Untrusted text is data, never markup: JSON is written without "<", and larger parts are gzip in base64, unpacked on demand.
+The page's content security policy allows only the package's own script and style, by hash. If text did end up in the
+markup, the browser would not run it.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ from rlsys.observe.run_folder import RunFolder
 from rlsys.observe.samples import visible
 from rlsys.report.run_model import build
 
-REPORT = "report.html"  # In the run's folder
+REPORT = "report.html"  # File name within the run folder.
 _IMPORT = re.compile(r'^import \{ ([\w, ]+) \} from "\./([\w]+\.js)";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function\*?|const|class) (\w+))", re.MULTILINE)
 
 
 def render(model: Mapping[str, Any], chunks: Mapping[int, str] = MappingProxyType({})) -> str:
-    """The page that holds `model` and its `chunks` by their numbers, as `packed` makes them."""
+    """Return the page with `model` and its `chunks`: chunk number -> result of `packed`."""
     names = ", ".join(run["name"] for run in model["runs"])
     data = f'<script type="application/json" id="model">{inline_json(model)}</script>'
-    # After the script, so that the page is there before the browser has read them all.
+    # After the script, so that the page shows before the browser has read all chunks.
     parts = (f'<script type="text/plain" id="chunk-{number}">{chunk}</script>' for number, chunk in chunks.items())
     return _page(names, data, "\n".join(parts), live=False)
 
 
 def live_page(name: str) -> str:
-    """The page without data: it asks `data.json`, `trajectories/N` and `events` beside it."""
+    """Return the page without data; it fetches `data.json`, `trajectories/N` and `events` relative to its address."""
     return _page(name, "", "", live=True)
 
 
 def write_report(runs: Sequence[RunFolder], out: Path | None = None) -> Path:
-    """Write the report over `runs` to `out`, by default into the folder of the first; returns its path."""
+    """Write the report on `runs` to `out`, by default into the first run's folder; return the path."""
     path = out or runs[0].path / REPORT
     chunks: dict[int, str] = {}
     model = build(runs, lambda number, rows: chunks.update({number: packed(rows)}))
     try:
         write_atomically(path, render(model, chunks))
     except OSError as problem:
-        sentence = f"{path} cannot be written ({problem.strerror}): give another file with --out."
+        sentence = f"{path} cannot be written ({problem.strerror}): choose another file with --out."
         raise UserError(sentence, code="denied", key=str(path)) from problem
     return path
 
 
 def _page(name: str, data: str, chunks: str, live: bool) -> str:
-    """The template with its marks filled, all at once: what is filled in is not looked at again."""
+    """Fill the template's placeholders in one pass; inserted text is not scanned for placeholders."""
     static = files("rlsys.report") / "static"
     sources = {one.name: one.read_text(encoding="utf-8") for one in static.iterdir() if one.name.endswith(".js")}
     script = bundle(sources, "main.js")
@@ -76,26 +76,25 @@ def _page(name: str, data: str, chunks: str, live: bool) -> str:
 
 
 def compressed(value: Any) -> bytes:
-    """`value` as JSON in gzip; the same value gives the same bytes."""
+    """Return `value` as gzipped JSON; deterministic."""
     return gzip.compress(_json(value).encode(), compresslevel=6, mtime=0)
 
 
 def packed(value: Any) -> str:
-    """`compressed`, in base64."""
+    """Return `compressed(value)` in base64."""
     return base64.b64encode(compressed(value)).decode()
 
 
 def inline_json(value: Any) -> str:
-    """`value` as JSON that can stand within a script element: nothing in it closes or opens one."""
+    """Return `value` as JSON that is safe inside a script element."""
     return _json(value).replace("<", "\\u003c")
 
 
 def bundle(modules: Mapping[str, str], main: str) -> str:
-    """The script that runs module `main` and what it imports, each in a scope of its own; `modules` are file name ->
-    source.
+    """Bundle module `main` and its imports into one script, each module in its own scope. `modules`: file name -> source.
 
-    They import by `import { a, b } from "./name.js";`. Raises ValueError for what is not there, a circle, and any other
-    form.
+    The only form of import is `import { a, b } from "./name.js";`. Raises ValueError for any other form, a missing module
+    or name, and an import cycle.
     """
     names: dict[str, set[str]] = {}
     parts: list[str] = []
@@ -122,7 +121,7 @@ def bundle(modules: Mapping[str, str], main: str) -> str:
 
 
 def policy(script: str, style: str, live: bool) -> str:
-    """The content security policy of a page with these two; `live` pages may ask where they came from."""
+    """Return the content security policy for `script` and `style`; `live` pages may also fetch from their origin."""
     hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style))
     sources = "script-src 'sha256-{}'; style-src 'sha256-{}'".format(*hashes)
     connect = "'self'" if live else "'none'"
@@ -132,5 +131,5 @@ def policy(script: str, style: str, live: bool) -> str:
 def _json(value: Any) -> str:
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False)
-    except (ValueError, TypeError):  # Going through all of it beforehand takes twice as long as writing it.
+    except (ValueError, TypeError):  # Sanitising first would double the time of the normal case.
         return json.dumps(json_safe(value), separators=(",", ":"), allow_nan=False)

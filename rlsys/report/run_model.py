@@ -1,9 +1,9 @@
-"""Builds the model of a page, all that it shows of runs in plain JSON types: for `rlsys report` and for `rlsys watch`.
+"""Builds the page model, in JSON types, of one or more runs for `rlsys report` and `rlsys watch`.
 
-Contract: nothing of a run's content raises; a part that is missing or damaged is None here and a sentence in the run's
-`problems`. What is large is in chunks, which are handed to `sink` as they come up, or read again one by one with
-`read_chunk`: lists of trajectories (`row_of`) or of answers. A chunk keeps its number while a run
-goes on, as trajectories and answers are numbered apart and only come to be more.
+Contract: no content of a run raises; a missing or damaged part is None in the model and a sentence in the run's `problems`.
+Trajectories (`row_of`) and evaluation answers are in chunks. Chunks go to `sink` during the build, or are read again one by
+one with `read_chunk`. Chunk numbers are stable while a run grows: trajectories and answers are numbered separately and only
+appended.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from rlsys.observe.status import FINISHED, HEARTBEAT_S
 from rlsys.report import drift, time_use, token_audit
 
 Sink = Callable[[int, list[Any]], None]
-"""Takes a chunk's number and content."""
+"""Receives a chunk's number and content."""
 Stamp = tuple[int, int, int]
-"""Inode, bytes and ns of the last change of a file."""
+"""Inode, size in bytes and modification time in ns of a file."""
 
 NUMBERS = 1_000_000
-"""Of chunks: so many for the trajectories of the first run, then for its answers, then for the next run's."""
+"""Chunk numbers reserved for the trajectories of a run, and as many for its answers; runs follow each other."""
 ANSWERS = 200
-"""Answers of an evaluation that are unpacked together, at most."""
+"""Most evaluation answers per chunk."""
 
 
 def build(runs: Sequence[RunFolder], sink: Sink | None = None, audited: bool = True) -> dict[str, Any]:
-    """The model of `runs`; `sink` gets every chunk, in order, one at a time. Not `audited`: without the token audit."""
+    """Return the model of `runs`; `sink` receives each chunk, in order. `audited=False` leaves out the token audit."""
     named = enumerate(zip(runs, names_of(runs), strict=True))
     models = [_run(run, name, 2 * place * NUMBERS, sink, Memory(), audited) for place, (run, name) in named]
     return {"made": time.time(), "runs": models}
@@ -56,7 +56,7 @@ def build(runs: Sequence[RunFolder], sink: Sink | None = None, audited: bool = T
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What a page needs of the kept trajectories of one step, drawn by `sampling`, added up; what could not be read."""
+    """Accumulated trajectories of one step, sampled with `sampling`, and the problems met while reading them."""
 
     stamp: Stamp | None
     sampling: Mapping[str, Any]
@@ -66,9 +66,9 @@ class Digest:
 
 
 class Memory:
-    """Keeps what building the model of one run again need not do twice: digests of steps, and the audit.
+    """Caches step digests and the token audit between builds of the model of one run.
 
-    A file that is another one than before (its steps were done again) is read again; steps that are gone are forgotten.
+    Reads a changed file again (its step was repeated) and forgets removed steps.
     """
 
     def __init__(self) -> None:
@@ -76,13 +76,13 @@ class Memory:
         self._audit: tuple[Any, dict[str, Any]] | None = None
 
     def build(self, run: RunFolder, audited: bool) -> dict[str, Any]:
-        """As the function `build` of `run` alone, which is the same run at every call."""
+        """Return the model of `run` alone, like the function `build`; every call must pass the same run."""
         return {"made": time.time(), "runs": [_run(run, run.name, 0, None, self, audited)]}
 
     def digests(self, run: RunFolder, chunks: Chunks | None) -> list[Digest]:
-        """Digests of all steps of `run`, in order; what could not be read is added to its problems.
+        """Return the digests of all steps of `run`, in order; adds unreadable parts to its problems.
 
-        `chunks` gets the rows of what is read; with them use a new object, that reads everything.
+        `chunks` receives the rows read. Cached steps are not read, so pass `chunks` only to a new `Memory`.
         """
         sampling = section(run.config, "rollout", "sampling")
         digests: dict[int, Digest] = {}
@@ -96,11 +96,11 @@ class Memory:
         return list(digests.values())
 
     def audit(self, run: RunFolder, digests: Sequence[Digest]) -> dict[str, Any]:
-        """The token audit; why there is none, as `problem`, where the tokenizer is not here."""
+        """Return the token audit, or {"problem": reason} if it cannot be made, such as without the tokenizer."""
         made_of = run.config, [digest.stamp for digest in digests]
         if self._audit is None or self._audit[0] != made_of:
             try:
-                # What cannot be read was said when the steps were.
+                # Reading the digests has already reported unreadable parts.
                 self._audit = made_of, token_audit.as_json(token_audit.audit_run(replace(run, problems=[])))
             except UserError as problem:
                 return {"problem": str(problem)}
@@ -108,13 +108,13 @@ class Memory:
 
 
 def names_of(runs: Sequence[RunFolder]) -> list[str]:
-    """The name of each run: its folder, with the one around it where another has the same."""
+    """Return the display name of each run: its folder's name, with the parent's if several runs share it."""
     names = Counter(run.name for run in runs)
     return [run.name if names[run.name] == 1 else f"{run.path.resolve().parent.name}/{run.name}" for run in runs]
 
 
 def read_chunk(runs: Sequence[RunFolder], model: Mapping[str, Any], number: int) -> list[Any] | None:
-    """Chunk `number` of the model that was built of `runs`; None if there is none of it (any more)."""
+    """Read chunk `number` of the `model` of `runs`; None if it does not exist (any more)."""
     for run, of_run in zip(runs, model["runs"], strict=True):
         kept = of_run["trajectories"]
         if kept and 0 <= (place := number - kept["first_chunk"]) < len(kept["chunks"]):
@@ -126,7 +126,7 @@ def read_chunk(runs: Sequence[RunFolder], model: Mapping[str, Any], number: int)
 
 
 def _part(run: RunFolder, step: int, first: int, count: int) -> list[Kept]:
-    """`count` trajectories of `step` from the one at `first` on; others are not parsed, unless rows are damaged."""
+    """Read `count` trajectories of `step` from index `first`; parses others only if the file has damaged rows."""
     file = kept_file(run.path, step)
     if not any(file.name in problem for problem in run.problems):
         with suppress(OSError, EOFError, zlib.error, ValueError):
@@ -141,7 +141,7 @@ def _run(run: RunFolder, name: str, chunk: int, sink: Sink | None, memory: Memor
     for digest in digests:
         index.extend(digest.index)
     if not digests:
-        next(run.trajectories(), None)  # Notes as a problem that there are none.
+        next(run.trajectories(), None)  # Reports the missing trajectories as a problem.
     kept = index.as_json(chunk)
     drifts, sampling = [digest.drift for digest in digests], section(run.config, "rollout", "sampling")
     evaluations = list(_evaluations(run, chunk + NUMBERS, sink))
@@ -176,7 +176,7 @@ def _time(run: RunFolder) -> dict[str, Any] | None:
         steps = run.timeline()
         return time_use.as_json(time_use.time_report(steps)) if steps else None
     except (TypeError, ValueError, AttributeError):
-        run.problems.append(f"{TIMELINE} has spans that are none: left out.")
+        run.problems.append(f"{TIMELINE} has invalid spans: left out.")
         return None
 
 
@@ -202,7 +202,7 @@ def _stamp(file: Path) -> Stamp | None:
 
 
 def _evaluations(run: RunFolder, chunk: int, sink: Sink | None) -> Iterator[dict[str, Any]]:
-    """Each evaluation's row with the chunks of its answers."""
+    """Yield each evaluation's row with the chunk numbers of its answers."""
     for row in run.evaluations:
         answers = run.answers(row["step"])
         parts = [answers[start : start + ANSWERS] for start in range(0, len(answers), ANSWERS)]
@@ -214,7 +214,7 @@ def _evaluations(run: RunFolder, chunk: int, sink: Sink | None) -> Iterator[dict
 
 
 def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """`config` with dotted keys, as they are written on a command line."""
+    """Return `config` with dotted keys, as on the command line."""
     settings: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{above}{key}"
@@ -230,9 +230,9 @@ def _figure(value: Any) -> float | None:
 
 
 def _measured(run: RunFolder) -> list[dict[str, Any]]:
-    """What `rlsys eval` has measured into the run's folder: a row for each folder and set, in order of time.
+    """Return the results that `rlsys eval` wrote into the run folder: one row per folder and data set, by start time.
 
-    The average of several sets, whose `set` is None, is the last. What holds no figures is a sentence in the run's
+    With several sets, a last row with `set` None is their average. Invalid results become sentences in the run's
     `problems`.
     """
     rows = []
@@ -240,12 +240,12 @@ def _measured(run: RunFolder) -> list[dict[str, Any]]:
         try:
             rows += _rows(folder, results, run.path)
         except (KeyError, TypeError, ValueError, AttributeError):
-            run.problems.append(f"{folder}/results.json holds no figures of an evaluation: left out.")
+            run.problems.append(f"{folder}/results.json holds no evaluation results: left out.")
     return sorted(rows, key=lambda row: str(row["started"]))
 
 
 def _rows(folder: str, results: Mapping[str, Any], run: Path) -> list[dict[str, Any]]:
-    """Of one folder; as `rlsys.apps.evaluation.results` writes them, or one of many errors."""
+    """Return the rows of one results.json of `rlsys.apps.evaluation.results`; raises various errors for other content."""
     settings, sets = results["settings"], list(results["sets"].values())
     model = Path(settings["model"])
     above = next((around for around in (run, run.resolve()) if model.is_relative_to(around)), None)
@@ -274,18 +274,18 @@ def _estimate(given: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _not_negative(figure: Any) -> float:
-    """A figure of an evaluation: none is negative. Raises TypeError or ValueError for what is none."""
+    """Return `figure` if it is finite and not negative. Raises TypeError or ValueError otherwise."""
     if not 0 <= figure < math.inf:
         raise ValueError(figure)
     return figure
 
 
 CHUNK = 32
-"""Trajectories that are unpacked together, at most."""
+"""Most trajectories per chunk."""
 
 
 class TrajectoryIndex:
-    """Columns of all trajectories in their order; what the page can list, filter and sort by without unpacking any."""
+    """Columns over all trajectories, by which the page lists, filters and sorts without unpacking chunks."""
 
     def __init__(self) -> None:
         self._questions: dict[str, int] = {}
@@ -294,7 +294,7 @@ class TrajectoryIndex:
         self._chunks: list[tuple[int, int, int]] = []
 
     def add(self, kept: Kept) -> None:
-        """The next trajectory. Those of a step come together."""
+        """Append a trajectory. Trajectories of a step must come together."""
         asked: dict[str, Any] = {"uid": kept.question_uid, "text": kept.question or kept.prompt.strip()}
         asked |= {"golden": list(kept.golden_answers), "source": kept.data_source}
         trained = kept.loss_mask.astype(bool)
@@ -321,7 +321,7 @@ class TrajectoryIndex:
         self._into_chunk(kept.step)
 
     def extend(self, later: TrajectoryIndex) -> None:
-        """Add what is in `later`, which is of other steps than this one."""
+        """Append the contents of `later`, which must hold other steps."""
         numbers = [self._number(asked) for asked in later._asked]
         for name, values in later._columns.items():
             own = [numbers[value] for value in values] if name == "question" else values
@@ -329,12 +329,12 @@ class TrajectoryIndex:
         self._chunks += later._chunks
 
     def as_json(self, first_chunk: int) -> dict[str, Any] | None:
-        """Questions, columns, and of every chunk its step, place in the step and length; None where nothing was kept."""
+        """Return questions, columns, and step, first index and length of each chunk; None without trajectories."""
         columns = {"questions": self._asked, "columns": self._columns}
         return {**columns, "first_chunk": first_chunk, "chunks": self._chunks} if self._asked else None
 
     def _number(self, asked: dict[str, Any]) -> int:
-        """Of a question, which is a new one if its uid is."""
+        """Return the question's number, a new one for a new uid."""
         number = self._questions.setdefault(asked["uid"], len(self._asked))
         if number == len(self._asked):
             self._asked.append(asked)
@@ -351,14 +351,14 @@ class TrajectoryIndex:
 
 
 class Chunks:
-    """Rows on their way into chunks, as the index cuts them."""
+    """Collects rows into chunks with the same boundaries as `TrajectoryIndex`."""
 
     def __init__(self, first: int, sink: Callable[[int, list[dict[str, Any]]], None]) -> None:
-        """`sink` gets each chunk's number, counted from `first`, and its rows."""
+        """`sink` receives each chunk's number, starting at `first`, and its rows."""
         self._next, self._sink = first, sink
 
     def passing(self, kept: Iterable[Kept]) -> Iterator[Kept]:
-        """`kept`, unchanged; each of them is put into a chunk on its way."""
+        """Yield `kept` unchanged and add each to a chunk."""
         for _, of_step in groupby(kept, key=lambda trajectory: trajectory.step):
             rows: list[dict[str, Any]] = []
             for trajectory in of_step:
@@ -375,7 +375,7 @@ class Chunks:
 
 
 def row_of(kept: Kept) -> dict[str, Any]:
-    """Everything that the reader shows of one trajectory."""
+    """Return what the page's trajectory reader shows of one trajectory."""
     return {
         "prompt": kept.prompt,
         "prompt_length": kept.prompt_length,
@@ -401,11 +401,11 @@ def row_of(kept: Kept) -> dict[str, Any]:
 
 
 def runs_of(kept: Kept) -> list[dict[str, Any]]:
-    """The response as runs of tokens that are alike in being trained, their turn and the policy that sampled them.
+    """Return the response as runs of consecutive tokens with the same loss mask, turn and weight version.
 
-    A run that is not trained has `text` and `count`. One that is has `texts` and `ids` [count], `turn`, `version`, and
-    [count] or one number for all: `advantage`, `weight`, and in nats `sampled` (the engine's log-prob), `ratio` (old
-    less sampled log-prob), `kl` (old less reference log-prob). A figure that is not known is null.
+    An untrained run has `text` and `count`. A trained run has `texts` and `ids` [count], `turn` and `version`, and per
+    token, or as one number if all are equal: `advantage`, `weight`, and in nats `sampled` (engine log-prob), `ratio` (old
+    minus engine log-prob), `kl` (old minus reference log-prob). Unknown values are null.
     """
     arrays = (kept.loss_mask.astype(bool), kept.turn_of_token, kept.versions)
     mask, turns, versions = (array[kept.prompt_length :] for array in arrays)
@@ -439,7 +439,7 @@ def _tokens_alike(kept: Kept, begin: int, end: int, trained: bool) -> dict[str, 
 
 
 def _rounded_figures(values: NDArray[Any]) -> Any:
-    """Rounded numbers with None for what is not finite; one where all are the same."""
+    """Return rounded numbers, None for non-finite ones; a single number if all are equal."""
     listed: Sequence[float] = np.asarray(values, np.float64).round(4).tolist()
     known = [value + 0.0 if math.isfinite(value) else None for value in listed]
     return known[0] if len(set(known)) == 1 else known
@@ -450,13 +450,13 @@ def _rounded(value: float | None) -> float | None:
 
 
 QUIET_S = 2 * HEARTBEAT_S
-"""A run that lives has written within so long."""
+"""Longest normal age of status.json while a run is active."""
 SILENT_S = 6 * HEARTBEAT_S
-"""A process that has written nothing for so long is dead, or its machine or disk hangs."""
+"""Age of status.json from which the process is taken as dead, or its machine or disk as hung."""
 
 
 class Phase(StrEnum):
-    """How far a run is; `gone`: its process was killed; `silent`: nothing has been heard of it for a while."""
+    """Run phase. `gone`: the process was killed. `silent`: status.json is older than `SILENT_S`."""
 
     unknown = "unknown"
     running = "running"
@@ -468,7 +468,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RunLife:
-    """How far a run is, and one sentence about it."""
+    """Run phase, and a sentence about it."""
 
     phase: Phase
     sentence: str
@@ -477,30 +477,33 @@ class RunLife:
 def life_of(
     status: Mapping[str, Any] | None, has_summary: bool, now: float, host: str, alive: Callable[[int], bool]
 ) -> RunLife:
-    """How far the run is, by `status.json` and `summary.json` at `now` (epoch); `alive` tells of pids of `host`."""
+    """Return the phase at `now` (seconds since the epoch) from status.json and summary.json.
+
+    `alive(pid)` returns True for a living process of this machine, named `host`.
+    """
     if status is None:
         if has_summary:
             return RunLife(Phase.finished, "The run has finished.")
-        return RunLife(Phase.unknown, "The run has not said what it does: it has not begun, or is of an older rlsys.")
+        return RunLife(Phase.unknown, "The run has no status.json: it has not begun, or an older rlsys wrote it.")
     ended, step = status.get("ended"), f"step {status.get('step')} of {status.get('steps')}"
     if ended == FINISHED:
         return RunLife(Phase.finished, f"The run has finished after {step}.")
     if isinstance(ended, str):
         return RunLife(Phase.failed, f"The run has {ended} (after {step}).")
     pid, quiet_s = status.get("pid"), now - _number(status.get("at"))
-    # One that writes lives, whatever its number says: in a container of the same name numbers are others. A time to come
-    # says nothing: the clock has been set back.
+    # A process that still writes is alive, whatever its pid says: another container may have the same host name. A time in
+    # the future means that the clock was set back, and proves nothing.
     if abs(quiet_s) > QUIET_S and status.get("host") == host and isinstance(pid, int) and not alive(pid):
         return RunLife(
-            Phase.gone, f"The run's process has ended without a word, as one that was killed does, after {step}."
+            Phase.gone, f"The run's process no longer exists and recorded no end: it was probably killed, after {step}."
         )
     if quiet_s > SILENT_S:
-        return RunLife(Phase.silent, f"Nothing has been heard of the run for {quiet_s:.0f} s; it was after {step}.")
-    return RunLife(Phase.running, f"The run goes on; it is after {step}.")
+        return RunLife(Phase.silent, f"The run has written no status for {quiet_s:.0f} s; the last was after {step}.")
+    return RunLife(Phase.running, f"The run is active, after {step}.")
 
 
 def life_here(status: Mapping[str, Any] | None, has_summary: bool) -> RunLife:
-    """`life_of` now, as this machine sees it."""
+    """Return `life_of` for the current time and this machine."""
     return life_of(status, has_summary, time.time(), socket.gethostname(), _is_alive)
 
 
@@ -509,7 +512,7 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # Another user's, or no number of a process.
+    except (OSError, OverflowError):  # The process of another user, or no valid pid.
         return True
     return True
 

@@ -1,19 +1,19 @@
-"""Accounts for the time of every step: of each group, what it did and what it waited for, and the critical path. Pure.
+"""Breaks down each step's time: work and waits of every group, and the critical path. Pure.
 
-What a group did and waited for is disjoint and fills the step's window to the nanosecond. Every group is somewhere in
-the cycle of a step: episodes, rewards, scores, training, new weights, episodes again. At every instant the first of
-these holds:
+Work and waits of a group are disjoint and fill the step's window to the nanosecond. A step is a cycle (`_CYCLE`): episodes,
+rewards, scores, training, weight sync, episodes again. Each instant of a group is attributed to the first of these that
+applies:
 
-1. The group works. Engines work while they generate or answer an evaluation; episodes between their turns count too.
-2. Its episodes search and none generates: engines wait for search, though a group of rollouts is under way.
-3. Weights are transferred, or groups change places on shared devices, which stops everybody: it waits for that.
-4. It waits for what goes on nearest before it in the cycle (`_CYCLE`): an actor for log-probs if some are being
-   computed, else for rewards, else for generation, and so forth.
-5. It waits for a checkpoint or for an evaluation, which are in nobody's way as a rule, or for what was not traced.
+1. The group works. Engines work while they generate or run an evaluation; episodes between turns count too.
+2. Its episodes search and none generates: it waits for search.
+3. Weights are transferred or colocated groups switch, which blocks everyone: it waits for that.
+4. It waits for the running activity that precedes it most closely in the cycle. An actor waits for log-probs if some are
+   being computed, else for rewards, else for generation, and so on.
+5. It waits for a checkpoint or an evaluation, which rarely block a group, or for untraced work.
 
-So a cause says what went on meanwhile, not what would have to be faster: that is the critical path's to say, the chain
-of spans, each of which waited for the one before, that ends with the step. A group works while any of its lanes does;
-with several, such as engines, each lane has an account of its own as well, in which the other lanes are somebody else.
+A wait's cause is therefore the activity running meanwhile, not necessarily the one to speed up. The critical path shows
+that: the chain of spans up to the step's end, each of which waited for the one before. A group works while any of its lanes
+works. With several lanes, such as engines, each lane also has a breakdown of its own.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from rlsys.observe.spans import (
 
 
 class Activity(StrEnum):
-    """What somebody does, or waits for."""
+    """Activity of a group, as work or as the cause of a wait."""
 
     generation = "generation"
     search = "search"
-    """An episode of some group searches, and none of any group generates."""
+    """Episodes search and none generates."""
     rollout = "rollout"
-    """Episodes are under way and neither generate nor search, or nobody noted which (groups that were given up)."""
+    """Episodes are in flight but neither generate nor search, or their turns were not recorded (dropped groups)."""
     reward = "reward"
     logprob = "logprob"
     values = "values"
@@ -57,20 +57,20 @@ class Activity(StrEnum):
     checkpoint = "checkpoint"
     evaluation = "evaluation"
     other = "other"
-    """Nothing that has a span: the driver's own work."""
+    """No span: the driver's own work."""
 
 
 _WORDS = {activity: activity.value for activity in Activity} | {
     Activity.rollout: "episodes between turns",
     Activity.reward: "rewards",
     Activity.logprob: "log-probs",
-    Activity.sync: "new weights",
-    Activity.switch: "a change of places on the devices",
+    Activity.sync: "weight sync",
+    Activity.switch: "a switch of colocated groups",
     Activity.checkpoint: "a checkpoint",
     Activity.evaluation: "an evaluation",
-    Activity.other: "what was not traced",
+    Activity.other: "untraced work",
 }
-"""For people: "waits for ..."."""
+"""Activity -> label, for "working: ..." and "waiting for ..."."""
 _STAGES = (Activity.reward, Activity.logprob, Activity.values, Activity.sync, Activity.switch, Activity.checkpoint)
 _DONE_IN: dict[str, Activity] = {activity.value: activity for activity in _STAGES} | {
     GENERATE_SPAN: Activity.generation,
@@ -79,7 +79,7 @@ _DONE_IN: dict[str, Activity] = {activity.value: activity for activity in _STAGE
     "eval.episode": Activity.evaluation,
     "train": Activity.training,
 }
-"""Name of a span, or its stage -> what is done in it."""
+"""Name or stage of a span -> its activity."""
 _CYCLE = (
     (Activity.generation, Activity.search, Activity.rollout),
     (Activity.reward,),
@@ -88,69 +88,69 @@ _CYCLE = (
     (Activity.sync,),
 )
 _ORDER = {Activity.rollout: 0, Activity.reward: 1, Activity.logprob: 2, Activity.values: 2, Activity.training: 3}
-"""A group of episodes passes through these one after the other."""
+"""Activity -> position in the order that a prompt group passes through."""
 _PLACE = {"rollout": 0, "inference": 2, "critic": 3, "actor": 3}
 GROUPS = ("actor", "critic", "inference", "rollout")
-"""Groups whose time is accounted for."""
+"""Groups with a time breakdown."""
 _TRANSFER_SPAN, _SWITCH_SPAN, _SCORES_SPAN = "sync.transfer", "sync.switch", "logprob.compute"
 _APPLY_SPAN = "train.apply"
 _DERIVED = (GENERATE_SPAN, SEARCH_SPAN)
 
 _Claim = tuple[bool, Activity, Sequence[Interval]]
-"""Whether it is the group's own work, what it is, and when it went on."""
+"""True for the group's own work; the activity; its intervals."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A span on the path, cut to the window and to the part that the path waited for."""
+    """A span on the critical path, cut to the step's window and to the part that the path waited for."""
 
     name: str
     group: str
     lane: str
     start_s: float
-    """Since the step began."""
+    """Start, relative to the step's start."""
     parts: Mapping[Activity, float]
-    """Its seconds, by what was done in them; more than one for episodes."""
+    """Seconds by activity; more than one for episodes."""
     waited_s: float
-    """From the end of the link before, or the step's begin."""
+    """Gap after the end of the previous link, or after the step's start."""
     questions: tuple[str, ...]
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Length of the link."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True, slots=True)
 class CriticalPath:
-    """Links in order of time, and seconds from the end of the last one, or the begin of the step, to its end."""
+    """Links in order of time, and the seconds from the last link's end (or the step's start) to the step's end."""
 
     links: tuple[Link, ...]
     rest_s: float
 
     @property
     def seconds(self) -> dict[Activity, float]:
-        """The step's length by what decided it."""
+        """Step length by activity on the path; gaps count as `other`."""
         gaps = self.rest_s + sum(link.waited_s for link in self.links)
         return _added([*(link.parts for link in self.links), {Activity.other: gaps}])
 
 
 @dataclass(frozen=True, slots=True)
 class TimeUse:
-    """Seconds of somebody's time, by what they did or waited for; only what is above 0."""
+    """Seconds of work and of waits, by activity; only entries above 0."""
 
     busy: Mapping[Activity, float] = field(default_factory=dict)
     waits: Mapping[Activity, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
-        """All of it: the window's length."""
+        """Total, which is the length of the window."""
         return sum(self.busy.values()) + sum(self.waits.values())
 
 
 @dataclass(frozen=True, slots=True)
 class GroupTime:
-    """A group's time, and that of each lane, where there are several."""
+    """Time use of a group, and of each lane if it has several."""
 
     use: TimeUse
     lanes: Mapping[str, TimeUse]
@@ -158,7 +158,7 @@ class GroupTime:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """A step's time."""
+    """Time breakdown of one step."""
 
     step: int
     seconds: float
@@ -168,14 +168,14 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class TimeReport:
-    """All steps, and over all of them the groups' time and the seconds of the critical paths."""
+    """Time breakdown of all steps, with totals by group and along the critical paths."""
 
     steps: tuple[StepTime, ...]
     groups: Mapping[str, TimeUse]
     path: Mapping[Activity, float]
 
     def sentences(self) -> list[str]:
-        """Where the run waits and what decides the length of its steps, in plain words; none without a step."""
+        """Return one sentence per group about its waits, and one about the critical path; empty without a step."""
         lines = []
         for group, use in self.groups.items():
             if use.seconds:
@@ -186,12 +186,12 @@ class TimeReport:
         total = sum(self.path.values())
         if total:
             shares = ", ".join(_shares(self.path, total))
-            lines.append(f"A step takes as long as its critical path, of which most is {shares}.")
+            lines.append(f"The critical path, which sets the length of a step, is mostly {shares}.")
         return lines
 
 
 def time_report(steps: Iterable[StepTimeline]) -> TimeReport:
-    """The report over `steps`, in their order, which are gone through once. A group that worked in one is in all."""
+    """Return the report over `steps`, read once, in order. A group with a span in any step is listed in all."""
     there: set[str] = set()
     accounts: list[StepTime] = []
     for step in steps:
@@ -209,7 +209,7 @@ def time_report(steps: Iterable[StepTimeline]) -> TimeReport:
 
 
 def as_json(report: TimeReport) -> dict[str, Any]:
-    """The report as JSON holds it, with what each activity is called; seconds to the microsecond."""
+    """Return the report in JSON types, with a label per activity; seconds rounded to microseconds."""
     steps = [
         {
             "step": account.step,
@@ -229,7 +229,7 @@ def as_json(report: TimeReport) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """`value` as JSON holds it, seconds to the microsecond."""
+    """Return `value` in JSON types, floats rounded to 6 digits."""
     if isinstance(value, Mapping):
         return {str(key): _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -238,7 +238,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _added(parts: Iterable[Mapping[Activity, float]]) -> dict[Activity, float]:
-    """Sums by activity, in the order in which each comes first; only what is above 0."""
+    """Sum by activity, in order of first appearance; drops entries that are not above 0."""
     sums: dict[Activity, float] = {}
     for part in parts:
         for activity, seconds in part.items():
@@ -248,7 +248,7 @@ def _added(parts: Iterable[Mapping[Activity, float]]) -> dict[Activity, float]:
 
 
 def _shares(seconds: Mapping[Activity, float], total: float) -> list[str]:
-    """The largest shares of `total`, of at least a hundredth."""
+    """Format the three largest shares of `total` of at least 1 %."""
     largest = sorted(seconds.items(), key=lambda item: -item[1])[:3]
     return [f"{_WORDS[activity]} ({spent / total:.0%})" for activity, spent in largest if spent >= total / 100]
 
@@ -258,12 +258,12 @@ def _activity_of(span: Span) -> Activity:
 
 
 def _seconds_of(intervals: Iterable[Interval]) -> float:
-    """Length of all `intervals` together, which are in ns."""
+    """Return the summed length, in seconds, of `intervals` in ns."""
     return sum(end - start for start, end in intervals) / 1e9
 
 
 class _Work:
-    """Who did what in a window: intervals that are disjoint and in order."""
+    """Intervals of work within a window, by group, lane and activity; disjoint and in order."""
 
     def __init__(self, spans: Iterable[Span], window: Interval) -> None:
         parts: dict[tuple[str, str, Activity], list[Interval]] = defaultdict(list)
@@ -276,14 +276,14 @@ class _Work:
         self._of_lane = {key: merge_intervals(of_lane) for key, of_lane in parts.items()}
         self.transfers = merge_intervals(transfers)
         self.anywhere = {activity: self._of(None, activity) for activity in Activity}
-        """When anybody did so."""
+        """Activity -> intervals in which any group worked on it."""
 
     def lanes(self, group: str) -> list[str]:
-        """Of `group`, in their order."""
+        """Return the lanes of `group`, sorted."""
         return sorted({lane for owner, lane, _ in self._of_lane if owner == group})
 
     def own(self, group: str, lane: str | None, activity: Activity) -> list[Interval]:
-        """When `group`, or this lane of it, did so."""
+        """Return the intervals in which `group`, or its `lane`, worked on `activity`."""
         return self._of(group, activity) if lane is None else self._of_lane.get((group, lane, activity), [])
 
     def _of(self, group: str | None, activity: Activity) -> list[Interval]:
@@ -302,21 +302,21 @@ def _group_time(group: str, work: _Work, window: Interval) -> GroupTime:
 
 
 def _claims(group: str, lane: str | None, work: _Work) -> Iterator[_Claim]:
-    """All that may have kept `group`, or this lane of it, in order of precedence."""
+    """Yield everything that the time of `group`, or of its `lane`, may be attributed to, in order of precedence."""
     training = (Activity.training, Activity.values, Activity.logprob)
     for activity in (*training, Activity.generation, Activity.evaluation, Activity.checkpoint):
         yield True, activity, work.own(group, lane, activity)
     yield False, Activity.search, work.own(group, lane, Activity.search)
     yield True, Activity.rollout, work.own(group, lane, Activity.rollout)
     yield False, Activity.sync, work.transfers
-    # What is before the group in the cycle, the nearest first; once around.
+    # Activities before the group's own in the cycle, nearest first, once around.
     layers = [_CYCLE[(_PLACE[group] - steps) % len(_CYCLE)] for steps in range(1, len(_CYCLE) + 1)]
     for activity in (Activity.switch, *chain.from_iterable(layers), Activity.checkpoint, Activity.evaluation):
         yield False, activity, work.anywhere[activity]
 
 
 def _use(claims: Iterable[_Claim], window: Interval) -> TimeUse:
-    """Hand `window` out: every claim gets what those before it have left."""
+    """Distribute `window` over `claims`: each gets what the previous ones left."""
     left = merge_intervals([window])
     uses: dict[bool, list[dict[Activity, float]]] = {True: [], False: []}
     for own, activity, intervals in claims:
@@ -326,12 +326,12 @@ def _use(claims: Iterable[_Claim], window: Interval) -> TimeUse:
 
 
 def critical_path(step: StepTimeline) -> CriticalPath:
-    """The path of `step`; without links if nothing that a step ends with was recorded in its window.
+    """Return the critical path of `step`; no links if its window has no span that ends a step.
 
-    It is walked from the end. The step ends with the last of its weights' transfer, its switch or its optimiser steps;
-    what a span waited for is, of all that `leads_to` says it may have waited for, what ended last before it began. Time
-    that no span of the chain covers, such as the driver's own, is `other`. So the path covers the window exactly once:
-    had a span on it been shorter, with the rest as it was, the step could have been.
+    The path is walked backwards from the last weight transfer, weight switch or optimiser step of the step. A span's
+    predecessor is the one that ended last before it began, among those allowed by `leads_to`. Time between links, such as
+    the driver's own work, is `other`. The path covers the window exactly once: shortening a span on it could shorten the
+    step.
     """
     window = step.window
     spans = [span for span in step.spans if window[0] < span.end_ns <= window[1] and span.name not in _DERIVED]
@@ -350,9 +350,9 @@ def critical_path(step: StepTimeline) -> CriticalPath:
 def leads_to(before: Span, after: Span, scored_first: bool = False) -> bool:
     """True if `after` may have waited for `before`, which ended earlier.
 
-    It may for its own input, for its group (calls of one follow each other), for weights, for room in the engines, and
-    on shared devices for whoever was there. Learners wait for each other; with `scored_first` their optimiser steps may
-    also wait for scores, of whatever question.
+    Reasons to wait: its own input, an earlier call of its group, weights, free engine slots, or a colocated group on the
+    devices. Actor and critic wait for each other; with `scored_first`, their optimiser steps may also wait for scores of any
+    question.
     """
     done, due = _activity_of(before), _activity_of(after)
     if Activity.switch in (done, due) or done is due is Activity.training:
@@ -361,7 +361,7 @@ def leads_to(before: Span, after: Span, scored_first: bool = False) -> bool:
         case "rollout.group":
             return before.name in (ROLLOUT_SPAN, "eval.episode", _SWITCH_SPAN)
         case "sync.transfer":
-            # What is being computed with the version before is finished first, and its switch too.
+            # Log-probs in flight with the previous version, and its switch, finish first.
             return before.name in (_APPLY_SPAN, _SCORES_SPAN, _SWITCH_SPAN)
         case "sync.switch":
             return before.name == _TRANSFER_SPAN
@@ -374,7 +374,7 @@ def leads_to(before: Span, after: Span, scored_first: bool = False) -> bool:
 
 
 def _feeds(before: Span, after: Span) -> bool:
-    """True if some episode may have come from `before` to `after`; of spans without questions, any may have."""
+    """True if some episode may have passed from `before` to `after`; spans without questions match any."""
     places = _ORDER.get(_activity_of(before)), _ORDER.get(_activity_of(after))
     if places[0] is None or places[1] is None or places[0] >= places[1] or "error" in before.args:
         return False
@@ -383,12 +383,12 @@ def _feeds(before: Span, after: Span) -> bool:
 
 
 def _chain(spans: Sequence[Span], step: StepTimeline) -> list[tuple[Span, int]]:
-    """From the step's last span back to its begin, each with when the path begins to wait for it, ns.
+    """Return the path's spans from last to first, each with the time (ns) from which the path waits for it.
 
-    `spans` are by their ends, none of which is after the window's.
+    `spans` must be sorted by end, and end within the window.
     """
     ends = [span.end_ns for span in spans]
-    # A span of no length ends when it begins: going down the list, the walk ends all the same.
+    # A span of zero length ends when it begins; the walk still terminates, because `at` always decreases.
     at = len(spans) - 1
     last = (_APPLY_SPAN, _TRANSFER_SPAN, _SWITCH_SPAN)
     while at >= 0 and not (spans[at].name in last and spans[at].args.get("step") == step.step):
@@ -410,12 +410,11 @@ def _chain(spans: Sequence[Span], step: StepTimeline) -> list[tuple[Span, int]]:
 
 
 def _held_up(spans: Sequence[Span], at: int) -> tuple[list[tuple[Span, int]], int]:
-    """Log-probs, of which the last is at `at`, that a transfer waited for though it could have begun; and where the
-    path goes on.
+    """Return log-prob spans, ending with the one at `at`, that delayed a transfer, and the index where the path continues.
 
-    These are of groups that a later step trains on, where a schedule runs ahead: the step waits for them only from when
-    the transfer could have begun, at the later of its optimiser steps' and the last switch's end. The path goes on with
-    that one, not with the episodes of another step; with `at`, and nothing held up, where it was not recorded.
+    In an async schedule, a transfer waits for log-probs of groups that a later step trains. The step waits for them only
+    from the time the transfer could have begun: the end of its optimiser steps or of the last switch, if later. The path
+    continues with that span, not with another step's episodes. Without a record of such a span, returns ([], `at`).
     """
     free = next((place for place in range(at, -1, -1) if spans[place].name in (_APPLY_SPAN, _SWITCH_SPAN)), None)
     if free is None:
@@ -430,9 +429,9 @@ def _held_up(spans: Sequence[Span], at: int) -> tuple[list[tuple[Span, int]], in
 
 
 def _parts(span: Span, within: Interval, derived: Iterable[Span]) -> dict[Activity, float]:
-    """Seconds of `span` in `within`; of episodes, and of a switch that waits for them, by what these did.
+    """Return the seconds of `span` in `within` by activity, splitting episodes into generation, search and the rest.
 
-    A switch with `on_update=finish` lasts until the episodes in flight have ended; only the rest of it is new weights.
+    A weight switch with `on_update=finish` waits for the episodes in flight; only its remainder counts as weight sync.
     """
     own: dict[Activity, list[Interval]] = {Activity.generation: [], Activity.search: []}
     if span.name in (ROLLOUT_SPAN, _SWITCH_SPAN):
@@ -450,7 +449,7 @@ def _parts(span: Span, within: Interval, derived: Iterable[Span]) -> dict[Activi
 
 
 def _questions(span: Span) -> tuple[str, ...]:
-    """That `span` says it worked on; none if it does not say."""
+    """Return the uids of the questions that `span` worked on; empty if not recorded."""
     many, one = span.args.get(QUESTIONS), span.args.get("question")
     if isinstance(many, list):
         return tuple(many)

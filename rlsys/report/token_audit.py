@@ -1,15 +1,16 @@
-"""Audits how many drawn tokens re-tokenising the text does not give back, where, and what that does to the ratio.
+"""Audits which sampled tokens change when the text is re-tokenised, where, and the effect on the ratio.
 
-A turn is drawn token by token; its text, within the whole episode's, is tokenised anew (`task.token_mode=retokenize`
-trains on that; with `append` this is what would differ). A stretch is a piece of text at whose ends both ways have a
-cut, and none in between that both have: one and the same token, or the least that can be compared. The stretches of a
-turn follow each other without gap or overlap. The log-ratio of a stretch is
+The engine samples a turn token by token. Re-tokenisation tokenises its text again, within the whole episode's text.
+`task.token_mode=retokenize` trains on the result; with `append` the audit shows what would change.
 
-    sum of log pi_old(t) over its re-tokenised tokens  -  sum of log mu(t) over its drawn ones,
+A stretch is the shortest piece of text with a token boundary of both tokenisations at each end: one identical token, or the
+smallest comparable piece. The stretches of a turn cover it without gap or overlap. The log-ratio of a stretch is
 
-which would be 0 if text had one probability however it is cut. It has not: that of other tokens is the probability of a
-path that was not taken, mostly a far less likely one. Stretches of one and the same token are the baseline: the
-numerics, and an older policy's distance. With `append` there is no bias to be measured: pi_old is of the drawn tokens.
+    sum of log pi_old(t) over its re-tokenised tokens  -  sum of log mu(t) over its sampled tokens.
+
+It would be 0 if the probability of a text did not depend on its tokenisation. It does: the other tokens are a path that was
+not sampled, mostly a far less likely one. Stretches of identical tokens are the baseline: numerics and version lag. With
+`append` there is no bias to measure, because pi_old is computed for the sampled tokens.
 """
 
 from __future__ import annotations
@@ -42,23 +43,26 @@ from rlsys.rollout.agent.tokens import Codec
 Floats = NDArray[np.float64]
 
 Span = tuple[int, int]
-"""Half-open range, of characters unless it is said otherwise."""
+"""Half-open range, of characters unless stated otherwise."""
 BROKEN_CHARACTER = "\ufffd"
 _LONGEST_TAG = 40
-"""Characters; looking at the whole text for each stretch would take long."""
+"""Most characters of a tag; limits the text searched for tags around each stretch."""
 
 
 class OtherTokeniser(ValueError):
-    """The tokeniser is not the one of the run."""
+    """Raised if the tokeniser is not the run's."""
 
 
 class CutPlace(StrEnum):
-    """Where in the text two ways of cutting it part. The first that holds, of the characters beside any cut that only
-    one way has; of all characters, where the cuts agree and the tokens do not."""
+    """Kind of place where two tokenisations differ: the first kind that applies.
+
+    Looks at the characters beside each token boundary that only one tokenisation has. If the boundaries agree and only the
+    tokens differ, looks at all characters.
+    """
 
     TAG = "tag"
     BROKEN = "broken"
-    """At drawn bytes that make up no character: the text has U+FFFD for them, which is other bytes."""
+    """Sampled bytes that are invalid UTF-8: the text has U+FFFD instead, which is other bytes."""
     UNICODE = "unicode"
     DIGIT = "digit"
     SPACE = "space"
@@ -67,18 +71,18 @@ class CutPlace(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RetokenisedText:
-    """The text of a whole episode, ids and characters of its tokens (both [tokens]), and characters of each turn."""
+    """Text of a whole episode, ids and character spans of its tokens (both [tokens]), and the span of each turn."""
 
     text: str
     ids: NDArray[np.int32]
     spans: Sequence[Span]
-    """Neither starts nor ends ever fall."""
+    """Character spans; starts and ends never decrease."""
     turns: Sequence[Span]
     limit: int
-    """Tokens that count: those behind it were cut off to keep the run's limit."""
+    """Number of tokens that count; later ones were truncated by the run's token limit."""
 
     def within(self, turn: Span) -> Span:
-        """Indices of the tokens that overlap the characters `turn`."""
+        """Return the index range of the tokens that overlap the characters `turn`."""
         starts, ends = np.array(self.spans, np.int64).reshape(-1, 2).T
         first = int(np.searchsorted(ends, turn[0], side="right"))
         return first, max(first, int(np.searchsorted(starts, turn[1], side="left")))
@@ -86,31 +90,31 @@ class RetokenisedText:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Tokens that the engine drew for a turn, as far as they are text and kept."""
+    """Sampled tokens of a turn, without special tokens and tokens that were not kept."""
 
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float64]
     special_lost: int
-    """Special tokens that the text does not hold, without an end-of-sequence token that training has."""
+    """Sampled special tokens missing from the text; a trained end-of-sequence token does not count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A piece of a turn's text, and the tokens of it in either way."""
+    """A piece of a turn's text, and its tokens in both tokenisations."""
 
     span: Span
     drawn: Span
-    """Indices into the turn's drawn tokens."""
+    """Index range into the turn's sampled tokens."""
     again: Span
-    """Indices into the tokens of the whole text."""
+    """Index range into the re-tokenised tokens given to `stretches`."""
     whole: bool
-    """The tokens have the text of `span` and no more; not so at an edge of the turn that a token lies across."""
+    """True if both sides have exactly the text of `span`; False if a token crosses the edge of the turn."""
     disputed: tuple[int, ...]
-    """Characters before which only one way has a cut."""
+    """Character offsets of token boundaries that only one tokenisation has."""
 
 
 def tokenised(one: Kept, codec: Codec, mode: TokenMode) -> RetokenisedText:
-    """The text of `one`, tokenised by `codec`. Raises OtherTokeniser if the run's tokens are not of it."""
+    """Re-tokenise the text of `one` with `codec`. Raises OtherTokeniser if the run's tokens come from another tokeniser."""
     text = codec.prompt(one.prompt)
     prompt_length = len(text)
     turns = []
@@ -127,14 +131,14 @@ def tokenised(one: Kept, codec: Codec, mode: TokenMode) -> RetokenisedText:
     shared = min(len(as_trained), len(one.token_ids))
     if not np.array_equal(as_trained[:shared], one.token_ids[:shared]):
         raise OtherTokeniser(
-            f"Step {one.step}, question {one.question_uid}, sample {one.sample} has other tokens than this tokeniser makes "
-            "of its text"
+            f"Step {one.step}, question {one.question_uid}, sample {one.sample} has tokens that differ from this "
+            "tokeniser's for the same text"
         )
     return RetokenisedText(text, ids, encoded.spans, turns, limit)
 
 
 def drawn_of(one: Kept, number: int, mode: TokenMode, special_ids: frozenset[int]) -> Drawn:
-    """The tokens that were drawn for turn `number` of `one`."""
+    """Return the sampled tokens of turn `number` of `one`."""
     turn = one.turns[number]
     kept = len(turn.sampled_ids) if mode is TokenMode.retokenize else len(_own(one, number))
     ids, logprobs = turn.sampled_ids[:kept], turn.sampled_logprobs[:kept].astype(np.float64)
@@ -145,13 +149,13 @@ def drawn_of(one: Kept, number: int, mode: TokenMode, special_ids: frozenset[int
 
 
 def _own(one: Kept, number: int) -> list[int]:
-    """The trained tokens that turn `number` drew."""
+    """Return the trained tokens that were sampled in turn `number`."""
     ids: list[int] = one.token_ids[(one.turn_of_token == number) & (one.versions >= 0)].tolist()
     return ids
 
 
 def spans_of(pieces: Sequence[str], start: int) -> list[Span]:
-    """Characters of tokens that follow each other from `start`; an empty piece has the span of what completes it."""
+    """Return the character spans of consecutive pieces from `start`; an empty piece gets the span of the next one."""
     ends = list(accumulate((len(piece) for piece in pieces), initial=start))
     spans = list(pairwise(ends))
     for index in reversed(range(len(spans) - 1)):
@@ -161,9 +165,10 @@ def spans_of(pieces: Sequence[str], start: int) -> list[Span]:
 
 
 def stretches(drawn: Sequence[Span], again: Sequence[Span], turn: Span) -> list[Stretch]:
-    """The stretches of the text at `turn`, which `drawn` tokens cover from its start, from left to right.
+    """Return the stretches of the characters `turn`, from left to right; none for an empty turn.
 
-    `again` are the tokens that overlap it, at least one; either may go beyond it. An empty turn has no stretch.
+    `drawn`: spans of the sampled tokens, from the turn's start. `again`: spans of the re-tokenised tokens that overlap the
+    turn, at least one. Both may reach beyond the turn.
     """
     start, end = turn
     if start == end:
@@ -190,7 +195,7 @@ def stretches(drawn: Sequence[Span], again: Sequence[Span], turn: Span) -> list[
 
 
 def place_of(text: str, stretch: Stretch) -> CutPlace:
-    """The kind of place that `stretch` of `text` is."""
+    """Classify the place of `stretch` in `text`."""
     start, end = stretch.span
     near = "".join(text[max(0, at - 1) : at + 1] for at in stretch.disputed) or text[start:end]
     around = max(0, start - _LONGEST_TAG), end + _LONGEST_TAG
@@ -207,7 +212,7 @@ def place_of(text: str, stretch: Stretch) -> CutPlace:
 
 
 def _cuts(spans: Sequence[Span], turn: Span) -> dict[int, int]:
-    """Character of each cut in `turn`, its ends included -> how many tokens lie before it."""
+    """Return the character offset of each token boundary in `turn`, ends included -> number of tokens before it."""
     start, end = turn
     cuts: dict[int, int] = {}
     if spans and spans[0][0] == start:
@@ -221,7 +226,7 @@ def _cuts(spans: Sequence[Span], turn: Span) -> dict[int, int]:
 
 
 EXAMPLES = 5
-"""Shown of each kind of place."""
+"""Examples shown per kind of place."""
 AROUND = 20
 """Characters shown on each side of an example."""
 NEEDED = "tokenizer.json"
@@ -229,33 +234,33 @@ NEEDED = "tokenizer.json"
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Tokens of turns, or of one kind of place."""
+    """Token counts over turns, or over one kind of place."""
 
     turns: int = 0
     drawn: int = 0
-    """Tokens that the engine returned and that are text of the turn."""
+    """Sampled tokens within the turn's text."""
     drawn_differing: int = 0
-    """Of them, those that re-tokenising does not give back."""
+    """Sampled tokens that re-tokenisation changes."""
     trained: int = 0
-    """Tokens of the re-tokenised text that lie wholly within the turn."""
+    """Re-tokenised tokens that lie wholly within the turn."""
     trained_differing: int = 0
-    """Of them, those that were not drawn."""
+    """Re-tokenised tokens that were not sampled."""
     stretches: int = 0
-    """Stretches that differ."""
+    """Differing stretches."""
 
     def __add__(self, other: Count) -> Count:
-        """The tokens of both."""
+        """Return the sum of both counts."""
         return Count(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A way in which tokens differ, where it was met first."""
+    """A difference between sampled and re-tokenised tokens, with its first occurrence."""
 
     place: CutPlace
     count: int
     drawn: tuple[str, ...]
-    """Texts of tokens. A character of several is in the last of them."""
+    """Texts of tokens. A character that spans several tokens belongs to the last of them."""
     again: tuple[str, ...]
     before: str
     after: str
@@ -272,46 +277,49 @@ class Bias:
 
     differing: Spread
     after_change: Spread
-    """The same token on both sides, but others before it, in its turn or its context."""
+    """Identical tokens after differing ones, in the turn or its context."""
     same: Spread
-    """The same token after the same tokens: the baseline."""
+    """Identical tokens after identical ones: the baseline."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenAudit:
-    """The audit of all kept trajectories of a run in `task.token_mode`, by the number of the turn and the kind of place."""
+    """Token audit of all kept trajectories of a run; `mode` is its `task.token_mode`."""
 
     mode: str
     trajectories: int
     total: Count
     by_turn: Mapping[int, Count]
     by_place: Mapping[str, Count]
-    """Kind of place -> what differs there; `turns` are those with at least one such stretch."""
+    """Kind of place -> counts of the differing stretches there; `turns` counts turns with at least one."""
     examples: tuple[Example, ...]
-    """The most frequent of each kind of place."""
+    """Most frequent differences of each kind of place."""
     special_lost: int
-    """Special tokens that were drawn and that text does not hold. They are not counted among the drawn."""
+    """Sampled special tokens missing from the text; not counted in `drawn`."""
     unknown_turns: int
-    """Turns with a text whose drawn tokens were not kept; they are not in any other figure but `turns`."""
+    """Turns with text whose sampled tokens were not kept; counted only in `turns`."""
     crossing: int
-    """Differing stretches with a token that lies across an edge of its turn. It is not trained."""
+    """Differing stretches with a token across the edge of the turn; such a token is not trained."""
     after_change: int
-    """Trained tokens that are as drawn, but after others that are not; so they have no log-prob to compare either."""
+    """Trained tokens that are as sampled but follow differing ones; they have no comparable log-prob either."""
     affected: Mapping[str, float]
-    """Shares that re-tokenising affects: of trained `tokens` (differing, or after a change), and of `turns`,
-    `trajectories` and `steps` with at least one stretch that differs."""
+    """Affected shares: of trained `tokens` (differing, or after a change), and of `turns`, `trajectories` and `steps` with
+    at least one differing stretch."""
     bias: Bias | None
-    """Over all stretches that can be compared; None with `append`."""
+    """Log-ratios of all comparable stretches; None with `append`."""
     bias_same_version: Bias | None
-    """Over those that the trained policy itself drew."""
+    """Log-ratios of the stretches sampled by the version that scored them; None with `append`."""
 
 
 def audit_run(run: RunFolder, tokenizer: Path | None = None) -> TokenAudit:
-    """Audit what `run` has kept, with the tokenizer in folder `tokenizer`, or else its model's. Raises UserError."""
+    """Audit the kept trajectories of `run` with the tokenizer in folder `tokenizer` (default: its model's).
+
+    Raises UserError without token mode, tokenizer or trajectories, and for a wrong tokenizer.
+    """
     mode = section(run.config, "task").get("token_mode")
     if not isinstance(mode, str) or mode not in list(TokenMode):
         raise UserError(
-            f"{run.path / 'config.yaml'} does not say task.token_mode, without which its tokens cannot be audited; restore it.",
+            f"{run.path / 'config.yaml'} lacks task.token_mode, which the token audit needs; restore it.",
             code="missing",
             key="task.token_mode",
         )
@@ -321,8 +329,8 @@ def audit_run(run: RunFolder, tokenizer: Path | None = None) -> TokenAudit:
     folder = tokenizer or (Path(path) if isinstance(path, str) else None)
     if folder is None or not (folder / NEEDED).is_file():
         raise UserError(
-            f"{given} of {run.path} has no {NEEDED} here, without which no text can be tokenised again; name a folder that "
-            f"has it: rlsys audit tokens {run.path} --tokenizer DIR.",
+            f"{given} of {run.path} has no {NEEDED} on this machine, which re-tokenisation needs; give a folder that has it: "
+            f"rlsys audit tokens {run.path} --tokenizer DIR.",
             code="not_found",
             key=key,
         )
@@ -338,7 +346,7 @@ def audit_run(run: RunFolder, tokenizer: Path | None = None) -> TokenAudit:
         return audit(chain((first,), kept), _open_codec(folder), TokenMode(mode))
     except OtherTokeniser as problem:
         raise UserError(
-            f"{problem}: {given} is not the one of {run.path}; name the folder that it began with: "
+            f"{problem}: {given} is not the tokeniser of {run.path}; give the folder of the model that the run started from: "
             f"rlsys audit tokens {run.path} --tokenizer DIR.",
             code="mismatch",
             key=key,
@@ -346,20 +354,20 @@ def audit_run(run: RunFolder, tokenizer: Path | None = None) -> TokenAudit:
 
 
 def _open_codec(folder: Path) -> Codec:
-    """The tokenizer in `folder`. Raises UserError if it has no characters of tokens, or cannot be read."""
+    """Open the tokenizer in `folder`. Raises UserError if it cannot be loaded."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except Exception as problem:  # Of a damaged file, whatever the libraries below stumble over.
+    except Exception as problem:  # A damaged file may raise anything in the libraries.
         reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-        sentence = f"The tokenizer in {folder} cannot be opened ({reason}); give a whole one."
+        sentence = f"The tokenizer in {folder} cannot be opened ({reason}); give an undamaged one."
         raise UserError(sentence, code="malformed", key=str(folder)) from problem
     return Codec(tokenizer)
 
 
 def audit(kept: Iterable[Kept], codec: Codec, mode: TokenMode) -> TokenAudit:
-    """Audit `kept` trajectories of a run in `mode`. Raises OtherTokeniser if `codec` does not cut as the run did."""
+    """Audit `kept` trajectories of a run in `mode`. Raises OtherTokeniser if `codec` is not the run's tokeniser."""
     tally = _Tally(codec, mode)
     for trajectory in kept:
         tally.add(trajectory)
@@ -367,7 +375,7 @@ def audit(kept: Iterable[Kept], codec: Codec, mode: TokenMode) -> TokenAudit:
 
 
 def as_json(report: TokenAudit) -> dict[str, Any]:
-    """`report` in plain JSON types, with the `quantiles` that its lists are of."""
+    """Return `report` in JSON types, with `quantiles` as the key to its lists."""
     return {**json_safe(asdict(report)), "quantiles": list(QUANTILES)}
 
 
@@ -381,11 +389,11 @@ class _Turn:
     drawn: Drawn
     span: Span
     tokens: Span
-    """Of the re-tokenised text, those that overlap the turn."""
+    """Index range of the re-tokenised tokens that overlap the turn."""
 
     @property
     def is_as_drawn(self) -> bool:
-        """All of it is, edges included, which is nearly always so and quickly seen."""
+        """True if all tokens are as sampled, edges included; a fast path for nearly all turns."""
         first, last = self.tokens
         return (
             last <= self.text.limit
@@ -396,14 +404,14 @@ class _Turn:
 
 @dataclass(slots=True)
 class _LogRatios:
-    """Gathers the log-ratios of a run in `retokenize` mode, where there are log-probs of the re-tokenised tokens."""
+    """Collects log-ratios in `retokenize` mode, in which re-tokenised tokens have old log-probs."""
 
     after_change_tokens: int = 0
     _values: list[tuple[str, bool, Floats]] = field(default_factory=list)
-    """Kind of stretch, whether the trained policy itself drew it, and values."""
+    """Kind of stretch, True if sampled by the version that scored it, and values."""
 
     def add_same(self, one: Kept, tokens: Span, drawn: Floats) -> None:
-        """Of tokens of `one` that are the drawn ones, whose log-probs are `drawn` [tokens]."""
+        """Add identical `tokens` of `one`, with engine log-probs `drawn` [tokens]."""
         own = slice(*tokens)
         values = one.old_logprobs[own].astype(np.float64) - drawn
         known = np.isfinite(one.rollout_logprobs[own])
@@ -414,14 +422,14 @@ class _LogRatios:
             self._values.append((kind, False, values[of_kind & ~current]))
 
     def add_differing(self, one: Kept, tokens: Span, drawn: Floats) -> float:
-        """Of trained `tokens` of `one` that stand for others, whose log-probs are `drawn` [any]; it is returned."""
+        """Add trained `tokens` of `one` that replace sampled ones with log-probs `drawn` [any]; return the log-ratio."""
         own = slice(*tokens)
         value = float(one.old_logprobs[own].astype(np.float64).sum() - drawn.sum())
         self._values.append(("differing", bool((one.versions[own] == one.policy_version).all()), np.array([value])))
         return value
 
     def bias(self, *, same_version: bool) -> Bias:
-        """Of all stretches, or of those that the trained policy itself drew."""
+        """Return the bias over all stretches, or over those sampled by the version that scored them."""
         kinds: dict[str, list[Floats]] = {"differing": [], "after_change": [], "same": []}
         for kind, current, values in self._values:
             if current or not same_version:
@@ -433,7 +441,7 @@ _Way = tuple[CutPlace, tuple[str, ...], tuple[str, ...]]
 
 
 class _Tally:
-    """Sums over trajectories."""
+    """Accumulates the audit over trajectories."""
 
     def __init__(self, codec: Codec, mode: TokenMode) -> None:
         self._codec, self._mode = codec, mode
@@ -448,7 +456,7 @@ class _Tally:
         self._affected: dict[str, set[tuple[Any, ...]]] = {name: set() for name in ("turns", "trajectories", "steps")}
 
     def add(self, one: Kept) -> None:
-        """Take in one trajectory."""
+        """Add one trajectory."""
         text = tokenised(one, self._codec, self._mode)
         self._trajectories += 1
         self._steps.add(one.step)
@@ -463,7 +471,7 @@ class _Tally:
                 self._by_turn[number] += Count(turns=1)
 
     def result(self) -> TokenAudit:
-        """What was found."""
+        """Return the audit of the added trajectories."""
         total = sum(self._by_turn.values(), start=Count())
         after_change = self._ratios.after_change_tokens
         of = {"turns": total.turns, "trajectories": self._trajectories, "steps": len(self._steps)}
@@ -493,7 +501,7 @@ class _Tally:
             self._compare_same(turn, (first, last), drawn.logprobs)
             return Count(turns=1, drawn=len(drawn.ids), trained=last - first)
         pieces = self._pieces(drawn.ids.tolist())
-        # What a protocol cut off behind the turn's text is no part of it; a token without a text at its end is.
+        # Text that the protocol cut off after the turn does not count; a token without text at the turn's end does.
         spans = [one for one in spans_of(pieces, turn.span[0]) if one[0] < turn.span[1] or one[0] == one[1]]
         count, places = Count(turns=1), set()
         for found in stretches(spans, turn.text.spans[first:last], turn.span):
@@ -522,7 +530,7 @@ class _Tally:
             self._ratios.add_same(turn.one, tokens, logprobs)
 
     def _differs(self, turn: _Turn, found: Stretch, tokens: Span, place: CutPlace, drawn: tuple[str, ...]) -> None:
-        """Note a stretch that differs, and its log-ratio where both sides are the text of it and trained."""
+        """Record a differing stretch, and its log-ratio if both sides are whole and trained."""
         log_ratio = None
         if not found.whole:
             self._crossing += 1
@@ -555,19 +563,19 @@ class _Tally:
 
 
 def _sizes(turn: _Turn, found: Stretch, tokens: Span, differs: bool) -> Count:
-    """The tokens of one stretch."""
+    """Count the tokens of one stretch."""
     drawn = found.drawn[1] - found.drawn[0]
     start, end = turn.span
     trained = sum(start <= left and right <= end for left, right in turn.text.spans[slice(*tokens)])
     return Count(0, drawn, drawn * differs, trained, trained * differs, int(differs))
 
 
-_PLACES = ("at a tag", "bytes of no character", "beside non-ASCII", "beside a digit", "beside white space", "elsewhere")
+_PLACES = ("at a tag", "invalid UTF-8", "beside non-ASCII", "beside a digit", "beside white space", "elsewhere")
 PLACES: dict[str, str] = dict(zip(CutPlace, _PLACES, strict=True))
 
 
 def render_audit(found: TokenAudit, console: Console) -> None:
-    """Print `found`."""
+    """Print the audit `found` as sentences and tables."""
     for sentence in sentences(found):
         console.print(Text(sentence))
     if found.total.stretches:
@@ -575,42 +583,42 @@ def render_audit(found: TokenAudit, console: Console) -> None:
         places = {PLACES[place]: count for place, count in found.by_place.items()}
         console.print(Text(), _counts("By turn", turns, of_all=True))
         console.print(_counts("By kind of place", places, of_all=False))
-        console.print(Text("Most frequent, as it was first", style="italic"))
+        console.print(Text("Most frequent differences, each at its first occurrence", style="italic"))
         for example in found.examples:
             console.print(*_example(example), sep="\n")
     if found.bias is not None:
         console.print(Text(), _bias("Log-ratio of stretches, nats", found.bias))
     if found.bias_same_version is not None and found.bias_same_version != found.bias:
-        console.print(Text(), _bias("Of them, drawn by the trained policy itself", found.bias_same_version))
+        console.print(Text(), _bias("Sampled by the version that scored them", found.bias_same_version))
 
 
 def sentences(found: TokenAudit) -> Iterator[str]:
-    """What was found, in words."""
+    """Yield the findings as sentences."""
     total, affected = found.total, found.affected
     if found.mode == TokenMode.append:
-        yield "task.token_mode=append trains on the drawn tokens: this is what re-tokenising their text would change."
+        yield "task.token_mode=append trains on the sampled tokens: this is what re-tokenisation would change."
     yield (
-        f"{found.trajectories:,} trajectories, {total.turns:,} turns: {total.drawn_differing:,} of {total.drawn:,} drawn "
-        f"tokens ({_share(total.drawn_differing, total.drawn)}) are not what re-tokenising their text gives, and "
-        f"{total.trained_differing:,} of its {total.trained:,} tokens "
-        f"({_share(total.trained_differing, total.trained)}) were not drawn."
+        f"{found.trajectories:,} trajectories, {total.turns:,} turns: re-tokenisation changes {total.drawn_differing:,} of "
+        f"{total.drawn:,} sampled tokens ({_share(total.drawn_differing, total.drawn)}); of its "
+        f"{total.trained:,} tokens, {total.trained_differing:,} "
+        f"({_share(total.trained_differing, total.trained)}) were not sampled."
     )
     if found.bias is not None:
         yield (
-            f"{found.after_change:,} more come after such tokens: {affected['tokens']:.2%} of the trained tokens of text "
-            f"have no log-prob to compare, in {affected['turns']:.1%} of turns, {affected['trajectories']:.1%} of trajectories and "
+            f"{found.after_change:,} more follow such tokens: {affected['tokens']:.2%} of trained tokens "
+            f"have no comparable log-prob, in {affected['turns']:.1%} of turns, {affected['trajectories']:.1%} of trajectories and "
             f"{affected['steps']:.0%} of steps."
         )
     if found.crossing:
-        yield f"{found.crossing:,} stretches have a token across the edge of their turn, which is not trained."
+        yield f"{found.crossing:,} stretches have a token across the edge of their turn; such tokens are not trained."
     if found.special_lost:
-        yield f"{found.special_lost:,} special tokens were drawn that the text does not hold."
+        yield f"{found.special_lost:,} sampled special tokens are missing from the text."
     if found.unknown_turns:
-        yield f"Of {found.unknown_turns:,} turns it is not known which tokens were drawn: they are left out."
+        yield f"{found.unknown_turns:,} turns are left out: their sampled tokens are unknown."
     if found.bias is not None and found.bias.differing.mean is not None and found.bias.same.mean_abs is not None:
         yield (
-            f"A stretch that differs has a log-ratio of {found.bias.differing.mean:+.2f} nats on average, where the "
-            f"numerics of one and the same token come to {found.bias.same.mean_abs:.1e}."
+            f"A differing stretch has a log-ratio of {found.bias.differing.mean:+.2f} nats on average; for identical "
+            f"tokens the mean absolute log-ratio is {found.bias.same.mean_abs:.1e}."
         )
 
 
@@ -626,8 +634,8 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _counts(title: str, rows: Mapping[str, Count], *, of_all: bool) -> Table:
-    """`of_all`: the counts hold tokens that do not differ too."""
-    table = _table(title, "", "turns", "stretches", "drawn", "other", "trained", "other")
+    """`of_all`: the counts include tokens that do not differ."""
+    table = _table(title, "", "turns", "stretches", "sampled", "differ", "re-tokenised", "differ")
     for name, row in rows.items():
         drawn, trained = (f"{row.drawn:,}", f"{row.trained:,}") if of_all else ("", "")
         others = f"{row.drawn_differing:,}", f"{row.trained_differing:,}"
@@ -651,7 +659,7 @@ def _example(one: Example) -> Iterator[Text]:
 
 
 def _tokens(pieces: Sequence[str]) -> str:
-    """Texts of tokens, a dot for one that is part of a character which a later one completes."""
+    """Join the texts of tokens; a dot stands for a token whose character a later token completes."""
     return " | ".join(_shown(piece) if piece else "." for piece in pieces)
 
 

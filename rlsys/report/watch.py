@@ -1,11 +1,10 @@
-"""Serves the live page of a run until a signal; whoever reaches the server can read the run, and change nothing.
+"""Serves the live page of a run until a signal; read-only and without authentication.
 
     GET /   data.json   trajectories/N   events (server-sent)   status.json   metrics (Prometheus)
 
-`events` sends `status` with the run's status.json whenever that is another, and `change` when data.json has more to
-show. A folder that cannot be read is 404. A model of the page is built only when somebody asks for it, once for all who
-ask, and no more than a tenth of the time goes into building, as the run has the same machine: what is handed out may be
-a little old.
+`events` sends `status` with a changed status.json, and `change` when data.json has new content. An unreadable folder is
+404. The page model is built on request and shared by concurrent requests. At most a tenth of the time is spent on building,
+because the run shares the machine, so the data may be slightly out of date.
 """
 
 from __future__ import annotations
@@ -46,20 +45,20 @@ from rlsys.search.connections import PAGE_CONNECTIONS, LimitedConfig, LimitedSer
 
 DEFAULT_HOST = "127.0.0.1"
 POLL_S = 1.0
-"""Between two looks for what is new, while somebody listens."""
+"""Polling interval of an event stream."""
 REST = 9
-"""Times as long as a model took to build, it is good for at least."""
+"""Minimum lifetime of a model, as a multiple of its build time."""
 Stamp = tuple[Phase, tuple[tuple[str, int, int], ...]]
-"""How far the run is, and (path, bytes, ns of the last change) of each file that a model is made of."""
+"""Run phase, and (path, size in bytes, modification time in ns) of each file behind a model."""
 
 
 def serve_run(path: Path, host: str, port: int, report: Callable[[str], None]) -> None:
-    """Serve the run in `path` until SIGINT or SIGTERM; port 0 takes a free one. `report` gets where it is."""
+    """Serve the run in `path` until SIGINT or SIGTERM; port 0 takes a free one. `report` receives the address."""
     run = LiveRun(path)
     closing = asyncio.Event()
     with bind(host, port) as sock, suppress(KeyboardInterrupt):
         app = create_app(run, own_names(host), closing)
-        # What is asked is nobody's news; what fails is.
+        # Log failures, not requests.
         config = LimitedConfig(app, PAGE_CONNECTIONS, log_level=logging.WARNING, timeout_graceful_shutdown=3)
         address, number = sock.getsockname()[:2]
         reached = ipaddress.ip_address(address)
@@ -72,14 +71,14 @@ def serve_run(path: Path, host: str, port: int, report: Callable[[str], None]) -
         report(f"{path} is shown at http://{shown}:{number} until Ctrl-C.")
         if not reached.is_loopback:
             report(
-                f"Other machines can reach {address}, and nobody is asked for a password: whoever does can read the run. "
-                f"Serve at {DEFAULT_HOST} to keep it here."
+                f"Other machines can reach {address} and read the run without a password. Serve at {DEFAULT_HOST} to allow "
+                "this machine only."
             )
         _Server(config, closing).run(sockets=[sock])
 
 
 def create_app(run: LiveRun, names: frozenset[str], closing: asyncio.Event | None = None) -> FastAPI:
-    """The application; it answers by `names` and by addresses. Streams end when `closing` is set."""
+    """Return the application; it accepts `names` and IP addresses as hosts. Streams end when `closing` is set."""
     app = FastAPI(title="rlsys watch", openapi_url=None)
     app.add_middleware(HostGate, names=names)
     build = _Shared(run.data)
@@ -103,7 +102,7 @@ def create_app(run: LiveRun, names: frozenset[str], closing: asyncio.Event | Non
             await build()
         found = await asyncio.to_thread(run.chunk, number)
         if found is None:
-            raise HTTPException(404, f"The run has no part {number}: load the page again.")
+            raise HTTPException(404, f"The run has no chunk {number}: reload the page.")
         return _packed(found, request)
 
     @app.get("/status.json")
@@ -123,23 +122,23 @@ def create_app(run: LiveRun, names: frozenset[str], closing: asyncio.Event | Non
 
 
 class _Shared:
-    """A call in a thread, one for all who ask meanwhile: more of them would leave no thread for anything else."""
+    """Runs a call in a thread and shares its result among concurrent callers, which saves threads."""
 
     def __init__(self, call: Callable[[], bytes]) -> None:
         self._call = call
         self._going_on: asyncio.Task[bytes] | None = None
 
     async def __call__(self) -> bytes:
-        """What the call returns or raises, which may have begun before this one."""
+        """Return or raise the outcome of the running call, or of a new one."""
         if self._going_on is None or self._going_on.done():
             self._going_on = asyncio.create_task(asyncio.to_thread(self._call))
         return await asyncio.shield(self._going_on)
 
 
 async def _events(run: LiveRun, closing: asyncio.Event) -> AsyncIterator[ServerSentEvent]:
-    """What is new, until `closing`."""
+    """Yield events until `closing` is set."""
     told: dict[str, Any] | None = None
-    # Who listens has asked for the data just before.
+    # The client has just fetched the data.
     known = await asyncio.to_thread(run.known)
     while not closing.is_set():
         status = await asyncio.to_thread(run.status)
@@ -155,33 +154,33 @@ async def _events(run: LiveRun, closing: asyncio.Event) -> AsyncIterator[ServerS
 
 
 def _json(value: Any) -> str:
-    """`value` in ASCII, as text from a file may hold half of a surrogate pair, which no other coding has."""
+    """Return `value` as ASCII JSON, because text from a file may have unpaired surrogates, which UTF-8 cannot encode."""
     return json.dumps(json_safe(value))
 
 
 def _packed(body: bytes, request: Request) -> Response:
-    """An answer of JSON in gzip, unpacked for who does not say that it takes that."""
+    """Return a response with the gzipped JSON `body`, unpacked for clients that do not accept gzip."""
     if "gzip" in request.headers.get("accept-encoding", ""):
         return Response(body, media_type="application/json", headers={"Content-Encoding": "gzip"})
     return Response(gzip.decompress(body), media_type="application/json")
 
 
 class _Server(LimitedServer):
-    """A server that ends its streams when it begins to shut down: they would last for ever."""
+    """Server that ends its event streams at shutdown; otherwise they would block it forever."""
 
     def __init__(self, config: LimitedConfig, closing: asyncio.Event) -> None:
         super().__init__(config)
         self._closing = closing
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn does it, once the streams are told."""
+        """End the streams, then shut down as uvicorn does."""
         self._closing.set()
         await super().shutdown(sockets)
 
 
 @dataclass(frozen=True, slots=True)
 class _Built:
-    """A model, also as JSON in gzip (`body`), and what it was made of."""
+    """A built model, its gzipped JSON (`body`), and its sources."""
 
     stamp: Stamp
     run: RunFolder
@@ -191,10 +190,10 @@ class _Built:
 
 
 class LiveRun:
-    """The run in `path`; everything may be called from several threads."""
+    """Run in `path`, with cached models. Thread-safe."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises UserError if it is no run."""
+        """Raises UserError if `path` is no run."""
         self.path = path
         self.name = open_run(path).name
         self._clock = clock
@@ -203,14 +202,14 @@ class LiveRun:
         self._memory = Memory()
 
     def data(self) -> bytes:
-        """The model as JSON in gzip. Raises UserError if the folder is gone."""
+        """Return the model as gzipped JSON. Raises UserError if the folder is gone."""
         with self._building:
             if self._built is None or self._built.stamp != self.version():
                 self._built = self._build()
             return self._built.body
 
     def chunk(self, number: int) -> bytes | None:
-        """Part `number` of what the model only counts, as JSON in gzip; None if the model handed out last has none."""
+        """Return chunk `number` of the current model as gzipped JSON; None if it has no such chunk."""
         if self._built is None:
             self.data()
         built = self._built
@@ -220,24 +219,24 @@ class LiveRun:
 
     @property
     def is_built(self) -> bool:
-        """Whether some model was handed out."""
+        """True once a model has been built."""
         return self._built is not None
 
     def known(self) -> Stamp:
-        """The version of the model that was handed out last; that of the next one if there is none."""
+        """Return the version of the current model, or of the next one if none is built yet."""
         return self._built.stamp if self._built else self.version()
 
     def version(self) -> Stamp:
-        """Tells what `data` gives now from what it gave, or will give."""
+        """Return the version of the model that `data` would return now."""
         built = self._built
         return built.stamp if built and self._clock() < built.good_until else self._stamp()
 
     def status(self) -> dict[str, Any] | None:
-        """What the run does, and how it ended, also where it could not say so itself; None if it has not said anything."""
+        """Return status.json, with the end filled in if the process was killed; None without status.json."""
         return _with_end(read_status(self.path), self._life())
 
     def metrics(self) -> bytes:
-        """For Prometheus. Raises UserError if the folder is gone."""
+        """Return the run's metrics in Prometheus' text format. Raises UserError if the folder is gone."""
         return exposition(open_run(self.path), self._life(), time.time())
 
     def _life(self) -> RunLife:
@@ -246,7 +245,7 @@ class LiveRun:
     def _build(self) -> _Built:
         begun, stamp, life, run = self._clock(), self._stamp(), self._life(), open_run(self.path)
         run = replace(run, status=_with_end(run.status, life))
-        # The audit asks the tokenizer for every text: once, when all are there.
+        # The audit re-tokenises every text, so it is made only once the run is over.
         model = self._memory.build(run, audited=life.phase is not Phase.running)
         body = compressed(model)
         now = self._clock()
@@ -265,7 +264,7 @@ class LiveRun:
 
 
 def _with_end(status: dict[str, Any] | None, life: RunLife) -> dict[str, Any] | None:
-    """`status` with the end that the run's process could not write."""
+    """Return `status`, with `ended` filled in if the process was killed."""
     killed = life.phase is Phase.gone and status is not None
     return {**(status or {}), "ended": f"{FAILED}its process was killed"} if killed else status
 
@@ -274,7 +273,7 @@ _IDLE = "idle/"
 
 
 def exposition(run: RunFolder, life: RunLife, now: float) -> bytes:
-    """All samples of `run` at `now`, seconds since the epoch, in Prometheus' text format."""
+    """Return all metrics of `run` at `now` (seconds since the epoch) in Prometheus' text format."""
     row = run.rows[-1] if run.rows else {}
     named = {_writable(name): value for name, value in row.items() if name not in ("step", "time")}
     figures = {name: value for name, value in named.items() if _is_figure(value)}
@@ -291,30 +290,30 @@ def exposition(run: RunFolder, life: RunLife, now: float) -> bytes:
 
 def _of_run(run: RunFolder, life: RunLife) -> Iterator[Metric]:
     labels = {"run": run.name, "name": _writable(str(run.config.get("name", "")))}
-    yield InfoMetricFamily("rlsys_run", "What is watched.", labels)
+    yield InfoMetricFamily("rlsys_run", "The watched run.", labels)
     phases = {phase.value: float(phase is life.phase) for phase in Phase}
-    yield _gauge("rlsys_run_phase", "1 for how far the run is, 0 for the others.", "phase", phases)
+    yield _gauge("rlsys_run_phase", "1 for the run's current phase, 0 for the others.", "phase", phases)
     status = run.status or {}
     last = run.evaluations[-1] if run.evaluations else {}
-    # A run of an older version has no status; its rows say the step as well.
+    # A run of an older version has no status.json; its last row has the step.
     step = status.get("step", run.rows[-1]["step"] if run.rows else None)
     for name, value, meaning in (
-        ("step", step, "Steps that are done."),
-        ("steps", status.get("steps"), "Steps that the run shall have."),
-        ("begun_timestamp_seconds", status.get("begun"), "When this life of the run began."),
-        ("status_timestamp_seconds", status.get("at"), "When the run last said what it does."),
-        ("exact_match", last.get("em"), "Exact match of held-out questions, in the last evaluation."),
-        ("evaluation_step", last.get("step"), "The step that this was after."),
+        ("step", step, "Completed steps."),
+        ("steps", status.get("steps"), "Planned steps."),
+        ("begun_timestamp_seconds", status.get("begun"), "Start time of the run's current launch."),
+        ("status_timestamp_seconds", status.get("at"), "Time of the last status."),
+        ("exact_match", last.get("em"), "Exact match on held-out questions in the last evaluation."),
+        ("evaluation_step", last.get("step"), "Step of the last evaluation."),
         ("reward", status.get("reward"), "Mean reward of the last step."),
-        ("tokens_per_second", status.get("tokens_per_s"), "Generated tokens a second of the last step."),
+        ("tokens_per_second", status.get("tokens_per_s"), "Generated tokens per second in the last step."),
     ):
         if _is_figure(value):
             yield GaugeMetricFamily(f"rlsys_run_{name}", meaning, value=value)
 
 
 def _of_groups(run: RunFolder, life: RunLife, now: float, figures: Mapping[str, float]) -> Iterator[Metric]:
-    """What each group does at this moment, while the run goes on, and how idle it was in the last step."""
-    meaning = "How long the group has been waiting, and for what."
+    """Yield the current activity of each group while the run is active, and its idle share of the last step."""
+    meaning = "Seconds that the group has been waiting, by cause."
     waits = GaugeMetricFamily("rlsys_group_wait_seconds", meaning, labels=["group", "cause"])
     at_work = {}
     states = (run.status or {}).get("states")
@@ -329,25 +328,25 @@ def _of_groups(run: RunFolder, life: RunLife, now: float, figures: Mapping[str, 
     idle = {name.removeprefix(_IDLE): value for name, value in figures.items() if name.startswith(_IDLE)}
     yield _gauge("rlsys_group_at_work", "1 if the group works, 0 if it waits.", "group", at_work)
     yield waits
-    meaning = "Share of the last step in which nobody of the group worked."
+    meaning = "Share of the last step in which no worker of the group worked."
     yield _gauge("rlsys_group_idle_ratio", meaning, "group", idle)
 
 
 def _of_step(figures: Mapping[str, float]) -> Iterator[Metric]:
-    """The figures of the last step."""
+    """Yield the metrics of the last step."""
     plain: dict[str, float] = {}
     engines: dict[str, UnknownMetricFamily] = {}
     for name, value in figures.items():
         if match := re.fullmatch(r"engine/([^/]+)/(.+)", name):
-            # Prometheus writes units out.
+            # Prometheus metric names spell units out.
             count = match[2] if match[2].endswith("_per_s") else re.sub("_s$", "_seconds", match[2])
             count = "rlsys_engine_" + re.sub(r"[^a-zA-Z0-9_]", "_", count)
-            meaning = f"Of the last step's row: {match[2]} of an engine or its search client."
+            meaning = f"{match[2]} of an engine or its search client in the last step."
             family = engines.setdefault(count, UnknownMetricFamily(count, meaning, labels=["engine"]))
             family.add_metric([match[1]], value)
         elif not name.startswith(_IDLE):
             plain[name] = value
-    yield _gauge("rlsys_figure", "A figure of the last step, see docs/metrics.md.", "name", plain)
+    yield _gauge("rlsys_figure", "Metric of the last step; see docs/metrics.md.", "name", plain)
     yield from engines.values()
 
 
@@ -359,7 +358,7 @@ def _gauge(name: str, meaning: str, label: str, values: Mapping[str, float]) -> 
 
 
 def _writable(text: str) -> str:
-    """`text` with a question mark for each half of a pair of surrogates, which UTF-8 does not have."""
+    """Return `text` with a question mark for each unpaired surrogate, which UTF-8 cannot encode."""
     return text.encode(errors="replace").decode()
 
 

@@ -240,7 +240,7 @@ def test_a_whole_folder_is_read(folder: Path) -> None:
     assert run.lives[0].command == ["rlsys"]
     assert run.problems == []
     assert list(run.trajectories()) == []
-    assert run.problems == ["trajectories is missing: no trajectory was kept, or the run is of an older rlsys."]
+    assert run.problems == ["trajectories is missing: no trajectory was kept, or an older rlsys wrote the run."]
 
 
 def test_a_folder_that_is_no_run_is_refused_with_one_that_is(folder: Path) -> None:

@@ -93,7 +93,7 @@ def test_the_final_table_holds_its_figures_within_its_width() -> None:
     shown = {
         "exact match": ["0.142", "0.731", "+0.589"],
         "two hops": ["0.080", "0.690", "+0.610"],
-        "hidden behind rollout": ["12.0", "s", "0.80", "s"],
+        "scoring and training during rollout": ["12.0", "s", "0.80", "s"],
         "oracle EM (ceiling)": ["-"],
         "first update, max |ratio - 1|": ["-"],
     }

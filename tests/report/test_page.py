@@ -72,7 +72,7 @@ def test_figures_are_those_of_the_run(run: RunFolder, report: Path, look: Look) 
     page = look(report).page
     before, after = run.evaluations[0]["em"], run.evaluations[-1]["em"]
     expect(page.locator(".lede")).to_contain_text(f"from {before * 100:.1f} % to {after * 100:.1f} % in 3 steps")
-    expect(page.locator(".lede")).to_contain_text("The guard of entropy went off at step 3")
+    expect(page.locator(".lede")).to_contain_text("Guard alarm: entropy, first at step 3")
     reward = run.rows[-1]["critic/score/mean"]
     expect(page.locator(".tiles")).to_contain_text(f"{reward:.3f}")
     page.goto(at(report, "view=time"))
@@ -192,9 +192,9 @@ def test_every_cause_has_its_size(tmp_path: Path, look: Look) -> None:
     names = page.locator(".pairs dt").all_inner_texts()
     sizes = dict(zip(names, page.locator(".pairs dd").all_inner_texts(), strict=True))
     # The squares of 0.5 and 0.25 in mean are 0.15625, less that of 0.125 they are that of 0.375.
-    assert sizes["version lag"].startswith("0.375 nats a token, rms")
-    assert sizes["numerics"].startswith("0.125 nats a token, rms")
-    assert "as top_p 0.5 cut what is drawn from" in sizes["sampler"]
+    assert sizes["version lag"].startswith("0.375 nats per token, rms")
+    assert sizes["numerics"].startswith("0.125 nats per token, rms")
+    assert "because top_p 0.5 truncated the sampling" in sizes["sampler"]
     rows = page.get_by_role("region", name="Drift by version lag", exact=True).locator("tbody tr").all()
     means = [row.locator("th, td").all_inner_texts()[2] for row in rows]
     assert means == ["0.125", "−0.250", "0.500"]

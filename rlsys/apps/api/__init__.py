@@ -1,8 +1,7 @@
-"""rlsys from Python: train a policy that searches, in a script or a notebook (docs/how-to/python.md).
+"""Python API: train a policy that searches, in a script or a notebook (docs/how-to/python.md).
 
-The same engine as the command line: `SearchR1Trainer` composes the settings that `rlsys train` would be given, checks
-them and trains. Mistakes are `rlsys.errors.UserError`, a run that cannot go on is `rlsys.errors.RunError`, each with
-one sentence.
+`SearchR1Trainer` composes the settings that `rlsys train` would take, checks them and trains. Raises
+`rlsys.errors.UserError` for mistakes and `rlsys.errors.RunError` for a run that cannot continue.
 """
 
 from rlsys.apps.api.retrievers import BM25Retriever, DenseRetriever, HttpRetriever, SearchBackend, WebSearch

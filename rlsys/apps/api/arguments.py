@@ -1,9 +1,8 @@
-"""The arguments of the Python API as settings of the command line and as files of questions, and the model's folder.
+"""Translates arguments of the Python API into command-line settings, question files and the model's folder.
 
-Composing `RunSettings.overrides` over its config, as `rlsys train` does, gives the run's config; nothing else decides
-it. A key that an argument gives is not given again by `overrides`, so no setting loses in silence. A file of questions
-that a run can read is used as it is; what has to be written is named by its content, so that a run that resumes finds
-it.
+`RunSettings.overrides` over its config, composed as in `rlsys train`, fully determine the run's config. An override of a key
+that an argument already sets is an error, so no setting is silently lost. A readable question file is used as it is; a
+written one is named by a hash of its content, so that a resumed run finds it.
 """
 
 from __future__ import annotations
@@ -28,54 +27,54 @@ from rlsys.errors import Code, RunError, UserError
 from rlsys.files import write_atomically
 
 CPU = "cpu"
-"""In place of devices: none."""
+"""Value of `devices` for a run without GPUs."""
 Devices = int | Sequence[int] | str
-"""So many devices of this machine, their ranks, or "cpu"."""
+"""Number of GPUs of this machine, their ranks, or "cpu"."""
 Data = str | Path | Sequence[Mapping[str, Any]] | Sequence[Question]
 """A file (jsonl, parquet, csv, tsv), rows, or questions."""
 _MODEL_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
-"""Weights in safetensors, and what belongs to them: nothing that holds the same weights again."""
+"""Files to download: weights in safetensors, configuration and tokenizer; no other copies of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """A config, and settings over it."""
+    """A config and the overrides on top of it."""
 
     config: str
-    """The experiment: a config of the project, or the path of one."""
+    """Experiment: name of a config of the project, or a path."""
     overrides: tuple[str, ...]
-    """As the command line takes them, `key=value`; of two for one key the later counts."""
+    """Settings in command-line form, `key=value`; the last one for a key wins."""
     passing: frozenset[str] = frozenset()
-    """Keys of those that hold for the run alone, as the address of a server that was started for it does."""
+    """Keys that are valid only during the run, such as the address of a server started for it."""
 
     @property
     def lasting(self) -> tuple[str, ...]:
-        """The settings that hold after the run too."""
+        """Overrides that remain valid after the run."""
         return tuple(setting for setting in self.overrides if _key(setting) not in self.passing)
 
     def command(self, *words: str) -> str:
-        """The command line that takes them, such as `command("rlsys", "train")`."""
+        """Return the command line with these settings, such as `command("rlsys", "train")`."""
         return shlex.join([*words, "-c", self.config, *self.overrides])
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The settings of one argument of the API."""
+    """Settings that follow from one argument of the API."""
 
     argument: str
-    """Its name, for sentences."""
+    """Name of the argument, for error messages."""
     values: Mapping[str, Any]
-    """Key, or group of configs, -> value."""
+    """Key, or config group, -> value."""
     passing: bool = False
-    """They hold for the run alone."""
+    """True if the settings are valid only during the run."""
 
 
 def compose_settings(config: str, given: Sequence[Given], overrides: Sequence[str]) -> RunSettings:
-    """The settings of all arguments, then the user's own. Raises UserError for one that is given twice."""
+    """Combine the settings of all arguments with the user's overrides. Raises UserError for a key set by both."""
     for override in overrides:
         for argument in (known.argument for known in given for key in known.values if _sets(override, key)):
             raise UserError(
-                f"overrides: {override} is what {argument} says already: give it as {argument} alone.",
+                f"overrides: {override} is already set by the argument {argument}: set it there only.",
                 code="conflict",
                 key=argument,
             )
@@ -89,14 +88,14 @@ def _key(override: str) -> str:
 
 
 def _sets(override: str, key: str) -> bool:
-    """True for a setting of `key`, or of a section around it. A group's config is beneath all keys, and not meant."""
+    """True if `override` sets `key` or a section around it. Choosing a config group does not count: keys override it."""
     name, value = _key(override), override.partition("=")[2]
     is_group = "." not in name and not value.lstrip().startswith("{")
     return name == key or (key.startswith(f"{name}.") and not is_group)
 
 
 def quoted(value: object) -> str:
-    """`value` as Hydra's grammar of overrides reads it back."""
+    """Return `value` quoted for Hydra's override grammar."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -107,19 +106,25 @@ def quoted(value: object) -> str:
         return f"[{','.join(map(quoted, value))}]"
     text = str(value)
     is_plain = re.fullmatch(r"[A-Za-z/][A-Za-z0-9_/.-]*", text)
-    if is_plain and text.lower() not in ("null", "true", "false", "nan", "inf"):  # Which Hydra reads as no text.
+    if is_plain and text.lower() not in (
+        "null",
+        "true",
+        "false",
+        "nan",
+        "inf",
+    ):  # Hydra reads these words as other types.
         return text
-    # `\${` keeps OmegaConf from looking for what is meant; there, as before a quote, each backslash is written twice.
+    # `\${` keeps OmegaConf from interpolating; backslashes before it, and before a quote, are doubled.
     told = re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + "\\${", text)
     escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), told)
     return f"'{escaped}'"
 
 
 def of_devices(devices: Devices | None) -> dict[str, Any]:
-    """Settings that place the groups; None leaves that to the config.
+    """Return the settings that place the groups; none for None, which leaves the placement to the config.
 
-    On the CPU every group has a slot of its own. One or two devices are shared by all groups, which take turns; of more,
-    half train, an eighth (one at least) score and the others generate, as on one node of eight. Raises UserError.
+    On the CPU every group has a slot of its own. On one or two GPUs all groups are colocated. On more, half train, an eighth
+    (at least one) score, and the rest generate. Raises UserError for invalid devices.
     """
     if devices is None:
         return {}
@@ -138,14 +143,14 @@ def of_devices(devices: Devices | None) -> dict[str, Any]:
 
 
 def of_reward(reward: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Settings of the reward: keys of its section (docs/configuration.md), and terms with their weights beside them.
+    """Return the reward settings. `reward` holds terms with their weights and keys of the section `reward`.
 
-    `{"exact_match": 1.0, "format": 0.2, "structure_score": 0.3}` weighs two terms and sets a key of one. Raises UserError
-    for what is neither.
+    `{"exact_match": 1.0, "format": 0.2, "structure_score": 0.3}` weights two terms and sets the key
+    `reward.structure_score`. Raises UserError for an entry that is neither.
     """
     if not isinstance(reward, Mapping | None):
         raise UserError(
-            f"reward_config={reward!r} is no mapping: give terms with their weights, such as {{'exact_match': 1.0}}.",
+            f"reward_config={reward!r} is not a mapping: give terms with their weights, such as {{'exact_match': 1.0}}.",
             code="wrong_type",
             key="reward_config",
         )
@@ -163,7 +168,7 @@ def of_reward(reward: Mapping[str, Any] | None) -> dict[str, Any]:
             known = {field.name for field in fields(hint)} if is_dataclass(hint) else set(value)
             if unknown := sorted(set(value) - known):
                 raise UserError(
-                    f"reward_config: {name} has no {unknown[0]}: it has {', '.join(sorted(known))}.",
+                    f"reward_config: {name} has no key {unknown[0]}; its keys are {', '.join(sorted(known))}.",
                     code="unknown",
                     key=f"reward_config: {name}.{unknown[0]}",
                 )
@@ -172,8 +177,8 @@ def of_reward(reward: Mapping[str, Any] | None) -> dict[str, Any]:
             settings[f"reward.{name}"] = value
         elif isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(
-                f"reward_config: {name}={value!r} is neither a key of the reward ({', '.join(hints)}) nor a term with its "
-                "weight, which is a number: see docs/rewards.md.",
+                f"reward_config: {name}={value!r} is neither a key of the section reward ({', '.join(hints)}) nor a term "
+                "with a number as its weight: see docs/rewards.md.",
                 code="unknown",
                 key=f"reward_config: {name}",
             )
@@ -183,12 +188,12 @@ def of_reward(reward: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def of_batch(batch_size: int | None, mini_batches: int) -> dict[str, Any]:
-    """Questions of an iteration; the config's `mini_batches` are lowered to as many where there are more."""
+    """Return the settings for `batch_size` questions per step; lowers `mini_batches` of the config to at most as many."""
     if batch_size is None:
         return {}
     if type(batch_size) is not int or batch_size < 1:
         raise UserError(
-            f"batch_size={batch_size!r} is no number of questions: give a whole one, 1 or more.",
+            f"batch_size={batch_size!r} is not a number of questions: give an integer of at least 1.",
             code="out_of_range",
             key="batch_size",
         )
@@ -197,7 +202,7 @@ def of_batch(batch_size: int | None, mini_batches: int) -> dict[str, Any]:
 
 
 def fitting_batch(config: RunConfig, overrides: Sequence[str], questions: int) -> int | None:
-    """For a run of fewer questions than a step of `config` takes: all of them. None where it can stay, or was asked for."""
+    """Return `questions` if a step of `config` takes more than that; None if it fits or the overrides set it."""
     asked = any(_sets(override, "trainer.prompts_per_step") for override in overrides)
     return None if asked or questions >= config.trainer.prompts_per_step else questions
 
@@ -210,22 +215,22 @@ def _ranks(devices: Devices) -> list[int]:
         if ranks and len(set(ranks)) == len(devices):
             return sorted(ranks)
     raise UserError(
-        f'devices={devices!r} names no devices: give a number such as 8, different ranks such as [0, 1, 2], or "{CPU}".',
+        f'devices={devices!r} is not valid: give a number such as 8, distinct ranks such as [0, 1, 2], or "{CPU}".',
         code="out_of_range",
         key="devices",
     )
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Ascending ranks as a placement writes them: "0-3", "4", "0-1,4"."""
+    """Format ascending ranks in the notation of a placement: "0-3", "4", "0-1,4"."""
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda place: place[1] - place[0])]
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def model_folder(name: str | Path) -> Path:
-    """The folder of model `name`, downloaded into the cache of transformers unless it is a folder or there already.
+    """Return the folder of model `name`: a local folder, or the Hugging Face cache, downloaded if necessary.
 
-    Raises UserError for what is neither, RunError if the Hub cannot be reached.
+    Raises UserError if `name` is neither a folder nor a model, RunError if the Hub cannot be reached.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -235,13 +240,13 @@ def model_folder(name: str | Path) -> Path:
     mistakes: dict[type[Exception], tuple[Code, str]] = {
         errors.HFValidationError: (
             "malformed",
-            "is neither a folder nor the name of a model: give a Hugging Face folder, or a name such as "
+            "is neither a folder nor a valid model name: give a Hugging Face folder, or a name such as "
             "Qwen/Qwen2.5-3B-Instruct.",
         ),
-        errors.GatedRepoError: ("denied", "is gated: ask for access on its page, then set HF_TOKEN."),
+        errors.GatedRepoError: ("denied", "is gated: request access on its page, then set HF_TOKEN."),
         errors.RepositoryNotFoundError: (
             "not_found",
-            "is no folder here, and on the Hub it does not exist or is private: check the name, or set HF_TOKEN.",
+            "is no local folder, and on the Hub it does not exist or is private: check the name, or set HF_TOKEN.",
         ),
     }
     try:
@@ -252,13 +257,13 @@ def model_folder(name: str | Path) -> Path:
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as problem:
         reason = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
         raise RunError(
-            f"model {name} is no folder here, and cannot be downloaded ({reason}): check the network, set HF_ENDPOINT to a "
+            f"model {name} is no local folder and cannot be downloaded ({reason}): check the network, set HF_ENDPOINT to a "
             "mirror, or give a folder."
         ) from problem
 
 
 def note(text: str) -> None:
-    """Warn of `text` at the nearest caller outside of rlsys, which Python's own `skip_file_prefixes` does from 3.12 on."""
+    """Warn with `text` at the nearest caller outside rlsys; Python 3.12 and later have `skip_file_prefixes` for this."""
     names = (str(frame.f_globals.get("__name__", "")) for frame, _ in walk_stack(sys._getframe()))
     outside = (level for level, name in enumerate(names, start=1) if name.partition(".")[0] != "rlsys")
     warnings.warn(text, stacklevel=next(outside, 1))
@@ -266,40 +271,40 @@ def note(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Questions that were read and checked."""
+    """Questions, read and checked."""
 
     name: str
-    """For sentences and names of files."""
+    """Name used in error messages and file names."""
     rows: tuple[Mapping[str, Any], ...]
-    """As a run reads them (see `rlsys.data.question`)."""
+    """Rows in the format of `rlsys.data.question`."""
     texts: tuple[str, ...]
-    """The question of each row."""
+    """Question of each row."""
     file: Path | None
-    """A file of these very rows; None where they have to be written."""
+    """File with exactly these rows; None if they must be written."""
 
     def path(self, folder: Path) -> Path:
-        """The file of them, which is written to `folder` if there is none."""
+        """Return a file with the rows; writes one to `folder` if necessary."""
         return self.file or _write_rows(self.rows, folder, self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The files that a run reads. No question is in both."""
+    """Question files of a run; no question is in both."""
 
     train: Path
-    """Questions to train on."""
+    """Training questions."""
     heldout: Path
-    """Questions to evaluate on."""
+    """Evaluation questions."""
     questions: int
-    """Number of those to train on."""
+    """Number of training questions."""
     dropped: int = 0
-    """Number of those given to train on that were held out too, and are not trained on."""
+    """Number of given training questions that were removed because they are held out too."""
 
 
 def training_files(train: Data, heldout: Data | None, count: int | None, seed: int, folder: Path) -> Files:
-    """Files to train on and to evaluate on. Without `heldout`, `count` questions of `train` are (see `apps.data.prepare.split`).
+    """Return the files to train and to evaluate on. Without `heldout`, `count` questions of `train` are held out.
 
-    Raises UserError for what is no question, naming its place.
+    `apps.data.prepare.split` describes the split. Raises UserError, with the location, for an invalid question.
     """
     trained = read_data(train, "train_data")
     if heldout is None:
@@ -308,7 +313,7 @@ def training_files(train: Data, heldout: Data | None, count: int | None, seed: i
         return Files(path, _write_rows(held, folder, f"{trained.name}-heldout"), len(kept))
     if count is not None:
         raise UserError(
-            f"holdout={count} and eval_data both say what is held out: give one of them.",
+            f"holdout={count} and eval_data both set the held-out questions: give only one of them.",
             code="conflict",
             key="holdout",
         )
@@ -319,7 +324,7 @@ def training_files(train: Data, heldout: Data | None, count: int | None, seed: i
 
 
 def read_data(data: Data, name: str) -> Rows:
-    """Questions in any of their forms; `name` is the argument's, for sentences."""
+    """Read and check questions; `name` is the argument's name for error messages."""
     if isinstance(data, str | Path):
         path = Path(data)
         if not path.is_file():
@@ -344,7 +349,7 @@ def read_data(data: Data, name: str) -> Rows:
 
 
 def _write_rows(rows: Sequence[Mapping[str, Any]], folder: Path, name: str) -> Path:
-    """Write rows to the file of `folder` that their content names."""
+    """Write rows to a file in `folder` named by a hash of the content; no-op if it exists."""
     text = "".join(prepare.json_line(row, name) for row in rows)
     path = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     if not path.is_file():
@@ -356,14 +361,14 @@ def _checked(source: Path, lines: Sequence[tuple[int, Any]], file: Path | None) 
     rows = [_native(row) for _, row in lines]
     questions = [question_of(source, line, row) for (line, _), row in zip(lines, rows, strict=True)]
     if not rows:
-        raise UserError(f"{source} holds no question: give one at least.", code="empty", key=str(source))
+        raise UserError(f"{source} holds no question: give at least one.", code="empty", key=str(source))
     as_read = all(row is before for row, (_, before) in zip(rows, lines, strict=True))
     texts = tuple(question.text or question.prompt for question in questions)
     return Rows(source.stem, tuple(rows), texts, file if as_read else None)
 
 
 def _native(row: Any) -> Any:
-    """A row that `data.question` reads: the very same one if it is, else one with the names that it knows."""
+    """Return a row with the field names of `data.question`; the same object if it has them already."""
     if not isinstance(row, Mapping) or row.get("prompt") is not None:
         return row
     fields_of = (prepare.QUESTION_FIELDS, prepare.ANSWER_FIELDS)
@@ -375,7 +380,7 @@ def _native(row: Any) -> Any:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """`value` in the types of JSON; scalars and arrays of numpy are numbers, texts and lists of them."""
+    """Return `value` in JSON types; numpy scalars and arrays become Python values and lists."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if value is None or isinstance(value, str | int | float):
@@ -385,7 +390,7 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner, where) for inner in value]
     raise UserError(
-        f"{where} holds a {type(value).__name__}, which JSON cannot: leave it out, or write it as text.",
+        f"{where} holds a {type(value).__name__}, which JSON cannot represent: leave it out, or write it as text.",
         code="wrong_type",
         key=where,
     )

@@ -1,9 +1,8 @@
-"""The searches of a run: an own index by vectors or by words, the web, or a server that is running already.
+"""Search backends of the Python API: a dense or BM25 index, web search, or a running search server.
 
-A retriever is a description: what it takes is started when a run or an evaluation needs it, and ended with that. Beside
-an index of own documents lie `<index>.documents.jsonl` (documents that were given as values) and
-`<index>.passages.jsonl`. The same documents give the same bytes, so an index of them is found again and not built
-twice.
+A retriever is only a description; a run or evaluation starts the server that it needs and stops it afterwards. Next to an
+index built from documents lie `<index>.documents.jsonl` (documents given as values) and `<index>.passages.jsonl`. Both are
+deterministic, so an existing index of the same documents is recognised and not built again.
 """
 
 from __future__ import annotations
@@ -25,26 +24,28 @@ from rlsys.search.address import DEFAULT_HOST, DEFAULT_TOPK, TOKEN_VARIABLE, is_
 from rlsys.search.index.folder import DENSE, MANIFEST_FILE, read_manifest
 from rlsys.search.server_process import SearchServer, child_environment
 
-if TYPE_CHECKING:  # Building loads libraries of seconds.
+if TYPE_CHECKING:  # This import takes seconds.
     from rlsys.search.index.make import IndexRecipe
 
 _START_TIMEOUT_S = 180.0
-"""For a server that is started here to answer."""
+"""Timeout for a started server to become healthy."""
 CHUNK_WORDS = 100
-"""Words of a passage, as in the Wikipedia of 2018 that Search-R1 searches."""
+"""Words per passage, as in the Wikipedia dump of 2018 that Search-R1 searches."""
 Documents = str | Path | Sequence[Path] | Sequence[str | Mapping[str, Any]]
-"""A file or folder, several, or the documents themselves: texts, or mappings with "text"."""
+"""A file or folder, several as a list of `Path`, or the documents themselves: texts, or mappings with "text"."""
 
 
 @runtime_checkable
 class SearchBackend(Protocol):
-    """Anything that a run can search."""
+    """Interface of everything that a run can search."""
 
     def serving(self, log_dir: Path) -> AbstractContextManager[Mapping[str, Any]]:
-        """Settings of the run's `search` section, key -> value, which hold while the context lasts.
+        """Context manager that starts a server if necessary and yields settings of the `search` section, key -> value.
+
+        The settings are valid within the context.
 
         Args:
-            log_dir: folder for the log of a server that has to be started.
+            log_dir: folder for the log of a started server.
 
         Raises RunError for a server that does not start.
         """
@@ -52,20 +53,20 @@ class SearchBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _IndexRetriever:
-    """An index folder, as `rlsys search index` makes it."""
+    """Retriever over an index folder made by `rlsys search index`."""
 
     KIND: ClassVar[str]
-    """Kind of its index, as the manifest names it."""
+    """Kind of index, as in the manifest."""
     index_path: str | Path
     """Folder of the index."""
 
     def _require(self) -> dict[str, Any]:
-        """The manifest of the index. Raises UserError for none, and for one of another kind."""
+        """Return the manifest of the index. Raises UserError if it is missing or of another kind."""
         manifest = read_manifest(self.index_path)
         if manifest["kind"] != self.KIND:
             raise UserError(
-                f"{self.index_path} is an index of kind {manifest['kind']}, and {type(self).__name__} takes {self.KIND}: give "
-                "another folder, or the retriever of that kind.",
+                f"{self.index_path} is an index of kind {manifest['kind']}, but {type(self).__name__} needs {self.KIND}: give "
+                "another folder, or use the retriever for that kind.",
                 code="mismatch",
                 key=str(self.index_path),
             )
@@ -78,16 +79,16 @@ class _IndexRetriever:
 
 @dataclass(frozen=True, slots=True)
 class DenseRetriever(_IndexRetriever):
-    """Passages by their vectors (FAISS): those nearest to the query's.
+    """Dense retrieval with FAISS: returns the passages whose vectors are nearest to the query's.
 
     Args:
         index_path: folder of an index; `from_documents` and `rlsys search index` make one.
-        embedding_model: encoder of the queries; None takes what the index was built with. The same encoder in another
-            place may be given: "minilm", a Hugging Face folder, or a name in the Hugging Face cache.
-        top_k: passages of a search.
-        chunk_size: words of a passage. It counts where documents are cut, in `from_documents`; an index that is there is
-            taken as it is, and a warning says so.
-        device: where the encoder computes: cpu, cuda or cuda:N.
+        embedding_model: query encoder; None takes the one that the index was built with. Give it only if the same encoder
+            lies elsewhere: "minilm", a Hugging Face folder, or a name in the Hugging Face cache.
+        top_k: number of passages per search.
+        chunk_size: accepted for symmetry with `from_documents`, which splits documents; an existing index does not
+            change, and a warning says so.
+        device: device of the encoder: cpu, cuda or cuda:N.
     """
 
     KIND: ClassVar[str] = "dense"
@@ -102,8 +103,8 @@ class DenseRetriever(_IndexRetriever):
         self._require()
         if self.chunk_size is not None:
             note(
-                f"chunk_size={self.chunk_size} counts where documents are cut (from_documents); the index at "
-                f"{self.index_path} is taken as it is"
+                f"chunk_size={self.chunk_size} only has an effect in from_documents; the existing index at "
+                f"{self.index_path} is used unchanged"
             )
 
     @classmethod
@@ -116,19 +117,19 @@ class DenseRetriever(_IndexRetriever):
         chunk_size: int = CHUNK_WORDS,
         device: str = "cpu",
     ) -> Self:
-        """The retriever of own `documents`, which are cut into passages and encoded into the folder `index_path`.
+        """Build an index of your `documents` in the folder `index_path`, and return its retriever.
 
-        An index of these very documents that is there already is used; one of others is refused with UserError. A build
-        that was broken off continues.
+        Splits the documents into passages and encodes them. Reuses an existing index of the same documents and continues an
+        interrupted build. Raises UserError if the folder holds an index of other documents.
 
         Args:
-            documents: a file or folder (text, Markdown, jsonl, parquet), several as a list of `Path`, or the documents:
-                texts, or mappings with "text" and, as far as they have them, "title" and "id".
+            documents: a file or folder (text, Markdown, jsonl, parquet), several as a list of `Path`, or the documents
+                themselves: texts, or mappings with "text" and optionally "title" and "id".
             index_path: folder of the index.
             embedding_model: "minilm", a Hugging Face folder, or a name in the Hugging Face cache.
-            top_k: passages of a search.
-            chunk_size: most words of a passage.
-            device: where the encoder computes, now and in searches.
+            top_k: number of passages per search.
+            chunk_size: maximum number of words per passage.
+            device: device of the encoder, for the build and for searches.
         """
         _require_count("top_k", top_k)
         _require_device(device)
@@ -138,7 +139,7 @@ class DenseRetriever(_IndexRetriever):
 
     @contextmanager
     def serving(self, log_dir: Path) -> Iterator[Mapping[str, Any]]:
-        """See `SearchBackend`. A run serves an index by itself, unless queries are encoded otherwise than it knows."""
+        """See `SearchBackend`. Starts a server only for another encoder or device; otherwise the run serves the index."""
         settings = self._settings(self.top_k)
         encoder = None if self.embedding_model == self._require()["encoder"] else self.embedding_model
         device = None if self.device == "cpu" else self.device
@@ -153,11 +154,11 @@ class DenseRetriever(_IndexRetriever):
 
 @dataclass(frozen=True, slots=True)
 class BM25Retriever(_IndexRetriever):
-    """Passages by their words (BM25). No model, no GPU.
+    """Keyword search with BM25. Needs no model and no GPU.
 
     Args:
         index_path: folder of an index; `from_documents` and `rlsys search index --kind bm25` make one.
-        top_k: passages of a search.
+        top_k: number of passages per search.
     """
 
     KIND: ClassVar[str] = "bm25"
@@ -171,34 +172,34 @@ class BM25Retriever(_IndexRetriever):
     def from_documents(
         cls, documents: Documents, index_path: str | Path, top_k: int = DEFAULT_TOPK, chunk_size: int = CHUNK_WORDS
     ) -> Self:
-        """The retriever of own `documents`, which are cut into passages and indexed in the folder `index_path`.
+        """Build an index of your `documents` in the folder `index_path`, and return its retriever.
 
-        An index of these very documents that is there already is used; one of others is refused with UserError.
+        Reuses an existing index of the same documents. Raises UserError if the folder holds an index of other documents.
 
         Args:
             documents: as for `DenseRetriever.from_documents`.
             index_path: folder of the index.
-            top_k: passages of a search.
-            chunk_size: most words of a passage.
+            top_k: number of passages per search.
+            chunk_size: maximum number of words per passage.
         """
         _require_count("top_k", top_k)
         _index_documents(cls.KIND, documents, Path(index_path), {}, chunk_size)
         return cls(index_path, top_k)
 
     def serving(self, log_dir: Path) -> AbstractContextManager[Mapping[str, Any]]:
-        """See `SearchBackend`: a run serves its index by itself."""
+        """See `SearchBackend`. Starts nothing: the run serves the index."""
         del log_dir
         return nullcontext(self._settings(self.top_k))
 
 
 @dataclass(frozen=True, slots=True)
 class HttpRetriever:
-    """A search server that runs already: `rlsys search serve`, Search-R1's, or any of their contract (docs/search.md).
+    """A running search server: `rlsys search serve`, Search-R1's, or any with the same protocol (docs/search.md).
 
     Args:
-        url: its address, such as http://127.0.0.1:8000.
-        top_k: passages of a search.
-        replicas: further servers of the same index; each search goes to one that answers.
+        url: address of the server, such as http://127.0.0.1:8000.
+        top_k: number of passages per search.
+        replicas: addresses of further servers of the same index; each search goes to one that answers.
         token_env: environment variable with the servers' bearer token.
     """
 
@@ -211,7 +212,7 @@ class HttpRetriever:
         _require_count("top_k", self.top_k)
         if isinstance(self.replicas, str):
             raise UserError(
-                f'replicas="{self.replicas}" is one text: give a list of addresses.', code="wrong_type", key="replicas"
+                f'replicas="{self.replicas}" is a string: give a list of addresses.', code="wrong_type", key="replicas"
             )
         for url in (self.url, *self.replicas):
             if not is_url(url):
@@ -220,7 +221,7 @@ class HttpRetriever:
                 )
 
     def serving(self, log_dir: Path) -> AbstractContextManager[Mapping[str, Any]]:
-        """See `SearchBackend`: nothing is started."""
+        """See `SearchBackend`. Starts nothing."""
         del log_dir
         more = {"search.replicas": list(self.replicas), "search.token_env": self.token_env}
         return nullcontext({"search.url": self.url, "search.topk": self.top_k, **more})
@@ -228,14 +229,14 @@ class HttpRetriever:
 
 @dataclass(frozen=True, slots=True)
 class WebSearch:
-    """The web, through a provider of web search. Its key comes from the environment (`rlsys search web --help`).
+    """Web search through a provider, whose API key comes from the environment (`rlsys search web --help`).
 
     Args:
         provider: google, serpapi, serper, brave or bing.
-        top_k: results of a search.
-        fetch_pages: answer with the best passage of a page, not with its snippet.
-        endpoint: URL to ask in place of the provider's own, for compatible services.
-        requests_per_second: limit of the subscription; None sets none.
+        top_k: number of results per search.
+        fetch_pages: True to return the best passage of each page instead of its snippet.
+        endpoint: URL to use instead of the provider's own, for compatible services.
+        requests_per_second: rate limit of the subscription; None for no limit.
     """
 
     provider: str = "google"
@@ -257,7 +258,7 @@ class WebSearch:
         rate = self.requests_per_second
         if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0):
             raise UserError(
-                f"requests_per_second={rate!r} is no rate: give a number above 0, or None for no limit.",
+                f"requests_per_second={rate!r} is not a rate: give a number above 0, or None for no limit.",
                 code="out_of_range",
                 key="requests_per_second",
             )
@@ -265,7 +266,7 @@ class WebSearch:
 
     @contextmanager
     def serving(self, log_dir: Path) -> Iterator[Mapping[str, Any]]:
-        """See `SearchBackend`: a server over the provider runs for the time."""
+        """See `SearchBackend`. Runs a server for the provider within the context."""
         options = ["--fetch-pages"] if self.fetch_pages else []
         options += ["--endpoint", self.endpoint] if self.endpoint else []
         if self.requests_per_second is not None:
@@ -276,9 +277,9 @@ class WebSearch:
 
 
 class WebServer(SearchServer):
-    """A handle of `rlsys search web` over `provider`, under the contract of `SearchServer`.
+    """Handle of an `rlsys search web` subprocess for `provider`, with the contract of `SearchServer`.
 
-    It answers with `topk` results and writes to `log`; `options` are its further flags.
+    The server returns `topk` results and logs to `log`; `options` are further flags.
     """
 
     def __init__(self, provider: str, log: str | Path, *, topk: int, options: Sequence[str] = ()) -> None:
@@ -288,36 +289,36 @@ class WebServer(SearchServer):
 
 @dataclass(frozen=True, slots=True)
 class WithoutSearch:
-    """Nothing is searched: the policy has its tools alone."""
+    """No search: the policy has only its tools."""
 
     def serving(self, log_dir: Path) -> AbstractContextManager[Mapping[str, Any]]:
-        """See `SearchBackend`: nothing is started."""
+        """See `SearchBackend`. Starts nothing."""
         del log_dir
         return nullcontext({"search.enabled": False})
 
 
 def _at(url: str) -> dict[str, Any]:
-    """Settings of a server that was started here, which takes its token from this environment, if there is one."""
+    """Return the settings for a server started here; it takes its token, if any, from this environment."""
     token_env = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else None
     return {"search.url": url, "search.token_env": token_env}
 
 
 def _require_count(name: str, value: int, of: str = "passages") -> None:
     if type(value) is not int or value < 1:
-        raise UserError(f"{name}={value!r} is no number of {of}: give 1 or more.", code="out_of_range", key=name)
+        raise UserError(f"{name}={value!r} is not a number of {of}: give 1 or more.", code="out_of_range", key=name)
 
 
 def _require_device(device: str) -> None:
     if not isinstance(device, str) or re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
-        raise UserError(f"device={device!r} names no device: give cpu, cuda or cuda:N.", code="malformed", key="device")
+        raise UserError(f"device={device!r} is not a device: give cpu, cuda or cuda:N.", code="malformed", key="device")
 
 
 def _index_documents(
     kind: str, documents: Documents, index: Path, settings: Mapping[str, Any], chunk_size: int
 ) -> None:
-    """Build the index folder `index` of `documents`, unless it is there.
+    """Build the index folder `index` of `documents`, unless it exists.
 
-    Raises UserError for an index of others, which stays as it is with what lies beside it.
+    Raises UserError for an index of other documents, and leaves that index and the files next to it unchanged.
     """
     _require_count("chunk_size", chunk_size, "words")
     from rlsys.search.index.make import make_index, recipe
@@ -343,22 +344,22 @@ def _refuse_other(index: Path, kind: str, passages: Path, made: IndexRecipe) -> 
     asked = {"kind": kind, "corpus_sha256": Corpus.open(passages).checksum}
     asked |= {"encoder": made.encoder.name} if kind == DENSE else {}
     for key in (key for key, value in asked.items() if there.get(key) != value):
-        others = "of other documents, or of passages of another size"
+        others = "of other documents, or with passages of another size"
         what = others if key == "corpus_sha256" else f"of {key} {there.get(key)}"
         raise UserError(
-            f"{index} holds an index {what}: give another index_path, or remove that folder.",
+            f"{index} already holds an index {what}: give another index_path, or remove that folder.",
             code="mismatch",
             key=str(index),
         )
 
 
 def _files(documents: Documents, file: Path) -> list[Path]:
-    """The files and folders of the documents; values are written to `file`."""
+    """Return the files and folders of the documents; writes documents given as values to `file`."""
     if isinstance(documents, str | Path):
         return [Path(documents)]
     if not isinstance(documents, Sequence):
         raise UserError(
-            f"documents={documents!r} are no documents: give a file or a folder, or a list of texts or of mappings.",
+            f"documents={documents!r} is not valid: give a file or a folder, or a list of texts or of mappings.",
             code="wrong_type",
             key="documents",
         )
@@ -368,7 +369,7 @@ def _files(documents: Documents, file: Path) -> list[Path]:
     for number, document in enumerate(documents, start=1):
         if not isinstance(document, str | Mapping):
             raise UserError(
-                f'document {number} is a {type(document).__name__}: give texts, mappings with "text", or paths alone (as '
+                f'document {number} is a {type(document).__name__}: give texts, mappings with "text", or only paths (as '
                 "Path).",
                 code="wrong_type",
                 key=f"document {number}",

@@ -1,6 +1,6 @@
-"""`SearchR1Trainer`: reinforcement learning of a policy that searches, from Python.
+"""Provides `SearchR1Trainer`: reinforcement learning of a policy that searches, from Python.
 
-What the arguments do not say, the experiment says, by default `configs/searchr1_qwen2.5_3b_1node.yaml`.
+Settings without an argument come from the experiment, by default `configs/searchr1_qwen2.5_3b_1node.yaml`.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from rlsys.errors import UserError
 from rlsys.orchestrator.validate import validate
 
 EXPERIMENT = "searchr1_qwen2.5_3b_1node"
-"""Search-R1's published run of 3B on one node."""
+"""Default experiment: Search-R1's published 3B run on one node."""
 
 
 class SearchR1Trainer:
     """Trains a model to answer questions with the help of searches.
 
     Args:
-        model_name: Hugging Face folder, or a name on the Hub, which is downloaded as transformers does.
-        search_backend: what the policy searches: `DenseRetriever`, `BM25Retriever`, `WebSearch`, `HttpRetriever`, or your
-            own `SearchBackend`. None for nothing: it has its tools alone (`task.tools`, see docs/tools.md).
-        rl_algorithm: a file of `configs/algorithm`: grpo, ppo, dapo, rloo, reinforce, gspo, ... None is the experiment's.
-        reward_config: terms of the reward with their weights, and keys of the reward, such as
-            `{"exact_match": 1.0, "format": 0.2, "structure_score": 0.3}`; see docs/rewards.md. None is the experiment's,
-            which is exact match unless it says otherwise.
-        max_search_turns: turns of an episode in which a search is carried out; one more may only answer. None is the
+        model_name: Hugging Face folder, or a name on the Hub, which is downloaded to the Hugging Face cache.
+        search_backend: `DenseRetriever`, `BM25Retriever`, `WebSearch`, `HttpRetriever`, or your own `SearchBackend`. None
+            for no search: the policy has only its tools (`task.tools`, see docs/tools.md).
+        rl_algorithm: name of a file in `configs/algorithm`: grpo, ppo, dapo, rloo, reinforce, gspo, ... None takes the
             experiment's.
-        devices: GPUs of this machine: how many, or their ranks; "cpu" for none. None leaves the experiment's groups where it
-            places them.
-        config: the experiment that says all else: a config of the project, or the path of one.
-        overrides: further settings as the command line takes them, such as `["actor.optimizer.lr=2e-6"]`.
-        name: of the run, whose folder is `<output_dir>/<name>-<time>`; None is the experiment's.
+        reward_config: reward terms with their weights, and keys of the section `reward`, such as
+            `{"exact_match": 1.0, "format": 0.2, "structure_score": 0.3}`; see docs/rewards.md. None takes the experiment's,
+            by default exact match.
+        max_search_turns: maximum number of turns with a search per episode; one more turn may only answer. None takes the
+            experiment's.
+        devices: number of GPUs of this machine, or their ranks; "cpu" for none. None keeps the experiment's placement.
+        config: experiment with all other settings: name of a config of the project, or a path.
+        overrides: further settings in command-line form, such as `["actor.optimizer.lr=2e-6"]`.
+        name: name of the run, whose folder is `<output_dir>/<name>-<time>`; None takes the experiment's.
         output_dir: folder of runs.
 
-    Raises UserError for what can be seen to be wrong already.
+    Raises UserError for mistakes that can be found without the data.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class SearchR1Trainer:
     ) -> None:
         if isinstance(overrides, str):
             raise UserError(
-                f'overrides="{overrides}" is one text: give a list of settings such as ["trainer.seed=1"].',
+                f'overrides="{overrides}" is a string: give a list of settings such as ["trainer.seed=1"].',
                 code="wrong_type",
                 key="overrides",
             )
         backend = WithoutSearch() if search_backend is None else search_backend
         if isinstance(backend, type) or not isinstance(backend, SearchBackend):
             raise UserError(
-                f"search_backend={search_backend!r} is no retriever: give HttpRetriever(url) for a running server, or "
+                f"search_backend={search_backend!r} is not a retriever: give HttpRetriever(url) for a running server, "
                 "DenseRetriever(folder) for an index, or None for no search.",
                 code="wrong_type",
                 key="search_backend",
@@ -105,26 +105,26 @@ class SearchR1Trainer:
         holdout: int | None = None,
         resume: str = "none",
     ) -> TrainingResult:
-        """Train, and return what came of it. Ctrl-C ends the run cleanly and raises KeyboardInterrupt.
+        """Train and return the result. Ctrl-C ends the run cleanly and raises KeyboardInterrupt.
 
         Args:
             train_data: questions with accepted answers: a file (jsonl, parquet, csv, tsv), a list of mappings such as
                 `{"question": ..., "answers": [...]}`, or a list of `rlsys.data.question.Question`.
-            num_iterations: steps; None is the experiment's number.
-            batch_size: questions of a step; None is the experiment's number, or all that there are to train on if they are
-                fewer. Where it has more mini-batches than these, there is one for each question.
-            eval_data: questions to evaluate on, before, during and after training; those that are in `train_data` too are
-                not trained on. Without them some of `train_data` are held out, and not trained on.
-            holdout: how many different questions are held out; None is a tenth, at most 500.
-            resume: "auto" goes on with the newest run of this name in `output_dir`, "none" begins, a folder of a run or of a
-                checkpoint goes on from there.
+            num_iterations: number of steps; None takes the experiment's.
+            batch_size: questions per step; None takes the experiment's, or all training questions if they are fewer. The
+                number of mini-batches is lowered to `batch_size` if it is larger.
+            eval_data: questions to evaluate on before, during and after training; removed from `train_data` if they are
+                in both. None holds out some of `train_data` instead.
+            holdout: number of distinct questions to hold out of `train_data`; None holds out a tenth, at most 500.
+            resume: "auto" resumes the newest run of this name in `output_dir`, "none" starts a new run, and the folder of a
+                run or checkpoint resumes from there.
 
-        Raises UserError for a mistake in the settings or the data (all that are found at once), RunError for a run that
-        cannot go on.
+        Raises UserError for mistakes in settings or data, listing all that were found, and RunError for a run that cannot
+        continue.
         """
         files = arguments.training_files(train_data, eval_data, holdout, 0, self.output_dir / "questions")
         if files.dropped:
-            note(f"{files.dropped} questions of train_data are in eval_data too: they are not trained on.")
+            note(f"{files.dropped} questions of train_data are also in eval_data and are not trained on.")
         given = [
             *self._given,
             Given("train_data", {"task.train_path": str(files.train)}),
@@ -132,14 +132,14 @@ class SearchR1Trainer:
             Given("resume", {"resume": resume}),
             *_unless_none("num_iterations", "trainer.steps", num_iterations),
         ]
-        # What can be refused is refused before a model is downloaded or a server starts.
+        # Check the settings before a model is downloaded or a server starts.
         _, known = self._config_of(given)
         if batch_size is None:
             batch_size = arguments.fitting_batch(known, self._overrides, files.questions)
             if batch_size is not None:
                 note(
-                    f"a step takes {batch_size} questions, all that there are to train on, in place of "
-                    f"{known.trainer.prompts_per_step}: give batch_size for less."
+                    f"train_data has only {batch_size} questions: each step takes all of them instead of "
+                    f"{known.trainer.prompts_per_step}; set batch_size to take fewer."
                 )
         given.append(Given("batch_size", arguments.of_batch(batch_size, known.trainer.mini_batches)))
         given.append(Given("model_name", {"model.path": str(arguments.model_folder(self.model_name))}))
@@ -160,8 +160,8 @@ def _unless_none(argument: str, key: str, value: Any) -> list[Given]:
 
 
 def _trained(config: RunConfig) -> tuple[Path, dict[str, Any]]:
-    """Train as `rlsys train` does; the run's folder and its summary."""
-    # Ray, transformers and the trackers take seconds to load, which a mistake need not wait for.
+    """Train as `rlsys train` does; return the run's folder and summary."""
+    # Imported late: Ray, transformers and the trackers take seconds to load.
     from rlsys.files import claim
     from rlsys.orchestrator.run import ready_to_start
     from rlsys.train import train

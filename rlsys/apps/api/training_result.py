@@ -1,7 +1,7 @@
-"""The results of a training run, read from its folder: history, checkpoint, evaluations, report.
+"""Results of a training run, read from its folder: history, checkpoint, evaluations, report.
 
-Contract: a file that is missing, cannot be read or holds nothing of its kind is a UserError with its path and what to
-do. A line that cannot be read is left out of the others, and a warning at the user's own line names it.
+Contract: a missing, unreadable or empty file raises UserError with its path and a remedy. A damaged line is skipped, with a
+warning at the user's line of code.
 """
 
 from __future__ import annotations
@@ -29,64 +29,64 @@ from rlsys.observe.run_folder import open_run, section
 from rlsys.search.server_process import child_environment
 
 _GRACE_S = 15.0
-"""For a command that was interrupted to end what it has started."""
+"""Time for an interrupted command to clean up."""
 _LINES_SHOWN = 40
-"""Lines of a command that fails, which its error repeats."""
-_REMEDY = "evaluate again, or give the folder of an evaluation that has come to its end"
+"""Last lines of a failed command that its error repeats."""
+_REMEDY = "evaluate again, or give the folder of a finished evaluation"
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """How a model answered questions. Figures are of one answer, from 0 to 1.
+    """Results of an evaluation. Scores are means over answers, from 0 to 1.
 
-    They are read from the folder when they are asked for. Raises UserError for a file that is missing or damaged.
+    Properties read the folder on access. Raises UserError for a missing or damaged file.
     """
 
     folder: Path
-    """With results.json, answers.jsonl and samples.html."""
+    """Folder with results.json, answers.jsonl and samples.html."""
 
     @property
     def results(self) -> Mapping[str, Any]:
-        """All of results.json: `sets`, each figure with its interval, `average`, and what was asked how."""
+        """Contents of results.json: `sets` with all metrics and intervals, `average`, and the settings."""
         return _read_object(self.folder / RESULTS)
 
     @property
     def em(self) -> float:
-        """Exact match, the mean over sets."""
+        """Exact match, averaged over data sets."""
         return self._averaged("em", "mean")
 
     @property
     def f1(self) -> float:
-        """Overlap of words with the accepted answer, the mean over sets."""
+        """Token-level F1 against the accepted answers, averaged over data sets."""
         return self._averaged("f1", "mean")
 
     @property
     def questions(self) -> int:
-        """How many were asked."""
+        """Number of questions."""
         return int(self._averaged("questions"))
 
     @property
     def answers(self) -> list[dict[str, Any]]:
-        """Every answer: question, golden answers, answer, scores, searches and the whole response.
+        """All answers: question, golden answers, answer, scores, searches and the whole response.
 
-        A line that is damaged is left out, and a warning names it.
+        A damaged line is skipped with a warning.
         """
         return _read_objects(self.folder / ANSWERS)
 
     def __str__(self) -> str:
         searches = self._averaged("searches")
         return (
-            f"EM {self.em:.3f}, F1 {self.f1:.3f}, {searches:.2f} searches a question, {self.questions} questions; "
+            f"EM {self.em:.3f}, F1 {self.f1:.3f}, {searches:.2f} searches per question, {self.questions} questions; "
             f"see {self.folder}"
         )
 
     def _averaged(self, *keys: str) -> float:
-        """A figure of the mean over sets. Raises UserError if there is none."""
+        """Return a number of the average over data sets. Raises UserError if it is missing."""
         *above, name = ("average", *keys)
         found = section(self.results, *above).get(name)
         if not isinstance(found, int | float):
             raise UserError(
-                f"{self.folder / RESULTS} has no figure average.{'.'.join(keys)}: {_REMEDY}.",
+                f"{self.folder / RESULTS} has no value average.{'.'.join(keys)}: {_REMEDY}.",
                 code="missing",
                 key=str(self.folder / RESULTS),
             )
@@ -95,39 +95,39 @@ class EvaluationResult:
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """A finished run."""
+    """Result of a finished run."""
 
     run_dir: Path
-    """Its folder: everything that is known of it (docs/metrics.md)."""
+    """Folder with all records of the run (docs/metrics.md)."""
     summary: Mapping[str, Any]
-    """What `summary.json` holds: `em_before`, `em_after`, ..."""
+    """Contents of summary.json: `em_before`, `em_after`, ..."""
     settings: RunSettings
-    """The config and the settings over it, as `rlsys train` takes them; `command` writes them out."""
+    """Config and overrides of the run; `command` formats them for `rlsys train`."""
     search_backend: SearchBackend
-    """What the policy searched in training, and searches again in `evaluate`."""
+    """Search backend of the training, which `evaluate` uses again."""
 
     @property
     def command(self) -> str:
-        """The command line that trains so."""
+        """Equivalent `rlsys train` command line."""
         return self.settings.command("rlsys", "train")
 
     @property
     def checkpoint(self) -> Path:
-        """The last checkpoint of the policy, in Megatron's format; `rlsys eval --model` and `rlsys chat --model` take it."""
+        """Last checkpoint of the policy, in Megatron's format, for `rlsys eval --model` and `rlsys chat --model`."""
         return Path(self.summary["checkpoint"])
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """A row of figures for each step, read from the run's metrics.jsonl (docs/metrics.md).
+        """Metrics of each step, read from the run's metrics.jsonl (docs/metrics.md).
 
-        A line that is damaged is left out, and a warning names it. Raises UserError if no row can be read.
+        A damaged line is skipped with a warning. Raises UserError if no row can be read.
         """
         run = open_run(self.run_dir)
         problems = [problem for problem in run.problems if problem.startswith(METRICS)]
         if not run.rows:
             why = f" ({_shortened(problems).removesuffix('.')})" if problems else ""
             raise UserError(
-                f"{self.run_dir / METRICS} holds no row of a step{why}: copy the file from where the run was, or train again.",
+                f"{self.run_dir / METRICS} has no row of a step{why}: copy the original file of the run, or train again.",
                 code="empty",
                 key=str(self.run_dir / METRICS),
             )
@@ -136,7 +136,7 @@ class TrainingResult:
 
     @property
     def evaluations(self) -> Sequence[Mapping[str, Any]]:
-        """Figures of the held-out questions, by step: `step`, `em`, `em_by_hop`, `searches`, ..."""
+        """Evaluations on the held-out questions, by step: `step`, `em`, `em_by_hop`, `searches`, ..."""
         return list(self.summary["evaluations"])
 
     def evaluate(
@@ -149,18 +149,18 @@ class TrainingResult:
         engine: str = "sglang",
         model: str | Path | None = None,
     ) -> EvaluationResult:
-        """Ask questions to the trained policy, as `rlsys eval` does; it runs in a process of its own.
+        """Evaluate the trained policy, as `rlsys eval` does, in a subprocess.
 
         Args:
-            data: as for `train`; None is the held-out questions of training.
-            limit: most questions; None asks all, or as many as `eval.limit` of the settings.
-            samples: answers to each question; several need a temperature above 0.
-            temperature: at which they are drawn; 0 is greedy.
+            data: questions, in any form that `train` takes; None takes the run's held-out questions.
+            limit: maximum number of questions; None takes `eval.limit` of the settings, or all.
+            samples: answers per question; more than one needs a temperature above 0.
+            temperature: sampling temperature; 0 is greedy.
             engine: sglang or transformers.
-            model: another than the last checkpoint: an earlier one, or a Hugging Face folder such as the one that training
-                began with.
+            model: model instead of the last checkpoint: an earlier checkpoint, or a Hugging Face folder such as that of the
+                initial model.
 
-        Raises UserError or RunError with what the evaluation says.
+        Raises UserError or RunError with the error message of the evaluation.
         """
         flags = {"limit": limit, "samples": samples, "temperature": temperature, "engine": engine}
         given = [f"--{name}={value}" for name, value in flags.items() if value is not None]
@@ -176,12 +176,12 @@ class TrainingResult:
         return EvaluationResult(out)
 
     def save_pretrained(self, folder: str | Path) -> Path:
-        """Write the trained policy as a Hugging Face folder, for transformers and other engines, and return its path.
+        """Convert the last checkpoint to a Hugging Face folder, for transformers and other engines; return its path.
 
         Args:
-            folder: a new one.
+            folder: folder to create.
 
-        Raises UserError or RunError with what the conversion says.
+        Raises UserError or RunError with the error message of the conversion.
         """
         from rlsys.apps.evaluation.evaluation_inputs import find_model
 
@@ -190,9 +190,9 @@ class TrainingResult:
         return Path(folder)
 
     def report(self) -> Path:
-        """Write the report of the run, report.html in its folder, and return its path.
+        """Write the run's report, report.html in its folder, and return the path.
 
-        Raises UserError for a folder that is no run, and for one that cannot be written to.
+        Raises UserError if the folder is no run or is not writable.
         """
         from rlsys.report.report_page import write_report
 
@@ -204,12 +204,12 @@ class TrainingResult:
 
 
 def _rlsys(*words: str) -> None:
-    """Run a command of rlsys, whose standard error is shown here; an interrupt ends it first.
+    """Run an rlsys command as a subprocess and pass its stderr on; an interrupt ends the subprocess first.
 
-    Its own process: engines start others, which begin by running the script again. Its own process group: Ctrl-C of a
-    terminal reaches it once, through this process, as that of a notebook does.
+    A subprocess, because engines spawn processes that would import the user's script again. A process group of its own, so
+    that Ctrl-C reaches it exactly once, through this process, in a terminal as in a notebook.
 
-    Raises UserError or RunError with the end of what it says on standard error.
+    Raises UserError or RunError with the last lines of its stderr.
     """
     command = [sys.executable, "-m", "rlsys.apps.cli.main", *words]
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
@@ -222,7 +222,7 @@ def _rlsys(*words: str) -> None:
             lines.append(line)
             sys.stderr.write(line)
 
-    # A thread of its own, so that the process never waits for its lines to be read.
+    # In a thread, so that the subprocess never blocks on a full pipe.
     reader = threading.Thread(target=pass_on, daemon=True)
     reader.start()
     status = _ended(process)
@@ -230,13 +230,13 @@ def _rlsys(*words: str) -> None:
     if status:
         said, code = without_code("".join(lines).strip())
         sentence = f"rlsys {words[0]}: {said or f'it ended with status {status}'}"
-        if status == 2:  # Without a code where the command line itself is wrong.
+        if status == 2:  # A wrong command line has no code.
             raise UserError(sentence, code=code or "malformed", key=f"rlsys {words[0]}")
         raise RunError(sentence)
 
 
 def _ended(process: subprocess.Popen[str]) -> int:
-    """Its status, once it has ended. What interrupts the wait interrupts the process, which has a while to end."""
+    """Wait for the process and return its exit status. An interrupt is forwarded; after a grace period, kills it."""
     try:
         return process.wait()
     except BaseException:
@@ -252,7 +252,7 @@ def _ended(process: subprocess.Popen[str]) -> int:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """The content of a file of one JSON object."""
+    """Read a file with one JSON object."""
     with _readable(path):
         found = read_object(read_regular(path))
     if found is None:
@@ -261,7 +261,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _read_objects(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of JSON objects."""
+    """Read a JSON Lines file of objects."""
     rows, problems = [], []
     with _readable(path), open_regular(path) as file:
         for number, line in enumerate(limited_lines(file), 1):
@@ -278,7 +278,7 @@ def _read_objects(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Raises UserError where the body cannot read `path`."""
+    """Convert an OSError of the body into a UserError about `path`."""
     try:
         yield
     except OSError as problem:
@@ -295,5 +295,5 @@ def _warn(folder: Path, problems: Sequence[str]) -> None:
 
 
 def _shortened(problems: Sequence[str]) -> str:
-    """The first three of `problems`, and how many more there are."""
-    return " ".join(problems[:3]) + (f" So are {len(problems) - 3} more." if len(problems) > 3 else "")
+    """Return the first three of `problems`, and the number of the others."""
+    return " ".join(problems[:3]) + (f" {len(problems) - 3} more." if len(problems) > 3 else "")

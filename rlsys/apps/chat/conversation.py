@@ -1,14 +1,13 @@
-"""Answers questions with a policy, each by one episode of the kind that it was trained in, event by event.
+"""Answers questions with a policy, one episode per question, as a stream of events.
 
-The episode is `rlsys.rollout.agent.episode.Episode`, unchanged; its generator and search are wrapped, so that they
-report what they do. Questions know nothing of each other, and may be asked at the same time. Whoever stops listening
-ends the episode, and the engine frees its request.
+The episode is the one of training (`rlsys.rollout.agent.episode.Episode`), with wrappers around generator and search that
+report events. Questions are independent and may run concurrently. Closing the event stream ends the episode, and the engine
+drops its request.
 
-Order of the events of a question: `Asked`; then of each turn `TextPiece` as it is generated, one `Acted`, after a
-search one `Found`, and `Observed` with what the policy reads next; at last one `EpisodeEnded`. A question that cannot
-be answered to its end has `Failed` in place of what is missing. The texts of `TextPiece` and `Observed`, one after the
-other, are the response as the policy and its training see it, and the beginning of a turn that ran out of time. Nothing
-in them is escaped.
+Events of a question, in order: `Asked`; per turn `TextPiece`s, one `Acted`, after a search one `Found`, and one `Observed`;
+finally `EpisodeEnded`. If the question cannot be completed, `Failed` replaces the rest. The texts of `TextPiece` and
+`Observed`, concatenated, are the response as the policy sees it, plus the start of a turn that timed out. They are not
+escaped.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ from rlsys.rollout.tools.search_tool import open_tool
 from rlsys.search.retrieval import SearchResult
 
 TIME_LIMIT = "time_limit"
-"""Finish of an episode that ran out of time."""
+"""Finish of an episode that timed out."""
 
 
 class Kind(StrEnum):
-    """Kinds of generated text, told apart by the tags around them."""
+    """Kinds of generated text, distinguished by tags."""
 
     text = "text"
     thought = "thought"
@@ -67,7 +66,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A question has been taken; `prompt` is that of the policy, before the chat template of the tokenizer."""
+    """The question was accepted; `prompt` is its prompt before the tokenizer's chat template."""
 
     question: str
     prompt: str
@@ -75,7 +74,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """The policy has written more: `text`, tags included, in turn `turn`, from 0."""
+    """The policy generated `text`, tags included, in turn `turn`, counted from 0."""
 
     turn: int
     kind: Kind
@@ -90,17 +89,17 @@ class Acted:
     action: str
     """search, tool, answer or invalid."""
     tool: str
-    """The name of the tool; empty for everything else."""
+    """Name of the called tool; empty for other actions."""
     content: str
-    """The query, the text for the tool, the answer, or an empty string."""
+    """Query, tool input or answer; empty for an invalid action."""
     tokens: int
-    """Sampled in this turn."""
+    """Tokens sampled in this turn."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class FoundPassage:
-    """A passage that was found."""
+    """A passage of a search result."""
 
     title: str
     text: str
@@ -108,20 +107,20 @@ class FoundPassage:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A search has come back."""
+    """A search has finished."""
 
     turn: int
     query: str
     passages: tuple[FoundPassage, ...]
-    """Best first, whole; the policy may be given less of them, see `Observed`."""
+    """Whole passages, best first; the policy may receive less of them, see `Observed`."""
     error: str
-    """Why the search failed; empty when it worked."""
+    """Reason of a failed search; empty on success."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The environment has appended `text` to the turn, verbatim."""
+    """The observation `text` was appended to the turn, verbatim."""
 
     turn: int
     text: str
@@ -129,31 +128,31 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeEnded:
-    """There will be no more."""
+    """The episode ended; the last event of an answered question."""
 
     answer: str | None
-    """None where the policy has not given one."""
+    """Final answer; None if the policy gave none."""
     finish: str
-    """answer, turn_limit, token_limit, time_limit or, by the engine, aborted."""
+    """answer, turn_limit, token_limit, time_limit, or aborted (by the engine)."""
     searches: int
     tool_calls: int
     tokens: int
-    """Sampled in all turns."""
+    """Tokens sampled in all turns."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The question is not answered, for a reason that is not the policy's."""
+    """The question failed for a reason outside the policy; the last event."""
 
     reason: str
     code: Code | None = None
     key: str = ""
-    """Key of a user's mistake, as in `UserError`."""
+    """Key of the mistake, as in `UserError`."""
 
     @classmethod
     def of(cls, problem: UserError | RunError) -> Failed:
-        """Make the event of an error that was raised."""
+        """Return the event for an exception."""
         return cls(str(problem), code_of(problem), problem.key if isinstance(problem, UserError) else "")
 
 
@@ -161,20 +160,20 @@ Event = Asked | TextPiece | Acted | Found | Observed | EpisodeEnded | Failed
 
 
 def as_dict(event: Event) -> dict[str, Any]:
-    """JSON values, with the kind of the event, such as `text`, under `event`."""
+    """Return the event in JSON types, with its kind, such as "text", under `event`."""
     names: dict[type, str] = {TextPiece: "text", EpisodeEnded: "ended"}
     return {"event": names.get(type(event), type(event).__name__.lower()), **asdict(event)}
 
 
 class Segments:
-    """Tells the text of one turn apart by its tags while it streams. Pure.
+    """Splits the streamed text of one turn into pieces by tag. Pure.
 
-    Invariants: the pieces, one after the other, are the text; what kind a character is of does not depend on how the
-    text was cut into parts. A tag counts to what it opens or closes. An end that may become a tag is held back.
+    Invariants: the concatenated pieces are the text, and the kind of a character does not depend on how the stream was cut.
+    A tag belongs to the span that it opens or closes. A trailing fragment that may become a tag is held back.
     """
 
     def __init__(self, tags: Mapping[str, Kind]) -> None:
-        """`tags` says of each word between angle brackets what it marks."""
+        """`tags`: tag name, without angle brackets -> kind of the text that it marks."""
         self._tags = tags
         self._marker = re.compile(rf"<(/?)({'|'.join(map(re.escape, tags))})>")
         self._markers = [f"<{slash}{word}>" for word in tags for slash in ("", "/")]
@@ -182,7 +181,7 @@ class Segments:
         self._kind = Kind.text
 
     def feed(self, more: str) -> Iterator[tuple[Kind, str]]:
-        """The pieces that `more` completes."""
+        """Append `more` and yield the pieces that it completes."""
         self._held += more
         while (marker := self._marker.search(self._held)) is not None:
             kind = self._tags[marker[2]]
@@ -195,7 +194,7 @@ class Segments:
         yield from self._take(len(self._held) - len(tail) * may_become_tag, self._kind)
 
     def end(self) -> Iterator[tuple[Kind, str]]:
-        """The text that was held back."""
+        """Yield the text that was held back."""
         yield from self._take(len(self._held), self._kind)
 
     def _take(self, length: int, kind: Kind) -> Iterator[tuple[Kind, str]]:
@@ -206,19 +205,19 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A conversation and what it is with."""
+    """A running conversation and its settings."""
 
     conversation: Conversation
     engine: EngineName
     model: str
     search: str
-    """The server's address; empty where there are no searches."""
+    """Address of the search server; empty without searches."""
     max_turns: int
     temperature: float
 
 
 def default_engine(config: RunConfig) -> EngineName:
-    """SGLang on a GPU; on a CPU transformers, which is there in seconds."""
+    """Return SGLang on a GPU, and transformers on a CPU, where it starts faster."""
     return EngineName.sglang if config.cluster.device is Device.gpu else EngineName.transformers
 
 
@@ -226,10 +225,10 @@ def default_engine(config: RunConfig) -> EngineName:
 async def opened(
     model: Model, settings: ChatSettings, engine: EngineName, report: Callable[[str], None] = lambda _: None
 ) -> AsyncIterator[Opened]:
-    """Start search and engine for a conversation with `model`, and end them on the way out. `report` gets the progress.
+    """Start search and engine for a conversation with `model`, and stop them on exit. `report` receives the progress.
 
-    The search server is asked before the first question; one that fails later costs a search, not the conversation.
-    Raises UserError for a model or settings that cannot be used, RunError where search or engine do not answer.
+    Checks the search server before the first question; if it fails later, only the search fails, not the conversation.
+    Raises UserError for an unusable model or settings, RunError if search or engine do not respond.
     """
     config = settings.config
     async with AsyncExitStack() as stack:
@@ -243,18 +242,18 @@ async def opened(
                 await server.require("--search-url")
 
         if server is not None and not server.started:
-            report("asks the search server")
+            report("checking the search server")
             await require()
-        report("opens the model")
+        report("loading the model")
         folder = stack.enter_context(as_hf(model, work))
         config = replace(config, model=replace(config.model, path=str(folder)))
         codec = open_codec(folder, str(model.folder))
-        report(f"starts {engine}")
+        report(f"starting {engine}")
         generator = await stack.enter_async_context(open_generator(config, engine))
         search: SearchTool | None = UnusedSearch() if config.search.enabled else None
         if server is not None:
-            if server.started:  # While the model was opened.
-                report("starts the search server")
+            if server.started:  # It has been starting while the model was loaded.
+                report("starting the search server")
                 await asyncio.to_thread(server.wait_healthy)
                 await require()
             search = await stack.enter_async_context(open_tool(server.search))
@@ -268,10 +267,10 @@ async def opened(
 
 @asynccontextmanager
 async def opened_in_terminal(model: Model, settings: ChatSettings, engine: EngineName) -> AsyncIterator[Opened]:
-    """As `opened`; a terminal shows what takes its time."""
+    """Like `opened`, with the progress shown in the terminal."""
     logging.disable_progress_bar()
     async with AsyncExitStack() as stack:
-        with Console(stderr=True).status("begins") as status:
+        with Console(stderr=True).status("starting") as status:
             chat = await stack.enter_async_context(opened(model, settings, engine, status.update))
         yield chat
 
@@ -289,17 +288,17 @@ class Conversation:
         prompt: Callable[[str], str],
         timeout_s: float | None = None,
     ) -> None:
-        """`prompt` makes prompts of questions; an episode ends after `timeout_s`. Raises UserError for bad tools."""
+        """`prompt` maps a question to its prompt; `timeout_s` limits an episode. Raises UserError for invalid tools."""
         self._tools = (generator, search, codec, task, open_tools(task))
         self._codec, self._task = codec, task
         self._sampling, self._prompt, self._timeout_s = sampling, prompt, timeout_s
         self._numbers = itertools.count(1)
 
     async def ask(self, text: str, temperature: float | None = None) -> AsyncGenerator[Event, None]:
-        """Answer `text`, at another temperature where one is given.
+        """Yield the events of the question `text`, at the default `temperature` if None.
 
-        Close the iterator to stop in the middle (`contextlib.aclosing`). A question that is empty or too long is
-        `Failed`; raises RunError where the engine has died.
+        Close the iterator to stop early (`contextlib.aclosing`). An empty or too long question yields `Failed`. Raises
+        RunError if the engine has died.
         """
         try:
             question = self._question(text)
@@ -324,17 +323,17 @@ class Conversation:
                 )
 
     def _question(self, text: str) -> Question:
-        """Raises UserError for one that cannot be asked."""
+        """Return the question with its prompt. Raises UserError if it is empty or too long."""
         if not text.strip():
             raise UserError("The question is empty: write one.", code="empty", key="question")
-        # A terminal may hand over what is no text in any encoding.
+        # Terminal input may contain unpaired surrogates.
         clean = text.encode("utf-8", "replace").decode("utf-8").strip()
         prompt = self._prompt(clean)
         tokens = len(self._codec.encode(self._codec.prompt(prompt)))
         if tokens > self._task.max_prompt_tokens:
             raise UserError(
-                f"The question has {tokens} tokens with its prompt, and task.max_prompt_tokens={self._task.max_prompt_tokens}: "
-                "ask a shorter one.",
+                f"The question has {tokens} tokens with its prompt, more than task.max_prompt_tokens="
+                f"{self._task.max_prompt_tokens}: ask a shorter one.",
                 code="out_of_range",
                 key="task.max_prompt_tokens",
             )
@@ -342,7 +341,7 @@ class Conversation:
 
 
 class _Play:
-    """One episode; it stands in for the episode's engine and search and reports what they do."""
+    """One episode; wraps its engine and search to report their events."""
 
     def __init__(
         self,
@@ -363,13 +362,13 @@ class _Play:
         self._episode = Episode(question, 0, self._tools, sampling)
         self._turn = -1
         self._observed = 0
-        """Turns of which the observation has been reported."""
+        """Number of turns whose observation has been reported."""
 
     async def run(self, timeout_s: float | None) -> EpisodeEnded:
-        """Play to the end or for `timeout_s` seconds."""
+        """Run the episode to its end, or for `timeout_s` seconds."""
         started = perf_counter()
         finish = await episode.within(self._episode.run(), timeout_s=timeout_s)
-        # A limit may end the episode right after one.
+        # A limit may have ended the episode right after an observation.
         self._report_observation()
         played = self._episode.trajectory(finish or Finish.ABORTED)
         reason = TIME_LIMIT if finish is None else played.finish.value
@@ -377,7 +376,7 @@ class _Play:
         return EpisodeEnded(played.answer, reason, played.searches, played.tool_calls, tokens, seconds)
 
     async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
-        """The engine's answer, reported while it comes."""
+        """Generate a turn with the engine and report the text as it streams."""
         self._report_observation()
         self._turn += 1
         segments, reported, started = Segments(self._kinds), "", perf_counter()
@@ -389,7 +388,7 @@ class _Play:
                 reported = text
 
         def heard(token_ids: list[int]) -> None:
-            # A decoder writes U+FFFD for bytes that are not a whole character yet.
+            # The decoder writes U+FFFD for an incomplete character.
             report(self._tools.rules.cut(self._codec.decode(token_ids)).rstrip("\ufffd"))
 
         generation = await self._generator.generate(input_ids, sampling, rid, heard)
@@ -401,11 +400,11 @@ class _Play:
         return generation
 
     async def search(self, query: str) -> SearchResult:
-        """The result of a search, reported when it is there."""
+        """Search and report the result."""
         assert self._search is not None
         started = perf_counter()
         result = await self._search.search(query)
-        # By the corpus's convention, the title is in the first line, mostly in quotes.
+        # By convention of the corpus, the first line is the title, mostly in quotes.
         parts = (passage.contents.partition("\n") for passage in result.passages)
         passages = tuple(FoundPassage(title.strip().strip('"'), text) for title, _, text in parts)
         self._report(Found(self._turn, query, passages, result.error, perf_counter() - started))
@@ -416,7 +415,7 @@ class _Play:
             self._report(TextPiece(self._turn, kind, text))
 
     def _report_observation(self) -> None:
-        """Report what was appended to the turn before, once the episode has gone on from it."""
+        """Report the observation of the previous turn, once the episode has appended it."""
         progress = self._episode.progress()
         if progress is not None and len(progress.turns) > self._observed:
             self._observed = len(progress.turns)

@@ -1,7 +1,7 @@
-"""Questions one after the other, and their events as text: in colour in a terminal, plain when piped, or as JSON lines.
+"""Reads questions one by one and prints their events: coloured text in a terminal, plain text when piped, or JSON lines.
 
-What is generated, retrieved and typed is untrusted: characters that a terminal could act on are spelled out, and so are
-those that its encoding does not have.
+Generated, retrieved and typed text is untrusted: characters that a terminal could act on, or that its encoding lacks, are
+spelled out.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ STYLES = dict(zip(Kind, ("", "dim", "bold cyan", "bold green", "bold magenta"), 
 """Terminal style of each kind of generated text."""
 _OBSERVED, _FIGURES, _WRONG = "blue", "dim italic", "bold red"
 _FINISHES = {
-    "turn_limit": "no answer: the turn limit is reached",
-    "token_limit": "no answer: the token limit is reached",
-    chat.TIME_LIMIT: "no answer: the time limit is reached",
-    "aborted": "no answer: the engine has given it up",
+    "turn_limit": "no answer: turn limit reached",
+    "token_limit": "no answer: token limit reached",
+    chat.TIME_LIMIT: "no answer: time limit reached",
+    "aborted": "no answer: the engine aborted the request",
 }
 _MOST_BYTES = 1 << 16
 
 
 async def ask(model: Model, settings: ChatSettings, engine: EngineName, question: str | None, *, as_json: bool) -> None:
-    """Ask one question, those that are typed, or those that come through a pipe."""
+    """Answer `question`, or the questions typed or piped to stdin."""
     typed = question is None and sys.stdin.isatty()
     screen: Screen = JsonScreen() if as_json else TextScreen(Console(highlight=False), echo=not typed)
     async with opened_in_terminal(model, settings, engine) as opened:
@@ -54,30 +54,30 @@ async def ask(model: Model, settings: ChatSettings, engine: EngineName, question
 
         failed = await session(opened.conversation, lines_of(sys.stdin.fileno()), screen, invite)
         if failed and not typed:
-            raise RunError(f"Questions without an answer, for the reasons above: {failed}.")
+            raise RunError(f"Failed questions, for the reasons above: {failed}.")
 
 
 class JsonScreen:
-    """One event a line, at once; pure ASCII, so that nothing in it can break a line or a terminal."""
+    """Prints one event per line, in ASCII, so that no text can break a line or the terminal."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self._out = out or sys.stdout
 
     def show(self, event: Event) -> None:
-        """Write a line."""
+        """Print the event."""
         print(json.dumps(chat.as_dict(event)), file=self._out, flush=True)
 
 
 class TextScreen:
-    """The response as the policy sees it, while it comes; then the answer and a line of figures."""
+    """Streams the response as the policy sees it, then prints the answer and a line of statistics."""
 
     def __init__(self, console: Console, echo: bool = False) -> None:
-        """`echo` repeats the question, where it was not typed right above."""
+        """`echo` prints the question, for questions that were not typed."""
         self._console, self._echo = console, echo
         self._at_line_start = True
 
     def show(self, event: Event) -> None:
-        """Show the next event."""
+        """Print the event."""
         match event:
             case chat.Asked(question=question) if self._echo:
                 self._line(f"> {question}", "bold")
@@ -107,7 +107,7 @@ class TextScreen:
         self._console.print()
 
     def _line(self, text: str, style: str) -> None:
-        """A line of its own, whatever came before."""
+        """Print a line, after a line break if necessary."""
         self._write(f"{'' if self._at_line_start else chr(10)}{text}\n", style)
 
     def _write(self, text: str, style: str) -> None:
@@ -123,8 +123,8 @@ Screen = JsonScreen | TextScreen
 
 
 async def answer(conversation: Conversation, question: str, screen: Screen) -> Event:
-    """Ask, and show what happens; the last event. Raises RunError, which is shown too, where the engine has died."""
-    event: Event = Failed("The question was not asked.")
+    """Answer a question, show its events and return the last. Shows and raises RunError if the engine has died."""
+    event: Event = Failed("The question produced no event.")
     try:
         async with aclosing(conversation.ask(question)) as events:
             async for event in events:
@@ -138,13 +138,13 @@ async def answer(conversation: Conversation, question: str, screen: Screen) -> E
 async def session(
     conversation: Conversation, questions: AsyncIterator[str], screen: Screen, invite: Callable[[], None] = lambda: None
 ) -> int:
-    """Answer all `questions`; returns how many failed. Ctrl-C stops the answer under way, with none the session."""
+    """Answer all `questions`; return the number of failures. Ctrl-C stops the current answer, or else the session."""
     failed = 0
     invite()
     async for question in questions:
         answering = asyncio.ensure_future(answer(conversation, question, screen))
         async with _interrupting(answering):
-            # A wait, since what is cancelled must not look like an end of the session.
+            # `wait` does not raise, so a cancelled answer does not cancel the session.
             await asyncio.wait({answering})
         if answering.cancelled():
             screen.show(Failed("Stopped."))
@@ -157,7 +157,7 @@ async def session(
 
 @asynccontextmanager
 async def _interrupting(answering: asyncio.Task[Event]) -> AsyncIterator[None]:
-    """Ctrl-C cancels `answering` within the context, and the session after it. No answer outlives the context."""
+    """Make Ctrl-C cancel `answering` within the context, and the session after it. Always ends `answering`."""
     loop, outer = asyncio.get_running_loop(), asyncio.current_task()
     assert outer is not None
     loop.add_signal_handler(signal.SIGINT, answering.cancel)
@@ -170,11 +170,10 @@ async def _interrupting(answering: asyncio.Task[Event]) -> AsyncIterator[None]:
 
 
 async def lines_of(descriptor: int) -> AsyncIterator[str]:
-    """Every line of a file, without its end, as it comes; what is not UTF-8 is replaced. The event loop goes on
-    meanwhile.
+    """Yield the lines of a file as they arrive, without line ends, without blocking the event loop.
 
-    The descriptor stays blocking, since a terminal shares it with what is written to: it is read once it holds
-    something.
+    Invalid UTF-8 is replaced. The descriptor stays in blocking mode, because a terminal shares it with its output; it is
+    read only when ready.
     """
     held = b""
     while more := await _read(descriptor):
@@ -186,12 +185,12 @@ async def lines_of(descriptor: int) -> AsyncIterator[str]:
 
 
 async def _read(descriptor: int) -> bytes:
-    """What there is, once there is any; empty at the end."""
+    """Wait for data and return it; empty at the end of the file."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     try:
         loop.add_reader(descriptor, ready.set)
-    except PermissionError:  # A file, which always has something or its end.
+    except PermissionError:  # A regular file, which is always ready.
         return os.read(descriptor, _MOST_BYTES)
     try:
         await ready.wait()

@@ -1,13 +1,12 @@
-"""Serves a page to ask from, and a stream of events for each question.
+"""Serves the chat page, and a stream of events for each question.
 
-    GET  /       the page; its style and its script lie beside it
-    GET  /about  what is asked, as JSON
+    GET  /       page; also /chat.css and /chat.js
+    GET  /about  model and settings, as JSON
     POST /ask    {"question": str, "temperature": float | null} -> server-sent events, see `rlsys.apps.chat.conversation`
     any error    {"detail": one sentence}
 
-Only pages from here may ask: a request that names another host than an address or one of this machine's names (DNS
-rebinding) or comes from another origin is refused, and a body must say that it is JSON, which other pages may not send
-unasked.
+Only the server's own page may call it. Requests for a foreign host name (DNS rebinding) or from another origin are
+rejected. A body must be declared as JSON, which other pages cannot send without a preflight request.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from rlsys.search.address import bind, is_foreign, is_trusted, own_names
 from rlsys.search.connections import PAGE_CONNECTIONS, LimitedConfig, LimitedServer
 
 _MOST_BYTES = 1 << 16
-"""Largest body of a request, in bytes."""
+"""Largest request body, in bytes."""
 _BODY_S = 10.0
-"""Time that the body of a request may take to arrive."""
+"""Timeout for receiving a request body."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -50,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 class Asking(BaseModel):
-    """A request to /ask."""
+    """Request body of /ask."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -59,7 +58,7 @@ class Asking(BaseModel):
 
 
 def create_app(opened: Opened, names: frozenset[str]) -> FastAPI:
-    """The application. Requests for a host that is neither an address nor one of `names` are refused."""
+    """Return the application; it rejects requests for a host that is neither an IP address nor in `names`."""
     app = FastAPI(title="rlsys chat", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.middleware("http")
@@ -95,7 +94,7 @@ def create_app(opened: Opened, names: frozenset[str]) -> FastAPI:
                         break
         except TimeoutError:
             return _error(408, f"The request did not arrive within {_BODY_S:g} s: ask again.")
-        except ClientDisconnect:  # Nobody hears it, and it is no fault of the server's.
+        except ClientDisconnect:  # Not a server error; the client does not receive the response.
             return _error(400, "The request is incomplete: ask again.")
         if len(body) > _MOST_BYTES:
             return _error(413, f"The request is longer than {_MOST_BYTES} bytes: ask a shorter question.")
@@ -111,7 +110,7 @@ def create_app(opened: Opened, names: frozenset[str]) -> FastAPI:
 
 
 async def serve(opened: Opened, sock: socket.socket, host: str) -> None:
-    """Serve at the bound `sock`, which others know as `host`, until cancelled."""
+    """Serve at the bound `sock`, reachable as `host`, until cancelled."""
     app, options = create_app(opened, own_names(host)), {"log_level": "error", "lifespan": "off"}
     config = LimitedConfig(app, PAGE_CONNECTIONS, **options, timeout_graceful_shutdown=2)
     server = _Server(config)
@@ -131,29 +130,29 @@ async def serve_chat(model: Model, settings: ChatSettings, engine: EngineName, h
         async with opened_in_terminal(model, settings, engine) as chat:
             address, number = sock.getsockname()[:2]
             if not ipaddress.ip_address(address).is_loopback:
-                print(f"Whoever reaches {host}:{number} can ask: no password is asked for.", file=sys.stderr)
+                print(f"Anyone who can reach {host}:{number} can ask questions: there is no password.", file=sys.stderr)
             print(f"Ask at http://{f'[{host}]' if ':' in host else host}:{number} (Ctrl-C ends it).", flush=True)
             await serve(chat, sock, host)
 
 
 class _Server(LimitedServer):
-    """A server that leaves signals to the command that it is part of."""
+    """Server that leaves signals to the command around it."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """As uvicorn calls it around all that it does."""
+        """Override uvicorn's signal handling with a no-op."""
         yield
 
 
 class _Events(StreamingResponse):
-    """Server-sent events, whose source is closed also where the client leaves while one of them is sent."""
+    """Server-sent events; closes their source also when the client disconnects while an event is sent."""
 
     def __init__(self, events: AsyncGenerator[str, None]) -> None:
         super().__init__(events, media_type="text/event-stream")
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As an ASGI application."""
+        """Send the response, as an ASGI application."""
         async with aclosing(self._events):
             await super().__call__(scope, receive, send)
 
@@ -165,14 +164,14 @@ async def _stream(opened: Opened, asking: Asking) -> AsyncGenerator[str, None]:
                 yield _message(as_dict(event))
     except (RunError, UserError) as problem:
         yield _message(as_dict(Failed.of(problem)))
-    except Exception as problem:  # noqa: BLE001 (whoever has asked would wait for a last event)
+    except Exception as problem:  # noqa: BLE001 (the client must receive a last event)
         _log.exception("a question has failed")
-        reason = f"It has failed ({type(problem).__name__}): see the terminal of the server, and ask again."
+        reason = f"The question failed ({type(problem).__name__}): see the server's terminal, and ask again."
         yield _message(as_dict(Failed(reason)))
 
 
 def _message(values: dict[str, object]) -> str:
-    """A server-sent event. The JSON is ASCII, so no text can end its line."""
+    """Format a server-sent event. The JSON is ASCII, so no text can end its line."""
     return f"data: {json.dumps(values)}\n\n"
 
 
@@ -181,10 +180,10 @@ def _error(status: int, sentence: str) -> JSONResponse:
 
 
 def _refusal(request: Request, names: frozenset[str]) -> str:
-    """Why a request is not answered; empty where it is."""
+    """Return the reason to reject a request; empty to accept it."""
     host = request.headers.get("host", "")
     if not is_trusted(host, names):
-        return f"This server is not called {host!r}: open it at its address, or at this machine's name."
+        return f"This server has no name {host!r}: open it by its address or this machine's name."
     headers = dict(request.scope["headers"])
     foreign = is_foreign(headers.get(b"origin"), headers.get(b"host"))
-    return "Another page may not ask here: open this one." if foreign else ""
+    return "Requests from other pages are rejected: open this server's own page." if foreign else ""

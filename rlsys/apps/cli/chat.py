@@ -1,4 +1,4 @@
-"""`rlsys chat`: questions to a model that searches, from the command line, a program or a page."""
+"""Implements `rlsys chat`: questions to a model that searches, from the command line, a program or a web page."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rlsys.errors import Interrupted, UserError
 _SEARCH: dict[str, Any] = {"rich_help_panel": "Search"}
 _WEB: dict[str, Any] = {"rich_help_panel": "Page"}
 _MODEL = "Hugging Face folder, or Megatron checkpoint (.../global_step_N/actor)."
-_QUESTION = "Without one, questions are read: from a prompt, or a line each where they are piped in."
-_CONFIG = "Ask as this config says; by default as the run that made the model, else as Search-R1."
-_INDEX = "Folder of `rlsys search index`, which is served for the chat."
+_QUESTION = "Question; by default read from the terminal, or one per line from a pipe."
+_CONFIG = "Config with prompt, limits and search; by default that of the run that trained the model, else Search-R1's."
+_INDEX = "Index folder made by `rlsys search index`, served for the chat."
 _ENGINE = "sglang (the default on a GPU) or transformers (the default on a CPU)."
-_PROMPT = "Text file with {question} in it, in place of the prompt of training."
-_TURNS = "Most searches of an answer; that of training by default."
-_HOST = "Another address than this machine's own shows the page to others."
+_PROMPT = "Text file with {question} in it, used instead of the prompt of training."
+_TURNS = "Most searches per answer; by default as in training."
+_HOST = "Address to listen on; by default only this machine can reach it."
 
 
 def command(
@@ -35,24 +35,24 @@ def command(
     engine: Annotated[str | None, Option(help=_ENGINE)] = None,
     prompt: Annotated[Path | None, Option(help=_PROMPT)] = None,
     max_turns: Annotated[int | None, Option(min=0, help=_TURNS)] = None,
-    temperature: Annotated[float | None, Option(help="0, the default, is greedy.")] = None,
-    as_json: Annotated[bool, Option("--json", help="One event a line, for programs.")] = False,
-    web: Annotated[bool, Option("--web", help="Serve a page to ask from.", **_WEB)] = False,
-    port: Annotated[int, Option(min=0, max=65535, help="0 takes a free one.", **_WEB)] = 8801,
+    temperature: Annotated[float | None, Option(help="Sampling temperature; 0, the default, is greedy.")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON event per line.")] = False,
+    web: Annotated[bool, Option("--web", help="Serve a web page instead.", **_WEB)] = False,
+    port: Annotated[int, Option(min=0, max=65535, help="Port; 0 takes a free one.", **_WEB)] = 8801,
     host: Annotated[str, Option(help=_HOST, **_WEB)] = "127.0.0.1",
 ) -> None:
-    """Ask a model: thoughts, searches, passages and the answer as they come."""
+    """Ask a model questions, and stream its thoughts, searches, passages and answers."""
     if question is not None and not question.strip():
         raise UserError(
-            "The question is empty: write one, or leave it out to be asked for it.", code="empty", key="QUESTION"
+            "The question is empty: write one, or leave it out to type questions.", code="empty", key="QUESTION"
         )
     if web and (question is not None or as_json):
         raise UserError(
-            "--web takes its questions from the page: leave out the question and --json.", code="conflict", key="--web"
+            "--web reads questions from the page: leave out the question and --json.", code="conflict", key="--web"
         )
     if question is None and not web and sys.stdin is None:
         raise UserError(
-            "There is no standard input to read questions from, for it is closed: give a question.",
+            "Standard input is closed, so no questions can be read: give a question.",
             code="missing",
             key="QUESTION",
         )

@@ -1,4 +1,4 @@
-"""`rlsys convert`: checkpoints between Hugging Face and Megatron, and what they hold."""
+"""Implements `rlsys convert`: converts, compares and describes Hugging Face folders and Megatron checkpoints."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from rlsys.weights.convert.conversion import Outcome
     from rlsys.weights.convert.model_folder import Info
 
-_HELP = "Convert checkpoints between Hugging Face and Megatron; compare them; say what they hold."
+_HELP = "Convert, compare and describe models. Formats: Hugging Face and Megatron."
 app = typer.Typer(help=_HELP, no_args_is_help=True)
 
 Out = Annotated[Path, Argument(help="Folder to write; it must not exist.")]
-_MEGATRON = "Megatron checkpoint: .../global_step_N/actor, a folder of iter_*, an iter_*."
+_MEGATRON = "Megatron checkpoint: .../global_step_N/actor, a folder of iter_*, or an iter_*."
 Megatron = Annotated[Path, Argument(help=_MEGATRON)]
-Dtype = Annotated[str | None, Option(help="float32, bfloat16 or float16 in place of what each tensor has.")]
-ShardSize = Annotated[str, Option(help="Most bytes of one file, such as 500MB or 5GB.")]
-_PROCESSES = "That write at a time; by default one for each core, if the model is large."
+Dtype = Annotated[str | None, Option(help="float32, bfloat16 or float16; by default each tensor keeps its dtype.")]
+ShardSize = Annotated[str, Option(help="Largest file size, such as 500MB or 5GB.")]
+_PROCESSES = "Processes that write in parallel; by default one per core for a large model."
 Processes = Annotated[int | None, Option(help=_PROCESSES)]
 Config = Annotated[Path | None, Option(help="Hugging Face folder with the config of a Megatron checkpoint.")]
-_ORIGINAL = "The original Hugging Face folder: its config and tokenizer. Its weights are not read."
-_VALUES = "Make a critic, with a value head of zeros if there is none."
-_LOGITS = "Compare what they compute too, if memory allows."
+_ORIGINAL = "Original Hugging Face folder, for config and tokenizer; its weights are not read."
+_VALUES = "Make a critic, with a zero value head if the model has none."
+_LOGITS = "Compare logits too, if memory allows."
 
 
 @app.command()
@@ -50,7 +50,7 @@ def mg2hf(
     shard_size: ShardSize = "5GB",
     processes: Processes = None,
 ) -> None:
-    """Turn a Megatron checkpoint into a Hugging Face folder. One that was ended continues."""
+    """Convert Megatron to Hugging Face. An interrupted conversion continues."""
     with warnings.catch_warnings(action="ignore"):
         from rlsys.weights.convert.conversion import megatron_to_hf
 
@@ -64,18 +64,18 @@ def mg2hf(
 def hf2mg(
     src: Annotated[Path, Argument(help="Hugging Face folder.")],
     dst: Out,
-    tp: Annotated[int, Option(help="Tensor parallel size that it is laid out for; it loads in any.")] = 1,
-    pp: Annotated[int, Option(help="Pipeline parallel size that it is laid out for.")] = 1,
-    pp_layers: Annotated[str | None, Option(help="Layers of each stage where they are uneven, such as 10,9,9.")] = None,
-    ep: Annotated[int, Option(help="Expert parallel size that it is laid out for.")] = 1,
+    tp: Annotated[int, Option(help="Tensor parallel size of the checkpoint's layout; it loads with any other.")] = 1,
+    pp: Annotated[int, Option(help="Pipeline parallel size of the layout.")] = 1,
+    pp_layers: Annotated[str | None, Option(help="Layers of each stage if uneven, such as 10,9,9.")] = None,
+    ep: Annotated[int, Option(help="Expert parallel size of the layout.")] = 1,
     dtype: Dtype = None,
     values: Annotated[bool, Option("--values", help=_VALUES)] = False,
     processes: Processes = None,
 ) -> None:
-    """Turn a Hugging Face folder into a Megatron checkpoint. One that was ended continues."""
+    """Convert Hugging Face to Megatron. An interrupted conversion continues."""
     if pp_layers is not None and not re.fullmatch(r"\d+(,\d+)*", pp_layers):
         raise UserError(
-            f"--pp-layers is {pp_layers}; give a number for each stage, such as 10,9,9.",
+            f"--pp-layers is {pp_layers}; give one number per stage, such as 10,9,9.",
             code="malformed",
             key="--pp-layers",
         )
@@ -95,11 +95,11 @@ def hf2mg(
 @app.command()
 def verify(
     a: Annotated[Path, Argument(help="Hugging Face folder or Megatron checkpoint.")],
-    b: Annotated[Path, Argument(help="The other, of either kind.")],
+    b: Annotated[Path, Argument(help="Model to compare with, of either kind.")],
     hf: Config = None,
     logits: Annotated[bool, Option("--logits/--no-logits", help=_LOGITS)] = True,
 ) -> None:
-    """Compare two models: names, shapes, dtypes, checksums, logits. Status 1 if they differ."""
+    """Compare two models. Covers names, shapes, dtypes, checksums and logits. Exits with 1 if they differ."""
     with warnings.catch_warnings(action="ignore"):
         from transformers.utils.logging import disable_progress_bar
 
@@ -116,9 +116,9 @@ def verify(
 def info(
     src: Annotated[Path, Argument(help="Hugging Face folder or Megatron checkpoint.")],
     hf: Config = None,
-    as_json: Annotated[bool, Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what a checkpoint holds."""
+    """Describe a model. Shows format, step, layout, architecture, size and dtypes."""
     with warnings.catch_warnings(action="ignore"):
         from rlsys.weights.convert.model_folder import info as look
 
@@ -130,7 +130,7 @@ def info(
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as 5GB, 500 MB or 1.5GiB. Raises UserError."""
+    """Return the bytes of a size such as 5GB, 500 MB or 1.5GiB. Raises UserError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMG])(I?))?B?", text.strip().upper())
     number, prefix, binary = found.groups() if found else ("0", "", "")
     size = int(float(number) * (1024 if binary else 1000) ** " KMG".index(prefix or " "))
@@ -143,7 +143,7 @@ def parse_size(text: str) -> int:
 
 @contextmanager
 def _bar(verb: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Bytes as a bar on a terminal; nothing elsewhere."""
+    """Yield a callback that shows a progress bar of bytes; None outside a terminal."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     console = Console(stderr=True)
@@ -152,7 +152,7 @@ def _bar(verb: str) -> Iterator[Callable[[int, int], None] | None]:
         return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
-        # What an earlier command wrote is no work of this one, so the speed leaves it out.
+        # Started late, so that the speed excludes bytes of an earlier, interrupted command.
         task = bar.add_task(verb, total=None, start=False)
 
         def show(done: int, total: int) -> None:
@@ -166,7 +166,7 @@ def _bar(verb: str) -> Iterator[Callable[[int, int], None] | None]:
 def _report(outcome: Outcome, out: Path) -> None:
     for note in outcome.notes:
         typer.echo(note, err=True)
-    kept = f", {outcome.kept} of them kept from before" if outcome.kept else ""
+    kept = f", {outcome.kept} of them kept from an earlier attempt" if outcome.kept else ""
     typer.echo(f"{out}: {outcome.nbytes / 1e9:.2f} GB in {outcome.files} file{'s' * (outcome.files != 1)}{kept}")
 
 
@@ -174,22 +174,22 @@ def _print_verdict(verdict: Comparison) -> None:
     if verdict.differences:
         table = Table()
         for heading in ("tensor", "differs in", "first", "second"):
-            table.add_column(heading, overflow="fold")  # A name that is cut short names nothing.
+            table.add_column(heading, overflow="fold")  # Fold names instead of truncating them.
         for difference in verdict.differences[:20]:
             table.add_row(Text(difference.name), difference.what, Text(difference.first), Text(difference.second))
         Console().print(table)
         if (left := len(verdict.differences) - 20) > 0:
             typer.echo(f"and {left} more")
     typer.echo(
-        f"tensors: {verdict.tensors - len(verdict.differences)} of {verdict.tensors} the same in name, shape, "
+        f"tensors: {verdict.tensors - len(verdict.differences)} of {verdict.tensors} identical in name, shape, "
         f"dtype and bytes ({verdict.nbytes / 1e9:.2f} GB)"
     )
     if verdict.note:
         typer.echo(verdict.note)
     if logits := verdict.logits:
         typer.echo(
-            f"logits: {'the same' if logits.same else 'DIFFERENT'}, no more than {logits.difference:.2g} apart where "
-            f"the largest is {logits.largest:.3g}; the same first token at {logits.agreement:.1%} of "
+            f"logits: {'the same' if logits.same else 'DIFFERENT'}, largest difference {logits.difference:.2g} "
+            f"(largest logit {logits.largest:.3g}); same most likely token at {logits.agreement:.1%} of "
             f"{logits.positions} positions"
         )
 

@@ -1,4 +1,4 @@
-"""`rlsys data`: public sets, own files, and several files as one, ready to train and evaluate on; and a part held out."""
+"""Implements `rlsys data`: prepares public sets and your own files, merges files, and holds questions out."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from rlsys.data.question import own_template, tool_template
 from rlsys.errors import RunError, UserError
 from rlsys.rollout.tools.interface import described
 
-app = typer.Typer(help="Questions to train and evaluate on.", no_args_is_help=True)
-prepare = typer.Typer(help="Make files of questions: download, convert, check.", no_args_is_help=True)
+app = typer.Typer(help="Prepare questions to train and evaluate on.", no_args_is_help=True)
+prepare = typer.Typer(help="Make files of questions. Downloads, converts and checks them.", no_args_is_help=True)
 app.add_typer(prepare, name="prepare")
 
 _DATA = Path("data")
 Folder = Annotated[Path, Option(help="Folder to write <set>/<split>.jsonl to.")]
-_SPLIT = "train, dev or test; again for more. The one that papers report by default."
+_SPLIT = "train, dev or test; may be repeated. By default the split that papers report."
 Split = Annotated[list[str] | None, Option(help=_SPLIT)]
-_SOURCE = "A file, or a folder of <set>/<split>.jsonl, that is here already: no download."
+_SOURCE = "Local file, or folder with <set>/<split>.jsonl, to read instead of downloading."
 Source = Annotated[Path | None, Option("--from", help=_SOURCE)]
 Revision = Annotated[str, Option(help="Branch, tag or commit of the data set on the Hub.")]
-Limit = Annotated[int | None, Option(min=1, help="Take the first so many rows.")]
-File = Annotated[Path, Option("--out", help="File to write, .jsonl.")]
+Limit = Annotated[int | None, Option(min=1, help="Take only the first N rows.")]
+File = Annotated[Path, Option("--out", help="File to write (.jsonl).")]
 _PROMPT = (
-    "A text file with {question} where the question goes, and {tools} where tools are told of; the prompt of Search-R1 by "
-    "default."
+    "Text file with {question} in place of the question, and {tools} in place of the tool descriptions; by default "
+    "Search-R1's prompt."
 )
-_TOOL = "A tool that the prompt is to tell of, as in task.tools; again for more."
-_HOLDOUT = "Different questions held out; a tenth, at most 500, by default."
-_CHOSEN = "Prepared questions to hold out; FILE's are trained on, but for those among them."
+_TOOL = "Tool to describe in the prompt, as in task.tools; may be repeated."
+_HOLDOUT = "Number of distinct questions to hold out; by default a tenth, at most 500."
+_CHOSEN = "Prepared questions to hold out; they are removed from the training questions."
 
 
 def _command(name: str) -> Callable[..., None]:
@@ -59,23 +59,27 @@ def every(out: Folder = _DATA, source: Source = None, revision: Revision = "main
     _prepare_sets(list(SETS.values()), out, None, source, revision, limit)
 
 
-@prepare.command("own", help="A file of your own: jsonl, parquet, csv or tsv with questions and answers.")
+@prepare.command("own", help="A file of your own. Takes jsonl, parquet, csv or tsv with questions and answers.")
 def own(
-    file: Annotated[Path, Argument(help="The file.")],
+    file: Annotated[Path, Argument(help="File to prepare.")],
     out: File,
-    name: Annotated[str | None, Option(help="What the set is called; the file's name by default.")] = None,
+    name: Annotated[str | None, Option(help="Name of the data set; by default the file's name.")] = None,
     split: Annotated[str, Option(help="train, dev or test.")] = "train",
-    question_field: Annotated[str | None, Option(help="Field of the question.")] = None,
-    answers_field: Annotated[str | None, Option(help="Field of the accepted answers.")] = None,
+    question_field: Annotated[
+        str | None, Option(help="Field with the question; by default the first usual name.")
+    ] = None,
+    answers_field: Annotated[
+        str | None, Option(help="Field with the accepted answers; by default the first usual name.")
+    ] = None,
     prompt: Annotated[Path | None, Option(help=_PROMPT)] = None,
     tool: Annotated[list[str] | None, Option(help=_TOOL)] = None,
-    search: Annotated[bool, Option(help="Let the prompt of Search-R1 tell of the search.")] = True,
+    search: Annotated[bool, Option(help="Describe the search in Search-R1's prompt.")] = True,
     limit: Limit = None,
 ) -> None:
-    """Prepare an own file."""
+    """Prepare a file of your own."""
     if prompt is not None and not search:
         raise UserError(
-            f"--no-search is about the prompt of Search-R1, and --prompt {prompt} is another: leave one out.",
+            f"--no-search changes Search-R1's prompt, but --prompt {prompt} replaces it: leave one out.",
             code="conflict",
             key="--no-search",
         )
@@ -85,11 +89,13 @@ def own(
     _report(prepare_file(file, name or file.stem, split, out, limit, **fields, prompt=template))
 
 
-@prepare.command("merge", help="Several prepared files as one.")
+@prepare.command("merge", help="Merge several prepared files into one.")
 def merged(
     files: Annotated[list[Path], Argument(help="Prepared files.")],
     out: File,
-    shuffle: Annotated[int | None, Option(help="Shuffle the rows by this seed.")] = None,
+    shuffle: Annotated[
+        int | None, Option(help="Seed to shuffle the rows with; by default they keep their order.")
+    ] = None,
 ) -> None:
     """Merge prepared files."""
     _report(merge(files, out, shuffle))
@@ -100,7 +106,7 @@ def _prepare_sets(
 ) -> None:
     if source is not None and source.is_file() and len(splits or ()) > 1:
         raise UserError(
-            f"--from {source} is one file, and --split names {len(splits or ())}: give the folder of both.",
+            f"--from {source} is one file, but --split names {len(splits or ())} splits: give a folder with all of them.",
             code="conflict",
             key="--from",
         )
@@ -120,7 +126,7 @@ def _local(source: Path, name: str, split: str) -> Path:
         if place.is_file():
             return place
     raise UserError(
-        f"--from {source} has no {name}/{split}.jsonl: give the file, or the folder that has it.",
+        f"--from {source} has no {name}/{split}.jsonl: give the file, or the folder that contains it.",
         code="not_found",
         key="--from",
     )
@@ -138,7 +144,7 @@ def _download(folder: Path, revision: str, name: str, split: str) -> Path:
     try:
         target = Target(file, hub.find(REPOSITORY, [file], revision))
     except RunError as problem:
-        raise RunError(f"{problem}; files that are here already are taken by --from") from problem
+        raise RunError(f"{problem}; use --from to read local files instead") from problem
     require_space(folder, downloader.missing(target))
     with Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task(file, total=target.size)
@@ -152,16 +158,16 @@ def _report(made: Prepared) -> None:
 @app.command("split")
 def split(
     file: Annotated[Path, Argument(help="Prepared questions: jsonl or parquet.")],
-    train: Annotated[Path, Option(help="File to write of those to train on, .jsonl.")],
-    heldout: Annotated[Path, Option(help="File to write of those held out, .jsonl.")],
+    train: Annotated[Path, Option(help="File to write the training questions to (.jsonl).")],
+    heldout: Annotated[Path, Option(help="File to write the held-out questions to (.jsonl).")],
     holdout: Annotated[int | None, Option(min=1, help=_HOLDOUT)] = None,
-    seed: Annotated[int, Option(help="Another one holds out others.")] = 0,
+    seed: Annotated[int, Option(help="Seed that selects the held-out questions.")] = 0,
     chosen: Annotated[Path | None, Option(help=_CHOSEN)] = None,
 ) -> None:
-    """Hold questions out; the same question is never on both sides."""
+    """Hold out questions for evaluation. The same question is never on both sides."""
     if chosen is not None and holdout is not None:
         raise UserError(
-            f"--holdout {holdout} and --chosen {chosen} both say what is held out: give one of them.",
+            f"--holdout {holdout} and --chosen {chosen} both set the held-out questions: give only one of them.",
             code="conflict",
             key="--holdout",
         )

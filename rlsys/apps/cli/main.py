@@ -1,6 +1,6 @@
-"""The `rlsys` command.
+"""Entry point of the `rlsys` command.
 
-A mistake prints one sentence and its code to standard error and exits with 2; a run that breaks off exits with 1; Ctrl-C with 130.
+A user's mistake prints one sentence with its code to stderr and exits with 2; a failed run exits with 1, Ctrl-C with 130.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from rlsys.errors import Interrupted, RunError, UserError, code_of, root_cause, 
 STATUS = {UserError: 2, RunError: 1, Interrupted: 130}
 
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
-"""Errors of a disk, which say nothing of the program."""
+"""Disk errors, reported without a traceback."""
 
 _HELP = "Reinforcement learning for language models that search."
 app = typer.Typer(help=_HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command("train", help="Train a policy as a config says.")(training.train)
-app.command("launch", help="Train on several machines: the same command on each.")(training.launch)
-app.command("eval", help="Ask a model sets of questions, and say how well it answers.")(evaluate.command)
-app.command("chat", help="Ask a model, and see how it thinks, searches and answers.")(chat.command)
-app.command("own", help="Train and evaluate on documents and questions of one's own.")(own.command)
-app.command("report", help="Make a page of a run, or of several side by side.")(runs.report)
-app.command("watch", help="Serve the page of a run while it goes on, and its figures to Prometheus.")(runs.watch)
+app.command("train", help="Train a policy with the settings of a config.")(training.train)
+app.command("launch", help="Train on several machines. Run the same command on each of them.")(training.launch)
+app.command("eval", help="Evaluate a model on question sets.")(evaluate.command)
+app.command("chat", help="Ask a model questions. Shows its thoughts, searches and answers.")(chat.command)
+app.command("own", help="Train on your own documents and questions. Then evaluates and reports.")(own.command)
+app.command("report", help="Write a report page. Several runs are shown side by side.")(runs.report)
+app.command("watch", help="Serve the live page of a run. Metrics for Prometheus are at /metrics.")(runs.watch)
 app.add_typer(runs.audit, name="audit")
 app.add_typer(convert.app, name="convert")
 app.add_typer(data.app, name="data")
 app.add_typer(search.app, name="search")
-_DOCTOR = "Say what is here and what is missing; with --for, whether a config can run."
+_DOCTOR = "Check this machine for missing parts. With --for, check whether a config can run."
 app.command("doctor", help=_DOCTOR)(doctor.command)
 
 
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def run_command(command: Callable[[], None]) -> None:
-    """Run `command` under the contract above."""
+    """Run `command` and exit with the statuses of the module's contract."""
     try:
         command()
     except BaseException as error:

@@ -1,10 +1,12 @@
-"""`rlsys own`: from a folder of documents and a file of questions to a trained, evaluated policy, by rlsys' own
-commands.
+"""Implements `rlsys own`: trains and evaluates a policy on a folder of documents and a file of questions.
 
-What is written lies in one folder, and the same call goes on where an earlier one was broken off: passages and
-questions are made again, which gives the same bytes; a complete index, a finished run and its evaluation are left as
-they are; training goes on from its newest checkpoint, also where the summary or the config of the run cannot be read.
-What a run reads is named by its content: with other documents or questions it is another run beside the first.
+Runs a sequence of other rlsys commands, with all outputs in one folder. The same command continues after an interruption:
+
+- Passages and questions are made again, with identical bytes.
+- A complete index, a finished run and its evaluation are reused.
+- Training resumes from its newest checkpoint, also if summary.json or config.yaml of the run is damaged.
+
+Inputs of a run are named by a hash of their content, so other documents or questions make another run next to the first.
 """
 
 from __future__ import annotations
@@ -35,28 +37,28 @@ from rlsys.files import parse_json, read_regular, read_yaml, sha256_of
 from rlsys.orchestrator.validate import validate
 from rlsys.rollout.tools.interface import described
 
-if TYPE_CHECKING:  # It loads torch.
+if TYPE_CHECKING:  # This import loads torch.
     from rlsys.apps.api.arguments import Devices, RunSettings
 
 Words = tuple[str, ...]
-"""A command line of rlsys, without the program's name."""
+"""Command line of rlsys, without the program name."""
 _CORPUS, _QUESTIONS, _CHOSEN = "corpus.jsonl", "questions.jsonl", "chosen.jsonl"
-"""Files on the way to what a run reads, made anew by each call."""
+"""Intermediate files, made again by each call."""
 _SUFFIXES = (".jsonl", ".parquet", ".csv", ".tsv")
-"""Of files of questions."""
+"""Suffixes of question files."""
 
 _QUESTIONS_HELP = "Questions and answers: jsonl, parquet, csv or tsv (see `data prepare own`)."
-_HOLDOUT = "How many of QUESTIONS; a tenth, at most 500, by default."
-_PROMPT = "File of an own prompt with {question} in it; Search-R1's by default."
-_TOOL = "A tool beside the search, as package.module.Class; again for more."
-_DEVICES = "cpu, or how many GPUs; by default all that are here, or what -c says."
-_BATCH = "Questions of a step; the config's by default, no more than there are."
-_CONFIG = "What says all else; by default 3B on one node, published."
+_HOLDOUT = "Number of QUESTIONS to hold out; by default a tenth, at most 500."
+_PROMPT = "File with your own prompt, with {question} in it; by default Search-R1's."
+_TOOL = "Tool besides the search, as package.module.Class; may be repeated."
+_DEVICES = "cpu, or number of GPUs; by default all of this machine, or the placement of -c."
+_BATCH = "Questions per step; by default the config's, at most all questions."
+_CONFIG = "Config with all other settings; by default Search-R1's published 3B run on one node."
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The arguments of `rlsys own`; its help says what each is."""
+    """Arguments of `rlsys own`; see its help."""
 
     documents: Path
     questions: Path
@@ -80,19 +82,21 @@ def command(
     questions: Annotated[Path, Argument(help=_QUESTIONS_HELP)],
     model: Annotated[str, Option(help="Hugging Face folder, or a name on the Hub.")],
     overrides: Annotated[list[str] | None, Argument(help="Settings such as trainer.seed=5.")] = None,
-    out: Annotated[Path, Option(help="Folder for everything that is made.")] = Path("outputs/own"),
-    heldout: Annotated[Path | None, Option(help="Questions to evaluate on; by default some of QUESTIONS.")] = None,
+    out: Annotated[Path, Option(help="Folder for all outputs.")] = Path("outputs/own"),
+    heldout: Annotated[
+        Path | None, Option(help="File of questions to evaluate on; by default some of QUESTIONS.")
+    ] = None,
     holdout: Annotated[int | None, Option(min=1, help=_HOLDOUT)] = None,
     prompt: Annotated[Path | None, Option(help=_PROMPT)] = None,
     tool: Annotated[list[str] | None, Option(help=_TOOL)] = None,
-    kind: Annotated[str, Option(help="Of the index: dense, bm25 or hybrid.")] = "dense",
+    kind: Annotated[str, Option(help="Kind of index: dense, bm25 or hybrid.")] = "dense",
     encoder: Annotated[str | None, Option(help="minilm (the default), or a Hugging Face encoder.")] = None,
     devices: Annotated[str | None, Option(help=_DEVICES)] = None,
-    steps: Annotated[int | None, Option(min=1, help="Of training; the config's by default.")] = None,
+    steps: Annotated[int | None, Option(min=1, help="Training steps; by default the config's.")] = None,
     batch: Annotated[int | None, Option(min=1, help=_BATCH)] = None,
     config: Annotated[str | None, Option("--config-name", "-c", help=_CONFIG)] = None,
 ) -> None:
-    """Make an index and a split, train, evaluate, report; the same command goes on where it was broken off."""
+    """Build an index, split the questions, train, evaluate and report; run it again to continue after an interruption."""
     from rlsys.apps.api.trainer import EXPERIMENT
 
     given = {name: value for name, value in locals().items() if name in Wish.__dataclass_fields__}
@@ -108,30 +112,32 @@ def command(
 
 
 def _run(words: Words) -> None:
-    """Run an `rlsys` command and show it; in its own process, as training leaves threads and handlers behind."""
+    """Print and run an `rlsys` command as a subprocess, because training leaves threads and handlers behind."""
     typer.secho(f"\n$ rlsys {shlex.join(words)}", bold=True)
     process = subprocess.Popen([sys.executable, "-m", "rlsys.apps.cli.main", *words])
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, lambda got, _: process.send_signal(got)) for number in numbers}
     try:
         status = process.wait()
-    except KeyboardInterrupt:  # The terminal has told the command too, which ends in order.
+    except KeyboardInterrupt:  # The terminal interrupts the subprocess too, which cleans up.
         process.wait()
         raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     if status:
-        sentence = f"rlsys {words[0]} has ended with status {status}: what it says is above."
-        if status == 2:  # The command has printed its own code.
+        sentence = f"rlsys {words[0]} ended with status {status}: see its message above."
+        if status == 2:  # The command has printed its error code.
             typer.echo(sentence, err=True)
             raise typer.Exit(status)
         raise (Interrupted if status == 130 else RunError)(sentence)
 
 
 def commands(wish: Wish) -> Iterator[Words]:
-    """The command lines, in order. Raises UserError for what cannot be read, trained or run here, before the first of
-    them, and RunError for a model that cannot be downloaded.
+    """Yield the command lines to run, in order; each must have run before the next is taken.
+
+    Checks everything before the first one: raises UserError for inputs or settings that do not work here, RunError for a
+    model that cannot be downloaded.
     """
     wish = _checked(wish)
     corpus = wish.out / _CORPUS
@@ -169,7 +175,7 @@ def _flag(name: str, value: object) -> Words:
 
 
 def _settings(wish: Wish, index: Path, train: Path, heldout: Path) -> RunSettings:
-    """The settings of training and evaluation; the files that they name, by their content, are there."""
+    """Return the settings of training and evaluation; the files must exist, because names contain their hashes."""
     from rlsys.apps.api.arguments import Given, compose_settings, fitting_batch, of_batch, of_devices
 
     name = f"own-{_digest(index.name, sha256_of(train), sha256_of(heldout))}"
@@ -195,7 +201,7 @@ def _digest(*parts: str) -> str:
 
 
 def _ended(note: Path) -> tuple[Path, Path] | None:
-    """The run that `note` names and its checkpoint, if it ended well: one that went on has no summary until its end."""
+    """Return run folder and checkpoint of the run named in `note`; None unless it finished. A resume removes the summary."""
     try:
         run_dir = Path(note.read_text(encoding="utf-8").strip())
         return run_dir, Path(parse_json(read_regular(run_dir / "summary.json"))["checkpoint"])
@@ -204,7 +210,7 @@ def _ended(note: Path) -> tuple[Path, Path] | None:
 
 
 def _is_finished(note: Path, config: RunConfig) -> bool:
-    """True if the run that `note` names has ended well, under this very config."""
+    """True if the run named in `note` finished with this same config."""
     ended = _ended(note)
     if ended is None:
         return False
@@ -221,19 +227,19 @@ def _but_resume(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(wish: Wish) -> Wish:
-    """`wish` with the folder of its model, once nothing can be seen to be wrong. What is made for that goes again."""
+    """Check everything and return `wish` with its model's folder. Raises UserError; removes temporary files."""
     from rlsys.apps.api.arguments import model_folder
 
     if wish.heldout is not None and wish.holdout is not None:
         raise UserError(
-            f"--holdout {wish.holdout} and --heldout {wish.heldout} both say what is held out: give one of them.",
+            f"--holdout {wish.holdout} and --heldout {wish.heldout} both set the held-out questions: give only one of them.",
             code="conflict",
             key="--holdout",
         )
     _require_documents(wish.documents, wish.out / _CORPUS)
     if wish.kind not in ("dense", "bm25", "hybrid"):
         raise UserError(
-            f"--kind {wish.kind} is none that is made here: give one of dense, bm25, hybrid.",
+            f"--kind {wish.kind} is not supported: give one of dense, bm25, hybrid.",
             code="unknown",
             key="--kind",
         )
@@ -243,7 +249,7 @@ def _checked(wish: Wish) -> Wish:
         resolve_folder(wish.encoder or "minilm")
     elif wish.encoder is not None:
         raise UserError(
-            f"--encoder {wish.encoder} has no use with --kind bm25: leave one of them out.",
+            f"--encoder {wish.encoder} has no effect with --kind bm25: leave one of them out.",
             code="conflict",
             key="--encoder",
         )
@@ -255,7 +261,7 @@ def _checked(wish: Wish) -> Wish:
 
 
 def _require_documents(documents: Path, corpus: Path) -> None:
-    """Refuse `documents` in which there is not one to be read; `corpus` is what they are going to be made into."""
+    """Raise UserError unless `documents` has at least one readable document; `corpus`, the output file, is not one."""
     from rlsys.search.ingest import Fields, File, Skipped, find_files, read
 
     passed_over: Counter[str] = Counter()
@@ -266,7 +272,7 @@ def _require_documents(documents: Path, corpus: Path) -> None:
             passed_over[found.reason] += 1
     reasons = "; ".join(f"{count} {reason}" for reason, count in passed_over.most_common())
     raise UserError(
-        f"{documents} holds no document{f' (passed over: {reasons})' if reasons else ''}: give text, Markdown, jsonl or "
+        f"{documents} holds no document{f' (skipped: {reasons})' if reasons else ''}: give text, Markdown, jsonl or "
         "parquet files.",
         code="empty",
         key=str(documents),
@@ -274,14 +280,14 @@ def _require_documents(documents: Path, corpus: Path) -> None:
 
 
 def _require_sound(wish: Wish, *, knows_model: bool) -> None:
-    """Refuse a config that cannot run here, with stand-ins for all that it will read; its output_dir is made."""
+    """Raise UserError for a config that cannot run here, checked with placeholder inputs. Creates its output_dir."""
     from rlsys.orchestrator.run import ready_to_start
 
     with _scratch_beside(wish.out) as folder:
         train, heldout = _planned_sides(wish, folder)
         index = folder / "index"
         index.mkdir()
-        (index / "manifest.json").write_text("{}", encoding="utf-8")  # Enough to be taken for an index.
+        (index / "manifest.json").write_text("{}", encoding="utf-8")  # Enough to pass as an index.
         settings = _settings(replace(wish, out=folder), index, train, heldout)
         config = load_config(settings.config, settings.overrides)
         validate(config, ignored=() if knows_model else ("model.path",))
@@ -290,13 +296,13 @@ def _require_sound(wish: Wish, *, knows_model: bool) -> None:
 
 @contextmanager
 def _scratch_beside(out: Path) -> Iterator[Path]:
-    """A folder that goes again, where `out` is or is going to be made. Raises UserError where nothing can be."""
+    """Yield a temporary folder on the disk of `out`. Raises UserError if it is not writable."""
     place = next((folder for folder in (out, *out.parents) if folder.exists()), Path())
     try:
         scratch = TemporaryDirectory(prefix=".rlsys-own-", dir=place)
     except OSError as problem:
         raise UserError(
-            f"--out {out} cannot be written (in {place}: {problem.strerror}): give another folder.",
+            f"--out {out} is not writable (in {place}: {problem.strerror}): give another folder.",
             code="denied",
             key="--out",
         ) from problem
@@ -305,7 +311,7 @@ def _scratch_beside(out: Path) -> Iterator[Path]:
 
 
 def _planned_sides(wish: Wish, folder: Path) -> tuple[Path, Path]:
-    """Files in `folder` of the questions to train and to evaluate on, as `data prepare own` and `data split` make them."""
+    """Write training and held-out questions to `folder`, as `data prepare own` and `data split` would; return the files."""
     about = described(wish.tools)
     template = tool_template(about) if wish.prompt is None else own_template(wish.prompt, about)
 
@@ -319,8 +325,8 @@ def _planned_sides(wish: Wish, folder: Path) -> tuple[Path, Path]:
             )
         if file.suffix not in _SUFFIXES:
             raise UserError(
-                f"{argument} {file} is of no kind that can be read ({', '.join(_SUFFIXES)}): convert it, or rename it if it "
-                "is one of them.",
+                f"{argument} {file} has an unsupported suffix (supported: {', '.join(_SUFFIXES)}): convert it, or rename it "
+                "if it has one of these formats.",
                 code="unsupported",
                 key=argument,
             )

@@ -1,4 +1,4 @@
-"""`rlsys report`, `rlsys watch`, `rlsys audit`: the folder of a run as a page, while it goes on, and checked."""
+"""Implements `rlsys report`, `rlsys watch` and `rlsys audit`: report page, live page and checks of a run folder."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rich.console import Console
 from rich.text import Text
 from typer import Argument, Option
 
-audit = typer.Typer(help="Checks on what a run has written.", no_args_is_help=True)
-_OUT = "File to write; report.html in the first run's folder."
-_TOKENIZER = "Folder with the run's tokenizer; its config's model.path by default."
+audit = typer.Typer(help="Check the records of a run.", no_args_is_help=True)
+_OUT = "File to write; by default report.html in the first run's folder."
+_TOKENIZER = "Folder with the run's tokenizer; by default model.path of its config."
 
 
 def report(
     runs: Annotated[list[Path], Argument(help="Folders of runs; several are compared.", show_default=False)],
     out: Annotated[Path | None, Option(help=_OUT, show_default=False)] = None,
 ) -> None:
-    """Write the report of RUNS."""
+    """Write a report page of RUNS."""
     from rlsys.observe.run_folder import open_run
     from rlsys.observe.samples import visible
     from rlsys.report.report_page import write_report
@@ -38,10 +38,10 @@ def report(
 
 def watch(
     run: Annotated[Path, Argument(help="Folder of a run, such as outputs/NAME-20260101-120000.")],
-    port: Annotated[int, Option(help="0 takes a free one.")] = 8800,
-    host: Annotated[str, Option(help="Address to listen at; by default only this machine comes in.")] = "127.0.0.1",
+    port: Annotated[int, Option(help="Port; 0 takes a free one.")] = 8800,
+    host: Annotated[str, Option(help="Address to listen on; by default only this machine can reach it.")] = "127.0.0.1",
 ) -> None:
-    """Show a run in a browser while it goes on, and its figures to Prometheus at /metrics."""
+    """Serve the live page of a run, and its metrics for Prometheus at /metrics."""
     from rlsys.report.watch import serve_run
 
     serve_run(run, host, port, lambda text: typer.echo(text, err=True))
@@ -49,16 +49,16 @@ def watch(
 
 @audit.callback()
 def _commands() -> None:
-    """Keeps `tokens` a command of its own, though it is the only one."""
+    """Keep `tokens` a subcommand, although it is the only one."""
 
 
 @audit.command()
 def tokens(
     run: Annotated[Path, Argument(metavar="RUN", help="Folder of a run.")],
-    as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
     tokenizer: Annotated[Path | None, Option(help=_TOKENIZER)] = None,
 ) -> None:
-    """Say which drawn tokens re-tokenising the text does not give back, where, and what that does to the ratio."""
+    """Audit the effects of re-tokenisation. Reports which sampled tokens change, where, and the effect on the ratio."""
     from rlsys.observe.run_folder import open_run
     from rlsys.report import token_audit
 

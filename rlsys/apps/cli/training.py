@@ -1,4 +1,4 @@
-"""`rlsys train` and `rlsys launch`: compose, check, then print the plan, or train here or on several machines."""
+"""Implements `rlsys train` and `rlsys launch`: checks a config, then prints the plan or trains on one or more machines."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
 from rlsys.orchestrator.validate import find_problems, validate
 
-_FOLDER = "Write the run's folder to this file as soon as it is known."
-_NODES = "Machines in all; by default from the environment, else cluster.nodes."
-_HEAD = "Where the machine of rank 0 is, for all to meet."
-_CLUSTER = "Use the Ray cluster that runs there (auto: the one around) and start none."
+_FOLDER = "File to write the path of the run's folder to, as soon as it is known."
+_NODES = "Number of machines; by default from the environment, else cluster.nodes."
+_HEAD = "Address of the machine of rank 0; by default from the environment."
+_CLUSTER = "Use the running Ray cluster at this address (auto: the current one) instead of starting one."
 
 
 def train(
     config_name: ConfigName,
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
-    dry_run: Annotated[bool, Option(help="Print the resolved plan and stop.")] = False,
-    as_json: Annotated[bool, Option("--json", help="With --dry-run: the plan as JSON.")] = False,
-    no_wandb: Annotated[bool, Option("--no-wandb", help="Leave Weights & Biases out.")] = False,
+    dry_run: Annotated[bool, Option(help="Print the resolved plan and exit.")] = False,
+    as_json: Annotated[bool, Option("--json", help="With --dry-run: print the plan as JSON.")] = False,
+    no_wandb: Annotated[bool, Option("--no-wandb", help="Do not log to Weights & Biases.")] = False,
     folder_to: Annotated[Path | None, Option(help=_FOLDER)] = None,
 ) -> None:
     """Train a policy."""
@@ -42,7 +42,7 @@ def train(
     if no_wandb:
         config.tracking.wandb = False
     if as_json and not dry_run:
-        raise typer.BadParameter("it goes with --dry-run", param_hint="--json")
+        raise typer.BadParameter("it needs --dry-run", param_hint="--json")
     validate(config)
     if dry_run:
         plan = make_plan(config)
@@ -52,7 +52,7 @@ def train(
 
 
 def _train(config: RunConfig, folder_to: Path | None) -> None:
-    # Ray, transformers and the trackers take seconds to load, which a plan or a mistake need not wait for.
+    # Imported late: Ray, transformers and the trackers take seconds to load.
     from rich.console import Console
 
     from rlsys.files import claim, write_atomically
@@ -74,20 +74,22 @@ def launch(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
     nodes: Annotated[int | None, Option(help=_NODES)] = None,
-    rank: Annotated[int | None, Option(help="Which of them this is, from 0; by default from the environment.")] = None,
+    rank: Annotated[int | None, Option(help="Rank of this machine, from 0; by default from the environment.")] = None,
     head: Annotated[str | None, Option(metavar="HOST[:PORT]", help=_HEAD)] = None,
-    wait: Annotated[float, Option(metavar="SECONDS", help="For all machines to come.")] = 600.0,
+    wait: Annotated[float, Option(metavar="SECONDS", help="Time to wait for all machines.")] = 600.0,
     cluster: Annotated[str | None, Option(metavar="ADDRESS", help=_CLUSTER)] = None,
-    preflight: Annotated[bool, Option(help="Start nothing before `rlsys doctor --for` finds everything right.")] = True,
+    preflight: Annotated[
+        bool, Option(help="Run `rlsys doctor --for` first, and start only if it finds no problem.")
+    ] = True,
 ) -> None:
-    """Bring the machines of a cluster together, train, and leave nothing behind.
+    """Connect the machines of a cluster, train, and clean up.
 
-    Give the same command on every machine. The head also starts search servers (cluster.search), gathers the logs of
-    all machines under the run's folder, and passes the run's exit status on.
+    Run the same command on every machine. The head (rank 0) also starts search servers (cluster.search), collects the logs of
+    all machines in the run's folder, and returns the run's exit status.
     """
     config = load_config(config_name, overrides or (), config_dir)
     if preflight and any(find_problems(config)):
-        # Which says these, and what else is wrong here.
+        # Reports these problems and those of this machine, then exits.
         look(config_name, overrides or (), config_dir, launched=True)
     validate(config)
     check_searching(config)
@@ -95,7 +97,7 @@ def launch(
     if cluster is not None:
         if rank is not None or head is not None:
             raise UserError(
-                "--cluster is for a cluster that runs already: leave --rank and --head out.",
+                "--cluster uses a running cluster: leave --rank and --head out.",
                 code="conflict",
                 key="--cluster",
             )
@@ -109,17 +111,17 @@ def _launch(task: LaunchTask, role: Role, cluster: str | None) -> int:
     from rlsys.cluster.launch.ray_node import patience
     from rlsys.cluster.local_ray import require_token
 
-    # Ray reads them once, when it is loaded.
+    # Ray reads these variables once, at import.
     os.environ.update(patience(os.environ))
     if cluster is None and role.rank == 0:
         os.environ.update(require_token(os.environ, make=True))
 
-    # Ray takes seconds to load, which a mistake need not wait for.
+    # Imported late: Ray takes seconds to load.
     from rlsys.cluster.launch.head import lead, lead_cluster
     from rlsys.cluster.launch.ray_node import work
 
     def notify(text: str) -> None:
-        with suppress(OSError):  # Of a terminal that has been closed.
+        with suppress(OSError):  # The terminal may have been closed.
             typer.echo(f"launch: {text}", err=True)
 
     if cluster is not None:

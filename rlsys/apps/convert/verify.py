@@ -1,7 +1,7 @@
-"""Compares two models: names, shapes, dtypes, checksums of their tensors, and the logits (or values) that they compute.
+"""Compares two models: tensor names, shapes, dtypes, checksums, and logits (values of a critic).
 
-Transformers computes those of a Hugging Face folder, Megatron those of a checkpoint, in float32, so that no rounding
-differs.
+Transformers computes the logits of a Hugging Face folder and Megatron those of a checkpoint, both in float32, so that
+rounding hardly matters.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from rlsys.weights.weight_map import read_architecture
 MISSING = "-"
 PROMPTS, LENGTH = 3, 32
 TOLERANCE = 1e-3
-"""Largest difference of two logits, as a fraction of the largest logit: that of two orders of summation."""
+"""Largest accepted logit difference, relative to the largest logit; allows for another order of summation."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """One thing that is not the same of a Hugging Face tensor: present, shape, dtype or bytes."""
+    """First difference of a tensor; `what` is "present", "shape", "dtype" or "bytes"."""
 
     name: str
     what: str
@@ -51,30 +51,30 @@ class LogitsCheck:
     largest: float
     """Largest magnitude of a logit of the first model."""
     difference: float
-    """Largest difference of two logits at the same place."""
+    """Largest difference of two corresponding logits."""
     agreement: float
-    """Share of positions where both put the same token first; 1 for a critic."""
+    """Share of positions at which both models rank the same token first; 1 for a critic."""
 
     @property
     def same(self) -> bool:
-        """They differ by no more than `TOLERANCE`."""
+        """True if the logits differ by at most `TOLERANCE`."""
         return self.difference <= TOLERANCE * self.largest
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Result of comparing two models: number of `tensors` that both have by name, `nbytes` of the first."""
+    """Comparison of two models. `tensors`: number of distinct tensor names. `nbytes`: size of the first model."""
 
     tensors: int
     nbytes: int
     differences: tuple[TensorDifference, ...]
     logits: LogitsCheck | None
     note: str
-    """Why logits were not compared; empty where they were, or nobody asked."""
+    """Reason why requested logits were not compared; else empty."""
 
     @property
     def same(self) -> bool:
-        """Nothing differs."""
+        """True if nothing differs."""
         return not self.differences and (self.logits is None or self.logits.same)
 
 
@@ -86,10 +86,10 @@ def verify(
     logits: bool = True,
     show: Callable[[int, int], None] | None = None,
 ) -> Comparison:
-    """Compare two models, each a Hugging Face folder or a Megatron checkpoint; `hf` has the config of one without.
-    Raises UserError.
+    """Compare two models, each a Hugging Face folder or a Megatron checkpoint. Raises UserError.
 
-    Every byte is read, one Megatron tensor at a time; `show` gets the bytes that were, and those of both.
+    `hf`: Hugging Face folder with the config for a checkpoint that lacks one. Reads every byte, one tensor at a time; `show`
+    receives bytes read and total bytes of both.
     """
     config = None if hf is None else Path(hf)
     sides = open_side(Path(first), config), open_side(Path(second), config)
@@ -113,7 +113,7 @@ def verify(
     differences = tuple(_differences(specs, sums))
     check, note = None, ""
     if logits and any(difference.what in ("present", "shape") for difference in differences):
-        note = "Logits were not compared: these are models of different shapes."
+        note = "Logits were not compared: the models have different shapes."
     elif logits:
         note = _not_computed(sides) or _too_large(sides[0])
         check = None if note else _check_logits(*sides)
@@ -137,7 +137,7 @@ def _differences(
 
 
 def _not_computed(sides: Iterable[Side]) -> str:
-    """A sentence if Megatron's model does not compute what a checkpoint's config says, else nothing."""
+    """Return a sentence if Megatron's model does not support a checkpoint's config; else an empty string."""
     try:
         for side in sides:
             if not isinstance(side, HfSide):
@@ -148,26 +148,28 @@ def _not_computed(sides: Iterable[Side]) -> str:
 
 
 def _too_large(side: Side) -> str:
-    """A sentence if the model does not fit into memory in float32, else nothing."""
+    """Return a sentence if the model does not fit into memory in float32; else an empty string."""
     numbers = sum(spec.nbytes // spec.dtype.itemsize for spec in side.specs().values())
-    needed = int(numbers * 4 * 1.3)  # Bytes of a float, and room for what is computed.
+    needed = int(numbers * 4 * 1.3)  # 4 bytes per weight, plus 30 % for activations.
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
     if needed <= free:
         return ""
-    return f"Logits were not compared: that takes {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free."
+    return (
+        f"Logits were not compared: they need {needed / 1e9:.1f} GB of memory, and only {free / 1e9:.1f} GB are free."
+    )
 
 
 def _check_logits(first: Side, second: Side) -> LogitsCheck:
-    """Compare them; one model is in memory at a time."""
+    """Compare the logits, with one model in memory at a time."""
     tokens = prompts(first)
     logits, others = logits_of(first, tokens), logits_of(second, tokens)
-    difference = float((logits - others).abs().nan_to_num(torch.inf, torch.inf).max())  # NaN is no agreement.
+    difference = float((logits - others).abs().nan_to_num(torch.inf, torch.inf).max())  # NaN counts as different.
     agreement = float((logits.argmax(-1) == others.argmax(-1)).float().mean())
     return LogitsCheck(len(logits), float(logits.abs().max()), difference, agreement)
 
 
 def prompts(side: Side) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Tokens [prompts, length] from the whole vocabulary, its first and last among them."""
+    """Return random tokens [prompts, length] of the vocabulary, including its first and last."""
     vocab = side.architecture.vocab
     length = min(LENGTH, side.architecture.max_positions)
     tokens = np.random.default_rng(0).integers(0, vocab, size=(PROMPTS, length))
@@ -176,7 +178,7 @@ def prompts(side: Side) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def logits_of(side: Side, tokens: np.ndarray[Any, Any]) -> Tensor:
-    """What is said of each token but the first of each row of `tokens`: [n, vocabulary] or, of a critic, [n, 1]."""
+    """Return the logits that predict all but the first token of each row: [n, vocabulary], of a critic [n, 1]."""
     logits = _by_transformers(side, tokens) if isinstance(side, HfSide) else _by_megatron(side, tokens)
     gc.collect()
     return logits
@@ -208,11 +210,11 @@ def _by_megatron(side: Side, tokens: np.ndarray[Any, Any]) -> Tensor:
 
 @contextmanager
 def _whole_model(side: Side) -> Iterator[Any]:
-    """Megatron's model on one device, in a group of this process alone, with undefined weights."""
+    """Yield Megatron's model on one device, unsharded, with uninitialised weights."""
     from rlsys.trainer.model.stage_model import PolicyModel, ValueModel
 
     device = Device.gpu if torch.cuda.is_available() else Device.cpu
-    # Port 0: a group of one listens wherever there is room.
+    # Port 0: a process group of one may take any free port.
     alone = mesh.Rendezvous(0, 1, "127.0.0.1", 0, device, 600.0)
     place = mesh.start(alone, ParallelConfig(), seed=0)
     try:
@@ -226,7 +228,7 @@ def _whole_model(side: Side) -> Iterator[Any]:
 
 
 def _batch(tokens: np.ndarray[Any, Any]) -> MicroBatch:
-    """One row [1, length] of which every token but the first is predicted."""
+    """Return a micro-batch of one row [1, length] in which all but the first token are predicted."""
     mask = np.ones(tokens.shape, dtype=bool)
     mask[:, 0] = False
     nothing = np.zeros(tokens.shape, dtype=np.float32)

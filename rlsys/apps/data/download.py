@@ -1,13 +1,11 @@
-"""Fetches large files of data sets on the Hugging Face Hub: resumed where they broke off, checked, joined as they
-arrive.
+"""Downloads large files of data sets from the Hugging Face Hub: resumable, verified, joined while they arrive.
 
-A target appears under its name only when every piece has the size and the checksum that the Hub states. Pieces are
-written one behind the other into `NAME.part`, which takes no further disk space; after a break the next start goes on
-from there if the pieces are still the same. A complete target is left alone; a file of its name that was made by other
-means is checked first.
+A target appears under its name only once every piece has the Hub's size and checksum. Pieces are appended to `NAME.part`,
+which needs no extra disk space. An interrupted download resumes from there if the pieces have not changed. A complete
+target is left alone; an existing file of that name is verified first.
 
-`hf_hub_download` is not used: it throws a partial file away when the process ends (pieces here have up to 43 GB) and
-compares sizes only. `HF_ENDPOINT` (a mirror) and `HF_TOKEN` count; what is known of a target is in `.downloads`.
+`hf_hub_download` does not fit: it discards a partial file when the process ends (pieces have up to 43 GB) and compares only
+sizes. Respects `HF_ENDPOINT` (a mirror) and `HF_TOKEN`; receipts of targets are in `.downloads`.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ _MISTAKES: dict[type[Exception], tuple[Code, str]] = {
     hub_errors.OfflineModeIsEnabled: ("conflict", "HF_HUB_OFFLINE forbids downloads: unset it."),
     hub_errors.GatedRepoError: (
         "denied",
-        "data set {dataset} is gated: ask for access on its page, then set HF_TOKEN.",
+        "data set {dataset} is gated: request access on its page, then set HF_TOKEN.",
     ),
     hub_errors.RepositoryNotFoundError: (
         "not_found",
@@ -50,55 +48,54 @@ _MISTAKES: dict[type[Exception], tuple[Code, str]] = {
     ),
     hub_errors.RevisionNotFoundError: ("not_found", "data set {dataset} has no revision {revision!r}: give another."),
     hub_errors.EntryNotFoundError: ("not_found", "a file of data set {dataset} is gone ({problem}): see its page."),
-    hub_errors.HFValidationError: ("malformed", "data set {dataset} is no name of one ({problem}): check the name."),
+    hub_errors.HFValidationError: ("malformed", "data set {dataset} is not a valid name ({problem}): check the name."),
     hub_errors.FileMetadataError: (
         "malformed",
-        "data set {dataset} comes without what is needed to check it ({problem}): check HF_ENDPOINT, or unset it.",
+        "data set {dataset} has no metadata to verify it ({problem}): check HF_ENDPOINT, or unset it.",
     ),
 }
-"""Errors of huggingface_hub for a user's mistake, the special before the general: the code and the sentence of each."""
+"""Error of huggingface_hub -> code and sentence of the user's mistake; specific errors before general ones."""
 
 Advance = Callable[[int], None]
-"""Told how many bytes further a download is; fewer than 0 where bytes turned out to be worthless."""
+"""Receives the number of bytes just downloaded; negative if bytes are discarded."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """One file of `size` bytes of one commit of a data set; its name is its path there."""
+    """A file of a data set at one commit; `name` is its path in the repository, `size` is in bytes."""
 
     name: str
     url: str
     size: int
     checksum: str
-    """In hex: SHA-256 of the content (64 digits) for a large file, git's SHA-1 of the blob (40) for another."""
+    """Hex digest: SHA-256 of the content (64 digits) for LFS files, git's SHA-1 of the blob (40) for others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A file to have at path `name` below the folder of downloads, and the remote files that it is made of, in order."""
+    """A local file, at path `name` below the download folder, and the remote files that it joins, in order."""
 
     name: str
     pieces: Sequence[RemoteFile]
 
     @property
     def size(self) -> int:
-        """Bytes of the whole."""
+        """Total size in bytes."""
         return sum(piece.size for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """Asks about data sets; None takes the endpoint and the token of the environment."""
+    """Looks up files of data sets; None takes endpoint or token from the environment."""
 
     endpoint: str | None = None
     token: str | None = None
 
     def find(self, dataset: str, patterns: Iterable[str], revision: str = "main") -> list[RemoteFile]:
-        """The files of `dataset` by name or by glob (a glob takes all that match, in order of names).
+        """Return the files of `dataset` that match names or globs; matches of a glob are sorted by name.
 
-        They are addressed by the commit that `revision` means now, so that a download resumed weeks later goes on with
-        the same bytes. Raises UserError for what does not exist or may not be read, RunError if the Hub cannot be
-        reached.
+        URLs are pinned to the current commit of `revision`, so that a download resumed weeks later gets the same bytes.
+        Raises UserError for missing or inaccessible files, RunError if the Hub cannot be reached.
         """
         with _explained(dataset, revision):
             files: list[RemoteFile] = []
@@ -120,13 +117,13 @@ class Hub:
             return files
 
     def _describe(self, dataset: str, name: str, revision: str) -> tuple[str, RemoteFile]:
-        """The commit that `revision` means, and the file at it."""
+        """Return the commit that `revision` resolves to, and the file at it."""
         url = hf_hub_url(dataset, name, repo_type="dataset", revision=revision, endpoint=self.endpoint)
         found = get_hf_file_metadata(url, token=self.token, endpoint=self.endpoint, retry_on_errors=True)
         has_checksum = re.fullmatch(r"[0-9a-f]{64}|[0-9a-f]{40}", found.etag or "")
         if found.commit_hash is None or found.size is None or not has_checksum:
             raise UserError(
-                f"{url} comes without commit, size or checksum, so it could not be verified: check HF_ENDPOINT, or unset it.",
+                f"{url} has no commit, size or checksum, so it cannot be verified: check HF_ENDPOINT, or unset it.",
                 code="malformed",
                 key=url,
             )
@@ -135,7 +132,7 @@ class Hub:
 
 
 class Downloader:
-    """Fetches targets into one folder, on which only one process works at a time."""
+    """Downloads targets into one folder, locked against other processes."""
 
     def __init__(self, folder: Path, hub: Hub, *, sleep: Callable[[float], None] = time.sleep) -> None:
         self._folder = folder
@@ -143,7 +140,7 @@ class Downloader:
         self._sleep = sleep
 
     def missing(self, target: Target) -> int:
-        """Bytes of `target` that are not here; by sizes alone, without reading what is here."""
+        """Return the bytes of `target` still to download, judged by file sizes only."""
         part = self._part(target)
         if (self._folder / target.name).is_file():
             return 0
@@ -151,10 +148,10 @@ class Downloader:
         return max(target.size - here, 0)
 
     def fetch(self, target: Target, advance: Advance) -> Path:
-        """Make `target` complete and return its path.
+        """Download the rest of `target` and return its path.
 
-        Raises UserError for a folder that cannot be written, a file in the way or a download that is not
-        allowed; RunError if the Hub breaks off for good or sends wrong bytes twice.
+        Raises UserError for an unwritable folder, another file of that name, or a forbidden download. Raises RunError if
+        retries fail or the checksum is wrong twice.
         """
         path, part = self._folder / target.name, self._part(target)
         with self._alone():
@@ -179,7 +176,7 @@ class Downloader:
         return path
 
     def _complete(self, piece: RemoteFile, file: BinaryIO, start: int, advance: Advance) -> None:
-        """Fetch what is missing of `piece` behind byte `start` of `file`, and all of it once more if its checksum is wrong."""
+        """Download the rest of `piece`, which begins at byte `start` of `file`; start over once on a wrong checksum."""
         for _ in range(2):
             self._fetch_rest(piece, file, start, advance)
             if _is_right(piece, file, start):
@@ -187,7 +184,7 @@ class Downloader:
             file.truncate(start)
             advance(-piece.size)
         raise RunError(
-            f"{piece.url} arrived twice with a wrong checksum: the endpoint or the disk is at fault; "
+            f"{piece.url} had a wrong checksum twice: the endpoint or the disk is faulty; "
             "run again, or set HF_ENDPOINT to another mirror"
         )
 
@@ -195,7 +192,7 @@ class Downloader:
         size, tries = piece.size, 0
 
         class Bar(tqdm):
-            """Shows nothing, and tells `advance`."""
+            """Progress bar that shows nothing and calls `advance`."""
 
             def __init__(self, *_: object, **__: object) -> None:
                 super().__init__(disable=True)
@@ -211,29 +208,28 @@ class Downloader:
                     options: dict[str, Any] = {"headers": self._headers, "expected_size": size, "tqdm_class": Bar}
                     http_get(piece.url, file, resume_size=have, **options)
             except (hub_errors.HfHubHTTPError, httpx.TransportError, RecursionError) as problem:
-                # `http_get` calls itself after each break, however many there are.
+                # `http_get` recurses after each interruption, hence RecursionError.
                 have = file.seek(0, os.SEEK_END) - start
                 tries = 1 if have > best else tries + 1
                 best = max(best, have)
                 if tries == _TRIES:
                     raise RunError(
-                        f"{piece.url} cannot be fetched ({_first_line(problem)}), tried {_TRIES} times: what has arrived is "
-                        "kept, run again to go on"
+                        f"{piece.url} cannot be downloaded ({_first_line(problem)}) after {_TRIES} attempts: the partial file "
+                        "is kept, run again to continue"
                     ) from problem
                 self._sleep(min(2**tries, _LONGEST_WAIT_S))
             except RunError:
-                if file.seek(0, os.SEEK_END) > start + size:  # What is more would be taken for the next piece.
+                if file.seek(0, os.SEEK_END) > start + size:  # Excess bytes would count as the next piece.
                     file.truncate(start)
                 raise
             else:
                 return
 
     def _check(self, path: Path, target: Target) -> None:
-        """Return if the file at `path` is `target`. Raises UserError for any other."""
+        """Raise UserError unless the file at `path` is `target`."""
         if not path.is_file() or path.stat().st_size != target.size:
             raise UserError(
-                f"{path} is in the way: it is not the file of {target.size:,} bytes that the Hub has; "
-                "take it away, or choose another folder.",
+                f"{path} exists, but is not the Hub's file of {target.size:,} bytes: remove it, or choose another folder.",
                 code="exists",
                 key=str(path),
             )
@@ -244,7 +240,7 @@ class Downloader:
             for piece in target.pieces:
                 if not _is_right(piece, file, start):
                     raise UserError(
-                        f"{path} is in the way: its content is not the Hub's; take it away.",
+                        f"{path} exists, but its content differs from the Hub's: remove it.",
                         code="exists",
                         key=str(path),
                     )
@@ -259,12 +255,12 @@ class Downloader:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    raise RunError(f"another download is at work in {self._folder}: wait for it") from None
+                    raise RunError(f"another download is running in {self._folder}: wait for it") from None
                 yield
         except OSError as problem:
             reason = problem.strerror or problem
             raise UserError(
-                f"{self._folder} cannot be written ({reason}): choose another folder.",
+                f"{self._folder} is not writable ({reason}): choose another folder.",
                 code="denied",
                 key=str(self._folder),
             ) from problem
@@ -273,12 +269,12 @@ class Downloader:
         return self._folder / f"{target.name}.part"
 
     def _receipt(self, target: Target, *, whole: bool) -> tuple[Path, object]:
-        """The file of what is known of `target`, and its content once the pieces are here, `whole` or not."""
+        """Return the receipt's path, and its content for a complete (`whole`) or partial `target`."""
         pieces = [{"size": piece.size, "checksum": piece.checksum} for piece in target.pieces]
         return self._folder / _RECEIPTS / f"{target.name}.json", {"whole": whole, "pieces": pieces}
 
     def _is_stated(self, target: Target, *, whole: bool) -> bool:
-        """True if there is a receipt of these very pieces, `whole` or not."""
+        """True if the receipt lists exactly these pieces, as complete (`whole`) or partial."""
         path, statement = self._receipt(target, whole=whole)
         with suppress(OSError, ValueError, RecursionError):
             return json.loads(path.read_text()) == statement
@@ -290,16 +286,16 @@ class Downloader:
 
 
 def require_space(folder: Path, needed: int) -> None:
-    """Raises UserError if the disk of `folder`, which need not exist yet, has fewer than `needed` bytes free."""
+    """Raise UserError if the disk of `folder` has fewer than `needed` bytes free; `folder` need not exist yet."""
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
-        sizes = f"{free / 1e9:,.1f} GB free and {needed / 1e9:,.1f} GB are needed"
+        sizes = f"{free / 1e9:,.1f} GB free, and {needed / 1e9:,.1f} GB are needed"
         raise UserError(f"{folder} has {sizes}: make room, or choose another folder.", code="no_room", key=str(folder))
 
 
 def _is_right(piece: RemoteFile, file: BinaryIO, start: int) -> bool:
-    """True if `file` holds `piece` from byte `start` on: by SHA-256, or by git's hash of a blob."""
+    """True if `file` from byte `start` on matches the checksum of `piece`."""
     digest = hashlib.sha256()
     if len(piece.checksum) == 40:
         digest = hashlib.sha1(f"blob {piece.size}\0".encode(), usedforsecurity=False)
@@ -313,29 +309,29 @@ def _is_right(piece: RemoteFile, file: BinaryIO, start: int) -> bool:
 
 @contextmanager
 def _refusals(piece: RemoteFile) -> Iterator[None]:
-    """Raises UserError for a file that may not be read, RunError for what another try would not bring either."""
+    """Convert permanent HTTP errors of the body: UserError for a forbidden file, RunError for others."""
     try:
         yield
     except hub_errors.HfHubHTTPError as problem:
         status = problem.response.status_code
         if status in (401, 403):
             raise UserError(
-                f"{piece.url} may not be read (HTTP {status}): check HF_TOKEN.", code="denied", key=piece.url
+                f"{piece.url} is forbidden (HTTP {status}): check HF_TOKEN.", code="denied", key=piece.url
             ) from problem
         if status not in _PASSING_STATUS:
             reason = problem.response.reason_phrase
-            raise RunError(f"{piece.url} cannot be fetched: HTTP {status} {reason}") from problem
+            raise RunError(f"{piece.url} cannot be downloaded: HTTP {status} {reason}") from problem
         raise
     except OSError as problem:
         if problem.errno is not None:
             raise
-        # huggingface_hub has compared sizes.
-        raise RunError(f"{piece.url} sends more or less than its {piece.size:,} bytes: run again") from problem
+        # huggingface_hub compares sizes and raises an OSError without errno.
+        raise RunError(f"{piece.url} sent more or fewer than its {piece.size:,} bytes: run again") from problem
 
 
 @contextmanager
 def _explained(dataset: str, revision: str) -> Iterator[None]:
-    """Raises what huggingface_hub says as one sentence."""
+    """Convert errors of huggingface_hub in the body into UserError or RunError of one sentence."""
     try:
         yield
     except (httpx.HTTPError, ValueError, OSError) as problem:
@@ -348,9 +344,9 @@ def _explained(dataset: str, revision: str) -> Iterator[None]:
         if isinstance(problem, hub_errors.HfHubHTTPError):
             if problem.response.status_code in (401, 403):
                 raise UserError(
-                    f"data set {dataset} may not be read: check HF_TOKEN ({said}).", code="denied", key=dataset
+                    f"data set {dataset} is forbidden ({said}): check HF_TOKEN.", code="denied", key=dataset
                 ) from problem
-            raise RunError(f"the Hub does not answer for {dataset}: {said}; try later") from problem
+            raise RunError(f"the Hub fails for {dataset}: {said}; try later") from problem
         if isinstance(problem, httpx.HTTPError):
             raise RunError(
                 f"the Hub cannot be reached for {dataset} ({said}): check the network, or set HF_ENDPOINT to a mirror"

@@ -1,9 +1,9 @@
-"""Makes files of questions ready to train and evaluate on: public sets, own files, several as one, and a part held out.
+"""Prepares question files for training and evaluation: public sets, own files, merged files, and held-out splits.
 
-A prepared file is jsonl of Search-R1 rows, each with the raw question beside the prompt; it appears only when every row
-is checked, with a record of its origin and SHA-256 in `<file>.json`. A row that cannot be used is a UserError with its
-file and line. The same question (without regard to case and outer space) is never both trained on and held out; which
-side it is on depends on the questions and the seed, not on their order. The same input gives the same bytes.
+A prepared file is jsonl of Search-R1 rows, each with the raw question next to the prompt. It is written only after every
+row is checked, with its origin and SHA-256 in `<file>.json`. An invalid row raises UserError with file and line. The same
+question (ignoring case and white space) is never both trained on and held out. Its side depends on the questions and the
+seed, not on their order. Output is deterministic.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from rlsys.files import sha256_of, write_atomically
 
 Row = TypeVar("Row")
 REPOSITORY = "RUC-NLPIR/FlashRAG_datasets"
-"""The public sets on the Hugging Face Hub; a set's split is `<name>/<split>.jsonl`."""
+"""Data set repository of the public sets on the Hugging Face Hub; files are `<name>/<split>.jsonl`."""
 QUESTION_FIELDS = ("question", "query", "problem")
 ANSWER_FIELDS = ("golden_answers", "answers", "answer", "solutions", "target")
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 500
-"""Held out unless a number is given: this share of the questions, and no more than so many."""
+"""Default size of the held-out side: this share of the questions, at most this many."""
 _TABLES = {".csv": ",", ".tsv": "\t"}
 _MOST_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class QuestionSet:
-    """One of the seven public sets that search policies are compared on, as FlashRAG publishes them."""
+    """One of the seven public sets on which search policies are compared, in FlashRAG's version."""
 
     name: str
     title: str
-    """Name as papers write it."""
+    """Name in papers."""
     splits: tuple[str, ...]
     hops: str
-    """Searches that an answer takes: one or several."""
+    """Searches needed for an answer: "one" or "several"."""
 
     @property
     def evaluated(self) -> str:
-        """The split that papers report: the first of these that the set has."""
+        """Split that papers report: test, else dev, else train."""
         return next(split for split in ("test", "dev", "train") if split in self.splits)
 
 
@@ -60,12 +60,12 @@ _SETS = (
     QuestionSet("bamboogle", "Bamboogle", ("test",), "several"),
 )
 SETS = {known.name: known for known in _SETS}
-"""In the order of the papers' tables."""
+"""Public sets by name, in the order of the papers' tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A file that was made."""
+    """A prepared file."""
 
     path: Path
     rows: int
@@ -83,9 +83,9 @@ def prepare_file(
     answers: str | None = None,
     prompt: Template = search_prompt,
 ) -> Prepared:
-    """Make `out` from a file of the set `name`: FlashRAG's, or one's own, which is jsonl, parquet, csv or tsv.
+    """Prepare the file `source` (jsonl, parquet, csv or tsv) of the set `name`, and write it to `out`.
 
-    `question` and `answers` name its fields; without them the usual names are tried. Answers are a list or one text.
+    `question` and `answers`: names of its fields; by default the usual names are tried. Answers are a list or one text.
     """
     fields = (question,) if question else QUESTION_FIELDS, (answers,) if answers else ANSWER_FIELDS
 
@@ -98,7 +98,7 @@ def prepare_file(
 
 
 def merge(sources: Sequence[Path], out: Path, seed: int | None) -> Prepared:
-    """Make `out` of all rows of prepared files, in their order or shuffled by `seed`; their index is unique in it."""
+    """Merge prepared files into `out`, in order or shuffled with `seed`; rows get new indices."""
 
     def rows() -> Iterator[Question]:
         found = [question_of(file, line, row) for file in sources for line, row in read_rows(file)]
@@ -134,17 +134,17 @@ def _prepare(sources: Sequence[Path], out: Path, questions: Callable[[], Iterabl
 
 
 def _require_other(out: Path, *sources: Path) -> None:
-    """Raise UserError for a file that cannot be written, as it is called otherwise or is one of `sources`."""
+    """Raise UserError unless `out` is a .jsonl file and none of `sources`."""
     if out.suffix != ".jsonl":
         raise UserError(
-            f"{out} is not a .jsonl file: questions are written as jsonl, so call it so.",
+            f"{out} does not end in .jsonl: questions are written as jsonl, so rename it.",
             code="unsupported",
             key=str(out),
         )
     for source in sources:
         if source.resolve() == out.resolve():
             raise UserError(
-                f"{source} is read and cannot be written too: give another file.", code="conflict", key=str(source)
+                f"{source} is both input and output: give another output file.", code="conflict", key=str(source)
             )
 
 
@@ -163,7 +163,7 @@ def _write(path: Path, questions: Iterable[Question]) -> tuple[int, str]:
 
 
 def search_r1_row(question: Question, extra: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    """A row as Search-R1 writes it, with the raw question, `more` columns and the `extra_info`."""
+    """Return a row in Search-R1's format, with the raw question, `more` columns and `extra_info`."""
     return {
         "data_source": question.data_source,
         **({"question": question.text} if question.text else {}),
@@ -175,7 +175,7 @@ def search_r1_row(question: Question, extra: Mapping[str, Any], **more: Any) -> 
 
 
 def _checked(source: Path, limit: int | None, made: Callable[[int, Any], Question]) -> Iterator[Question]:
-    """The first `limit` questions of raw rows, or all. Bad rows up to there are told at once, at the end."""
+    """Yield the first `limit` questions (None: all) of a file; then raise one UserError listing the invalid rows."""
     bad: list[UserError] = []
     rows, found = _raw_rows(source), 0
     while found != limit:
@@ -183,7 +183,7 @@ def _checked(source: Path, limit: int | None, made: Callable[[int, Any], Questio
             line, row = next(rows)
         except StopIteration:
             break
-        except UserError as problem:  # Behind what is no row at all, nothing can be read.
+        except UserError as problem:  # The file cannot be read beyond this line.
             bad.append(problem)
             break
         try:
@@ -201,9 +201,9 @@ def _checked(source: Path, limit: int | None, made: Callable[[int, Any], Questio
 def _question_and_answers(
     row: Any, questions: Sequence[str], answers: Sequence[str], where: str
 ) -> tuple[str, tuple[str, ...]]:
-    """The texts of the first of the fields that `row` has. Raises UserError."""
+    """Return question and answers from the first fields that `row` has. Raises UserError."""
     if not isinstance(row, Mapping):
-        raise UserError(f"{where} is not an object: write one JSON object a line.", code="wrong_type", key=where)
+        raise UserError(f"{where} is not an object: write one JSON object per line.", code="wrong_type", key=where)
     text, accepted = (
         next((row[name] for name in names if row.get(name) is not None), None) for names in (questions, answers)
     )
@@ -225,7 +225,7 @@ def _question_and_answers(
 
 
 def _raw_rows(source: Path) -> Iterator[tuple[int, Any]]:
-    """Rows of jsonl and parquet as they are, of csv and tsv by their header."""
+    """Yield line number and row; rows of csv and tsv are mappings by the header."""
     if source.suffix not in _TABLES:
         yield from read_rows(source)
         return
@@ -241,21 +241,23 @@ def _raw_rows(source: Path) -> Iterator[tuple[int, Any]]:
         except csv.Error as problem:
             kind = source.suffix[1:]
             raise UserError(
-                f"{source}, line {table.line_num} is no {kind} ({problem}): mend it.", code="malformed", key=str(source)
+                f"{source}, line {table.line_num} is not valid {kind} ({problem}): repair it.",
+                code="malformed",
+                key=str(source),
             ) from problem
 
 
 def split_file(
     source: Path, train: Path, heldout: Path, count: int | None = None, seed: int = 0, chosen: Path | None = None
 ) -> tuple[int, int]:
-    """Write the rows of `source` to two jsonl files; returns how many rows each has. `count` is of `split`.
+    """Split the rows of `source` into the files `train` and `heldout`; return the number of rows of each.
 
-    Where the file `chosen` has the questions to hold out, `train` gets what is not among them. Raises UserError.
+    Holds out `count` questions (see `split`), or the questions of the file `chosen`. Raises UserError.
     """
     for out in (train, heldout):
         _require_other(out, source, *([] if chosen is None else [chosen]))
     if train.resolve() == heldout.resolve():
-        raise UserError(f"{train} cannot hold both sides: give two files.", code="conflict", key=str(train))
+        raise UserError(f"{train} is given for both sides: give two files.", code="conflict", key=str(train))
     rows, texts = _read(source)
     if chosen is None:
         trained, held = divide(rows, split(texts, count, seed, str(source)))
@@ -268,18 +270,18 @@ def split_file(
 
 
 def divide(rows: Sequence[Row], held_out: Sequence[bool]) -> tuple[list[Row], list[Row]]:
-    """The rows to train on, and those held out."""
+    """Return the rows to train on and the rows held out."""
     pairs = list(zip(rows, held_out, strict=True))
     return [row for row, out in pairs if not out], [row for row, out in pairs if out]
 
 
 def apart(texts: Sequence[str], heldout: Sequence[str], name: str, heldout_name: str) -> list[bool]:
-    """Marks the questions that are in `heldout` too. Raises UserError where all are, which leaves none to train on."""
+    """Return a mask of the `texts` that are also in `heldout`. Raises UserError if none is left to train on."""
     held = set(map(_key, heldout))
     both = [_key(text) in held for text in texts]
     if all(both):
         raise UserError(
-            f"every question of {name} is held out by {heldout_name} too, and none is left to train on: give others.",
+            f"every question of {name} is also in {heldout_name}, so none is left to train on: give other questions.",
             code="empty",
             key=name,
         )
@@ -287,25 +289,27 @@ def apart(texts: Sequence[str], heldout: Sequence[str], name: str, heldout_name:
 
 
 def json_line(row: Any, name: str) -> str:
-    """The row as a line of jsonl. Raises UserError, which calls the questions `name`, for what JSON cannot hold."""
+    """Return the row as a line of jsonl. Raises UserError, with `name` for the source, for values that JSON lacks."""
     try:
         return json.dumps(row, ensure_ascii=False) + "\n"
     except (TypeError, ValueError) as problem:
-        sentence = f"{name}: a row holds what JSON cannot ({problem}): leave it out, or write it as text."
+        sentence = (
+            f"{name}: a row holds a value that JSON cannot represent ({problem}): remove it, or write it as text."
+        )
         raise UserError(sentence, code="wrong_type", key=name) from problem
 
 
 def split(texts: Sequence[str], count: int | None, seed: int, name: str) -> list[bool]:
-    """Marks the questions to hold out: `count` different ones, or a tenth and 500 at most; one at least on each side.
+    """Return a mask of the questions to hold out: `count` distinct ones; None holds out a tenth, at most 500.
 
-    Raises UserError, which calls the questions `name`, where `count` leaves a side without any.
+    Raises UserError, with `name` for the source, if a side would be empty.
     """
     different = sorted(set(map(_key, texts)), key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest())
     wanted = count if count is not None else min(MOST_HELD_OUT, max(1, round(HELD_OUT_SHARE * len(different))))
     if not 1 <= wanted < len(different):
         raise UserError(
-            f"{name} has {len(different)} different questions, of which {wanted} cannot be held out with some left to train "
-            "on: give more questions, another number, or a file of held-out questions.",
+            f"{name} has {len(different)} distinct questions, so holding out {wanted} would leave a side empty: give more "
+            "questions, another number, or a file of held-out questions.",
             code="out_of_range",
             key=name,
         )
@@ -314,7 +318,7 @@ def split(texts: Sequence[str], count: int | None, seed: int, name: str) -> list
 
 
 def _read(file: Path) -> tuple[list[Any], list[str]]:
-    """Rows, and the question of each."""
+    """Return the rows of a file and the question of each."""
     found = list(read_rows(file))
     asked = [question_of(file, line, row) for line, row in found]
     if not found:

@@ -1,8 +1,7 @@
-"""Finds what an evaluation needs: a model, questions, search. All that is missing is said at once.
+"""Finds the inputs of an evaluation: model, questions, search. Reports everything missing at once.
 
-A model is a Hugging Face folder, or a Megatron checkpoint, converted for the time that it takes; a checkpoint of a run
-must be whole. Questions are those of the public sets, by name (`rlsys data prepare`; only the split that papers
-report), or one's own.
+A model is a Hugging Face folder, or a Megatron checkpoint, which is converted temporarily; a checkpoint of a run must be
+complete. Questions are public sets by name (`rlsys data prepare`; only the split that papers report), or files.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ Choice = TypeVar("Choice", bound=StrEnum)
 
 
 def named(flag: str, word: str, kind: type[Choice]) -> Choice:
-    """The one of `kind` that is called `word`. Raises UserError, which calls it by its `flag`, for no such one."""
+    """Return the member of `kind` named `word`. Raises UserError, with `flag` in its message, if it is unknown."""
     if word not in list(kind):
-        raise UserError(f"{flag} {word} is not known: give one of {', '.join(kind)}.", code="unknown", key=flag)
+        raise UserError(f"{flag} {word} is unknown: give one of {', '.join(kind)}.", code="unknown", key=flag)
     return kind(word)
 
 
 class Baseline(StrEnum):
-    """Ways to ask the model; the help of `rlsys eval` describes each."""
+    """Ways to prompt the model; the help of `rlsys eval` describes each."""
 
     none = "none"
     direct = "direct"
@@ -50,7 +49,7 @@ class Baseline(StrEnum):
 
 
 class EngineName(StrEnum):
-    """Engines that can generate the answers."""
+    """Engines that generate answers."""
 
     sglang = "sglang"
     transformers = "transformers"
@@ -58,14 +57,14 @@ class EngineName(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """The engine and the prompts. How often and at which temperature it is asked, `eval` of the config says."""
+    """Engine and prompts of an evaluation; samples and temperature are in `eval` of the config."""
 
     engine: EngineName = EngineName.sglang
     baseline: Baseline = Baseline.none
 
 
 SEARCHING = (Baseline.none, Baseline.search, Baseline.rag)
-"""Those that need a search server."""
+"""Baselines that need a search server."""
 ALL = "all"
 
 
@@ -76,20 +75,19 @@ class EvaluationInputs:
     sources: Sequence[Source]
     model: Model
     config: RunConfig
-    """The one that was given, but with the folder that says what model it is, for what reads that before the model itself
-    is there."""
+    """Given config, with `model.path` set to the folder with config and tokenizer of the model, which is readable before a
+    checkpoint is converted."""
 
 
 async def find_inputs(
     config: RunConfig, baseline: Baseline, names: Sequence[str], data_dir: Path, model: Path | None, hf: Path | None
 ) -> EvaluationInputs:
-    """What the flags and `config` name, once nothing is missing; without `names` the set that the config holds out.
+    """Return the inputs given by flags and `config`; without `names`, the questions are `task.eval_path`.
 
-    Raises UserError with a line for all that is missing or wrong, RunError if that is an unreachable search server
-    alone.
+    Raises UserError with one line per problem, or RunError if the only problem is an unreachable search server.
     """
     problems: list[UserError | RunError] = []
-    ignored = ["task.train_path"]  # Nothing is trained.
+    ignored = ["task.train_path"]  # Not needed without training.
     sources = [Source(config.task.eval_path, Path(config.task.eval_path))]
     if names:
         ignored.append("task.eval_path")
@@ -103,7 +101,7 @@ async def find_inputs(
     if baseline not in SEARCHING:
         ignored.append("search")
     elif baseline is not Baseline.none and not config.search.enabled:
-        sentence = f"--baseline {baseline} searches, and search.enabled=false: set it to true, or leave it out."
+        sentence = f"--baseline {baseline} needs search, but search.enabled=false: set it to true, or leave it out."
         problems.append(UserError(sentence, code="conflict", key="--baseline"))
     in_config = [problem for problem in find_problems(config) if not is_about(problem, *ignored)]
     problems += map(as_error, in_config)
@@ -120,7 +118,7 @@ async def find_inputs(
 
 
 def _attempt(find: Callable[[], T], problems: list[UserError | RunError]) -> T | None:
-    """What `find` finds; None where it raises UserError, whose sentence is added to `problems`."""
+    """Return the result of `find`; None if it raises UserError, which is added to `problems`."""
     try:
         return find()
     except UserError as problem:
@@ -129,17 +127,17 @@ def _attempt(find: Callable[[], T], problems: list[UserError | RunError]) -> T |
 
 
 def as_error(problem: Problem) -> UserError:
-    """The problem as an error to raise."""
+    """Return the problem as an exception."""
     return UserError(problem.sentence, code=problem.code, key=problem.key)
 
 
 def is_about(problem: Problem, *keys: str) -> bool:
-    """True for a problem of one of `keys`, or of what is in one that is a group."""
+    """True if the problem concerns one of `keys` or a key below one of them."""
     return any(f"{problem.key}.".startswith(f"{key}.") for key in keys)
 
 
 async def _require_search(config: RunConfig) -> None:
-    """Raise RunError where the search server that `config` names cannot be asked."""
+    """Raise RunError if the search server of `config` is not reachable."""
     if config.search.url is not None:
         with silent("rlsys.search"):
             await Serving(replace(config.search, retries=1), None).require()
@@ -147,25 +145,24 @@ async def _require_search(config: RunConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is to be evaluated."""
+    """Model to evaluate."""
 
     folder: Path
     original: Path | None
-    """Where config and tokenizer of a Megatron checkpoint are; None for a Hugging Face folder."""
+    """Folder with config and tokenizer of a Megatron checkpoint; None for a Hugging Face folder."""
     step: int | None = None
-    """The step of a run's checkpoint."""
+    """Step of a run's checkpoint."""
 
     @property
     def shape(self) -> Path:
-        """The Hugging Face folder that says what model it is."""
+        """Hugging Face folder with the model's config and tokenizer."""
         return self.original or self.folder
 
 
 def find_model(path: Path, hf: Path | None, given: str) -> Model:
-    """The model at `path`: a Hugging Face folder, a checkpoint, or a run's `global_step_N`; `hf` is `--hf`.
+    """Return the model at `path`: a Hugging Face folder, a checkpoint, or a run's `global_step_N`. `hf`: value of `--hf`.
 
-    Raises UserError, which calls it `given`, for none of them, and for a checkpoint that is not whole or lacks its
-    original.
+    Raises UserError, with `given` for the path, if it is none of these, incomplete, or its original model is unknown.
     """
     if not path.is_dir():
         raise UserError(
@@ -176,7 +173,7 @@ def find_model(path: Path, hf: Path | None, given: str) -> Model:
     if (path / CONFIG).is_file():
         if hf is not None:
             raise UserError(
-                f"--hf goes with a Megatron checkpoint, and {path} is a Hugging Face folder: leave it out.",
+                f"--hf is only for a Megatron checkpoint, but {path} is a Hugging Face folder: leave it out.",
                 code="conflict",
                 key="--hf",
             )
@@ -194,21 +191,21 @@ def find_model(path: Path, hf: Path | None, given: str) -> Model:
         if inner:
             newest = max(inner, key=lambda checkpoint: step_of(checkpoint) or 0) / "actor"
             raise UserError(
-                f"{given} is a run's folder: give one of its checkpoints, such as {newest}.",
+                f"{given} is the folder of a run: give one of its checkpoints, such as {newest}.",
                 code="mismatch",
                 key=str(path),
             )
         raise UserError(
-            f"{given} does not say what model it is of: it is no Hugging Face folder ({CONFIG} is missing), and with a "
-            "Megatron checkpoint give the one that training began with as --hf.",
+            f"{given} is not a Hugging Face folder ({CONFIG} is missing); for a Megatron checkpoint, give the Hugging Face "
+            "folder of the model that training started from as --hf.",
             code="missing",
             key="--hf",
         )
     if not (original / CONFIG).is_file():
         whose = "--hf" if hf else f"The original of {path},"
         raise UserError(
-            f"{whose} {original} is not a Hugging Face folder, {CONFIG} is missing: give the one that training began with as "
-            "--hf.",
+            f"{whose} {original} is not a Hugging Face folder ({CONFIG} is missing): give the one of the model that training "
+            "started from as --hf.",
             code="mismatch",
             key=str(original),
         )
@@ -217,12 +214,12 @@ def find_model(path: Path, hf: Path | None, given: str) -> Model:
 
 @contextmanager
 def as_hf(model: Model, work: Path) -> Iterator[Path]:
-    """The Hugging Face folder of `model`, made in `work` if need be. Raises UserError for a model that says no text."""
+    """Yield the model as a Hugging Face folder, converted below `work` if necessary. Raises UserError for non-text models."""
     if model.original is None:
         _require_policy(model.folder, model.folder)
         yield model.folder
         return
-    # Loads Megatron, which a Hugging Face folder does not need.
+    # Imported late: loads Megatron, which a Hugging Face folder does not need.
     from rlsys.weights.convert.conversion import megatron_to_hf
 
     with TemporaryDirectory(dir=work, prefix=".model-") as room:
@@ -233,25 +230,25 @@ def as_hf(model: Model, work: Path) -> Iterator[Path]:
 
 
 def _require_policy(hf: Path, given: Path) -> None:
-    """Raise UserError for a model that does not say text: engines would make up the output layer that it lacks."""
+    """Raise UserError unless the model generates text; engines would initialise a missing output layer at random."""
     kinds = read_config(hf).get("architectures") or []
     named = ", ".join(map(str, kinds)) if isinstance(kinds, list) else str(kinds)
     if "Classification" in named:
         raise UserError(
-            f"{given} is a critic ({named}), which answers nothing: give the actor beside it.",
+            f"{given} is a critic ({named}), which generates no text: give the actor next to it.",
             code="mismatch",
             key=str(given),
         )
     if named and not named.endswith(("ForCausalLM", "LMHeadModel")):
         raise UserError(
-            f"{given} is a {named}, which does not continue text: give a ...ForCausalLM.",
+            f"{given} is a {named}, which does not generate text: give a ...ForCausalLM.",
             code="unsupported",
             key=str(given),
         )
 
 
 def _original(folder: Path, saved: Path) -> Path | None:
-    """What a checkpoint says it was made from: by `rlsys convert hf2mg`, or by a run."""
+    """Return the Hugging Face folder recorded in a checkpoint of `rlsys convert hf2mg` or of a run; None if unknown."""
     if (folder / MODEL / CONFIG).is_file():
         return folder / MODEL
     file = saved / RUN_CONFIG
@@ -267,22 +264,22 @@ def _original(folder: Path, saved: Path) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file of questions, and the set of those that do not say theirs; no two sources of an evaluation share it."""
+    """A question file, unique within an evaluation; `label` is the set name of questions without one."""
 
     label: str
     path: Path
 
 
 def find_sources(data: Sequence[str], folder: Path) -> list[Source]:
-    """The files of `data`: names of public sets, `all` of them, or paths of own files. Raises UserError."""
+    """Return the files for `data`: names of public sets, "all", or paths. Raises UserError."""
     names = [name for word in data for name in (SETS if word == ALL else (word,))]
     missing = [name for name in names if name in SETS and not _file_of(name, folder).is_file()]
     if missing:
         where = "" if folder == Path("data") else f" --out {shlex.quote(str(folder))}"
         commands = [f"rlsys data prepare {name}{where}" for name in ([ALL] if missing == list(SETS) else missing)]
         raise UserError(
-            f"--data {' '.join(missing)}: there is no {', '.join(str(_file_of(name, folder)) for name in missing)}; run "
-            f"`{' && '.join(commands)}`, or say with --data-dir where prepared sets are.",
+            f"--data {' '.join(missing)}: {', '.join(str(_file_of(name, folder)) for name in missing)} does not exist; run "
+            f"`{' && '.join(commands)}`, or give the folder of prepared sets with --data-dir.",
             code="not_found",
             key="--data",
         )
@@ -290,16 +287,16 @@ def find_sources(data: Sequence[str], folder: Path) -> list[Source]:
     files = [source.path.resolve() for source in sources]
     for number, source in enumerate(sources):
         if files[number] in files[:number]:
-            raise UserError(f"--data names {source.path} twice: name every set once.", code="conflict", key="--data")
+            raise UserError(f"--data gives {source.path} twice: give every set once.", code="conflict", key="--data")
     return sources
 
 
 def questions_of(sources: Sequence[Source], config: RunConfig) -> list[Question]:
-    """At most `eval.limit` questions of each source, with unique ids and the name of their set. Raises UserError."""
+    """Return up to `eval.limit` questions per source, with unique ids and their set's name. Raises UserError."""
     found = []
     for source in sources:
         questions = read_questions(source.path, config.eval.limit)
-        # Files of one name, such as test.jsonl of two sets, number their questions alike.
+        # Files of the same name, such as test.jsonl of two sets, use the same question ids.
         prefix = "" if len(sources) == 1 else f"{source.label}/"
         for question in whole_batches(questions, config.compat.validation_batch):
             data_source = question.data_source or source.label
@@ -308,7 +305,7 @@ def questions_of(sources: Sequence[Source], config: RunConfig) -> list[Question]
 
 
 def title_of(name: str) -> str:
-    """How a table names the set `name`."""
+    """Return the display name of the set `name`."""
     return SETS[name].title if name in SETS else name
 
 
@@ -322,7 +319,7 @@ def _source(name: str, folder: Path) -> Source:
     path = Path(name)
     if not path.is_file():
         raise UserError(
-            f"--data {name} is neither a set ({', '.join(SETS)}, or {ALL}) nor a file: give one of them, or the path of a "
+            f"--data {name} is neither a set ({', '.join(SETS)}, {ALL}) nor a file: give a set, or the path of a "
             "jsonl or parquet file.",
             code="unknown",
             key="--data",

@@ -1,7 +1,7 @@
-"""Asks questions to a model outside of training, through SGLang or plain transformers, with search and baseline.
+"""Runs evaluations outside of training, through SGLang or plain transformers, with search and baselines.
 
-Both engines run the episodes that training runs; only what generates a turn differs. A baseline is another prompt about
-the raw question and other limits of the episode, nothing else.
+Both engines run the same episodes as training; only the generator differs. A baseline differs in prompt and episode limits
+only.
 """
 
 from __future__ import annotations
@@ -76,15 +76,15 @@ _TASKS = {
     ),
     Baseline.search: search_prompt("?").rpartition(_QUESTION)[0],
 }
-"""Instructions of each baseline; the question follows them."""
+"""Baseline -> instructions that precede the question."""
 _TAG = re.compile(r"(?<=<|/)(search|answer|information)(?=>)")
 
 
 def limits_of(baseline: Baseline, config: RunConfig) -> RunConfig:
-    """`config` with the limits of an episode that `baseline` has.
+    """Return `config` with the episode limits of `baseline`.
 
-    Prompts are not the rows' own, so they are held to what is left beside one turn. Only the answer's tag ends a
-    generation that may not search. None has tools of the task's own, for no prompt of theirs speaks of them.
+    The baseline's own prompt may use all tokens but those of one turn. Without searches, only the answer tag stops
+    generation. Baselines have no task tools, because their prompts do not mention them.
     """
     if baseline is Baseline.none:
         return config
@@ -97,19 +97,19 @@ def limits_of(baseline: Baseline, config: RunConfig) -> RunConfig:
 
 
 def require_texts(baseline: Baseline, questions: Sequence[Question]) -> None:
-    """Raise UserError where `baseline` would need the raw text of a question that does not have it."""
+    """Raise UserError if `baseline` needs raw questions and one lacks its text."""
     lacking = next((question.uid for question in questions if not question.text.strip()), None)
     if baseline is not Baseline.none and lacking is not None:
         raise UserError(
-            f"--baseline {baseline} writes prompts of its own, and question {lacking} has its text only inside a prompt: "
-            'give rows with the raw question, such as those of `rlsys data prepare` or with a field "question".',
+            f"--baseline {baseline} needs the raw questions for its prompts, but question {lacking} has only a prompt: "
+            'give rows with a field "question", such as those of `rlsys data prepare`.',
             code="conflict",
             key="--baseline",
         )
 
 
 def prompted(baseline: Baseline, question: Question, tags: TagsConfig, passages: str = "") -> Question:
-    """`question` with the prompt of `baseline`; `passages` stand between their tags."""
+    """Return `question` with the prompt of `baseline`; `passages` include their tags."""
     if baseline is Baseline.none:
         return question
     task = _TAG.sub(lambda tag: str(getattr(tags, tag.group())), _TASKS[baseline])
@@ -119,9 +119,9 @@ def prompted(baseline: Baseline, question: Question, tags: TagsConfig, passages:
 async def with_passages(
     questions: Sequence[Question], search: SearchTool, codec: Codec, config: RunConfig
 ) -> list[Question]:
-    """`questions` with the prompt of `rag`: the passages look as in the loop, and are cut to the same length.
+    """Return `questions` with the `rag` prompt; passages are formatted and truncated as in the search loop.
 
-    Raises RunError for a search that failed: a prompt without its passages is another baseline.
+    Raises RunError for a failed search, because a prompt without passages would be another baseline.
     """
     task, observer = config.task, Observer(config.task.tags, codec)
     slots = asyncio.Semaphore(config.search.max_concurrent)
@@ -147,11 +147,10 @@ async def run_evaluation(
     report: Callable[[str], None] = lambda _: None,
     note: Callable[[Answered], None] = lambda _: None,
 ) -> Evaluation:
-    """Ask `questions` to the model of a valid `config`, with its search server, or one that is started for it.
+    """Evaluate the model of a valid `config` on `questions`, with its search server, started if necessary.
 
-    `report` gets the progress, `note` every answer as soon as it is there. Raises UserError for settings that the
-    engine cannot have and for a question without the text that `how` needs, RunError if no search server answers where
-    one is needed.
+    `report` receives the progress, `note` each answer as it arrives. Raises UserError for settings that the engine does not
+    support and for a question without the text that `how` needs, RunError if a needed search server does not respond.
     """
     require_texts(how.baseline, questions)
     limited = limits_of(how.baseline, config)
@@ -171,13 +170,13 @@ async def _run(
     note: Callable[[Answered], None],
 ) -> Evaluation:
     if how.baseline is Baseline.rag:
-        report(f"searches for {len(questions)} questions")
+        report(f"searching for {len(questions)} questions")
         codec = Codec(AutoTokenizer.from_pretrained(config.model.path))
         async with open_tool(config.search) as search:
             questions = await with_passages(questions, search, codec, config)
     else:
         questions = [prompted(how.baseline, question, config.task.tags) for question in questions]
-    report(f"starts {how.engine}")
+    report(f"starting {how.engine}")
     async with asking(config, how.engine) as ask:
         options: dict[str, Any] = {"samples": config.eval.samples, "temperature": config.eval.temperature, "note": note}
         most, score = config.rollout.max_episodes, heldout_score(config)
@@ -186,13 +185,13 @@ async def _run(
 
 
 def evaluate_into_folder(inputs: EvaluationInputs, how: How, shown: int, out: Path | None) -> None:
-    """Evaluate, write the files to `out` or a new folder, with `shown` right and wrong answers, print the figures."""
+    """Evaluate, write the results to `out` or a new folder, with `shown` right and wrong samples, and print the table."""
     config = inputs.config
     questions = questions_of(inputs.sources, config)
     started = time.time()
     with _results_folder(config, out) as folder:
         with (
-            Console(stderr=True).status("begins") as status,
+            Console(stderr=True).status("starting") as status,
             noting(folder) as note,
             as_hf(inputs.model, folder) as path,
         ):
@@ -201,40 +200,41 @@ def evaluate_into_folder(inputs: EvaluationInputs, how: How, shown: int, out: Pa
         settings = settings_of(inputs, how, started, time.time())
         sets = write_results(evaluation, folder, settings, shown, config.trainer.seed)
     Console().print(render_table(sets))
-    where = (
-        f"The figures are in {folder / RESULTS}, all answers in {ANSWERS} and a page of samples in {PAGE} beside it."
-    )
+    where = f"The results are in {folder / RESULTS}; {ANSWERS} next to it has all answers, {PAGE} is a page of samples."
     Console().print(where, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
 def _results_folder(config: RunConfig, out: Path | None) -> Iterator[Path]:
-    """The folder to write to, without earlier results; a new one goes again if the body fails and leaves it empty."""
+    """Yield the output folder, which must have no results; if the body fails, a new and empty folder is removed."""
     is_new = out is None or not out.exists()
     if out is None:
         out = new_run_dir(replace(config, name="eval"))
     if (out / RESULTS).exists():
         raise UserError(
-            f"--out {out} holds the results of an evaluation already: give another folder.", code="exists", key="--out"
+            f"--out {out} already holds the results of an evaluation: give another folder.", code="exists", key="--out"
         )
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise UserError(
-            f"--out {out} cannot be made ({problem.strerror}): give another folder.", code="denied", key="--out"
+            f"--out {out} cannot be created ({problem.strerror}): give another folder.", code="denied", key="--out"
         ) from problem
     try:
         yield out
     except BaseException:
         if is_new:
             with suppress(OSError):
-                out.rmdir()  # Only where it is empty.
+                out.rmdir()  # Succeeds only if it is empty.
         raise
 
 
 @asynccontextmanager
 async def asking(config: RunConfig, engine: EngineName) -> AsyncIterator[Ask]:
-    """Ask the model of `config` through `engine`, which runs within the context. Raises UserError, RunError."""
+    """Yield a function that runs one episode of `config` with `engine`, which lives in the context.
+
+    Raises UserError or RunError.
+    """
     async with AsyncExitStack() as stack:
         codec = open_codec(config.model.path, f"model.path={config.model.path}")
         generator = await stack.enter_async_context(open_generator(config, engine))
@@ -254,7 +254,7 @@ async def asking(config: RunConfig, engine: EngineName) -> AsyncIterator[Ask]:
 
 @asynccontextmanager
 async def open_generator(config: RunConfig, engine: EngineName) -> AsyncIterator[Streaming]:
-    """A generator of the model of `config`: started here, and ended on the way out. Raises as `asking` does."""
+    """Start a generator for the model of `config`, and stop it on exit. Raises UserError or RunError."""
     if engine is EngineName.transformers:
         yield await _from_thread(lambda: _transformers(config))
         return
@@ -271,34 +271,34 @@ async def open_generator(config: RunConfig, engine: EngineName) -> AsyncIterator
 
 
 class UnusedSearch:
-    """The tool of episodes that have no turn to search in."""
+    """Search tool of episodes that may not search."""
 
     async def search(self, query: str) -> SearchResult:
         raise AssertionError(f"an episode without searches has searched for {query!r}")
 
 
 def open_codec(folder: str | Path, given: str) -> Codec:
-    """The codec of the model in `folder`, for sentences `given`. Raises UserError for a tokenizer that cannot be read."""
+    """Return the codec of the model in `folder`. Raises UserError, with `given` for it, if the tokenizer is unreadable."""
     try:
         return Codec(AutoTokenizer.from_pretrained(folder))
     except Exception as problem:  # The tokenizers library raises nothing narrower.
         reason = (str(problem).splitlines() or [type(problem).__name__])[0].rstrip(".")
         raise UserError(
-            f"{given} has no tokenizer that can be read ({reason}): give a whole model folder.",
+            f"{given} has no readable tokenizer ({reason}): give a complete model folder.",
             code="malformed",
             key=str(folder),
         ) from problem
 
 
 async def _from_thread(work: Callable[[], T]) -> T:
-    """What `work` returns, from a thread that nobody waits for after a cancellation, not even the end of the process."""
+    """Run `work` in a daemon thread and return its result; neither cancellation nor process exit waits for the thread."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             done.set_result(work())
-        except Exception as problem:  # noqa: BLE001 (is raised where it is waited for)
+        except Exception as problem:  # noqa: BLE001 (raised in the awaiting task)
             done.set_exception(problem)
 
     Thread(target=run, daemon=True).start()
@@ -306,11 +306,11 @@ async def _from_thread(work: Callable[[], T]) -> T:
 
 
 def require_its_weights(folder: Path) -> None:
-    """Raise UserError for weights of another model than the folder's config says.
+    """Raise UserError if the weights in the folder do not match its config.
 
-    SGLang makes up what it does not find. A family that rlsys does not know is left to it.
+    SGLang would initialise missing weights at random. Model families that rlsys does not support are not checked.
     """
-    # Loads Megatron's formats, which plain transformers need not.
+    # Imported late: loads Megatron's formats, which plain transformers does not need.
     from rlsys.weights.convert.model_folder import architecture_in, check_hf
     from rlsys.weights.hf_io import HfReader
     from rlsys.weights.weight_map import WeightMap
@@ -326,8 +326,8 @@ def _transformers(config: RunConfig) -> Streaming:
     drawn, engine = config.rollout.sampling, config.rollout.engine
     if config.compat.sampled_validation and (drawn.top_p != 1 or drawn.top_k != -1):
         raise UserError(
-            f"compat.sampled_validation=true draws with rollout.sampling top_p={drawn.top_p:g} and top_k={drawn.top_k}, and "
-            "--engine transformers draws from the whole vocabulary: use sglang.",
+            f"compat.sampled_validation=true samples with top_p={drawn.top_p:g} and top_k={drawn.top_k} of rollout.sampling, "
+            "but --engine transformers samples from the whole vocabulary: use sglang.",
             code="unsupported",
             key="compat.sampled_validation",
         )
@@ -336,7 +336,7 @@ def _transformers(config: RunConfig) -> Streaming:
 
 
 _GATHER_S = 0.02
-"""How long a batch waits for further requests."""
+"""Time that a batch waits for further requests."""
 
 
 @dataclass(slots=True)
@@ -346,24 +346,24 @@ class _Request:
     draws: torch.Generator
     heard: Heard | None
     loop: asyncio.AbstractEventLoop
-    """The loop that `heard` is called in."""
+    """Event loop in which `heard` is called."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: Literal["", "stop", "length", "abort"] = ""
 
 
 class TransformersGenerator:
-    """Decodes with a Hugging Face model: the independent check of what the engine answers, and slower by design.
+    """Generates with a Hugging Face model: an independent check of the engine, and slower by design.
 
-    Requests that wait at the same time are decoded together, padded on the left. What is drawn for a request depends on
-    its id and the seed, not on the company it has. Raises `UserError` for a folder that does not hold a whole model.
+    Waiting requests are decoded as one left-padded batch. The random draws of a request depend on its id and the seed, not
+    on the other requests. Raises `UserError` for a folder without a complete model.
     """
 
     def __init__(self, model_path: str, dtype: Dtype, device: Device, max_batch: int, seed: int = 0) -> None:
         self._device = torch.device("cuda" if device is Device.gpu else "cpu")
         self._tokenizer, model = _loaded(model_path, getattr(torch, dtype))
         self._model = model.to(self._device).eval()
-        # Every token that ends a turn: the tokenizer's, and those of both configs, which may be several (as in SGLang).
+        # Tokens that end a turn: those of the tokenizer and of both configs, as in SGLang.
         known = (self._tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id)
         listed = [ends if isinstance(ends, list) else [ends] for ends in known]
         self._ends = frozenset(token for ends in listed for token in ends if token is not None)
@@ -374,17 +374,18 @@ class TransformersGenerator:
     async def generate(
         self, input_ids: list[int], sampling: TurnSampling, rid: str, heard: Heard | None = None
     ) -> Generation:
-        """Continue `input_ids`; `heard` follows token by token. Raises ValueError where the vocabulary is cut."""
+        """Continue `input_ids`; calls `heard` after every token. Raises ValueError for top_p or top_k sampling."""
         if sampling.top_p != 1 or sampling.top_k != -1:
             raise ValueError(
-                f"{rid}: top_p={sampling.top_p} and top_k={sampling.top_k} cut the vocabulary, this generator draws from it all"
+                f"{rid}: top_p={sampling.top_p} and top_k={sampling.top_k} are not supported: this generator samples from the "
+                "whole vocabulary"
             )
         digest = hashlib.sha256(f"{self._seed}:{rid}".encode()).digest()
         draws = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
         request = _Request(input_ids, sampling, draws, heard, asyncio.get_running_loop())
         self._waiting.append(request)
         try:
-            async with self._turn:  # whoever's turn it is decodes for all that wait, itself first
+            async with self._turn:  # The holder of the lock decodes for all waiting requests, its own first.
                 if not request.finish:
                     await asyncio.sleep(_GATHER_S)
                     await self._decode_batch(request)
@@ -394,7 +395,7 @@ class TransformersGenerator:
         return Generation(request.token_ids, request.logprobs, request.finish, cached_tokens=0, versions=versions)
 
     async def _decode_batch(self, own: _Request) -> None:
-        """Decode for those that wait, `own` among them. A cancelled caller leaves when the others have theirs."""
+        """Decode the waiting requests, `own` among them. A cancelled caller returns only after the whole batch is done."""
         batch = [request for request in self._waiting if not request.finish][: self._max_batch]
         work = asyncio.ensure_future(asyncio.to_thread(self._decode, batch))
         try:
@@ -408,7 +409,7 @@ class TransformersGenerator:
 
     @torch.inference_mode()
     def _decode(self, batch: Sequence[_Request]) -> None:
-        """Append tokens to every request until each is finished."""
+        """Append tokens to the requests until all are finished."""
         tokens, mask = self._left_padded([request.input_ids for request in batch])
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         temperatures = torch.tensor([[request.sampling.temperature or 1.0] for request in batch], device=self._device)
@@ -450,24 +451,24 @@ class TransformersGenerator:
 
 
 def _loaded(model_path: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Tokenizer and model. Weights that the files lack are refused: transformers would draw them at random."""
+    """Load tokenizer and model. Raises UserError for missing weights, which transformers would initialise at random."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_path)
-        # Mismatched sizes are refused below, in a sentence that says which.
+        # Mismatched sizes are reported below, with the names of the weights.
         options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = AutoModelForCausalLM.from_pretrained(model_path, **options)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as problem:
         reason = (str(problem).splitlines() or [type(problem).__name__])[0].rstrip(".")
         raise UserError(
-            f"model.path={model_path} cannot be loaded: {reason}; give a whole model folder.",
+            f"model.path={model_path} cannot be loaded: {reason}; give a complete model folder.",
             code="malformed",
             key="model.path",
         ) from problem
     lacking = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
     if lacking:
         raise UserError(
-            f"model.path={model_path} lacks {len(lacking)} weights of the model that its config.json names, {min(lacking)} among "
-            "them: give a whole model folder.",
+            f"model.path={model_path} lacks {len(lacking)} weights of the model in its config.json, such as {min(lacking)}: "
+            "give a complete model folder.",
             code="mismatch",
             key="model.path",
         )
@@ -475,7 +476,7 @@ def _loaded(model_path: str, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def _choose(logprobs: torch.Tensor, batch: Sequence[_Request]) -> torch.Tensor:
-    """[batch, 1] the next token of each request: the likeliest, or one drawn where it has a temperature."""
+    """Return the next token of each request, [batch, 1]: the most likely one, or a sampled one at a temperature above 0."""
     chosen = logprobs.argmax(dim=-1, keepdim=True)
     for row, request in enumerate(batch):
         if request.sampling.temperature:

@@ -1,12 +1,11 @@
-"""Writes the files of an evaluation: figures and settings for programs, every answer, and a page for people.
+"""Writes the files of an evaluation: results.json (metrics and settings), answers.jsonl (all answers), samples.html.
 
-Contract: each appears whole or not at all; `results.json` comes last. Until then the answers that are known lie in
-`answers.partial.jsonl`. Everything on the page that a model, the web or a data set has written is untrusted: it is text
-of a tree that the serialiser escapes, after control characters and marks that reorder text are spelled out. Filters are
-radio buttons that the style sheet reads: the page has no script, and its policy allows none.
+Contract: files are written atomically, `results.json` last. Until then finished answers are in `answers.partial.jsonl`.
+Text of a model, the web or a data set is untrusted: control characters and bidi marks are spelled out, and the serialiser
+escapes the rest. The page has no script, and its policy allows none; its filters are radio buttons and CSS.
 
-The mean over sets weighs every set alike, as the papers' "Avg." does. The unit of every interval is the question:
-several answers to one are averaged first, because they are not independent.
+The average over sets weighs every set equally, like "Avg." in papers. Intervals treat the question as the unit: several
+answers to a question are averaged first, because they are not independent.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation, answer_l
 from rlsys.orchestrator.evaluation.scores import LEVEL, Estimate, estimate, mean_of, pass_at
 
 UNNAMED = "questions"
-"""The set of questions that do not say theirs."""
+"""Set name of questions without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetFigures:
-    """Figures of one set, or of several on average; scores, searches and tokens are of one answer."""
+    """Metrics of one set, or of the average of several; scores, searches and tokens are means per answer."""
 
     name: str
     questions: int
@@ -55,20 +54,20 @@ class SetFigures:
     searches: float
     tokens: float
     search_errors: int
-    """Searches that failed, in all."""
+    """Total number of failed searches."""
     pass_at: Mapping[int, Estimate] = field(default_factory=dict)
-    """Chance that one of so many answers is right, where there are several."""
+    """k -> probability that at least one of k answers is right; empty with one answer per question."""
     by_hop: tuple[SetFigures, ...] = ()
-    """By hops, where the set has questions of more than one kind; the names are their numbers."""
+    """Metrics by number of hops, which is their name; empty unless the set has several."""
 
 
 def summarise(evaluation: Evaluation) -> list[SetFigures]:
-    """The figures of every set, in the order of the questions."""
+    """Return the metrics of every set, in the order of the questions."""
     return [_figures(name or UNNAMED, part) for name, part in evaluation.by_source.items()]
 
 
 def average(sets: Sequence[SetFigures]) -> SetFigures:
-    """Their mean; the counts are sums."""
+    """Return the unweighted mean over sets; counts are sums."""
     columns: dict[str, Any] = {
         field.name: [getattr(figures, field.name) for figures in sets] for field in fields(SetFigures)
     }
@@ -82,12 +81,12 @@ def average(sets: Sequence[SetFigures]) -> SetFigures:
 
 
 def overall(sets: Sequence[SetFigures]) -> list[SetFigures]:
-    """The rows that follow those of `sets` in a table: the average of several; below one there is none."""
+    """Return the rows below those of `sets` in a table: the average if there are several sets, else none."""
     return [average(sets)] if len(sets) > 1 else []
 
 
 def tries(samples: int) -> list[int]:
-    """The k of pass@k that `samples` answers to a question are reported for: 1, 2, 4, ... and all of them."""
+    """Return the k of pass@k to report for `samples` answers per question: 1, 2, 4, ... and `samples`."""
     if samples == 1:
         return []
     return [2**power for power in range((samples - 1).bit_length())] + [samples]
@@ -121,24 +120,26 @@ def _figures(name: str, part: Evaluation, *, split: bool = True) -> SetFigures:
 
 
 def render_table(sets: Sequence[SetFigures]) -> RenderableType:
-    """A table in 80 columns, shares in percent above their intervals: a row a set, one for each number of hops, and the
-    average of several sets; chances of several answers below."""
+    """Return tables of 80 columns: scores by set, by hops and on average, and pass@k.
+
+    Shares are in percent, with their intervals below.
+    """
     below = overall(sets)
     parts: list[RenderableType] = [_scores(sets, below)]
     if sets[0].pass_at:
-        chances = _table("One of k answers is right", *(f"pass@{k}" for k in sets[0].pass_at))
+        chances = _table("At least one of k right", *(f"pass@{k}" for k in sets[0].pass_at))
         for row in (*sets, *below):
             chances.add_row(Text(visible(title_of(row.name))), *map(_share, row.pass_at.values()))
         parts += [Text(), chances]
-    parts.append(Text("in percent, with 95 % intervals; the average weighs every set alike", "dim"))
+    parts.append(Text("scores in percent, with 95 % intervals; the average weighs every set equally", "dim"))
     failed = sum(figures.search_errors for figures in sets)
     if failed:
-        parts.append(Text(f"{failed} searches failed: these figures are not those of the whole search.", "red"))
+        parts.append(Text(f"{failed} searches failed: these results do not reflect a fully working search.", "red"))
     return Group(*parts)
 
 
 def _scores(sets: Sequence[SetFigures], below: Sequence[SetFigures]) -> Table:
-    table = _table("", "asked", "EM", "F1", "sub-EM", "finished", "searches", "tokens")
+    table = _table("", "questions", "EM", "F1", "sub-EM", "finished", "searches", "tokens")
 
     def add(row: SetFigures, title: str, style: str = "") -> None:
         name = Text(visible(title), overflow="fold")
@@ -169,7 +170,7 @@ def _share(value: Estimate) -> Text:
 
 
 def _percent(share: float) -> str:
-    """At most four characters, so that a row fits."""
+    """Format a share in percent with at most four characters."""
     text = f"{share * 100:.1f}"
     return "100" if text == "100.0" else text
 
@@ -183,9 +184,9 @@ RIGHT, WRONG = "right", "wrong"
 def write_results(
     evaluation: Evaluation, out: Path, settings: Mapping[str, Any], shown: int, seed: int
 ) -> list[SetFigures]:
-    """Write the three files to `out`, at most `shown` right and as many wrong answers of each set to the page.
+    """Write the three files to `out` and return the metrics of every set.
 
-    Returns the figures of every set. `settings` are whatever tells how they came about.
+    The page shows at most `shown` right and as many wrong answers per set. `settings`: see `settings_of`.
     """
     sets = summarise(evaluation)
     write_atomically(out / ANSWERS, "".join(map(answer_line, evaluation.answered)))
@@ -203,7 +204,7 @@ def write_results(
 
 
 def settings_of(inputs: EvaluationInputs, how: How, started: float, ended: float) -> dict[str, Any]:
-    """The `settings` of an evaluation that began and ended at these times, in seconds since the epoch."""
+    """Return the `settings` for results.json; `started` and `ended` are in seconds since the epoch."""
     model, asked = inputs.model, inputs.config.eval
     return {
         "config": as_dict(inputs.config),
@@ -222,7 +223,7 @@ def settings_of(inputs: EvaluationInputs, how: How, started: float, ended: float
 
 @contextmanager
 def noting(out: Path) -> Iterator[Callable[[Answered], None]]:
-    """Write every answer to `answers.partial.jsonl` of `out` at once."""
+    """Yield a function that appends an answer to `answers.partial.jsonl` in `out` immediately."""
     path = out / PARTIAL
     with path.open("w", encoding="utf-8") as lines:
 
@@ -238,7 +239,7 @@ def noting(out: Path) -> Iterator[Callable[[Answered], None]]:
 
 
 def render_page(evaluation: Evaluation, sets: Sequence[SetFigures], shown: int, seed: int) -> str:
-    """The page, with at most `shown` right and as many wrong answers of each of `sets`, drawn with `seed`."""
+    """Return the page, with at most `shown` right and as many wrong answers per set, sampled with `seed`."""
     parts = enumerate(evaluation.by_source.values())
     picked = [(number, answer) for number, part in parts for answer in _pick(part.answered, shown, Random(seed))]
     verdicts = {f"is-{name}": name for name in ("all", RIGHT, WRONG)}
@@ -250,7 +251,7 @@ def render_page(evaluation: Evaluation, sets: Sequence[SetFigures], shown: int, 
     _add(head, "meta", name="viewport", content="width=device-width, initial-scale=1")
     _add(head, "title", "Answers of an evaluation")
     style = (files("rlsys.apps.evaluation") / "static" / "samples.css").read_text(encoding="utf-8")
-    _add(head, "style").text = f"\n{style}{_filter_rules(len(sets))}"  # Not escaped: it holds no text of others.
+    _add(head, "style").text = f"\n{style}{_filter_rules(len(sets))}"  # Not escaped: it holds no untrusted text.
     body = _add(page, "body")
     for group, choices in (("verdict", verdicts), ("set", names)):
         for identity in choices:
@@ -259,8 +260,8 @@ def render_page(evaluation: Evaluation, sets: Sequence[SetFigures], shown: int, 
     header = _add(body, "header")
     _add(header, "h1", "Answers")
     drawn = (
-        f"{len(picked)} of {len(evaluation.answered)}: at most {shown} right and {shown} wrong ones of each set, drawn at "
-        "random. Answers and passages are shown as they came."
+        f"{len(picked)} of {len(evaluation.answered)} answers: a random sample of at most {shown} right and {shown} wrong "
+        "ones per set. Answers and passages are unedited."
     )
     _add(header, "p", drawn)
     nav = _add(body, "nav")
@@ -272,12 +273,12 @@ def render_page(evaluation: Evaluation, sets: Sequence[SetFigures], shown: int, 
     main.append(_figures_element(sets))
     for number, answer in picked:
         main.append(_article(number, answer))
-    _add(main, "p", "None of the answers shown is of this kind.", **{"class": "none"})
+    _add(main, "p", "No answer matches the filters.", **{"class": "none"})
     return f"<!doctype html>\n{Tree.tostring(page, encoding='unicode', method='html')}\n"
 
 
 def _pick(answered: Sequence[Answered], most: int, draws: Random) -> Iterable[Answered]:
-    """At most so many right and as many wrong answers, in their order."""
+    """Sample at most `most` right and as many wrong answers; keep their order."""
     picked: set[int] = set()
     for right in (True, False):
         places = [place for place, one in enumerate(answered) if (one.em == 1) is right]
@@ -286,10 +287,10 @@ def _pick(answered: Sequence[Answered], most: int, draws: Random) -> Iterable[An
 
 
 def _figures_element(sets: Sequence[SetFigures]) -> Tree.Element:
-    """The table of all sets."""
+    """Return the table of all sets."""
     box = Tree.Element("div", {"class": "figures"})
     table = _add(box, "table")
-    _add(table, "caption", "In percent, with 95 % intervals.")
+    _add(table, "caption", "Scores in percent, with 95 % intervals.")
     row = _add(_add(table, "thead"), "tr")
     for name in ("", "questions", "EM", "F1", "sub-EM", "finished", "searches", "tokens"):
         _add(row, "th", name, scope="col")
@@ -307,7 +308,7 @@ def _figures_element(sets: Sequence[SetFigures]) -> Tree.Element:
 
 
 def _article(number: int, one: Answered) -> Tree.Element:
-    """One answer and, folded, how it came about."""
+    """Return one answer with its folded episode."""
     question, trajectory = one.question, one.trajectory
     verdict = RIGHT if one.em == 1 else WRONG
     article = Tree.Element("article", {"class": f"{verdict} set-{number}"})
@@ -336,21 +337,24 @@ def _article(number: int, one: Answered) -> Tree.Element:
 
 
 def _block(parent: Tree.Element, kind: str, text: str) -> None:
-    """A text of several lines with who wrote it."""
+    """Add a text block, labelled with its author `kind`."""
     _add(parent, "p", kind, **{"class": "who"})
     _add(parent, "pre", text.strip("\n"), **{"class": kind})
 
 
 def _add(parent: Tree.Element, tag: str, text: str = "", /, **attributes: str) -> Tree.Element:
-    """A new last child of `parent`. Its text may be anyone's; tags and attributes are this module's own."""
+    """Append a child to `parent`. `text` may be untrusted; tag and attributes must not be."""
     child = Tree.SubElement(parent, tag, attributes)
     child.text = visible(text)
     return child
 
 
 def _filter_rules(sets: int) -> str:
-    """Rules that hide what is not chosen, for so many sets: their articles have the class `set-N`, their button the id
-    `of-N`; verdicts are the classes `right` and `wrong`, the buttons `is-right` and `is-wrong`."""
+    """Return CSS rules that hide articles which the filters exclude.
+
+    Sets: article class `set-N`, button id `of-N`. Verdicts: article classes `right` and `wrong`, button ids `is-right` and
+    `is-wrong`.
+    """
     hide, show = "{ display: none; }\n", "{ display: block; }\n"
     buttons = ["is-all", "is-right", "is-wrong", "of-all", *(f"of-{number}" for number in range(sets))]
     chosen = "{ background: var(--text); color: var(--back); border-color: var(--text); }\n"
@@ -362,7 +366,7 @@ def _filter_rules(sets: int) -> str:
         f"#is-{WRONG}:checked ~ main article.{RIGHT} {hide}",
     ]
     rules += [f"#of-{number}:checked ~ main article:not(.set-{number}) {hide}" for number in range(sets)]
-    # Nothing is left where no article has both of what is chosen: this is said.
+    # Show the message if no article matches both filters.
     rules.append(f"main:not(:has(article)) .none {show}")
     for verdict in (RIGHT, WRONG):
         rules.append(f"#is-{verdict}:checked ~ main:not(:has(article.{verdict})) .none {show}")

@@ -1,4 +1,4 @@
-// Bars: one that is split into shares, stacks over steps, and histograms. Each can be read by pointer and by arrow keys.
+// Bars: a bar split into shares, stacked bars over steps, and histograms; readable by pointer and by arrow keys.
 
 import { add, fitted, h, hideTip, readByKeys, showTip, svg, tipRows } from "./dom.js";
 import { niceTicks } from "./chart.js";
@@ -6,7 +6,7 @@ import { number, share, tickTexts } from "./format.js";
 
 const MARGIN = { top: 8, right: 10, bottom: 20, left: 46 };
 
-// One bar, with its key below. parts: [{name, value, colour}]; shows `format(value)` and the share of all.
+// One bar with its legend below. parts: [{name, value, colour}]; shows `format(value)` and each share.
 export function shareBar(parts, { label, format, keys = true }) {
   const shown = parts.filter((part) => part.value > 0);
   const total = shown.reduce((sum, part) => sum + part.value, 0);
@@ -20,7 +20,7 @@ export function shareBar(parts, { label, format, keys = true }) {
       onpointerleave: hideTip,
     }, part.value / total > 0.08 ? h("span", {}, share(part.value / total)) : null)));
   if (!keys) {
-    // Without a key below, which says it all, what the pointer finds out is there for the arrow keys too.
+    // Without a legend, arrow keys read the values that the pointer shows.
     bar.tabIndex = 0;
     bar.id = `bar-${label.replace(/\W+/g, "-")}`;
     readByKeys(bar, shown.length, (place) => {
@@ -34,8 +34,8 @@ export function shareBar(parts, { label, format, keys = true }) {
       h("span", { class: "n" }, `${share(part.value / total)} · ${format(part.value)}`)))));
 }
 
-// Bars side by side in the order given: [{label, title, parts: [{name, value, colour}]}]; neighbours are put together
-// where there are more than fit. `chosen(index)` is called on a click or Enter.
+// Bars side by side, in the given order: [{label, title, parts: [{name, value, colour}]}]; neighbours are averaged if there
+// are more bars than fit. A click or Enter calls `chosen(index)`.
 export function stackedBars({ bars, format, height = 220, label, chosen, selected }) {
   if (!bars.length) return null;
   const box = h("div", { class: "plot", tabindex: 0, role: chosen ? "listbox" : "img", id: `plot-${label.replace(/\W+/g, "-")}`, style: { "min-height": `${height}px` },

@@ -1,5 +1,4 @@
-// Curves over steps. Charts of one page share a crosshair: the step under the pointer, or the one that arrow keys chose, is
-// marked in all of them.
+// Line charts over steps. All charts of a page share a crosshair at the step under the pointer or chosen by arrow keys.
 
 import { add, fitted, h, hideTip, showTip, svg, tipRows } from "./dom.js";
 import { number, tickTexts } from "./format.js";
@@ -7,7 +6,7 @@ import { number, tickTexts } from "./format.js";
 const MARGIN = { top: 8, right: 10, bottom: 20, left: 46 };
 const drawn = new Set();
 const MOST_TICKS = 50;
-const SAME = 1e-9; // Figures that differ by less than this part of themselves are one figure and noise of its last digits.
+const SAME = 1e-9; // Relative difference below which values count as equal.
 
 export function niceTicks(low, high, count) {
   const raw = (high - low) / Math.max(1, count);
@@ -41,7 +40,7 @@ export function lineChart({ title, note, series, format = number, height = 150, 
     .map((one) => ({ ...one, points: one.points.filter((point) => Number.isFinite(point[1]) && (!log || point[1] > 0)) }))
     .filter((one) => one.points.length);
   if (!lines.length) return null;
-  // Its height is there before it is drawn, so that a page that is drawn anew stays where it was scrolled to.
+  // The height is set before drawing, so that redrawing the page keeps its scroll position.
   const box = h("div", { class: "plot", tabindex: 0, role: "img", id: `plot-${title.replace(/\W+/g, "-")}`, style: { "min-height": `${height}px` } });
   const latest = h("span", { class: "latest" }, lines.length === 1 ? format(lines[0].points.at(-1)[1]) : null);
   const figure = h("figure", { class: "chart" },
@@ -56,7 +55,7 @@ export function lineChart({ title, note, series, format = number, height = 150, 
   return figure;
 }
 
-// `brief` leaves the names to the page, which says once what each colour is.
+// `brief` hides the names, because the page explains the colours once.
 function legend(lines, format, brief) {
   return h("ul", { class: "legend" }, lines.map((one) =>
     h("li", { title: one.name }, h("i", { class: "key", style: { background: one.colour } }), h("span", { class: brief ? "hidden" : null }, one.name), h("span", { class: "n" }, format(one.points.at(-1)[1])))));
@@ -149,7 +148,7 @@ export function colourOf(number) {
   return `var(--s${number % 6})`;
 }
 
-// A run's name behind its colour, for the head of its row or column.
+// A run's colour and name, as the head of its row or column.
 export function named(run, place) {
   return h("span", {}, h("i", { class: "key", style: { background: colourOf(place) } }), run.name);
 }

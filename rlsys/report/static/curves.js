@@ -1,4 +1,4 @@
-// Every figure of every step, by the first part of its name.
+// Every metric over all steps, grouped by the first part of its name.
 
 import { h } from "./dom.js";
 import { formatOf, plural } from "./format.js";
@@ -22,11 +22,11 @@ export function curves(all, now) {
   const count = h("output", { class: "soft" });
   const draw = (text) => {
     const wanted = names.filter((name) => text.toLowerCase().split(/\s+/).every((word) => name.toLowerCase().includes(word)));
-    count.textContent = plural(wanted.length, "figure");
+    count.textContent = plural(wanted.length, "metric");
     found.replaceChildren();
     for (const [part, some] of Object.entries(Object.groupBy(wanted, (name) => name.split("/")[0]))) {
       const grid = h("div", { class: "charts dense" });
-      const fold = h("details", { open: text !== "" || part !== "engine" }, h("summary", {}, h("h2", {}, part), h("small", {}, plural(some.length, "figure"))), grid);
+      const fold = h("details", { open: text !== "" || part !== "engine" }, h("summary", {}, h("h2", {}, part), h("small", {}, plural(some.length, "metric"))), grid);
       const fill = () => grid.childElementCount || grid.append(...some.map((name) => curveOf(all.runs, name, { height: 120 })).filter(Boolean));
       fold.addEventListener("toggle", () => fold.open && fill());
       if (fold.open) fill();
@@ -34,12 +34,12 @@ export function curves(all, now) {
     }
   };
   const search = h("input", {
-    type: "search", id: "figure", placeholder: "entropy, idle, kl …", "aria-label": "Figures whose name has", value: now.figure ?? "",
+    type: "search", id: "figure", placeholder: "entropy, idle, kl …", "aria-label": "Metrics whose name contains", value: now.figure ?? "",
     oninput: (event) => {
       note({ figure: event.target.value });
       draw(event.target.value);
     },
   });
   draw(now.figure ?? "");
-  return [h("div", { class: "filters" }, h("label", {}, "Figures", search), count), found];
+  return [h("div", { class: "filters" }, h("label", {}, "Metrics", search), count), found];
 }

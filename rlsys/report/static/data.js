@@ -1,7 +1,7 @@
-// Where the page's data come from: out of the file itself, or from the server that watches a run (data.json, trajectories/N,
-// events). Chunks are gzip in base64 in the file, and are unpacked when they are first asked for.
+// Loads the page's data from the file itself or from the `rlsys watch` server (data.json, trajectories/N, events). Chunks in
+// the file are gzip in base64, unpacked on first use.
 
-const KEPT = 24; // Unpacked chunks that are remembered.
+const KEPT = 24; // Unpacked chunks in the cache.
 const RETRY_MS = 5000;
 const own = document.getElementById("model");
 const ready = new Promise((resolve) => {
@@ -28,7 +28,7 @@ export async function load() {
   return current;
 }
 
-// Calls `changed` after new data came, `lost(true)` while the server does not answer.
+// Calls `changed` after new data has arrived, and `lost(true)` while the server does not respond.
 export function follow(changed, lost) {
   if (own) return;
   let loading = false, stale = false, missed = false, timer = null;
@@ -58,7 +58,7 @@ export function follow(changed, lost) {
       current.runs[0].status = JSON.parse(event.data);
       lost(false);
     });
-    // A server that was away tells what changes from now on, not what changed meanwhile.
+    // After a reconnect the server reports only later changes, so load once to catch up.
     events.onopen = () => {
       if (missed) again();
       missed = false;
@@ -66,7 +66,7 @@ export function follow(changed, lost) {
     events.onerror = () => {
       missed = true;
       lost(true);
-      // The browser comes back by itself, but for an answer that was no stream.
+      // The browser reconnects by itself unless the response was no event stream.
       if (events.readyState === EventSource.CLOSED) setTimeout(listen, RETRY_MS);
     };
   };
@@ -82,7 +82,7 @@ async function gunzip(text) {
 async function unpack(number) {
   if (!own) {
     const answer = await fetch(`trajectories/${number}`);
-    if (!answer.ok) throw new Error(`part ${number} of the data could not be had: the server answered ${answer.status}.`);
+    if (!answer.ok) throw new Error(`chunk ${number} could not be loaded: the server answered ${answer.status}.`);
     return answer.json();
   }
   let part = document.getElementById(`chunk-${number}`);
@@ -90,7 +90,7 @@ async function unpack(number) {
     await ready;
     part = document.getElementById(`chunk-${number}`);
   }
-  if (!part) throw new Error(`part ${number} of the data is not in this file: it is cut short.`);
+  if (!part) throw new Error(`chunk ${number} is missing: this file is incomplete.`);
   return gunzip(part.textContent);
 }
 
@@ -106,7 +106,7 @@ export function chunk(number) {
   return found;
 }
 
-// [chunk number, place in it] of trajectory `number` of a run, and of every trajectory.
+// [chunk number, index within it] of trajectory `number` of a run.
 function placeOf(trajectories, number) {
   let before = 0;
   for (const [offset, [, , count]] of trajectories.chunks.entries()) {

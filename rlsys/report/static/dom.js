@@ -1,6 +1,5 @@
-// Elements and text. Whatever a model, a page of the web or a data set has written comes in here as text and nothing else:
-// no module of this page parses markup. Characters without a glyph of their own, such as controls and marks that reorder
-// text, are spelled out.
+// Creates elements and text. Untrusted content (of models, web pages, data sets) is inserted as text only: no module of this
+// page parses markup. Characters without a glyph, such as controls and bidi marks, are spelled out.
 
 const HIDDEN = /[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}]/gu;
 const SVG = "http://www.w3.org/2000/svg";
@@ -44,7 +43,7 @@ export function svg(tag, props, ...children) {
   return fill(document.createElementNS(SVG, tag), props, children);
 }
 
-// Cells that are text are figures, and stand to the right; `text: true` puts all to the left, as elements and the first are.
+// Text cells are numbers, aligned right; elements and the first column are aligned left. `text: true` aligns all left.
 export function table(heads, rows, props) {
   const aside = (place) => (place === 0 || props?.text || rows[0]?.[place] instanceof Node ? null : "n");
   const names = [props?.class, props?.text && "text"].filter(Boolean).join(" ");
@@ -55,7 +54,7 @@ export function table(heads, rows, props) {
         place === 0 ? h("th", { scope: "row" }, value) : h("td", { class: aside(place) }, value)))))));
 }
 
-// Calls `draw(width)` of a box now and whenever its width changes. A drawing that fails says so in its own box.
+// Calls `draw(width)` of a box now and whenever its width changes. An error is shown within the box.
 const sized = new ResizeObserver((entries) => {
   for (const { target, contentRect } of entries) {
     try {
@@ -73,7 +72,7 @@ export function fitted(box, draw) {
   return box;
 }
 
-// Lets arrow keys go through `count` parts of a box: `read(place)` shows one, `leave` hides it.
+// Steps through `count` parts of a box with the arrow keys: `read(place)` shows one, `leave` hides it.
 export function readByKeys(box, count, read, leave) {
   let at = null;
   box.addEventListener("blur", leave);
@@ -87,7 +86,7 @@ export function readByKeys(box, count, read, leave) {
   });
 }
 
-// The box beside the pointer or the keyboard's place. One for the whole page.
+// The tooltip beside the pointer or the keyboard's position; one for the whole page.
 const tip = h("div", { id: "tip", role: "status", hidden: true });
 
 export function showTip(x, y, lines) {

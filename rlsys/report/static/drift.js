@@ -1,4 +1,4 @@
-// How far the engine's log-probs are from the recomputed ones: by cause, by age of the policy, by turn, by step, by token.
+// Drift between engine log-probs and recomputed ones: by cause, version lag, turn, step and token.
 
 import { h, table } from "./dom.js";
 import { number, plural, share, signed } from "./format.js";
@@ -7,26 +7,26 @@ import { lineChart } from "./chart.js";
 import { link } from "./state.js";
 
 export const CAUSES = {
-  numerics: ["numerics", "same tokens, same policy: the arithmetics of engine and trainer", "var(--s0)"],
-  version_lag: ["version lag", "drawn by an older policy", "var(--s1)"],
-  changed_prefix: ["changed prefix", "tokens before it are cut otherwise", "var(--s4)"],
-  retokenised: ["re-tokenised", "cut into other tokens: no log-prob to compare", "var(--s3)"],
-  unsampled: ["not drawn", "an added end of sequence", "var(--s5)"],
+  numerics: ["numerics", "same tokens, same policy: the arithmetic of engine and trainer", "var(--s0)"],
+  version_lag: ["version lag", "sampled by an older policy", "var(--s1)"],
+  changed_prefix: ["changed prefix", "re-tokenisation changed tokens before it", "var(--s4)"],
+  retokenised: ["re-tokenised", "changed by re-tokenisation: no log-prob to compare", "var(--s3)"],
+  unsampled: ["not sampled", "an added end-of-sequence token", "var(--s5)"],
 };
 
 export function drift(run) {
   const found = run.drift;
   const head = h("h2", {}, "Drift between rollout and training");
-  if (!found) return h("section", {}, head, h("p", { class: "note" }, "There is no trajectory to work it out from: none was kept (tracking.trajectories)."));
+  if (!found) return h("section", {}, head, h("p", { class: "note" }, "Drift needs kept trajectories, and this run has none (tracking.trajectories)."));
   const rows = found.causes.filter((one) => one.tokens > 0).reverse();
   const parts = rows.map((one) => ({ name: CAUSES[one.cause]?.[0] ?? one.cause, value: one.tokens, colour: CAUSES[one.cause]?.[2] ?? "var(--soft)" }));
   return h("section", {}, head,
-    h("p", {}, `Of ${plural(found.tokens, "trained token")} in ${plural(found.trajectories, "kept trajectory", "kept trajectories")}, each by the first cause that holds. A difference is the recomputed log-prob less the engine's, in nats.`),
+    h("p", {}, `${plural(found.tokens, "trained token")} in ${plural(found.trajectories, "kept trajectory", "kept trajectories")}, each under the first cause that applies. A difference d is the recomputed log-prob minus the engine's, in nats.`),
     shareBar(parts, { label: "Trained tokens by cause of drift", format: number }),
     table(["cause", "tokens", "share", "mean", "mean |d|", "rms", "ratio", "95 %", "largest"], rows.map((one) => [
       h("span", { title: CAUSES[one.cause]?.[1] }, CAUSES[one.cause]?.[0] ?? one.cause),
       number(one.tokens), share(one.share), ...spreadCells(one.differences, found.quantiles)]), { label: "Drift by cause" }),
-    h("p", { class: "soft" }, "ratio: mean of exp(d), 1 where nothing is off. 95 %: quantile of d from below."),
+    h("p", { class: "soft" }, "ratio: mean of exp(d); 1 means no drift. 95 %: 95th percentile of d. largest: largest |d|."),
     found.tokens > 0 && [sizes(found), h("div", { class: "two" }, byLag(found), byTurn(found))],
     h("div", { class: "two" }, histogram(found, rows), byStep(found)),
     worst(run, found));
@@ -41,47 +41,47 @@ export function ofCause(found, cause) {
   return found.causes.find((one) => one.cause === cause);
 }
 
-// The size that each cause has by itself, or why there is none.
+// Each cause's own contribution, or the reason why there is none.
 function sizes(found) {
   const rows = [["version lag", lagSize], ["sampler", samplerSize], ["tokenisation", tokenisationSize], ["numerics", numericsSize]];
-  return [h("h3", {}, "What each cause comes to"),
+  return [h("h3", {}, "Contribution of each cause"),
     h("dl", { class: "pairs" }, rows.map(([name, size]) => [h("dt", {}, name), h("dd", {}, size(found))]))];
 }
 
 function nats(text, of) {
-  return h("b", {}, `${text} nats a ${of}`);
+  return h("b", {}, `${text} nats per ${of}`);
 }
 
 function lagSize(found) {
   const { rms } = ofCause(found, "version_lag").differences, floor = ofCause(found, "numerics").differences.rms;
-  if (rms === null) return [h("b", {}, "None"), ": no trained token that is as drawn comes from an older policy."];
-  if (floor === null) return [nats(`At most ${number(rms)}`, "token"), ", rms: there is no token of the trained policy itself to tell how much of it is numerics."];
-  const both = `tokens of older policies are off by ${number(rms)}, those of the trained policy by ${number(floor)}`;
-  return found.beyond_numerics ? [nats(number(found.beyond_numerics), "token"), `, rms: ${both}, and independent errors add up in squares.`]
-    : [h("b", {}, "None that shows"), `: ${both} (rms), which is numerics alone.`];
+  if (rms === null) return [h("b", {}, "None"), ": no trained token was sampled by an older policy and kept as sampled."];
+  if (floor === null) return [nats(`At most ${number(rms)}`, "token"), ", rms: the share of numerics is unknown, because the trained policy itself sampled no token."];
+  const both = `tokens of older policies differ by ${number(rms)}, those of the trained policy by ${number(floor)}`;
+  return found.beyond_numerics ? [nats(number(found.beyond_numerics), "token"), `, rms: ${both}; independent errors add up in squares.`]
+    : [h("b", {}, "None visible"), `: ${both} (rms), which is numerics alone.`];
 }
 
 function samplerSize(found) {
   const one = found.sampler;
-  if (!one.truncated) return [h("b", {}, "None"), `: temperature ${one.temperature} is on both sides, and neither top_p nor top_k cuts.`];
-  if (!one.tokens) return [h("b", {}, "Not known"), ": no trained token is as drawn."];
+  if (!one.truncated) return [h("b", {}, "None"), `: both sides use temperature ${one.temperature}, and neither top_p nor top_k truncates.`];
+  if (!one.tokens) return [h("b", {}, "Unknown"), ": no trained token is as sampled."];
   const cuts = [one.top_p < 1 && `top_p ${one.top_p}`, one.top_k > 0 && `top_k ${one.top_k}`].filter(Boolean).join(" and ");
   const range = one.most === one.least ? number(-one.least) : `${number(-one.most)} to ${number(-one.least)}`;
-  return [nats(range, "token"), `, mean: by so much the true log-ratio is lower than the recorded one, as ${cuts} cut what is drawn from. Exact for ${share(one.exact / one.tokens)} of ${plural(one.tokens, "token")}.`];
+  return [nats(range, "token"), `, mean: the true log-ratio is lower than the recorded one by this much, because ${cuts} truncated the sampling. Exact for ${share(one.exact / one.tokens)} of ${plural(one.tokens, "token")}.`];
 }
 
 function tokenisationSize(found) {
   const { turns_same: same, turns_changed: changed } = found;
   const cut = ofCause(found, "retokenised").tokens + ofCause(found, "changed_prefix").tokens;
-  if (changed.count) return [nats(signed(changed.mean), "turn"), `, mean of ${plural(changed.count, "turn")} cut otherwise, drift included. `, same.count ? `Turns as drawn come to ${signed(same.mean)}.` : "No turn is as drawn, to tell how much of it is drift."];
-  if (cut) return [h("b", {}, "Not known"), ": a token that was not drawn has no log-prob to compare, and no turn cut otherwise has both sums over the same text."];
-  return [h("b", {}, "None"), ": every trained token that was drawn is trained as it was drawn."];
+  if (changed.count) return [nats(signed(changed.mean), "turn"), `, mean of ${plural(changed.count, "re-tokenised turn")}, other drift included. `, same.count ? `Turns as sampled have ${signed(same.mean)}.` : "The share of other drift is unknown, because no turn is as sampled."];
+  if (cut) return [h("b", {}, "Unknown"), ": a token that was not sampled has no log-prob to compare, and no re-tokenised turn has both sums over the same text."];
+  return [h("b", {}, "None"), ": every sampled token is trained as it was sampled."];
 }
 
 function numericsSize(found) {
   const { rms } = ofCause(found, "numerics").differences;
-  return rms === null ? [h("b", {}, "Not known"), ": no trained token is as the trained policy itself drew it."]
-    : [nats(number(rms), "token"), ", rms: what engine and trainer work out otherwise where policy and tokens are the same."];
+  return rms === null ? [h("b", {}, "Unknown"), ": no trained token is as sampled by the trained policy itself."]
+    : [nats(number(rms), "token"), ", rms: difference between engine and trainer for the same policy and tokens."];
 }
 
 const SPREAD = ["mean", "mean |d|", "rms"];
@@ -90,19 +90,19 @@ function briefCells(spread) {
   return [number(spread.count), ...[spread.mean, spread.mean_abs, spread.rms].map(number)];
 }
 
-// Nothing where all tokens are of the trained policy: that is numerics, which has its row above.
+// Empty if the trained policy sampled all tokens: that is numerics, which has its row above.
 function byLag(found) {
   const rows = Object.entries(found.by_lag);
   return rows.some(([lag]) => lag !== "0") && h("div", {}, h("h3", {}, "By version lag"),
-    h("p", { class: "soft" }, "Tokens as drawn, by how many versions older the policy was that drew them: at 0 it is numerics, and what grows from there on is version lag."),
+    h("p", { class: "soft" }, "Tokens as sampled, by the number of versions between sampling and training: at 0 the difference is numerics, and growth from there is version lag."),
     table(["versions", "tokens", ...SPREAD], rows.map(([lag, spread]) => [lag, ...briefCells(spread)]), { label: "Drift by version lag" }));
 }
 
 function byTurn(found) {
   const { turns_same: same, turns_changed: changed, turns_apart: apart } = found;
   return same.count + changed.count + apart > 0 && h("div", {}, h("h3", {}, "By turn"),
-    h("p", { class: "soft" }, "All log-probs of a turn added up, recomputed less drawn: the same text on both sides, however it is cut. A turn is not comparable where a token lies across its edge, a limit cut it, or what was drawn is not known."),
-    table(["turns", "number", ...SPREAD], [["as drawn", ...briefCells(same)], ["cut otherwise", ...briefCells(changed)], ["not comparable", number(apart), ...SPREAD.map(() => "–")]], { label: "Drift by turn" }));
+    h("p", { class: "soft" }, "Summed log-probs of a turn, recomputed minus sampled: the same text on both sides, whatever its tokens. A turn is not comparable if a token crosses its edge, a limit truncated it, or its sampled tokens are unknown."),
+    table(["turns", "number", ...SPREAD], [["as sampled", ...briefCells(same)], ["re-tokenised", ...briefCells(changed)], ["not comparable", number(apart), ...SPREAD.map(() => "–")]], { label: "Drift by turn" }));
 }
 
 function histogram(found, rows) {
@@ -115,7 +115,7 @@ function histogram(found, rows) {
   }));
   const full = bars.map((bar) => bar.parts.some((part) => part.value > 0));
   const shown = bars.slice(Math.max(0, full.indexOf(true) - 1), full.lastIndexOf(true) + 2);
-  return h("figure", { class: "chart" }, h("figcaption", {}, h("b", {}, "Size of differences"), h("small", {}, "tokens by |d| in nats, half a decade each")), stackedBars({ bars: shown, format: number, height: 170, label: "Tokens by size of difference" }));
+  return h("figure", { class: "chart" }, h("figcaption", {}, h("b", {}, "Size of differences"), h("small", {}, "tokens by |d| in nats, bins of half a decade")), stackedBars({ bars: shown, format: number, height: 170, label: "Tokens by size of difference" }));
 }
 
 function short(value) {
@@ -124,7 +124,7 @@ function short(value) {
 
 function byStep(found) {
   const series = Object.entries(CAUSES).map(([cause, [name, , colour]]) => ({ name, colour, points: found.steps.map((step) => [step.step, step.mean_abs[cause]]) }));
-  return lineChart({ title: "Mean |d| of each step", note: "nats, by powers of ten", series, height: 170, log: true });
+  return lineChart({ title: "Mean |d| of each step", note: "nats, log scale", series, height: 170, log: true });
 }
 
 function find(run, one) {
@@ -138,14 +138,14 @@ export function where(run, one) {
   return place < 0 ? text : h("a", { href: link({ view: "trajectories", trajectory: place, colour: "ratio" }) }, text);
 }
 
-// A token in its line, which line ends do not break.
+// A token in its context, on one line.
 export function around(before, text, after) {
   const line = (part) => part.replaceAll("\n", "⏎");
   return h("span", { class: "piece" }, h("span", { class: "soft" }, line(before)), h("mark", {}, line(text)), h("span", { class: "soft" }, line(after)));
 }
 
 function worst(run, found) {
-  return found.worst.length > 0 && h("details", {}, h("summary", {}, h("h3", {}, "Tokens furthest apart")),
+  return found.worst.length > 0 && h("details", {}, h("summary", {}, h("h3", {}, "Tokens with the largest differences")),
     table(["token", "difference", "engine", "recomputed", "cause", "where"], found.worst.map((one) => [
-      around(one.before, one.text, ""), number(one.difference), number(one.rollout), number(one.recomputed), CAUSES[one.cause]?.[0] ?? one.cause, where(run, one)]), { label: "Tokens furthest apart", text: true }));
+      around(one.before, one.text, ""), number(one.difference), number(one.rollout), number(one.recomputed), CAUSES[one.cause]?.[0] ?? one.cause, where(run, one)]), { label: "Tokens with the largest differences", text: true }));
 }

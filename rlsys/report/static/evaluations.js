@@ -1,5 +1,5 @@
-// Evaluations: how well the policy answered held-out questions, every answer, and what changed since another evaluation;
-// beside them what `rlsys eval` has measured.
+// Evaluations: accuracy on held-out questions, every answer, and changes since an earlier evaluation; also the results of
+// `rlsys eval`.
 
 import { add, h, table } from "./dom.js";
 import { number, plural, share } from "./format.js";
@@ -16,13 +16,13 @@ export function evaluations(all, now) {
   const several = all.runs.length > 1;
   return [
     several && lastOfEach(all.runs, run),
-    chosen ? overTime(run, chosen, several) : h("p", { class: "note" }, "Nothing has been evaluated, or the folder evaluations is missing."),
+    chosen ? overTime(run, chosen, several) : h("p", { class: "note" }, "No evaluation yet, or the folder evaluations is missing."),
     measured(run),
     chosen && answers(run, chosen, now),
   ];
 }
 
-// [head, row => text] of the figures that some row has.
+// [head, row => text] of the metrics that any row has.
 function columnsOf(rows, sources) {
   const hops = [...new Set(rows.flatMap((one) => Object.keys(one.em_by_hop ?? {})))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
   const of = (key, name, format = share) => [name, (one) => (one[key] === undefined ? "–" : format(one[key]))];
@@ -51,7 +51,7 @@ function lastOfEach(runs, chosen) {
     rows.map(([named, one]) => [named, number(one.step), ...columns.map(([, value]) => value(one))]), { label: "The last evaluation of each run" }));
 }
 
-// What `rlsys eval` has written into the run's folder: a row for each folder and set.
+// Results of `rlsys eval` in the run folder: one row per folder and data set.
 function measured(run) {
   const rows = run.measured;
   if (!rows.length) return null;
@@ -64,13 +64,13 @@ function measured(run) {
     ...tries.map((k) => share(one.pass_at[k]?.mean)), number(one.searches), h("span", {}, asked(one)), h("span", {}, one.model),
   ];
   return h("section", {}, h("h2", {}, "Measured by rlsys eval"),
-    h("p", { class: "soft" }, `What was measured into the run's folder. EM, F1 and sub-EM are of one answer, EM with its ${number(rows[0].level * 100)} % interval;`,
-      tries.length > 0 && " pass@k is the chance that one of k answers is right;", " an average weighs every set alike."),
-    failed > 0 && h("p", { class: "bad" }, `${plural(failed, "search", "searches")} failed: these figures are not those of the whole search.`),
+    h("p", { class: "soft" }, `Results in the run's folder. EM (with its ${number(rows[0].level * 100)} % interval), F1 and sub-EM are for one answer per question;`,
+      tries.length > 0 && " pass@k is the probability that at least one of k answers is right;", " the average weighs every set equally."),
+    failed > 0 && h("p", { class: "bad" }, `${plural(failed, "search", "searches")} failed: these results do not reflect a fully working search.`),
     table(["folder", "set", "questions", "EM", "F1", "sub-EM", ...tries.map((k) => `pass@${k}`), "searches", "engine", "model"], rows.map(line), { label: "Measured by rlsys eval" }));
 }
 
-// Names of the figures of single data sets, "em/<set>", where there are several.
+// Names of the metrics of single data sets, "em/<set>", if there are several sets.
 export function sourcesOf(run) {
   const names = [...new Set(run.evaluations.flatMap((one) => Object.keys(one.figures ?? {})))].filter((name) => name.startsWith("em/"));
   return names.length > 1 ? names : [];

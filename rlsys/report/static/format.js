@@ -1,7 +1,7 @@
-// Numbers as people read them. What is not known is a dash.
+// Formats numbers for display. An unknown value is a dash.
 
 const DASH = "–";
-const SPACE = "\u00a0"; // No line ends between a figure and its unit.
+const SPACE = "\u00a0"; // No line break between a number and its unit.
 
 function known(value) {
   return value !== null && value !== undefined && Number.isFinite(value);
@@ -47,7 +47,7 @@ export function seconds(value) {
   return hours < 24 ? `${hours} h ${minutes % 60} min` : `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
-// A time that goes on, in whole seconds.
+// A growing duration, in whole seconds.
 export function since(value) {
   const whole = Math.max(0, Math.floor(value));
   return whole < 60 ? `${whole}${SPACE}s` : seconds(whole);
@@ -68,13 +68,13 @@ const SHARES = [
   /^(env\/finish_ratio|env\/ratio_of_valid_action|response_length\/clip_ratio|critic\/vf_clipfrac|reward\/exact_match)$/, /^(eval|reference)\/(em|f1$|sub_em$|finished$)/,
 ];
 
-// By the unit of a figure in docs/metrics.md, which tests hold this to.
+// Format by the metric's unit in docs/metrics.md; tests check the agreement.
 export function formatOf(name) {
   if (SECONDS.some((one) => one.test(name))) return seconds;
   return SHARES.some((one) => one.test(name)) ? share : number;
 }
 
-// Labels of an axis: alike in digits, and no more of them than the ticks need.
+// Axis labels with the same number of digits, as few as the ticks need.
 export function tickTexts(ticks, format) {
   const scale = format === share ? 100 : 1, unit = format === share ? SPACE + "%" : format === seconds ? SPACE + "s" : "";
   const top = Math.max(...ticks.map(Math.abs)) * scale, step = Math.abs((ticks[1] ?? ticks[0]) - ticks[0]) * scale;
@@ -89,7 +89,7 @@ export function mean(values) {
   return kept.length ? kept.reduce((sum, one) => sum + one, 0) / kept.length : null;
 }
 
-// Mean of rates, each of which was so for a time or for an amount; of those of which both are known.
+// Mean of rates, weighted by duration or amount; entries with an unknown value or weight are left out.
 export function weighted(values, weights) {
   const places = [...(values ?? []).keys()].filter((place) => known(values[place]) && weights?.[place] > 0);
   const whole = places.reduce((sum, place) => sum + weights[place], 0);

@@ -1,4 +1,4 @@
-// The page: its header, the ways to its views, and the view that the address names.
+// The page: header, navigation, and the view named in the address.
 
 import { add, h, hideTip, visible } from "./dom.js";
 import { date, plural, since } from "./format.js";
@@ -45,43 +45,42 @@ function header(all, now) {
   ];
 }
 
-const PHASES = { running: ["going", "running when this was made"], finished: ["finished", "finished"], failed: ["failed", "failed"], gone: ["failed", "killed"], silent: ["failed", "silent"], unknown: ["unknown", "unknown"] };
+const PHASES = { running: ["going", "running at report time"], finished: ["finished", "finished"], failed: ["failed", "failed"], gone: ["failed", "killed"], silent: ["failed", "not responding"], unknown: ["unknown", "unknown"] };
 
-// How far a run is; nothing where several are named and one has finished, as it should.
+// Badge with the run phase; none for a finished run in a list of several.
 function badge(run, brief = false) {
   const { phase } = run.life, [kind, text] = PHASES[phase];
   if (brief && phase === "finished") return null;
   return h("span", { class: `badge ${kind}`, title: run.life.sentence }, phase === "failed" && !brief ? run.status.ended : phase === "running" && live ? "running" : text);
 }
 
-// Says each second what the run does, of the status that came last.
+// Line with the run's current activity from the latest status, updated every second.
 function liveLine() {
   const line = h("p", { class: "live", role: "status" });
   line.tick = () => {
     line.replaceChildren();
     const run = model().runs[runOf(model(), state())], { status } = run;
-    if (lost) add(line, h("b", { class: "bad" }, "The server does not answer. What is shown is the last that came."));
-    else if (!status) add(line, run.steps.length ? "What the run does now is not known: it has no status.json." : "The run has not begun yet.");
-    else if (status.ended) add(line, ["The run is over: ", h("b", {}, status.ended), ". ", `Last seen ${date(status.at)}.`]);
+    if (lost) add(line, h("b", { class: "bad" }, "The server does not answer. This page shows the last data received."));
+    else if (!status) add(line, run.steps.length ? "Current activity unknown: the run has no status.json." : "The run has not begun yet.");
+    else if (status.ended) add(line, ["The run is over: ", h("b", {}, status.ended), ". ", `Last status: ${date(status.at)}.`]);
     else {
       const silent = Date.now() / 1000 - status.at;
       add(line, h("b", {}, `step ${status.step} of ${status.steps}`));
       for (const [group, one] of Object.entries(status.states ?? {}))
         add(line, h("span", {}, h("b", {}, group), ` ${one.text} `, h("small", {}, since(Date.now() / 1000 - one.since))));
-      if (silent > 30) add(line, h("b", { class: "bad" }, `Nothing has been heard of the run for ${since(silent)}.`));
+      if (silent > 30) add(line, h("b", { class: "bad" }, `The run has written no status for ${since(silent)}.`));
     }
   };
   line.tick();
   return line;
 }
 
-// An element's name, by which the same one is found after the page was drawn anew.
+// Name that identifies an element across redraws.
 function nameOf(element) {
   return element.id || `${element.localName} ${element.getAttribute("aria-label") ?? element.firstElementChild?.textContent ?? element.textContent}`;
 }
 
-// Draws, and puts the focus back: by name where the view stays the same, by id else. What had it may be gone: then the view
-// gets it, not the page's begin.
+// Draws and restores the focus: by id, or by name if the view stays the same. If the element is gone, the view gets the focus.
 function keepingFocus(draw, same) {
   const before = document.activeElement;
   const held = before !== document.body && frame.contains(before) ? before : null;
@@ -130,7 +129,7 @@ function render() {
   shown = key;
 }
 
-// After new data. A reader's list and place stay as they are while a run goes on; the other views follow it.
+// Called after new data. Lists being read (trajectories, evaluations) keep their contents and position; other views redraw.
 function follows() {
   if (["trajectories", "evaluations"].includes(viewOf(state()))) keepingFocus(() => drawHead(model(), state()), true);
   else render();
@@ -153,7 +152,7 @@ async function begin() {
   render();
   addEventListener("hashchange", render);
   document.addEventListener("keydown", (event) => event.key === "Escape" && hideTip());
-  // Not by its address, which says what is shown.
+  // Focus directly instead of following the link, because the address holds the page's state.
   document.querySelector(".skip").addEventListener("click", (event) => {
     event.preventDefault();
     document.getElementById("main").focus();

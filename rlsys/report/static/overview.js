@@ -1,4 +1,4 @@
-// What the run came to, on one screen: figures, the curves that tell most, and where to look next.
+// Overview: key numbers, the most telling curves, and trajectories to look at.
 
 import { h, table } from "./dom.js";
 import { date, first, formatOf, last, mean, number, plural, seconds, share, signed, weighted } from "./format.js";
@@ -10,24 +10,24 @@ import { card } from "./trajectories.js";
 import { sourcesOf } from "./evaluations.js";
 import { link, runOf } from "./state.js";
 
-// [title, what it is, metric names of which those that are there are drawn (only the first with several runs), their names]
+// [title, note, metrics drawn if present (with several runs only the first), their labels]
 const CHARTS = [
   ["Reward", "of the episodes trained on", ["critic/score/mean", "reward/exact_match"], ["reward", "exact match"]],
-  ["Policy loss", "as minimised", ["actor/policy_loss"]],
-  ["Entropy", "nats a token", ["actor/entropy"]],
-  ["KL to the reference", "nats a token, k3 before the updates", ["kl/k3"]],
-  ["Response length", "tokens, pages included", ["response_length/mean"]],
-  ["Searches", "an episode", ["env/number_of_valid_search"]],
-  ["Gradient norm", "before it is clipped", ["actor/grad_norm"]],
-  ["Clipped tokens", "share whose gradient the clip takes", ["actor/clip_fraction"]],
-  ["Seconds a step", "wall time", ["time/step"]],
-  ["Generated tokens a second", "of the step", ["rollout/tokens_per_s"]],
-  ["Staleness", "versions between sampling and training, mean", ["staleness/mean"]],
+  ["Policy loss", null, ["actor/policy_loss"]],
+  ["Entropy", "nats per token", ["actor/entropy"]],
+  ["KL to the reference", "nats per token, k3 estimate before the step's updates", ["kl/k3"]],
+  ["Response length", "tokens, observations included", ["response_length/mean"]],
+  ["Searches", "per episode", ["env/number_of_valid_search"]],
+  ["Gradient norm", "before clipping", ["actor/grad_norm"]],
+  ["Clipped tokens", "share of tokens without gradient because of the ratio clip", ["actor/clip_fraction"]],
+  ["Seconds per step", "wall time", ["time/step"]],
+  ["Generated tokens per second", "over the step", ["rollout/tokens_per_s"]],
+  ["Staleness", "mean versions between sampling and training", ["staleness/mean"]],
   ["Finished with an answer", "share of episodes", ["env/finish_ratio"]],
 ];
 
-const MOST = 12; // Whole rows of two, three or four.
-const FOLDED = 12; // So many settings at most are shown unasked beside the charts.
+const MOST = 12; // Charts; fills rows of two, three or four.
+const FOLDED = 12; // More settings than this are folded.
 
 export function overview(all, now) {
   const chosen = runOf(all, now);
@@ -38,7 +38,7 @@ export function overview(all, now) {
     h("section", {}, h("div", { class: "charts" }, [emChart(all.runs), ...CHARTS.map((chart) => chartOf(all.runs, chart))].filter(Boolean).slice(0, MOST))),
     all.runs.length > 1 && compared(all.runs),
     run.time && h("section", {}, h("h2", {}, "Where the time went", ofRun(all, run)), causeBar(run, "actor" in run.time.groups ? "actor" : Object.keys(run.time.groups)[0]),
-      h("p", {}, h("a", { href: link({ view: "time" }) }, "Every group, every step, and the critical path"))),
+      h("p", {}, h("a", { href: link({ view: "time" }) }, "Time of every group and step, and the critical path"))),
     run.trajectories && look(run, ofRun(all, run)),
   ];
 }
@@ -57,11 +57,11 @@ function sentence(run) {
   if (spent) parts.push(`Steps took ${seconds(spent)}. `);
   const alarms = Object.entries(run.metrics).filter(([name, values]) => name.startsWith("guard/") && values.some((one) => one > 0));
   for (const [name, values] of alarms)
-    parts.push(h("b", { class: "bad" }, `The guard of ${name.slice(6).replaceAll("_", " ")} went off at step ${run.steps[values.findIndex((one) => one > 0)]}. `));
+    parts.push(h("b", { class: "bad" }, `Guard alarm: ${name.slice(6).replaceAll("_", " ")}, first at step ${run.steps[values.findIndex((one) => one > 0)]}. `));
   return h("p", { class: "lede" }, parts.length ? parts : "No step is recorded yet.");
 }
 
-// Of all steps together: a rate or a share of a step counts for as long as the step was.
+// Mean over all steps; a step's rate or share is weighted by the step's duration.
 function throughput(run) {
   return weighted(run.metrics["rollout/tokens_per_s"], run.metrics["time/step"]);
 }
@@ -79,10 +79,10 @@ function tiles(run) {
   const shown = [
     after && ["Exact match", share(after.em), before !== after ? `${signed(after.em - before.em, points)} since step ${before.step}` : `step ${after.step}`],
     of("critic/score/mean") && ["Reward", number(last(of("critic/score/mean"))), change(of("critic/score/mean"), number)],
-    after?.searches !== undefined && ["Searches a question", number(after.searches), before !== after ? `${number(before.searches)} before` : null],
-    of("time/step") && ["A step", seconds(mean(of("time/step"))), `mean of ${plural(of("time/step").filter(Number.isFinite).length, "step")}`],
-    of("rollout/tokens_per_s") && ["Tokens a second", number(throughput(run)), "generated, all steps"],
-    of("idle/actor") && ["Actor at work", share(atWork(run)), "of the steps' time"],
+    after?.searches !== undefined && ["Searches per question", number(after.searches), before !== after ? `${number(before.searches)} before` : null],
+    of("time/step") && ["Time per step", seconds(mean(of("time/step"))), `mean of ${plural(of("time/step").filter(Number.isFinite).length, "step")}`],
+    of("rollout/tokens_per_s") && ["Tokens per second", number(throughput(run)), "generated, all steps"],
+    of("idle/actor") && ["Actor busy", share(atWork(run)), "of the time of all steps"],
   ].filter(Boolean);
   return h("dl", { class: "tiles" }, shown.map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value), more && h("dd", { class: "more" }, more))));
 }
@@ -113,27 +113,27 @@ function chartOf(runs, [title, note, names, called]) {
   const apart = series.filter((one, place) => place === 0 || JSON.stringify(one.points) !== JSON.stringify(series[0].points));
   if (apart.length === 1 && runs.length === 1) apart[0].name = null;
   const format = formatOf(names[0]);
-  // A figure that is 0 all along, such as the staleness of a strictly on-policy run, would only take room.
+  // Omit metrics that are always 0, such as the staleness of a strictly on-policy run.
   return series.some((one) => one.points.some((point) => point[1])) ? lineChart({ title, note, series: runs.length > 1 ? series : apart, format, zero: format === share, brief: runs.length > 1 }) : null;
 }
 
-// Several runs in one table, a column each, and what differs between their settings.
+// Table of several runs, one column each, and the settings in which they differ.
 function compared(runs) {
   const evaluation = (run, pick) => (run.evaluations.length ? pick(run.evaluations) : null);
   const rows = [
     ["exact match before", share, (run) => evaluation(run, (found) => found[0].em)],
     ["exact match after", share, (run) => evaluation(run, (found) => found.at(-1).em)],
     ["best exact match", share, (run) => evaluation(run, (found) => Math.max(...found.map((one) => one.em)))],
-    ["searches a question", number, (run) => evaluation(run, (found) => found.at(-1).searches)],
+    ["searches per question", number, (run) => evaluation(run, (found) => found.at(-1).searches)],
     ["reward, last step", number, (run) => last(run.metrics["critic/score/mean"])],
     ["entropy, last step", number, (run) => last(run.metrics["actor/entropy"])],
     ["KL to the reference", number, (run) => last(run.metrics["kl/k3"])],
     ["steps", number, (run) => run.steps.length],
-    ["seconds a step", seconds, (run) => mean(run.metrics["time/step"] ?? [])],
-    ["tokens a second", number, throughput],
-    ["actor at work", share, atWork],
+    ["time per step", seconds, (run) => mean(run.metrics["time/step"] ?? [])],
+    ["generated tokens per second", number, throughput],
+    ["actor busy", share, atWork],
     ["staleness", number, (run) => weighted(run.metrics["staleness/mean"], sampledTokens(run))],
-    ["state", String, (run) => run.life.phase],
+    ["phase", String, (run) => run.life.phase],
     ["begun", date, (run) => run.lives[0]?.begun],
   ].filter(([, , pick]) => runs.some((run) => pick(run) !== null && pick(run) !== undefined));
   const head = runs.map(named);
@@ -156,13 +156,13 @@ function look(run, which) {
   const { columns } = run.trajectories;
   const order = [...columns.reward.keys()];
   const by = (value) => order.toSorted((a, b) => value(b) - value(a) || b - a);
-  // Of one question no more than one, so that the shortlist shows different things.
+  // At most one trajectory per question, for variety.
   const some = (sorted) => {
     const questions = new Set();
     return sorted.filter((place) => !questions.has(columns.question[place]) && questions.add(columns.question[place])).slice(0, 4);
   };
   const best = some(by((place) => (columns.reward[place] ?? -Infinity) + (columns.advantage[place] ?? 0) / 1e3));
   const worst = some(by((place) => -(columns.reward[place] ?? Infinity) - (columns.advantage[place] ?? 0) / 1e3));
-  const list = (title, sort, places) => h("div", {}, h("h3", {}, title), h("ol", { class: "cards" }, places.map((place) => card(run, place))), h("p", {}, h("a", { href: link({ view: "trajectories", sort }) }, "all of them")));
-  return h("section", {}, h("h2", {}, "Trajectories to look at", which), h("div", { class: "two" }, list("Best paid", "best", best), list("Worst paid", "worst", worst)));
+  const list = (title, sort, places) => h("div", {}, h("h3", {}, title), h("ol", { class: "cards" }, places.map((place) => card(run, place))), h("p", {}, h("a", { href: link({ view: "trajectories", sort }) }, "show all")));
+  return h("section", {}, h("h2", {}, "Trajectories to look at", which), h("div", { class: "two" }, list("Highest reward", "best", best), list("Lowest reward", "worst", worst)));
 }

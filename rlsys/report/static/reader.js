@@ -1,4 +1,4 @@
-// One trajectory, token by token, coloured by what one wants to know of it.
+// Shows one trajectory token by token, coloured by a chosen value.
 
 import { add, h, hideTip, showTip, table, tipRows } from "./dom.js";
 import { number, plural, seconds, share, signed } from "./format.js";
@@ -6,15 +6,15 @@ import { trajectory } from "./data.js";
 import { link, note } from "./state.js";
 import { FINISHES, verdict } from "./words.js";
 
-// name: [title, what it is, the token's figure, the figure of full colour (null: the largest there is), how the scale shows it]
+// name: [title, explanation, value of a token, value of full colour (null: the largest), format of the scale]
 const COLOURINGS = {
-  origin: ["who wrote it", "Plain text is the policy's own, and trained. What is shaded was given and is masked: pages and messages."],
-  advantage: ["advantage", "What training made more likely, and less.", (run, place) => at(run.advantage, place), null],
-  ratio: ["ratio", "exp(old − rollout): how much more or less likely the trainer's policy found the token than the engine did. Full colour at a factor of 1.1.", (run, place) => at(run.ratio, place), Math.log(1.1), (value) => "×" + Math.exp(value).toFixed(2)],
-  surprise: ["log-prob", "How unlikely the token was when it was sampled. Full colour at a probability of 5 %.", (run, place) => at(run.sampled, place), Math.log(20), (value) => share(Math.exp(value))],
-  kl: ["KL", "log-prob less the reference's: what the policy has learned to prefer. Full colour at 1 nat.", (run, place) => at(run.kl, place), 1],
-  weight: ["weight", "The off-policy weight, as a distance from 1. Full colour at 0.5.", (run, place) => (at(run.weight, place) === null ? null : at(run.weight, place) - 1), 0.5],
-  lag: ["age", "How many versions older the policy was that sampled the token. Full colour at the oldest.", (run, place, row) => (run.version < 0 ? null : run.version - row.trained_version), null],
+  origin: ["who wrote it", "Plain text was sampled by the policy and is trained. Shaded text was given and is masked: observations and messages."],
+  advantage: ["advantage", "Tokens that training makes more likely, and less.", (run, place) => at(run.advantage, place), null],
+  ratio: ["ratio", "exp(old − engine log-prob): probability of the token by the trainer over that by the engine. Full colour at a factor of 1.1.", (run, place) => at(run.ratio, place), Math.log(1.1), (value) => "×" + Math.exp(value).toFixed(2)],
+  surprise: ["log-prob", "Log-prob of the token when it was sampled. Full colour at a probability of 5 %.", (run, place) => at(run.sampled, place), Math.log(20), (value) => share(Math.exp(value))],
+  kl: ["KL", "Log-prob minus the reference's: what the policy has learned to prefer. Full colour at 1 nat.", (run, place) => at(run.kl, place), 1],
+  weight: ["weight", "Off-policy weight of the token, minus 1. Full colour at 0.5.", (run, place) => (at(run.weight, place) === null ? null : at(run.weight, place) - 1), 0.5],
+  lag: ["staleness", "Weight versions between sampling and training of the token. Full colour at the oldest.", (run, place, row) => (run.version < 0 ? null : run.version - row.trained_version), null],
 };
 
 function at(figures, place) {
@@ -32,26 +32,26 @@ export function reader(run, place, now) {
       if (row) add(body, inside(row, now));
       else add(body, h("p", { class: "note bad" }, "This trajectory is not in the data."));
     },
-    (problem) => body.replaceChildren(h("p", { class: "note bad" }, `It could not be unpacked: ${problem.message}`)));
+    (problem) => body.replaceChildren(h("p", { class: "note bad" }, `The trajectory could not be unpacked: ${problem.message}`)));
   const answer = columns.answer[place];
   return [
     h("h2", { class: "question" }, verdict(columns.right[place]), h("span", {}, question.text)),
     h("dl", { class: "pairs" },
-      h("dt", {}, "answered"), h("dd", {}, answer === null ? h("i", {}, "nothing") : answer.trim() || h("i", {}, "an empty answer")),
-      h("dt", {}, "accepted"), h("dd", {}, question.golden.join(" | "))),
+      h("dt", {}, "answer"), h("dd", {}, answer === null ? h("i", {}, "nothing") : answer.trim() || h("i", {}, "an empty answer")),
+      h("dt", {}, "accepted answers"), h("dd", {}, question.golden.join(" | "))),
     h("p", { class: "facts" }, [`step ${columns.step[place]}`, question.uid, question.source, `${FINISHES[columns.finish[place]] ?? columns.finish[place]} after ${plural(columns.searches[place], "search", "searches")}`, `${plural(columns.trained[place], "token")} trained of ${number(columns.length[place])}`, `reward ${number(columns.reward[place])}`, `advantage ${signed(columns.advantage[place])}`].filter(Boolean).join(" · ")),
     group(run, place),
     body,
   ];
 }
 
-// The other samples of the question: what the advantage compares it with.
+// The samples of the same prompt group, with which the advantage compares this one.
 function group(run, place) {
   const { columns } = run.trajectories;
   const others = [];
   for (let one = 0; one < columns.step.length; one++)
     if (columns.step[one] === columns.step[place] && columns.question[one] === columns.question[place]) others.push(one);
-  return others.length > 1 && h("nav", { class: "samples", "aria-label": "Samples of this question in this step" }, h("span", { class: "soft" }, "its group"), others.map((one) =>
+  return others.length > 1 && h("nav", { class: "samples", "aria-label": "Samples of this question in this step" }, h("span", { class: "soft" }, "prompt group"), others.map((one) =>
     h("a", { id: `sample-${one}`, href: link({ view: "trajectories", trajectory: one }, ["run", "colour"]), "aria-current": one === place ? "true" : null, title: `sample ${columns.sample[one]}: ${columns.answer[one] ?? "no answer"}, reward ${number(columns.reward[one])}` },
       verdict(columns.right[one]), number(columns.reward[one]))));
 }
@@ -106,17 +106,17 @@ function colour(spans, row, name, key) {
   const none = figures.every((one) => !one);
   add(key, [what, of && !none && h("span", { class: "scale" },
     below && [h("span", {}, format(-most)), h("i", { class: "less", "aria-hidden": "true" })], h("span", {}, format(0)), both && [h("i", { class: "more", "aria-hidden": "true" }), h("span", {}, format(most))]),
-    of && none && h("b", {}, " It is less than 0.0001, or not known, for every token."),
-    of && figures.includes(null) && " Dotted: not known."]);
+    of && none && h("b", {}, " It is below 0.0001 or unknown for every token."),
+    of && figures.includes(null) && " Dotted: unknown."]);
   key.setAttribute("aria-label", `${title}: ${what}`);
 }
 
 function facts({ run, place }, row) {
   const sampled = at(run.sampled, place), ratio = at(run.ratio, place), rows = [["token", `${run.ids[place]}`], ["turn", run.turn < 0 ? "none" : String(run.turn + 1)]];
-  rows.push(["sampled by", run.version < 0 ? "nobody: it was added" : `version ${run.version}${row.trained_version > run.version ? `, ${row.trained_version - run.version} behind` : ""}`]);
-  rows.push(["engine", sampled === null ? "not known" : `${number(sampled)} (${number(Math.exp(sampled) * 100)} %)`]);
-  if (sampled !== null && ratio !== null) rows.push(["recomputed", number(sampled + ratio)], ["ratio", Math.exp(ratio).toFixed(4)]);
-  if (run.kl !== undefined) rows.push(["less reference", signed(at(run.kl, place))]);
+  rows.push(["sampled by", run.version < 0 ? "nothing: it was added" : `version ${run.version}${row.trained_version > run.version ? `, staleness ${row.trained_version - run.version}` : ""}`]);
+  rows.push(["engine log-prob", sampled === null ? "unknown" : `${number(sampled)} (${number(Math.exp(sampled) * 100)} %)`]);
+  if (sampled !== null && ratio !== null) rows.push(["old log-prob", number(sampled + ratio)], ["ratio", Math.exp(ratio).toFixed(4)]);
+  if (run.kl !== undefined) rows.push(["minus reference", signed(at(run.kl, place))]);
   rows.push(["advantage", signed(at(run.advantage, place))]);
   if (run.weight !== undefined) rows.push(["weight", number(at(run.weight, place))]);
   return rows;
@@ -153,7 +153,7 @@ function listen(text, spans, row) {
 }
 
 function turns(row) {
-  return row.turns.length > 0 && table(["turn", "did", "what", "tokens", "took", "search", "cached"], row.turns.map((one, place) => [
+  return row.turns.length > 0 && table(["turn", "action", "content", "tokens", "generation", "tool", "cached prompt tokens"], row.turns.map((one, place) => [
     String(place + 1), h("span", {}, one.tool || one.action), h("span", { class: "piece" }, one.content || "–", one.error && h("b", { class: "bad" }, ` ${one.error}`)), number(one.sampled), seconds(one.generate_s), one.search_s ? seconds(one.search_s) : "–", one.asked ? `${number(one.cached)} of ${number(one.asked)}` : "–"]), { label: "Turns", class: "turns" });
 }
 

@@ -1,11 +1,11 @@
-// What was run: the settings, the machine, the versions, and each time that it was begun or went on.
+// Setup of the run: settings, machine, package versions, and each launch or resume.
 
 import { h, table } from "./dom.js";
 import { date } from "./format.js";
 import { differences } from "./overview.js";
 import { note, runOf } from "./state.js";
 
-const COMMIT = 12; // Characters that tell it from others.
+const COMMIT = 12; // Characters of a commit hash that are shown.
 
 export function setup(all, now) {
   const run = all.runs[runOf(all, now)];
@@ -14,33 +14,33 @@ export function setup(all, now) {
     all.runs.length > 1 && h("section", {}, h("h2", {}, "Environment that differs"), environments(all.runs)),
     lives(run),
     settings(run, now),
-    h("section", {}, h("h2", {}, "This report"), h("p", { class: "soft" }, `Made ${date(all.made)} of ${run.path}.`),
+    h("section", {}, h("h2", {}, "This report"), h("p", { class: "soft" }, `Made ${date(all.made)} from ${run.path}.`),
       run.problems.length > 0 && h("ul", {}, run.problems.map((text) => h("li", {}, text)))),
   ];
 }
 
-// Each value of a run, in order, where it went on elsewhere. A run that does not know where it ran differs in nothing.
+// Values of all launches of a run, in order. A run without run.json is not compared.
 function environments(runs) {
   const known = runs.filter((run) => run.lives.length);
-  if (known.length < 2) return h("p", { class: "note" }, "Nothing to compare: run.json is missing for all runs but one, or for all.");
-  const values = (life) => ({ commit: life.commit ? life.commit.slice(0, COMMIT) + (life.changed ? " with changes" : "") : "not known", ...life.environment });
+  if (known.length < 2) return h("p", { class: "note" }, "Nothing to compare: at most one of the runs has a run.json.");
+  const values = (life) => ({ commit: life.commit ? life.commit.slice(0, COMMIT) + (life.changed ? " with changes" : "") : "unknown", ...life.environment });
   const text = (run, name) => (run.lives.length ? [...new Set(run.lives.map((life) => values(life)[name] ?? "not there"))].join(", then ") : "not known");
   const names = [...new Set(known.flatMap((run) => run.lives.flatMap((life) => Object.keys(values(life)))))];
   const apart = names.filter((name) => new Set(known.map((run) => text(run, name))).size > 1);
-  if (!apart.length) return h("p", { class: "soft" }, "Nothing: machine, versions and commit are the same.");
+  if (!apart.length) return h("p", { class: "soft" }, "None: machine, versions and commit are the same.");
   return table(["", ...runs.map((run) => run.name)], apart.map((name) => [h("code", {}, name), ...runs.map((run) => h("code", {}, text(run, name)))]), { label: "Environment that differs", text: true, class: "keys" });
 }
 
 function lives(run) {
-  if (!run.lives.length) return h("section", {}, h("h2", {}, "Where it ran"), h("p", { class: "note" }, "run.json is missing: machine, versions, commit and command are not known."));
-  return h("section", {}, h("h2", {}, run.lives.length > 1 ? `Begun ${run.lives.length} times` : "Where it ran"), run.lives.map((life, place) => {
+  if (!run.lives.length) return h("section", {}, h("h2", {}, "Where it ran"), h("p", { class: "note" }, "run.json is missing: machine, versions, commit and command are unknown."));
+  return h("section", {}, h("h2", {}, run.lives.length > 1 ? `Launched ${run.lives.length} times` : "Where it ran"), run.lives.map((life, place) => {
     const before = run.lives[place - 1]?.environment ?? {};
     const rows = Object.entries(life.environment).filter(([name, value]) => !place || before[name] !== value);
     return h("div", { class: "life" },
-      h("h3", {}, life.after_step ? `${date(life.begun)}, after step ${life.after_step}` : date(life.begun)),
+      h("h3", {}, life.after_step ? `${date(life.begun)}, resumed after step ${life.after_step}` : date(life.begun)),
       h("pre", { class: "command" }, life.command.map((word) => (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`)).join(" ")),
       h("dl", { class: "pairs" },
-        h("dt", {}, "commit"), h("dd", {}, life.commit ? h("code", {}, life.commit) : "not known", life.changed && h("b", { class: "bad" }, " with changes that are not committed")),
+        h("dt", {}, "commit"), h("dd", {}, life.commit ? h("code", {}, life.commit) : "not known", life.changed && h("b", { class: "bad" }, " with uncommitted changes")),
         rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]),
         place > 0 && !rows.length && [h("dt", {}, "environment"), h("dd", {}, "as before")]));
   }));
@@ -58,7 +58,7 @@ function settings(run, now) {
       table(null, some.map((key) => [h("code", {}, key), h("code", { class: "value" }, JSON.stringify(run.config[key]))]), { label: `Settings of ${part}`, text: true, class: "settings" }))));
   };
   const words = h("input", { type: "search", id: "key", placeholder: "lr, staleness …", value: now.key ?? "", oninput: redraw });
-  const which = h("select", { id: "which", onchange: redraw }, [["all", `all ${keys.length}`], ["changed", `the ${changed.size} that are not the default`]].map(([value, text]) => h("option", { value, selected: value === (now.which ?? "all") }, text)));
+  const which = h("select", { id: "which", onchange: redraw }, [["all", `all ${keys.length}`], ["changed", `the ${changed.size} that differ from the default`]].map(([value, text]) => h("option", { value, selected: value === (now.which ?? "all") }, text)));
   function redraw() {
     note({ key: words.value, which: which.value === "all" ? null : which.value });
     draw(words.value, which.value === "all");

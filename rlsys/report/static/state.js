@@ -1,4 +1,4 @@
-// What is shown, in the address behind "#", so that any view can be linked to and the back button works.
+// Page state, kept in the address after "#", so that any view can be linked to and the back button works.
 
 export function state() {
   return Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
@@ -19,12 +19,12 @@ export function go(changes, keep) {
   location.hash = link(changes, keep);
 }
 
-// The same without a step of the back button and without a new view; for what is typed.
+// Like `go`, but without a history entry or a redraw; for typed input.
 export function note(changes) {
   history.replaceState(null, "", link(changes, Object.keys(state())));
 }
 
-// A link to one trajectory alone, "#trajectory=7", names the view that shows it.
+// The view in the address. A link such as "#trajectory=7" alone implies its view.
 export function viewOf(now) {
   return now.view ?? ("trajectory" in now ? "trajectories" : "evaluation" in now ? "evaluations" : "overview");
 }

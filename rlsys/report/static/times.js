@@ -1,4 +1,4 @@
-// Where the time of a step went: what each group did, what it waited for meanwhile, and what decided the step's length.
+// Time breakdown: work and waits of each group, and the critical path of each step.
 
 import { h, hideTip, readByKeys, showTip, table, tipRows } from "./dom.js";
 import { plural, seconds, share } from "./format.js";
@@ -10,12 +10,12 @@ function colour(activity, waiting) {
   return waiting ? `color-mix(in srgb, ${own} 42%, var(--card))` : own;
 }
 
-// The parts of a group's time: its work, then what it waited for, in the order of the report's activities.
+// Parts of a group's time: work, then waits, in the order of the report's activities.
 function partsOf(report, use) {
   const names = Object.entries(report.activities);
   return [
-    ...names.map(([name, words]) => ({ name: `works: ${words}`, value: use?.busy[name] ?? 0, colour: colour(name, false) })),
-    ...names.map(([name, words]) => ({ name: `waits for ${words}`, value: use?.waits[name] ?? 0, colour: colour(name, true) })),
+    ...names.map(([name, words]) => ({ name: `working: ${words}`, value: use?.busy[name] ?? 0, colour: colour(name, false) })),
+    ...names.map(([name, words]) => ({ name: `waiting for ${words}`, value: use?.waits[name] ?? 0, colour: colour(name, true) })),
   ];
 }
 
@@ -28,7 +28,7 @@ export function times(all, now) {
   const run = all.runs[runOf(all, now)];
   const report = run.time;
   if (!report || !report.steps.length)
-    return h("p", { class: "note" }, "Where the time went is not known: timeline.jsonl is missing or has no step (older runs do not write it).");
+    return h("p", { class: "note" }, "No time breakdown: timeline.jsonl is missing or has no step (older runs do not write it).");
   const groups = Object.keys(report.groups);
   const group = groups.includes(now.group) ? now.group : groups.includes("actor") ? "actor" : groups[0];
   const at = Math.max(0, report.steps.findIndex((step) => String(step.step) === now.step));
@@ -36,10 +36,10 @@ export function times(all, now) {
   const choose = (name) => h("a", { id: `group-${name}`, href: link({ view: "time", group: name }, ["run", "step"]), "aria-current": name === group ? "true" : null }, name);
   return [
     h("section", {}, h("h2", {}, "Each group, all steps"), h("p", { class: "lede" }, report.sentences.at(-1)), eachGroup(report),
-      h("p", { class: "soft" }, "Full colours are work; pale ones are waiting, in the colour of what went on meanwhile.")),
+      h("p", { class: "soft" }, "Full colours are work. Pale colours are waiting, in the colour of the activity running meanwhile.")),
     all.runs.length > 1 && sideBySide(all.runs, group),
     h("section", {}, h("h2", {}, "Each step of the ", h("span", { class: "choice", role: "group", "aria-label": "Group" }, groups.map(choose)), " group"),
-      stackedBars({ bars, format: seconds, label: `Seconds of each step of the ${group} group, by what it did or waited for`, selected: at, chosen: (place) => go({ view: "time", group, step: report.steps[place].step }) }), totals(report, group)),
+      stackedBars({ bars, format: seconds, label: `Seconds of each step of the ${group} group, by work and waits`, selected: at, chosen: (place) => go({ view: "time", group, step: report.steps[place].step }) }), totals(report, group)),
     path(report, at, group),
   ];
 }
@@ -48,7 +48,7 @@ function eachGroup(report) {
   return h("div", { class: "lanes" }, Object.entries(report.groups).map(([name, use]) => {
     const total = [...Object.values(use.busy), ...Object.values(use.waits)].reduce((sum, one) => sum + one, 0);
     const busy = Object.values(use.busy).reduce((sum, one) => sum + one, 0);
-    return [h("span", { class: "name" }, name), shareBar(partsOf(report, use), { label: `Time of the ${name} group`, format: seconds, keys: false }), h("span", { class: "n" }, total ? `${share(busy / total)} at work` : "")];
+    return [h("span", { class: "name" }, name), shareBar(partsOf(report, use), { label: `Time of the ${name} group`, format: seconds, keys: false }), h("span", { class: "n" }, total ? `${share(busy / total)} busy` : "")];
   }));
 }
 
@@ -57,7 +57,7 @@ function sideBySide(runs, group) {
   return rows.length > 1 && h("section", {}, h("h2", {}, `The ${group} group in every run`), h("div", { class: "lanes" }, rows.map((run) => {
     const parts = partsOf(run.time, run.time.groups[group]);
     const total = parts.reduce((sum, part) => sum + part.value, 0);
-    return [h("span", { class: "name" }, run.name), shareBar(parts, { label: `Time of the ${group} group of ${run.name}`, format: seconds, keys: false }), h("span", { class: "n" }, `${seconds(total / run.time.steps.length)} a step`)];
+    return [h("span", { class: "name" }, run.name), shareBar(parts, { label: `Time of the ${group} group of ${run.name}`, format: seconds, keys: false }), h("span", { class: "n" }, `${seconds(total / run.time.steps.length)} per step`)];
   })));
 }
 
@@ -66,7 +66,7 @@ function totals(report, group) {
   const total = partsOf(report, use).reduce((sum, part) => sum + part.value, 0);
   const rows = partsOf(report, use).filter((part) => part.value > 0).sort((a, b) => b.value - a.value)
     .map((part) => [h("span", {}, h("i", { class: "key", style: { background: part.colour } }), part.name), share(part.value / total), seconds(part.value), seconds(part.value / report.steps.length)]);
-  return table(["", "share", "in all", "a step"], rows, { label: `Time of the ${group} group` });
+  return table(["", "share", "total", "per step"], rows, { label: `Time of the ${group} group` });
 }
 
 function path(report, at, group) {
@@ -78,16 +78,16 @@ function path(report, at, group) {
   const before = report.steps[at - 1], after = report.steps[at + 1];
   const to = (other, text) => other ? h("a", { id: text.replace(" ", "-"), href: link({ view: "time", group, step: other.step }) }, text) : h("span", { class: "soft" }, text);
   return h("section", {},
-    h("h2", {}, `What decided the length of step ${step.step}`),
-    h("p", { class: "soft" }, to(before, "previous step"), " · ", to(after, "next step"), ` · ${seconds(end)}. The critical path: each part waited for the one before. Had one been shorter, and the rest the same, the step would have been.`),
+    h("h2", {}, `Critical path of step ${step.step}`),
+    h("p", { class: "soft" }, to(before, "previous step"), " · ", to(after, "next step"), ` · ${seconds(end)}. Each part of the path waited for the one before; shortening a part shortens the step, other things being equal.`),
     shareBar(whole, { label: `Critical path of step ${step.step}`, format: seconds }),
-    links.length ? pathList(step, links.map((one) => linkRow(one, end, words))) : h("p", { class: "note" }, "No span that ends a step is recorded in this one."),
-    h("p", { class: "soft" }, `${plural(links.length, "link")}; ${seconds(step.path.rest_s)} after the last one.`));
+    links.length ? pathList(step, links.map((one) => linkRow(one, end, words))) : h("p", { class: "note" }, "No critical path: the span that ends this step was not recorded."),
+    h("p", { class: "soft" }, `${plural(links.length, "part")}, then ${seconds(step.path.rest_s)} until the step's end.`));
 }
 
-// One stop of the Tab key, in which arrow keys go from link to link and show what the pointer does.
+// A single Tab stop; arrow keys move from part to part and show the same tooltip as the pointer.
 function pathList(step, rows) {
-  const list = h("ol", { class: "path", id: "path", tabindex: 0, "aria-label": `Critical path of step ${step.step}. Arrow keys read its links.` }, rows);
+  const list = h("ol", { class: "path", id: "path", tabindex: 0, "aria-label": `Critical path of step ${step.step}. Arrow keys read its parts.` }, rows);
   const read = (place) => {
     for (const [number, row] of rows.entries()) row.classList.toggle("read", number === place);
     if (place === null) return hideTip();
@@ -102,7 +102,7 @@ function pathList(step, rows) {
 function linkRow(one, end, words) {
   const parts = Object.entries(one.parts);
   const length = parts.reduce((sum, [, value]) => sum + value, 0);
-  const rows = [...parts.map(([name, value]) => [words(name), seconds(value), colour(name, false)]), ["began after", seconds(one.start_s)], ...(one.waited_s > 0.0005 ? [["nothing traced before it", seconds(one.waited_s)]] : []), ...(one.questions.length ? [["questions", `${one.questions.slice(0, 3).join(", ")}${one.questions.length > 3 ? ` and ${one.questions.length - 3} more` : ""}`]] : [])];
+  const rows = [...parts.map(([name, value]) => [words(name), seconds(value), colour(name, false)]), ["started at", seconds(one.start_s)], ...(one.waited_s > 0.0005 ? [["untraced gap before", seconds(one.waited_s)]] : []), ...(one.questions.length ? [["questions", `${one.questions.slice(0, 3).join(", ")}${one.questions.length > 3 ? ` and ${one.questions.length - 3} more` : ""}`]] : [])];
   const tell = (x, y) => showTip(x, y, tipRows(`${one.name} of ${one.group} ${one.lane}`, rows));
   const row = h("li", { onpointermove: (event) => tell(event.clientX, event.clientY), onpointerleave: hideTip },
     h("span", { class: "name" }, one.name, h("small", {}, ` ${one.group} ${one.lane === "main" ? "" : one.lane}`)),

@@ -1,4 +1,4 @@
-// All kept trajectories: a list with filters, and beside it the one that is read.
+// All kept trajectories: a list with filters, and beside it the open trajectory.
 
 import { add, h } from "./dom.js";
 import { number, plural, share, signed } from "./format.js";
@@ -10,16 +10,16 @@ import { FINISHES, pager, verdict } from "./words.js";
 const PAGE = 50;
 const SORTS = {
   step: ["in order", null],
-  best: ["best paid first", (columns, place) => -(columns.reward[place] ?? -Infinity) - (columns.advantage[place] ?? 0) / 1e3],
-  worst: ["worst paid first", (columns, place) => (columns.reward[place] ?? Infinity) + (columns.advantage[place] ?? 0) / 1e3],
+  best: ["highest reward first", (columns, place) => -(columns.reward[place] ?? -Infinity) - (columns.advantage[place] ?? 0) / 1e3],
+  worst: ["lowest reward first", (columns, place) => (columns.reward[place] ?? Infinity) + (columns.advantage[place] ?? 0) / 1e3],
   surprising: ["largest advantage first", (columns, place) => -Math.abs(columns.advantage[place] ?? 0)],
-  drift: ["furthest ratio first", (columns, place) => -Math.abs(columns.log_ratio[place] ?? 0)],
+  drift: ["ratio furthest from 1 first", (columns, place) => -Math.abs(columns.log_ratio[place] ?? 0)],
   oldest: ["oldest tokens first", (columns, place) => -columns.lag[place]],
   longest: ["longest first", (columns, place) => -columns.length[place]],
   searches: ["most searches first", (columns, place) => -columns.searches[place]],
 };
 const FILTERS = ["q", "text", "from", "to", "right", "finish", "searches", "low", "high", "sort", "page"];
-// One trajectory of a list, without its question where the one above it has the same.
+// List entry of a trajectory; hides the question if the entry above has the same.
 export function card(run, place, { current = false, kept = ["run"], above } = {}) {
   const { columns, questions } = run.trajectories;
   const question = questions[columns.question[place]];
@@ -37,13 +37,13 @@ export function card(run, place, { current = false, kept = ["run"], above } = {}
 
 export function trajectories(all, now) {
   const run = all.runs[runOf(all, now)];
-  if (!run.trajectories) return h("p", { class: "note" }, "No trajectory was kept: tracking.trajectories says how many of each step are; older runs keep none.");
+  if (!run.trajectories) return h("p", { class: "note" }, "No trajectory was kept: tracking.trajectories sets how many are kept per step; older runs keep none.");
   const view = { run, results: h("ol", { class: "cards", id: "results" }), count: h("output", { role: "status" }), pages: h("div", { class: "pages" }), reading: h("article", { class: "reading", id: "reading", tabindex: -1, "aria-label": "Trajectory" }), found: [], texts: null };
   const chosen = now.trajectory === undefined ? null : Number(now.trajectory);
   refresh(view, now);
   if (chosen !== null && run.trajectories.columns.step[chosen] !== undefined) open(view, chosen, now);
   else if (chosen !== null) add(view.reading, h("p", { class: "note" }, `There is no trajectory ${now.trajectory} in this run.`));
-  else add(view.reading, h("p", { class: "empty" }, "Choose a trajectory. Arrow keys, or j and k, go on to the next and the one before."));
+  else add(view.reading, h("p", { class: "empty" }, "Choose a trajectory. Arrow keys, or j and k, move to the next and the previous one."));
   const split = h("div", { class: chosen === null ? "split" : "split open" },
     h("div", { class: "list" }, filters(view, now), h("p", { class: "counted" }, view.count), view.results, view.pages), view.reading);
   split.addEventListener("keydown", (event) => keys(view, event));
@@ -51,7 +51,7 @@ export function trajectories(all, now) {
   return split;
 }
 
-// The colouring may have been chosen after a link was made.
+// Adds the current colouring, which may have changed since the link was made.
 function keepColour(anchor) {
   const { colour } = state();
   if (!anchor || !colour) return;
@@ -121,7 +121,7 @@ function matcher(view, now) {
     (now.searches === undefined || columns.searches[place] === Number(now.searches));
 }
 
-// Looks for the words in every text, which unpacks all of them once.
+// Searches all texts for the words; this unpacks every chunk once.
 async function searchTexts(view, words) {
   const { chunks, first_chunk } = view.run.trajectories;
   const mine = (view.search = Symbol("search"));
@@ -134,7 +134,7 @@ async function searchTexts(view, words) {
     rows.forEach((row, place) => textOf(row).toLowerCase().includes(words) && view.texts.add(before + place));
     before += count;
     if (offset % 8 === 7 || offset === chunks.length - 1) {
-      view.searching = offset === chunks.length - 1 ? null : h("span", { class: "soft" }, ` · looked at ${share((offset + 1) / chunks.length)} of the texts`);
+      view.searching = offset === chunks.length - 1 ? null : h("span", { class: "soft" }, ` · ${share((offset + 1) / chunks.length)} of the texts searched`);
       refresh(view, state());
     }
   }
@@ -168,7 +168,7 @@ function filters(view, now) {
     choice("finish", "Ended", kinds(columns.finish, FINISHES)),
     choice("searches", "Searches", kinds(columns.searches)),
     h("fieldset", {}, h("legend", {}, "Steps"), bound("from", "first step", steps[0]), "–", bound("to", "last step", steps[1])),
-    h("fieldset", {}, h("legend", {}, "Reward"), bound("low", "least reward", "min"), "–", bound("high", "largest reward", "max")),
+    h("fieldset", {}, h("legend", {}, "Reward"), bound("low", "lowest reward", "min"), "–", bound("high", "highest reward", "max")),
     choice("sort", "Order", Object.fromEntries(Object.entries(SORTS).map(([name, [label]]) => [name === "step" ? "" : name, label])), true),
     h("button", { type: "button", class: "plain", onclick: () => (location.hash = link({ view: "trajectories" })) }, "reset"));
   if (now.q && now.text) queueMicrotask(again);

@@ -94,7 +94,7 @@ def test_a_folder_that_is_gone_is_a_sentence(trained: TrainingResult, tmp_path: 
 
 def test_an_evaluation_is_read(evaluated: EvaluationResult) -> None:
     assert (evaluated.em, evaluated.f1, evaluated.questions) == (0.25, 0.5, 4)
-    assert str(evaluated).startswith("EM 0.250, F1 0.500, 1.50 searches a question, 4 questions; see ")
+    assert str(evaluated).startswith("EM 0.250, F1 0.500, 1.50 searches per question, 4 questions; see ")
     assert [row["uid"] for row in evaluated.answers] == ["a\u2028b", "c"]
 
 

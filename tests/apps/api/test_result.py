@@ -82,7 +82,7 @@ def test_a_file_of_which_nothing_can_be_read_is_refused(
 
 def test_an_evaluation_is_read_and_a_figure_that_is_not_there_is_named(evaluated: EvaluationResult) -> None:
     assert (evaluated.em, evaluated.f1, evaluated.questions) == (0.25, 0.5, 4)
-    assert str(evaluated).startswith("EM 0.250, F1 0.500, 1.50 searches a question, 4 questions; see ")
+    assert str(evaluated).startswith("EM 0.250, F1 0.500, 1.50 searches per question, 4 questions; see ")
     assert [row["uid"] for row in evaluated.answers] == ["a\u2028b", "c"]
     for average in (None, {"em": 1.0}, {"em": {"mean": None}}):
         (evaluated.folder / "results.json").write_text(json.dumps({"average": average}))

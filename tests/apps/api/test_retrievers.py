@@ -63,7 +63,7 @@ def test_a_dense_index_is_of_its_encoder(tmp_path: Path) -> None:
             assert settings == {
                 "search.index": str(tmp_path / "index"), "search.url": None, "search.replicas": [], "search.topk": 2,
             }  # fmt: skip
-    with pytest.warns(UserWarning, match="chunk_size=512 counts where documents are cut") as caught:
+    with pytest.warns(UserWarning, match="chunk_size=512 only has an effect in from_documents") as caught:
         DenseRetriever(tmp_path / "index", "minilm", chunk_size=512)
     assert caught[0].filename == __file__
     with refused("mismatch", tmp_path / "index"):

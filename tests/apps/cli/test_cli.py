@@ -125,7 +125,7 @@ def test_a_model_is_converted_there_and_back_and_verified(call: Call, tmp_path: 
     assert_same_tensors(model, back)
     status, out, error = call("convert", "verify", megatron, back)
     assert (status, error) == (0, "")
-    assert "tensors: 39 of 39 the same" in out
+    assert "tensors: 39 of 39 identical" in out
     assert "logits: the same" in out
 
 

@@ -1,17 +1,17 @@
-// The page of `rlsys chat`. Whatever comes from the server is untrusted text: it is set as textContent, never as HTML.
+// The page of `rlsys chat`. Text from the server is untrusted and set as textContent, never as HTML.
 
 const FINISHES = {
-  turn_limit: "No answer: the turn limit is reached.",
-  token_limit: "No answer: the token limit is reached.",
-  time_limit: "No answer: the time limit is reached.",
-  aborted: "No answer: the engine has given it up.",
+  turn_limit: "No answer: turn limit reached.",
+  token_limit: "No answer: token limit reached.",
+  time_limit: "No answer: time limit reached.",
+  aborted: "No answer: the engine aborted the request.",
 };
 
 const byId = (id) => document.getElementById(id);
 const [form, question, temperature, send, stop, answers, live] = [
   "ask", "question", "temperature", "send", "stop", "answers", "live",
 ].map(byId);
-let running = null; // The AbortController of the answer under way.
+let running = null; // AbortController of the current answer.
 
 function add(parent, tag, className, text) {
   const element = document.createElement(tag);
@@ -23,12 +23,12 @@ function add(parent, tag, className, text) {
 
 const counted = (number, one, many) => `${number} ${number === 1 ? one : many}`;
 
-/** One question and what comes of it; a method for each kind of event. */
+/** One question and its answer; has a method for each kind of event. */
 class Answer {
   constructor(text) {
     this.article = add(answers, "article");
     add(this.article, "h2", "", text);
-    this.said = null; // Where generated text goes; anything else ends it.
+    this.said = null; // Element for generated text; any other event ends it.
     this.piece = null;
     this.over = false;
   }
@@ -91,7 +91,7 @@ class Answer {
   }
 }
 
-/** What to show of a failure; all else that is thrown is a fault of this page. */
+/** An error to show to the user; any other error is a bug of this page. */
 class Told extends Error {}
 
 const orTell = (sentence) => (problem) => {
@@ -104,7 +104,7 @@ async function* eventsOf(response) {
   let held = "";
   const reader = response.body.getReader(); // Not every browser can iterate over a body.
   while (true) {
-    const { done, value } = await reader.read().catch(orTell("The server has ended: start it again."));
+    const { done, value } = await reader.read().catch(orTell("The server has stopped: start it again."));
     if (done) return;
     held += decoder.decode(value, { stream: true });
     const messages = held.split("\n\n");
@@ -137,7 +137,7 @@ async function ask(text) {
         answer[event.event](event);
         if (follow) window.scrollTo(0, document.body.scrollHeight);
       }
-      if (!answer.over) answer.failed({ reason: "The server has ended: start it again." });
+      if (!answer.over) answer.failed({ reason: "The server has stopped: start it again." });
     }
   } catch (problem) {
     if (problem.name === "AbortError") answer.failed({ reason: "Stopped." });
@@ -174,6 +174,6 @@ document.addEventListener("keydown", (event) => {
 });
 
 const about = await (await fetch("about")).json();
-const search = about.search ? `searches ${about.search}, ${about.max_turns} times at most` : "without searches";
+const search = about.search ? `up to ${about.max_turns} searches at ${about.search}` : "without searches";
 byId("about").textContent = `${about.model} · ${about.engine} · ${search}`;
 temperature.placeholder = String(about.temperature);
