@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import shutil
@@ -23,6 +22,7 @@ from rlsys.search.index.folder import claim_draft, new_array
 from rlsys.search.index.lexical import build_lexical
 from rlsys.search.index.make import make_index, recipe
 from tests.search.tiny_encoders import bert, save
+from tests.support.megatron_processes import forks
 from tests.support.refusals import refused
 
 CHUNK = 64
@@ -83,9 +83,7 @@ def build_and_die(corpus: Path, spec: EncoderSpec, out: Path, options: BuildOpti
 def test_a_killed_build_ends_as_any_other(corpus: Corpus, spec: EncoderSpec, whole: Path, tmp_path: Path) -> None:
     """Also where another corpus is built in its place: nothing is taken from its draft."""
     out, options, stages = tmp_path / "index", BuildOptions("IVF4,Flat"), Stages()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    process = context.Process(target=build_and_die, args=(corpus.path, spec, out, options))
+    process = forks().Process(target=build_and_die, args=(corpus.path, spec, out, options))
     process.start()
     process.join(600)
     assert process.exitcode == -signal.SIGKILL

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -64,16 +63,14 @@ class Host:
 def forks() -> BaseContext:
     """Starts processes by forking one that has imported Megatron and has no threads.
 
-    A fork takes milliseconds and an import seconds. There is one process to fork from at a time: one that has imported
-    something else for other tests ends. A process that was forked from it forks itself.
+    A fork takes milliseconds and an import seconds. A process that was forked from it forks itself. No test may start a
+    fork server with other imports: it cannot be replaced while a process that it has forked lives.
     """
     if PRELOADED in sys.modules:
         return multiprocessing.get_context("fork")
-    server = forkserver._forkserver
-    if server._preload_modules != [PRELOADED]:
-        server._stop()
-        server.set_forkserver_preload([PRELOADED])
-    return multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([PRELOADED])
+    return context
 
 
 def fork(count: int) -> list[Host]:
