@@ -72,7 +72,7 @@ def _seen(simulation: Simulation) -> Counter[str]:
     dropped = Counter(f"dropped: {reason}" for _, reason in record.dropped)
     counts = {
         f"runs that end by {simulation.script.ending}": 1,
-        "tickets": len(record.prompt_groups),
+        "prompt groups": len(record.prompt_groups),
         "groups trained": len(record.trained),
         "policy updates": record.version,
     }

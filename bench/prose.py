@@ -50,7 +50,7 @@ DANGLING = {
     "But",
 }
 PERSONS = re.compile(
-    r"\b(lie[sd]? to|lying|comforts?|bereaved|last words|bury|buried|content with|trusts?|believes?|mistrusts?|knows? nothing)\b"
+    r"\b(lie[sd]? to|lying|comforts?|bereaved|last words|bury|buried|content with|believes?|knows? nothing)\b"
 )
 RETIRED = {
     "ledger": "scheduler",
@@ -70,7 +70,7 @@ RETIRED = {
     "tether": "parent watch",
     "offspring": "child processes",
 }
-"""Word that is no longer used -> the field's word for the same thing; docs/glossary.md explains these."""
+"""Word that is no longer used -> the field's word for the same thing."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 RESULT = Path("outputs/bench/suite.json")
-WORKERS, BUSY = 3, 8
+BUSY = 8
 
 
 @dataclass(frozen=True)
@@ -101,32 +101,16 @@ class Memory:
 
 
 def run(condition: Condition) -> Outcome:
-    """Run the default suite once."""
+    """Run `make test` once, lint and types included."""
     order = [] if condition.seed is None else [f"--order-seed={condition.seed}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = dict(os.environ)
     if condition.capability:
         environment["ATEN_CPU_CAPABILITY"] = condition.capability
     with TemporaryDirectory() as scratch, busy(condition.busy):
         report = Path(scratch) / "junit.xml"
         begun = time.monotonic()
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-n",
-                str(WORKERS),
-                "--dist",
-                "loadfile",
-                "--no-loadscope-reorder",
-                "-m",
-                "not slow",
-                f"--junitxml={report}",
-                *order,
-            ],
-            env=environment,
-            stdout=subprocess.DEVNULL,
-        )
+        arguments = " ".join([f"--junitxml={report}", *order])
+        process = subprocess.Popen(["make", "test", f"ARGS={arguments}"], env=environment, stdout=subprocess.DEVNULL)
         memory = Memory(process.pid)
         process.wait()
         memory.close()

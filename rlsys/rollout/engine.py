@@ -850,12 +850,12 @@ class RolloutWorker:
         await self._close_transport()
         self._receiver = await asyncio.to_thread(open_receiver, spec)
 
-    async def load_bucket(self, parcel: BucketHandle) -> None:
+    async def load_bucket(self, handle: BucketHandle) -> None:
         """Receive a bucket from the transport; see `Engine.load_bucket`."""
         if self._receiver is None:
             raise RunError("The rollout worker received weights without a transport; call open_transport first.")
         async with self._receiving:
-            bucket = await asyncio.to_thread(self._receiver.receive, parcel)
+            bucket = await asyncio.to_thread(self._receiver.receive, handle)
             await self.engine.load_bucket(bucket)  # Copies: the receiver reuses the bytes.
             del bucket
             await asyncio.to_thread(self._receiver.release)

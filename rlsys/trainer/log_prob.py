@@ -310,11 +310,11 @@ class LogProbWorker(MegatronWorker, WeightSender):
         self._update, self._checksums = shard_loader(self._policy), {}
         self.version = None
 
-    def load_bucket(self, parcel: BucketHandle) -> None:
+    def load_bucket(self, handle: BucketHandle) -> None:
         """Receive the bucket of a handle over the transport; see `take_bucket`."""
         if self._receiver is None:
             raise RuntimeError("A bucket handle arrived before open_transport; call open_transport first.")
-        self.take_bucket(self._receiver.receive(parcel))
+        self.take_bucket(self._receiver.receive(handle))
         self._receiver.release()
 
     def take_bucket(self, bucket: Bucket) -> None:

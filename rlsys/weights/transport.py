@@ -594,21 +594,21 @@ class BroadcastSender(Sender):
         self._spec = spec
         self._group = _Group(spec)
         super().__init__([_host_memory(spec) for _ in range(SLOTS)])
-        self._under_way: dist.Work | None = None
+        self._in_flight: dist.Work | None = None
 
     def send(self, bucket: Bucket) -> BucketHandle:
         """See `Sender`. Returns when the previous broadcast is complete and this one has started."""
         self._finish()
-        self._under_way = self._group.broadcast(self._group.outgoing(bucket.in_host))
+        self._in_flight = self._group.broadcast(self._group.outgoing(bucket.in_host))
         return self._handle(bucket, None)
 
     def close(self) -> None:
-        self._under_way = None
+        self._in_flight = None
         self._group.leave()
 
     def _finish(self) -> None:
         """Block until the broadcast in flight, if any, is complete."""
-        work, self._under_way = self._under_way, None
+        work, self._in_flight = self._in_flight, None
         if work is None:
             return
         try:

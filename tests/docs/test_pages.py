@@ -16,6 +16,7 @@ from typing import Any, get_args
 import pytest
 
 import rlsys
+from bench.prose import RETIRED
 from rlsys.config.schema import RunConfig, free_maps, schema_keys
 from rlsys.errors import Code
 from scripts import api_reference, commands_reference
@@ -54,6 +55,29 @@ def test_keys_experiments_and_links_exist(page: Path) -> None:
     assert [name for name in experiments if not (PROJECT / "configs" / f"{name}.yaml").is_file()] == []
     links = [link for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text) if "://" not in link]
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def retired_in(text: str) -> set[str]:
+    """Retired words in a text or in the parts of an identifier; `collocated` is a value of `cluster.mode`, as in RLinf."""
+    words = RETIRED.keys() - {"collocated"}
+    return {word for word in words if re.search(rf"(?<![a-z]){word}(?![a-z])", text.lower())}
+
+
+def test_retired_words_are_neither_in_code_nor_in_documents() -> None:
+    names = {name for file in (PROJECT / "rlsys").rglob("*.py") for name in identifiers(file)}
+    assert {name: retired_in(name) for name in names if retired_in(name)} == {}
+    assert {page.name: retired_in(page.read_text()) for page in PAGES if retired_in(page.read_text())} == {}
+
+
+def identifiers(file: Path) -> set[str]:
+    """Names of variables, attributes, arguments, functions and classes."""
+    fields_of_name = ("id", "attr", "arg", "name")
+    return {
+        value
+        for node in ast.walk(ast.parse(file.read_text()))
+        for field in fields_of_name
+        if isinstance(value := getattr(node, field, None), str)
+    }
 
 
 def check(code: str) -> int:

@@ -131,14 +131,9 @@ def ask(hosts: Sequence[Host], function: Callable[..., Any], arguments: Sequence
 
 
 class Shell:
-    """A process's side: it holds a worker."""
+    """Holds a process's worker."""
 
     worker: Any = None
-
-    def settle(self) -> None:
-        """Leave the process group that there is."""
-        self.worker = None
-        mesh.stop()
 
 
 def _serve(pipe: Connection) -> None:
@@ -178,18 +173,15 @@ def rendezvous(rank: int, world_size: int, port: int) -> Rendezvous:
     return Rendezvous(rank, world_size, "127.0.0.1", port, Device.cpu, COLLECTIVE_S)
 
 
-def on_ranks(function: Callable[..., Any], world: int, *args: Any, hosts: Sequence[Host] | None = None) -> list[Any]:
+def on_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
     """The results of `function(Group, *args)` in each of `world` processes."""
     ports = [free_port() for _ in range(MEETINGS)]
     calls = [(function, Group(rank, world, list(ports)), args) for rank in range(world)]
-    if hosts:
+    with fresh(world) as hosts:
         return ask(hosts, _on_rank, calls)
-    with fresh(world) as new:
-        return ask(new, _on_rank, calls)
 
 
-def _on_rank(shell: Shell, function: Callable[..., Any], group: Group, args: tuple) -> Any:
-    shell.settle()
+def _on_rank(_: Shell, function: Callable[..., Any], group: Group, args: tuple) -> Any:
     result = function(group, *args)
     mesh.stop()
     return result
@@ -203,7 +195,7 @@ class HostedGroup:
         self.ranks = hosts
 
     async def build(self, factory: Callable[..., Any], arguments: Sequence[tuple], timeout_s: float) -> None:  # noqa: ARG002
-        """See `WorkerGroup`. A process that has a worker leaves its group first."""
+        """See `WorkerGroup`."""
         ask(self.ranks, _build, [(factory, *args) for args in arguments])
 
     async def free_address(self, timeout_s: float) -> tuple[str, int]:  # noqa: ARG002
@@ -225,7 +217,6 @@ class HostedGroup:
 
 
 def _build(shell: Shell, factory: Callable[..., Any], *args: Any) -> None:
-    shell.settle()
     shell.worker = factory(*args)
 
 

@@ -17,7 +17,7 @@ from rlsys.trainer.mesh import place_of
 from rlsys.trainer.model.layers import choose_layers, kernel_settings
 from rlsys.trainer.model.stage_model import PolicyModel, transformer_config
 from rlsys.weights.weight_map import read_architecture
-from tests.support.megatron_processes import Group, fresh, on_ranks
+from tests.support.megatron_processes import Group, on_ranks
 from tests.support.refusals import refused
 from tests.trainer import reference
 from tests.trainer.harness import local_model
@@ -100,8 +100,7 @@ def _on_the_real_megatron(_: Group) -> None:
 
 
 def test_an_unexpected_megatron_is_refused_and_cuda_left_alone() -> None:
-    with fresh(1) as hosts:
-        on_ranks(_on_the_real_megatron, 1, hosts=hosts)
+    on_ranks(_on_the_real_megatron, 1)
 
 
 def test_tensor_parallel_is_fastest_then_context_then_data_then_pipeline() -> None:

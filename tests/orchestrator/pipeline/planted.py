@@ -40,7 +40,7 @@ def _planted(method: Callable[..., Any], old: str, new: str) -> Parts:
 
 
 PLANTED = [
-    bug("only the first of a bite is scored", Broken.deadlock, Pipeline._score, "in batch:", "in batch[:1]:"),
+    bug("only the first group of a score batch is scored", Broken.deadlock, Pipeline._score, "in batch:", "in batch[:1]:"),
     bug(
         "a group that is ready ends those that roll", Broken.livelock, Scheduler.unschedulable,
         "return found", "return found or [(one, Reason.surplus) for one in self._rolling.prompt_groups()[1:]]",

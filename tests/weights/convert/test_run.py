@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import pytest
 
 from rlsys.errors import Interrupted, RunError, UserError
 from rlsys.weights.convert.conversion import Job, _begin_process, _receipt_of, claim, run
+from tests.support.megatron_processes import forks
 from tests.support.refusals import refused
 
 COUNT = 6
@@ -101,12 +101,10 @@ def letters(tmp_path: Path) -> Letters:
 
 
 @pytest.mark.parametrize(("processes", "done"), [(1, 2), pytest.param(2, COUNT - 1, marks=pytest.mark.slow)])
-def test_a_conversion_that_is_killed_goes_on_with_what_is_missing(
-    processes: int, done: int, tmp_path: Path, forked: BaseContext
-) -> None:
+def test_a_conversion_that_is_killed_goes_on_with_what_is_missing(processes: int, done: int, tmp_path: Path) -> None:
     """Its processes end with it; the result is the one that one process writes at once."""
     letters, out = Letters(tmp_path / "log", hold="2.bin", crowd=processes), tmp_path / "out"
-    process = forked.Process(target=run, args=(letters, out, processes))
+    process = forks().Process(target=run, args=(letters, out, processes))
     process.start()
     try:
         # Of two processes, the one that does not wait at the one file writes all others.
@@ -134,9 +132,10 @@ def _pause_in_a_process(pipe: Connection) -> None:
     signal.pause()
 
 
-def test_a_process_of_a_conversion_ends_with_the_one_that_started_it(forked: BaseContext) -> None:
-    there, here = forked.Pipe(duplex=False)
-    process = forked.Process(target=_pause_in_a_process, args=(there,))
+def test_a_process_of_a_conversion_ends_with_the_one_that_started_it() -> None:
+    context = forks()
+    there, here = context.Pipe(duplex=False)
+    process = context.Process(target=_pause_in_a_process, args=(there,))
     process.start()
     here.close()
     process.join(240)
