@@ -46,8 +46,8 @@ class Schedule:
 
 
 SEQUENTIAL = Schedule("sequential", ("trainer.schedule.kind=sequential",))
-COLLOCATED = Schedule(
-    "collocated",
+COLOCATED = Schedule(
+    "colocated",
     ("trainer.schedule.kind=sequential", "cluster=one_slot", f"cluster.threads={os.cpu_count()}"),
 )
 PIPELINED = Schedule("pipelined", ("trainer.schedule.kind=pipelined",))
@@ -107,7 +107,7 @@ def _speed(console: Console, cassette: Path, steps: int) -> dict[str, Any]:
     for latency in sorted(LATENCIES, key=lambda scale: scale != RECORDED):
         schedules = [SEQUENTIAL, PIPELINED, ASYNC[0]]
         if latency == RECORDED:
-            schedules = [COLLOCATED, *schedules, ASYNC[1]]
+            schedules = [COLOCATED, *schedules, ASYNC[1]]
         for schedule in schedules:
             console.print(f"{schedule.name}, {latency:g} x the recorded search latency ...", highlight=False)
             rows.append(_measure(schedule, latency, cassette, steps))
@@ -179,12 +179,12 @@ def _key_figures(rows: Sequence[Measured]) -> dict[str, float]:
     """Of the rows at the recorded latency."""
     baseline = _sequential(rows, RECORDED)
     one, two = (_row(rows, schedule.name) for schedule in ASYNC)
-    collocated = _row(rows, COLLOCATED.name)
+    colocated = _row(rows, COLOCATED.name)
     return {
         "speedup_pipelined": baseline.step_s / _row(rows, PIPELINED.name).step_s,
         "speedup_async1": baseline.step_s / one.step_s,
         "speedup_async2": baseline.step_s / two.step_s,
-        "speedup_async1_vs_collocated": collocated.step_s / one.step_s,
+        "speedup_async1_vs_colocated": colocated.step_s / one.step_s,
         "ideal": baseline.ideal,
         "fraction_of_ideal_async1": baseline.step_s / one.step_s / baseline.ideal,
     }

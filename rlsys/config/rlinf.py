@@ -320,7 +320,7 @@ def _placement(draft: _Draft) -> None:
     shared = len({places[name] for name in _PLACED}) == 1
     draft.put("cluster.nodes", nodes, "cluster.num_nodes")
     draft.put("cluster.placement", {name: places[name] for name in _PLACED}, PLACEMENT)
-    draft.put("cluster.mode", "collocated" if shared else "disaggregated", PLACEMENT)
+    draft.put("cluster.mode", "colocated" if shared else "disaggregated", PLACEMENT)
     draft.put("trainer.schedule.kind", "sequential" if shared else "pipelined", PLACEMENT)
     if nodes > 1 or "all" in named.values():
         draft.put("cluster.devices_per_node", DEVICES_PER_NODE, PLACEMENT)

@@ -49,9 +49,9 @@ LrDecay = StrEnum("LrDecay", ["constant", "linear", "cosine"])
 WandbMode = StrEnum("WandbMode", ["auto", "online", "offline"])
 """Destination of Weights & Biases metrics."""
 
-Mode = StrEnum("Mode", ["disaggregated", "collocated"])
+Mode = StrEnum("Mode", ["disaggregated", "colocated"])
 """Device sharing between groups. `disaggregated`: Each group has its own devices and all groups run at the same time.
-`collocated`: All groups share the same devices, one at a time; needs the sequential schedule."""
+`colocated`: All groups share the same devices, one at a time; needs the sequential schedule."""
 
 TokenMode = StrEnum("TokenMode", ["retokenize", "append"])
 """Form of a multi-turn context. `retokenize`: Text, tokenised again for every turn and for training. `append`: Token
@@ -269,7 +269,7 @@ class TaskConfig:
     eval_path: str = REQUIRED
     """Held-out questions, in the same format."""
     tools: list[str] = field(default_factory=list)
-    """Tools beside the search, each as `package.module.Class`; see docs/tools.md."""
+    """Tools beside the search, each as `package.module.Class`; see docs/tutorials/own-tool.md."""
     tags: TagsConfig = field(default_factory=TagsConfig)
     invalid_message: str = (
         "\nMy previous action is invalid. If I want to search, I should put the query between <search> and "

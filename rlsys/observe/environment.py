@@ -177,9 +177,9 @@ def _for_gpu(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
             "cluster.device=gpu needs SGLang's kernels, which are not installed: install sglang-kernel as in "
             "requirements/gpu.txt."
         )
-    if config.cluster.mode is Mode.collocated and here.torch_memory_saver is None:
+    if config.cluster.mode is Mode.colocated and here.torch_memory_saver is None:
         yield Problem.of(
-            "cluster.mode=collocated needs torch-memory-saver to free the engines' memory while the trainer runs, and it "
+            "cluster.mode=colocated needs torch-memory-saver to free the engines' memory while the trainer runs, and it "
             "is not installed: install it as in requirements/gpu.txt, or place the groups on devices of their own."
         )
     if config.model.fusions and here.foreign_apex is not None:

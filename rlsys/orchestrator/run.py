@@ -121,7 +121,7 @@ class Run:
     @property
     def colocated(self) -> bool:
         """True if the groups share devices."""
-        return self.config.cluster.mode is Mode.collocated
+        return self.config.cluster.mode is Mode.colocated
 
     async def train_step(self, step: int) -> tuple[list[Group], list[Mapping[str, float]]]:
         """Train on the next prompt groups; return them and the statistics of each optimiser step.
@@ -327,7 +327,7 @@ def _groups(config: RunConfig, log: RunLogger, workers: Mapping[str, WorkerGroup
         sharder = _sharder(config, "inference", workers)
         inference = InferenceGroup(workers["inference"], sharder, log.tracers["inference"])
         switches["inference"] = (inference.offload, inference.restore)
-    colocated = config.cluster.mode is Mode.collocated
+    colocated = config.cluster.mode is Mode.colocated
     devices = OffloadManager(switches if colocated else {}, log.tracers["driver"])
     return Groups(engines, actor, devices, inference, critic)
 
@@ -363,7 +363,7 @@ def _weight_sync(config: RunConfig, log: RunLogger, groups: Groups, pipeline: Ro
     Colocated, the training loop publishes it after evaluation and checkpoint, because rollouts would take the devices.
     """
     immediate = [groups.inference] if groups.inference else []
-    colocated = config.cluster.mode is Mode.collocated
+    colocated = config.cluster.mode is Mode.colocated
     return WeightSync(
         groups.actor.workers,
         [groups.engines],

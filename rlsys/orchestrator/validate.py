@@ -335,9 +335,9 @@ def _checkpoints(config: RunConfig) -> Iterator[Problem]:
 def _sync(config: RunConfig) -> Iterator[Problem]:
     cluster, schedule = config.cluster, config.trainer.schedule
     waits = isinstance(schedule, AsyncSchedule) and schedule.on_update is OnUpdate.finish
-    if cluster.mode is Mode.collocated and schedule.kind != "sequential":
+    if cluster.mode is Mode.colocated and schedule.kind != "sequential":
         yield Problem.of(
-            f"trainer.schedule.kind={schedule.kind} overlaps stages, but with cluster.mode=collocated they take turns "
+            f"trainer.schedule.kind={schedule.kind} overlaps stages, but with cluster.mode=colocated they take turns "
             "on the same devices: set trainer.schedule.kind=sequential, or place the groups apart."
         )
     yield from ipc_problems(config)
@@ -347,19 +347,19 @@ def _sync(config: RunConfig) -> Iterator[Problem]:
             f"{config.rollout.episode_timeout_s}, because with trainer.schedule.on_update=finish a switch of weights "
             "waits for episodes: raise it, or use on_update=continue."
         )
-    if cluster.sync_mode is SyncMode.broadcast and cluster.mode is Mode.collocated and cluster.device is Device.gpu:
+    if cluster.sync_mode is SyncMode.broadcast and cluster.mode is Mode.colocated and cluster.device is Device.gpu:
         yield Problem.of(
-            "cluster.sync_mode=broadcast with cluster.mode=collocated puts two members of an NCCL group on one GPU, "
+            "cluster.sync_mode=broadcast with cluster.mode=colocated puts two members of an NCCL group on one GPU, "
             f"which NCCL refuses: use {'cluster.sync_mode=tensor' if cluster.nodes == 1 else way_across(config)}."
         )
 
 
 def _placement(config: RunConfig, ranks: Ranks) -> Iterator[Problem]:
-    if config.cluster.mode is Mode.collocated:
+    if config.cluster.mode is Mode.colocated:
         if len({frozenset(held) for held in ranks.values()}) > 1:
             listed = ", ".join(f'{group}="{place}"' for group, place in config.cluster.placement.items())
             yield Problem.of(
-                f"cluster.mode=collocated needs all groups on the same ranks, but cluster.placement is {listed}: "
+                f"cluster.mode=colocated needs all groups on the same ranks, but cluster.placement is {listed}: "
                 "place them alike, or set cluster.mode=disaggregated."
             )
         return
@@ -368,5 +368,5 @@ def _placement(config: RunConfig, ranks: Ranks) -> Iterator[Problem]:
         yield Problem.of(
             f'cluster.placement.{a}="{places[a]}" and cluster.placement.{b}='
             f'"{places[b]}" share rank {both[0]}: give each group ranks of its own, or set '
-            "cluster.mode=collocated and trainer.schedule.kind=sequential."
+            "cluster.mode=colocated and trainer.schedule.kind=sequential."
         )

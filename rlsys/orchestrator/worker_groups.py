@@ -87,7 +87,7 @@ async def build_groups(
         await built(name)
         status.show("waits for the other groups to start", name)
 
-    if config.cluster.mode is Mode.collocated:
+    if config.cluster.mode is Mode.colocated:
         for name in groups:
             await build(name)
     else:
@@ -111,7 +111,7 @@ def _rollout_worker(config: RunConfig, seed: int) -> Any:
         device=cluster.device,
         seed=seed,
         on_update=on_update(config),
-        memory_saver=cluster.mode is Mode.collocated and cluster.device is Device.gpu,
+        memory_saver=cluster.mode is Mode.colocated and cluster.device is Device.gpu,
         sampled_answers=config.compat.sampled_validation,
     )
 

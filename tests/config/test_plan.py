@@ -138,7 +138,7 @@ def test_settings_that_do_not_fit_the_machines_are_named(
 
 def test_groups_that_share_gpus_of_several_machines_are_told_of_the_disk(tiny_run: TinyRun) -> None:
     """NCCL refuses what sync_mode=broadcast would do there, and the others do not leave a machine."""
-    shared = ["cluster.mode=collocated", "trainer.schedule.kind=sequential", "cluster.device=gpu"]
+    shared = ["cluster.mode=colocated", "trainer.schedule.kind=sequential", "cluster.device=gpu"]
     places = "cluster.placement={actor: 0-3, inference: 0-3, rollout: 0-3}"
     for mode in SyncMode:
         found = keys(tiny_run(*TWO_MACHINES, *shared, places, f"cluster.sync_mode={mode}"))
@@ -175,7 +175,7 @@ def test_groups_that_share_a_device_side_by_side_add_up(tiny_run: TinyRun) -> No
     """Actor and critic on one device, 30 + 25: they learn together, and never with an engine that takes turns."""
     plan = plan_of({"actor": [0], "critic": [0], "inference": [1], "rollout": [2]}, GIB)
     assert fullest_device(tiny_run(*EIGHT), plan) == (("actor", "critic"), 55.0)
-    turns = tiny_run(*EIGHT, "cluster.mode=collocated", "trainer.schedule.kind=sequential")
+    turns = tiny_run(*EIGHT, "cluster.mode=colocated", "trainer.schedule.kind=sequential")
     assert fullest_device(turns, plan_of({name: [0] for name in GIB}, GIB)) == (("actor", "critic"), 55.0)
 
 

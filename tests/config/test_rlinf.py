@@ -38,7 +38,7 @@ def yaml_of(settings: Mapping[str, Any]) -> list[str]:
 
 
 PUBLISHED = {
-    "cluster.mode": "collocated",
+    "cluster.mode": "colocated",
     "cluster.placement": {"actor": "0-7", "inference": "0-7", "rollout": "0-7"},
     "trainer.schedule.kind": "sequential",
     "trainer.mini_batches": 2,
@@ -137,8 +137,8 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "mode", "placement"),
     [
-        ({"actor,rollout,reward": "all"}, Mode.collocated, ("0-7", "0-7", "0-7")),
-        ({"actor,inference,rollout": "0-3"}, Mode.collocated, ("0-3", "0-3", "0-3")),
+        ({"actor,rollout,reward": "all"}, Mode.colocated, ("0-7", "0-7", "0-7")),
+        ({"actor,inference,rollout": "0-3"}, Mode.colocated, ("0-3", "0-3", "0-3")),
         ({"actor": "0-3", "inference": 4, "rollout": "5-7", "reward": "0-1"}, Mode.disaggregated, ("0-3", "4", "5-7")),
     ],
 )
@@ -150,7 +150,7 @@ def test_groups_are_placed_on_their_devices_and_share_them(
     config = load(TRAIN, *yaml_of({"cluster.component_placement": place, **offload}))
     assert config.cluster.mode is mode
     assert tuple(config.cluster.placement[name] for name in ("actor", "inference", "rollout")) == placement
-    expected = "sequential" if mode is Mode.collocated else "pipelined"
+    expected = "sequential" if mode is Mode.colocated else "pipelined"
     assert config.trainer.schedule.kind == expected
 
 

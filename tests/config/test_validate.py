@@ -78,7 +78,7 @@ SPOILT: dict[str, dict[str, tuple[str, Code]]] = {
         "search.enabled=false": ("task.invalid_message", "conflict"),
     },
     "groups that share devices": {
-        "cluster.mode=collocated": ("cluster.mode", "conflict"),
+        "cluster.mode=colocated": ("cluster.mode", "conflict"),
         "trainer.schedule.kind=pipelined": ("trainer.schedule.kind", "conflict"),
         "cluster.device=gpu|cluster.sync_mode=broadcast": ("cluster.sync_mode", "conflict"),
     },

@@ -41,7 +41,7 @@ def test_an_async_run_mixes_versions_within_its_bound(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_collocated_run_leaves_and_takes_the_devices_in_turn(tmp_path: Path) -> None:
+def test_a_colocated_run_leaves_and_takes_the_devices_in_turn(tmp_path: Path) -> None:
     settings = [
         "trainer.steps=2",
         "trainer.schedule.kind=sequential",

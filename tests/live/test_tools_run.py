@@ -51,7 +51,7 @@ def test_tools_are_called_beside_the_search_and_what_they_say_is_not_trained(
     # As the run reads it: for a Qwen2, transformers splits text in Qwen2's way, whatever the file says.
     words = AutoTokenizer.from_pretrained(policy)
     learnt([RIGHT, WRONG], words).save_pretrained(policy)
-    (tmp_path / "my_tools.py").write_text(fenced_blocks(PROJECT / "docs" / "tools.md", "python")[0])
+    (tmp_path / "my_tools.py").write_text(fenced_blocks(PROJECT / "docs" / "tutorials" / "own-tool.md", "python")[0])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     row = {
         "prompt": [{"role": "user", "content": PROMPT}],

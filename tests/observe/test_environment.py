@@ -170,7 +170,7 @@ def keys(asked: RunConfig, here: Capabilities) -> list[str]:
     return [problem.key for problem in lacking(asked, here)]
 
 
-FULL = config(mode=Mode.collocated, sync=SyncMode.ipc, cp=2, layers=Layers.te, attention=Attention.flash, fp8=True)
+FULL = config(mode=Mode.colocated, sync=SyncMode.ipc, cp=2, layers=Layers.te, attention=Attention.flash, fp8=True)
 ANY_FLASH = config(attention=Attention.flash)
 
 
@@ -194,7 +194,7 @@ def test_a_machine_that_has_all_lacks_nothing(here: Capabilities, asked: RunConf
 def test_everything_is_said_at_once() -> None:
     # No device, no NCCL, no kernels of SGLang: three sentences of one key.
     everywhere = ["model.layers", *["cluster.device"] * 3, "cluster.mode"]
-    assert keys(config(mode=Mode.collocated, layers=Layers.te, fp8=True), LAPTOP) == everywhere
+    assert keys(config(mode=Mode.colocated, layers=Layers.te, fp8=True), LAPTOP) == everywhere
     assert keys(config(), V100) == ["model.dtype", "rollout.engine.dtype"], "it has no bfloat16"
 
 
@@ -210,7 +210,7 @@ def test_everything_is_said_at_once() -> None:
         (A100, config(fp8=True), "model.fp8"),
         (replace(H100, sglang_kernel=None), config(), "cluster.device"),
         (replace(H100, nccl=False), config(), "cluster.device"),
-        (replace(H100, torch_memory_saver=None), config(mode=Mode.collocated), "cluster.mode"),
+        (replace(H100, torch_memory_saver=None), config(mode=Mode.colocated), "cluster.mode"),
         (replace(H100, foreign_apex="0.9.10"), config(), "model.fusions"),
         (H100, config(cp=2, dtype=Dtype.float32), "actor.parallel.cp"),
     ],

@@ -29,7 +29,7 @@ class SearchR1Trainer:
     Args:
         model_name: Hugging Face folder, or a name on the Hub, which is downloaded to the Hugging Face cache.
         search_backend: `DenseRetriever`, `BM25Retriever`, `WebSearch`, `HttpRetriever`, or your own `SearchBackend`. None
-            for no search: the policy has only its tools (`task.tools`, see docs/tools.md).
+            for no search: the policy has only its tools (`task.tools`, see docs/tutorials/own-tool.md).
         rl_algorithm: name of a file in `configs/algorithm`: grpo, ppo, dapo, rloo, reinforce, gspo, ... None takes the
             experiment's.
         reward_config: reward terms with their weights, and keys of the section `reward`, such as

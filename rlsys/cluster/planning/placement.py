@@ -174,7 +174,7 @@ def fullest_device(config: RunConfig, plan: Mapping[str, Any]) -> tuple[tuple[st
     turns: tuple[tuple[str, ...], ...] = (
         ("actor", "inference", CRITIC, ROLLOUT),
     )  # Groups whose memory is on the device at the same time.
-    if config.cluster.mode is Mode.collocated:
+    if config.cluster.mode is Mode.colocated:
         # The actor pushes its weights while the inference group is on the device; actor and critic train together.
         turns = ((ROLLOUT,), ("actor", "inference"), ("actor", CRITIC), ("inference", CRITIC))
     together = {
@@ -206,7 +206,7 @@ def _reach(config: RunConfig, ranks: Mapping[str, Sequence[int]], per_node: int)
 
 def way_across(config: RunConfig) -> str:
     """Return the `cluster.sync_mode` setting that moves weights between machines."""
-    if config.cluster.mode is Mode.collocated and config.cluster.device is Device.gpu:
+    if config.cluster.mode is Mode.colocated and config.cluster.device is Device.gpu:
         # NCCL does not support two members of a group on one GPU.
         return "cluster.sync_mode=disk, with an output_dir that all machines share"
     return "cluster.sync_mode=broadcast"
@@ -308,9 +308,9 @@ def engine_problems(config: RunConfig, world: int, model: Architecture) -> Itera
     tp, aside = config.rollout.engine.tp, config.eval.engines
     if tp < 1:
         return
-    if aside is not None and config.cluster.mode is Mode.collocated:
+    if aside is not None and config.cluster.mode is Mode.colocated:
         yield Problem.of(
-            f"eval.engines={aside} reserves engines for evaluation during training, but with cluster.mode=collocated "
+            f"eval.engines={aside} reserves engines for evaluation during training, but with cluster.mode=colocated "
             "the engines sleep during training: set eval.engines to null."
         )
     elif aside is not None and aside >= world // tp:

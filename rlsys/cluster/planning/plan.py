@@ -107,7 +107,7 @@ def render_plan(plan: dict[str, Any]) -> str:
 def overlap(config: RunConfig) -> str:
     """Describe which stages run at the same time."""
     algorithm = config.algorithm
-    if config.cluster.mode is Mode.collocated:
+    if config.cluster.mode is Mode.colocated:
         frees = "" if config.cluster.device is Device.gpu else "; an engine on a CPU frees no memory while it sleeps"
         return f"stages run one after another on the same devices{frees}"
     if config.trainer.schedule.kind == "sequential":

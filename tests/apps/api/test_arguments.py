@@ -79,7 +79,7 @@ def test_settings_of_one_run_alone_are_not_handed_on() -> None:
 def test_devices_are_dealt_to_the_groups(devices: Any, actor: str, inference: str, rollout: str) -> None:
     config = load_config("searchr1_qwen2.5_3b_1node", [f"{k}={quoted(v)}" for k, v in of_devices(devices).items()])
     assert config.cluster.placement == {"actor": actor, "inference": inference, "rollout": rollout}
-    assert (config.trainer.schedule.kind == "sequential") == (config.cluster.mode == "collocated")
+    assert (config.trainer.schedule.kind == "sequential") == (config.cluster.mode == "colocated")
 
 
 @pytest.mark.parametrize("devices", [0, True, [0, 0], [-1], ["0"], "gpu"])
