@@ -2,8 +2,8 @@
 PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
-# Processes that run tests: three keep two cores busy, since tests of servers and runs wait a good part of their time.
-WORKERS ?= 3
+# Processes that run tests: two keep two cores busy, and take 7.3 GiB of memory together with what they start.
+WORKERS ?= 2
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 .PHONY: setup demo test test-full lint format docs
