@@ -14,7 +14,7 @@ Train on several machines: run this script on each of them, with the same argume
 
     CONFIG       name of a project config, or path of a yaml file          searchr1_qwen2.5_7b_2node
     KEY=VALUE    settings, which override the config's
-    FLAG         a flag of `rlsys launch` (below): --nodes, --rank, --head, --wait, ...; overrides the environment
+    FLAG         flags of `rlsys launch` (below): --nodes, --rank, --head, --wait, ...; override the environment
 
 The machine of rank 0 starts Ray, waits for the others, runs `rlsys doctor --for CONFIG` on every machine, starts the
 search servers of cluster.search.nodes, trains, and stops all processes on all machines at the end. The script works from
