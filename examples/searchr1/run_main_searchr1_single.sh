@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train on one machine; see the usage below.
-# Also where it is started by a plain sh.
+# Re-exec with bash if started by a plain sh.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
 # shellcheck source=examples/searchr1/common.sh
@@ -8,24 +8,24 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.sh"
 
 usage() {
     cat <<'END'
-Train on one machine, once nothing that the run needs is missing.
+Train on one machine.
 
     bash run_main_searchr1_single.sh [CONFIG] [KEY=VALUE ...] [FLAG ...]
 
-    CONFIG       a config of the project or the path of one's own yaml     searchr1_qwen2.5_3b_1node
-    KEY=VALUE    settings that go before the config's
-    FLAG         of `rlsys train` (below): --dry-run, --json, --no-wandb
+    CONFIG       name of a project config, or path of a yaml file          searchr1_qwen2.5_3b_1node
+    KEY=VALUE    settings, which override the config's
+    FLAG         a flag of `rlsys train` (below): --dry-run, --json, --no-wandb
 
-Without CONFIG it is config/qwen2.5-3b-tool-1node.yaml beside this script, which has RLinf's keys, once its paths are
-filled in. Settings of such a config may be in RLinf's keys or in those of rlsys.
+The default becomes config/qwen2.5-3b-tool-1node.yaml beside this script once the paths in that file are filled in. It
+has RLinf's keys; settings of such a config may use RLinf's keys or those of rlsys.
 
-It works from any directory: relative paths on the command line are of the directory it is called from, those in a
-config of the repository. First `rlsys doctor --for CONFIG` looks at devices, memory, disk, ports, model, data, search
-server and versions, says all that is wrong at once, each with what to do, and nothing is started until it is right.
+The script works from any directory: relative paths on the command line start at the current directory, those in a
+config at the repository. It first runs `rlsys doctor --for CONFIG`, which checks devices, memory, disk, ports, model,
+data, search server and versions, lists every problem with its fix, and starts nothing until all are fixed.
 
 Settings from the environment:
 
-    PYTHON                  interpreter that has rlsys                     python3
+    PYTHON                  interpreter with rlsys installed               python3
     CUDA_VISIBLE_DEVICES    GPUs to use                                    all
 
 Examples:
