@@ -14,7 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.weights.checkpoint.store import About, CheckpointStore, Keep, check, read_about, step_of
+from rlsys.weights.checkpoint.store import (
+    CheckpointInfo,
+    CheckpointStore,
+    RetentionPolicy,
+    check,
+    read_checkpoint_info,
+    step_of,
+)
 from tests.support.refusals import refused
 
 
@@ -74,7 +81,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
     def work() -> None:
         save(store, 2, "new")
         save(store, 3)
-        store.prune(Keep(1, None, False), lambda _: None)
+        store.prune(RetentionPolicy(1, None, False), lambda _: None)
 
     for which in count(1):
         store = CheckpointStore(tmp_path / str(which))
@@ -117,12 +124,12 @@ def test_what_was_lost_or_cut_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["{", "[" * 100_000, '{"step": "x"}', '{"step": null}', "{}"], ids=range(5))
 def test_a_checkpoint_that_says_nothing_of_itself_is_named(damage: str, tmp_path: Path) -> None:
     with refused("not_found", tmp_path):
-        read_about(tmp_path)
+        read_checkpoint_info(tmp_path)
     (tmp_path / "complete.json").write_text(damage)
     with refused("malformed", tmp_path / "complete.json"):
-        read_about(tmp_path)
-    (tmp_path / "complete.json").write_text(About(step=3, optimizer=True, layout={"tp": 2}).to_json())
-    assert read_about(tmp_path) == About(step=3, optimizer=True, layout={"tp": 2})
+        read_checkpoint_info(tmp_path)
+    (tmp_path / "complete.json").write_text(CheckpointInfo(step=3, optimizer=True, layout={"tp": 2}).to_json())
+    assert read_checkpoint_info(tmp_path) == CheckpointInfo(step=3, optimizer=True, layout={"tp": 2})
 
 
 def test_pruning_leaves_what_the_policy_keeps_and_all_that_is_not_ours(tmp_path: Path) -> None:
@@ -132,7 +139,7 @@ def test_pruning_leaves_what_the_policy_keeps_and_all_that_is_not_ours(tmp_path:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "global_step_3_copy").mkdir()
     scores = {2: 0.5, 6: 0.9, 7: 0.9}
-    store.prune(Keep(last=2, every=4, best=True), scores.get, spared={1})
+    store.prune(RetentionPolicy(last=2, every=4, best=True), scores.get, spared={1})
     assert [one.step for one in store.saved()] == [1, 4, 7, 8, 9, 10]
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert (tmp_path / "global_step_3_copy").is_dir()
@@ -149,7 +156,7 @@ def test_pruning_leaves_what_the_policy_keeps_and_all_that_is_not_ours(tmp_path:
 def test_the_last_the_regular_and_the_best_are_kept(
     steps: set[int], last: int | None, every: int | None, best: bool, scores: dict[int, float]
 ) -> None:
-    kept = Keep(last, every, best).kept(sorted(steps), scores.get)
+    kept = RetentionPolicy(last, every, best).steps_to_keep(sorted(steps), scores.get)
     known = {step: scores[step] for step in steps if step in scores}
     for step in steps:
         newer = sum(other > step for other in steps)
