@@ -24,9 +24,9 @@ from rlsys.trainer.actor import Actor
 from rlsys.trainer.log_prob import ReferencePlan
 from rlsys.trainer.model.logprobs import divergence_of
 from rlsys.trainer.model.stage_model import PolicyModel
-from rlsys.trainer.offload import Offloaded
-from rlsys.weights.checkpoint.sharded import Written
-from rlsys.weights.checkpoint.store import About, is_complete, read_about
+from rlsys.trainer.offload import OffloadStats
+from rlsys.weights.checkpoint.sharded import WriteStats
+from rlsys.weights.checkpoint.store import CheckpointInfo, is_complete, read_checkpoint_info
 from tests.support.megatron_processes import Host, HostedGroup, fresh, pool, rendezvous
 from tests.trainer import reference
 from tests.trainer.harness import OBJECTIVE, OPTIMIZER, local_model, weights_of
@@ -60,14 +60,14 @@ class Bench(Actor):
         self._initial = [tensor.clone() for tensor in self._matrices(self._policy)]
         self._go_on = Event()
 
-    def offload(self, scratch: str) -> Offloaded:
+    def offload(self, scratch: str) -> OffloadStats:
         self._scratch = scratch
         return super().offload()
 
     def train(self, *steps: int) -> None:
         for step in steps:
-            mine = STEPS[step][self.place.dp :: self.place.dp_size]
-            cp = self.place.cp_size
+            mine = STEPS[step][self.coords.dp :: self.coords.dp_size]
+            cp = self.coords.cp_size
             self.accumulate([reference.packed(batch, cp=cp) for batch in mine] if cp > 1 else mine)
             self.apply()
             self.end_step(step + 1)
@@ -232,7 +232,7 @@ async def test_a_save_waits_for_the_one_before_and_its_copy_goes_when_it_is_comp
     await group.call("finish_save")
     assert is_complete(second)
     assert await group.call("keeps_a_copy") == [False, False]
-    assert await group.call("finish_save") == [Written(0, 0.0)] * 2
+    assert await group.call("finish_save") == [WriteStats(0, 0.0)] * 2
     for kind, said in await group.call("fails", "begin", second):
         assert kind == "UserError"
         assert second in said
@@ -323,9 +323,11 @@ def test_what_other_versions_say_of_a_checkpoint_is_read(tmp_path: Path) -> None
     """They say more, or less."""
     file = tmp_path / "complete.json"
     file.write_text('{"step": 5, "optimizer": true, "dtype": "bfloat16", "extra": {}}')
-    assert read_about(tmp_path) == About(step=5, optimizer=True)
+    assert read_checkpoint_info(tmp_path) == CheckpointInfo(step=5, optimizer=True)
     file.write_text('{"step": 0}')
-    assert read_about(tmp_path) == About(step=0, optimizer=False, version=0, master=False, layout=None)
+    assert read_checkpoint_info(tmp_path) == CheckpointInfo(
+        step=0, optimizer=False, version=0, master=False, layout=None
+    )
 
 
 @pytest.mark.parametrize(

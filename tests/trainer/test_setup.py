@@ -13,7 +13,7 @@ from rlsys.config.schema import Layers, ModelConfig, ParallelConfig
 from rlsys.errors import Code
 from rlsys.observe.environment import Capabilities
 from rlsys.trainer import cpu_support
-from rlsys.trainer.mesh import place_of
+from rlsys.trainer.mesh import mesh_coordinates
 from rlsys.trainer.model.layers import choose_layers, kernel_settings
 from rlsys.trainer.model.stage_model import PolicyModel, transformer_config
 from rlsys.weights.weight_map import read_architecture
@@ -104,7 +104,7 @@ def test_an_unexpected_megatron_is_refused_and_cuda_left_alone() -> None:
 
 
 def test_tensor_parallel_is_fastest_then_context_then_data_then_pipeline() -> None:
-    places = [place_of(rank, 16, ParallelConfig(tp=2, cp=2, pp=2, ep=4)) for rank in range(16)]
+    places = [mesh_coordinates(rank, 16, ParallelConfig(tp=2, cp=2, pp=2, ep=4)) for rank in range(16)]
     assert [place.tp for place in places] == [0, 1] * 8
     assert [place.cp for place in places] == [0, 0, 1, 1] * 4
     assert [place.dp for place in places] == [0, 0, 0, 0, 1, 1, 1, 1] * 2
@@ -116,7 +116,7 @@ def test_tensor_parallel_is_fastest_then_context_then_data_then_pipeline() -> No
 
 
 def test_experts_are_spread_over_neighbours_of_a_stage() -> None:
-    places = [place_of(rank, 12, ParallelConfig(tp=2, pp=2, ep=3)) for rank in range(12)]
+    places = [mesh_coordinates(rank, 12, ParallelConfig(tp=2, pp=2, ep=3)) for rank in range(12)]
     assert [place.ep for place in places] == [0, 1, 2] * 4
     # The first three have one copy of all experts between them, the first two of all the rest.
     assert [place.rank for place in places if place.exports] == [0, 1, 2, 6, 7, 8]
@@ -133,7 +133,7 @@ def test_experts_are_spread_over_neighbours_of_a_stage() -> None:
 )
 def test_cuts_that_do_not_fit_the_processes_are_refused(parallel: ParallelConfig, code: Code, key: str) -> None:
     with refused(code, key):
-        place_of(0, 8, parallel)
+        mesh_coordinates(0, 8, parallel)
 
 
 @pytest.mark.parametrize(
@@ -148,4 +148,4 @@ def test_cuts_that_the_model_forbids_are_refused(
 ) -> None:
     model = reference.make_model(reference.TINY[family](layers=1), tmp_path)
     with refused(code, key):
-        PolicyModel(read_architecture(model), local_model(model), parallel, place_of(0, 8, parallel))
+        PolicyModel(read_architecture(model), local_model(model), parallel, mesh_coordinates(0, 8, parallel))
