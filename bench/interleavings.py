@@ -87,8 +87,8 @@ def _seen_saved(lives: Sequence[Simulation]) -> Counter[str]:
             {
                 "runs killed and resumed": 1,
                 "saved: groups that roll": len(state.scheduler.rolling),
-                "saved: of them with something begun": len(state.begun),
-                "saved: groups that wait for scores": len(state.rolled),
+                "saved: of them with something begun": len(state.progress),
+                "saved: groups that wait for scores": len(state.rewarded),
                 "saved: groups that are scored": len(state.scored),
             }
         )

@@ -87,7 +87,7 @@ class Instant:
         await asyncio.sleep(0)
         return [self._scores] * len(samples)
 
-    def enough(self, samples: Sequence[Sample]) -> bool:
+    def fills_micro_batches(self, samples: Sequence[Sample]) -> bool:
         """Any."""
         return bool(samples)
 
@@ -99,7 +99,7 @@ class Instant:
         """Nothing."""
         return {}
 
-    async def need(self, *groups: str) -> None:
+    async def onload(self, *groups: str) -> None:
         """Always there."""
 
 
