@@ -17,13 +17,13 @@ from rlsys.files import (
     CONFIG_BYTES,
     DEPTH,
     LINE_BYTES,
-    forget_parts,
     json_safe,
     limited_lines,
     open_regular,
     parse_json,
     read_regular,
     read_yaml,
+    remove_partial_files,
     write_atomically,
 )
 from rlsys.observe.records import LineLog, read_metrics
@@ -60,9 +60,9 @@ def test_only_what_a_kill_has_left_is_forgotten(tmp_path: Path) -> None:
     kept = ("step_000004.json", "a.1.part", ".part", ".a.part", ".a.1.part.txt")
     for name in (*left, *kept):
         (tmp_path / name).touch()
-    forget_parts(tmp_path)
+    remove_partial_files(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*kept}
-    forget_parts(tmp_path / "none")
+    remove_partial_files(tmp_path / "none")
 
 
 def test_the_last_row_of_a_step_counts(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_whole_folder_is_read(folder: Path) -> None:
     assert list(run.measured()) == [("eval", {"sets": {}}), ("eval-1", {"sets": {}})]
     assert [one.step for one in run.timeline()] == [1, 2, 3]
     assert (run.summary, run.status) == ({"em_after": 0.5}, None)
-    assert run.lives[0].command == ["rlsys"]
+    assert run.launches[0].command == ["rlsys"]
     assert run.problems == []
     assert list(run.trajectories()) == []
     assert run.problems == ["trajectories is missing: no trajectory was kept, or an older rlsys wrote the run."]

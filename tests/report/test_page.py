@@ -11,7 +11,7 @@ import pytest
 import yaml
 from playwright.sync_api import expect
 
-from rlsys.observe.kept import write_kept
+from rlsys.observe.kept import write_trajectories
 from rlsys.observe.run_folder import RunFolder, open_run
 from rlsys.report.report_page import bundle, write_report
 from tests.report.audit.episodes import POLICY, with_differences
@@ -185,7 +185,7 @@ def test_every_cause_has_its_size(tmp_path: Path, look: Look) -> None:
     config = {"rollout": {"sampling": sampling}, "task": {"token_mode": "retokenize"}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    write_kept(folder, POLICY + 1, [with_differences({1: 0.5, 2: -0.25, POLICY: 0.125})])
+    write_trajectories(folder, POLICY + 1, [with_differences({1: 0.5, 2: -0.25, POLICY: 0.125})])
     report = write_report([open_run(folder)], tmp_path / "report.html")
     opened = look(f"{report.resolve().as_uri()}#view=tokens", PHONE)
     page = opened.page
