@@ -229,6 +229,13 @@ def test_settings_of_place_and_speed_may_change(tiny_run: TinyRun) -> None:
     assert differences(as_dict(tiny_run()), changed) == []
 
 
+def test_a_renamed_key_of_an_older_run_counts_under_its_new_name(tiny_run: TinyRun) -> None:
+    before = as_dict(tiny_run("reward.custom_timeout_s=5"))
+    before["reward"] = {"own_timeout_s": 5.0} | {k: v for k, v in before["reward"].items() if k != "custom_timeout_s"}
+    assert differences(before, tiny_run("reward.custom_timeout_s=5")) == []
+    assert [one.key for one in differences(before, tiny_run())] == ["reward.custom_timeout_s"]
+
+
 @pytest.mark.parametrize("shape", ["actor.optimizer.decay=cosine", "critic.optimizer.warmup_fraction=0.1"])
 def test_the_end_must_stay_where_the_rate_knows_it(tiny_run: TinyRun, shape: str) -> None:
     before = as_dict(tiny_run(shape))
