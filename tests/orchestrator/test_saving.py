@@ -181,21 +181,20 @@ async def test_failed_save_is_deleted_after_the_other_parts_have_ended(fails: st
     assert run.left() == ["global_step_1"]
 
 
+def full(*_: Any) -> None:
+    """Fail as on a full disk."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 async def test_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stuck(*_: Any) -> None:
-        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-
-    monkeypatch.setattr(CheckpointStore, "prune", stuck)
+    monkeypatch.setattr(CheckpointStore, "prune", full)
     await run.save(1)
     assert run.steps() == [1]
 
 
 async def test_disk_full_while_the_drivers_part_is_written_leaves_nothing(run: Run) -> None:
-    def full(_: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     await run.save(1)
     with pytest.raises(RunError, match="global_step_2"):
         await run.begin(2, full)
@@ -208,9 +207,6 @@ async def test_disk_full_while_the_drivers_part_is_written_leaves_nothing(run: R
 async def test_disk_full_while_a_checkpoint_is_published_leaves_the_one_before(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     await run.save(1)
     await run.begin(2)
     with monkeypatch.context() as patch:

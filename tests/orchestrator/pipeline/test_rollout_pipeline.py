@@ -73,7 +73,7 @@ class Instant:
 
 
 def test_group_cancelled_before_its_first_turn_frees_its_slot() -> None:
-    """In each of ten steps the first group is done before the task of the second, a spare one, has started."""
+    """Each of ten steps ends before the task of its second, spare group has started."""
     workers = Instant()
     pipeline = workers.pipeline(StalenessScheduler(groups_per_step=1, max_staleness=0, oversample=2))
 

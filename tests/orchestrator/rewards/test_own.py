@@ -59,7 +59,6 @@ async def test_failure_or_invalid_value_names_the_term_and_the_sample(name: str,
         (f"{HERE}.NUMBER", "unknown"),
         (f"{HERE}.one_argument", "user_code"),
         (".brevity", "user_code"),
-        ("own.", "user_code"),
         ("broken_terms.brevity", "user_code"),
     ],
 )
