@@ -100,7 +100,7 @@ async def test_aborted_group_resumes_from_its_progress_to_the_same_end(
         while [type(one) for one in begun] != [Trajectory, PartialEpisode, PartialEpisode]:
             await asyncio.sleep(0.01)
             begun = bench.worker.in_flight(["first", "other"])["first"]
-        await bench.worker.abort_group("nobody's")
+        await bench.worker.abort_group("unknown")
         await bench.worker.abort_group("first")
         aborted = await first
     found = [(one.finish, len(one.turns)) for one in aborted]
