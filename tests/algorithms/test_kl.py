@@ -87,14 +87,6 @@ def test_importance_weights_are_bounded_constants() -> None:
         assert not weights.requires_grad
 
 
-def test_weighted_estimate_under_the_old_policy_is_unbiased() -> None:
-    logits, other = policies()
-    logprobs, old = torch.log_softmax(logits, dim=0), torch.log_softmax(-logits.detach(), dim=0)
-    values = estimate(KlEstimator.k3, logprobs, other)
-    mean = (old.exp() * importance_weights(logprobs, old, None, None) * values).sum()
-    torch.testing.assert_close(mean, exact_kl(logprobs, other, forward_kl=False), rtol=1e-12, atol=0)
-
-
 def adaptive() -> AlgorithmConfig:
     return AlgorithmConfig(kl_coef=0.1, kl_control=KlControl.adaptive, kl_target=0.05, kl_horizon=1000)
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +18,6 @@ from rlsys.algorithms.losses import (
     policy_loss,
     reduce_stats,
     sequence_ratios,
-    token_weights,
 )
 from rlsys.config.algorithm import Aggregation, AlgorithmConfig, KlEstimator, KlPlace, PolicyLoss
 from tests.algorithms.loss_reference import (
@@ -280,21 +278,6 @@ def test_loss_term_without_its_input_is_refused() -> None:
         policy_loss(full)(logprobs, entropy, replace(inputs, divergence=None))
     with pytest.raises(ValueError, match="divisor"):
         reduce_stats([{"tokens": 1.0, "policy_loss": 1.0}])
-
-
-@pytest.mark.parametrize(
-    ("name", "weights", "parts"),
-    [
-        ("token-mean", [1, 0, 1], 5),
-        ("seq-mean-token-sum", [1, 0, 1], 2),
-        ("seq-mean-token-mean", [0.25, 0, 1], 2),
-        ("fixed-length", [1, 0, 1], 2 * LOSS_LENGTH),
-    ],
-)
-def test_aggregation_weights_and_divisors_by_hand(name: str, weights: list[float], parts: int) -> None:
-    lengths = np.array([4, 0, 1])
-    assert token_weights(Aggregation(name), lengths).tolist() == weights
-    assert divisor(Aggregation(name), lengths, LOSS_LENGTH) == parts
 
 
 def test_statistics_are_reduced_over_unequal_parts() -> None:

@@ -170,20 +170,6 @@ def test_number_may_equal_its_bound_and_not_exceed_it(tiny_run: TinyRun) -> None
     validate(tiny_run(*edges, "eval.interval=0", "algorithm.kl_coef=0.0"))
 
 
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [("[" * 100_000, "malformed"), ("[]", "unsupported"), (json.dumps({**SHAPE, "vocab_size": None}), "unsupported")],
-    ids=["deep", "list", "null"],
-)
-def test_model_folder_with_an_unusable_config_is_refused(
-    tiny_run: TinyRun, tmp_path: Path, content: str, code: Code
-) -> None:
-    config = tiny_run()
-    (tmp_path / "model" / "config.json").write_text(content)
-    with refused(code, "model.path"):
-        validate(config)
-
-
 def test_ranks_are_parsed_in_order_and_malformed_ones_are_refused() -> None:
     assert [parse_ranks(text, "key") for text in ("0-3", "4, 0-1", "7-7")] == [(0, 1, 2, 3), (4, 0, 1), (7,)]
     for text in ("3,3", "3-5,4", "5-3", "gpu0", "", "-1"):

@@ -18,11 +18,9 @@ from rlsys.observe.spans import (
     batch_figures,
     common_intervals,
     episode_spans,
-    idle_share,
     merge_intervals,
     overlap_seconds,
     peak_flops,
-    stage_seconds,
     utilisation_figures,
     without_intervals,
     write_chrome_trace,
@@ -54,18 +52,6 @@ def test_overlap_is_counted_only_within_the_window() -> None:
     assert overlap_seconds(ONE_STEP + later, (0, 20 * S)) == pytest.approx(5.0)
     assert overlap_seconds(ONE_STEP + later, (25 * S, 60 * S)) == pytest.approx(5.0)
     assert overlap_seconds(ONE_STEP + later, (40 * S, 60 * S)) == 0.0
-
-
-def test_stage_seconds_are_unions_within_the_window() -> None:
-    # Within the window are rollout 6-10, log-probs 9-11, training 6-8 and sending 6-9.
-    seconds = stage_seconds(ONE_STEP, (6 * S, 11 * S))
-    assert seconds == pytest.approx({"rollout": 4.0, "logprob": 2.0, "train": 2.0, "sync": 3.0})
-
-
-def test_idle_share_is_the_time_that_no_lane_covers() -> None:
-    shares = idle_share(ONE_STEP, (5 * S, 15 * S))
-    # Busy are the actor at 5-9 and 12-13, inference at 5-6 and 9-12, rollout at 5-10.
-    assert shares == pytest.approx({"actor": 0.5, "inference": 0.6, "rollout": 0.5})
 
 
 RAW = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)))

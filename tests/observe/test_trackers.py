@@ -93,7 +93,7 @@ def test_resumed_offline_wandb_run_has_each_step_once(tmp_path: Path, monkeypatc
     assert part.exists()
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.name.startswith("rlsys")]
 
 
@@ -103,7 +103,7 @@ def test_tracker_that_cannot_start_gives_one_warning(tmp_path: Path, caplog: pyt
     assert trackers.others == {}
     trackers.log(1, METRICS)
     trackers.close()
-    assert len(told(caplog)) == 1
+    assert len(warnings_in(caplog)) == 1
 
 
 class Failing:
@@ -133,7 +133,7 @@ def test_failing_tracker_is_dropped_with_one_warning(
         trackers.log(step, METRICS)
         trackers.log_evaluation(step, METRICS)
     trackers.close()
-    (line,) = told(caplog)
+    (line,) = warnings_in(caplog)
     assert "No space left on device" in line
     assert (failing.told, fine.told) == (heard, [*["log"] * 4, "close"])
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]

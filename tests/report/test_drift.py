@@ -183,13 +183,6 @@ def test_joined_tallies_have_the_figures_of_all_numbers(parts: list[list[float]]
         assert abs(quantile - value) <= ERROR * largest * 1.001 + LEAST
 
 
-def test_tally_of_many_numbers_is_small() -> None:
-    numbers = np.random.default_rng(0).normal(size=100_000)
-    found = tally(numbers)
-    assert len(found.bins) < 3000
-    assert found.spread().quantiles == pytest.approx(np.quantile(numbers, QUANTILES).tolist(), rel=ERROR, abs=1e-3)
-
-
 SIZES = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=8)
 
 

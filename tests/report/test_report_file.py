@@ -76,9 +76,9 @@ def test_names_of_folders_and_runs_stay_text_on_page_and_terminal(
     (run / "timeline.jsonl").unlink()
     monkeypatch.chdir(run)
     command([Path(".")])
-    said = capsys.readouterr()
-    assert "\\x1b[2J<b>run\\u202e: timeline.jsonl" in said.out
-    assert not set(said.out + said.err) & {"\x1b", "\u202e"}
+    printed = capsys.readouterr()
+    assert "\\x1b[2J<b>run\\u202e: timeline.jsonl" in printed.out
+    assert not set(printed.out + printed.err) & {"\x1b", "\u202e"}
     page = (run / "report.html").read_text()
     assert "<title>\\x1b[2J&lt;b&gt;run\\u202e</title>" in page
     assert not set(page) & {"\x1b", "\u202e"}

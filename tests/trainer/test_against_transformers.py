@@ -39,10 +39,9 @@ LAYOUTS = [
 ]
 MORE_LAYOUTS = {
     # More TP ranks than the two key-value heads.
-    "tp4": (Layout(tp=4), "qwen2"),
+    "tp4": (Layout(tp=4, tied=False), "qwen3"),
     "pp3-dp2": (Layout(pp=3, dp=2, tied=False), "llama"),
     "cp4-not-distributed": (Layout(cp=4, distributed=False), "qwen2"),
-    "cp2-dp2": (Layout(cp=2, dp=2, tied=False), "qwen3"),
     "tp2-cp2-pp2": (Layout(tp=2, cp=2, pp=2, pp_layers=(1, 2), sequence_parallel=True, recompute=True), "qwen2"),
     "moe-pp2-dp2-ep2": (Layout(pp=2, dp=2, ep=2, pp_layers=(1, 2), tied=False, recompute=True), "qwen3_moe"),
     # One copy of the experts over all tensor and data parallel ranks, then two with context parallel ranks as well.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from transformers import PretrainedConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from rlsys.config.schema import ParallelConfig
-from rlsys.errors import UserError
 from rlsys.trainer import mesh
 from rlsys.trainer.batches import MicroBatch
 from rlsys.trainer.export import export_plan, load_hf, whole_tensors
@@ -80,20 +78,6 @@ def _expected(path: Path) -> Tensor:
     """Logits by transformers at the position before each target, row by row."""
     with torch.no_grad():
         return reference.load(path)(torch.tensor(_batch().tokens)).logits[:, :-1].flatten(0, 1)
-
-
-def _load_tied_with_another_output_layer(group: Group, path: Path) -> None:
-    place = mesh.start(group.meet(), ParallelConfig(), seed=1)
-    model = PolicyModel(read_architecture(path), local_model(path), ParallelConfig(), place)
-    with pytest.raises(UserError, match="lm_head"):
-        load_hf(model, path)
-
-
-def test_separate_output_layer_is_refused_where_the_config_says_tied(tmp_path: Path) -> None:
-    path = reference.make_model(reference.tiny_config(tied=False), tmp_path / "model")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    on_ranks(_load_tied_with_another_output_layer, 1, path)
 
 
 @pytest.mark.parametrize(("dtype", "norm_topk"), [(torch.float32, False), (torch.bfloat16, True)])

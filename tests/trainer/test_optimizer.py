@@ -60,7 +60,6 @@ def _in_group(group: Group, layout: Layout, model: Path) -> dict[str, Any]:
         pytest.param(Layout(dp=2), id="dp2"),
         pytest.param(Layout(dp=2, pp=2, recompute=True), id="dp2-pp2", marks=pytest.mark.slow),
         pytest.param(Layout(dp=2, ep=2), id="dp2-experts", marks=pytest.mark.slow),
-        pytest.param(Layout(dp=2, tp=2, sequence_parallel=True), id="dp2-tp2-sp", marks=pytest.mark.slow),
     ],
 )
 def test_overlapped_communication_changes_no_step(layout: Layout, tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def _holding(value: object, zipped: bool = True) -> Callable[[Path], object]:
 
 
 @pytest.mark.parametrize(
-    ("harm", "code"),
+    ("damage", "code"),
     [
         pytest.param(Path.unlink, "not_found", id="no file"),
         pytest.param(lambda file: shutil.rmtree(file.parent), "not_found", id="no rank"),
@@ -173,11 +173,11 @@ def _holding(value: object, zipped: bool = True) -> Callable[[Path], object]:
     ],
 )
 def test_damaged_rank_file_is_refused_by_its_path(
-    models: Mapping[str, Path], tmp_path: Path, harm: Callable[[Path], object], code: Code
+    models: Mapping[str, Path], tmp_path: Path, damage: Callable[[Path], object], code: Code
 ) -> None:
     folder = write(tmp_path, models["qwen2"], tp=2, stages=((2,), (4,)))
     file = folder / "mp_rank_01_001" / RANK_FILE
-    harm(file)
+    damage(file)
     with refused(code, file):
         open_checkpoint(folder)
 

@@ -20,7 +20,7 @@ from rlsys.weights.checkpoint.sharded import require_sound
 from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
 from tests.support.refusals import refused
 
-Harm = Callable[[Path], object]
+Damage = Callable[[Path], object]
 
 
 @pytest.fixture
@@ -70,14 +70,14 @@ def _in_common(folder: Path, evil: Evil) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "file"),
+    ("damage", "file"),
     [(_in_metadata, ".metadata"), (_in_common, "common.pt"), (put_object, "evil.distcp")],
 )
 def test_pickled_code_is_refused_before_loading_for_training(
-    folder: Path, tmp_path: Path, harm: Callable[[Path, Evil], None], file: str
+    folder: Path, tmp_path: Path, damage: Callable[[Path, Evil], None], file: str
 ) -> None:
     mark = tmp_path / "mark"
-    harm(folder, Evil(mark))
+    damage(folder, Evil(mark))
     with refused("unsafe", folder / file):
         sharded.load(folder, {})
     assert not mark.exists()
@@ -131,16 +131,16 @@ def _claim_huge_memo(folder: Path) -> None:
     (folder / ".metadata").write_bytes(b"\x80\x02]r\xff\xff\xff\x7f.")
 
 
-def _halved(name: str) -> Harm:
+def _halved(name: str) -> Damage:
     return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size // 2)
 
 
-def _holding(name: str, content: str) -> Harm:
+def _holding(name: str, content: str) -> Damage:
     return lambda folder: (folder / name).write_text(content)
 
 
 @pytest.mark.parametrize(
-    ("harm", "code", "key"),
+    ("damage", "code", "key"),
     [
         pytest.param(lambda folder: (folder / "__0_0.distcp").unlink(), "not_found", "__0_0.distcp", id="no file"),
         pytest.param(_halved("__1_0.distcp"), "malformed", "__1_0.distcp", id="half a file"),
@@ -154,8 +154,8 @@ def _holding(name: str, content: str) -> Harm:
         pytest.param(_holding("metadata.json", '{"sharded_backend": "zarr"}'), "unsupported", "", id="other backend"),
     ],
 )
-def test_damaged_checkpoint_is_refused(folder: Path, hf: Path, harm: Harm, code: Code, key: str | None) -> None:
-    harm(folder)
+def test_damaged_checkpoint_is_refused(folder: Path, hf: Path, damage: Damage, code: Code, key: str | None) -> None:
+    damage(folder)
     with refused(code, None if key is None else folder / key):
         megatron_to_hf(folder, folder.with_name("out"), hf, processes=1)
 
@@ -178,7 +178,7 @@ LATEST = "latest_checkpointed_iteration.txt"
         pytest.param(Path.rmdir, "not_found", "", id="gone"),
     ],
 )
-def test_folder_without_a_checkpoint_is_refused(tmp_path: Path, make: Harm, code: Code, key: str) -> None:
+def test_folder_without_a_checkpoint_is_refused(tmp_path: Path, make: Damage, code: Code, key: str) -> None:
     folder = tmp_path / "empty"
     folder.mkdir()
     make(folder)

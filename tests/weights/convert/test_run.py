@@ -33,8 +33,8 @@ FAILURES = {
 
 
 @dataclass(frozen=True)
-class Letters:
-    """A conversion that writes one repeated byte per file, and logs each file that it begins with its process."""
+class FakeConversion:
+    """Writes one repeated byte per file, and logs each file that it begins with its process."""
 
     log: Path
     source: str = "first"
@@ -55,9 +55,9 @@ class Letters:
         with self.log.open("a") as log:
             log.write(f"{name} {os.getpid()}\n")
         until(lambda: len(self.writers()) >= self.crowd)
-        failing, _, how = self.fail.partition(":")
+        failing, _, cause = self.fail.partition(":")
         if name == failing:
-            raise FAILURES[how]
+            raise FAILURES[cause]
         number = int(name.removesuffix(".bin"))
         partial = folder / f".{name}.{os.getpid()}"
         partial.write_bytes(bytes([number]) * 1000 * (number + 1))
@@ -96,33 +96,33 @@ def journal(out: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def letters(tmp_path: Path) -> Letters:
-    return Letters(tmp_path / "log")
+def conversion(tmp_path: Path) -> FakeConversion:
+    return FakeConversion(tmp_path / "log")
 
 
 @pytest.mark.parametrize(("processes", "done"), [(1, 2), pytest.param(2, COUNT - 1, marks=pytest.mark.slow)])
 def test_killed_conversion_resumes_with_the_missing_files(processes: int, done: int, tmp_path: Path) -> None:
     """The worker processes end too; the result equals that of an undisturbed conversion in one process."""
-    letters, out = Letters(tmp_path / "log", hold="2.bin", crowd=processes), tmp_path / "out"
-    process = forks().Process(target=run, args=(letters, out, processes))
+    conversion, out = FakeConversion(tmp_path / "log", hold="2.bin", crowd=processes), tmp_path / "out"
+    process = forks().Process(target=run, args=(conversion, out, processes))
     process.start()
     try:
         # With two processes, one waits at the held file and the other writes all others.
-        until(lambda: (len(journal(out)) == done and "2.bin" in letters.begun()) or not process.is_alive())
+        until(lambda: (len(journal(out)) == done and "2.bin" in conversion.begun()) or not process.is_alive())
     finally:
         process.kill()
         process.join()
-    workers, complete = letters.writers(), set(journal(out))
+    workers, complete = conversion.writers(), set(journal(out))
     assert (len(workers), len(complete)) == (processes, done)
     assert not out.exists()
     until(lambda: not any(alive(worker) for worker in workers))
-    letters.log.unlink()
-    again = Letters(letters.log)
+    conversion.log.unlink()
+    again = FakeConversion(conversion.log)
     outcome = run(again, out, 1)
     assert (outcome.files, outcome.kept, outcome.notes) == (COUNT, done, ("A note.",))
     assert outcome.nbytes == sum(1000 * (number + 1) for number in range(COUNT))
     assert {*again.begun()} == {f"{number}.bin" for number in range(COUNT)} - complete
-    run(Letters(tmp_path / "log2"), tmp_path / "whole", 1)
+    run(FakeConversion(tmp_path / "log2"), tmp_path / "whole", 1)
     assert contents(out) == contents(tmp_path / "whole"), "the kill must leave no trace"
     assert not (tmp_path / ".out.partial").exists()
 
@@ -149,17 +149,17 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize(("how", "kind"), [("user", UserError), ("disk", RunError), ("interrupt", Interrupted)])
+@pytest.mark.parametrize(("cause", "kind"), [("user", UserError), ("disk", RunError), ("interrupt", Interrupted)])
 def test_failed_conversion_keeps_complete_files(
-    how: str, kind: type[Exception], letters: Letters, tmp_path: Path
+    cause: str, kind: type[Exception], conversion: FakeConversion, tmp_path: Path
 ) -> None:
     with pytest.raises(kind) as failure:
-        run(Letters(letters.log, fail=f"3.bin:{how}"), tmp_path / "out", 1)
-    assert ("/some/file" in str(failure.value)) == (how == "disk")
+        run(FakeConversion(conversion.log, fail=f"3.bin:{cause}"), tmp_path / "out", 1)
+    assert ("/some/file" in str(failure.value)) == (cause == "disk")
     assert not (tmp_path / "out").exists()
-    letters.log.unlink()
-    outcome = run(letters, tmp_path / "out", 1)
-    assert outcome.kept == COUNT - len(letters.begun()) > 0
+    conversion.log.unlink()
+    outcome = run(conversion, tmp_path / "out", 1)
+    assert outcome.kept == COUNT - len(conversion.begun()) > 0
 
 
 @pytest.mark.parametrize("death", [BrokenProcessPool(), MemoryError()], ids=repr)
@@ -170,69 +170,71 @@ def test_dead_worker_process_is_a_run_error_that_mentions_memory(death: Exceptio
         _receipt_of(receipt)
 
 
-def fail(letters: Letters, out: Path) -> None:
+def fail(conversion: FakeConversion, out: Path) -> None:
     """Fail a conversion after three of its six files."""
     with refused("malformed", "the source"):
-        run(Letters(letters.log, source=letters.source, fail="3.bin:user"), out, 1)
-    letters.log.unlink()
+        run(FakeConversion(conversion.log, source=conversion.source, fail="3.bin:user"), out, 1)
+    conversion.log.unlink()
 
 
-def test_other_source_starts_over_with_a_note(letters: Letters, tmp_path: Path) -> None:
-    fail(Letters(letters.log, source="other"), tmp_path / "out")
-    outcome = run(letters, tmp_path / "out", 1)
-    assert (outcome.kept, len(outcome.notes), len(letters.begun())) == (0, 2, COUNT)
+def test_other_source_starts_over_with_a_note(conversion: FakeConversion, tmp_path: Path) -> None:
+    fail(FakeConversion(conversion.log, source="other"), tmp_path / "out")
+    outcome = run(conversion, tmp_path / "out", 1)
+    assert (outcome.kept, len(outcome.notes), len(conversion.begun())) == (0, 2, COUNT)
     assert json.loads((tmp_path / "out" / "receipts.json").read_text())["0.bin"] == ["first", "0.bin"]
 
 
-def test_truncated_file_is_written_again(letters: Letters, tmp_path: Path) -> None:
-    fail(letters, tmp_path / "out")
+def test_truncated_file_is_written_again(conversion: FakeConversion, tmp_path: Path) -> None:
+    fail(conversion, tmp_path / "out")
     (tmp_path / ".out.partial" / "folder" / "1.bin").write_bytes(b"x")
-    assert run(letters, tmp_path / "out", 1).kept == 2
+    assert run(conversion, tmp_path / "out", 1).kept == 2
     assert (tmp_path / "out" / "1.bin").read_bytes() == b"\1" * 2000
 
 
-def test_damaged_journal_is_refused(letters: Letters, tmp_path: Path) -> None:
-    fail(letters, tmp_path / "out")
+def test_damaged_journal_is_refused(conversion: FakeConversion, tmp_path: Path) -> None:
+    fail(conversion, tmp_path / "out")
     file = tmp_path / ".out.partial" / "journal.json"
     for damage in ("{", "[]", "[" * 100_000):
         file.write_text(damage)
         with refused("malformed", file):
-            run(letters, tmp_path / "out", 1)
+            run(conversion, tmp_path / "out", 1)
 
 
-def test_failure_before_the_first_file_leaves_nothing(letters: Letters, tmp_path: Path) -> None:
+def test_failure_before_the_first_file_leaves_nothing(conversion: FakeConversion, tmp_path: Path) -> None:
     with refused("malformed"):
-        run(Letters(letters.log, fail="0.bin:user"), tmp_path / "out", 1)
+        run(FakeConversion(conversion.log, fail="0.bin:user"), tmp_path / "out", 1)
     assert {path.name for path in tmp_path.iterdir()} == {"log"}
 
 
-def test_existing_and_foreign_files_are_neither_overwritten_nor_deleted(letters: Letters, tmp_path: Path) -> None:
+def test_existing_and_foreign_files_are_neither_overwritten_nor_deleted(
+    conversion: FakeConversion, tmp_path: Path
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for name in ("out", "dangling"):
         with refused("exists", tmp_path / name):
-            run(letters, tmp_path / name, 1)
+            run(conversion, tmp_path / name, 1)
     foreign = tmp_path / ".mine.partial"
     for own_file in ("thesis.txt", "folder/thesis.txt"):
         (foreign / own_file).parent.mkdir(parents=True, exist_ok=True)
         (foreign / own_file).write_text("text")
         with refused("exists", foreign):
-            run(letters, tmp_path / "mine", 1)
+            run(conversion, tmp_path / "mine", 1)
         assert (foreign / own_file).read_text() == "text"
         (foreign / own_file).unlink()
-    assert not letters.log.exists()
+    assert not conversion.log.exists()
 
 
-def test_unwritable_destination_and_zero_processes_are_refused(letters: Letters, tmp_path: Path) -> None:
+def test_unwritable_destination_and_zero_processes_are_refused(conversion: FakeConversion, tmp_path: Path) -> None:
     with refused("out_of_range", "processes"):
-        run(letters, tmp_path / "out", 0)
+        run(conversion, tmp_path / "out", 0)
     for out in (Path("/proc/out"), tmp_path / ("x" * 300), tmp_path / ("x" * 250)):
         with refused("denied", out):
-            run(letters, out, 1)
+            run(conversion, out, 1)
     assert not list(tmp_path.iterdir())
 
 
-def test_second_conversion_to_the_same_destination_is_refused(letters: Letters, tmp_path: Path) -> None:
+def test_second_conversion_to_the_same_destination_is_refused(conversion: FakeConversion, tmp_path: Path) -> None:
     with locked_draft(tmp_path / "out"), refused("in_use", tmp_path / ".out.partial"):
-        run(letters, tmp_path / "out", 1)
-    assert run(letters, tmp_path / "out", 1).files == COUNT
+        run(conversion, tmp_path / "out", 1)
+    assert run(conversion, tmp_path / "out", 1).files == COUNT
