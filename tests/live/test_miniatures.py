@@ -1,4 +1,4 @@
-"""Tests of every experiment for GPUs: its config, its checks and its plan, and real runs of its placement in miniature."""
+"""Tests of every experiment for GPUs: its config, checks and plan, and real runs of its placement in miniature."""
 
 from __future__ import annotations
 

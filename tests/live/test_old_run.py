@@ -1,7 +1,7 @@
 """Tests of compatibility: a run folder written by rlsys at 3180461 is read, resumed, converted and reported.
 
-`fixtures/run_of_3180461.tar.xz` holds two asynchronous steps of a random Llama of two layers, and its initial model. The
-expected hash comes from the conversion by 3180461 itself.
+`fixtures/run_of_3180461.tar.xz` holds two asynchronous steps of a random Llama of two layers, and its initial model.
+The expected hash comes from the conversion by 3180461 itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tests of the shell scripts: shellcheck, use from any directory, and RLinf's published walk-through.
 
-The walk-through (RLinf's page on Search-R1) has the commands of a user: index, server, training, conversion, evaluation.
-It runs with the same file names, flags and keys, on a small world and two CPU cores.
+The walk-through (RLinf's page on Search-R1) has the commands of a user: index, server, training, conversion and
+evaluation. It runs with the same file names, flags and keys, on a small world and two CPU cores.
 """
 
 from __future__ import annotations
