@@ -2,8 +2,8 @@
 PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
-# Test processes: three keep two cores busy, because tests of servers and runs often wait.
-WORKERS ?= 3
+# Test processes: two keep two cores busy; together with what they start they take 7.3 GiB of memory.
+WORKERS ?= 2
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
 .PHONY: setup demo test test-full lint format docs

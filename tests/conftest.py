@@ -44,6 +44,7 @@ class ByFile(LoadScopeScheduling):
         return "engine" if nodeid.startswith(ENGINE) else nodeid.partition("::")[0]
 
 
+@pytest.hookimpl(optionalhook=True)  # The tests can be run without xdist.
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     """Replace xdist's scheduler with `ByFile`."""
     return ByFile(config, log)

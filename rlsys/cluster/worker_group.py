@@ -38,6 +38,10 @@ DEATH_S = 10.0
 """Time to wait for Ray to report a dead process, after its peers have already failed."""
 GATHERED = "nodes"
 """Subfolder of a run's logs with the logs of all machines: `logs/nodes/<time of the launch>/<rank>/`."""
+NCCL_SETTINGS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""NCCL variable -> value in all workers on GPUs, unless the driver's environment has another. SGLang sets these values in an
+engine's process where they are unset; a trainer in the same NCCL group would keep NCCL's defaults, and two processes of one
+machine that differ in NCCL_CUMEM_ENABLE cannot map each other's buffers."""
 _DEATHS = (
     ray.exceptions.RayActorError,
     ray.exceptions.WorkerCrashedError,
@@ -110,7 +114,7 @@ class WorkerGroup:
             options: dict[str, Any] = {"max_concurrency": concurrency} if concurrency else {}
             if ids is None:
                 options["num_cpus" if RESOURCE[cluster.device] == "CPU" else "num_gpus"] = seat.share
-            environment = {**(variables or {}), **_environment(cluster.threads, ids)}
+            environment = {**(variables or {}), **_environment(cluster, ids)}
             host = AsyncHost if concurrency else SyncHost
             handle = remote_shell(host, within(bundles, seat.bundle), log, environment, **options)
             where = f" (on {machines[seat.bundle]})" if machines else ""
@@ -261,9 +265,11 @@ def share(value: Any) -> Any:
     return ray.put(value)
 
 
-def _environment(threads: int | None, device_ids: Sequence[str] | None) -> dict[str, str]:
+def _environment(cluster: ClusterConfig, device_ids: Sequence[str] | None) -> dict[str, str]:
     limits = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
-    environment = {name: str(threads) for name in limits} if threads else {}
+    environment = {name: str(cluster.threads) for name in limits} if cluster.threads else {}
+    if cluster.device is Device.gpu:
+        environment |= {name: os.environ.get(name, value) for name, value in NCCL_SETTINGS.items()}
     if device_ids is not None:
         environment |= {"CUDA_VISIBLE_DEVICES": ",".join(device_ids), SEES_ALL_GPUS: "1"}
     if level := os.environ.get("RLSYS_LOG"):

@@ -118,8 +118,11 @@ async def test_groups_share_a_slot_and_die_alone(bundles: PlacementGroup, tmp_pa
 
 
 @pytest.mark.usefixtures("bundles")
-async def test_processes_that_share_several_gpus_have_the_ones_they_hold(tmp_path: Path) -> None:
-    """CUDA goes by what Ray tells it."""
+async def test_workers_on_gpus_see_their_own_and_the_same_nccl_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")  # A user's own choice, for all workers.
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     cluster = replace(CLUSTER, device=Device.gpu)
     holdings = {"engine": [(0, 1)], "inference": [(1,), (0,)]}
     plan = plan_bundles(holdings)
@@ -127,16 +130,19 @@ async def test_processes_that_share_several_gpus_have_the_ones_they_hold(tmp_pat
     of_gpus = placement_group([{"GPU": size} for size in plan.sizes])
     assert of_gpus.wait(300)
     groups = {name: WorkerGroup.launch(name, of_gpus, seats, cluster, tmp_path) for name, seats in plan.slots.items()}
-    seen = {}
+    seen, nccl = {}, []
     for name, group in groups.items():
         await group.build(Toy, [(rank,) for rank in range(len(holdings[name]))], timeout_s=300)
         seen[name] = await group.call("visible_gpus")
+        nccl += await group.call("nccl_settings")
     for group in groups.values():
         group.kill()
     remove_placement_group(of_gpus)
     one, zero = seen["inference"]
     assert zero != one
     assert seen["engine"] == [f"{zero},{one}"]
+    # A broadcast between an engine and a trainer on one machine fails where these differ.
+    assert nccl == [worker_group.NCCL_SETTINGS | {"NCCL_NVLS_ENABLE": "1"}] * 3
 
 
 @pytest.mark.usefixtures("bundles")

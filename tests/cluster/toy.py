@@ -38,6 +38,9 @@ class Toy:
     def visible_gpus(self) -> str:
         return os.environ.get("CUDA_VISIBLE_DEVICES", "all")
 
+    def nccl_settings(self) -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name.startswith("NCCL_") and "IFNAME" not in name}
+
     def spawn(self) -> int:
         """Start a process that would outlive this one, in a session of its own; its id."""
         return subprocess.Popen(["sleep", "3600"], start_new_session=True).pid

@@ -20,7 +20,7 @@ from rlsys.errors import UserError
 from rlsys.files import claim, sha256_of
 from rlsys.observe.environment import environment
 from rlsys.observe.guards import GuardsState
-from rlsys.observe.kept import kept_steps, write_kept
+from rlsys.observe.kept import trajectory_steps, write_trajectories
 from rlsys.orchestrator.pipeline.rollout_pipeline import PipelineState
 from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
 from rlsys.orchestrator.resume import CHECKPOINTS, Origin, RunState, find_origin, folder_of, write_state
@@ -64,7 +64,7 @@ class Outputs:
             for stem in ("step", "reference_step"):
                 for kind in ("json", "jsonl"):
                     (run_dir / "evaluations" / f"{stem}_{step:06d}.{kind}").write_text(f"{step}\n")
-            write_kept(run_dir, step, ())
+            write_trajectories(run_dir, step, ())
             if step in steps:
                 self.save(run_dir, step)
         (run_dir / "run.json").write_text('{"lives": []}')
@@ -329,7 +329,7 @@ def test_an_earlier_checkpoint_branches(outputs: Outputs) -> None:
     assert {path.name for path in (branch / "evaluations").iterdir()} == {
         f"{stem}_00000{step}.{kind}" for stem in ("step", "reference_step") for step in (1, 2) for kind in ("json", "jsonl")
     }  # fmt: skip
-    assert kept_steps(branch) == [1, 2]
+    assert trajectory_steps(branch) == [1, 2]
     assert (branch / "run.json").read_text() == (run_dir / "run.json").read_text(), "its lives so far"
     assert not (branch / CHECKPOINTS).exists()
     assert origin.history == replace(origin.state.history, trackers={})

@@ -21,13 +21,13 @@ from rlsys.observe import status
 from rlsys.orchestrator import run as driver
 from rlsys.orchestrator.saving import Saver
 from rlsys.weights.checkpoint.state_file import save_values
-from rlsys.weights.checkpoint.store import CheckpointStore, Keep, check
+from rlsys.weights.checkpoint.store import CheckpointStore, RetentionPolicy, check
 from tests.support.trajectories import question
 
 
 @pytest.fixture(autouse=True)
 def _look_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rlsys.orchestrator.saving, "LOOK_S", 0.0)
+    monkeypatch.setattr(rlsys.orchestrator.saving, "POLL_S", 0.0)
 
 
 class Part:
@@ -71,7 +71,7 @@ class Run:
         self.events: list[str] = []
         self.store = CheckpointStore(folder / "checkpoints")
         self.parts = {name: Part(name, self.events) for name in ("actor", "critic")}
-        keep = Keep(last=None, every=None, best=False)
+        keep = RetentionPolicy(last=None, every=None, best=False)
         self.saver = Saver(self.store, keep, {}.get, self._need, background)
 
     async def begin(self, step: int, write_data: Callable[[Path], None] = lambda _: None, **parts: Part) -> None:
@@ -263,7 +263,7 @@ def test_a_checkpoint_begins_once_the_trajectories_of_its_steps_are_on_disk() ->
         raise _BeganError
 
     run = driver.Run.__new__(driver.Run)
-    run.log = SimpleNamespace(trajectories_kept=kept)  # type: ignore[assignment]
+    run.log = SimpleNamespace(trajectories_written=kept)  # type: ignore[assignment]
     run.groups = SimpleNamespace(engines=SimpleNamespace(in_flight=in_flight), trained={"actor": None})  # type: ignore[assignment]
     reported = status.reported_to(lambda stage, text: said.append(f"{stage}: {text}"))
     with reported, pytest.raises(_BeganError):

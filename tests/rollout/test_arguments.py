@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
+from rlsys.cluster.worker_group import NCCL_SETTINGS
 from rlsys.config.schema import Device, EngineConfig, RolloutConfig, SamplingConfig, SearchConfig, TaskConfig
 from rlsys.errors import Code
 from rlsys.rollout import sglang_cpu
@@ -63,6 +65,22 @@ def test_sglang_knows_every_argument_and_value(tmp_path: Path) -> None:
         assert given.keys() <= known
     assert "triton" in MOE_RUNNER_BACKEND_CHOICES
     assert set(NO_GRAPHS.values()) == {Backend.DISABLED}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("nvls", ["0", "1"])
+def test_sglang_keeps_the_nccl_settings_of_a_worker(nvls: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sglang_cpu.prepare(Device.cpu)
+    from sglang.srt.entrypoints import engine
+    from sglang.srt.server_args import ServerArgs
+
+    settings = NCCL_SETTINGS | {"NCCL_NVLS_ENABLE": nvls}
+    monkeypatch.setattr(os, "environ", {**os.environ, **settings})
+    monkeypatch.setattr(engine, "set_ulimit", lambda: None)
+    monkeypatch.setattr(engine.mp, "set_start_method", lambda *_, **__: None)
+    monkeypatch.setattr(engine.signal, "signal", lambda *_: None)
+    engine._set_envs_and_config(ServerArgs(model_path=str(POLICY), device="cpu"))
+    assert {name: os.environ[name] for name in settings} == settings
 
 
 @pytest.mark.parametrize(

@@ -27,20 +27,20 @@ def test_what_is_handed_out_is_what_came_however_the_lent_memory_changes(how: st
     version = staged()
     room = torch.empty(10_000, dtype=torch.uint8)
     (bucket,) = pack(TENSORS, bucket_bytes=1 << 20) if how == "from host memory" else [pack_into(room, TENSORS)]
-    version.take(bucket, to_host=how == "moved")
+    version.stage(bucket, to_host=how == "moved")
     bucket.data[:] = 255
     if how == "moved later":
-        version.leave_device()
+        version.move_to_host()
     assert version.nbytes == bucket.flat.nbytes
     version.check(3, digest_of([bucket]))
-    (out,) = version.hand_out()
+    (out,) = version.pop_buckets()
     for (record, arrived), (name, tensor) in zip(unpack(out), TENSORS, strict=True):
         assert record.name == name
         assert torch.equal(arrived, tensor)
-    assert list(version.hand_out()) == [], "handed out twice, and so held twice"
+    assert list(version.pop_buckets()) == [], "handed out twice, and so held twice"
     assert version.mismatches([{name: sha256_prefix(tensor) for name, tensor in TENSORS}]) == []
     with pytest.raises(ChecksumError, match=TENSORS[0][0]):
-        staged().take(bucket, to_host=how == "moved")
+        staged().stage(bucket, to_host=how == "moved")
 
 
 def test_what_was_not_sent_is_refused() -> None:
@@ -48,7 +48,7 @@ def test_what_was_not_sent_is_refused() -> None:
     (bucket,) = pack(TENSORS, bucket_bytes=1 << 20)
     with pytest.raises(ChecksumError):
         version.check(3, digest_of([bucket]))
-    version.take(bucket)
+    version.stage(bucket)
     version.check(3, digest_of([bucket]))
     with pytest.raises(ChecksumError):
         version.check(4, digest_of([bucket]))

@@ -197,18 +197,18 @@ async def test_who_sleeps_waits_for_a_bucket_that_is_being_staged(
     engine: Engine, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, may_end = threading.Event(), threading.Event()
-    taken = StagedVersion.take
+    taken = StagedVersion.stage
 
     def take(self: StagedVersion, bucket: Bucket, to_host: bool = False) -> None:
         begun.set()
         assert may_end.wait(60)
         taken(self, bucket, to_host)
 
-    monkeypatch.setattr(StagedVersion, "take", take)
+    monkeypatch.setattr(StagedVersion, "stage", take)
     await engine.begin_update(1)
     bucket = pack_into(torch.empty(100, dtype=torch.uint8), [(NAME, torch.ones(4))])
     left: list[str] = []
-    monkeypatch.setattr(StagedVersion, "leave_device", lambda update: left.append(f"{update.nbytes} bytes"))
+    monkeypatch.setattr(StagedVersion, "move_to_host", lambda update: left.append(f"{update.nbytes} bytes"))
     staging = asyncio.create_task(engine.load_bucket(bucket))
     await asyncio.to_thread(begun.wait, 60)
     sleeping = asyncio.create_task(engine.sleep())

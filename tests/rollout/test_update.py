@@ -141,7 +141,7 @@ async def test_weights_come_through_the_transport(
     await bench.worker.begin_update(version)
     sent = []
     for taken, part in enumerate(parts, start=1):
-        room = sender.room()
+        room = sender.next_slot()
         sent.append(pack_into(room, [(record.name, weights[record.name]) for record in part.records]))
         await bench.worker.load_bucket(sender.send(sent[-1]))
         if mode is SyncMode.ipc:

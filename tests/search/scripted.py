@@ -151,7 +151,7 @@ def answer(queries: Iterable[str]) -> bytes:
     return json.dumps({"result": lines}).encode()
 
 
-class Told:
+class LoggedRow:
     """An application that notes its requests and answers all by `status`, `headers` and `body`."""
 
     def __init__(self, body: bytes = b"", status: int = 200, headers: dict[str, str] | None = None) -> None:

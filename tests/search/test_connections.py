@@ -15,7 +15,7 @@ from rlsys.search.connections import (
     FLUSH_S,
     HEAD_BYTES,
     HEAD_S,
-    MOST_HEADERS,
+    MAX_HEADERS,
     Connections,
     LimitedConfig,
     LimitedHttp,
@@ -157,8 +157,8 @@ async def test_requests_in_work_make_no_room() -> None:
     [
         pytest.param(HEAD + b"X: " + b"a" * (HEAD_BYTES - 100) + b"\r\n\r\n", b"200", id="long header"),
         pytest.param(HEAD + b"X: " + b"a" * HEAD_BYTES, b"431", id="endless header"),
-        pytest.param(HEAD + b"a: b\r\n" * (MOST_HEADERS - 1) + b"\r\n", b"200", id="many headers"),
-        pytest.param(HEAD + b"a: b\r\n" * MOST_HEADERS + b"\r\n", b"431", id="too many headers"),
+        pytest.param(HEAD + b"a: b\r\n" * (MAX_HEADERS - 1) + b"\r\n", b"200", id="many headers"),
+        pytest.param(HEAD + b"a: b\r\n" * MAX_HEADERS + b"\r\n", b"431", id="too many headers"),
         pytest.param(b"GET /" + b"a" * HEAD_BYTES + b" HTTP/1.1\r\nHost: a\r\n\r\n", b"431", id="long URL"),
         # A body does not count, and neither do the sizes of chunks that are no shorter than need be.
         pytest.param(HEAD + b"Content-Length: 400000\r\n\r\n" + b" " * 400_000, b"200", id="body"),

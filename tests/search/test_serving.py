@@ -16,7 +16,7 @@ from rlsys.search.address import TOKEN_VARIABLE
 from tests.support.serving import serving as serving_app
 
 from .gated_server import GatedServer
-from .scripted import Told
+from .scripted import LoggedRow
 
 DEAD = "http://127.0.0.1:9"
 
@@ -57,7 +57,7 @@ async def test_the_remedy_is_for_the_servers_answer(
     status: int, token_env: str | None, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OWN", "wrong")
-    with serving_app(Told(status=status)) as url, pytest.raises(RunError) as refused:
+    with serving_app(LoggedRow(status=status)) as url, pytest.raises(RunError) as refused:
         await Serving(SearchConfig(url=url, retries=0, token_env=token_env), None).require("--flag")
     (sentence,) = str(refused.value).splitlines()
     assert url in sentence

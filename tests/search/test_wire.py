@@ -15,7 +15,7 @@ from rlsys.search.wire import BodyError, Encoding, Fault, HttpWire, ReplicaVerdi
 from tests.support.hostile import answer_of_child, hostile_server
 from tests.support.serving import serving
 
-from .scripted import Told
+from .scripted import LoggedRow
 
 LIMIT = 1000
 
@@ -138,7 +138,7 @@ def test_passages_have_a_length_and_a_number() -> None:
 
 
 async def test_searches_and_probes_carry_the_token_and_ask_for_no_compression() -> None:
-    told = Told(hits("one"))
+    told = LoggedRow(hits("one"))
     with serving(told) as url:
         async with SearchClient(url, token="a b&c") as client:
             assert (await client.search("Mali")).failure is None
@@ -153,7 +153,7 @@ async def test_searches_and_probes_carry_the_token_and_ask_for_no_compression() 
     ]
 
 
-async def reply_to_post(app: Told) -> Reply:
+async def reply_to_post(app: LoggedRow) -> Reply:
     with serving(app) as url:
         wire = HttpWire("secret")
         try:
@@ -163,15 +163,15 @@ async def reply_to_post(app: Told) -> Reply:
 
 
 async def test_an_answer_that_leads_elsewhere_is_not_followed() -> None:
-    elsewhere = Told(hits("from elsewhere"))
+    elsewhere = LoggedRow(hits("from elsewhere"))
     with serving(elsewhere) as there:
-        assert (await reply_to_post(Told(status=307, headers={"Location": there}))).status == 307
+        assert (await reply_to_post(LoggedRow(status=307, headers={"Location": there}))).status == 307
     assert elsewhere.asked == []
 
 
 @pytest.mark.parametrize(("said", "wait_s"), [("7", 7.0), ("Fri, 31 Dec 1999 23:59:59 GMT", 0.0)])
 async def test_a_busy_server_that_says_too_much_or_gives_a_date_is_still_busy(said: str, wait_s: float) -> None:
-    reply = await reply_to_post(Told(b"x" * 100_000, 503, {"Retry-After": said}))
+    reply = await reply_to_post(LoggedRow(b"x" * 100_000, 503, {"Retry-After": said}))
     assert (reply.body, reply.refused != "") == (b"", True)
     with pytest.raises(Fault) as fault:
         passages_of(reply, 1, 3)

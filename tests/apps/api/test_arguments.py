@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from rlsys.apps.api.arguments import (
+    ArgumentSettings,
     Files,
-    Given,
     compose_settings,
     of_batch,
     of_devices,
@@ -57,12 +57,12 @@ def test_any_value_comes_back_from_hydra_and_omegaconf_as_it_was(value: Any) -> 
 )
 def test_a_setting_that_is_given_twice_is_refused_also_by_a_section_around_it(key: str, override: str) -> None:
     with refused("conflict", "mine"):
-        compose_settings("x", [Given("mine", {key: 1})], [override])
+        compose_settings("x", [ArgumentSettings("mine", {key: 1})], [override])
 
 
 def test_settings_of_one_run_alone_are_not_handed_on() -> None:
-    search = Given("search_backend", {"search.url": "http://a:1", "search.token_env": "T"}, passing=True)
-    made = compose_settings("x", [Given("name", {"name": "n"}), search], ["search.timeout_s=77"])
+    search = ArgumentSettings("search_backend", {"search.url": "http://a:1", "search.token_env": "T"}, passing=True)
+    made = compose_settings("x", [ArgumentSettings("name", {"name": "n"}), search], ["search.timeout_s=77"])
     assert made.lasting == ("name=n", "search.timeout_s=77")
     assert made.overrides == ("name=n", "search.url='http://a:1'", "search.token_env=T", "search.timeout_s=77")
 

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.apps.chat.conversation import (
-    Acted,
-    Asked,
     Conversation,
     EpisodeEnded,
     Event,
     Failed,
-    Found,
     FoundPassage,
     Kind,
-    Observed,
+    ObservationAdded,
+    QuestionAccepted,
+    SearchFinished,
     Segments,
     TextPiece,
+    TurnEnded,
 )
 from rlsys.config.schema import TaskConfig
 from rlsys.data.question import Question
@@ -38,7 +38,7 @@ async def all_of(asked: Conversation, text: str = QUESTION, temperature: float |
 
 
 def response(events: list[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, TextPiece | Observed))
+    return "".join(event.text for event in events if isinstance(event, TextPiece | ObservationAdded))
 
 
 async def trained(turns: tuple[str, ...], search: Shelf, tasks: TaskConfig) -> tuple[Script, Trajectory]:
@@ -71,10 +71,10 @@ async def test_the_events_tell_the_episode_of_training(turns: tuple[str, ...], f
     assert isinstance(ended, EpisodeEnded)
     assert (ended.answer, ended.finish, ended.searches) == (played.answer, played.finish, played.searches)
     assert ended.tokens == sum(turn.generated_tokens for turn in played.turns)
-    acted = [event for event in events if isinstance(event, Acted)]
+    acted = [event for event in events if isinstance(event, TurnEnded)]
     assert [(one.action, one.content) for one in acted] == [(t.action, t.content) for t in played.turns]
-    assert {event.error for event in events if isinstance(event, Found)} == {failure}
-    observed = [event.text for event in events if isinstance(event, Observed)]
+    assert {event.error for event in events if isinstance(event, SearchFinished)} == {failure}
+    observed = [event.text for event in events if isinstance(event, ObservationAdded)]
     assert observed == [turn.observation for turn in played.turns if turn.observation]
 
 
@@ -85,7 +85,7 @@ async def test_an_observation_that_fills_the_last_room_is_told() -> None:
     events = await all_of(conversation(Script(codec(), turns), Shelf(), tight))
     _, played = await trained(turns, Shelf(), tight)
     assert response(events) == played.response
-    assert (played.finish, type(events[-2])) == (Finish.TOKEN_LIMIT, Observed)
+    assert (played.finish, type(events[-2])) == (Finish.TOKEN_LIMIT, ObservationAdded)
 
 
 async def test_an_episode_that_runs_out_of_time_says_so() -> None:
@@ -100,9 +100,9 @@ async def test_events_come_in_order_and_as_they_happen() -> None:
     script = Script(codec(), (SEARCHES, ANSWERS))
     events = await all_of(conversation(script, Shelf()))
     order = [type(event) for event in events if not isinstance(event, TextPiece)]
-    assert order == [Asked, Acted, Found, Observed, Acted, EpisodeEnded]
-    assert events[0] == Asked(QUESTION, f"Question: {QUESTION}\n")
-    found = next(event for event in events if isinstance(event, Found))
+    assert order == [QuestionAccepted, TurnEnded, SearchFinished, ObservationAdded, TurnEnded, EpisodeEnded]
+    assert events[0] == QuestionAccepted(QUESTION, f"Question: {QUESTION}\n")
+    found = next(event for event in events if isinstance(event, SearchFinished))
     assert (found.query, found.error) == ("capital of France", "")
     assert found.passages == (FoundPassage("Paris", PASSAGE.partition("\n")[2]),)
     texts = [event for event in events if isinstance(event, TextPiece)]

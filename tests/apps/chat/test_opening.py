@@ -17,7 +17,7 @@ import typer
 from typer.testing import CliRunner
 
 from rlsys.apps.chat.chat_settings import ChatSettings
-from rlsys.apps.chat.conversation import EpisodeEnded, Event, Observed, TextPiece, opened
+from rlsys.apps.chat.conversation import EpisodeEnded, Event, ObservationAdded, TextPiece, opened
 from rlsys.apps.cli import chat
 from rlsys.apps.evaluation.evaluation_inputs import EngineName, Model
 from rlsys.apps.evaluation.execution import asking
@@ -58,7 +58,7 @@ async def test_the_policy_answers_as_in_an_evaluation_once_the_server_has(
         for text, one in zip(QUESTIONS, played, strict=True):
             async with aclosing(chat.conversation.ask(text)) as events:
                 told: list[Event] = [event async for event in events]
-            assert "".join(e.text for e in told if isinstance(e, TextPiece | Observed)) == one.response
+            assert "".join(e.text for e in told if isinstance(e, TextPiece | ObservationAdded)) == one.response
             assert isinstance(told[-1], EpisodeEnded)
             assert (told[-1].answer, told[-1].searches) == (one.answer, one.searches)
     assert asked

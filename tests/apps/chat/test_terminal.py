@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import pytest
 from rich.console import Console
 
-from rlsys.apps.chat.conversation import Asked, EpisodeEnded, Failed, Kind, Observed, TextPiece
+from rlsys.apps.chat.conversation import EpisodeEnded, Failed, Kind, ObservationAdded, QuestionAccepted, TextPiece
 from rlsys.apps.chat.terminal import JsonScreen, TextScreen, lines_of, session
 from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import Generation
@@ -41,9 +41,9 @@ def test_nothing_acts_on_a_terminal() -> None:
     out = io.StringIO()
     screen = TextScreen(Console(file=out, color_system=None, width=20), echo=True)
     for event in (
-        Asked(HOSTILE, ""),
+        QuestionAccepted(HOSTILE, ""),
         TextPiece(0, Kind.text, HOSTILE),
-        Observed(0, HOSTILE),
+        ObservationAdded(0, HOSTILE),
         EpisodeEnded(HOSTILE, "answer", 0, 0, 1, 0.1),
         Failed(HOSTILE),
     ):
@@ -54,7 +54,7 @@ def test_nothing_acts_on_a_terminal() -> None:
 
 def test_characters_that_an_encoding_lacks_are_spelled_out() -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
-    TextScreen(Console(file=out, color_system=None), echo=True).show(Asked("東 é", ""))
+    TextScreen(Console(file=out, color_system=None), echo=True).show(QuestionAccepted("東 é", ""))
     assert out.buffer.getvalue() == b"> \\u6771 \xe9\n"  # type: ignore[attr-defined]
 
 

@@ -14,7 +14,7 @@ from typer import Exit
 from typer.testing import CliRunner
 
 from rlsys.apps.cli.main import app
-from rlsys.apps.cli.own import Wish, Words, _run, commands
+from rlsys.apps.cli.own import OwnOptions, Words, _run, commands
 from rlsys.config.compose import load_config
 from rlsys.errors import UserError
 from rlsys.observe.status import Progress
@@ -36,13 +36,13 @@ class World:
         (self.docs / "a.txt").write_text("Kenya: capital Nairobi.")
         self.questions.write_text("question,answer\n" + "".join(f"what is {n}?,{n}\n" for n in range(20)))
 
-    def wish(self, **more: object) -> Wish:
+    def wish(self, **more: object) -> OwnOptions:
         given = {"kind": "bm25", "devices": "cpu", "config": "searchr1_tiny_cpu", "holdout": 4} | more
         quiet = ("tracking.wandb=false", "tracking.tensorboard=false")
         given["overrides"] = (*quiet, *given.get("overrides", ()))  # type: ignore[misc]
-        return Wish(self.docs, self.questions, POLICY, self.out, **given)  # type: ignore[arg-type]
+        return OwnOptions(self.docs, self.questions, POLICY, self.out, **given)  # type: ignore[arg-type]
 
-    def run(self, wish: Wish) -> list[Words]:
+    def run(self, wish: OwnOptions) -> list[Words]:
         """All commands; the cheap ones are run."""
         done = []
         for words in commands(wish):

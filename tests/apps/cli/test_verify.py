@@ -11,7 +11,7 @@ import torch
 from rlsys.apps.convert.verify import TensorDifference, prompts, verify
 from rlsys.config.schema import ParallelConfig
 from rlsys.weights.convert.conversion import hf_to_megatron
-from rlsys.weights.convert.model_folder import info, open_side
+from rlsys.weights.convert.model_folder import info, open_model
 from tests.support.hf_models import json_of, make_model, reconfigured, rewritten, tensors_of
 
 
@@ -29,7 +29,7 @@ def test_megatrons_model_computes_what_transformers_does(
     assert verdict.logits is not None
     assert verdict.logits.agreement > 0.9
     assert verdict.logits.largest > 0.1
-    assert {0, 99} <= set(prompts(open_side(model, None)).ravel()), "tokens of the whole vocabulary"
+    assert {0, 99} <= set(prompts(open_model(model, None)).ravel()), "tokens of the whole vocabulary"
 
 
 def test_a_changed_number_is_found_and_what_it_computes(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from rlsys.apps.evaluation.evaluation_inputs import Baseline, EngineName, How
+from rlsys.apps.evaluation.evaluation_inputs import Baseline, EngineName, EvaluationMethod
 from rlsys.apps.evaluation.execution import (
     limits_of,
     prompted,
@@ -33,7 +33,7 @@ from tests.support.tiny_models import POLICY
 QUESTION = Question("q:1", "a row's own prompt", ("x",), text="  who wrote {this} <b>  ")
 TEXTS = ["Singa has which time zone?", "Which continent is Juja on?", "What is the capital of Mali?"]
 QUESTIONS = [Question(f"q:{n}", f"Question: {text}\n", ("Africa",), "tiny", text=text) for n, text in enumerate(TEXTS)]
-TRANSFORMERS = How(EngineName.transformers)
+TRANSFORMERS = EvaluationMethod(EngineName.transformers)
 
 
 def test_the_rows_prompts_or_search_r1s_are_asked_in_the_whole_loop() -> None:
@@ -99,7 +99,7 @@ def config(server: Search, tmp_path: Path) -> RunConfig:
 @pytest.mark.slow
 @pytest.mark.engine
 async def test_both_engines_answer_alike(config: RunConfig) -> None:
-    sglang = await run_evaluation(config, QUESTIONS, How())
+    sglang = await run_evaluation(config, QUESTIONS, EvaluationMethod())
     transformers = await run_evaluation(config, QUESTIONS, TRANSFORMERS)
     assert [one.trajectory.response for one in sglang.answered] == [
         one.trajectory.response for one in transformers.answered
@@ -110,7 +110,7 @@ async def test_both_engines_answer_alike(config: RunConfig) -> None:
 
 @pytest.mark.parametrize("baseline", [Baseline.direct, Baseline.rag])
 async def test_a_baseline_asks_in_its_way(config: RunConfig, server: Search, baseline: Baseline) -> None:
-    evaluation = await run_evaluation(config, QUESTIONS, How(EngineName.transformers, baseline))
+    evaluation = await run_evaluation(config, QUESTIONS, EvaluationMethod(EngineName.transformers, baseline))
     for one in evaluation.answered:
         assert one.question.prompt.startswith("Answer the given question")
         assert len(one.trajectory.turns) == 1

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from rlsys.cluster.launch import head
-from rlsys.cluster.launch.head import Crew, GatheredLogs, NodeAgent
+from rlsys.cluster.launch.head import ClusterNodes, GatheredLogs, NodeAgent
 from rlsys.cluster.launch.ray_node import FOLDER_VARIABLE
 from rlsys.cluster.launch.role import Role
 from rlsys.cluster.local_ray import rays_own
@@ -49,7 +49,7 @@ async def test_machines_that_do_not_come_are_named_and_ranks_given_twice_refused
 async def test_machines_that_are_lost_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(head, "remote_shell", lambda *_: None)
     a, b = machine(0, "a"), machine(1, "b")
-    crew = Crew(None, [a, b], tmp_path, None, print)  # type: ignore[arg-type]
+    crew = ClusterNodes(None, [a, b], tmp_path, None, print)  # type: ignore[arg-type]
     monkeypatch.setattr(head, "lost", lambda _known: [])
     await crew.require_all()
     monkeypatch.setattr(head, "lost", lambda known: known[1:])
@@ -59,7 +59,7 @@ async def test_machines_that_are_lost_are_named(monkeypatch: pytest.MonkeyPatch,
 
 async def test_a_port_of_the_head_that_is_taken_is_refused() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken, refused("in_use", "--head"):
-        await head.lead(None, Role(0, 1, "127.0.0.1", taken.getsockname()[1]), print)  # type: ignore[arg-type]
+        await head.run_head(None, Role(0, 1, "127.0.0.1", taken.getsockname()[1]), print)  # type: ignore[arg-type]
 
 
 def called(*agents: NodeAgent, silent: int = -1) -> Mock:

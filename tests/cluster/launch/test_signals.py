@@ -66,14 +66,14 @@ async def test_sigterm_leaves_when_the_head_says_so_or_in_time_or_at_the_second(
             while not condition():
                 await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(worker, "LOOK_S", 0.02)
+    monkeypatch.setattr(worker, "POLL_S", 0.02)
     monkeypatch.setattr(worker, "LOST_S", 600.0)
-    monkeypatch.setattr(worker, "FAREWELL_S", 0.2 if then == "time" else 600.0)
+    monkeypatch.setattr(worker, "ENDING_GRACE_S", 0.2 if then == "time" else 600.0)
     said: list[str] = []
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Another test may have left asyncio's own.
     with closing(socket.create_server(("127.0.0.1", 0))) as head:
         role = Role(1, 2, "127.0.0.1", head.getsockname()[1])
-        stay = asyncio.create_task(worker._stay(role, node, said.append))
+        stay = asyncio.create_task(worker._wait_for_ending(role, node, said.append))
         await until(lambda: signal.getsignal(signal.SIGTERM) != signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
         await until(lambda: said)
@@ -91,13 +91,13 @@ async def test_sigterm_leaves_when_the_head_says_so_or_in_time_or_at_the_second(
 
 
 async def test_a_head_that_is_silent_or_does_not_come_is_named(node: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "LOOK_S", 0.02)
+    monkeypatch.setattr(worker, "POLL_S", 0.02)
     monkeypatch.setattr(worker, "LOST_S", 0.1)
     with promised_port() as nobody:
         role = Role(1, 2, "127.0.0.1", nobody.getsockname()[1])
         named = f"127.0.0.1:{role.port} is lost"
         with pytest.raises(RunError, match=named):
-            await asyncio.wait_for(worker._stay(role, node, print), 60)
+            await asyncio.wait_for(worker._wait_for_ending(role, node, print), 60)
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         with pytest.raises(RunError, match=f"node 1 .*127.0.0.1:{role.port}"):
             await asyncio.wait_for(worker._await_head(role, wait_s=0.05), 60)
@@ -110,5 +110,5 @@ def test_a_ray_that_has_ended_is_quoted_and_other_tokens_are_explained(tmp_path:
     with pytest.raises(RunError, match=r"(?s)status 3.*RAY_AUTH_TOKEN.*InvalidAuthToken"):
         RayNode(ended, tmp_path).require_alive()
     assert RayNode(ended, tmp_path).ending() is None
-    worker.tell_ending(tmp_path, 3, "it is over")
+    worker.write_ending(tmp_path, 3, "it is over")
     assert RayNode(ended, tmp_path).ending() == Ending(3, "it is over")

@@ -14,9 +14,9 @@ from rlsys.orchestrator.engine_pool import (
     PING_TIMEOUT_S,
     NoEngineLeft,
     NoneSetAside,
-    Reserved,
+    ReservedEngines,
 )
-from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, Loss
+from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, LostReason
 from tests.orchestrator.groups.engines import NEVER, SAMPLES, TIMEOUT_S, Engines, make
 from tests.support.trajectories import question
 from tests.support.virtual_time import now, run_virtually
@@ -106,7 +106,7 @@ class Chaos:
             asked = [one for n in range(12) for one in self.engines.answered_by[f"q:{1000 * number + n}"]]
             assert {engine for engine, _ in asked} <= aside, "on those alone"
 
-    async def _answer(self, reserved: Reserved, number: int) -> None:
+    async def _answer(self, reserved: ReservedEngines, number: int) -> None:
         try:
             answer = await reserved.answer(question(number))
         except GroupLost as loss:
@@ -157,7 +157,7 @@ class Chaos:
         if answering:
             figures = await self.group.metrics()
             assert figures["rollout/requeued_groups"] == sum("attempt" in span.args for span in tries)
-            lost = sum(counts[kind] for counts in (self.outcomes, self.answers) for kind in Loss)
+            lost = sum(counts[kind] for counts in (self.outcomes, self.answers) for kind in LostReason)
             assert figures["rollout/lost_groups"] == lost
             await self._refill()
 

@@ -15,7 +15,7 @@ from rlsys.orchestrator.engine_pool import (
     NoEngineLeft,
     NoneSetAside,
     Orphans,
-    Reserved,
+    ReservedEngines,
     Router,
 )
 from rlsys.rollout.agent.episode import EngineActivity
@@ -36,11 +36,11 @@ def test_a_key_goes_to_the_least_loaded_engine_and_outlives_one_and_no_more() ->
     assert router.died(0) == Orphans(("a", "d"), {})
     assert [router.assign(key, 2) for key in "ad"] == [1, 2]
     orphans = router.died(2)
-    assert (orphans.again, [*orphans.lost]) == (("e",), ["d"])
+    assert (orphans.retry, [*orphans.lost]) == (("e",), ["d"])
     assert router.died(2) == Orphans((), {}), "an engine dies once"
     router.release("a")
     assert router.assign("a", 2) == 1
-    assert router.died(1).again == ("b", "a"), "a key that was released is new"
+    assert router.died(1).retry == ("b", "a"), "a key that was released is new"
     with pytest.raises(NoEngineLeft):
         router.assign("e")
 
@@ -135,7 +135,7 @@ async def test_rollouts_wait_for_what_no_engine_that_rolls_can_do_without() -> N
     for first, second, waits_for in (("search", "search", "search"), ("search", "sum", "search and sum"), ("", "", "")):
         engines.ranks[0].activity = EngineActivity(not first, {first: 3} if first else {})
         engines.ranks[1].activity = EngineActivity(False, {second: 1} if second else {})
-        await group.look()
+        await group.refresh_activity()
         assert group.waits_for == waits_for
 
 
@@ -146,7 +146,7 @@ async def update(group: EnginePool, version: int) -> None:
     await group.finish_update(version, f"digest {version}")
 
 
-async def hold(group: EnginePool, until: float, engines: int = 1) -> Reserved:
+async def hold(group: EnginePool, until: float, engines: int = 1) -> ReservedEngines:
     """An evaluation that asks nothing and ends then."""
     async with group.reserve(engines) as reserved:
         await asyncio.sleep(until - now())

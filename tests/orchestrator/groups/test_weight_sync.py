@@ -52,7 +52,7 @@ class Source:
     def next_handle(self, taken: int) -> BucketHandle | None:
         self._sender.release(taken)
         tensors = next(self._left, None)
-        return tensors and self._sender.send(pack_into(self._sender.room(), tensors))
+        return tensors and self._sender.send(pack_into(self._sender.next_slot(), tensors))
 
     def end_export(self, taken: int) -> str:
         self._sender.release(taken)
@@ -180,13 +180,13 @@ def make(events: list[str], tmp_path: Path, timeout_s: float = 120.0) -> tuple[W
     actor, rollout, inference = Actor(events), Receivers("rollout", events), Receivers("inference", events)
     settings = cluster(SyncMode.broadcast, timeout_s)
 
-    async def need(*names: str) -> None:
+    async def onload(*names: str) -> None:
         events.append(f"need {' '.join(names)}")
 
     def activated(version: int) -> None:
         events.append(f"all have {version}")
 
-    sync = WeightSync(actor, [rollout], settings, tmp_path, Tracer("driver"), [inference], need, activated)  # type: ignore[arg-type]
+    sync = WeightSync(actor, [rollout], settings, tmp_path, Tracer("driver"), [inference], onload, activated)  # type: ignore[arg-type]
     return sync, actor, rollout, inference
 
 

@@ -141,7 +141,7 @@ async def _random_needs(rng: random.Random) -> None:
         seen = len(device.log)
         try:
             async with asyncio.timeout(rng.choice([1.5, 4.5, 100.0])):
-                await residence.need(*names)
+                await residence.onload(*names)
         except (SwitchError, TimeoutError):
             pass
         else:

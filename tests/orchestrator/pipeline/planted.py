@@ -43,34 +43,40 @@ PLANTED = [
     bug("only the first group of a score batch is scored", Broken.deadlock, Pipeline._score, "in batch:", "in batch[:1]:"),
     bug(
         "a group that is ready ends those that roll", Broken.livelock, Scheduler.unschedulable,
-        "return found", "return found or [(one, Reason.surplus) for one in self._rolling.prompt_groups()[1:]]",
+        "return found", "return found or [(one, DropReason.surplus) for one in self._rolling.prompt_groups()[1:]]",
     ),
     bug("a version wakes nobody", Broken.waiting, Pipeline.publish, "self._changed.set()", "pass"),
     bug("a rewarded group keeps its room", Broken.waiting, Pipeline._may_roll, "- len(self._rewarding)", ""),
-    bug("what lost its place is kept", Broken.unschedulable, Pipeline.take, "self._sweep()", "self._changed.set()"),
+    bug(
+        "what lost its place is kept", Broken.unschedulable, Pipeline.take,
+        "self._drop_unschedulable()", "self._changed.set()",
+    ),
     bug(
         "a group takes the places of others too", Broken.once, Pipeline.take,
         "groups.append(first.group)", "groups += [first.group] * (most - len(groups))",
     ),
     bug(
         "prompts of stale groups are not given back", Broken.conserved, Pipeline._drop,
-        "reason in GIVEN_BACK", "reason in GIVEN_BACK and reason is not Reason.stale",
+        "reason in GIVEN_BACK", "reason in GIVEN_BACK and reason is not DropReason.stale",
     ),
     bug("a group counts as younger", Broken.staleness, Scheduler.finish_rolling, "= oldest,", "= oldest + 1,"),
-    bug("a mini-batch takes of the next", Broken.step, Pipeline.take, "len(groups) < most", "self.scheduler.lacking"),
+    bug(
+        "a mini-batch takes of the next", Broken.step, Pipeline.take,
+        "len(groups) < most", "self.scheduler.groups_missing",
+    ),
     bug("one too many is admitted", Broken.outstanding, Scheduler.may_admit, "+ self.spare", "+ self.spare + 1"),
     bug("engines get more than they have room for", Broken.outstanding, Pipeline._may_roll, "room > 0", "room > -1"),
-    bug("a dropped group is scored", Broken.dropped, Pipeline._drop, "self._rolled.pop(prompt_group, None)", "pass"),
+    bug("a dropped group is scored", Broken.dropped, Pipeline._drop, "self._rewarded.pop(prompt_group, None)", "pass"),
     bug(
         "a version makes the scheduler forget a group", Broken.update, Scheduler.publish,
         "= version", "= version; [*map(self._rolling.remove, self._rolling.prompt_groups()[:1])]",
     ),
     bug(
-        "in sequence, groups are scored as they come", Broken.sequence, Pipeline._worth_scoring,
-        "len(self._rolled) >= self._batch_size.least", "self._rolled",
+        "in sequence, groups are scored as they come", Broken.sequence, Pipeline._may_score,
+        "len(self._rewarded) >= self._batch_size.min_groups", "self._rewarded",
     ),
     bug(
-        "in sequence, the last reward is not awaited", Broken.sequence, Pipeline._worth_scoring,
+        "in sequence, the last reward is not awaited", Broken.sequence, Pipeline._may_score,
         "self._rolling or", "self._rolling.keys() - self._rewarding.keys() or",
     ),
     bug("scores come in the wrong order", Broken.own, Pipeline._score, "zip(asked, found", "zip(asked, found[::-1]"),
@@ -81,14 +87,17 @@ PLANTED_IN_RESUMING = [
     bug("numbers begin anew", Broken.once, Scheduler.resume, "state.admitted, state", "0, state"),
     bug("as many are replaced once more", Broken.replaced, Scheduler.resume, "d, state.replaced", "d, 0"),
     bug("what rolls is forgotten", Broken.resumed, Scheduler.resume, "self._rolling, state.rolling", "self._rolling, ()"),
-    bug("what rolls is not begun", Broken.waiting, Pipeline._resume, "prompt_group.stage is Stage.rolling", "False"),
+    bug(
+        "what rolls is not begun", Broken.waiting, Pipeline._resume,
+        "prompt_group.stage is GroupStage.rolling", "False",
+    ),
     bug(
         "the newest is begun first", Broken.resumed, Pipeline._resume,
         "in prompt_groups.values()", "in reversed(prompt_groups.values())",
     ),
     bug(
         "begun episodes are thrown away", Broken.resumed, Pipeline._resume,
-        "state.begun.get(prompt_group.number, ())", "()",
+        "state.progress.get(prompt_group.number, ())", "()",
     ),
     bug(
         "older news are saved of what is rewarded", Broken.resumed, Pipeline.state,
@@ -96,21 +105,21 @@ PLANTED_IN_RESUMING = [
     ),
     bug(
         "what waits to be begun again forgets its episodes", Broken.resumed, Pipeline.state,
-        "self._again.get(prompt_group, ())", "()",
+        "self._to_resume.get(prompt_group, ())", "()",
     ),
     bug(
         "what no engine has begun yet forgets its episodes", Broken.resumed, Pipeline.state,
-        "self._begun.get(prompt_group)", "()",
+        "self._resumed_from.get(prompt_group)", "()",
     ),
     bug("scored groups are not resumed", Broken.deadlock, Pipeline._resume, "in state.scored.items()", "in ()"),
-    bug("rolled groups are not resumed", Broken.deadlock, Pipeline._resume, "in state.rolled.items()", "in ()"),
+    bug("rolled groups are not resumed", Broken.deadlock, Pipeline._resume, "in state.rewarded.items()", "in ()"),
     bug("what is being scored is not saved", Broken.deadlock, Pipeline.state, "*self._scoring, ", ""),
     bug(
         "groups are scored in reverse", Broken.order, Pipeline._resume,
-        "in state.rolled.items()", "in reversed(state.rolled.items())",
+        "in state.rewarded.items()", "in reversed(state.rewarded.items())",
     ),
     bug("losses are forgotten", Broken.conserved, Pipeline._resume, "self._losses.update(state.losses)", "pass"),
-    bug("fewer steps end nothing", Broken.unschedulable, Pipeline.run, "self._sweep()", "pass"),
+    bug("fewer steps end nothing", Broken.unschedulable, Pipeline.run, "self._drop_unschedulable()", "pass"),
     bug(
         "questions that were given back are forgotten", Broken.conserved, PromptSource.__init__,
         "state.given_back if state else ()", "()",

@@ -33,7 +33,7 @@ class Script:
     least: float = 1
     most: int = 2
     """Groups in a bite of the scorer."""
-    enough: int = 1
+    fills_micro_batches: int = 1
     """Samples worth a call of the learner."""
     questions: int = 5
     engines: int = 1
@@ -109,7 +109,7 @@ class Script:
             mixed=below() < 0.5,
             least=math.inf if schedule == "sequential" else pick([1, 1, 2, 3]),
             most=sum(sizes) if schedule == "sequential" else rng.randint(1, 4),
-            enough=rng.randint(1, 6),
+            fills_micro_batches=rng.randint(1, 6),
             critic=critic,
             warmup=pick([0, 0, 1]) if critic else 0,
             questions=questions,

@@ -17,13 +17,13 @@ from rlsys.data.question import PromptSource, SourceState
 from rlsys.errors import root_cause
 from rlsys.observe import status
 from rlsys.orchestrator.pipeline.rollout_pipeline import (
-    MOST_LOSSES,
+    MAX_LOSSES,
     Handlers,
     PipelineState,
     RolloutPipeline,
     ScoreBatchSize,
 )
-from rlsys.orchestrator.pipeline.scheduler import Reason, StalenessScheduler
+from rlsys.orchestrator.pipeline.scheduler import DropReason, StalenessScheduler
 from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn
 from tests.orchestrator.pipeline.script import Script
 from tests.orchestrator.pipeline.watched import LEARNERS, Breach, Failure, Property, Record, watched
@@ -143,7 +143,7 @@ class Simulation:
                 learners = {name: self.learners[name] for name in script.learning(step)}
                 await learn(self.pipeline, learners, self.devices, cut)
                 await self._save_if_due(step, published=False)
-                await self.devices.need("actor", "inference")
+                await self.devices.onload("actor", "inference")
                 await script.pause("update")
                 if switched is not None:
                     await switched
@@ -170,7 +170,7 @@ class Simulation:
         self._life.cancel()
 
     async def _switch(self, version: int) -> None:
-        await self.devices.need("rollout")
+        await self.devices.onload("rollout")
         await self.engines.switch(version)
         self.pipeline.publish(version)
 
@@ -211,7 +211,7 @@ class Simulation:
             record.hold(Property.step, record.version == script.steps, f"{record.version} steps were closed")
         counted = Counter(reason for _, reason in record.dropped)
         record.hold(Property.once, self.scheduler.dropped == counted, f"counted {self.scheduler.dropped}")
-        ended = [(one.number, one.end) for one in [*record.told, *self.scheduler.ended()]]
+        ended = [(one.number, one.outcome) for one in [*record.told, *self.scheduler.ended()]]
         record.hold(Property.once, ended == [*record.ended.items()], f"the scheduler tells of {ended}")
         fresh = PromptSource(self.questions, seed=0)
         asked = Counter(fresh.next().uid for _ in range(self.prompts.position))
@@ -220,9 +220,9 @@ class Simulation:
 
     def _for_good(self) -> Counter[str]:
         """Prompts that were dropped and are not asked again."""
-        count: Counter[str] = Counter(one.uid for one, reason in self.record.dropped if reason is Reason.no_spread)
-        losses = Counter(one.uid for one, reason in self.record.dropped if reason is Reason.lost)
-        return count + Counter({uid: max(0, lost - MOST_LOSSES + 1) for uid, lost in losses.items()})
+        count: Counter[str] = Counter(one.uid for one, reason in self.record.dropped if reason is DropReason.no_spread)
+        losses = Counter(one.uid for one, reason in self.record.dropped if reason is DropReason.lost)
+        return count + Counter({uid: max(0, lost - MAX_LOSSES + 1) for uid, lost in losses.items()})
 
 
 def _live(simulation: Simulation) -> None:

@@ -18,11 +18,11 @@ from rlsys.data.trajectory import Sample
 from rlsys.trainer.batches import (
     BatchSharder,
     Flops,
-    Frame,
+    MicroBatchSpec,
     Plan,
-    Size,
+    SampleSize,
     columns_of,
-    fills,
+    fills_stages,
     flops_of,
     plan_micro_batches,
 )
@@ -32,14 +32,14 @@ from tests.support.trajectories import sample
 FEW = settings(max_examples=50)
 FLOPS = Flops(per_token=50.0, per_target=20.0, per_square=1.0)
 SIZES = st.lists(
-    st.integers(2, 300).flatmap(lambda tokens: st.builds(Size, st.just(tokens), st.integers(0, tokens - 1))),
+    st.integers(2, 300).flatmap(lambda tokens: st.builds(SampleSize, st.just(tokens), st.integers(0, tokens - 1))),
     max_size=60,
 )
 MULTIPLES = st.sampled_from([(1, 1), (2, 1), (4, 1), (8, 1), (4, 4), (16, 8)])
 """Multiples of a row, and of each of its sequences."""
 FRAME = MULTIPLES.flatmap(
     lambda multiples: st.builds(
-        Frame,
+        MicroBatchSpec,
         budget_tokens=st.integers(1, 1200),
         packed=st.booleans(),
         ranks=st.integers(1, 5),
@@ -50,7 +50,7 @@ FRAME = MULTIPLES.flatmap(
 )
 
 
-def area(sizes: list[Size], batch: list[int], frame: Frame) -> int:
+def area(sizes: list[SampleSize], batch: list[int], frame: MicroBatchSpec) -> int:
     """Tokens that `batch` takes, padding included."""
     lengths = [sizes[index].tokens for index in batch]
     rooms = [length + -length % frame.room_multiple for length in lengths]
@@ -60,7 +60,7 @@ def area(sizes: list[Size], batch: list[int], frame: Frame) -> int:
     return width if frame.packed else len(batch) * width
 
 
-def cost(sizes: list[Size], batch: list[int], frame: Frame) -> float:
+def cost(sizes: list[SampleSize], batch: list[int], frame: MicroBatchSpec) -> float:
     """Operations of `batch`: in a rectangle every row is as long as the longest."""
     if not frame.packed and batch:
         width = area(sizes, batch, frame) // len(batch)
@@ -70,7 +70,9 @@ def cost(sizes: list[Size], batch: list[int], frame: Frame) -> float:
 
 @settings(max_examples=100)
 @given(SIZES, FRAME)
-def test_any_plan_has_every_sample_once_within_the_budget_and_is_even(sizes: list[Size], frame: Frame) -> None:
+def test_any_plan_has_every_sample_once_within_the_budget_and_is_even(
+    sizes: list[SampleSize], frame: MicroBatchSpec
+) -> None:
     """Ranks have equally many micro-batches and fill every stage if they can; only a single sample exceeds the budget.
 
     The loads of two ranks differ by one sample, or one rectangle, at most.
@@ -86,7 +88,7 @@ def test_any_plan_has_every_sample_once_within_the_budget_and_is_even(sizes: lis
         assert filled == min(len(batches), len(samples)), "empty though there was something to split"
         assert filled >= min(frame.stages, len(samples))
     if not frame.packed and len(sizes) >= frame.ranks * frame.stages:
-        assert fills(plan, frame.stages)
+        assert fills_stages(plan, frame.stages)
     loads = [sum(cost(sizes, batch, frame) for batch in batches) for batches in plan]
     pieces = [[index] for index in range(len(sizes))] if frame.packed else chain(*plan)
     assert max(loads) - min(loads) <= max((cost(sizes, piece, frame) for piece in pieces), default=0.0)
@@ -95,21 +97,21 @@ def test_any_plan_has_every_sample_once_within_the_budget_and_is_even(sizes: lis
 @pytest.mark.parametrize(
     ("lengths", "frame", "plan"),
     [
-        ([], Frame(10, packed=True, ranks=2), [[], []]),
-        ([5], Frame(10, packed=False, ranks=2), [[[0]], [[]]]),
+        ([], MicroBatchSpec(10, packed=True, ranks=2), [[], []]),
+        ([5], MicroBatchSpec(10, packed=False, ranks=2), [[[0]], [[]]]),
         # The first alone exceeds the budget.
-        ([30, 2, 2], Frame(10, packed=True), [[[0], [1, 2]]]),
+        ([30, 2, 2], MicroBatchSpec(10, packed=True), [[[0], [1, 2]]]),
         # Rectangles of width 4 and 3; packed, 6 + 4 and 5 + 3 + 2 fill two rows.
-        ([4, 3, 4, 1], Frame(8, packed=False), [[[0, 2], [1, 3]]]),
-        ([6, 5, 4, 3, 2], Frame(10, packed=True), [[[0, 2], [1, 3, 4]]]),
+        ([4, 3, 4, 1], MicroBatchSpec(8, packed=False), [[[0, 2], [1, 3]]]),
+        ([6, 5, 4, 3, 2], MicroBatchSpec(10, packed=True), [[[0, 2], [1, 3, 4]]]),
         # 5 + 5 fit into 11, but not into the 8 that are left of it in fours.
-        ([5, 5], Frame(11, packed=True, multiple_of=4), [[[0], [1]]]),
+        ([5, 5], MicroBatchSpec(11, packed=True, multiple_of=4), [[[0], [1]]]),
         # One micro-batch would do; two stages want two.
-        ([4, 3, 2, 1], Frame(99, packed=True, stages=2), [[[1, 2, 3], [0]]]),
+        ([4, 3, 2, 1], MicroBatchSpec(99, packed=True, stages=2), [[[1, 2, 3], [0]]]),
     ],
 )
-def test_plans_by_hand(lengths: list[int], frame: Frame, plan: Plan) -> None:
-    assert plan_micro_batches([Size(length, 0) for length in lengths], Flops(1.0), frame) == plan
+def test_plans_by_hand(lengths: list[int], frame: MicroBatchSpec, plan: Plan) -> None:
+    assert plan_micro_batches([SampleSize(length, 0) for length in lengths], Flops(1.0), frame) == plan
 
 
 @given(st.integers(1, 5), st.lists(st.integers(1, 4), min_size=1, max_size=5))
@@ -174,7 +176,7 @@ def test_every_sample_is_dealt_once_in_rows_that_can_be_cut(
 
 def test_enough_is_a_sample_for_every_stage_of_every_rank() -> None:
     sharder = BatchSharder(ParallelConfig(pp=2), processes=4, budget_tokens=100, pad_id=0, packed=True)
-    assert [sharder.enough(samples(*[5] * count)) for count in range(6)] == [False] * 4 + [True] * 2
+    assert [sharder.fills_micro_batches(samples(*[5] * count)) for count in range(6)] == [False] * 4 + [True] * 2
 
 
 def test_a_rest_is_filled_up_so_that_all_ranks_do_the_same() -> None:

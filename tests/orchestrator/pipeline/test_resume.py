@@ -53,9 +53,9 @@ def test_the_state_of_what_has_resumed_a_state_is_that_state(tmp_path: Path) -> 
             loaded = through_a_file(state)
             assert same(Simulation(life.script, Parts(), replace(life.saved, state=loaded)).state(), state)
             found = {
-                **{name: getattr(state.pipeline, name) for name in ("losses", "begun", "rolled", "scored")},
+                **{name: getattr(state.pipeline, name) for name in ("losses", "progress", "rewarded", "scored")},
                 **{name: getattr(state.pipeline.scheduler, name) for name in ("rolling", "ready", "replaced")},
                 "given_back": state.prompts.given_back,
             }
             seen |= {name for name, value in found.items() if value}
-    assert seen == {"losses", "begun", "rolled", "scored", "rolling", "ready", "replaced", "given_back"}
+    assert seen == {"losses", "progress", "rewarded", "scored", "rolling", "ready", "replaced", "given_back"}

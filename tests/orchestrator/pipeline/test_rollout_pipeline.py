@@ -16,7 +16,7 @@ from rlsys.data.trajectory import Group, Sample, Scores, Trajectory
 from rlsys.errors import root_cause
 from rlsys.orchestrator.engine_pool import NoEngineLeft
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline, ScoreBatchSize
-from rlsys.orchestrator.pipeline.scheduler import Reason, StalenessScheduler
+from rlsys.orchestrator.pipeline.scheduler import DropReason, StalenessScheduler
 from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn
 from tests.orchestrator.pipeline.planted import PLANTED
 from tests.orchestrator.pipeline.script import Script
@@ -115,7 +115,7 @@ class Instant:
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
         return [Scores(sample.trajectory.rollout_logprobs) for sample in samples]
 
-    def enough(self, _: Sequence[Sample]) -> bool:
+    def fills_micro_batches(self, _: Sequence[Sample]) -> bool:
         return True
 
     async def accumulate(self, *_: Any) -> None: ...
@@ -123,7 +123,7 @@ class Instant:
     async def apply(self) -> Mapping[str, float]:
         return {}
 
-    async def need(self, *groups: str) -> None: ...
+    async def onload(self, *groups: str) -> None: ...
 
     def pipeline(self, scheduler: StalenessScheduler) -> RolloutPipeline:
         prompts, handlers = PromptSource([question(1), question(2)], seed=0), Handlers(self.reward, lambda group: group)
@@ -143,7 +143,7 @@ def test_an_episode_that_is_aborted_before_its_first_turn_frees_its_slot() -> No
                 workers.version = step
                 pipeline.publish(step)
             pipeline.stop()
-        return pipeline.scheduler.dropped[Reason.surplus]
+        return pipeline.scheduler.dropped[DropReason.surplus]
 
     assert run_virtually(ten_steps()) >= 9
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rlsys.errors import RunError
-from rlsys.orchestrator.pipeline.scheduler import Ended, PromptGroup, Reason, Stage, StalenessScheduler
+from rlsys.orchestrator.pipeline.scheduler import DropReason, GroupOutcome, GroupStage, PromptGroup, StalenessScheduler
 from tests.support.trajectories import question
 
 
@@ -57,11 +57,11 @@ class LedgerMachine(RuleBasedStateMachine):
         self.groups, self.staleness, self.spare, self.most_replaced = groups, staleness, spare, replaced
         self.steps = steps
         self.scheduler = self.new_ledger()
-        self.ended: list[Ended] = []
+        self.ended: list[GroupOutcome] = []
         self.version = self.published = self.replaced = self.clock = 0
         self.open: list[Modelled] = []
         self.taken: list[Modelled] = []
-        self.dropped: Counter[Reason] = Counter()
+        self.dropped: Counter[DropReason] = Counter()
 
     def new_ledger(self) -> StalenessScheduler:
         return StalenessScheduler(
@@ -79,11 +79,11 @@ class LedgerMachine(RuleBasedStateMachine):
         """The last step that may train a group of that age."""
         return oldest + self.staleness
 
-    def unschedulable(self) -> dict[PromptGroup, Reason]:
+    def unschedulable(self) -> dict[PromptGroup, DropReason]:
         """Give each ready group the first free place, the oldest first; see for whom none is left."""
         free, found = self.free(), {}
         reasons = {
-            one: Reason.surplus if any(step <= self.last(one.oldest) for step in free) else Reason.stale
+            one: DropReason.surplus if any(step <= self.last(one.oldest) for step in free) else DropReason.stale
             for one in self.open
         }
         ages = sorted({one.oldest for one in self.open})
@@ -106,12 +106,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def of(self, *, ready: bool) -> list[Modelled]:
         return [one for one in self.open if (one.ready is not None) == ready]
 
-    def forget(self, one: Modelled, reason: Reason) -> None:
+    def forget(self, one: Modelled, reason: DropReason) -> None:
         self.scheduler.drop(one.real, reason)
-        self.ended.append(Ended(one.real.number, one.real.question.uid, reason))
+        self.ended.append(GroupOutcome(one.real.number, one.real.question.uid, reason))
         (self.taken if one in self.taken else self.open).remove(one)
         self.dropped[reason] += 1
-        self.replaced += reason is Reason.no_spread
+        self.replaced += reason is DropReason.no_spread
 
     @precondition(lambda self: self.scheduler.may_admit())
     @rule(most=st.integers(1, 20))
@@ -131,7 +131,7 @@ class LedgerMachine(RuleBasedStateMachine):
         oldest = one.oldest if newer is None else min(one.oldest + newer, self.version)
         replaced = not has_spread and self.replaced < self.most_replaced
         reason = self.scheduler.finish_rolling(one.real, None if newer is None else oldest, has_spread)
-        assert reason is (Reason.no_spread if replaced else None)
+        assert reason is (DropReason.no_spread if replaced else None)
         if reason is None:
             self.clock += 1
             one.oldest, one.ready = oldest, self.clock
@@ -160,8 +160,8 @@ class LedgerMachine(RuleBasedStateMachine):
             self.taken.append(one)
 
     @precondition(lambda self: self.open or self.taken)
-    @rule(number=st.integers(0, 99), reason=st.sampled_from([Reason.lost, Reason.end]))
-    def lose(self, number: int, reason: Reason) -> None:
+    @rule(number=st.integers(0, 99), reason=st.sampled_from([DropReason.lost, DropReason.end]))
+    def lose(self, number: int, reason: DropReason) -> None:
         held = self.open + self.taken
         self.forget(held[number % len(held)], reason)
 
@@ -172,8 +172,8 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.scheduler.close_step()
             return
         self.scheduler.close_step()
-        assert {one.real.stage for one in self.taken} == {Stage.trained}
-        self.ended += [Ended(one.real.number, one.real.question.uid, Stage.trained) for one in self.taken]
+        assert {one.real.stage for one in self.taken} == {GroupStage.trained}
+        self.ended += [GroupOutcome(one.real.number, one.real.question.uid, GroupStage.trained) for one in self.taken]
         self.taken, self.replaced = [], 0
         self.version += 1
 
@@ -222,7 +222,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.scheduler.outstanding == held
         assert self.scheduler.outstanding_count == len(held)
         assert len(held) <= (self.staleness + 1) * self.groups + self.spare
-        assert self.scheduler.lacking == self.groups - len(self.taken)
+        assert self.scheduler.groups_missing == self.groups - len(self.taken)
         assert (self.scheduler.version, self.scheduler.published) == (self.version, self.published)
         assert self.scheduler.dropped == self.dropped
 

@@ -45,7 +45,7 @@ class Logged:
         self._events = events
         self.seen: list[str] = []
 
-    def enough(self, _: Sequence[Sample]) -> bool:
+    def fills_micro_batches(self, _: Sequence[Sample]) -> bool:
         return True
 
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
@@ -56,7 +56,7 @@ class Logged:
         self._events.append(("applied", len(self.seen)))
         return {"lr": 1.0}
 
-    async def need(self, *names: str) -> None: ...
+    async def onload(self, *names: str) -> None: ...
 
 
 def run(cut: MiniBatches) -> list[Event]:
@@ -101,7 +101,7 @@ def test_every_group_is_in_one_mini_batch_and_the_larger_ones_are_spread_over_th
     # Of the first so many mini-batches, none runs ahead of its share of the groups, or is a whole one behind it.
     for number, taken in enumerate(accumulate(sizes), start=1):
         assert taken <= Fraction(number * groups, count) < taken + 1
-    assert score_batch_size(config).most == max(sizes)
+    assert score_batch_size(config).max_groups == max(sizes)
 
 
 def test_the_critic_warms_up_alone() -> None:

@@ -13,7 +13,14 @@ from enum import StrEnum
 from functools import cache
 
 from rlsys.data.question import Question
-from rlsys.orchestrator.pipeline.scheduler import Ended, PromptGroup, Reason, SchedulerState, Stage, StalenessScheduler
+from rlsys.orchestrator.pipeline.scheduler import (
+    DropReason,
+    GroupOutcome,
+    GroupStage,
+    PromptGroup,
+    SchedulerState,
+    StalenessScheduler,
+)
 from rlsys.rollout.agent.tokens import EpisodeProgress
 from tests.orchestrator.pipeline.script import Script
 
@@ -70,7 +77,7 @@ class Record:
         """By the step under way."""
         self.trained: list[Question] = []
         """In steps that were closed."""
-        self.dropped: list[tuple[Question, Reason]] = []
+        self.dropped: list[tuple[Question, DropReason]] = []
         self.begun: dict[int, tuple[EpisodeProgress, ...]] = {}
         """Prompt group -> what a run that is resumed now has to go on from; all episodes once they are done."""
         self._all_done: set[int] = set()
@@ -92,7 +99,7 @@ class Record:
         """The first; what follows from it is no breach of its own."""
         self.ended: dict[int, str] = {}
         """Prompt group -> `trained`, or why it was dropped; in this order."""
-        self.told: list[Ended] = []
+        self.told: list[GroupOutcome] = []
         """The ends that the schedulers of earlier lives have told of."""
         self._ready: dict[int, None] = {}
         """Prompt groups that are open, scored or not."""
@@ -202,10 +209,10 @@ class Record:
         del self._ready[prompt_group.number]
         self.taken.append(prompt_group.number)
 
-    def drop(self, prompt_group: PromptGroup, reason: Reason) -> None:
+    def drop(self, prompt_group: PromptGroup, reason: DropReason) -> None:
         self._end(prompt_group, reason)
         self.dropped.append((prompt_group.question, reason))
-        self._replaced += reason is Reason.no_spread
+        self._replaced += reason is DropReason.no_spread
         self.hold(Property.replaced, self._replaced <= self.script.max_replaced)
         self.offered.discard(prompt_group.number)
         for numbers in (self.unscored, self._ready):
@@ -256,7 +263,7 @@ class Record:
 
     def _most_admitted(self) -> int:
         """Derived in docs/pipeline.md: what may be admitted between two publications, and what was replaced."""
-        replaced = sum(reason in (Reason.no_spread, Reason.lost) for _, reason in self.dropped)
+        replaced = sum(reason in (DropReason.no_spread, DropReason.lost) for _, reason in self.dropped)
         most, spare = self.script.most_outstanding, self.script.spare
         return (self.version + 1) * (most * (2 + spare) + spare) + replaced
 
@@ -267,7 +274,7 @@ class Record:
         self.hold(Property.sequence, not others, f"{stage} begins while {others} work")
         if stage == "rollout":
             return
-        ready = {number for number in self.open if self.prompt_groups[number].stage is Stage.ready} | {*self.taken}
+        ready = {number for number in self.open if self.prompt_groups[number].stage is GroupStage.ready} | {*self.taken}
         self.hold(Property.sequence, not self.running and not self.rewarded_now, f"{stage} begins beside rollouts")
         self.hold(Property.sequence, len(ready) == self.script.groups_per_step, f"{stage} begins with {ready}")
         self.hold(Property.sequence, stage not in LEARNERS or not self.unscored, f"{self.unscored} are not scored")
@@ -292,7 +299,7 @@ class _Watched(StalenessScheduler):
         self.record.admit(prompt_group)
         return prompt_group
 
-    def finish_rolling(self, prompt_group: PromptGroup, oldest: int | None, has_spread: bool) -> Reason | None:
+    def finish_rolling(self, prompt_group: PromptGroup, oldest: int | None, has_spread: bool) -> DropReason | None:
         reason = super().finish_rolling(prompt_group, oldest, has_spread)
         if reason is None:
             self.record.ready(prompt_group)
@@ -302,7 +309,7 @@ class _Watched(StalenessScheduler):
         super().take(prompt_group)
         self.record.take(prompt_group)
 
-    def drop(self, prompt_group: PromptGroup, reason: Reason) -> None:
+    def drop(self, prompt_group: PromptGroup, reason: DropReason) -> None:
         super().drop(prompt_group, reason)
         self.record.drop(prompt_group, reason)
 

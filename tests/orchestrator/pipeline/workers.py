@@ -18,7 +18,7 @@ from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Floats, Group, Sample, Scores, Trajectory
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.engine_pool import Router
-from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, Loss
+from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, LostReason
 from rlsys.orchestrator.worker_groups import OffloadManager
 from rlsys.rollout.agent.episode import EngineDied
 from rlsys.rollout.agent.tokens import EpisodeProgress, PartialEpisode
@@ -180,10 +180,10 @@ class Engines(_Worker):
         engine = self._engines[number]
         engine.alive = False
         orphans = self.router.died(number)
-        for key in orphans.again:
+        for key in orphans.retry:
             self._fail(int(key), EngineDied(f"engine {number}"))
         for key, reason in orphans.lost.items():
-            self._fail(int(key), GroupLost(key, Loss.engine_died, reason))
+            self._fail(int(key), GroupLost(key, LostReason.engine_died, reason))
         if self.script.rng.random() < 0.5:
             for play in [*engine.plays]:
                 self._end(play)
@@ -231,7 +231,7 @@ class Engines(_Worker):
             return
         self._end(play)
         if play.question.uid in self.script.poisoned:
-            self._fail(play.number, GroupLost(play.question.uid, Loss.timeout, "poisoned"))
+            self._fail(play.number, GroupLost(play.question.uid, LostReason.timeout, "poisoned"))
         elif play.number in self._answers and not self._answers[play.number].done():
             self._answers[play.number].set_result(play.trajectories())
 
@@ -288,8 +288,8 @@ class Learner:
     def __init__(self, name: str, script: Script, record: Record) -> None:
         self.name, self.script, self.record = name, script, record
 
-    def enough(self, samples: Sequence[Sample]) -> bool:
-        return len(samples) >= self.script.enough
+    def fills_micro_batches(self, samples: Sequence[Sample]) -> bool:
+        return len(samples) >= self.script.fills_micro_batches
 
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:  # noqa: ARG002
         """Check everything about samples that are trained."""
@@ -330,11 +330,11 @@ class Devices:
             self._residence = OffloadManager(members, Tracer("devices", clock=lambda: 0))
             record.resident = lambda: self._residence.ready
 
-    async def need(self, *groups: str) -> None:
+    async def onload(self, *groups: str) -> None:
         self.record.fail_if_due("need")
         self.pending.update(groups)
         if self._residence:
-            await self._residence.need(*groups)
+            await self._residence.onload(*groups)
         elif self.script.rng.random() < 0.1:
             await self.script.pause("devices")
         self.pending.subtract(groups)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlsys.config.schema import CompatConfig, TagsConfig
 from rlsys.data.trajectory import Trajectory
-from rlsys.orchestrator.rewards.reward import Reader
+from rlsys.orchestrator.rewards.reward import EpisodeParser
 from tests.support.written_episodes import episode, question, read, task_of, think
 
 SEARCH = (think("search", "capital of Mali"), "Doc 1(Title: Mali) Its capital is Bamako.")
@@ -153,12 +153,12 @@ SUM = (think("sum", "3 + 4"), "7")
 )
 def test_a_call_of_a_tool_is_a_round_as_a_search_is(said: tuple[tuple[str, str] | str, ...], well: bool) -> None:
     trajectory = episode(*said, tools=TOOLS)
-    found = Reader(TagsConfig(), CompatConfig(), TOOLS).read(question("7", "Bamako"), trajectory)
+    found = EpisodeParser(TagsConfig(), CompatConfig(), TOOLS).read(question("7", "Bamako"), trajectory)
     assert found.well_formed == well
 
 
 def test_the_answer_of_a_tool_is_no_retrieval() -> None:
     trajectory = episode(SUM, SEARCH, ANSWER, tools=TOOLS)
-    reader = Reader(TagsConfig(), CompatConfig(), TOOLS)
+    reader = EpisodeParser(TagsConfig(), CompatConfig(), TOOLS)
     assert reader.read(question("7"), trajectory).found_in is None
     assert reader.read(question("Bamako"), trajectory).found_in == 1

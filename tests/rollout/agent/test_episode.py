@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from rlsys.config.schema import TaskConfig, TokenMode
 from rlsys.data.trajectory import Action, Finish, Trajectory
 from rlsys.rollout.agent.episode import (
-    MOST_CHARS,
-    Called,
+    MAX_CHARS,
     EngineActivity,
     EpisodeTools,
+    ToolResult,
     call_tool,
     common_wait,
     run_episode,
@@ -87,18 +87,18 @@ def test_a_call_without_room_for_its_answer_is_not_made() -> None:
 @pytest.mark.parametrize(
     ("text", "called"),
     [
-        ("hello", Called("hello")),
-        ("refuse", Called("", "not today")),
-        ("exit", Called("", "SystemExit: 3")),
-        ("mute", Called("", "Mute")),
-        ("cancel", Called("", "it was cancelled")),
-        ("deaf", Called("", "no answer within 0.05 s")),
-        ("number", Called("", "it returned int, not text")),
-        ("surrogate", Called("a?b")),
-        ("long", Called("x " * (MOST_CHARS // 2))),
+        ("hello", ToolResult("hello")),
+        ("refuse", ToolResult("", "not today")),
+        ("exit", ToolResult("", "SystemExit: 3")),
+        ("mute", ToolResult("", "Mute")),
+        ("cancel", ToolResult("", "it was cancelled")),
+        ("deaf", ToolResult("", "no answer within 0.05 s")),
+        ("number", ToolResult("", "it returned int, not text")),
+        ("surrogate", ToolResult("a?b")),
+        ("long", ToolResult("x " * (MAX_CHARS // 2))),
     ],
 )
-async def test_whatever_a_tool_does_becomes_text(text: str, called: Called) -> None:
+async def test_whatever_a_tool_does_becomes_text(text: str, called: ToolResult) -> None:
     assert await asyncio.wait_for(call_tool(Scripted(), text), 40) == called
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.rollout.tools.calculator import MOST_CHARS, Calculator, spelled, value_of
+from rlsys.rollout.tools.calculator import MAX_CHARS, Calculator, spelled, value_of
 from rlsys.rollout.tools.interface import ToolError
 
 
@@ -31,7 +31,7 @@ def test_what_is_written_is_taken_digit_by_digit() -> None:
         ("10 ** 300", "1" + "0" * 300),
         ("0e99999999999999999", "0"),
         (" (1 +\n\t2)\r\n* 3 ", "9"),
-        ("-" * (MOST_CHARS - 1) + "1", "-1"),
+        ("-" * (MAX_CHARS - 1) + "1", "-1"),
     ],
 )
 async def test_an_expression_has_a_value(text: str, said: str) -> None:
@@ -52,7 +52,7 @@ async def test_an_expression_has_a_value(text: str, said: str) -> None:
         "",
         "٣ + ٤",
         "(" * 300 + "1" + ")" * 50,
-        "1" + " " * MOST_CHARS + "+ 1",
+        "1" + " " * MAX_CHARS + "+ 1",
     ],
 )
 def test_anything_else_is_refused_to_the_policy(text: str) -> None:
