@@ -4,10 +4,10 @@
     python docker/check_pins.py --refresh    # after changing a pin: reads its package's requirements from the index
 
 `requires.json` records the requirements of each pinned version, from the metadata of its wheel for the platform of its
-set (for a source distribution, from its PKG-INFO). The check covers, for each set and under its platform's markers,
-that every requirement of every pinned package has a pin with an allowed version. It also checks that both sets meet the
-ranges of base.txt and agree on the packages in `ALIKE`, and that each Dockerfile has the Python and CUDA of its set. All
-mismatches are printed; the exit status is then 1.
+set (for a source distribution, from its PKG-INFO). In each set, under its platform's markers, every requirement of
+every pinned package must have a pin with an allowed version. Both sets must meet the ranges of base.txt and agree on
+the packages in `ALIKE`, and each Dockerfile must have the Python and CUDA of its set. All mismatches are printed; the
+exit status is then 1.
 """
 
 from __future__ import annotations

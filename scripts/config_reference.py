@@ -1,8 +1,8 @@
 """Writes docs/configuration.md, the reference of all keys, from the schema and the code that reads them.
 
-A key's bounds and unit are in its type; its explanation is the string literal under its field. The files that read a key
-are found by following types through the syntax trees. An attribute counts as read only if the expression before it is
-known to have the class that owns it: `engine.tp` does not read `ParallelConfig.tp`. Types are followed through
+A key's bounds and unit are in its type; its explanation is the string literal under its field. The files that read a
+key are found by following types through the syntax trees. An attribute counts as read only if the expression before it
+is known to have the class that owns it: `engine.tp` does not read `ParallelConfig.tp`. Types are followed through
 annotations, attributes of the code's own classes, assignments (also of tuples, and of either branch), loops over
 literal tuples and `dataclasses.replace`. Other reads do not count, so the result may miss files but never adds one.
 """

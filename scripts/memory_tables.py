@@ -33,7 +33,7 @@ _COLUMNS = {
 
 
 def gpu_experiments(folder: Path = PROJECT_CONFIGS) -> Iterator[RunConfig]:
-    """Experiments of `folder` that run on GPUs, sorted by name, with the folder of the model's shape as `model.path`."""
+    """Experiments of `folder` that run on GPUs, by name, with the folder of the model's shape as `model.path`."""
     for file in sorted(folder.glob("*.yaml")):
         config = load_config(file.stem, config_dir=folder)
         if config.cluster.device is Device.gpu:

@@ -45,7 +45,7 @@ FULL = Scale(
     requests=256,
     new_tokens=256,
 )
-"""The published model, with micro-batches of 16,384 tokens; a search trajectory trains about a quarter of its tokens."""
+"""The published model, with micro-batches of 16,384 tokens; search episodes train about a quarter of their tokens."""
 SMALL = Scale(
     shape=str(PROJECT / "examples/searchr1/tiny/policy"),
     sequences=4,

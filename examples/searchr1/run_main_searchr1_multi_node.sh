@@ -17,9 +17,9 @@ Train on several machines: run this script on each of them, with the same argume
     FLAG         flags of `rlsys launch` (below): --nodes, --rank, --head, --wait, ...; override the environment
 
 The machine of rank 0 starts Ray, waits for the others, runs `rlsys doctor --for CONFIG` on every machine, starts the
-search servers of cluster.search.nodes, trains, and stops all processes on all machines at the end. The script works from
-any directory: relative paths on the command line start at the current directory, those in a config at the repository,
-which must be at the same path on all machines.
+search servers of cluster.search.nodes, trains, and stops all processes on all machines at the end. The script works
+from any directory: relative paths on the command line start at the current directory, those in a config at the
+repository, which must be at the same path on all machines.
 
 Settings from the environment:
 

@@ -1,4 +1,4 @@
-"""Algorithms that need more than the demo's, on real parts: one run each by `rlsys train`."""
+"""Tests of PPO, EMA-PG, KL and reward variants, and guards: one real `rlsys train` each."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 def checkpoints(run: Finished, step: int) -> set[str]:
-    """What groups have saved after `step`, beside the driver's own part."""
+    """Folders that the worker groups saved after `step`."""
     folder = run.folder / "checkpoints" / f"global_step_{step}"
     return {path.name for path in folder.iterdir()} - {"data", "manifest.json"}
 
 
 @pytest.mark.slow
-def test_ppo_learns_values_first_and_the_policy_with_them(tmp_path: Path) -> None:
+def test_ppo_trains_only_the_critic_during_warmup(tmp_path: Path) -> None:
     run = Finished(tmp_path, "algorithm=ppo", "trainer.steps=3", "critic.warmup_steps=1")
     first, *others = run.rows
     assert "actor/policy_loss" not in first
-    assert (first["critic/values/max"], first["critic/values/min"]) == (0.0, 0.0), "a fresh critic expects nothing"
-    assert first["critic/kl"] == pytest.approx(0.0, abs=1e-6), "the policy is its reference still"
+    assert (first["critic/values/max"], first["critic/values/min"]) == (0.0, 0.0), "a new critic predicts 0"
+    assert first["critic/kl"] == pytest.approx(0.0, abs=1e-6), "the policy still equals its reference"
     for row in others:
         assert row["critic/values/max"] > row["critic/values/min"]
         assert row["actor/grad_norm"] > 0
@@ -33,12 +33,12 @@ def test_ppo_learns_values_first_and_the_policy_with_them(tmp_path: Path) -> Non
     assert run.rows[1]["actor/first_ratio_dev_max"] < 1e-3
     last = others[-1]
     missed = abs(last["critic/values/mean"] - last["critic/returns/mean"])
-    assert missed < abs(last["critic/returns/mean"]), "it expects more rightly than nothing at all"
+    assert missed < abs(last["critic/returns/mean"]), "the critic must be closer than predicting 0"
     assert checkpoints(run, 3) == {"actor", "critic"}
 
 
 @pytest.mark.slow
-def test_ema_pg_moves_its_reference_and_asks_it(tmp_path: Path) -> None:
+def test_ema_pg_reference_follows_the_policy_and_is_evaluated(tmp_path: Path) -> None:
     run = Finished(
         tmp_path,
         "algorithm=ema_pg",
@@ -48,7 +48,7 @@ def test_ema_pg_moves_its_reference_and_asks_it(tmp_path: Path) -> None:
     )
     first, second = run.rows
     assert first["kl/k3"] == pytest.approx(0.0, abs=1e-6)
-    assert 0 < second["kl/k3"] < 1, "the reference follows, and stays behind"
+    assert 0 < second["kl/k3"] < 1, "the reference must follow the policy with a lag"
     assert second["actor/kl_loss"] > 0
     assert 0 <= run.summary["em_reference"] <= 1
     answers = (run.folder / "evaluations" / "reference_step_000002.jsonl").read_text().splitlines()
@@ -57,7 +57,7 @@ def test_ema_pg_moves_its_reference_and_asks_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_kl_over_the_whole_vocabulary_and_its_quirks(tmp_path: Path) -> None:
+def test_full_vocabulary_kl_with_reference_reset_and_search_r1_compat_trains(tmp_path: Path) -> None:
     run = Finished(
         tmp_path,
         "algorithm=ema_pg",
@@ -69,12 +69,12 @@ def test_a_kl_over_the_whole_vocabulary_and_its_quirks(tmp_path: Path) -> None:
         "trainer.steps=2",
     )
     assert run.summary["questions"] == 10
-    assert run.rows[1]["kl/k3"] == pytest.approx(0.0, abs=1e-6), "a reset makes the reference the policy"
+    assert run.rows[1]["kl/k3"] == pytest.approx(0.0, abs=1e-6), "a reset must set the reference to the policy"
     assert checkpoints(run, 2) == {"actor", "actor_reference", "reference"}
 
 
 @pytest.mark.slow
-def test_shaped_rewards_by_turns_under_a_steered_kl(tmp_path: Path) -> None:
+def test_turn_rewards_with_adaptive_kl_lower_the_kl_coefficient(tmp_path: Path) -> None:
     run = Finished(
         tmp_path,
         "reward.terms={correct_answer: 10.0, search_penalty: -0.1, invalid_format: -5.0}",
@@ -87,18 +87,18 @@ def test_shaped_rewards_by_turns_under_a_steered_kl(tmp_path: Path) -> None:
     for row in run.rows:
         assert {"reward/term/correct_answer", "reward/term/search_penalty", "critic/kl"} <= row.keys()
     assert run.rows[0]["critic/kl_coef"] == 0.001
-    assert run.rows[-1]["critic/kl_coef"] < 0.001, "far below its target the weight falls"
+    assert run.rows[-1]["critic/kl_coef"] < 0.001, "the coefficient must fall while the KL is far below its target"
 
 
 @pytest.mark.slow
-def test_ppo_with_everything_on_one_slot(tmp_path: Path) -> None:
+def test_ppo_trains_with_all_groups_on_one_slot(tmp_path: Path) -> None:
     run = Finished(tmp_path, "algorithm=ppo", "cluster=one_slot", "trainer.schedule.kind=sequential", "trainer.steps=2")
     assert run.summary["overlap_s"] == 0
     assert run.rows[-1]["critic/values/max"] > 0
 
 
 @pytest.mark.slow
-def test_a_collapse_ends_the_run_with_a_checkpoint_and_one_sentence(tmp_path: Path) -> None:
+def test_guard_alarm_stops_the_run_with_a_checkpoint_and_a_message(tmp_path: Path) -> None:
     done = train(tmp_path, "guards.action=stop", "guards.entropy_floor=100", "guards.patience=1", "trainer.steps=3")
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]

@@ -1,6 +1,6 @@
-"""The whole system on real parts, small: what `make demo` does, in a few steps.
+"""Tests of the whole system on real parts: `make demo` with a few steps.
 
-One run, looked at from all sides; each assertion fails if a stage were faked.
+All tests check the same run. Each assertion would fail if a stage were faked.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SETTINGS = [
 ]
 
 MARK = "RLSYS_TEST_OF_THE_DEMO"
-"""A variable that the run's processes have, whoever their parent is."""
+"""Environment variable that marks all processes of the run."""
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 class FinishedRun:
-    """The folder of a finished run and what it printed."""
+    """Folder and output of a finished run."""
 
     def __init__(self, folder: Path, printed: str) -> None:
         self.folder = folder
@@ -48,7 +48,7 @@ class FinishedRun:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """Run the demo as a user does, in a process of its own."""
+    """Run the demo like a user, in a new process."""
     outputs = tmp_path_factory.mktemp("outputs")
     command = [sys.executable, "-m", "examples.searchr1.tiny.demo", f"output_dir={outputs}", *SETTINGS]
     done = subprocess.run(
@@ -73,14 +73,14 @@ def test_the_policy_learns_to_search(run: FinishedRun) -> None:
     assert summary["searches_after"] > summary["searches_before"]
 
 
-def test_the_world_can_be_answered_by_searching(run: FinishedRun) -> None:
+def test_scripted_policy_answers_the_world_by_searching(run: FinishedRun) -> None:
     assert run.summary["oracle_em"] >= 0.95
     assert run.summary["recall_at_3"] >= 0.95
 
 
 def test_megatron_and_the_engine_agree_on_the_same_tokens(run: FinishedRun) -> None:
     differences = [row["logprob/max_diff"] for row in run.rows]
-    assert 0 < max(differences) < 1e-3, "equal to the bit would mean that one of them was copied"
+    assert 0 < max(differences) < 1e-3, "a difference of 0 would mean that one was copied"
     assert run.summary["first_ratio_max_dev"] < 1e-3
 
 
@@ -102,7 +102,7 @@ def test_training_overlaps_generation(run: FinishedRun) -> None:
         assert first_scored < last_rolled, f"step {step} waited for its last rollout"
 
 
-def test_the_converted_model_is_what_was_trained(run: FinishedRun) -> None:
+def test_converted_model_is_trained_and_answers_like_the_engine(run: FinishedRun) -> None:
     hf = run.folder / "hf"
     before, after = load_file(POLICY / "model.safetensors"), load_file(hf / "model.safetensors")
     assert before.keys() == after.keys()
@@ -112,7 +112,7 @@ def test_the_converted_model_is_what_was_trained(run: FinishedRun) -> None:
     assert run.summary["hf_engine_agreement"] >= 0.98
 
 
-def test_everything_promised_is_in_the_folder(run: FinishedRun) -> None:
+def test_run_folder_has_config_charts_trace_samples_and_tensorboard(run: FinishedRun) -> None:
     for name in ("config.yaml", "curves.png", "em.png", "reward.png", "stage_times.png", "trace.json"):
         assert (run.folder / name).stat().st_size > 0, name
     assert len(list((run.folder / "samples").glob("*.txt"))) == 10
@@ -120,7 +120,7 @@ def test_everything_promised_is_in_the_folder(run: FinishedRun) -> None:
     assert "exact match" in run.printed
 
 
-def test_no_process_is_left(run: FinishedRun) -> None:
+def test_no_process_survives_the_run(run: FinishedRun) -> None:
     assert run.folder.exists()
     processes = psutil.process_iter(["environ", "cmdline"])
     left = [p for p in processes if (p.info["environ"] or {}).get(MARK) == str(run.folder.parent)]

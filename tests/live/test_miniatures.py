@@ -1,5 +1,4 @@
-"""Every experiment for GPUs: it composes, passes the checks against the machines that it names and has a plan; and its
-placement in miniature works, by whole runs on real parts."""
+"""Tests of every experiment for GPUs: its config, checks and plan, and real runs of its placement in miniature."""
 
 from __future__ import annotations
 
@@ -42,25 +41,25 @@ BILLIONS = {
     "llama-3.2-3b-instruct": 3.21,
     "qwen3-30b-a3b": 30.53,
 }
-"""Parameters as the models' cards have them."""
+"""Model -> billions of parameters, from its model card."""
 REWARD = f"{even_tokens.__module__}.{even_tokens.__name__}"
 
 
 @cache
 def composed(experiment: str) -> RunConfig:
-    """As the file has it; not to be changed."""
+    """Config of `experiment`; cached, so callers must not change it."""
     return load_config(experiment)
 
 
 def shape_of(experiment: str) -> Path:
-    """The folder of facts of an experiment's model."""
+    """Folder with the shape of an experiment's model."""
     name = composed(experiment).model.path.lower()
     return next(folder for folder in (SHAPES / name, SHAPES / f"{name}-instruct") if folder.is_dir())
 
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> list[str]:
-    """Overrides that stand for data and an index that only the machines have."""
+    """Overrides that replace data and index, which only the experiment's machines have."""
     (tmp_path / "questions.jsonl").write_text("{}\n")
     (tmp_path / "index").mkdir()
     (tmp_path / "index" / "manifest.json").write_text("{}")
@@ -70,13 +69,13 @@ def elsewhere(tmp_path: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunConfig]:
-    """By family: what its miniatures run on, all there."""
+    """Function: model family -> `tiny_run` of a tiny model of that family, with world and model written."""
     prepare_world(Console(quiet=True))
     return cache(lambda family: tiny_run(tiny_model(family, tmp_path_factory.mktemp(family))))
 
 
 def tiny_run(model: Path) -> RunConfig:
-    """What a miniature runs on."""
+    """Config of a run on CPUs with `model`, the tiny config of miniatures."""
     return load_config(
         "searchr1_tiny_cpu",
         [
@@ -104,9 +103,9 @@ def test_every_experiment_fits_its_machines_and_has_a_plan(experiment: str, else
     plan, cluster = json.loads(done.stdout), load_config(experiment, settings).cluster
     assert plan["device"] == "gpu"
     assert plan["model"]["parameters"] / 1e9 == pytest.approx(BILLIONS[shape.name], rel=0.005)
-    assert cluster.devices_per_node is not None, "it names its machines"
+    assert cluster.devices_per_node is not None, "the experiment must state its machines"
     assert cluster.device_memory_gib is not None
-    assert plan["world_size"] == cluster.nodes * cluster.devices_per_node, "none is left without work"
+    assert plan["world_size"] == cluster.nodes * cluster.devices_per_node, "every device must be used"
     for name, group in plan["groups"].items():
         degrees = (
             [group["engines"], group["tp"]] if name == "rollout" else [group[key] for key in ("tp", "pp", "cp", "dp")]
@@ -117,7 +116,9 @@ def test_every_experiment_fits_its_machines_and_has_a_plan(experiment: str, else
 
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_miniature_is_valid_and_of_the_same_kind(experiment: str, tiny_of: Callable[[str], RunConfig]) -> None:
+def test_every_miniature_is_valid_and_keeps_the_kinds_of_its_experiment(
+    experiment: str, tiny_of: Callable[[str], RunConfig]
+) -> None:
     big = composed(experiment)
     small = miniature(big, tiny_of(read_architecture(shape_of(experiment)).family), LAYERS)
     assert [problem.sentence for problem in find_problems(small)] == []
@@ -144,7 +145,7 @@ def placed(config: RunConfig) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a miniature left behind."""
+    """Metrics and summary of a miniature's run."""
 
     rows: list[dict[str, float]]
     summary: dict[str, Any]
@@ -152,7 +153,7 @@ class Ran:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory, tiny_of: Callable[[str], RunConfig]) -> Callable[[str], Ran]:
-    """Runs an experiment's miniature by `rlsys train`; those that are the same but for their name, once."""
+    """Function that runs an experiment's miniature by `rlsys train`, once for miniatures that differ only in name."""
     known: dict[str, Ran] = {}
 
     def run(experiment: str) -> Ran:
@@ -167,7 +168,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, tiny_of: Callable[[str], RunCo
 
 
 def train(config: RunConfig, folder: Path) -> Ran:
-    """A run of `config` to its end, in processes of its own."""
+    """Run `config` to its end in new processes."""
     file = folder / f"{config.name}.yaml"
     settings = {"defaults": ["rlsys_schema", "_self_"], **as_dict(config), "output_dir": str(folder / "out")}
     file.write_text(yaml.safe_dump(settings, sort_keys=False))
@@ -192,14 +193,14 @@ def train(config: RunConfig, folder: Path) -> Ran:
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_the_miniature_trains(experiment: str, ran: Callable[[str], Ran]) -> None:
+def test_every_miniature_trains_two_steps(experiment: str, ran: Callable[[str], Ran]) -> None:
     run = ran(experiment)
     assert run.summary["steps"] == len(run.rows) == 2
     for step, row in enumerate(run.rows, start=1):
         versions = [value for key, value in row.items() if key.startswith("engine/") and key.endswith("/version")]
-        assert set(versions) == {step}, "an engine checks every tensor that it holds before it takes a version"
-        assert 0 < row["logprob/max_diff"] < 1e-3, "the engines and Megatron compute the same model"
-        assert row["actor/first_ratio_dev_max"] < 1e-3, "so do the groups of Megatron, each cut in its own way"
+        assert set(versions) == {step}, "every engine must have the newest version"
+        assert 0 < row["logprob/max_diff"] < 1e-3, "the engines and Megatron must compute the same model"
+        assert row["actor/first_ratio_dev_max"] < 1e-3, "so must the Megatron groups, each with its own parallelism"
         assert row["actor/grad_norm"] > 0
     if composed(experiment).algorithm.baseline is AdvantageBaseline.critic:
         assert run.rows[1]["critic/values/max"] > run.rows[1]["critic/values/min"]

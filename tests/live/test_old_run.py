@@ -1,7 +1,7 @@
-"""A run folder that rlsys wrote at 3180461 is read, resumed, converted and reported as it was then.
+"""Tests of compatibility: a run folder written by rlsys at 3180461 is read, resumed, converted and reported.
 
-`fixtures/run_of_3180461.tar.xz` holds two asynchronous steps of a random Llama of two layers, and the model that they began
-with. What the conversion must give is the hash of what 3180461 itself made of the checkpoint.
+`fixtures/run_of_3180461.tar.xz` holds two asynchronous steps of a random Llama of two layers, and its initial model.
+The expected hash comes from the conversion by 3180461 itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ AS_THEN = [
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that holds the run's folder and the model's."""
+    """Folder with the run's folder and the model's folder."""
     home = tmp_path_factory.mktemp("old")
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(home, filter="data")
@@ -42,14 +42,14 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rlsys(*words: object, cwd: Path = PROJECT) -> str:
-    """The output of a command that ends well."""
+    """Run an `rlsys` command, which must succeed. Returns its output."""
     command = [sys.executable, "-m", "rlsys.apps.cli.main", *map(str, words)]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
-def test_its_state_is_what_was_saved(old: Path) -> None:
+def test_old_run_state_is_restored_as_saved(old: Path) -> None:
     config = load_config("searchr1_tiny_cpu", [*AS_THEN, f"resume={old / NAME}", "trainer.steps=3"])
     config.checkpoint.may_differ = ["task.train_path", "model.path"]
     origin = find_origin(config, pytest.fail)
@@ -65,27 +65,27 @@ def test_its_state_is_what_was_saved(old: Path) -> None:
     assert [row["step"] for row in state.history.evaluations] == [0, 1, 2]
 
 
-def test_its_folder_is_read_without_a_problem(old: Path) -> None:
+def test_old_run_folder_is_read_without_problems(old: Path) -> None:
     folder = open_run(old / NAME)
     assert [row["step"] for row in folder.rows] == [1, 2]
     assert folder.problems == []
 
 
-def test_its_config_still_composes(old: Path) -> None:
+def test_report_of_an_old_run_is_written(old: Path) -> None:
     then = yaml.safe_load((old / NAME / "config.yaml").read_text())
     assert then["trainer"]["schedule"]["kind"] == "async"
     rlsys("report", old / NAME)
     assert (old / NAME / "report.html").stat().st_size > 100_000
 
 
-def test_its_checkpoint_converts_to_the_same_bytes(old: Path) -> None:
+def test_old_checkpoint_converts_to_the_same_bytes(old: Path) -> None:
     checkpoint, hf = old / NAME / "checkpoints" / "global_step_2" / "actor", old / "hf"
     rlsys("convert", "mg2hf", checkpoint, hf, "--hf", old / "model")
     assert hashlib.sha256((hf / "model.safetensors").read_bytes()).hexdigest() == CONVERTED_SHA256
 
 
 @pytest.mark.slow
-def test_it_resumes(old: Path) -> None:
+def test_old_run_resumes(old: Path) -> None:
     settings = [*AS_THEN, *SETTINGS, "trainer.mini_batches=2", "trainer.prompts_per_step=4", "eval.limit=4"]
     allowed = "checkpoint.may_differ=[task.train_path,model.path]"
     rlsys(

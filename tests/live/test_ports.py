@@ -1,4 +1,4 @@
-"""Every port that a command opens is in the table of docs/security.md, and gives a stranger what that says."""
+"""Tests that every port opened by a command is in the table of docs/security.md, and is as closed as the table says."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.runs import SETTINGS
 
 LIMIT_S = 500
 NOT_ALWAYS = {"monitor.py", "ray.util.client"}
-"""Another Ray may have the one port that the first takes; the second is slow to come up."""
+"""Processes that may not listen: another Ray may hold the first one's port, and the second one starts slowly."""
 POLICY, INDEX = "examples/searchr1/tiny/policy", "data/tiny_world/index"
 SMALL = [
     "-c",
@@ -45,7 +45,7 @@ SMALL = [
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table."""
+    """Row of the table."""
 
     commands: tuple[str, ...]
     process: str
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Port:
-    """A listening socket."""
+    """Listening socket."""
 
     process: str
     ip: str
@@ -76,7 +76,7 @@ def table() -> list[Row]:
 
 
 def listening(root: psutil.Process) -> set[Port]:
-    """Sockets of a process and all that it has started, at which TCP connections or UDP packets arrive."""
+    """TCP and UDP sockets on which a process and its descendants listen."""
     found = set()
     with suppress(psutil.Error):
         for process in [root, *root.children(recursive=True)]:
@@ -101,7 +101,7 @@ def is_loopback(ip: str) -> bool:
 
 
 def http_status(port: Port) -> str:
-    """The first line that a GET is answered with; empty where that is no HTTP."""
+    """First line of the answer to a GET; empty if it is not HTTP."""
     try:
         with socket.create_connection((port.ip.removeprefix("::ffff:"), port.number), timeout=2) as sock:
             sock.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
@@ -112,20 +112,20 @@ def http_status(port: Port) -> str:
 
 
 def require_closed_from_outside(port: Port) -> None:
-    """Knock at the addresses by which other machines reach this one."""
+    """Assert that the port is closed at the addresses by which other machines reach this one."""
     for address in own_addresses():
         if ":" not in address and not is_loopback(address):
             with pytest.raises(OSError, match=r"refused|unreachable|timed out"):
                 socket.create_connection((address, port.number), timeout=5).close()
 
 
-def require_token(gcs: Port, home: Path, stranger: Path) -> None:
-    """Run a driver of Ray as the user, then as somebody without the token."""
+def require_token(gcs: Port, home: Path, other_home: Path) -> None:
+    """Assert that a Ray driver connects with the user's token, and fails without it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(home))
         patch.setenv("RAY_AUTH_MODE", "token")
         assert cluster_at(f"127.0.0.1:{gcs.number}", 120).nodes
-        patch.setenv("HOME", str(stranger))
+        patch.setenv("HOME", str(other_home))
         patch.setenv("RAY_AUTH_MODE", "disabled")
         with pytest.raises(Unseen):
             cluster_at(f"127.0.0.1:{gcs.number}", 20)
@@ -133,7 +133,7 @@ def require_token(gcs: Port, home: Path, stranger: Path) -> None:
 
 @contextmanager
 def started(words: list[str], home: Path, log: Path) -> Iterator[psutil.Popen]:
-    """A command of rlsys with `home` as its home, which it is interrupted in the end."""
+    """Run an rlsys command with `home` as its home folder, and interrupt it at the end."""
     prepare_world(Console(quiet=True))
     home.mkdir()
     environment = {"HOME": str(home), "OMP_NUM_THREADS": "1"}
@@ -162,7 +162,7 @@ def started(words: list[str], home: Path, log: Path) -> Iterator[psutil.Popen]:
 
 
 def ports_until(process: psutil.Popen, log: Path, over: Callable[[], object]) -> set[Port]:
-    """All that listens until `over`."""
+    """All ports that were open at any time until `over()` is true."""
     seen, until = set[Port](), time.monotonic() + LIMIT_S
     while not over():
         assert process.poll() is None, log.read_text(errors="replace")[-3000:]
@@ -174,7 +174,7 @@ def ports_until(process: psutil.Popen, log: Path, over: Callable[[], object]) ->
 
 def check(command: str, open_ports: set[Port]) -> None:
     assert open_ports
-    with ThreadPoolExecutor(16) as knocks:  # Most wait for an answer that does not come.
+    with ThreadPoolExecutor(16) as knocks:  # Most wait until they time out.
         for _ in knocks.map(lambda port: knock(port, row_of(port, command, table())), open_ports):
             pass
 
@@ -189,7 +189,7 @@ def knock(port: Port, row: Row) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "launch"])
-def test_a_run_lets_no_stranger_in(command: str, tmp_path: Path) -> None:
+def test_run_ports_are_loopback_only_and_require_the_token(command: str, tmp_path: Path) -> None:
     home, log = tmp_path / "home", tmp_path / "log"
     words = [command, *SMALL, f"output_dir={tmp_path}/outputs"]
     if command == "launch":
@@ -218,7 +218,7 @@ def test_a_run_lets_no_stranger_in(command: str, tmp_path: Path) -> None:
         ("chat", ["chat", "--web", "--model", POLICY, "-c", "searchr1_tiny_cpu", "--index", INDEX]),
     ],
 )
-def test_a_server_is_reached_from_its_machine_alone(command: str, words: list[str], tmp_path: Path) -> None:
+def test_server_is_reachable_only_from_its_own_machine(command: str, words: list[str], tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     add_step(run, 1)
     log = tmp_path / "log"
@@ -232,4 +232,4 @@ def test_a_server_is_reached_from_its_machine_alone(command: str, words: list[st
         seen = ports_until(process, log, answering)
         check(command, seen)
         (page,) = answering()
-        assert http_status(page), "it is up"
+        assert http_status(page), "the page must answer"

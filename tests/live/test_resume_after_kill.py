@@ -1,4 +1,4 @@
-"""A run that is killed and goes on ends as one that was not: parameters, metrics and what became of every prompt."""
+"""Tests that a killed and resumed run equals an uninterrupted one: parameters, metrics and the end of every prompt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OF_THE_CLOCK = re.compile(r"time$|time/|idle/|mfu|tokens_per_s|sync/|_s$|_gbps|t
 
 
 class Ended:
-    """What a run has left, whose life may have had several parts."""
+    """Results of a run of one or more launches."""
 
     def __init__(self, outputs: Path) -> None:
         (folder,) = outputs.glob(f"{NAME}-*")
@@ -51,8 +51,8 @@ def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ende
     return Ended(outputs)
 
 
-def test_what_the_run_does(uninterrupted: Ended) -> None:
-    """So that the comparisons below compare something."""
+def test_uninterrupted_run_trains_evaluates_and_saves(uninterrupted: Ended) -> None:
+    """Without these, the comparisons below would prove nothing."""
     assert [row["step"] for row in uninterrupted.rows] == [1, 2, 3, 4]
     assert any(row["actor/grad_norm"] > 0 for row in uninterrupted.rows)
     for changing in ("actor/lr", "critic/kl_coef"):
@@ -65,21 +65,23 @@ def test_what_the_run_does(uninterrupted: Ended) -> None:
 
 
 MID_STEP = "applied"
-"""Between two of a step's optimiser steps, if it is the second after a checkpoint: the default suite's moment."""
+"""Moment of the default suite: its second occurrence after a checkpoint is between two optimiser steps of a step."""
 FATES = [pytest.param(MID_STEP, 2, id=MID_STEP)]
 FATES += [pytest.param(moment, 1, id=moment, marks=pytest.mark.slow) for moment in MOMENTS if moment != MID_STEP]
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("moment", "count"), FATES)
-def test_a_killed_run_ends_as_the_uninterrupted_one(
+def test_killed_and_resumed_run_equals_the_uninterrupted_one(
     moment: str, count: int, model: Path, uninterrupted: Ended, tmp_path: Path
 ) -> None:
     assert ended(model, tmp_path, moment, count) == -signal.SIGKILL
     saved = [int(path.name.rpartition("_")[2]) for path in tmp_path.glob("*/checkpoints/global_step_*")]
-    assert saved, "there is nothing to go on from"
+    assert saved, "no checkpoint to resume from"
     (folder,) = tmp_path.glob(f"{NAME}-*")
-    assert trajectory_steps(folder)[: max(saved)] == [*range(1, max(saved) + 1)], "a checkpoint's steps are kept"
+    assert trajectory_steps(folder)[: max(saved)] == [*range(1, max(saved) + 1)], (
+        "trajectories of all checkpointed steps must be kept"
+    )
     assert ended(model, tmp_path) == 0
     again = Ended(tmp_path)
     assert again.weights.keys() == uninterrupted.weights.keys()
@@ -95,8 +97,10 @@ def test_a_killed_run_ends_as_the_uninterrupted_one(
 
 
 @pytest.mark.slow
-def test_a_run_that_begins_anew_would_be_noticed(model: Path, uninterrupted: Ended, tmp_path: Path) -> None:
-    """The comparison above fails for a run that forgets its checkpoint's optimiser."""
+def test_resume_without_the_optimizer_state_changes_the_metrics(
+    model: Path, uninterrupted: Ended, tmp_path: Path
+) -> None:
+    """Proves that the comparison above notices a lost optimiser state."""
     assert ended(model, tmp_path, "published") == -signal.SIGKILL
     (folder,) = tmp_path.glob(f"{NAME}-*")
     newest = max((folder / "checkpoints").glob("global_step_*"))

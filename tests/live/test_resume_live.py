@@ -1,4 +1,4 @@
-"""A real run, killed with all its processes while rollouts are under way, goes on and loses no prompt."""
+"""Test that a real run, killed with all its processes during rollouts, resumes and loses no prompt."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 
 def wait_for(process: subprocess.Popen[bytes], outputs: Path, step: int, log: Path) -> Path:
-    """The run's folder, once a checkpoint is published and `step` is recorded."""
+    """Wait until a checkpoint is published and `step` is recorded. Returns the run's folder."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()[-3000:]
@@ -64,7 +64,7 @@ def wait_for(process: subprocess.Popen[bytes], outputs: Path, step: int, log: Pa
     raise AssertionError(log.read_text()[-3000:])
 
 
-def test_every_prompt_is_trained_or_dropped_once_across_a_kill(tmp_path: Path) -> None:
+def test_every_prompt_is_trained_or_dropped_once_if_the_run_is_killed(tmp_path: Path) -> None:
     prepare_world(Console(quiet=True))
     outputs, log = tmp_path / "outputs", tmp_path / "log"
     process = start(outputs, log)
@@ -81,13 +81,13 @@ def test_every_prompt_is_trained_or_dropped_once_across_a_kill(tmp_path: Path) -
     assert [row["step"] for row in rows(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))
     ends = rows(folder / "prompts.jsonl")
     prompt_groups = Counter(row["ticket"] for row in ends)
-    assert set(prompt_groups.values()) == {1}, "a prompt group has ended twice"
+    assert set(prompt_groups.values()) == {1}, "a prompt group ended twice"
     assert set(prompt_groups) == set(range(max(prompt_groups) + 1)), "a prompt group is lost"
     trained = Counter(row["uid"] for row in ends if row["end"] == "trained")
     assert sum(trained.values()) == STEPS * GROUPS
-    assert set(trained.values()) == {1}, "the world has more prompts than are trained: each comes once"
+    assert set(trained.values()) == {1}, "there are more prompts than are trained, so each is trained once"
     kept = [row for row in before if row["step"] <= 2]
-    assert ends[: len(kept)] == kept, "what was recorded before the checkpoint stays"
+    assert ends[: len(kept)] == kept, "rows recorded before the checkpoint must stay"
     (checkpoint,) = (folder / "checkpoints").iterdir()
     assert checkpoint.name == f"global_step_{STEPS}"
     assert (folder / "summary.json").is_file()

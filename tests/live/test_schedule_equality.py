@@ -1,14 +1,13 @@
-"""However a step is scheduled, the same episodes give the same parameters, on real Megatron workers.
+"""Tests that all schedules give the same parameters from the same episodes, on real Megatron workers.
 
-Claimed: after three steps every parameter of two runs differs by at most `TOLERANCE`, whatever the schedule
-and whatever the order in which groups arrive, if each optimiser step is made of the same groups. With one
-mini-batch a step that is always so. With several, groups go to the first in the order in which they come; here
-that order is pinned between them and left to the seed within each.
+Claim: if each optimiser step has the same prompt groups, every parameter of two runs differs by at most `TOLERANCE`
+after three steps, for any schedule and any order in which the groups arrive. With one mini-batch per step, each
+optimiser step always has the same groups. With several, mini-batches are filled in order of arrival; these tests fix
+which groups arrive for each mini-batch, and the seed orders them within it.
 
-Float32 sums of the same numbers in another order differ in the last bits, and Adam divides by the root of the
-second moment, which makes that large where a gradient is small. With `eps` at 1e-4 the largest difference
-measured between two schedules is 8e-7, and 1.3e-6 to transformers; with the default of 1e-8 they are 2.7e-6
-and 1.6e-5. The parameters move by 1e-2.
+Float32 sums in another order differ in the last bits. Adam divides by the root of the second moment, which enlarges the
+difference where a gradient is small. With `eps` at 1e-4, the largest measured difference between two schedules is 8e-7,
+and 1.3e-6 to transformers; with the default of 1e-8 they are 2.7e-6 and 1.6e-5. The parameters move by 1e-2.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from tests.trainer import reference
 
 TOLERANCE = 5e-6
 BREACH = 100 * TOLERANCE
-"""What a fault is to be seen by."""
+"""Smallest difference that a fault must cause."""
 STEPS, GROUPS, SAMPLES = 3, 8, 4
 OPTIMIZER = OptimizerConfig(lr=3e-3, eps=1e-4, clip_grad=2.5)
 QUESTIONS = [Question(f"q:{number}", "?", (RIGHT,)) for number in range(GROUPS)]
@@ -65,10 +64,10 @@ SEQUENTIAL, PIPELINED, ASYNC = SCHEDULES
 
 @dataclass(frozen=True)
 class Case:
-    """What is learned from the episodes."""
+    """Training settings of a comparison."""
 
     sizes: tuple[int, ...] = (GROUPS,)
-    """Groups of each mini-batch."""
+    """Number of groups in each mini-batch."""
     scale: AdvantageScale = AdvantageScale.group
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
@@ -76,11 +75,11 @@ class Case:
 
     @property
     def mini_batches(self) -> int:
-        """Optimiser steps of a step."""
+        """Optimiser steps per step."""
         return len(self.sizes)
 
     def arrivals(self, seed: int) -> Arrivals:
-        """With which the groups of each mini-batch are the same for every seed."""
+        """Arrivals that give each mini-batch the same groups for every seed."""
         waves = [number for number, size in enumerate(self.sizes) for _ in range(size)]
         return Arrivals(seed, tuple(waves) if self.mini_batches > 1 else None)
 
@@ -108,7 +107,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Bench:
-    """The model and the episodes that all runs begin with."""
+    """Model and episodes shared by all runs."""
 
     model: Path
     recording: Recording
@@ -165,18 +164,18 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture(scope="module")
 def outcome(bench: Bench) -> Callable[..., Outcome]:
-    """`Bench.run`, once for the same arguments."""
+    """`Bench.run`, cached by its arguments."""
     return functools.cache(bench.run)
 
 
 def cases(*quick: Case, slow: Sequence[Case] = ()) -> list[Any]:
-    """Parameters of a test: `slow` cases belong to the full suite."""
+    """Pytest parameters; `slow` cases run in the full suite only."""
     marked = [(case, ()) for case in quick] + [(case, pytest.mark.slow) for case in slow]
     return [pytest.param(case, marks=marks, id=NAMES[case]) for case, marks in marked]
 
 
 def distance(one: Outcome, other: Outcome) -> float:
-    """The largest difference of any parameter."""
+    """Largest difference of any parameter."""
     return largest_difference(one.weights, other.weights)
 
 
@@ -186,19 +185,21 @@ def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -
 
 
 def shares(trained: Sequence[Sequence[str]], case: Case) -> list[frozenset[str]]:
-    """The questions of each optimiser step."""
+    """Questions of each optimiser step."""
     cuts = [*pairwise(accumulate(case.sizes, initial=0))]
     return [frozenset(step[begin:end]) for step in trained for begin, end in cuts]
 
 
 @pytest.mark.parametrize("case", cases(TWO, BATCH, slow=(PLAIN, UNEVEN, FIXED)))
-def test_schedule_and_arrival_make_no_difference(case: Case, bench: Bench, outcome: Callable[..., Outcome]) -> None:
+def test_schedule_and_arrival_order_do_not_change_the_parameters(
+    case: Case, bench: Bench, outcome: Callable[..., Outcome]
+) -> None:
     base, again = (outcome(case, SEQUENTIAL, case.arrivals(seed)) for seed in (0, 1))
     pipelined = [outcome(case, PIPELINED, case.arrivals(seed)) for seed in (1, 2)]
     for other in [again, *pipelined]:
         assert distance(other, base) <= TOLERANCE
         assert shares(other.trained, case) == shares(base.trained, case)
-        # A step's log-probs are those of the weights that it sets out from, not of older ones.
+        # The old log-probs of a step come from its initial weights, not from older ones.
         assert all(update["actor/ratio_dev_max"] < 1e-4 for update in other.updates[:: case.mini_batches])
     initial = reference.named_tensors(reference.load(bench.model))
     assert largest_difference(base.weights, initial) > BREACH
@@ -208,11 +209,11 @@ def test_schedule_and_arrival_make_no_difference(case: Case, bench: Bench, outco
     for other in pipelined:
         assert all(step.index(first) < step.rindex("r") for step in other.events)
     orders = {str(other.trained) for other in [base, *pipelined]}
-    assert len(orders) == 1 + len(pipelined), "every run is to train in an order of its own"
+    assert len(orders) == 1 + len(pipelined), "every run must train in a different order"
 
 
 @pytest.mark.parametrize("case", cases(TWO, slow=(PLAIN,)))
-def test_async_without_staleness_is_pipelined(case: Case, outcome: Callable[..., Outcome]) -> None:
+def test_async_with_zero_staleness_equals_pipelined(case: Case, outcome: Callable[..., Outcome]) -> None:
     pipelined, free = (outcome(case, schedule, case.arrivals(1)) for schedule in (PIPELINED, ASYNC))
     assert free.events == pipelined.events
     assert free.trained == pipelined.trained
@@ -220,14 +221,14 @@ def test_async_without_staleness_is_pipelined(case: Case, outcome: Callable[...,
 
 
 @pytest.mark.parametrize("case", cases(PLAIN, slow=(UNEVEN,)))
-def test_two_ranks_and_rectangles_make_no_difference(case: Case, outcome: Callable[..., Outcome]) -> None:
+def test_two_ranks_and_padding_do_not_change_the_parameters(case: Case, outcome: Callable[..., Outcome]) -> None:
     other = outcome(case, PIPELINED, case.arrivals(1), actor_ranks=2, packing=Packing.padded)
     assert distance(other, outcome(case, SEQUENTIAL, case.arrivals(0))) <= TOLERANCE
 
 
 @pytest.mark.parametrize("case", cases(BATCH, TWO, slow=(UNEVEN, BY_SEQUENCE, FIXED)))
-def test_the_parameters_are_those_of_transformers(case: Case, bench: Bench, outcome: Callable[..., Outcome]) -> None:
-    """Each mini-batch as one batch, trained on by transformers and torch's AdamW."""
+def test_parameters_equal_those_of_transformers(case: Case, bench: Bench, outcome: Callable[..., Outcome]) -> None:
+    """The reference trains each mini-batch as one batch, with transformers and torch's AdamW."""
     initial = reference.load(bench.model)
     prompts = PromptSource(QUESTIONS, bench.config(case, SEQUENTIAL).trainer.seed)
     updates: list[list[MicroBatch]] = []
@@ -252,7 +253,7 @@ def _trained(model: Path, updates: Sequence[Sequence[MicroBatch]], case: Case) -
 
 
 def _advantages(groups: Sequence[Sequence[Trajectory]], scale: AdvantageScale) -> list[float]:
-    """Of all samples: the rewards without the group's mean, over the spread of the group or of all."""
+    """Advantages of all samples: reward minus the group's mean, over the deviation of the group or of all samples."""
     rewards = np.array([[one.answer == RIGHT for one in group] for group in groups], dtype=float)
     centred = rewards - rewards.mean(axis=1, keepdims=True)
     over_all = scale is AdvantageScale.batch
@@ -261,7 +262,7 @@ def _advantages(groups: Sequence[Sequence[Trajectory]], scale: AdvantageScale) -
 
 
 def _logprobs(model: torch.nn.Module, trajectory: Trajectory) -> np.ndarray:
-    """[seq]"""
+    """Log-probs [seq] of the tokens."""
     with torch.no_grad():
         tokens = trajectory.tokens[None].astype(np.int64)
         return reference.logprobs_and_entropy(model, tokens)[0][0].numpy()
@@ -279,9 +280,9 @@ class Doubling(Learner):
 
 
 class ByMicroBatch(Learner):
-    """Takes the mean over the tokens of each micro-batch alone.
+    """Averages over the tokens of each micro-batch separately.
 
-    Without KL and entropy the loss is linear in the advantages, so they can carry the factor.
+    Without KL and entropy the loss is linear in the advantages, so the factor is applied to them.
     """
 
     def shard(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
@@ -291,18 +292,18 @@ class ByMicroBatch(Learner):
         ]
 
 
-def test_a_group_that_is_trained_twice_is_seen(outcome: Callable[..., Outcome]) -> None:
+def test_group_trained_twice_changes_the_parameters(outcome: Callable[..., Outcome]) -> None:
     broken = outcome(PLAIN, PIPELINED, PLAIN.arrivals(1), learner=Doubling)
     assert distance(broken, outcome(PLAIN, SEQUENTIAL, PLAIN.arrivals(0))) > BREACH
 
 
-def test_a_mean_over_each_micro_batch_is_seen(outcome: Callable[..., Outcome]) -> None:
+def test_mean_per_micro_batch_makes_the_schedules_differ(outcome: Callable[..., Outcome]) -> None:
     broken = [outcome(PLAIN, schedule, PLAIN.arrivals(1), learner=ByMicroBatch) for schedule in (SEQUENTIAL, PIPELINED)]
     assert distance(*broken) > BREACH
 
 
-def test_other_groups_in_a_mini_batch_are_seen(outcome: Callable[..., Outcome]) -> None:
-    """With several mini-batches it is not the step's groups alone that decide."""
+def test_other_groups_in_a_mini_batch_change_the_parameters(outcome: Callable[..., Outcome]) -> None:
+    """The step has the same groups; only their mini-batches differ."""
     base, exchanged = (
         outcome(TWO, SEQUENTIAL, TWO.arrivals(0)),
         outcome(TWO, PIPELINED, Arrivals(1, (1,) * 4 + (0,) * 4)),

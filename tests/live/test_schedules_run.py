@@ -1,4 +1,4 @@
-"""Schedules other than the demo's, on real parts: one run each by `rlsys train`, looked at through its folder."""
+"""Tests of async and colocated runs, and of evaluation on reserved engines: one real `rlsys train` each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 @pytest.mark.slow
-def test_an_async_run_mixes_versions_within_its_bound(tmp_path: Path) -> None:
+def test_async_run_trains_stale_tokens_within_its_bound(tmp_path: Path) -> None:
     run = Finished(
         tmp_path,
         "trainer.steps=4",
@@ -26,13 +26,13 @@ def test_an_async_run_mixes_versions_within_its_bound(tmp_path: Path) -> None:
         "search.cassette.mode=record",
         f"search.cassette.path={tmp_path / 'searches.jsonl'}",
     )
-    assert max(row["staleness/max"] for row in run.rows) == 1, "rollouts ran ahead, and by one version alone"
+    assert max(row["staleness/max"] for row in run.rows) == 1, "rollouts must be one version ahead, and no more"
     assert sum(row.get("staleness/lag_1", 0.0) for row in run.rows) > 0.2
     assert run.summary["weight_syncs"] == 5
     assert run.rows[-1]["engine/0/version"] >= 3
     late = [row for row in run.rows if row["staleness/max"]]
     assert all(0 < row["correction/ess"] <= 1 for row in late)
-    assert any(row["correction/ess"] < 1 for row in late), "older tokens have weights that differ"
+    assert any(row["correction/ess"] < 1 for row in late), "stale tokens must have different correction weights"
     dropped = run.rows[-1]
     assert dropped["pipeline/dropped_no_spread"] <= 4 * 8
     assert dropped["pipeline/dropped_lost"] == 0
@@ -41,7 +41,7 @@ def test_an_async_run_mixes_versions_within_its_bound(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_colocated_run_leaves_and_takes_the_devices_in_turn(tmp_path: Path) -> None:
+def test_colocated_groups_work_only_while_they_hold_the_devices(tmp_path: Path) -> None:
     settings = [
         "trainer.steps=2",
         "trainer.schedule.kind=sequential",
@@ -62,13 +62,13 @@ def test_a_colocated_run_leaves_and_takes_the_devices_in_turn(tmp_path: Path) ->
         for span in run.spans:
             if span["name"] == name:
                 begins, ends = span["ts"], span["ts"] + span["dur"]
-                assert any(came <= begins and ends <= left for came, left in stays), f"{group} was not there"
+                assert any(came <= begins and ends <= left for came, left in stays), f"{group} did not hold the devices"
     released = [span["args"] for span in run.spans if span["name"] == "switch.release"]
     assert sum(args.get("bytes", 0) for args in released) > 0
 
 
 def _stays(spans: list[dict[str, Any]], group: str) -> list[tuple[float, float]]:
-    """When `group` was on the device: from the end of each acquisition to the next release."""
+    """Intervals in which `group` held the devices: from the end of each acquisition to the next release."""
     threads = {
         (span["pid"], span["tid"]) for span in spans if span["name"] == "thread_name" and span["args"]["name"] == group
     }
@@ -79,7 +79,7 @@ def _stays(spans: list[dict[str, Any]], group: str) -> list[tuple[float, float]]
 
 
 @pytest.mark.slow
-def test_an_evaluation_aside_leaves_the_other_engine_to_rollouts(tmp_path: Path) -> None:
+def test_rollouts_continue_on_the_other_engine_during_an_evaluation(tmp_path: Path) -> None:
     place = "cluster.placement={actor: '0', inference: '1', rollout: '2-3'}"
     aside = ["eval.engines=1", "eval.interval=1", "eval.limit=64"]
     run = Finished(tmp_path, "trainer.steps=4", "trainer.schedule.kind=async", place, *aside)
@@ -93,4 +93,4 @@ def test_an_evaluation_aside_leaves_the_other_engine_to_rollouts(tmp_path: Path)
         for other in rolled
         if one["ts"] < other["ts"] < one["ts"] + one["dur"] and one["tid"] != other["tid"]
     ]
-    assert meanwhile, "no rollout began on the other engine while questions were answered"
+    assert meanwhile, "no rollout started on the other engine during an evaluation"

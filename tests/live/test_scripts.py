@@ -1,7 +1,7 @@
-"""The shell scripts of the repository: sound, usable from anywhere, and RLinf's published walk-through, line by line.
+"""Tests of the shell scripts: shellcheck, use from any directory, and RLinf's published walk-through.
 
-The walk-through (its page on Search-R1) is what a user types: index, server, training, conversion, evaluation. It is run
-as it stands there, with the same file names, flags and keys, on a small world and two CPU cores.
+The walk-through (RLinf's page on Search-R1) has the commands of a user: index, server, training, conversion and
+evaluation. It runs with the same file names, flags and keys, on a small world and two CPU cores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHAPE = PROJECT / "configs" / "model" / "shapes" / "qwen2.5-3b-instruct"
 
 
 def scripts() -> list[Path]:
-    """Every shell script that belongs to the repository, by its name or its first line."""
+    """All shell scripts of the repository, recognised by name or first line."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
         cwd=PROJECT, capture_output=True, text=True, check=True,
@@ -107,7 +107,9 @@ def test_help_shows_the_flags_of_the_command(tmp_path: Path) -> None:
         ("train_grpo.sh", ["--dry-run", "model.path=/no model"], "model.path=/no model"),
     ],
 )
-def test_a_mistake_is_a_sentence(script: str, arguments: list[str], sentence: str, tmp_path: Path) -> None:
+def test_user_mistake_is_reported_in_one_sentence(
+    script: str, arguments: list[str], sentence: str, tmp_path: Path
+) -> None:
     done = run(script, *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert sentence in done.stderr
@@ -115,8 +117,8 @@ def test_a_mistake_is_a_sentence(script: str, arguments: list[str], sentence: st
 
 
 @pytest.mark.parametrize("script", TRAINERS)
-def test_nothing_starts_before_the_preflight_is_content(script: str, tmp_path: Path) -> None:
-    """The interpreter notes what it is asked to do, and is not content."""
+def test_nothing_starts_if_the_preflight_fails(script: str, tmp_path: Path) -> None:
+    """The stand-in interpreter records its calls and fails."""
     asked = tmp_path / "asked"
     python = tmp_path / "my python"
     python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 0\necho "$3 $4 $5" >> "{asked}"\nexit 2\n')
@@ -129,7 +131,7 @@ def test_nothing_starts_before_the_preflight_is_content(script: str, tmp_path: P
 
 
 def asked_for(tmp_path: Path, script: str, *arguments: str, cwd: Path, **settings: str) -> list[list[str]]:
-    """The words after `rlsys` of each call, by an interpreter that notes them and is content."""
+    """Arguments of each `rlsys` call, recorded by a stand-in interpreter that succeeds."""
     asked = tmp_path / "asked"
     asked.unlink(missing_ok=True)
     python = tmp_path / "noting python"
@@ -144,7 +146,7 @@ ODD = ["a (b)=c", "für, {all} #1", "it's", 'of "both" it\'s', "to [the] end\\"]
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_the_folder_it_is_called_from_may_have_any_name(name: str, tmp_path: Path) -> None:
+def test_current_directory_may_have_any_name(name: str, tmp_path: Path) -> None:
     here = tmp_path / name
     here.mkdir()
     (here / "train.jsonl").write_text("")
@@ -155,7 +157,7 @@ def test_the_folder_it_is_called_from_may_have_any_name(name: str, tmp_path: Pat
             assert (config.task.train_path, config.output_dir) == (f"{here}/train.jsonl", f"{here}/out")
 
 
-def test_names_from_the_environment_may_have_any_characters(tmp_path: Path) -> None:
+def test_environment_settings_may_have_any_characters(tmp_path: Path) -> None:
     here = tmp_path / "it's (a) place"
     (here / "my, data").mkdir(parents=True)
     (here / "my, data" / "train.parquet").write_text("")
@@ -178,7 +180,9 @@ def test_names_from_the_environment_may_have_any_characters(tmp_path: Path) -> N
         ("[no.jsonl]", "[no.jsonl]"),
     ],
 )
-def test_a_list_of_one_is_its_path_and_any_other_is_left_alone(given: str, passed_on: str, tmp_path: Path) -> None:
+def test_single_existing_path_is_resolved_and_other_lists_are_unchanged(
+    given: str, passed_on: str, tmp_path: Path
+) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text("")
     words = ("searchr1_tiny_cpu", f"data.train_data_paths={given}")
@@ -186,7 +190,7 @@ def test_a_list_of_one_is_its_path_and_any_other_is_left_alone(given: str, passe
         assert call[-1] == "data.train_data_paths=" + passed_on.format(here=tmp_path)
 
 
-def test_flags_take_their_values_from_here(tmp_path: Path) -> None:
+def test_paths_in_flags_start_at_the_current_directory(tmp_path: Path) -> None:
     (tmp_path / "my configs").mkdir()
     folder = str(tmp_path / "my configs")
     for given in (["--config-dir", "my configs"], ["--config-dir=my configs"]):
@@ -210,7 +214,7 @@ def test_flags_take_their_values_from_here(tmp_path: Path) -> None:
         ("train_grpo_ema_pg.sh", "512 prompts, 2560 episodes", "actor"),
     ],
 )
-def test_published_scripts_keep_their_names_of_settings(
+def test_published_scripts_read_the_published_environment_variables(
     script: str, steps: str, algorithm: str, tmp_path: Path
 ) -> None:
     data = tmp_path / "my data"
@@ -230,8 +234,8 @@ def test_published_scripts_keep_their_names_of_settings(
     assert f"\n  {algorithm} " in done.stdout
 
 
-def test_without_a_config_it_is_rlinfs_once_its_paths_are_filled_in(tmp_path: Path) -> None:
-    """On a copy of the repository's outline, whose file is edited as the walk-through says."""
+def test_default_config_is_rlinfs_once_its_paths_are_filled_in(tmp_path: Path) -> None:
+    """Runs in a copy of the examples, whose config is edited as in the walk-through."""
     copy = tmp_path / "a copy"
     shutil.copytree(EXAMPLE, copy / "examples" / "searchr1", ignore=shutil.ignore_patterns("tiny", "__pycache__"))
     python = tmp_path / "python"
@@ -251,7 +255,7 @@ CPU = (
     *("rollout.sglang.attention_backend=auto", "runner.seq_length=1024", "data.max_prompt_length=96"),
     *("algorithm.sampling_params.max_new_tokens=64", "agentloop.max_tool_response_length=256"),
 )
-"""What two cores change of a config for 8 GPUs."""
+"""Overrides that run a config for 8 GPUs on two cores."""
 SMALL = (
     *("cluster.component_placement={actor: 0, inference: 1, rollout: 2}", "cluster.devices_per_node=null"),
     *("runner.max_steps=2", "runner.val_check_interval=-1", "runner.save_interval=-1", "eval.limit=4"),
@@ -261,7 +265,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the walk-through downloads: passages, pages, and questions in RLinf's rows."""
+    """Folder with the walk-through's downloads: passages, pages, and questions in RLinf's format."""
     prepare_world(Console(quiet=True))
     folder = tmp_path_factory.mktemp("the path to save")
     passages = (PROJECT / WORLD / "corpus.jsonl").read_text().splitlines()[:200]
@@ -280,7 +284,7 @@ def _of_rlinf(row: dict) -> dict:
 
 @pytest.fixture(scope="module")
 def server(world: Path) -> Iterator[str]:
-    """HOST:PORT of the local wiki server, built and started by the walk-through's scripts."""
+    """HOST:PORT of the local search server, whose index and process come from the walk-through's scripts."""
     encoder = {"RETRIEVER_NAME": "minilm", "RETRIEVER_MODEL": "minilm"}
     built = run("build_index.sh", cwd=world, CORPUS_PATH="wiki_corpus.jsonl", SAVE_DIR="e5.index", **encoder)
     assert built.returncode == 0, built.stderr
@@ -298,7 +302,7 @@ def server(world: Path) -> Iterator[str]:
 
 
 def filled_in(name: str, world: Path, **paths: str) -> Path:
-    """A copy of the config `name`, its places filled in as the walk-through says."""
+    """Copy of the config `name` with its paths filled in, as in the walk-through."""
     text = (EXAMPLE / "config" / name).read_text()
     for place, path in paths.items():
         text = re.sub(rf"({place}: \[?\"?)/path/to/[^\"\]\s]+", rf"\g<1>{path}", text)
@@ -308,7 +312,7 @@ def filled_in(name: str, world: Path, **paths: str) -> Path:
 
 
 @pytest.mark.slow
-def test_rlinfs_walk_through_works_line_by_line(world: Path, server: str) -> None:
+def test_rlinfs_walk_through_runs_to_the_end(world: Path, server: str) -> None:
     paths = {"train_data_paths": f"{world}/train.jsonl", "val_data_paths": f"{world}/train.jsonl"}
     config = filled_in("qwen2.5-3b-tool-1node.yaml", world, model_path=str(POLICY), **paths)
     search = f"tools.search.server_addr={server}"

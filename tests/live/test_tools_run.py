@@ -1,4 +1,4 @@
-"""Tools beside the search, on real parts: one step of `rlsys train` by a policy that has learnt to call them."""
+"""Test of tools beside the search: one real step of `rlsys train` by a policy that has learnt to call them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(600)]
 
 PROMPT = "Question: What is six by seven?\n"
 SEARCH = (f"<search> {tiny.QUERY} </search>", tiny.OBSERVATION)
-RIGHT = [  # Turns: what the policy writes, and what it then reads.
+RIGHT = [  # (text that the policy writes, observation) of each turn.
     SEARCH,
     ("<calculator> 6 * 7 </calculator>", "\n\n<information>42</information>\n\n"),
     (
@@ -42,13 +42,13 @@ WRONG = [
 ]
 
 
-def test_tools_are_called_beside_the_search_and_what_they_say_is_not_trained(
+def test_tools_and_search_are_called_and_observations_are_not_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = tmp_path / "policy"
     tiny.tokenizer().save_pretrained(policy)
     tiny.train(tiny.FIRST, tiny.tokenizer(), seed=0, steps=0).save_pretrained(policy)
-    # As the run reads it: for a Qwen2, transformers splits text in Qwen2's way, whatever the file says.
+    # Loaded as in the run: for a Qwen2, transformers splits text like Qwen2, regardless of the tokenizer's file.
     words = AutoTokenizer.from_pretrained(policy)
     learnt([RIGHT, WRONG], words).save_pretrained(policy)
     (tmp_path / "my_tools.py").write_text(fenced_blocks(PROJECT / "docs" / "tutorials" / "own-tool.md", "python")[0])
@@ -75,7 +75,7 @@ def test_tools_are_called_beside_the_search_and_what_they_say_is_not_trained(
     assert (problems, len(kept)) == ([], 32)
     for turns, reward in ((RIGHT, 1.0), (WRONG, 0.0)):
         taken = [one for one in kept if [turn.text for turn in one.turns] == [said for said, _ in turns]]
-        assert taken, "the policy has learnt both ways"
+        assert taken, "the policy must have learnt both episodes"
         for one in taken:
             assert_as_played(one, turns, words)
             assert one.reward == reward
@@ -86,9 +86,9 @@ def test_tools_are_called_beside_the_search_and_what_they_say_is_not_trained(
 
 
 def learnt(episodes: list[list[tuple[str, str]]], words: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """A model that plays each of two `episodes` in about 4 of 10 cases.
+    """Train a model that plays each of two `episodes` in about 4 of 10 cases.
 
-    It learns what is read along with what is written, so that it goes on by itself where nothing stops it.
+    It also learns the observations, so that it would continue by itself if the engine did not stop it.
     """
     model = tiny.train(tiny.FIRST, words, seed=0, steps=0).train()
     texts = [PROMPT + "".join(said + read for said, read in turns) + tiny.EOS for turns in episodes]
@@ -105,11 +105,11 @@ def learnt(episodes: list[list[tuple[str, str]]], words: PreTrainedTokenizerFast
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    raise AssertionError(f"it has not learnt its episodes, its loss is {loss:.4f} still")
+    raise AssertionError(f"the model has not learnt its episodes: the loss is still {loss:.4f}")
 
 
 def assert_as_played(one: TrajectoryRecord, turns: list[tuple[str, str]], words: PreTrainedTokenizerFast) -> None:
-    """The trajectory is `turns`: each called its tool and read what that says; only what was written is trained."""
+    """Assert that the trajectory has `turns`, each called its tool, and only the policy's text is trained."""
     assert [turn.observation for turn in one.turns] == [read for _, read in turns]
     assert [turn.tool for turn in one.turns] == ["", "calculator", "dictionary", ""]
     assert [turn.action for turn in one.turns] == ["search", "tool", "tool", "answer"]
@@ -122,11 +122,11 @@ def assert_as_played(one: TrajectoryRecord, turns: list[tuple[str, str]], words:
     assert text[True] == "".join(said for said, _ in turns) + tiny.EOS
     assert not one.loss_mask[: one.prompt_length].any()
     for turn in one.turns[:-1]:
-        assert words.decode(turn.sampled_ids) == turn.text, "the closing tag has ended it in the engine"
+        assert words.decode(turn.sampled_ids) == turn.text, "the engine must stop at the closing tag"
 
 
 def assert_counted(run: Finished, kept: list[TrajectoryRecord]) -> None:
-    """The step's figures count what tools said, not what the policy may write itself of that form."""
+    """Assert that the step's metrics count tool calls, and not similar text written by the policy itself."""
     (row,) = run.rows
     turns = [turn for one in kept for turn in one.turns if turn.observation.startswith("\n\n<information>")]
     called = Counter(turn.text.rpartition("</")[2] for turn in turns)
@@ -135,4 +135,4 @@ def assert_counted(run: Finished, kept: list[TrajectoryRecord]) -> None:
     assert row["env/number_of_valid_search"] == called["search>"] / len(kept)
     assert row["tool/dictionary/errors"] == sum("dictionary failed: " in turn.observation for turn in turns)
     assert row["tool/calculator/errors"] == sum("calculator failed: " in turn.observation for turn in turns)
-    assert row["tool/dictionary/s_mean"] >= 0.01, "it sleeps so long"
+    assert row["tool/dictionary/s_mean"] >= 0.01, "the tool sleeps that long"

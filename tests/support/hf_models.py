@@ -79,8 +79,8 @@ def logits_by_transformers(
 def assert_same_logits(found: Tensor, expected: Tensor) -> None:
     """Assert that float32 results of the same weights are equal up to rounding.
 
-    Kernels may add in another order on another processor or at another alignment. The 5 layers have about 50 consecutive
-    matrix products of at most 96 terms each: rounding is below 50 x 96 x 2^-24 of the largest value.
+    Kernels may add in another order on another processor or at another alignment. The 5 layers have about 50
+    consecutive matrix products of at most 96 terms each: rounding is below 50 x 96 x 2^-24 of the largest value.
     """
     assert found.shape == expected.shape
     largest = expected.abs().max()

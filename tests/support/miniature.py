@@ -3,8 +3,8 @@
 Contract of `miniature`, which is pure:
 - Keys that select a kind come from the big config: kinds of parallelism, uneven stages, groups that share devices,
   schedule, uneven mini-batches, algorithm and critic, optimiser, packing, checkpoints.
-- Keys that set a size come from the tiny config, a run on CPUs: model (of the same family), task, search server, batches,
-  engines.
+- Keys that set a size come from the tiny config, a run on CPUs: model (of the same family), task, search server,
+  batches, engines.
 - Context, pipeline, tensor, expert and data parallelism of 2 and more become 2, or 1 if the Megatron groups would have
   more than `MOST_PROCESSES` processes together. Priorities: first, each of the first four in some group, in this order;
   then other model parallelism of the actor, the critic and inference; then data parallelism.

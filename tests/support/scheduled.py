@@ -66,8 +66,8 @@ class Outcome:
     updates: list[Mapping[str, float]] = field(default_factory=list)
     """Statistics of every optimiser step."""
     events: list[str] = field(default_factory=list)
-    """Events of each step, in order: `r` a group's episodes have ended, `s` groups are scored, `t` groups are trained, `u`
-    the weights are updated."""
+    """Events of each step, in order: `r` a group's episodes have ended, `s` groups are scored, `t` groups are trained,
+    `u` the weights are updated."""
 
     def happened(self, event: str) -> None:
         """Record an event of the current step."""

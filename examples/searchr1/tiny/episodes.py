@@ -1,7 +1,7 @@
 """Runs whole episodes of the tiny policy with plain transformers, to evaluate it.
 
-Every turn tokenises the episode's text again. Limits: `MAX_SEARCHES` searches and `MAX_TURN_TOKENS` generated tokens per
-turn. A turn with neither a search nor an answer ends the episode.
+Every turn tokenises the episode's text again. Limits are `MAX_SEARCHES` searches and `MAX_TURN_TOKENS` generated tokens
+per turn. A turn with neither a search nor an answer ends the episode.
 """
 
 from __future__ import annotations
