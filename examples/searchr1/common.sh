@@ -137,7 +137,7 @@ train() {
     done
     if [[ -z $planned ]]; then
         rlsys doctor --for "$config" ${folder[@]+"${folder[@]}"} ${settings[@]+"${settings[@]}"} || status=$?
-        if [[ $status == 2 ]]; then fail "Nothing was started: mend what is wrong above, and run this again."; fi
+        if [[ $status == 2 ]]; then fail "Nothing was started: fix the problems above, and run this again."; fi
         if [[ $status != 0 ]]; then exit "$status"; fi
     fi
     exec "$PYTHON" -m rlsys.apps.cli.main train --config-name "$config" ${folder[@]+"${folder[@]}"} \

@@ -247,7 +247,7 @@ def read_kept_step(run_dir: Path, step: int, problem: Callable[[str], None]) -> 
             except ValueError:
                 problem(f"{name}, row {number} is damaged: left out.")
     except (OSError, EOFError, zlib.error) as damage:
-        problem(f"{name} is damaged ({damage}): the rest of it is left out.")
+        problem(f"{name} is damaged ({damage}): its remaining rows are left out.")
 
 
 def kept_lines(file: Path) -> Iterator[bytes]:

@@ -396,7 +396,7 @@ class EngineCalls:
         self.workers.kill_rank(engine)
         orphans = self._router.died(engine)
         _log.warning(
-            "rollout engine %d is dead, %d live: %d of its groups run again, %d are lost. %s",
+            "rollout engine %d is dead, %d live: %d of its prompt groups are run again, %d are dropped. %s",
             engine, len(self._router.living), len(orphans.again), len(orphans.lost), why,
         )  # fmt: skip
         self.dead[engine].set_result(why)

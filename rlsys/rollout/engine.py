@@ -276,7 +276,7 @@ class Engine:
         self.counts.update_s += seconds
         self.counts.update_bytes += update.nbytes
         _log.info(
-            "version %d: %d bytes in %.3f s, of it %.3f s paused; verified", version, update.nbytes, seconds, pause_s
+            "version %d: %d bytes in %.3f s, paused for %.3f s; verified", version, update.nbytes, seconds, pause_s
         )
 
     async def sleep(self) -> None:

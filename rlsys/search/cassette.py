@@ -159,7 +159,7 @@ class Cassette:
             if not 0 <= latency_s < math.inf:
                 raise ValueError(f"latency_s={latency_s}")  # noqa: TRY301  one message for every malformed line
         except (AttributeError, KeyError, TypeError, ValueError) as problem:
-            reason = f"line {number} of {path} is not a search call ({problem!r}): record the cassette anew."
+            reason = f"line {number} of {path} is not a search call ({problem!r}): record the cassette again."
             raise UserError(reason, code="malformed", key=str(path)) from None
         self.latencies_s.append(latency_s)
         if error or passages is not None:

@@ -74,7 +74,7 @@ class LimitedHttp(HttpToolsProtocol):
         assert isinstance(config, LimitedConfig)
         self._all = config.connections
         self._head_bytes = 0  # received for this request, minus its body and the body's allowance (BODY_SHARE)
-        self._refusal = (400, "this is no HTTP request")
+        self._refusal = (400, "this is not an HTTP request")
         self.reads_body = False
         """True between a complete head and a complete body; the application limits the time of the body."""
 

@@ -140,7 +140,7 @@ def find_files(sources: Iterable[Path], out: Path) -> Iterator[File | Skipped]:
                 f"{source} is both a source and the output: write to another file.", code="conflict", key=str(source)
             )
         elif source.suffix.lower() not in _KINDS:
-            trouble = f"source {source} is of no kind that can be read ({', '.join(_KINDS)})"
+            trouble = f"source {source} has an unsupported type (supported: {', '.join(_KINDS)})"
             raise UserError(
                 f"{trouble}: convert it, or rename it if it is one of them.", code="unsupported", key=str(source)
             )
@@ -222,7 +222,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, orjson.loads(_decode(line.removeprefix(codecs.BOM_UTF8), path, where))
             except orjson.JSONDecodeError as problem:
                 raise UserError(
-                    f"{where} is not JSON ({problem}): mend the line.", code="malformed", key=str(path)
+                    f"{where} is not JSON ({problem}): correct the line.", code="malformed", key=str(path)
                 ) from problem
 
 
@@ -536,7 +536,7 @@ class Summary:
         """Raise UserError because `sources` gave no passage."""
         reasons = Counter(entry.reason for entry in self.skipped)
         passed = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-        told = f" (passed over: {passed})" if passed else ""
+        told = f" (skipped: {passed})" if passed else ""
         kinds = "give text, Markdown, jsonl or parquet files"
         raise UserError(
             f"{', '.join(map(str, sources))} holds no document{told}: {kinds}.",
@@ -550,7 +550,7 @@ class Summary:
             ("documents", f"{self.documents:,}"),
             ("passages", f"{self.passages:,}"),
             ("duplicates left out", f"{self.duplicates:,}"),
-            ("words a passage", f"mean {self.words / max(1, self.passages):.1f}, most {self.longest:,}"),
+            ("words per passage", f"mean {self.words / max(1, self.passages):.1f}, most {self.longest:,}"),
         ]
         for reason, count in Counter(entry.reason for entry in self.skipped).most_common():
             names = [entry.name for entry in self.skipped if entry.reason == reason][:3]
@@ -671,9 +671,9 @@ def _line(document: Document, passage_id: str | int, contents: str) -> bytes:
     try:
         return orjson.dumps(passage, default=_plain, option=orjson.OPT_APPEND_NEWLINE)
     except TypeError as problem:
-        trouble = f"{document.where} holds what JSON cannot ({problem})"
+        trouble = f"{document.where} holds a value that JSON cannot represent ({problem})"
         raise UserError(
-            f"{trouble}: take that field out of the row.", code="unsupported", key=document.source
+            f"{trouble}: remove that field from the row.", code="unsupported", key=document.source
         ) from problem
 
 

@@ -18,7 +18,7 @@ _DATA = (
     "config."
 )
 _BASELINE = (
-    "none: the rows' own prompts; direct: answer at once; cot: chain of thought; rag: passages in the prompt; "
+    "none: the prompts in the data; direct: answer at once; cot: chain of thought; rag: passages in the prompt; "
     "search: search loop with Search-R1's prompt, for a model not trained with it."
 )
 _SAMPLES = "Answers per question, for pass@k; by default eval.samples."

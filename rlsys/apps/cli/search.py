@@ -19,7 +19,9 @@ _ENCODER: dict[str, Any] = {"rich_help_panel": "Encoder"}
 _FAISS: dict[str, Any] = {"rich_help_panel": "FAISS"}
 _BM25: dict[str, Any] = {"rich_help_panel": "BM25"}
 _SERVER: dict[str, Any] = {"rich_help_panel": "Elasticsearch, OpenSearch"}
-_NORMALIZE = Option("--normalize/--no-normalize", help="Normalise vectors; by default as the family does.", **_ENCODER)
+_NORMALIZE = Option(
+    "--normalize/--no-normalize", help="Normalise vectors; by default as the encoder family does.", **_ENCODER
+)
 _KEEP = Option("--keep-embeddings/--drop-embeddings", help="Keep them to build another FAISS type later.", **_FAISS)
 _DTYPE = "float32, float16 or bfloat16 (faster on a CPU with AMX)."
 _DUPLICATES = "Leave out passages that repeat an earlier one."

@@ -125,10 +125,11 @@ def verdict(name: str, findings: Sequence[Finding]) -> str:
     wrong = [finding.what for finding in findings if finding.state is FindingState.wrong]
     hidden = sum(finding.state is FindingState.unknown for finding in findings)
     if wrong:
-        things = "1 thing is" if len(wrong) == 1 else f"{len(wrong)} things are"
-        return f"{things} to be fixed before {name} can run: {', '.join(dict.fromkeys(wrong))}."
+        things = "1 problem" if len(wrong) == 1 else f"{len(wrong)} problems"
+        return f"{name} cannot run here yet; fix {things}: {', '.join(dict.fromkeys(wrong))}."
     if hidden:
-        return f"{name} can run as far as this machine can check; not checked (unknown): {hidden}."
+        checks = "1 check was" if hidden == 1 else f"{hidden} checks were"
+        return f"No problem found for {name}; {checks} not possible on this machine."
     return f"{name} can run here."
 
 
@@ -208,14 +209,14 @@ def _version_findings(device: Device, version: Callable[[str], str | None]) -> I
     # Other versions than the profile's pins may work, but are not tested.
     pins = [pin for file in files for pin in read_requirements(file)]
     other = [
-        f"no {pin.name}" if found is None else f"{pin.name} {found} for {str(pin.specifier).removeprefix('==')}"
+        f"no {pin.name}" if found is None else f"{pin.name} {found} instead of {str(pin.specifier).removeprefix('==')}"
         for pin, found in _unmet(pins, version)
     ]
     if not other:
         yield ok("tested versions", f"all {len(pins)} of {profile}")
         return
     shown = ", ".join(other[:_SHOWN]) + (f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else "")
-    told = f"{len(other)} of {len(pins)} are not those of {profile}: {shown}"
+    told = f"{len(other)} of {len(pins)} packages differ from {profile}: {shown}"
     yield note("tested versions", told, f"pip install -r {profile}")
 
 
@@ -548,7 +549,7 @@ def _weight_problems(folder: Path) -> Iterator[str]:
     for entry in weights.entries():
         for name, shape in zip(entry.hf, entry.rule.shapes, strict=True):
             if (found := reader.spec(name).shape) != shape:
-                yield f"{name} has shape {list(found)}, but config.json implies {list(shape)}: they are of two models"
+                yield f"{name} has shape {list(found)}, but config.json implies {list(shape)}: they belong to different models"
                 return
 
 

@@ -170,7 +170,9 @@ class IndexDraft:
 def refuse_foreign(out: Path) -> None:
     """Raise UserError if `out` exists and is neither an index nor an empty folder."""
     if out.exists() and not (out / MANIFEST_FILE).is_file() and (out.is_file() or any(out.iterdir())):
-        raise UserError(f"{out} is there and is no index: give an empty or a new folder.", code="exists", key=str(out))
+        raise UserError(
+            f"{out} exists and is not an index: give a new or an empty folder.", code="exists", key=str(out)
+        )
 
 
 @contextmanager

@@ -81,14 +81,14 @@ def open_checkpoint(folder: str | Path) -> MegatronCheckpoint:
 
 def _resolve(folder: Path) -> Path:
     if not folder.is_dir():
-        raise UserError(f"{folder} is not there; give the folder of a checkpoint.", code="not_found", key=str(folder))
+        raise UserError(f"{folder} does not exist; give the folder of a checkpoint.", code="not_found", key=str(folder))
     note = folder / _LATEST
     if note.is_file():
         latest = note.read_text().strip()
         named = folder / (f"iter_{int(latest):07d}" if latest.isdecimal() else latest)
         if not named.is_dir() or named.parent != folder:
             raise UserError(
-                f"{note} names {latest}, but {named} is not there; give the folder of a checkpoint.",
+                f"{note} names {latest}, but {named} does not exist; give the folder of a checkpoint.",
                 code="not_found",
                 key=str(named),
             )
@@ -446,7 +446,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
             )
         if not (folder / METADATA).is_file():
             raise UserError(
-                f"{folder / METADATA} is not there; complete the checkpoint, or copy it again.",
+                f"{folder / METADATA} does not exist; complete the checkpoint, or copy it again.",
                 code="not_found",
                 key=str(folder / METADATA),
             )
@@ -509,7 +509,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         file = piece.file
         if not file.is_file():
             raise UserError(
-                f"{file}, which holds {name}, is not there; complete the checkpoint.", code="not_found", key=str(file)
+                f"{file}, which holds {name}, does not exist; complete the checkpoint.", code="not_found", key=str(file)
             )
         if file.stat().st_size < piece.start + piece.length:
             raise UserError(
@@ -714,7 +714,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
             if named := _RANK.fullmatch(path.name):
                 if not (path / _RANK_FILE).is_file():
                     raise UserError(
-                        f"{path / _RANK_FILE} is not there; complete the checkpoint, or copy it again.",
+                        f"{path / _RANK_FILE} does not exist; complete the checkpoint, or copy it again.",
                         code="not_found",
                         key=str(path / _RANK_FILE),
                     )
@@ -809,7 +809,7 @@ def _grid(folder: Path, files: dict[_Rank, _RankFile]) -> _Grid:
     name = f"mp_rank_{missing.tp:02d}" + (f"_{missing.pp:03d}" if pp > 1 else "")
     name += f"_{missing.ep:03d}" if ep > 1 else ""
     raise UserError(
-        f"{folder / name / _RANK_FILE} is not there; complete the checkpoint, or copy it again.",
+        f"{folder / name / _RANK_FILE} does not exist; complete the checkpoint, or copy it again.",
         code="not_found",
         key=str(folder / name / _RANK_FILE),
     )

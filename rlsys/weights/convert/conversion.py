@@ -285,7 +285,7 @@ class ConversionDraft:
             return {"recipe": journal["recipe"], "files": dict(journal["files"])}
         except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(
-                f"{path} is damaged; remove {self._home} to begin anew.", code="malformed", key=str(path)
+                f"{path} is damaged: remove {self._home} to start over.", code="malformed", key=str(path)
             ) from None
 
     def _write(self) -> None:
