@@ -486,7 +486,7 @@ class SharedReceiver(Receiver):
         assert isinstance(place, SharedPlace)
         if place.host != self._host:
             raise RunError(
-                f"cluster.sync_mode=tensor needs the actor and {self._spec.name} on one host; use broadcast."
+                f"cluster.sync_mode=tensor needs the actor and {self._spec.name} on one host: use broadcast."
             )
         self._map(place)
         return Bucket(self._memory[place.offset : place.offset + handle.nbytes], handle.records)
@@ -742,7 +742,7 @@ def _join(spec: TransportSpec) -> dist.TCPStore:
         while missing := [name for rank, name in enumerate(spec.members) if not store.check([f"here/{rank}"])]:
             if time.monotonic() > until:
                 raise RunError(
-                    f"{' and '.join(missing)} did not join the weight transport within {spec.timeout_s:g} s; look at "
+                    f"{' and '.join(missing)} did not join the weight transport within {spec.timeout_s:g} s: look at "
                     "its log."
                 )
             time.sleep(_MEMBER_LOOK_S)
@@ -806,7 +806,7 @@ class IpcSender(Sender):
             handles = tuple(_shared_once(bucket.flat) for _ in self._spec.members[1:])
         except RuntimeError as problem:
             raise RunError(
-                f"{self._spec.name} cannot share the memory of its GPU ({problem}); unset PYTORCH_CUDA_ALLOC_CONF, or "
+                f"{self._spec.name} cannot share the memory of its GPU ({problem}): unset PYTORCH_CUDA_ALLOC_CONF, or "
                 "use cluster.sync_mode=tensor."
             ) from problem
         place = DevicePlace(self._host, os.getpid(), handles)
@@ -839,7 +839,7 @@ class IpcReceiver(Receiver):
         assert isinstance(place, DevicePlace)
         self.release()
         if place.host != self._host:
-            raise RunError(f"cluster.sync_mode=ipc needs the actor and {self._spec.name} on one host; use broadcast.")
+            raise RunError(f"cluster.sync_mode=ipc needs the actor and {self._spec.name} on one host: use broadcast.")
         try:
             self._memory = _opened(place.handles[self._spec.rank - 1], self._device)
         except (RuntimeError, OSError, EOFError) as problem:
@@ -886,7 +886,7 @@ def _device_of(spec: TransportSpec) -> torch.device:
     """Return this process's GPU. Raises RunError if it has none."""
     if spec.device is not Device.gpu or not torch.cuda.is_available():
         raise RunError(
-            f"cluster.sync_mode=ipc sends weights through GPU memory, but {spec.name} sees no GPU; use "
+            f"cluster.sync_mode=ipc sends weights through GPU memory, but {spec.name} sees no GPU: use "
             "cluster.sync_mode=tensor."
         )
     return torch.device("cuda", torch.cuda.current_device())

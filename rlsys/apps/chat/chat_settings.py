@@ -221,7 +221,7 @@ def _trained_prompt(task: TaskConfig, notes: list[str]) -> Callable[[str], str]:
     if template is not None:
         return template
     why = f"{task.train_path} does not exist here" if file is None else f"The prompts of {file} share no template"
-    notes.append(f"{why}, so Search-R1's prompt is used; give another with --prompt.")
+    notes.append(f"{why}, so Search-R1's prompt is used: give another with --prompt.")
     return search_prompt
 
 

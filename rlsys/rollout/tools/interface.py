@@ -70,7 +70,7 @@ def find_tool(path: str) -> type[Any]:
     if not inspect.isclass(found):
         raise _problem(f"{module_name} has no class {attribute}: define it, or correct the name.", "unknown")
     if wrong := next(_faults(found), None):
-        raise _problem(f"{path} {wrong}; see docs/tutorials/own-tool.md.", "user_code")
+        raise _problem(f"{path} {wrong}: see docs/tutorials/own-tool.md.", "user_code")
     return found
 
 

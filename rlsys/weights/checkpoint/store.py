@@ -214,7 +214,7 @@ def read_about(folder: str | Path) -> About:
     """Read the description of the complete checkpoint in `folder`, ignoring unknown fields. Raises UserError."""
     if not is_complete(folder):
         raise UserError(
-            f"{folder} holds no complete checkpoint; give a folder with {COMPLETE} in it.",
+            f"{folder} holds no complete checkpoint: give a folder with {COMPLETE} in it.",
             code="not_found",
             key=str(folder),
         )
