@@ -8,7 +8,7 @@ Build the search index of a corpus.
 
     sh build_index.sh [FLAG ...]
 
-Settings come from the environment, flags (below) go before them:
+Settings come from the environment; flags (below) override them:
 
     DATA_DIR         folder of corpus and index            data/wiki18 of the repository
     CORPUS_PATH      passages                              $DATA_DIR/wiki-18.jsonl
@@ -16,7 +16,7 @@ Settings come from the environment, flags (below) go before them:
     RETRIEVER_NAME   e5, bge, ..., or bm25                 e5
     RETRIEVER_MODEL  encoder                               intfloat/e5-base-v2
     FAISS_TYPE       Flat, HNSW64, ...                     Flat
-    MAX_LENGTH       tokens of a passage                   256
+    MAX_LENGTH       most tokens per passage               256
     DEVICE           cpu, cuda, cuda:N                     cpu
     PYTHON           interpreter that has rlsys            python3
 

@@ -155,7 +155,7 @@ def main() -> None:
     listing = "\n".join(f"  {name:17} {item.dataset}: {item.about}" for name, item in ITEMS.items())
     parser = argparse.ArgumentParser(
         description="Download corpora and indexes of Search-R1 and ASearcher, resumed and checked.",
-        epilog=f"what there is:\n{listing}",
+        epilog=f"names:\n{listing}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--save_path", type=Path, required=True, metavar="DIR", help="folder for the files")
@@ -168,7 +168,7 @@ def main() -> None:
         help=f"one or several of the names below (default: {' '.join(DEFAULT)})",
     )
     parser.add_argument("--revision", default="main", help="branch, tag or commit of the data sets (default: main)")
-    parser.add_argument("--dry_run", action="store_true", help="say what would be downloaded, and stop")
+    parser.add_argument("--dry_run", action="store_true", help="print what would be downloaded, and exit")
     given = parser.parse_args()
     download(given.save_path, given.what, given.revision, given.dry_run, Console())
 

@@ -59,9 +59,9 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--corpus_path", type=Path, required=True, help="jsonl of passages {id, contents}")
     add("--save_dir", type=Path, required=True, help="folder for the index")
-    add("--max_length", type=int, default=256, help="tokens of a passage that are read (default: 256)")
-    add("--use_fp16", action="store_true", help="compute in float16 (a GPU does so anyhow)")
-    add("--pooling_method", help="mean, cls, pooler or last, where it is not the family's")
+    add("--max_length", type=int, default=256, help="truncate passages to this many tokens (default: 256)")
+    add("--use_fp16", action="store_true", help="compute in float16 (always so on a GPU)")
+    add("--pooling_method", help="mean, cls, pooler or last (default: the family's)")
     add("--faiss_type", default="Flat", help="Flat, HNSW64, IVF4096,Flat or another (default: Flat)")
     add(
         "--save_embedding",
@@ -69,7 +69,7 @@ def parser() -> argparse.ArgumentParser:
         help="keep the vectors, to build another type without encoding",
     )
     add("--device", default="cpu", help="cpu, cuda for all GPUs, or cuda:N (default: cpu)")
-    add("--workers", type=int, default=1, help="processes that encode (default: 1)")
+    add("--workers", type=int, default=1, help="number of encoding processes (default: 1)")
     return flags
 
 
@@ -77,7 +77,7 @@ def main() -> None:
     """Parse the command line and build."""
     given = parser().parse_args()
     made = build(given)
-    print(f"{given.save_dir} {'is complete' if made else 'was there already'}")
+    print(f"{given.save_dir} {'is complete' if made else 'already exists and is complete'}")
 
 
 if __name__ == "__main__":

@@ -60,10 +60,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--model_id", type=Path, required=True, help="Hugging Face folder, or Megatron checkpoint")
-    add("--hf", type=Path, help="of a checkpoint: the Hugging Face folder that training began with")
+    add(
+        "--hf", type=Path, help="for a Megatron checkpoint: Hugging Face folder of the model that training started from"
+    )
     add("--question", default=QUESTION)
-    add("--search_url", default="http://127.0.0.1:8000", help="of the retrieval server")
-    add("--max_turns", type=int, help="most searches; that of training by default")
+    add("--search_url", default="http://127.0.0.1:8000", help="address of the retrieval server")
+    add("--max_turns", type=int, help="maximum number of searches; by default as in training")
     add("--temperature", type=float, default=0.7)
     add("--engine", choices=list(EngineName), default=EngineName.transformers)
     given = parser.parse_args()

@@ -8,17 +8,17 @@ Serve a search index over HTTP.
 
     sh launch_local_server.sh [FLAG ...]
 
-Settings come from the environment, flags (below) go before them:
+Settings come from the environment; flags (below) override them:
 
     INDEX_PATH       FAISS file, or folder of build_index.sh
     CORPUS_PATH      passages, for a FAISS file
-    DATA_DIR         without INDEX_PATH, e5_Flat.index and wiki-18.jsonl in this folder are
-                     served; data/wiki18 of the repository if it is not set either
+    DATA_DIR         folder of e5_Flat.index and wiki-18.jsonl, which are served without
+                     INDEX_PATH                            data/wiki18 of the repository
     PAGES_PATH       pages, for /access
     RETRIEVER_NAME   family of the encoder: e5, bge, ...
     RETRIEVER_MODEL  encoder
     RERANKER_MODEL   cross-encoder, for /rerank
-    TOPK             passages of a query                   3
+    TOPK             passages per query                    3
     DEVICE           cpu, cuda, cuda:N                     cpu
     HOST             address to listen on                  127.0.0.1
     PORT             port to listen on                     8000

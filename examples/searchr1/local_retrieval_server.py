@@ -73,8 +73,8 @@ def open_folder(given: argparse.Namespace) -> Retriever:
         )
     if given.corpus_path is not None and Corpus.open(given.corpus_path).checksum != manifest["corpus_sha256"]:
         raise UserError(
-            f"--corpus_path {given.corpus_path} is not what {folder} was built from: leave the flag out, the "
-            "folder has its corpus.",
+            f"--corpus_path {given.corpus_path} is not the corpus that {folder} was built from: leave the flag "
+            "out, because the folder records its corpus.",
             code="mismatch",
             key="--corpus_path",
         )
@@ -127,20 +127,20 @@ def parser() -> argparse.ArgumentParser:
     """The flags of the scripts of that kind, and a few more."""
     flags = argparse.ArgumentParser(
         description="Serve an index over HTTP, as Search-R1's retrieval_server.py and ASearcher's do.",
-        epilog=f"The bearer token that clients must show is read from {TOKEN_VARIABLE}; without it all may ask.",
+        epilog=f"The bearer token that clients must send is read from {TOKEN_VARIABLE}; without one, anyone can search.",
     )
     add = flags.add_argument
     add("--index_path", type=Path, required=True, help="FAISS file, or folder made by `rlsys search index`")
     add("--corpus_path", type=Path, help="jsonl of passages; for a FAISS file")
     add("--pages_path", type=Path, help="jsonl of pages {url, contents}, for /access")
-    add("--topk", type=int, default=DEFAULT_TOPK, help=f"passages of a query (default: {DEFAULT_TOPK})")
+    add("--topk", type=int, default=DEFAULT_TOPK, help=f"passages per query (default: {DEFAULT_TOPK})")
     add("--retriever_name", help=f"family of the encoder: e5, bge, ... (for a file: {UPSTREAM_NAME})")
     add(
         "--retriever_model",
         help=f"minilm, a folder, or a model in the Hugging Face cache (for a file: {UPSTREAM_MODEL})",
     )
-    add("--faiss_gpu", action="store_true", help="hold the vectors on all GPUs, as float16")
-    add("--device", default="cpu", help="where models compute: cpu, cuda or cuda:N (default: cpu)")
+    add("--faiss_gpu", action="store_true", help="spread the vectors over all GPUs as float16")
+    add("--device", default="cpu", help="device of the models: cpu, cuda or cuda:N (default: cpu)")
     add("--reranker_model", help="cross-encoder for /rerank: a folder, or a model in the Hugging Face cache")
     add(
         "--host",

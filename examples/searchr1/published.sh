@@ -11,11 +11,11 @@ $2
 
     bash $1 [KEY=VALUE ...] [FLAG ...]
 
-    KEY=VALUE    settings of rlsys that go before all others, such as search.url=http://127.0.0.1:8000
+    KEY=VALUE    settings of rlsys, which override all others, such as search.url=http://127.0.0.1:8000
     FLAG         of \`rlsys train\` (below): --dry-run, --json, --no-wandb
 
-Its settings are those of the config $3. From the environment, under the names of the
-published script:
+The script takes its settings from the config $3, and from these variables of the
+environment, which have the names of the published script:
 
     DATA_DIR                folder of train.parquet and test.parquet       $4
     TRAIN_DATA_DIR          folder of train.parquet                        \$DATA_DIR
@@ -26,9 +26,9 @@ published script:
     CUDA_VISIBLE_DEVICES    GPUs to use                                    all
     PYTHON                  interpreter that has rlsys                     python3
 
-Relative paths are of the directory it is called from; what is not there, of the repository. What the published code does
-besides its settings is added by compat=search_r1. First \`rlsys doctor --for\` looks at everything, and nothing is started
-until it is right.
+Relative paths are resolved from the current directory, or from the repository if they do not exist there.
+compat=search_r1 adds what the published code does besides its settings. First the script runs \`rlsys doctor --for\`,
+which lists all problems with their fixes. Training starts only if there are none.
 
 END
 }

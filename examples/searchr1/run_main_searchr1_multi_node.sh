@@ -8,25 +8,25 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.sh"
 
 usage() {
     cat <<'END'
-Train on several machines: run this on every one of them, with the same words.
+Train on several machines: run the same command on each of them.
 
     bash run_main_searchr1_multi_node.sh [CONFIG] [KEY=VALUE ...] [FLAG ...]
 
-    CONFIG       a config of the project or the path of one's own yaml     searchr1_qwen2.5_7b_2node
-    KEY=VALUE    settings that go before the config's
-    FLAG         of `rlsys launch` (below): --nodes, --rank, --head, --wait, ...; without them the environment says it
+    CONFIG       name of a project config, or path of a yaml file          searchr1_qwen2.5_7b_2node
+    KEY=VALUE    settings, which override the config's
+    FLAG         of `rlsys launch` (below): --nodes, --rank, --head, --wait, ...; by default from the environment
 
-The machine of rank 0 starts Ray, waits for the others, starts the search servers of cluster.search.nodes, has `rlsys
-doctor --for CONFIG` look at everything, trains, and ends everything everywhere. It works from any directory: relative
-paths on the command line are of the directory it is called from, those in a config of the repository, which all machines
-must have at the same place.
+The machine of rank 0 starts Ray, waits for the others, starts the search servers of cluster.search.nodes, checks all
+machines with `rlsys doctor --for CONFIG`, trains, and at the end stops everything on all machines. The script works
+from any directory. Relative paths on the command line are resolved from the current directory, those in a config from
+the repository, which must be at the same path on all machines.
 
 Settings from the environment:
 
     PYTHON                  interpreter that has rlsys                     python3
     RANK                    this machine's number, from 0; also NODE_RANK, GROUP_RANK, SLURM_NODEID
     MASTER_ADDR             address of the machine of rank 0
-    NNODES                  how many machines; also WORLD_SIZE, SLURM_NNODES
+    NNODES                  number of machines; also WORLD_SIZE, SLURM_NNODES
 
 Example, on the second of two machines:
 

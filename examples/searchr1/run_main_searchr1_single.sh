@@ -8,20 +8,21 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.sh"
 
 usage() {
     cat <<'END'
-Train on one machine, once nothing that the run needs is missing.
+Check this machine, then train on it.
 
     bash run_main_searchr1_single.sh [CONFIG] [KEY=VALUE ...] [FLAG ...]
 
-    CONFIG       a config of the project or the path of one's own yaml     searchr1_qwen2.5_3b_1node
-    KEY=VALUE    settings that go before the config's
+    CONFIG       name of a project config, or path of a yaml file          searchr1_qwen2.5_3b_1node
+    KEY=VALUE    settings, which override the config's
     FLAG         of `rlsys train` (below): --dry-run, --json, --no-wandb
 
-Without CONFIG it is config/qwen2.5-3b-tool-1node.yaml beside this script, which has RLinf's keys, once its paths are
-filled in. Settings of such a config may be in RLinf's keys or in those of rlsys.
+Without CONFIG, the script uses config/qwen2.5-3b-tool-1node.yaml in its own folder if the paths in that file are filled
+in. That file has RLinf's keys; with such a config, KEY can be a key of RLinf or of rlsys.
 
-It works from any directory: relative paths on the command line are of the directory it is called from, those in a
-config of the repository. First `rlsys doctor --for CONFIG` looks at devices, memory, disk, ports, model, data, search
-server and versions, says all that is wrong at once, each with what to do, and nothing is started until it is right.
+The script works from any directory. Relative paths on the command line are resolved from the current directory, those
+in a config from the repository. First the script runs `rlsys doctor --for CONFIG`, which checks devices, memory,
+disk, ports, model, data, search server and versions, and lists all problems with their fixes. Training starts only if
+there are none.
 
 Settings from the environment:
 

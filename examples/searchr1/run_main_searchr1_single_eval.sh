@@ -12,15 +12,15 @@ Evaluate a model on the seven sets of Search-R1, or on files of your own.
 
     bash run_main_searchr1_single_eval.sh [CONFIG] [KEY=VALUE ...] [FLAG ...]
 
-    CONFIG       a config of the project or the path of one's own yaml     searchr1_qwen2.5_3b_1node
-    KEY=VALUE    settings that go before the config's
+    CONFIG       name of a project config, or path of a yaml file          searchr1_qwen2.5_3b_1node
+    KEY=VALUE    settings, which override the config's
     FLAG         of `rlsys eval` (below): --model, --data, --baseline, ...
 
-Without CONFIG it is config/qwen2.5-3b-tool-1node-eval.yaml beside this script, which has RLinf's keys, once its paths
-are filled in. Settings of such a config may be in RLinf's keys or in those of rlsys.
+Without CONFIG, the script uses config/qwen2.5-3b-tool-1node-eval.yaml in its own folder if the paths in that file are
+filled in. That file has RLinf's keys; with such a config, KEY can be a key of RLinf or of rlsys.
 
-It works from any directory: relative paths on the command line are of the directory it is called from, those in the
-config of the repository. What is missing is said at once: model, questions and search server.
+The script works from any directory. Relative paths on the command line are resolved from the current directory, those
+in a config from the repository. A missing model, question file or search server is reported at once.
 
 Settings from the environment:
 

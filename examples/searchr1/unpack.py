@@ -46,8 +46,8 @@ def unpack(archive: Path, out: Path, advance: Advance) -> None:
         raise RunError(f"{archive} is damaged ({problem}): delete it and download it again") from problem
     except OSError as problem:
         raise RunError(
-            f"{archive} could not be unpacked to {out} ({problem.strerror or problem}): see that there is room, and "
-            "that both may be read and written"
+            f"{archive} could not be unpacked to {out} ({problem.strerror or problem}): check the free "
+            "space and the permissions of both"
         ) from problem
     finally:
         part.unlink(missing_ok=True)
@@ -101,8 +101,8 @@ def _copy(content: _Content, file: IO[bytes]) -> int:
                 raise RunError(f"{content.archive} holds more than one file: unpack it by hand")
             if member.issparse():
                 raise RunError(
-                    f"{content.archive} holds the sparse file {member.name[:100]!r}, which may take any room on the "
-                    "disk: unpack it by hand if you trust it"
+                    f"{content.archive} holds the sparse file {member.name[:100]!r}, which can fill the disk: "
+                    "unpack it by hand if you trust it"
                 )
             content.allow()
             copied = _pour(members.extractfile(member), file)

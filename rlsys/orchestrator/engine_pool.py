@@ -650,7 +650,7 @@ class Router:
         if not self._loads:
             raise NoEngineLeft("every rollout engine has died.")
         if aside and not self.aside:
-            raise NoneSetAside("every rollout engine that was set aside has died.")
+            raise NoneSetAside("every rollout engine that was reserved for evaluation has died.")
         takers = (one for one in self._loads if one not in self._closed and (one in self._aside) is aside)
         engine = min(takers, key=self.load, default=None)
         if engine is None or not self._has_room(engine, size):
@@ -692,7 +692,7 @@ class Router:
             del self._held[key]
             if key in self._died_under:
                 first = self._died_under.pop(key)
-                lost[key] = f"engines {first} and {engine} both died under it"
+                lost[key] = f"engines {first} and {engine} both died while generating it"
             else:
                 self._died_under[key] = engine
                 again.append(key)

@@ -344,8 +344,8 @@ def _sync(config: RunConfig) -> Iterator[Problem]:
     if waits and cluster.call_timeout_s <= config.rollout.episode_timeout_s:
         yield Problem.of(
             f"cluster.call_timeout_s={cluster.call_timeout_s} must be above rollout.episode_timeout_s="
-            f"{config.rollout.episode_timeout_s}, because with trainer.schedule.on_update=finish a switch of weights "
-            "waits for episodes: raise it, or use on_update=continue."
+            f"{config.rollout.episode_timeout_s}, because with trainer.schedule.on_update=finish the activation of "
+            "weights waits for episodes: raise it, or use on_update=continue."
         )
     if cluster.sync_mode is SyncMode.broadcast and cluster.mode is Mode.colocated and cluster.device is Device.gpu:
         yield Problem.of(

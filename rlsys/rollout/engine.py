@@ -246,8 +246,8 @@ class Engine:
             if isinstance(bucket.data, Tensor):
                 fix += ", or stage in host memory with cluster.sync_mode=tensor"
             self._refuse(
-                f"the engine's GPU ran out of memory beside weights and KV cache, after {update.nbytes} bytes of version "
-                f"{update.version}; {fix} ({error})"
+                f"the engine's GPU ran out of memory next to weights and KV cache, after {update.nbytes} bytes of version "
+                f"{update.version}: {fix} ({error})"
             )
 
     async def finish_update(self, version: int, expected_digest: str) -> None:
@@ -289,8 +289,8 @@ class Engine:
                 return
             if self._requests or not self._open.is_set():
                 raise RunError(
-                    f"{self._name} cannot sleep while {self.running} requests run or its weights are switched: wait for "
-                    "the end of both."
+                    f"{self._name} cannot sleep while {self.running} requests run or its weights are switched: wait until "
+                    "both have ended."
                 )
             self._asleep = True  # Before the first await, so that no request slips in.
             async with self._staging:  # Wait for a bucket in flight, which stages on the device.

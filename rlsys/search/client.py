@@ -180,7 +180,7 @@ class Replicas:
         if replica.state is ReplicaState.healthy:
             replica.state = ReplicaState.suspect
             replica.suspicions += 1
-            _log.warning("the search server %s is set aside until it answers again", replica.url)
+            _log.warning("the search server %s is not used until it answers again", replica.url)
 
     def _trust(self, replica: Replica) -> None:
         replica.state = ReplicaState.healthy
@@ -357,8 +357,8 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
         for url, health in others:
             if keys := differences(served(first), served(health)):
                 here, there = (listed(server, keys) for server in (first, health))
-                problem = f"the search servers serve different things, {first_url} {here} and {url} {there}"
-                raise UserError(f"{problem}: give only urls of replicas of one index.", code="mismatch", key=url)
+                problem = f"the search servers serve different indexes, {first_url} {here} and {url} {there}"
+                raise UserError(f"{problem}: give only URLs of replicas of one index.", code="mismatch", key=url)
         return first
 
     async def close(self) -> None:

@@ -102,7 +102,7 @@ class LimitedHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start a request. A client may pipeline one request behind the current one, no more."""
         if self.pipeline:
-            self._fail(400, "too many requests were sent before their answers: wait for each")
+            self._fail(400, "too many requests were sent without waiting: wait for the answer to each")
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:

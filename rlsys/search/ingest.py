@@ -162,7 +162,7 @@ def _walk(folder: Path, root: Path, out: Path) -> Iterator[File | Skipped]:
         elif path.resolve() == out:
             yield Skipped(name, "the output")
         elif path.suffix.lower() not in _KINDS:
-            yield Skipped(name, f"unknown kind {path.suffix or 'without a suffix'}")
+            yield Skipped(name, f"unknown type {path.suffix or '(no suffix)'}")
         else:
             yield File(path, name)
 
@@ -191,7 +191,7 @@ def _text_document(file: File, kind: str) -> Document | Skipped:
     if b"\0" in data:
         reason = f"{file.path} is binary (byte {data.index(0)} is zero)"
         raise UserError(
-            f"{reason}: take it out of the folder, or save it as UTF-8.", code="malformed", key=str(file.path)
+            f"{reason}: remove it from the folder, or save it as UTF-8.", code="malformed", key=str(file.path)
         )
     text, title = _decode(data, file.path, str(file.path)).replace("\r\n", "\n"), Path(file.name).stem
     if not text.strip():
@@ -512,7 +512,7 @@ class Chunking:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise UserError(f"size {self.size} holds no word: give 1 or more.", code="out_of_range", key="size")
+            raise UserError(f"size {self.size} is out of range: give 1 or more.", code="out_of_range", key="size")
         if not 0 <= self.overlap < self.size:
             raise UserError(
                 f"overlap {self.overlap} must be 0 or more, and less than size {self.size}.",

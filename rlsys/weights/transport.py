@@ -486,7 +486,7 @@ class SharedReceiver(Receiver):
         assert isinstance(place, SharedPlace)
         if place.host != self._host:
             raise RunError(
-                f"cluster.sync_mode=tensor needs the actor and {self._spec.name} on one host: use broadcast."
+                f"cluster.sync_mode=tensor needs the actor and {self._spec.name} on one host: use cluster.sync_mode=broadcast."
             )
         self._map(place)
         return Bucket(self._memory[place.offset : place.offset + handle.nbytes], handle.records)
@@ -568,7 +568,9 @@ class DiskReceiver(Receiver):
             while rest and (count := source.readinto(rest)):
                 rest = rest[count:]
         if rest:
-            raise RunError(f"{self._spec.name} found {file} {len(rest)} bytes short; is the disk full?")
+            raise RunError(
+                f"{self._spec.name} found {file} {len(rest)} bytes too short: check that its disk is not full."
+            )
         return bucket
 
     def close(self) -> None:
@@ -581,7 +583,7 @@ class DiskReceiver(Receiver):
             if time.monotonic() > until:
                 raise RunError(
                     f"{self._spec.name} waited {limit:g} s for {file}: {self._spec.members[0]} exited, or the hosts do "
-                    "not share output_dir, which cluster.sync_mode=disk needs; use broadcast."
+                    "not share output_dir, which cluster.sync_mode=disk needs; use cluster.sync_mode=broadcast."
                 )
             time.sleep(_FILE_LOOK_S)
 
@@ -839,7 +841,9 @@ class IpcReceiver(Receiver):
         assert isinstance(place, DevicePlace)
         self.release()
         if place.host != self._host:
-            raise RunError(f"cluster.sync_mode=ipc needs the actor and {self._spec.name} on one host: use broadcast.")
+            raise RunError(
+                f"cluster.sync_mode=ipc needs the actor and {self._spec.name} on one host: use cluster.sync_mode=broadcast."
+            )
         try:
             self._memory = _opened(place.handles[self._spec.rank - 1], self._device)
         except (RuntimeError, OSError, EOFError) as problem:

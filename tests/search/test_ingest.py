@@ -74,7 +74,7 @@ def test_a_folder_of_everything(tmp_path: Path) -> None:
     assert {(entry.name, entry.reason) for entry in summary.skipped} == {
         (".git", "hidden"),
         ("c.jsonl line 2", "empty text"),
-        ("e.pdf", "unknown kind .pdf"),
+        ("e.pdf", "unknown type .pdf"),
         ("empty.md", "empty"),
         ("only headings.md", "no text below its headings"),
     }

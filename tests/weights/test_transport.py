@@ -195,7 +195,7 @@ def test_a_file_that_does_not_come_is_waited_for_and_then_named(tmp_path: Path) 
     with pytest.raises(RunError, match=r"rollout rank 0 .*bucket-000001: actor rank 0"):
         receiver.receive(missing)
     (tmp_path / "bucket-000001").write_bytes(b"1234567")
-    with pytest.raises(RunError, match="bucket-000001 3 bytes short"):
+    with pytest.raises(RunError, match="bucket-000001 3 bytes too short"):
         receiver.receive(missing)
 
 

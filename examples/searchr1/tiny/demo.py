@@ -53,7 +53,7 @@ def main(overrides: Sequence[str]) -> None:
     config = load_config(CONFIG, overrides)
     validate(config)
     run_dir = new_run_dir(config)
-    console.print(f"[bold]Training[/]; everything goes to {run_dir}", highlight=False)
+    console.print(f"[bold]Training[/]: everything is written to {run_dir}", highlight=False)
     with serving(config.search, config.cluster.threads, run_dir / "logs") as search:
         search.wait_healthy()
         served = replace(config, search=search.search)
@@ -82,7 +82,7 @@ def prepare_world(console: Console) -> None:
         console.print("[bold]World[/]: questions and passages from GeoNames", highlight=False)
         spec = WorldSpec()
         write_world(build_world(spec), spec, WORLD)
-        console.print("[bold]Index[/]: encoding the passages, unless that is done", highlight=False)
+        console.print("[bold]Index[/]: encoding the passages, unless already done", highlight=False)
         make_index("dense", WORLD / "corpus.jsonl", WORLD / "index")
 
 
@@ -127,7 +127,7 @@ def command(console: Console, *words: object) -> None:
     arguments = list(map(str, words))
     console.print(f"[bold]$ rlsys[/] {escape(shlex.join(arguments))}", highlight=False, soft_wrap=True)
     if app(arguments, standalone_mode=False):
-        raise RunError("what the run has saved and what was made of it differ: see the table above.")
+        raise RunError("the checkpoint of the run and the converted model differ: see the table above.")
 
 
 def newest_checkpoint(run_dir: Path) -> Path:

@@ -64,7 +64,9 @@ def mg2hf(
 def hf2mg(
     src: Annotated[Path, Argument(help="Hugging Face folder.")],
     dst: Out,
-    tp: Annotated[int, Option(help="Tensor parallel size of the checkpoint's layout; it loads with any other.")] = 1,
+    tp: Annotated[
+        int, Option(help="Tensor parallel size of the checkpoint's layout; it can be loaded with any other.")
+    ] = 1,
     pp: Annotated[int, Option(help="Pipeline parallel size of the layout.")] = 1,
     pp_layers: Annotated[str | None, Option(help="Layers of each stage if uneven, such as 10,9,9.")] = None,
     ep: Annotated[int, Option(help="Expert parallel size of the layout.")] = 1,

@@ -317,7 +317,7 @@ def _planned_sides(wish: Wish, folder: Path) -> tuple[Path, Path]:
 
     def rows(file: Path, argument: str, side: str) -> tuple[list[Any], list[str]]:
         if not file.is_file():
-            what = "is no file" if file.exists() else "does not exist"
+            what = "is not a file" if file.exists() else "does not exist"
             raise UserError(
                 f"{argument} {file} {what}: give questions and answers as jsonl, parquet, csv or tsv.",
                 code="not_found",

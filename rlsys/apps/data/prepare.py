@@ -308,8 +308,8 @@ def split(texts: Sequence[str], count: int | None, seed: int, name: str) -> list
     wanted = count if count is not None else min(MOST_HELD_OUT, max(1, round(HELD_OUT_SHARE * len(different))))
     if not 1 <= wanted < len(different):
         raise UserError(
-            f"{name} has {len(different)} distinct questions, so holding out {wanted} would leave a side empty: give more "
-            "questions, another number, or a file of held-out questions.",
+            f"{name} has {len(different)} distinct questions, so holding out {wanted} would leave one of the two files empty: give "
+            "more questions, another number, or a file of held-out questions.",
             code="out_of_range",
             key=name,
         )

@@ -61,7 +61,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         ) from None
     written = values.get("format", 1) if isinstance(values, dict) else None
     if written != FORMAT:
-        problem = f"{path} has format {written}, this version of rlsys reads {FORMAT}"
+        problem = f"{path} has format {written}, but this version of rlsys reads {FORMAT}"
         raise UserError(
             f"{problem}: build the index again, or serve it with the version that built it.",
             code="unsupported",
@@ -188,7 +188,7 @@ def claim_draft(out: Path) -> Iterator[IndexDraft]:
             stack.enter_context(working_folder(home))
         except BlockingIOError:
             raise UserError(
-                f"another process builds an index in {home}: wait for it, or end it.", code="in_use", key=str(home)
+                f"another process is building an index in {home}: wait for it, or end it.", code="in_use", key=str(home)
             ) from None
         except OSError as error:
             raise UserError(

@@ -300,7 +300,7 @@ async def _read_body(request: Request, limits: ServerLimits, held: _HeldBytes) -
     if kind != "application/json" and not kind.endswith("+json"):
         raise RequestRefused(415, f"Content-Type {kind!r} is not JSON: send application/json")
     if (coding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
-        raise RequestRefused(415, f"Content-Encoding {coding!r} is not supported: send the body as it is")
+        raise RequestRefused(415, f"Content-Encoding {coding!r} is not supported: send the body without encoding")
     body, size = bytearray(), 0
     try:
         async with asyncio.timeout(limits.body_timeout_s):

@@ -94,7 +94,7 @@ def serve_web(arguments: Sequence[str] | None = None, program: str = "rlsys sear
     add("--passage-words", type=int, default=150, help="words of a page's passage (%(default)s)")
     add("--endpoint", help="URL of a compatible service, instead of the provider's")
     add("--requests-per-second", type=float, help="rate limit of the subscription")
-    add("--max-concurrent", type=int, default=16, help="most requests in flight (%(default)s)")
+    add("--max-concurrent", type=int, default=16, help="maximum number of requests in flight (%(default)s)")
     add("--device", help="device of the reranker: cpu, cuda or cuda:N")
     return _run(parser, arguments, "provider", _load_web)
 
@@ -183,7 +183,7 @@ def _load_index(given: argparse.Namespace) -> tuple[Retriever, PageSource | None
     for key in (*made, *(["corpus"] if given.corpus else [])):
         flag = f"--{key.replace('_', '-')}"
         problem = f"{flag} is only for a bare FAISS file, and {given.index} is not a file"
-        reason = f"{problem}: leave it out, the manifest of an index folder records it."
+        reason = f"{problem}: leave it out, because the manifest of an index folder records it."
         raise UserError(reason, code="conflict", key=flag)
 
     deeper = {"depth": depth} if depth > DEPTH else {}

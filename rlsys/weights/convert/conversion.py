@@ -319,7 +319,7 @@ def claim(out: Path) -> Iterator[ConversionDraft]:
             ) from None
         except OSError as error:
             raise UserError(
-                f"Nothing can be written to {out} ({error.strerror}): give another folder.", code="denied", key=str(out)
+                f"{out} is not writable ({error.strerror}): give another folder.", code="denied", key=str(out)
             ) from None
         draft = ConversionDraft(out, home)
         stack.callback(draft.abandon)
@@ -329,7 +329,7 @@ def claim(out: Path) -> Iterator[ConversionDraft]:
 def _refuse(out: Path) -> None:
     if out.exists() or out.is_symlink():
         raise UserError(
-            f"{out} exists already: give a folder that does not, or remove it first.", code="exists", key=str(out)
+            f"{out} exists already: give a new folder, or remove this one first.", code="exists", key=str(out)
         )
 
 
