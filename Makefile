@@ -1,8 +1,8 @@
-# Two commands for a newcomer: `make demo` and `make test`. Both set up what they need.
+# Start with `make demo` or `make test`; both set up the environment first.
 PY := .venv/bin/python
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
-# Processes that run tests: two keep two cores busy, and take 7.3 GiB of memory together with what they start.
+# Test processes: two keep two cores busy; together with what they start they take 7.3 GiB of memory.
 WORKERS ?= 2
 PYTEST = $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20
 
@@ -31,4 +31,4 @@ format: setup
 
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
-	@echo "The documents are in build/site; .venv/bin/mkdocs serve shows them while they are written."
+	@echo "The documents are in build/site. To preview changes while writing, run .venv/bin/mkdocs serve."

@@ -1,4 +1,4 @@
-"""Dependencies by extra, read from the requirement files so that they are written once."""
+"""Declares the dependencies and extras, read from the requirement files."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ HERE = Path(__file__).parent
 
 
 def requirements(name: str) -> list[str]:
-    """The requirements of a file, without options, includes and comments."""
+    """Requirements of a file, without options, includes and comments."""
     lines = (HERE / "requirements" / f"{name}.txt").read_text().splitlines()
     return [line.split(" #")[0].strip() for line in lines if line.strip() and line[0] not in "#-"]
 

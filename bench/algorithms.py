@@ -1,12 +1,12 @@
-"""What each preset of configs/algorithm/ learns in a few updates of the demo's policy, over seeds.
+"""Compares the presets of configs/algorithm/ on the demo: held-out exact match after a few updates, over seeds.
 
-    python -m bench.algorithms                      # every preset, three seeds; some two hours on two cores
+    python -m bench.algorithms                      # every preset, three seeds; about two hours on two cores
     python -m bench.algorithms --preset grpo --preset ema_pg --seeds 5
 
-Every run is one of `rlsys train` with `algorithm=PRESET` and otherwise the same settings: weights, questions,
-episodes and optimiser steps. Held-out exact match is asked greedily before the first step and after each. Runs that
-outputs/bench/algorithms.json already holds, with as many updates, are not repeated; a run that breaks off costs itself
-alone.
+Every run is an `rlsys train` with `algorithm=PRESET`. Weights, questions, episodes and optimiser steps are the same for
+all presets. Held-out exact match is measured with greedy decoding before the first step and after each step. Results
+are added to outputs/bench/algorithms.json after each run; a seed that is there with the same steps and questions is
+not repeated.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ OUT = Path("outputs/bench")
 RESULT = OUT / "algorithms.json"
 PRESETS = tuple(sorted(file.stem for file in (PROJECT_CONFIGS / "algorithm").glob("*.yaml")))
 MORE = {"ema_pg": ("algorithm.ref_policy_ema_update_period=1",)}
-"""Settings beside the preset: the published period, ten steps, is longer than these runs."""
+"""Additional settings by preset: the published period of ten steps is longer than these runs."""
 COLUMNS = 4
 GREY, INK, LEAD = "#c4cad1", "#24292f", "#0b5394"
 
 Entry = dict[str, Any]
 Results = dict[str, list[Entry]]
-"""Preset -> one entry a seed: seed, em_before, em_after, updates, and curve, a list of (updates, EM)."""
+"""Preset -> one entry per seed: seed, em_before, em_after, updates, and curve, a list of (updates, EM)."""
 
 
 def main(
-    preset: Annotated[list[str] | None, typer.Option(help="A preset to run; all by default.")] = None,
-    seeds: Annotated[int, typer.Option(help="Runs of each preset, with seeds 1, 2, ...", min=1)] = 3,
-    steps: Annotated[int, typer.Option(help="Steps of a run, of four updates each.", min=2)] = 4,
-    questions: Annotated[int, typer.Option(help="Held-out questions of an evaluation.", min=1)] = 200,
+    preset: Annotated[list[str] | None, typer.Option(help="Preset to run; repeat for several. Default: all.")] = None,
+    seeds: Annotated[int, typer.Option(help="Runs per preset, with seeds 1, 2, ...", min=1)] = 3,
+    steps: Annotated[int, typer.Option(help="Steps per run, of four updates each.", min=2)] = 4,
+    questions: Annotated[int, typer.Option(help="Held-out questions per evaluation.", min=1)] = 200,
 ) -> None:
-    """Run the presets on the demo's world, then print the table and draw the curves of all runs of that length."""
+    """Run the presets on the demo's world, then print a table and draw curves of all runs with these settings."""
     unknown = sorted(set(preset or ()) - set(PRESETS))
     if unknown:
         raise typer.BadParameter(f"--preset {unknown[0]} is not a preset: there are {', '.join(PRESETS)}.")
@@ -102,9 +102,9 @@ def _entry(name: str, seed: int, steps: int, questions: int, cassette: Path) -> 
 
 
 def table(results: Results) -> Table:
-    """One row a preset, the best first."""
+    """Table with one row per preset, the best first."""
     shown = Table(
-        title="Held-out exact match of the demo's policy: means and deviation over seeds",
+        title="Held-out exact match of the demo's policy: mean and standard deviation over seeds",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -123,7 +123,7 @@ def table(results: Results) -> Table:
 
 
 def draw(results: Results, path: Path) -> None:
-    """A panel a preset: exact match over updates, its seeds, their mean, and everybody's means in grey."""
+    """Draw exact match over updates to `path`: one panel per preset with its seeds and mean, other means in grey."""
     names = _best_first(results)
     rows = -(-len(names) // COLUMNS)
     figure = Figure(figsize=(3.0 * COLUMNS, 2.3 * rows), layout="constrained")
@@ -148,7 +148,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def _setting(entry: Entry) -> tuple[int, int, int]:
-    """What makes an entry comparable: seed, steps, questions."""
+    """Seed, steps and questions; entries compare only if steps and questions are equal."""
     return entry["seed"], entry["steps"], entry["questions"]
 
 

@@ -1,18 +1,18 @@
-"""How much batching gains: real tokens a second of the actor, padding not counted, over two data-parallel ranks.
+"""Compares ways of batching by the actor's tokens per second, padding not counted, over two data-parallel ranks.
 
     python -m bench.batching          # one thread, one to two minutes
 
-Ways to cut the same trajectories. No micro-batch has more tokens than `ROWS` of the longest trajectories:
+The same trajectories are batched in three ways. No micro-batch has more tokens than `ROWS` of the longest trajectories:
 
-- as they come: a fixed number of rows a micro-batch, padded to the longest of them, given out in turn. 8 rows are
-  what Search-R1 trains with on a GPU (`ppo_micro_batch_size=64` on 8); half as many pad less;
-- sorted: rectangles of like length up to the token budget, balanced by cost;
+- as they come: a fixed number of rows per micro-batch, padded to the longest row, dealt to the ranks in turn. Search-R1
+  trains with 8 rows on a GPU (`ppo_micro_batch_size=64` on 8 GPUs); half as many need less padding;
+- sorted: rectangles of similar length up to the token budget, balanced by cost;
 - packed: sequences one after the other up to the token budget, balanced by cost.
 
-Lengths are log-normal with the mean and the limit of Search-R1's trajectories, divided by `SCALE` for a CPU.
-The actor is the real one, Megatron in float32 with the demo's policy, forward and backward. Ranks only meet
-when gradients are reduced, so each rank's part is timed by itself, in seconds of the processor and the best of
-`REPEATS`, and a step takes what the slowest rank takes. That all of them give one gradient is checked.
+Lengths are log-normal with the mean and the limit of Search-R1's trajectories, divided by `SCALE` for a CPU. The actor
+is the real one: Megatron in float32 with the demo's policy, forward and backward. Ranks communicate only to reduce
+gradients, so each rank is timed alone, in processor seconds, best of `REPEATS`. The slowest rank sets the time of a
+step. The benchmark fails unless all ways give the same gradient norm.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MEAN, LONGEST, SIGMA = 1200 / SCALE, 7096 // SCALE, 0.8
 SAMPLES, RANKS, ROWS, REPEATS = 256, 2, 8, 3
 BUDGET = ROWS * LONGEST
 TURNS = ((0.2, 0.3), (0.55, 0.65), (0.9, 1.0))
-"""What the policy wrote, as shares of a trajectory; the rest is prompt and passages, and not trained."""
+"""Begin and end of each turn's generated tokens, as shares of a trajectory; the rest is prompt and observations."""
 
 Sharded = list[list[MicroBatch]]
 """[data-parallel rank][micro-batch]"""
@@ -60,18 +60,18 @@ class Row:
 
     name: str
     micro_batches: int
-    """Of one rank."""
+    """Micro-batches of the first rank."""
     padding: float
-    """Share of all tokens computed."""
+    """Share of padding among all computed tokens."""
     imbalance: float
-    """By how much the slowest rank's time exceeds the mean."""
+    """Slowest rank's time over the mean, minus 1."""
     tokens_per_s: float
     gain: float = 1.0
-    """Over the first way."""
+    """Speed over that of the first way."""
 
 
 def main() -> None:
-    """Measure, print the table and write it down."""
+    """Measure, print the table and write the result file."""
     torch.set_num_threads(1)
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def trajectories(random: np.random.Generator, vocab: int) -> list[Sample]:
-    """Random tokens with the lengths and the masks of trajectories that search."""
+    """Random tokens with the lengths and loss masks of search episodes."""
     samples = []
     while len(samples) < SAMPLES:
         length = round(random.lognormal(log(MEAN) - SIGMA**2 / 2, SIGMA))
@@ -117,19 +117,19 @@ def trajectories(random: np.random.Generator, vocab: int) -> list[Sample]:
 
 
 def as_they_come(samples: Sequence[Sample], rows: int) -> Sharded:
-    """What a loop over a fixed number of rows does."""
+    """Micro-batches of a fixed number of rows, in the order given."""
     batches = [collate(samples[at : at + rows], pad_id=0) for at in range(0, len(samples), rows)]
     return [batches[rank::RANKS] for rank in range(RANKS)]
 
 
 def sharded(samples: Sequence[Sample], packed: bool) -> Sharded:
-    """What the actor's group does."""
+    """Micro-batches as the actor's group makes them."""
     flops = flops_of(read_architecture(POLICY))
     return BatchSharder(ParallelConfig(), RANKS, BUDGET, pad_id=0, packed=packed, flops=flops).shard(samples)[1]
 
 
 def measure(samples: Sequence[Sample]) -> list[Row]:
-    """One row for each way of batching; the first is the baseline."""
+    """Rows for all ways of batching; the first is the baseline. Exits if their gradient norms differ."""
     ways: dict[str, Callable[[Sequence[Sample]], Sharded]] = {
         f"as they come, {ROWS} rows": lambda some: as_they_come(some, ROWS),
         f"as they come, {ROWS // 2} rows": lambda some: as_they_come(some, ROWS // 2),
@@ -158,12 +158,12 @@ def measure(samples: Sequence[Sample]) -> list[Row]:
         norms.append(actor.apply().grad_norm)
     stop()
     if not all(isclose(norm, norms[0], rel_tol=1e-4) for norm in norms):
-        raise SystemExit(f"The ways of batching gave different gradients, of norms {norms}.")
+        raise SystemExit(f"The ways of batching gave different gradients, with norms {norms}.")
     return rows
 
 
 def seconds(actor: Actor, batches: Sequence[MicroBatch]) -> float:
-    """Of the processor, for one rank's part; every repeat adds the same to the gradient."""
+    """Processor seconds of one rank's micro-batches, best of `REPEATS`; every repeat adds the same gradient."""
     taken = []
     for _ in range(REPEATS):
         before = time.process_time()
@@ -173,7 +173,7 @@ def seconds(actor: Actor, batches: Sequence[MicroBatch]) -> float:
 
 
 def start_actor() -> Actor:
-    """A group of one process that trains at rate 0, so that its weights stay."""
+    """An actor of one process with learning rate 0, so that its weights do not change."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -191,8 +191,8 @@ def start_actor() -> Actor:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """For people."""
-    shown = Table(title=f"{SAMPLES} trajectories of {MEAN:.0f} tokens on average, {RANKS} ranks")
+    """Table with one row per way of batching."""
+    shown = Table(title=f"{SAMPLES} trajectories, {MEAN:.0f} tokens on average, {RANKS} ranks")
     shown.add_column("batching", no_wrap=True)
     for name in ("batches", "padding", "imbalance", "tokens/s", "gain"):
         shown.add_column(name, justify="right")

@@ -1,14 +1,15 @@
-"""How fast checkpoints convert, each way, and in how much memory.
+"""Measures speed and memory of checkpoint conversion in both directions.
 
     python -m bench.convert [--gigabytes 2] [--processes N] [--folder DIR]      # a minute on two free cores
 
 A model of random bfloat16 weights with the layers of Qwen2.5-3B is converted to Megatron and back. The baseline is
-`cp -r` of the source, timed before and after each conversion; `fraction` is the conversion's speed over that. Of
-both the best counts, so that what else the machine does matters little. The source is read from the page cache if that
-holds it, and the system has free memory at hand for what is written.
+`cp -r` of the source, timed before and after each conversion; `fraction` is the conversion's speed over the baseline's.
+The best of several repeats counts for both, to exclude other load on the machine. The source is read from the page
+cache if it fits, and enough memory for the output is free.
 
-Memory is the largest resident set of any process that writes, less what was loaded before it began to (Python and
-torch), against the largest layer: a transformer layer, or the embedding. Files that are mapped count.
+Memory is the largest resident set of any writing process, mapped files included, minus what was resident before the
+conversion (Python and torch). `ratio` divides it by the size of the largest layer: a transformer layer or the
+embedding.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ CONFIG: Mapping[str, Any] = {
     "hidden_act": "silu",
     "tie_word_embeddings": True,
 }
-"""Qwen2.5-3B's, without the number of its layers."""
+"""Config of Qwen2.5-3B without the number of layers."""
 REPEATS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way."""
+    """Measurement of one direction."""
 
     way: str
     nbytes: int
@@ -73,15 +74,15 @@ class Row:
     peak_bytes: int
     largest_layer_bytes: int
     layers_in_memory: float
-    """The former over the latter."""
+    """`peak_bytes` over `largest_layer_bytes`."""
 
 
 def main() -> None:
-    """Measure, print the table and write it down."""
+    """Measure, print the table and write the result file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="of weights")
-    parser.add_argument("--processes", type=int, help="that write; by default as many as are worth it")
-    parser.add_argument("--folder", type=Path, help="where there is room for four times as much")
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="GB of weights")
+    parser.add_argument("--processes", type=int, help="writing processes; default: chosen by size and cores")
+    parser.add_argument("--folder", type=Path, help="folder with room for four times the weights")
     given = parser.parse_args()
     with TemporaryDirectory(prefix="rlsys-bench-", dir=given.folder) as name:
         rows = measure(Path(name), int(given.gigabytes * 1e9), given.processes)
@@ -93,7 +94,7 @@ def main() -> None:
 
 
 def measure(home: Path, nbytes: int, processes: int | None) -> list[Row]:
-    """Both ways, in `home`. Raises AssertionError if what comes back is not what went."""
+    """Convert in both directions, in `home`. Raises AssertionError if the result differs from the original."""
     model, megatron, back = home / "model", home / "megatron", home / "back"
     largest = make_model(model, nbytes)
     there = best("hf2mg", model, megatron, processes, largest)
@@ -103,7 +104,7 @@ def measure(home: Path, nbytes: int, processes: int | None) -> list[Row]:
 
 
 def make_model(folder: Path, nbytes: int) -> int:
-    """Write a model of about `nbytes`, one tensor at a time; the bytes of its largest layer."""
+    """Write a model of about `nbytes`, one tensor at a time. Returns the bytes of its largest layer."""
     folder.mkdir()
     config = {**CONFIG, "num_hidden_layers": 1}
     sizes = layer_sizes(config)
@@ -116,7 +117,7 @@ def make_model(folder: Path, nbytes: int) -> int:
 
 
 def layer_sizes(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Bytes of a transformer layer, and of the embedding."""
+    """Bytes of a transformer layer and of the embedding."""
     weights = WeightMap(architecture_of(config))
     layer = other = 0
     for entry in weights.entries():
@@ -141,14 +142,14 @@ def shards(weights: WeightMap) -> Iterator[list[TensorSpec]]:
 
 
 def random_tensors(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
-    """Random bits."""
+    """Tensors of random bits, by name."""
     for spec in specs:
         bits = torch.randint(-(2**15), 2**15, spec.shape, dtype=torch.int16)
         yield spec.name, bits.view(torch.bfloat16)
 
 
 def best(way: str, source: Path, out: Path, processes: int | None, largest: int) -> Row:
-    """The best of some conversions and of the copies between them; `out` is there afterwards."""
+    """Time `REPEATS` conversions and the copies between them; the fastest of each counts. `out` is kept."""
     nbytes, copies, taken = bytes_in(source), [copy_seconds(source)], []
     for _ in range(REPEATS):
         if out.exists():
@@ -161,7 +162,7 @@ def best(way: str, source: Path, out: Path, processes: int | None, largest: int)
 
 
 def in_a_new_process(way: str, source: Path, out: Path, processes: int | None) -> tuple[float, int]:
-    """Seconds and peak of one conversion."""
+    """Seconds and peak bytes of one conversion."""
     here, there = Pipe()
     child = get_context("spawn").Process(target=converted, args=(way, source, out, processes, there))
     child.start()
@@ -172,11 +173,11 @@ def in_a_new_process(way: str, source: Path, out: Path, processes: int | None) -
 
 
 def converted(way: str, source: Path, out: Path, processes: int | None, pipe: Connection) -> None:
-    """In a process of its own: convert, and send the seconds and the bytes of the peak."""
+    """Convert in this process, and send seconds and peak bytes through `pipe`."""
     torch.set_num_threads(1)
     before = resident("VmRSS")
     touch_memory(source)
-    # The peak counts from here.
+    # Reset the peak.
     Path("/proc/self/clear_refs").write_text("5")
     started = time.perf_counter()
     (hf_to_megatron if way == "hf2mg" else megatron_to_hf)(source, out, processes=processes)
@@ -186,13 +187,13 @@ def converted(way: str, source: Path, out: Path, processes: int | None, pipe: Co
 
 
 def resident(key: str) -> int:
-    """A size in bytes that Linux tells of this process."""
+    """Size in bytes of an entry of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])
 
 
 def copy_seconds(source: Path) -> float:
-    """The baseline."""
+    """Seconds of `cp -r`, the baseline."""
     copy = source.with_name("copy")
     touch_memory(source)
     started = time.perf_counter()
@@ -203,7 +204,7 @@ def copy_seconds(source: Path) -> float:
 
 
 def touch_memory(source: Path) -> None:
-    """Have as much free memory as a copy needs; a virtual machine otherwise gets it from its host meanwhile."""
+    """Free as much memory as a copy needs: a virtual machine would otherwise request it from its host while timed."""
     junk = source.with_name(f"junk-{os.getpid()}")
     block = bytes(2**24)
     with junk.open("wb") as file:
@@ -213,9 +214,9 @@ def touch_memory(source: Path) -> None:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """For people."""
-    shown = Table(title="Conversion against cp of the same bytes")
-    shown.add_column("way", no_wrap=True)
+    """Table with one row per direction."""
+    shown = Table(title="Conversion compared with cp of the same bytes")
+    shown.add_column("direction", no_wrap=True)
     for name in ("GB", "s", "GB/s", "cp GB/s", "fraction", "peak MB", "largest layer MB", "ratio"):
         shown.add_column(name, justify="right")
     for row in rows:

@@ -1,28 +1,27 @@
-"""How fast passages come out of a corpus on disk, against the `datasets` that Search-R1's server reads from.
+"""Compares the time to read passages from a corpus on disk with `datasets`, which Search-R1's server uses.
 
-    python -m bench.docstore       # 21 million passages like wiki-18: a quarter of an hour, 30 GB of disk
+    python -m bench.docstore       # 21 million passages like wiki-18: 15 minutes, 30 GB of disk
     python -m bench.docstore --passages 2100000 --dir /data
 
-The same synthetic passages are written as jsonl, for `Corpus`, and as the Arrow file that `datasets` would
-make of it (string columns, record batches of 1000 rows), at a hundredth, a tenth and all of the size. One
-fetch is what one request of 128 queries with 3 passages each needs: 384 random rows. They are read in three
-ways:
+The same synthetic passages are written as jsonl, for `Corpus`, and as the Arrow file that `datasets` makes of it
+(string columns, record batches of 1000 rows). Sizes are 1 %, 10 % and 100 % of `--passages`. One fetch reads 384 random
+rows: one request of 128 queries with 3 passages each. The rows are read in three ways:
 
 - rlsys: `Corpus.fetch(rows)`;
-- row by row: `[dataset[int(row)] for row in rows]`, which is how Search-R1's server reads; the baseline;
-- batched: `dataset[rows]`, the best that `datasets` offers.
+- row by row: `[dataset[int(row)] for row in rows]`, as Search-R1's server reads; the baseline;
+- batched: `dataset[rows]`, the fastest way of `datasets`.
 
-Each sample is a process of its own, with rows of its own; the median of `REPEATS` counts.
+Each sample has its own process and, per repeat, its own rows; the table shows the median of `REPEATS`.
 
-- first open: the corpus is read through, from the disk. Writing the Arrow file is not timed.
-- open: a later one, with nothing of the files in the page cache.
-- cold: the first fetch, after the pages that opening read have been given back too. `read MB` is what the
-  disk gave for it; less than the passages themselves stops the run, because then it was not cold.
-- warm: the same fetch again, the median of `WARM`.
-- resident: by how much opening and fetching made the process grow, mapped pages included.
+- first open: reads the whole corpus from the disk. Writing the Arrow file is not timed.
+- open: a later open, with none of the files in the page cache.
+- cold: the first fetch, with the pages that opening read dropped again. `read MB` is what was read from the disk. The
+  run stops if that is less than the passages themselves, because the fetch was not cold.
+- warm: the same fetch again, median of `WARM`.
+- resident: growth of the process by opening and fetching, mapped pages included.
 
-What a touched page costs depends on the read-ahead of the disk, which the table names: where nobody said
-which pages are wanted, that much is read around each.
+The cost of a page also depends on the disk's read-ahead, which the table shows: without a hint about the wanted pages,
+the system reads that much around each.
 """
 
 from __future__ import annotations
@@ -57,17 +56,17 @@ REPEATS, WARM = 5, 20
 BASELINE = "row by row"
 WAYS = ("rlsys", BASELINE, "batched")
 BYTES_A_PASSAGE = 1450
-"""What a passage takes in both files and the sidecar, rounded up."""
+"""Disk use of a passage: both files and the sidecar, rounded up."""
 KEPT_FREE = 20 << 30
-"""Disk that is left to others."""
+"""Bytes of disk that are left free."""
 
 Fetch = Callable[[Sequence[int]], list[str]]
-"""Gives the contents of rows."""
+"""Row numbers -> the contents of these rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one process measured."""
+    """Measurement of one process."""
 
     open_s: float
     cold_ms: float
@@ -75,12 +74,12 @@ class Sample:
     warm_ms: float
     resident_mb: float
     digest: str
-    """Of the passages, which must be the same whichever way they came."""
+    """SHA-256 of the passages; equal for all ways."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way at one size; a ratio is the baseline's time over this one's."""
+    """One way at one size. A ratio is the baseline's time over this way's."""
 
     passages: int
     way: str
@@ -103,9 +102,9 @@ class Files:
     arrow: Path
 
     def forget(self) -> None:
-        """Take the files and what lies beside them out of this process's maps and out of the page cache.
+        """Drop all files of the folder from this process's maps and from the page cache.
 
-        Pages that another process has mapped stay.
+        Pages mapped by another process stay.
         """
         libc = ctypes.CDLL(None, use_errno=True)
         for line in Path("/proc/self/maps").read_text().splitlines():
@@ -126,7 +125,7 @@ def bodies() -> list[str]:
 
 
 def write(folder: Path, passages: int) -> Files:
-    """Write `passages` rows in both formats; texts come again, with other titles."""
+    """Write `passages` rows in both formats; texts repeat with other titles."""
     import pyarrow as pa
 
     files = Files(folder / "corpus.jsonl", folder / "corpus.arrow")
@@ -151,7 +150,7 @@ def write(folder: Path, passages: int) -> Files:
 
 
 def open_way(way: str, files: Files) -> tuple[float, Fetch]:
-    """Seconds that opening took, without imports, and how to fetch."""
+    """Open the corpus. Returns the seconds, without imports, and a function that fetches rows."""
     if way == "rlsys":
         from rlsys.search.corpus import Corpus
 
@@ -169,15 +168,14 @@ def open_way(way: str, files: Files) -> tuple[float, Fetch]:
 
 
 def timed(fetch: Fetch, rows: Sequence[int]) -> tuple[float, list[str]]:
-    """Seconds of one fetch, and what came."""
+    """Seconds of one fetch, and the fetched contents."""
     started = perf_counter()
     contents = fetch(rows)
     return perf_counter() - started, contents
 
 
 def sample(way: str, files: Files, rows: Sequence[int]) -> Sample:
-    """Open, forget, fetch, and fetch again. A corpus of one row is read before, so that all code is
-    loaded."""
+    """Open, drop all pages, fetch, and fetch again. A corpus of one row is read first, to load all code."""
     with TemporaryDirectory() as folder:
         open_way(way, write(Path(folder), 1))[1]([0])
     process = psutil.Process()
@@ -190,7 +188,7 @@ def sample(way: str, files: Files, rows: Sequence[int]) -> Sample:
     warm_s = statistics.median(timed(fetch, rows)[0] for _ in range(WARM))
     resident = process.memory_info().rss - resident
     if read < sum(map(len, set(contents))):
-        raise SystemExit(f"{files.jsonl.parent} is not read from a disk: give --dir a folder that is on one")
+        raise SystemExit(f"{files.jsonl.parent} is not read from a disk: pass --dir with a folder on a disk")
     digest = hashlib.sha256("\0".join(contents).encode()).hexdigest()
     return Sample(open_s, cold_s * 1e3, read / 1e6, warm_s * 1e3, resident / 1e6, digest)
 
@@ -201,7 +199,7 @@ def first_open(files: Files) -> float:
 
 
 def in_fresh_process(call: Callable[..., Any], *args: Any) -> Any:
-    """What `call` returns, from a process of its own, which is gone afterwards."""
+    """Result of `call(*args)` in a new process, which then ends."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(call, *args).result()
 
@@ -218,7 +216,7 @@ def measure(folder: Path, passages: int) -> Iterator[Row]:
             files.forget()
             taken[way].append(in_fresh_process(sample, way, files, rows))
         if len({samples[-1].digest for samples in taken.values()}) != 1:
-            raise SystemExit("the same rows gave other passages: nothing that was measured counts")
+            raise SystemExit("the ways returned different passages for the same rows: the measurement is invalid")
 
     def median(way: str, name: str) -> float:
         return statistics.median(getattr(one, name) for one in taken[way])
@@ -240,7 +238,7 @@ def measure(folder: Path, passages: int) -> Iterator[Row]:
 
 
 def table(rows: Sequence[Row], read_ahead_kb: int) -> Table:
-    """All rows, sizes apart."""
+    """Table of all rows, grouped by size."""
     title = f"{QUERIES} x {TOPK} random passages; read-ahead of the disk {read_ahead_kb} KB"
     shown = Table(title=title, title_justify="left")
     for name in ("passages", "way"):
@@ -277,30 +275,32 @@ def table(rows: Sequence[Row], read_ahead_kb: int) -> Table:
 
 
 def read_ahead_kb(folder: Path) -> int:
-    """How much the disk below `folder` reads around a page."""
+    """Read-ahead in KB of the disk that holds `folder`."""
     device = folder.stat().st_dev
     setting = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
     if not setting.is_file():
-        raise SystemExit(f"{folder} is not on a disk of its own: give --dir a folder on a local disk")
+        raise SystemExit(f"{folder} is not on a local disk: pass --dir with a folder on one")
     return int(setting.read_text())
 
 
 def main() -> None:
-    """Write, measure, print, keep the figures, delete the files."""
+    """Write the corpora, measure, print, write the result file and delete the corpora."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--passages", type=int, default=PASSAGES, help="of the largest corpus")
-    parser.add_argument("--dir", type=Path, help="folder on the disk to measure; the temporary one by default")
+    parser.add_argument("--passages", type=int, default=PASSAGES, help="passages of the largest corpus")
+    parser.add_argument("--dir", type=Path, help="folder on the disk to measure; default: the temporary folder")
     args = parser.parse_args()
     if args.dir is not None and not args.dir.is_dir():
-        raise SystemExit(f"--dir {args.dir} is not a folder: make it first")
+        raise SystemExit(f"--dir {args.dir} is not a folder: create it first")
     console = Console(width=130)
     with TemporaryDirectory(dir=args.dir, prefix="docstore-") as folder:
         room = (shutil.disk_usage(folder).free - KEPT_FREE) // BYTES_A_PASSAGE
         if room < SHARES[0]:
-            raise SystemExit(f"{folder} has no room: {KEPT_FREE >> 30} GiB stay free; give --dir a larger disk")
+            raise SystemExit(
+                f"{folder} has no room: {KEPT_FREE >> 30} GiB are kept free; pass --dir with a larger disk"
+            )
         passages = min(args.passages, room)
         if passages < args.passages:
-            console.print(f"{folder} has room for {room:,} passages, with {KEPT_FREE >> 30} GiB left free")
+            console.print(f"{folder} has room for {room:,} passages with {KEPT_FREE >> 30} GiB kept free")
         ahead = read_ahead_kb(Path(folder))
         rows: list[Row] = []
         for share in SHARES:

@@ -1,17 +1,17 @@
-"""How many texts a second one core turns into vectors, by batch size and length, in several ways.
+"""Compares encoders by texts per second on one core, for several batch sizes and text lengths.
 
     python -m bench.encoders             # three minutes on one free core
 
-The model is the bundled MiniLM (6 layers of 384), one thread, each call from strings to float32 vectors of
-norm 1. Queries are about 8 tokens, passages about 120. The baseline is sentence-transformers with the same
-weights; `ratio` is an engine's rate over the baseline's at that length and batch size, `error` the largest
-difference of a component from the baseline's vectors. Engines take turns and of each the fastest of at least
-`ROUNDS` calls counts, so that what else the machine does matters little.
+The model is the bundled MiniLM (6 layers of 384) on one thread; each call turns strings into float32 vectors of norm 1.
+Queries have about 8 tokens, passages about 120. The baseline is sentence-transformers with the same weights. `ratio` is
+an engine's rate over the baseline's at the same length and batch size; `error` is the largest difference of a component
+from the baseline's vectors. Engines alternate, and the fastest of at least `ROUNDS` calls counts for each, to exclude
+other load on the machine.
 
-- rlsys: `Encoder` as it is used, eager PyTorch in float32;
-- bfloat16: the same with that dtype, which needs a CPU that multiplies it (AMX, AVX-512 BF16) to be faster;
-- onnxruntime: the model exported by torch.onnx with batch size and length left open, in float32, the whole
-  batch padded to its longest. Left out where onnx, onnxscript or onnxruntime is not installed.
+- rlsys: `Encoder` as the search server uses it, eager PyTorch in float32;
+- bfloat16: the same in bfloat16, which is faster only on a CPU with bfloat16 multiplication (AMX, AVX-512 BF16);
+- onnxruntime: the model exported by torch.onnx with dynamic batch size and length, in float32, each batch padded to its
+  longest text. Skipped unless onnx, onnxscript and onnxruntime are installed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RESULT = Path("outputs/bench/encoders.json")
 BASELINE = "sentence-transformers"
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 WORD_COUNTS = {"query": (4, 8), "passage": (80, 115)}
-"""Fewest and most words of a text of each length."""
+"""Text length -> fewest and most words."""
 ROUNDS, SECONDS, WIDTH = 3, 1.0, 110
 _WORDS = """
 the river city was founded by king in north war film song play company bridge album railway island which first
@@ -67,9 +67,9 @@ class Row:
 
 
 def main() -> None:
-    """Measure, print the table and write it down."""
+    """Measure, print the table and write the result file."""
     torch.set_num_threads(1)
-    # The exporter tells of operators of packages that are not installed, and of its own deprecations.
+    # The exporter warns about operators of missing packages and about its own deprecations.
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     transformers.utils.logging.disable_progress_bar()
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def open_engines(scratch: Path, console: Console) -> dict[str, Encode]:
-    """By name, the baseline first."""
+    """Engines by name, the baseline first."""
     folder = resolve_folder(BUNDLED)
     reference = SentenceTransformer(str(folder), device="cpu")
     engines: dict[str, Encode] = {
@@ -95,14 +95,14 @@ def open_engines(scratch: Path, console: Console) -> dict[str, Encode]:
     }
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
     if missing:
-        console.print(f"onnxruntime is left out: {', '.join(missing)} is not installed")
+        console.print(f"onnxruntime is skipped; not installed: {', '.join(missing)}")
     else:
         engines["onnxruntime"] = open_onnx(folder, scratch / "model.onnx")
     return engines
 
 
 def open_onnx(folder: Path, path: Path) -> Encode:
-    """Export the model of `folder` to `path` and open it on one thread."""
+    """Export the model of `folder` to `path` and open it with one thread."""
     import onnxruntime  # type: ignore[import-untyped]
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -135,7 +135,7 @@ def open_onnx(folder: Path, path: Path) -> Encode:
 
 
 def measure(length: str, batch: int, engines: Mapping[str, Encode]) -> list[Row]:
-    """All engines on the same texts, in turns."""
+    """Rows of all engines, measured alternately on the same texts."""
     texts = make_texts(length, batch)
     vectors = {name: encode(texts) for name, encode in engines.items()}
     fastest = dict.fromkeys(engines, float("inf"))
@@ -163,15 +163,15 @@ def measure(length: str, batch: int, engines: Mapping[str, Encode]) -> list[Row]
 
 
 def make_texts(length: str, count: int) -> list[str]:
-    """`count` texts of words at random, the same in every run."""
+    """`count` texts of random words, the same in every run."""
     source = random.Random(f"{length} {count}")
     low, high = WORD_COUNTS[length]
     return [" ".join(source.choices(_WORDS.split(), k=source.randint(low, high))) for _ in range(count)]
 
 
 def table(rows: Sequence[Row], engines: Sequence[str]) -> Table:
-    """For people: a line for each length and batch size, texts/s and ratio of each engine."""
-    shown = Table(title=f"Texts a second on one core, and how many times the rate of {BASELINE}")
+    """Table with one line per length and batch size: texts per second and ratio of each engine."""
+    shown = Table(title=f"Texts per second on one core, and the ratio to {BASELINE}")
     for column in ("length", "tokens", "batch", *engines):
         shown.add_column(column, justify="left" if column == "length" else "right", no_wrap=True)
     for first in rows[:: len(engines)]:

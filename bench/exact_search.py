@@ -1,10 +1,10 @@
-"""Exact search on a CPU: rlsys' use of FAISS against FAISS as it comes, by size of the batch.
+"""Compares exact search on a CPU by rlsys and by FAISS with its defaults, for several batch sizes.
 
     python -m bench.exact_search          # one minute
 
-Random unit vectors in an IndexFlatIP, one thread. FAISS chooses between a scan of all vectors for each query and
-products of matrices; `rlsys.search.index.dense` makes that choice itself. Both give the same rows, which is
-checked. Each figure is the median of `REPEATS`.
+Random unit vectors in an IndexFlatIP, one thread. FAISS chooses between a scan of all vectors for each query and matrix
+products; `rlsys.search.index.dense` makes this choice itself. The benchmark asserts that both return the same rows.
+Each rate is the median of `REPEATS`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before the libraries start their threads
+os.environ["OMP_NUM_THREADS"] = "1"  # Must be set before the libraries start their threads.
 
 import faiss
 import numpy as np
@@ -33,7 +33,7 @@ REPEATS = 3
 
 
 def main() -> None:
-    """Measure, print, and write the result."""
+    """Measure, print the table and write the result file."""
     random = np.random.default_rng(0)
     stored = random.standard_normal((ROWS, DIMENSION), dtype=np.float32)
     stored /= np.linalg.norm(stored, axis=1, keepdims=True)
@@ -42,7 +42,7 @@ def main() -> None:
     default = faiss.cvar.distance_compute_blas_threshold
     vectors = Vectors(index, FaissSettings())
     table = Table(title=f"{ROWS:,} vectors of {DIMENSION}, one thread: queries per second")
-    for column in ("batch", "FAISS as it comes", "rlsys", "ratio"):
+    for column in ("batch", "FAISS default", "rlsys", "ratio"):
         table.add_column(column, justify="right")
     rows = []
     for batch in BATCHES:

@@ -1,10 +1,11 @@
-"""The pipeline's properties over many seeds: whole runs with scripted workers under a virtual clock.
+"""Checks the pipeline's properties over many seeds: whole runs with scripted workers under a virtual clock.
 
-    python -m bench.interleavings --seeds 100000        # a quarter of an hour on one core; the suite takes some thousand
-    python -m bench.interleavings --first 4711 --seeds 1   # one seed again
+    python -m bench.interleavings --seeds 100000           # 15 minutes on one core; the test suite runs fewer seeds
+    python -m bench.interleavings --first 4711 --seeds 1   # repeats one seed
 
-Each seed is run through, and once more with the run killed and resumed. What a seed decides, and what is held against its run, is told in docs/pipeline.md. Every seed that fails is
-shown with the property that it breaks; the exit status is 1 if there is one.
+Each seed is run once without interruption, and again with the run killed and resumed one or two times. docs/pipeline.md
+explains what a seed decides and which properties are checked. Each failing seed is printed with the property that it
+violates; the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from tests.orchestrator.pipeline.watched import Breach
 
 RESULT = Path("outputs/bench/interleavings.json")
 SHOWN = 20
-"""Failures that are listed."""
+"""Failures listed in the table."""
 
 
 def main(
-    seeds: Annotated[int, typer.Option(help="How many.", min=1)] = 100_000,
-    first: Annotated[int, typer.Option(help="The first one.", min=0)] = 0,
+    seeds: Annotated[int, typer.Option(help="Number of seeds.", min=1)] = 100_000,
+    first: Annotated[int, typer.Option(help="First seed.", min=0)] = 0,
 ) -> None:
-    """Run every seed, show what was seen, write it down."""
+    """Run every seed, print counts and failures, and write the result file."""
     console = Console()
     failures: dict[int, str] = {}
     seen: Counter[str] = Counter()
@@ -45,7 +46,7 @@ def main(
             try:
                 seen += _seen(simulate(seed))
                 seen += _seen_saved(simulate_lives(seed))
-            except Exception as error:  # noqa: BLE001, each is a finding, and the other seeds are still run
+            except Exception as error:  # noqa: BLE001, each is a finding; the other seeds still run
                 failures[seed] = str(error) if isinstance(error, Breach) else repr(error)
                 progress.update(task, description=f"[red]{len(failures)} failures")
             progress.advance(task)
@@ -67,11 +68,11 @@ def main(
 
 
 def _seen(simulation: Simulation) -> Counter[str]:
-    """What the run met, to see that the seeds are about something."""
+    """Counts of the run's events, which show that the seeds cover them."""
     record = simulation.record
     dropped = Counter(f"dropped: {reason}" for _, reason in record.dropped)
     counts = {
-        f"runs that end by {simulation.script.ending}": 1,
+        f"runs ended by {simulation.script.ending}": 1,
         "prompt groups": len(record.prompt_groups),
         "groups trained": len(record.trained),
         "policy updates": record.version,
@@ -80,25 +81,25 @@ def _seen(simulation: Simulation) -> Counter[str]:
 
 
 def _seen_saved(lives: Sequence[Simulation]) -> Counter[str]:
-    """What was under way in the lives of a run when they were saved."""
+    """Counts of the groups in flight when the launches of a run were saved."""
     counts: Counter[str] = Counter()
     for state in (life.saved.state.pipeline for life in lives if life.saved is not None):
         counts += Counter(
             {
                 "runs killed and resumed": 1,
-                "saved: groups that roll": len(state.scheduler.rolling),
-                "saved: of them with something begun": len(state.begun),
-                "saved: groups that wait for scores": len(state.rolled),
-                "saved: groups that are scored": len(state.scored),
+                "saved: groups in rollout": len(state.scheduler.rolling),
+                "saved: groups in rollout with partial episodes": len(state.begun),
+                "saved: groups waiting for scores": len(state.rolled),
+                "saved: scored groups": len(state.scored),
             }
         )
     return counts
 
 
 def _table(seeds: int, cpu_seconds: float, seen: Counter[str], failures: dict[int, str]) -> Table:
-    rate = f"{seeds:,} seeds, {seeds / cpu_seconds:.0f} a second of one core"
+    rate = f"{seeds:,} seeds, {seeds / cpu_seconds:.0f} per second on one core"
     table = Table(title=rate, title_justify="left", show_header=False)
-    table.add_column("what")
+    table.add_column("event")
     table.add_column("count", justify="right")
     for name, count in sorted(seen.items()):
         table.add_row(name, f"{count:,}")

@@ -1,11 +1,11 @@
-"""A load generator for retrieval servers: so many clients, each with one request in flight, over HTTP.
+"""Generates load on a retrieval server over HTTP: N clients, each with one request in flight.
 
     python -m bench.load http://127.0.0.1:8000 queries.txt --clients 64 --batch 1 --seconds 10
 
-Runs in a process of its own, so that it takes nothing from the server but its share of the machine. Each query of
-the file, one a line, is sent at most once; clients share one list. The first `--warm-up` seconds are not counted.
-Prints one line of JSON, a `Load`. Speaks HTTP through aiohttp, whose parser is in C: what a client costs is small
-beside what a server costs.
+The load runs in its own process and takes only its share of the machine from the server. The file has one query per
+line; clients share the list and send each query at most once. The first `--warm-up` seconds are not counted. The output
+is one line of JSON, a `Load`. HTTP goes through aiohttp, whose parser is in C, so that a client costs little compared
+with a server.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one load measured."""
+    """Measurement of one load."""
 
     clients: int
     batch: int
     queries: int
-    """Answered in the counted time, with the asked number of passages."""
+    """Queries answered in the counted time with the requested number of passages."""
     seconds: float
     qps: float
     """Queries, not requests, per second."""
     p50_ms: float
-    """Of a request."""
+    """Median latency of a request."""
     p99_ms: float
     failures: dict[str, int]
-    """Requests that were not answered as they should be, by reason."""
+    """Failed requests by reason."""
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Recorder:
 async def generate(
     url: str, queries: Iterator[str], clients: int, batch: int, warm_up_s: float, seconds: float
 ) -> Load:
-    """Run the load; ends early when the queries do, which counts as a failure."""
+    """Run the load. It ends early if the queries run out, which counts as a failure."""
     start = perf_counter() + warm_up_s
     recorder = Recorder(start, start + seconds)
     connector = aiohttp.TCPConnector(limit=clients)
@@ -120,7 +120,7 @@ def _fault(status: int, answer: Any, batch: int) -> str:
 
 
 def run_load(url: str, queries: Path, *, clients: int, batch: int = 1, warm_up_s: float = 1.0, seconds: float) -> Load:
-    """Run a load in a process of its own."""
+    """Run a load in a new process."""
     command = [sys.executable, "-m", "bench.load", url, str(queries), "--clients", str(clients)]
     command += ["--batch", str(batch), "--warm-up", str(warm_up_s), "--seconds", str(seconds)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
@@ -128,13 +128,13 @@ def run_load(url: str, queries: Path, *, clients: int, batch: int = 1, warm_up_s
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The process of one load."""
+    """Run one load from the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.load", description="Load a retrieval server.")
-    parser.add_argument("url", help="of the server, without a path")
-    parser.add_argument("queries", type=Path, help="file of queries, one a line")
+    parser.add_argument("url", help="URL of the server, without a path")
+    parser.add_argument("queries", type=Path, help="file of queries, one per line")
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=1, help="queries of one request")
-    parser.add_argument("--warm-up", type=float, default=1.0, help="seconds that are not counted")
+    parser.add_argument("--batch", type=int, default=1, help="queries per request")
+    parser.add_argument("--warm-up", type=float, default=1.0, help="seconds at the start that are not counted")
     parser.add_argument("--seconds", type=float, default=10.0)
     given = parser.parse_args(arguments)
     lines = iter(given.queries.read_text(encoding="utf-8").splitlines())

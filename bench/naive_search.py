@@ -1,9 +1,9 @@
-"""The baseline of `bench.search`: a retrieval server of the shape that Search-R1's users run.
+"""Serves the baseline of `bench.search`: a retrieval server built as Search-R1's.
 
     python -m bench.naive_search INDEX_DIR --port 8001
 
-One lock around each request, no batching over requests, no cache; rows come one by one from an Arrow dataset,
-as `datasets` gives them. The encoder and the FAISS index are rlsys' own, so that nothing but the server differs.
+The server has one lock around each request, no batching across requests and no cache, and reads rows one by one from an
+Arrow dataset. The encoder and the FAISS index come from rlsys, so only the servers differ.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Asked(BaseModel):
 
 
 def create_app(index: Path, encoder: Encoder) -> FastAPI:
-    """The application over the vectors and the corpus of an index folder."""
+    """Application that searches the vectors and the corpus of an index folder."""
     vectors = faiss.read_index(str(index / "index.faiss"))
     datasets.disable_progress_bars()
     corpus = datasets.load_dataset("json", data_files=str(index / "corpus.jsonl"), split="train")
@@ -61,7 +61,9 @@ def create_app(index: Path, encoder: Encoder) -> FastAPI:
 
 def main() -> None:
     """Serve until interrupted."""
-    parser = argparse.ArgumentParser(prog="python -m bench.naive_search", description="Serve an index naively.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.naive_search", description="Serve an index without batching or cache."
+    )
     parser.add_argument("index", type=Path)
     parser.add_argument("--port", type=int, default=8001)
     parser.add_argument("--encoder", default="minilm")

@@ -1,16 +1,16 @@
-"""How much the schedules gain: sequential, pipelined and async runs of the demo, against each other and the ideal.
+"""Compares the speed of sequential, pipelined and async runs of the demo with each other and with an ideal schedule.
 
-    python -m bench.pipeline          # the speed of every schedule; under 20 minutes on two cores
+    python -m bench.pipeline          # speed of every schedule; under 20 minutes on two cores
     python -m bench.pipeline --em     # adds held-out exact match at the end of whole runs, over seeds
 
-Every row is a run of its own by `rlsys train`, all with the same weights at the start, the same number of
-episodes and optimiser steps, and searches answered from one cassette after recorded times. Times are of the
-steps between the first and the last: in that window a run that rolls ahead has rolled as much as it has trained.
+Every row is an `rlsys train` of its own. All runs start from the same weights, have the same number of episodes and
+optimiser steps, and get their searches from one cassette with recorded latencies. The first and the last step are not
+timed: between them, a run with rollouts ahead of training rolls out as much as it trains.
 
     ideal = sum / max(R, I, T, cpu_seconds / cores)
 
-R, I, T are the seconds of rollout, log-probs and training in a step of the sequential run, `sum` adds them up:
-what a schedule would gain that keeps its longest stage, or all cores, busy without a break.
+R, I and T are the seconds of rollout, log-probs and training in a step of the sequential run; `sum` is their total. An
+ideal schedule keeps its longest stage, or all cores, busy all the time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GROUPS = ("rollout", "inference", "actor")
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule and where it runs."""
+    """A schedule and its settings."""
 
     name: str
     settings: tuple[str, ...]
@@ -56,7 +56,7 @@ ASYNC = tuple(
 )
 RECORDED = 1.0
 LATENCIES = (0.0, RECORDED, 4.0)
-"""In units of the recorded times."""
+"""Search latencies as multiples of the recorded ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +77,19 @@ class Measured:
 
     @property
     def ideal_step_s(self) -> float:
-        """The longest stage, or the processor time over all cores. Of a sequential run."""
+        """Seconds of the longest stage, or of the processor time over all cores; defined for sequential runs."""
         return max(self.rollout_s, self.logprob_s, self.train_s, self.cpu_s / (os.cpu_count() or 1))
 
     @property
     def ideal(self) -> float:
-        """The speed-up that such a step would be. Of a sequential run."""
+        """Speed-up of an ideal step over the sum of the stages; defined for sequential runs."""
         return (self.rollout_s + self.logprob_s + self.train_s) / self.ideal_step_s
 
 
 def main(
-    em: Annotated[bool, typer.Option(help="Compare held-out exact match instead; takes long.")] = False,
-    steps: Annotated[int, typer.Option(help="Steps of a run whose speed is measured.", min=4)] = 5,
-    seeds: Annotated[int, typer.Option(help="Seeds of --em.", min=1)] = 3,
+    em: Annotated[bool, typer.Option(help="Compare held-out exact match instead of speed; slow.")] = False,
+    steps: Annotated[int, typer.Option(help="Steps per run when speed is measured.", min=4)] = 5,
+    seeds: Annotated[int, typer.Option(help="Number of seeds for --em.", min=1)] = 3,
 ) -> None:
     """Measure the schedules on the demo's world."""
     console = Console()
@@ -147,7 +147,7 @@ def _measure(schedule: Schedule, latency: float, cassette: Path, steps: int) -> 
 
 
 def _exact_match(console: Console, cassette: Path, seeds: int) -> dict[str, Any]:
-    """Held-out exact match after whole runs of the demo's length, on-policy and one version behind."""
+    """Held-out exact match after whole runs of the demo's length, pipelined and async with `max_staleness` 1."""
     found: dict[str, list[float]] = {}
     for schedule in (PIPELINED, ASYNC[0]):
         for seed in range(1, seeds + 1):
@@ -162,7 +162,7 @@ def _exact_match(console: Console, cassette: Path, seeds: int) -> dict[str, Any]
 
 
 def _run(name: str, settings: Iterable[str], cassette: Path) -> Path:
-    """One training run; its folder."""
+    """Run one training and return its folder."""
     folder = OUT / "pipeline" / name.replace(", ", "-").replace(" ", "-")
     return training_run(folder, ["eval.interval=0", *settings], cassette)
 
@@ -176,7 +176,7 @@ def _row(rows: Sequence[Measured], schedule: str, latency: float = RECORDED) -> 
 
 
 def _key_figures(rows: Sequence[Measured]) -> dict[str, float]:
-    """Of the rows at the recorded latency."""
+    """Key metrics of the rows at the recorded latency."""
     baseline = _sequential(rows, RECORDED)
     one, two = (_row(rows, schedule.name) for schedule in ASYNC)
     colocated = _row(rows, COLOCATED.name)
@@ -208,7 +208,7 @@ def _as_dict(row: Measured, rows: Sequence[Measured]) -> dict[str, Any]:
 
 def _times(rows: Sequence[Measured]) -> Table:
     names = ("step", "rollout", "scoring", "training", "cpu", "gain", "/ideal")
-    table = _table("Seconds a step", names)
+    table = _table("Seconds per step", names)
     for row in rows:
         shown = _as_dict(row, rows)
         times = (row.step_s, row.rollout_s, row.logprob_s, row.train_s, row.cpu_s)
@@ -219,7 +219,7 @@ def _times(rows: Sequence[Measured]) -> Table:
 
 def _idle(rows: Sequence[Measured]) -> Table:
     columns = [f"{group} idle" for group in GROUPS]
-    table = _table("Share of a step without work, and seconds of weight sync", [*columns, "sync"])
+    table = _table("Idle share of a step, and seconds of weight sync", [*columns, "sync"])
     for row in rows:
         _add(table, row, [*(f"{row.idle[group]:.0%}" for group in GROUPS), f"{row.sync_s:.2f}"])
     return table

@@ -1,22 +1,24 @@
-"""Reads the project's prose by simple rules: docstrings, comments, and documents.
+"""Checks docstrings, comments, documents and identifiers against simple rules of style.
 
-    python -m bench.prose [--show opening] [--under rlsys/search]
-    python -m bench.prose --sample 30 --seed 1        # docstrings for a reader, with their code's names
+    python -m bench.prose [--show opens-dangling] [--under rlsys/search]
+    python -m bench.prose --sample 30 --seed 1        # random docstrings for a reader, with the names they document
 
-Prints counts by room and rule, and writes outputs/bench/prose.json. The rules see form alone; whether a sentence is clear at
-the first reading takes a reader.
+The command prints counts by room and rule, with the share of docstrings that open with "Of" or "What", and writes
+outputs/bench/prose.json. Identifiers are checked for retired words only. The rules see only the form of a sentence; a
+reader must judge whether it is clear.
 """
 
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import json
 import random
 import re
 import tokenize
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -29,7 +31,9 @@ PROJECT = Path(__file__).resolve().parents[1]
 RESULT = Path("outputs/bench/prose.json")
 FOLDERS = ("rlsys", "examples", "toolkits", "bench", "scripts", "tests", "docs")
 LONGEST_SENTENCE = 35
-"""Words."""
+"""Most words of a sentence."""
+WORST_OPENINGS = ("Of ", "What ")
+"""Openings whose share of all docstrings is shown."""
 QUESTIONS = {"What", "How", "Which", "Whether", "Who", "Whose", "Why"}
 DANGLING = {
     "Of",
@@ -49,15 +53,21 @@ DANGLING = {
     "And",
     "But",
 }
-PERSONS = re.compile(
-    r"\b(lie[sd]? to|lying|comforts?|bereaved|last words|bury|buried|content with|believes?|knows? nothing)\b"
+PERSONS = re.compile(r"\b(lie[sd]? to|lying|comforts?|bereaved|bury|buried|content with|believes?|knows? nothing)\b")
+STILTED = re.compile(
+    r"\b(so many|go(es)? on|under way|(is|are) (said|told)|(is|are) (that|those) of|as (it is|they are))\b"
 )
+"""Phrases with a plainer word: N, continue, in flight, state, the same as."""
 RETIRED = {
     "ledger": "scheduler",
     "bereaved": "on_engine_death",
     "last_words": "last_error",
     "under_way": "in_flight",
+    "last words": "last error",
     "parcel": "bucket handle",
+    "bite": "score batch",
+    "stranger": "anyone without the token",
+    "dooms": "marks unschedulable",
     "dealer": "batch sharder",
     "residence": "offload manager",
     "tenant": "resident",
@@ -70,42 +80,59 @@ RETIRED = {
     "tether": "parent watch",
     "offspring": "child processes",
 }
-"""Word that is no longer used -> the field's word for the same thing."""
+"""Retired word -> the field's word for the same thing."""
 
 
 @dataclass(frozen=True)
 class Prose:
-    """A docstring, a comment or a paragraph, and its place."""
+    """A docstring, a comment, a paragraph or an identifier, and its place."""
 
     room: str
     kind: str
-    """`module`, `class`, `function`, `attribute`, `comment` or `paragraph`."""
+    """`module`, `class`, `function`, `attribute`, `comment`, `paragraph` or `identifier`."""
     place: str
     name: str
     """Identifier that a docstring belongs to."""
     text: str
 
+    @property
+    def is_docstring(self) -> bool:
+        return self.kind not in ("comment", "paragraph", "identifier")
+
 
 def sentences(text: str) -> list[str]:
-    """Sentences of a text, without inline code."""
-    return re.split(r"(?<=[.:;?!])\s+", re.sub(r"`[^`]*`", "code", " ".join(text.split())))
+    """Sentences of a text, without indented commands and inline code."""
+    prose = re.sub(r"^ {4}.*$", ".", inspect.cleandoc(text), flags=re.MULTILINE)
+    return re.split(r"(?<=[.:;?!])\s+", re.sub(r"`[^`]*`", "code", " ".join(prose.split())))
 
 
 def first_word(prose: Prose) -> str:
-    return prose.text.split(maxsplit=1)[0].rstrip(",:") if prose.kind not in ("comment", "paragraph") else ""
+    return prose.text.split(maxsplit=1)[0].rstrip(",:") if prose.is_docstring else ""
+
+
+def has_retired_word(prose: Prose) -> bool:
+    """True for a retired word in a text, or between the underscores of an identifier."""
+    return any(re.search(rf"(?<![a-z]){word}(?![a-z])", prose.text.lower()) for word in RETIRED)
 
 
 RULES: dict[str, Callable[[Prose], bool]] = {
     "opens-with-question": lambda prose: first_word(prose) in QUESTIONS,
     "opens-dangling": lambda prose: first_word(prose) in DANGLING,
     "long-sentence": lambda prose: any(len(one.split()) > LONGEST_SENTENCE for one in sentences(prose.text)),
-    "person": lambda prose: bool(PERSONS.search(prose.text)),
-    "retired-word": lambda prose: any(re.search(rf"\b{word}\b", prose.text, re.I) for word in RETIRED),
+    "person": lambda prose: prose.kind != "identifier" and bool(PERSONS.search(prose.text)),
+    "stilted": lambda prose: prose.kind != "identifier" and bool(STILTED.search(prose.text)),
+    "retired-word": has_retired_word,
 }
 
 
+def percent_of_worst_openings(found: Sequence[Prose]) -> float:
+    """Percent of docstrings that open with one of `WORST_OPENINGS`; 0 without docstrings."""
+    written = [prose.text for prose in found if prose.is_docstring]
+    return 100 * sum(text.startswith(WORST_OPENINGS) for text in written) / max(1, len(written))
+
+
 def docstrings(tree: ast.AST) -> Iterator[tuple[str, int, str, str]]:
-    """Kind, line, name and text of each docstring, those of attributes included."""
+    """Kind, line, name and text of each docstring, including those of attributes."""
     kinds = {ast.Module: "module", ast.ClassDef: "class", ast.FunctionDef: "function", ast.AsyncFunctionDef: "function"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -118,14 +145,24 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[str, int, str, str]]:
 
 
 def comments(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of each comment, but those for tools."""
+    """Line and text of each comment, except those for tools."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and not re.match(r"#!?\s*(noqa|type:|fmt:|ruff:|!|pragma)", token.string):
             yield token.start[0], token.string.lstrip("# ")
 
 
+def identifiers(tree: ast.AST) -> dict[str, int]:
+    """Names of definitions, arguments, variables and attributes -> a line of each."""
+    return {
+        name: getattr(node, "lineno", 1)
+        for node in ast.walk(tree)
+        for field in ("id", "attr", "arg", "name")
+        if isinstance(name := getattr(node, field, None), str)
+    }
+
+
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:
-    """Line and text of each paragraph of a document: no code, tables or headings."""
+    """Line and text of each paragraph of a document, without code, tables and headings."""
     inside, line = False, 1
     for block in re.split(r"(\n\s*\n)", text):
         inside ^= block.count("```") % 2 == 1
@@ -139,10 +176,13 @@ def read(folder: str) -> Iterator[Prose]:
     for file in sorted((PROJECT / folder).rglob("*.py")):
         parts, name, source = file.relative_to(PROJECT).parts, str(file.relative_to(PROJECT)), file.read_text()
         room = "/".join(parts[:2]) if parts[0] in ("rlsys", "tests") and len(parts) > 2 else parts[0]
-        for kind, line, owner, text in docstrings(ast.parse(source)):
+        tree = ast.parse(source)
+        for kind, line, owner, text in docstrings(tree):
             yield Prose(room, kind, f"{name}:{line}", owner, text)
         for line, text in comments(source):
             yield Prose(room, "comment", f"{name}:{line}", "", text)
+        for text, line in identifiers(tree).items():
+            yield Prose(room, "identifier", f"{name}:{line}", text, text)
     documents = [*(PROJECT / folder).rglob("*.md"), *(PROJECT.glob("*.md") if folder == "docs" else ())]
     for file in sorted(documents):
         for line, text in paragraphs(file.read_text()):
@@ -150,16 +190,18 @@ def read(folder: str) -> Iterator[Prose]:
 
 
 def main(
-    show: Annotated[list[str] | None, typer.Option(help=f"Rules whose places are listed: {', '.join(RULES)}.")] = None,
-    under: Annotated[str, typer.Option(help="Beginning of the places that count.")] = "",
-    sample: Annotated[int, typer.Option(help="Docstrings to draw at random; nothing is counted then.", min=0)] = 0,
+    show: Annotated[
+        list[str] | None, typer.Option(help=f"Rule whose violations are listed: {', '.join(RULES)}.")
+    ] = None,
+    under: Annotated[str, typer.Option(help="Path prefix of the files to check.")] = "",
+    sample: Annotated[int, typer.Option(help="Print this many random docstrings instead of counts.", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Seed of the sample.")] = 0,
 ) -> None:
-    """Count what breaks the rules, or draw docstrings to be read."""
+    """Count violations of the rules, or print random docstrings for a reader."""
     console = Console(width=150, soft_wrap=True)
     found = [prose for folder in FOLDERS for prose in read(folder) if prose.place.startswith(under)]
     if sample:
-        written = [prose for prose in found if prose.kind not in ("comment", "paragraph")]
+        written = [prose for prose in found if prose.is_docstring]
         for prose in random.Random(seed).sample(written, min(sample, len(written))):
             console.print(
                 f"{prose.place} {prose.kind} {prose.name}\n    {' '.join(prose.text.split())}\n", markup=False
@@ -169,15 +211,21 @@ def main(
     for rule, prose in broken:
         if rule in (show or ()):
             console.print(f"{prose.place} {prose.name}: {' '.join(prose.text.split())[:200]}", markup=False)
-    pieces, counts = Counter(prose.room for prose in found), Counter((prose.room, rule) for rule, prose in broken)
-    table = Table("room", "pieces", *RULES)
+    pieces = Counter(prose.room for prose in found if prose.kind != "identifier")
+    counts = Counter((prose.room, rule) for rule, prose in broken)
+    table = Table("room", "pieces", *RULES, "Of/What %")
+    shares = {}
     for room, number in sorted(pieces.items()):
-        table.add_row(room, str(number), *(str(counts[room, rule]) for rule in RULES))
-    table.add_row("all", str(len(found)), *(str(sum(counts[room, rule] for room in pieces)) for rule in RULES))
+        shares[room] = percent_of_worst_openings([prose for prose in found if prose.room == room])
+        table.add_row(room, str(number), *(str(counts[room, rule]) for rule in RULES), f"{shares[room]:.1f}")
+    totals = (str(sum(counts[room, rule] for room in pieces)) for rule in RULES)
+    shares["all"] = percent_of_worst_openings(found)
+    table.add_row("all", str(sum(pieces.values())), *totals, f"{shares['all']:.1f}")
     console.print(table)
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     rows = [asdict(prose) | {"rule": rule} for rule, prose in broken]
-    RESULT.write_text(json.dumps({"pieces": pieces, "broken": rows}, indent=1))
+    result = {"pieces": pieces, "percent_of_or_what": shares, "broken": rows}
+    RESULT.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

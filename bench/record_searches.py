@@ -1,13 +1,13 @@
-"""How long searches take under a rollout's load: the scripted policy's searches, recorded onto a cassette.
-
-The search server of a run, on the tiny world, answers every search that the scripted policy makes for the
-training and the held-out questions, with as many questions under way as an engine has episodes. The cassette
-has the time of each search as an episode sees it: with queueing, batching and the server's cache.
+"""Records the scripted policy's searches and their latencies under a rollout's load onto a cassette.
 
     python -m bench.record_searches [--out outputs/bench/searches.jsonl] [--in-flight 64]
 
-from the project's root, after `make demo` has made the world. A cassette that is there is kept if it holds
-every search and comes from this index; then nothing is asked. A broken-off recording is begun anew.
+Run it from the project's root after `make demo`, which makes the world. The scripted policy answers the training and
+the held-out questions of the tiny world with a run's search server, with as many questions in flight as an engine has
+episodes. The cassette holds each search with its latency as an episode sees it: with queueing, batching and the
+server's cache.
+
+A complete cassette of this index is kept and nothing is recorded. An interrupted recording starts again.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ START_TIMEOUT_S = 180.0
 
 
 def main() -> None:
-    """Record, unless that is done, and show what there is."""
+    """Record unless the cassette is complete, and show its contents."""
     parser = argparse.ArgumentParser(description="Record the searches of the scripted policy.")
     parser.add_argument("--out", type=Path, default=OUT, help="cassette to write")
-    parser.add_argument("--in-flight", type=int, default=IN_FLIGHT, help="questions under way at a time")
+    parser.add_argument("--in-flight", type=int, default=IN_FLIGHT, help="questions in flight")
     given = parser.parse_args()
     show(record_searches(Path(given.out), int(given.in_flight)))
 
 
 def record_searches(path: Path = OUT, in_flight: int = IN_FLIGHT) -> Path:
-    """Record, unless that is done; returns `path`, where a complete cassette then is."""
+    """Record unless the cassette at `path` is complete. Returns `path`."""
     console = Console()
     questions = [*read_questions(str(WORLD / "train.jsonl")), *read_questions(str(WORLD / "heldout.jsonl"))]
     if asyncio.run(is_recorded(path, questions)):
-        console.print(f"The searches are recorded already: {path}", highlight=False, soft_wrap=True)
+        console.print(f"The searches are already recorded: {path}", highlight=False, soft_wrap=True)
     else:
         console.print(f"Recording searches: {path}", highlight=False, soft_wrap=True)
         record(path, questions, in_flight)
@@ -62,7 +62,7 @@ def record_searches(path: Path = OUT, in_flight: int = IN_FLIGHT) -> Path:
 
 
 async def is_recorded(path: Path, questions: Sequence[Question]) -> bool:
-    """Whether the cassette at `path` comes from this index and holds every search of the scripted policy."""
+    """True if the cassette at `path` comes from this index and holds every search of the scripted policy."""
     try:
         header = Cassette.read(path).header
         player = open_tool(_search(path, CassetteMode.replay))
@@ -78,7 +78,7 @@ async def is_recorded(path: Path, questions: Sequence[Question]) -> bool:
 
 
 def record(path: Path, questions: Sequence[Question], in_flight: int) -> None:
-    """Replace the cassette at `path`; it has that name once it is complete."""
+    """Record a cassette and move it to `path` when it is complete."""
     part = path.with_name(f".{path.name}.recording")
     part.unlink(missing_ok=True)
     with (
@@ -96,11 +96,11 @@ async def _record(questions: Sequence[Question], search: SearchConfig, in_flight
     async with recorder:
         failed = await _walk(questions, recorder, in_flight)
     if failed:
-        raise RunError(f"{len(failed)} searches failed, the first one so: {failed[0]}")
+        raise RunError(f"{len(failed)} searches failed; the first error: {failed[0]}")
 
 
 async def _walk(questions: Sequence[Question], tool: CassetteTool, in_flight: int) -> list[str]:
-    """Let the scripted policy answer `questions`; returns the errors of its searches."""
+    """Answer `questions` with the scripted policy. Returns the errors of its searches."""
     gate = asyncio.Semaphore(in_flight)
     errors: list[str] = []
 

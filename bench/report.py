@@ -1,11 +1,12 @@
-"""How fast a report is made, how large it is, and how fast a browser opens it.
+"""Measures the time to make a report, its size, and the time a browser takes to open it.
 
-    python -m bench.report [--trajectories 5000] [--tokens 2000]      # some minutes
+    python -m bench.report [--trajectories 5000] [--tokens 2000]      # a few minutes
 
-A made-up run with trajectories of real size (a quarter of the tokens generated, with log-probs, reference and advantages)
-is written, reported, and opened in Chromium. "Opened" is the time from the navigation until the overview and its charts
-are drawn; "read" until the whole file is; then the list of trajectories, one of them token by token, and a search through
-every text. The best of three counts for what is opened anew: what else the machine does is none of the page's.
+The benchmark writes a synthetic run with trajectories of realistic size (a quarter of the tokens generated, with
+log-probs, reference and advantages), makes its report and opens it in Chromium. "Opened" is the time from navigation
+until the overview and its charts are drawn, "read" until the whole file is loaded. Then it times the list of
+trajectories, one trajectory token by token, and a search through every text. The browser's times are the best of three,
+to exclude other load on the machine.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from tests.support.made_run import Maker, Size, made_run
 
 RESULT = Path("outputs/bench/report.json")
 OF_A_STEP = 64
-"""Trajectories, as tracking.trajectories keeps by default."""
+"""Trajectories kept per step, the default of tracking.trajectories."""
 TRIES = 3
 LAST_CHART = 5
-"""Of those on the first screen."""
+"""Index of the last chart on the first screen."""
 LONGEST_S = 120
-"""That anything may take before it counts as failed."""
+"""Time limit of each action in the browser."""
 
 
 def main(
-    trajectories: Annotated[int, typer.Option(help="How many are kept.", min=OF_A_STEP)] = 5000,
-    tokens: Annotated[int, typer.Option(help="Of each, the prompt included.", min=200)] = 2000,
+    trajectories: Annotated[int, typer.Option(help="Number of kept trajectories.", min=OF_A_STEP)] = 5000,
+    tokens: Annotated[int, typer.Option(help="Tokens per trajectory, with the prompt.", min=200)] = 2000,
     folder: Annotated[
-        Path | None, typer.Option(help="Where to leave the run and its report; nowhere by default.")
+        Path | None, typer.Option(help="Folder to keep the run and its report in; default: they are deleted.")
     ] = None,
 ) -> None:
-    """Make the run and its report, open it, show and write down what it took."""
+    """Write a run and its report, open the report, print the times and write the result file."""
     steps = -(-trajectories // OF_A_STEP)
     turn = (tokens - 200) // 3
     size = Size(steps, OF_A_STEP // 8, 8, 200, 2, turn // 4, turn - turn // 4 + turn // 8, answers=500)
@@ -69,7 +70,7 @@ def main(
 
 
 def _open(browser: Browser, report: Path, trajectory: int) -> dict[str, float]:
-    """Seconds of each thing that a reader does; of all trajectories, number `trajectory` is read."""
+    """Seconds of each action of a reader, who opens trajectory number `trajectory`."""
     page = browser.new_page()
     page.set_default_timeout(1000 * LONGEST_S)
     begun = time.perf_counter()
@@ -87,18 +88,18 @@ def _open(browser: Browser, report: Path, trajectory: int) -> dict[str, float]:
 
 
 def _until(page: Page, address: str, done: str) -> float:
-    """Seconds from a change of the address until the script `done` gives something, by the page's clock.
+    """Seconds from a change of the address until the script `done` returns a true value, by the page's clock.
 
-    Raises playwright's Error after LONGEST_S, for its own limits do not hold within a script, and where `done` gives
-    something beforehand, for nothing would be measured.
+    Raises playwright's Error after LONGEST_S, because playwright's own limits do not apply within a script. Also raises
+    it if `done` is true beforehand, because nothing would be measured.
     """
     took: float = page.evaluate(
         f"""async () => {{
-            if ({done}) throw new Error("{address}: it is there already");
+            if ({done}) throw new Error("{address}: already shown");
             const begun = performance.now();
             location.hash = "{address}";
             while (!({done})) {{
-                if (performance.now() - begun > {1000 * LONGEST_S}) throw new Error("{address}: nothing is shown");
+                if (performance.now() - begun > {1000 * LONGEST_S}) throw new Error("{address}: not shown in time");
                 await new Promise((resolve) => setTimeout(resolve, 2));
             }}
             return performance.now() - begun;
@@ -113,7 +114,7 @@ def _table(result: dict[str, Any]) -> Table:
     rows = (
         ("report made", f"{result['made_s']:.1f} s"),
         (
-            "report, and the trajectories in the run's folder",
+            "size of the report, and of the trajectories in the run's folder",
             f"{result['report_mb']:.1f}, {result['run_mb']:.1f} MB",
         ),
         ("opened: overview drawn", f"{result['opened_s']:.2f} s"),

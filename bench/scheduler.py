@@ -1,13 +1,12 @@
-"""What the scheduler itself costs: the real scheduler, pipeline and learner's loop between workers that answer at once.
+"""Measures the scheduler's own cost: the real scheduler, pipeline and learner's loop with workers that answer at once.
 
     python -m bench.scheduler          # about two minutes on one core
 
-A run with a staleness of 1 keeps two steps' worth of trajectories in flight; it trains `STEPS` steps. Counted
-are seconds of the processor for each trajectory trained, the best of `REPEATS`, with Python's garbage collector
-and without: the collector walks over all that is alive, which is not the scheduler's activity. The baseline is the
-smallest run: a scheduler whose cost grows as n log n would cost log(100,000) / log(1,000) = 1.67 times as much a
-trajectory at the largest. `held` is the most memory that Python held, in a run of its own; the trajectories of a
-group are one, so that it is nearly the book-keeping alone.
+A run with `max_staleness` 1 keeps two steps of trajectories in flight and trains `STEPS` steps. The metric is processor
+seconds per trained trajectory, best of `REPEATS`, with and without Python's garbage collector, which walks over all
+live objects and is no work of the scheduler. The baseline is the smallest run. A scheduler whose cost grows as n log n
+would cost log(100,000) / log(1,000) = 1.67 times as much per trajectory at the largest size. `held` is the peak memory
+of Python in a separate run. All trajectories of a group are one object, so it is almost only the scheduler's state.
 """
 
 from __future__ import annotations
@@ -38,27 +37,27 @@ RESULT = Path("outputs/bench/scheduler.json")
 IN_FLIGHT, GROUP_SIZES = (1_000, 10_000, 100_000), (8, 1)
 STEPS, REPEATS, SCORE_BATCH = 4, 2, 64
 AIM_MS = 0.2
-"""Of processor time for a trajectory."""
+"""Target for the processor time per trajectory."""
 TOKENS = 8
 NO_ADVANTAGES = np.zeros(TOKENS, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One size."""
+    """Measurement of one size."""
 
     in_flight: int
-    """Trajectories."""
+    """Trajectories in flight."""
     group_size: int
     ms_per_trajectory: float
     ms_without_collector: float
     ratio: float
-    """Of the cost of a trajectory, without the collector, to that with the fewest in flight."""
+    """`ms_without_collector` over that of the smallest size."""
     held_mib: float
 
 
 class Instant:
-    """Rollout group, inference group, actor and devices in one. Groups are under way for one turn of the loop."""
+    """Rollout group, inference group, actor and devices in one. A prompt group rolls out for one turn of the loop."""
 
     groups = ("inference",)
     waits_for = ""
@@ -79,32 +78,32 @@ class Instant:
         return [_trajectory(self.version)] * self._size
 
     async def in_flight(self) -> Mapping[int, tuple[EpisodeProgress, ...]]:
-        """Nothing is ever half done."""
+        """No episodes: none is ever partial."""
         return {}
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
-        """Noughts."""
+        """Zeros for every sample."""
         await asyncio.sleep(0)
         return [self._scores] * len(samples)
 
     def enough(self, samples: Sequence[Sample]) -> bool:
-        """Any."""
+        """True for any samples at all."""
         return bool(samples)
 
     async def accumulate(self, _: Sequence[Sample], last: bool) -> None:  # noqa: ARG002
-        """Nothing."""
+        """Train nothing."""
         await asyncio.sleep(0)
 
     async def apply(self) -> Mapping[str, float]:
-        """Nothing."""
+        """Update nothing."""
         return {}
 
     async def need(self, *groups: str) -> None:
-        """Always there."""
+        """Return at once: the devices are never shared."""
 
 
 def main() -> None:
-    """Measure, show, write."""
+    """Measure, print the table and write the result file."""
     rows: list[Row] = []
     for size in GROUP_SIZES:
         base = 0.0
@@ -128,7 +127,7 @@ def main() -> None:
 
 
 def _ms(per_step: int, group_size: int, *, collect: bool) -> float:
-    """Of a trajectory."""
+    """Processor milliseconds per trajectory; `collect` keeps the garbage collector on."""
     if not collect:
         gc.disable()
     try:
@@ -138,7 +137,10 @@ def _ms(per_step: int, group_size: int, *, collect: bool) -> float:
 
 
 def run(per_step: int, group_size: int) -> float:
-    """Train `STEPS` steps of `per_step` groups; processor seconds. Raises RuntimeError unless two were in flight."""
+    """Processor seconds to train `STEPS` steps of `per_step` groups.
+
+    Raises RuntimeError unless two steps of groups were in flight.
+    """
     gc.collect()
     started = time.process_time()
     workers = asyncio.run(_train(per_step, group_size))
@@ -149,7 +151,7 @@ def run(per_step: int, group_size: int) -> float:
 
 
 async def _train(per_step: int, group_size: int) -> Instant:
-    """The driver, with a new version at every engine as soon as a step is closed."""
+    """Run the driver's loop; every engine has the new version as soon as a step is closed."""
     workers = Instant(2 * per_step, group_size)
     prompts = PromptSource([Question(f"q:{number}", "?", ("yes",)) for number in range(1000)], seed=0)
     pipeline = RolloutPipeline(
@@ -205,7 +207,7 @@ def _trajectory(version: int) -> Trajectory:
 
 
 def _table(rows: Sequence[Row]) -> Table:
-    table = Table(title=f"Cost of the scheduler; aim: {AIM_MS} ms a trajectory", title_justify="left")
+    table = Table(title=f"Cost of the scheduler; target: {AIM_MS} ms per trajectory", title_justify="left")
     for name in ("in flight", "group size", "ms/trajectory", "without collector", "ratio", "held, MiB"):
         table.add_column(name, justify="right")
     for row in rows:

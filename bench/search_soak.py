@@ -1,12 +1,13 @@
-"""Whether the search server's memory stays where it is under load: ten minutes of clients, good and bad.
+"""Measures the memory growth of the search server in ten minutes of valid and invalid requests.
 
     python -m bench.search_soak          # --minutes 10
 
-The server of `bench.search`, with its cache on, is asked unique queries by 64 clients, loads of `LOAD_S` seconds on
-end, while another client sends what is wrong (JSON that is none, wrong types, too long a query) and hangs up in the
-middle of requests. The first fifth of the time fills the cache and the allocator's pools and does not count; from
-then on the resident memory is fitted by a line. Its rise an hour over the memory at the start is `growth_per_hour`,
-and `rose_mb` is the last reading less the first counted one. Every answer is checked, also that no answer is a 500.
+64 clients send unique queries to the server of `bench.search`, with its cache on, in consecutive loads of `LOAD_S`
+seconds. Meanwhile other clients send invalid requests (broken JSON, wrong types, overlong queries) and disconnect in
+the middle of requests. The first fifth of the time fills the cache and the allocator's pools and does not count. A line
+is fitted to the resident memory of the rest. `growth_per_hour` is its slope per hour over the first counted reading,
+and `rose_mb` is the last reading minus that one. Every answer is checked; failures and the status codes of invalid
+requests are reported.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ RESULT = Path("outputs/bench/search_soak.json")
 LOAD_S = 20.0
 SAMPLE_S = 1.0
 FILLING = 0.2
-"""Share of the time that does not count."""
+"""Share of the time, at the start, that does not count."""
 CACHE_ENTRIES = 4096
 FASTEST_QPS = 1200
 BAD_BODIES = (
@@ -47,13 +48,13 @@ BAD_BODIES = (
 
 
 class Bystander:
-    """Threads that watch a server's memory, send it what is wrong, and hang up on it, until `stop`."""
+    """Threads that sample a server's memory, send invalid requests, and disconnect during requests, until `stop`."""
 
     def __init__(self, url: str, pid: int) -> None:
         self.memory: list[tuple[float, float]] = []
-        """(seconds, MB)."""
+        """Samples: (seconds since the start, MB)."""
         self.statuses: Counter[int] = Counter()
-        """Of the answers to bad requests."""
+        """Status code -> number of invalid requests answered with it."""
         self._url, self._pid, self._began = url, pid, time.monotonic()
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=work) for work in (self._watch, self._send_bad, self._hang_up)]
@@ -61,7 +62,7 @@ class Bystander:
             thread.start()
 
     def stop(self) -> None:
-        """End and wait."""
+        """End the threads and wait for them."""
         self._stop.set()
         for thread in self._threads:
             thread.join()
@@ -90,7 +91,7 @@ class Bystander:
 
 
 def soak(index: Path, folder: Path, seconds: float) -> dict[str, object]:
-    """Run the load and say what happened."""
+    """Run the load for `seconds`. Returns the metrics."""
     queries = itertools.cycle(unique_queries())
     count, failures = 0, Counter[str]()
     options = ("--cache-entries", str(CACHE_ENTRIES))
@@ -127,7 +128,7 @@ def soak(index: Path, folder: Path, seconds: float) -> dict[str, object]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and write the result."""
+    """Measure, print the metrics and write the result file."""
     parser = argparse.ArgumentParser(prog="python -m bench.search_soak", description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     given = parser.parse_args(arguments)

@@ -1,9 +1,9 @@
-"""Runs the default suite ten times under different conditions, to see that it holds on any CPU, load and order.
+"""Runs the default suite ten times under different conditions: CPU features, load, and order of the tests.
 
     python -m bench.suite [--only avx2 --only random-1]      # hours on two cores
 
-Runs under load share the cores with eight busy processes. Prints a table and writes outputs/bench/suite.json after each run:
-seconds, cases, failures by name, and the most memory that the tests used together.
+Runs under load share the cores with eight busy processes. After each run, outputs/bench/suite.json is written: seconds,
+cases, failures by name, and the peak memory of all tests together. A table is printed at the end.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ BUSY = 8
 
 @dataclass(frozen=True)
 class Condition:
-    """What a run is done under."""
+    """Conditions of one run."""
 
     name: str
     capability: str = ""
-    """Value of ATEN_CPU_CAPABILITY, which chooses torch's kernels; empty for the best that the CPU has."""
+    """Value of ATEN_CPU_CAPABILITY, which selects torch's kernels; empty for the CPU's best."""
     busy: int = 0
-    """Processes that compute beside the tests."""
+    """Number of busy processes beside the tests."""
     seed: int | None = None
-    """Seed of a random order of files and tests."""
+    """Seed of a random order of the tests; None keeps the default order."""
 
 
 CONDITIONS = (
@@ -54,7 +54,7 @@ CONDITIONS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """Figures of one run of the suite."""
+    """Metrics of one run of the suite."""
 
     condition: str
     seconds: float
@@ -62,7 +62,7 @@ class Outcome:
     skipped: int
     failed: tuple[str, ...]
     peak_gib: float
-    """Proportional set size of all processes of the tests, at its highest."""
+    """Peak proportional set size of all processes of the tests."""
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 class Memory:
-    """Highest sum of the memory of a process and all that it has started, looked at every other second."""
+    """Peak memory of a process and its descendants together, sampled every two seconds."""
 
     def __init__(self, root: int) -> None:
         self.peak_bytes = 0
@@ -101,7 +101,7 @@ class Memory:
 
 
 def run(condition: Condition) -> Outcome:
-    """Run `make test` once, lint and types included."""
+    """Run `make test`, with lint and types, under `condition`."""
     order = [] if condition.seed is None else [f"--order-seed={condition.seed}"]
     environment = dict(os.environ)
     if condition.capability:
@@ -124,9 +124,9 @@ def run(condition: Condition) -> Outcome:
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Names of conditions; all by default.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Condition; repeat for several. Default: all.")] = None,
 ) -> None:
-    """Run the suite under each condition, show and write down how it went."""
+    """Run the suite under each condition, print the results and write the result file."""
     console, outcomes = Console(width=140), []
     table = Table("condition", "s", "passed", "skipped", "failed", "GiB")
     for condition in CONDITIONS:

@@ -1,4 +1,4 @@
-"""A training run of the demo's world, in processes of its own, whose searches come from a cassette."""
+"""Runs a training on the demo's world in a new process, with searches from a cassette."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SETTINGS = ("tracking.wandb=false", "tracking.tensorboard=false")
 
 
 def training_run(outputs: Path, settings: Iterable[str], cassette: Path) -> Path:
-    """Run `rlsys train` with `settings`; the run's folder, in `outputs`, which is made anew.
+    """Run `rlsys train` with `settings`. Returns the run's folder, in `outputs`, which is emptied first.
 
-    It plays a copy of the cassette, so that what it asks beyond it changes no other run. Exits with the run's last
-    words if it fails.
+    The run plays a copy of the cassette, so that the searches it adds do not change other runs. Exits with the end of
+    the run's output if it fails.
     """
     shutil.rmtree(outputs, ignore_errors=True)
     outputs.mkdir(parents=True)

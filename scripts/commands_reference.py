@@ -1,6 +1,6 @@
-"""The reference of all commands, made from the command line itself: docs/commands.md.
+"""Writes docs/commands.md, the reference of all commands, from the command line itself.
 
-A test holds that the file is up to date.
+A test checks that the file is up to date.
 """
 
 from __future__ import annotations
@@ -12,23 +12,25 @@ from typer.cli import get_docs_for_click
 from typer.main import get_command
 
 from rlsys.apps.cli.main import app
+from scripts.markdown import filled
 
 FILE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
 COMMAND = "python -m scripts.commands_reference"
 _INTRODUCTION = f"""\
-# Commands
+# Which commands does rlsys have?
 
-Every command with its arguments and options, as `--help` says them. Made from the code by `{COMMAND}`.
+This page lists every command of `rlsys` with its arguments and options, as `--help` prints them.
+`{COMMAND}` writes this page from the code.
 
 """
 
 
 def render() -> str:
-    """The whole page as Markdown."""
+    """Whole page as Markdown."""
     command = get_command(app)
     page = get_docs_for_click(obj=command, ctx=typer.Context(command, info_name="rlsys"), name="rlsys")
-    body = page.partition("\n")[2].strip()  # The first line is a title of its own.
-    return f"{_INTRODUCTION}{body}\n"
+    body = page.partition("\n")[2].strip()  # Without the generated title.
+    return filled(f"{_INTRODUCTION}{body}") + "\n"
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""Writes docs/configuration.md, the reference of all settings, from the schema and the code that reads it.
+"""Writes docs/configuration.md, the reference of all keys, from the schema and the code that reads them.
 
-A key's bounds and unit are in its type, its explanation is the string literal under its field. Which files read it is found by
-following types through their syntax trees. An attribute counts as read only where the expression before it is known to be of
-the class that owns it: `engine.tp` is no reading of `ParallelConfig.tp`. Types are followed through annotations, attributes of
-the code's own classes, assignments (also of tuples, and of either branch), loops over literal tuples and
-`dataclasses.replace`. What cannot be followed does not count, so the answer errs on the strict side.
+A key's bounds and unit are in its type; its explanation is the string literal under its field. The files that read a key
+are found by following types through the syntax trees. An attribute counts as read only if the expression before it is
+known to have the class that owns it: `engine.tp` does not read `ParallelConfig.tp`. Types are followed through
+annotations, attributes of the code's own classes, assignments (also of tuples, and of either branch), loops over
+literal tuples and `dataclasses.replace`. Other reads do not count, so the result may miss files but never adds one.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from rlsys.config.schema import REQUIRED, RunConfig, choices, schema_groups, var
 Read = tuple[str, str]
 """(class of the schema, field)"""
 Types = dict[str, str]
-"""Name -> name of its class."""
+"""Attribute -> name of its class."""
 Locals = dict[str, set[str]]
-"""Name -> the classes that its value may have."""
+"""Local name -> classes that its value may have."""
 
 PACKAGE = Path(rlsys.__file__).resolve().parent
 _CONFIG = PACKAGE / "config"
@@ -42,27 +42,29 @@ _CHECKS = {_CONFIG, PACKAGE / "cluster" / "planning", PACKAGE / "orchestrator" /
 FILE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 COMMAND = "python scripts/config_reference.py"
 _CHOOSER = "config/compose.py"
-"""Reads the `kind` of a group, and chooses its class by that."""
+"""File that reads the `kind` of a group and selects its class."""
 _MOST_FILES = 3
 _INTRODUCTION = f"""\
-# Configuration
+# Which keys does a config have?
 
-Every key of a run: type, default, unit, meaning, and the code that reads it (files below `rlsys/`). Made from the schema
-in `rlsys/config/`, and from the code that runs, by `{COMMAND}`. A number without a unit is a plain number, a share or a ratio.
+This page lists every key of a run with its type, default, unit, meaning and the files below `rlsys/` that
+read it. A number without a unit is a plain number, a share or a ratio. `{COMMAND}`
+writes this page from the schema in `rlsys/config/` and the code.
 
-A run's config is a YAML file in `configs/`, put together from the folders beside it; `KEY=VALUE` on the
-command line wins over both, for example `rlsys train -c searchr1_tiny_cpu trainer.steps=5`. A key that is
-not listed here is refused, and so is a value of another type.
+A run's config is a YAML file in `configs/`, composed from files in the folders beside it. `KEY=VALUE` on the
+command line overrides both, for example `rlsys train -c searchr1_tiny_cpu trainer.steps=5`. A key that is not
+listed here and a value of another type are refused.
 
-Where a group of keys has a `kind` to choose, each kind has keys of its own, and a key of another kind is refused. The command
-line stands above the file, and the file above what it builds on: where a kind is chosen above the place that sets keys of
-another, those fall away with their kind. So `trainer.schedule.kind=pipelined` is enough over a file with an `async` schedule.
-A run's own record may have keys of any kind; those of others than its own count for nothing.
+Some groups of keys have a `kind`, and each kind has its own keys. A key of another kind than the chosen one
+is refused. The command line overrides the file, and the file overrides the files that it builds on. If a level
+chooses another kind than the level below it, the lower level's keys of the old kind are dropped: over a file
+with an `async` schedule, `trainer.schedule.kind=pipelined` is enough. The config.yaml of a run folder may
+contain keys of other kinds than the chosen one; they are ignored.
 """
 
 
 def render() -> str:
-    """The whole page as Markdown."""
+    """Whole page as Markdown."""
     readers = fields_read(running_code(), schema_classes(RunConfig))
     by_path = groupby(schema_groups(RunConfig()), key=lambda part: part[0])
     sections = [_section(path, [group for _, group in parts], readers) for path, parts in by_path]
@@ -84,7 +86,7 @@ def explanations(schema: type) -> dict[str, str]:
 
 
 def kind_meaning(kind: Any) -> str:
-    """What a kind of choice is about, and what each choice means where that is written under it; empty for no choice."""
+    """Text under the definition of an enumeration, which explains its choices; empty for other types."""
     if not (inspect.isclass(kind) and issubclass(kind, StrEnum)):
         return ""
     body = ast.parse(inspect.getsource(sys.modules[kind.__module__])).body
@@ -92,7 +94,7 @@ def kind_meaning(kind: Any) -> str:
         match statement, following:
             case ast.Assign(targets=[ast.Name(id=kind.__name__)]), ast.Expr(value=ast.Constant(value=str(text))):
                 return _one_line(text)
-    raise LookupError(f"{kind.__name__} is nowhere in {kind.__module__}")
+    raise LookupError(f"{kind.__name__} has no explanation in {kind.__module__}")
 
 
 def _one_line(text: str | None) -> str:
@@ -100,7 +102,7 @@ def _one_line(text: str | None) -> str:
 
 
 def _section(path: str, groups: Sequence[Any], readers: Mapping[Read, Sequence[str]]) -> str:
-    """One group of keys, in each of its variants."""
+    """Section of one group of keys, with all its variants."""
     rows = {}
     for settings in groups:
         schema = type(settings)
@@ -141,13 +143,13 @@ def _section(path: str, groups: Sequence[Any], readers: Mapping[Read, Sequence[s
 
 
 def _files(files: Sequence[str]) -> str:
-    """The first few of them."""
+    """First `_MOST_FILES` files, and the number of the others."""
     shown = ", ".join(f"`{file}`" for file in files[:_MOST_FILES])
     return shown if len(files) <= _MOST_FILES else f"{shown} and {len(files) - _MOST_FILES} more"
 
 
 def _type(hint: Any) -> str:
-    """In the words of YAML."""
+    """Type in YAML's terms."""
     if hint is type(None):
         return "null"
     if get_origin(hint) in (Union, UnionType):
@@ -176,7 +178,7 @@ def _cell(text: str) -> str:
 
 
 def schema_classes(root: type) -> dict[str, Types]:
-    """Class name -> field -> name of the field's type, of a union names with | between, for `root` and all that it holds."""
+    """Class name -> field -> name of the field's type, for `root` and all classes in it; union members joined by |."""
     hints = get_type_hints(root)
     parts = {name: [part.__name__ for part in variants(hint).values()] for name, hint in hints.items()}
     found = {
@@ -188,9 +190,9 @@ def schema_classes(root: type) -> dict[str, Types]:
 
 
 def running_code() -> dict[str, str]:
-    """File below rlsys/ -> its source, without schema, checks and estimates: they use no value.
+    """File below rlsys/ -> its source, without schema, checks and estimates, which do not use the values.
 
-    What follows from a config is, because the running code asks there.
+    config/derived.py is included, because running code calls it.
     """
     files = [file for file in sorted(PACKAGE.rglob("*.py")) if not _CHECKS & {file, *file.parents}]
     return {
@@ -200,12 +202,12 @@ def running_code() -> dict[str, str]:
 
 
 def fields_read(sources: Mapping[str, str], schema: Mapping[str, Types]) -> dict[Read, tuple[str, ...]]:
-    """Field of `schema` -> the files that read it, in their order; `sources` is the code of one package by file."""
+    """Field of `schema` -> files that read it, in order; `sources` maps the files of a package to their code."""
     trees = {file: ast.parse(source) for file, source in sources.items()}
     known = {name: dict(attributes) for name, attributes in schema.items()}
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name not in schema]
-    for _ in range(3):  # an attribute's type may hang on that of another class
+    for _ in range(3):  # An attribute's type may depend on another class.
         for defined in classes:
             known.setdefault(defined.name, {}).update(_attributes(defined, known))
     found: dict[Read, dict[str, None]] = defaultdict(dict)
@@ -217,7 +219,7 @@ def fields_read(sources: Mapping[str, str], schema: Mapping[str, Types]) -> dict
 
 
 def _reads(tree: ast.AST, known: Mapping[str, Types]) -> set[Read]:
-    """Attributes that the functions of a file read, each with the class that owns it."""
+    """(class, attribute) of all attributes that the functions of a file read."""
     found: set[Read] = set()
     for of_class, function in _functions(tree):
         types = _parameters(function, of_class)
@@ -230,7 +232,7 @@ def _reads(tree: ast.AST, known: Mapping[str, Types]) -> set[Read]:
 
 
 def _functions(tree: ast.AST) -> Iterable[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """Outermost functions and methods, each with the name of its class."""
+    """(class name, function) of outermost functions and methods."""
     waiting: list[tuple[str, ast.AST]] = [("", tree)]
     while waiting:
         owner, node = waiting.pop()
@@ -244,7 +246,7 @@ def _functions(tree: ast.AST) -> Iterable[tuple[str, ast.FunctionDef | ast.Async
 
 
 def _attributes(node: ast.ClassDef, known: Mapping[str, Types]) -> Types:
-    """Types of a class's attributes, from annotations, properties and what its methods assign to `self`."""
+    """Types of a class's attributes, from annotations, properties and assignments to `self`."""
     found: Types = {}
     for statement in node.body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
@@ -262,7 +264,7 @@ def _attributes(node: ast.ClassDef, known: Mapping[str, Types]) -> Types:
 
 
 def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, owner: str) -> Locals:
-    """Types of the parameters, also of those of functions within."""
+    """Types of the parameters, including those of inner functions."""
     types: Locals = {"self": {owner}}
     for node in ast.walk(function):
         if isinstance(node, ast.arg) and node.annotation is not None:
@@ -271,7 +273,7 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, owner: str) ->
 
 
 def _bind(function: ast.AST, types: Locals, known: Mapping[str, Types]) -> None:
-    """Add the types of names that are assigned, or looped over a literal."""
+    """Add the types of assigned names, and of names looped over a literal."""
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
             _bind_one(node.targets[0], node.value, types, known)
@@ -293,7 +295,7 @@ def _bind_one(target: ast.expr, value: ast.expr, types: Locals, known: Mapping[s
 
 
 def _classes_of(node: ast.expr, types: Locals, known: Mapping[str, Types]) -> set[str]:
-    """Names of the classes that an expression's value may have; empty where they cannot be told."""
+    """Names of the classes that an expression's value may have; empty if unknown."""
     match node:
         case ast.Name():
             return types.get(node.id, set())
@@ -312,7 +314,7 @@ def _classes_of(node: ast.expr, types: Locals, known: Mapping[str, Types]) -> se
 
 
 def _annotated(annotation: ast.expr | None) -> str:
-    """The class named by an annotation; of `X | None` X."""
+    """Class named by an annotation; for `X | None`, X."""
     match annotation:
         case ast.Name():
             return annotation.id

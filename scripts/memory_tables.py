@@ -1,7 +1,7 @@
-"""docs/memory.md: a table of memory for every experiment on GPUs; `python scripts/memory_tables.py` writes it.
+"""Writes the memory tables of docs/memory.md, one for every experiment on GPUs: `python scripts/memory_tables.py`.
 
-Models are those of configs/model/shapes, the folder named as the experiment's `model.path` in lower case, so that nothing
-has to be there but the project's own files.
+Model shapes come from configs/model/shapes, from the folder named like the experiment's `model.path` in lower case, so
+that no model has to be present.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _COLUMNS = {
     "weight_sync": "sync",
     "kv_cache": "KV cache",
 }
-"""Part of `rlsys.cluster.planning.plan` -> its heading."""
+"""Memory part of `rlsys.cluster.planning.plan` -> its column heading."""
 
 
 def gpu_experiments(folder: Path = PROJECT_CONFIGS) -> Iterator[RunConfig]:
-    """Every experiment of `folder` that runs on GPUs, by name, with the shape of its model as `model.path`."""
+    """Experiments of `folder` that run on GPUs, sorted by name, with the folder of the model's shape as `model.path`."""
     for file in sorted(folder.glob("*.yaml")):
         config = load_config(file.stem, config_dir=folder)
         if config.cluster.device is Device.gpu:
@@ -42,9 +42,9 @@ def gpu_experiments(folder: Path = PROJECT_CONFIGS) -> Iterator[RunConfig]:
 
 
 def shape_of(model_path: str) -> Path:
-    """The folder of the shape of the model `model_path`. Raises UserError if there is none."""
+    """Folder with the shape of the model `model_path`. Raises UserError if there is none."""
     folder = SHAPES / Path(model_path).name.lower()
-    # A model that is not tuned has the shape of the one that is.
+    # A base model has the shape of its instruct model.
     for found in (folder, folder.with_name(f"{folder.name}-instruct")):
         if found.is_dir():
             return found
@@ -62,7 +62,7 @@ def tables() -> str:
 
 
 def with_tables(page: str) -> str:
-    """`page` with the tables of now between its two marks."""
+    """`page` with the current tables between its two marks."""
     before, _, rest = page.partition(_BEGIN)
     _, _, after = rest.partition(_END)
     return f"{before}{_BEGIN}\n{tables()}{_END}{after}"

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes .venv for the cpu profile from the pinned requirement files; run again, it only checks a stamp.
+# Make .venv for the cpu profile from the pinned requirement files. If nothing has changed, it only checks a stamp.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -9,8 +9,8 @@ fail() {
 }
 
 python=${PYTHON:-python3.11}
-command -v "$python" >/dev/null 2>&1 || fail "$python is not installed: install Python 3.11, or name one with PYTHON=/path/to/python3.11."
-"$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || fail "$python is not Python 3.11, which the pinned packages are for: name one with PYTHON=/path/to/python3.11."
+command -v "$python" >/dev/null 2>&1 || fail "$python is not installed: install Python 3.11, or set PYTHON=/path/to/python3.11."
+"$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || fail "$python is not Python 3.11, which the pinned packages need: set PYTHON=/path/to/python3.11."
 "$python" -c 'import venv, ensurepip' 2>/dev/null || fail "$python has no venv module: install it (Debian and Ubuntu: apt install python3.11-venv)."
 
 stamp=.venv/.set-up-for
@@ -20,7 +20,7 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && .venv/bin/rlsys --hel
 fi
 
 free_mib=$(df -Pm . | awk 'NR==2 {print $4}')
-[ "$free_mib" -ge 6144 ] || fail "only $free_mib MiB are free here; 6144 MiB are needed for the virtual environment."
+[ "$free_mib" -ge 6144 ] || fail "only $free_mib MiB are free here; the virtual environment needs 6144 MiB."
 
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 pip() {
@@ -41,6 +41,6 @@ echo "setup: installing the other packages (about 3 GB)"
 pip install -r requirements/cpu.txt -r requirements/dev.txt
 pip install --no-deps -r requirements/cpu-nodeps.txt
 pip install --no-deps --no-build-isolation --editable .
-.venv/bin/python -W ignore -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || fail "a package replaced torch by a CUDA build: remove .venv and try again."
+.venv/bin/python -W ignore -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || fail "a package replaced torch with a CUDA build: remove .venv and try again."
 echo "$wanted" >"$stamp"
 echo "setup: done"

@@ -1,9 +1,9 @@
-"""Settings that must come before any other import of a test, and the order in which workers take the tests."""
+"""Sets environment variables before any test imports a library, and orders the tests among the workers."""
 
 import os
 import random
 
-# On a few cores, threads of torch and of an engine's processes only wait for each other.
+# On few cores, threads of torch and of an engine's processes slow each other down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -13,14 +13,14 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-# The time that an example takes depends on how busy the machine is, not on the code.
+# The time of an example depends on the load of the machine.
 settings.register_profile("rlsys", deadline=None)
 settings.load_profile("rlsys")
 
 LONGEST_FIRST = ("tests/live/", "tests/trainer/", "tests/rollout/", "tests/cluster/")
-"""Folders whose tests start first, so that no worker is left with a long one at the end."""
+"""Folders whose tests start first, so that no worker ends with a long one."""
 ENGINE = ("tests/live/test_full_loop.py", "tests/rollout/")
-"""Files that need an SGLang engine, and run on one worker: most share one, and two at a time would take much memory."""
+"""Files that need an SGLang engine; they run on one worker, because two engines at a time need much memory."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the longest first, or all in random order."""
+    """Sort the longest tests first, or shuffle all with `--order-seed`."""
     seed = config.getoption("--order-seed")
     if seed is None:
         items.sort(key=lambda item: [not item.nodeid.startswith(folder) for folder in LONGEST_FIRST])
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class ByFile(LoadScopeScheduling):
-    """Gives the tests of a file to one worker, and those of all engine files to one."""
+    """Assigns all tests of a file to one worker, and the tests of all engine files to one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "engine" if nodeid.startswith(ENGINE) else nodeid.partition("::")[0]
@@ -46,5 +46,5 @@ class ByFile(LoadScopeScheduling):
 
 @pytest.hookimpl(optionalhook=True)  # The tests can be run without xdist.
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
-    """Take the scheduler above in place of xdist's."""
+    """Replace xdist's scheduler with `ByFile`."""
     return ByFile(config, log)

@@ -1,12 +1,12 @@
-"""What one GPU does with rlsys: Megatron's step, the log-prob kernel, weight sync, an engine, and the profiles' parity.
+"""Benchmarks rlsys on one GPU: a training step, the log-prob kernel, weight sync, an engine, and parity with the CPU.
 
     python -m bench.gpu             # one H100 or H200, under 8 minutes; 20 GB of disk
-    python -m bench.gpu --small     # does it run: a tiny model on whatever is here, without a GPU too
+    python -m bench.gpu --small     # smoke test: a tiny model on this machine, with or without a GPU
 
-Every part is a process of its own with a time limit; one that fails, or that cannot be
-measured here, is told with its reason and costs no other, and none leaves a process behind. It
-prints a table and writes `outputs/bench/gpu.json` with the machine's name. The model has random weights: nothing is
-downloaded. The exit status is 1 if a part failed.
+Every part runs in its own process with a time limit, and all its processes end with it. If a part fails or needs
+something that the machine lacks, the table shows the reason and the other parts still run. The result is written to
+`outputs/bench/gpu.json` with the machine's name. The model has random weights: nothing is downloaded. The exit status
+is 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from rlsys.observe.environment import environment
 
 RESULT = Path("outputs/bench/gpu.json")
 LIMITS_S: Mapping[str, float] = {"step": 120, "logprobs": 40, "sync": 60, "engine": 150, "parity": 60}
-"""Of each part; together with the model's writing under 8 minutes."""
+"""Part -> its time limit; with the time to write the model they stay under 8 minutes."""
 
 
 def main() -> None:
-    """Run all parts."""
+    """Run the chosen parts, print the table, write the result file and exit."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--small", action="store_true", help="a tiny model, on a CPU where there is no GPU")
+    parser.add_argument("--small", action="store_true", help="use a tiny model; runs on a CPU if there is no GPU")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
     options = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     if not on_gpu and not options.small:
-        sys.exit("There is no CUDA device here: run it on a machine with one, or try it out with --small.")
+        sys.exit("There is no CUDA device: run this on a machine with one, or use --small.")
     device, scale = (Device.gpu if on_gpu else Device.cpu), ("small" if options.small else "full")
     started = time.perf_counter()
     outcomes: dict[str, Outcome] = {}
@@ -77,21 +77,21 @@ def main() -> None:
 
 
 def _run(name: str, device: Device, scale: str, folder: Path) -> Outcome:
-    """What comes of a part."""
+    """Outcome of one part, run in a new process."""
     command = [sys.executable, "-m", "bench.gpu.part", name, str(device), scale, str(folder)]
     try:
         done = run_within(command, LIMITS_S[name])
     except subprocess.TimeoutExpired:
-        return Outcome(failed=f"not done after {LIMITS_S[name]:.0f} s")
+        return Outcome(failed=f"not finished after {LIMITS_S[name]:.0f} s")
     if done.returncode:
         return Outcome(failed=(done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
     return from_json(done.stdout.splitlines()[-1])
 
 
 def run_within(command: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
-    """Run `command`; whatever it has started, and left behind, is ended: it would hold the GPU against the next part.
+    """Run `command`, then end all processes that it left behind, which would keep the next part off the GPU.
 
-    This process has to have adopted orphans. Raises subprocess.TimeoutExpired after `limit_s` seconds.
+    Call `adopt_orphans` first. Raises subprocess.TimeoutExpired after `limit_s` seconds.
     """
     before = {process.pid for process in descendants()}
     try:
@@ -110,7 +110,7 @@ def run_within(command: Sequence[str], limit_s: float) -> subprocess.CompletedPr
 
 def _show(report: Mapping[str, Any], outcomes: Mapping[str, Outcome]) -> None:
     table = Table(title=f"{report['machine']}, {report['scale']}, {report['seconds']} s", title_justify="left")
-    for heading in ("part", "figure", "value", "of", "ratio", "aim"):
+    for heading in ("part", "metric", "value", "baseline", "ratio", "target"):
         table.add_column(heading, justify="right" if heading in ("value", "ratio") else "left")
     for name, outcome in outcomes.items():
         for one in outcome.figures:

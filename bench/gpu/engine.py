@@ -1,4 +1,4 @@
-"""Tokens a second of an SGLang engine, where SGLang is installed."""
+"""Measures the tokens per second of an SGLang engine, if SGLang is installed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rlsys.rollout.engine import Engine
 PROMPT_TOKENS = 32
 _KV_TOKENS_ON_CPU = 16384
 _PLAIN_TOKENS = 256
-"""Ids that every vocabulary has."""
+"""Size of the id range that prompts are drawn from; every vocabulary has these ids."""
 
 
 def measure(scale: Scale, device: Device, folder: Path) -> list[Figure]:
-    """Of many requests at once, and of one alone. Raises NotHereError without SGLang."""
+    """Tokens per second of one request, and of many concurrent ones. Raises NotHereError without SGLang."""
     if importlib.util.find_spec("sglang") is None:
         raise NotHereError("needs SGLang")
     return asyncio.run(_measure(scale, device, folder))
@@ -36,7 +36,7 @@ async def _measure(scale: Scale, device: Device, folder: Path) -> list[Figure]:
     engine = Engine(str(folder), config, device, seed=0)
     try:
         await engine.start()
-        await _rate(engine, scale.requests, scale.new_tokens)  # Warms kernels and graphs up.
+        await _rate(engine, scale.requests, scale.new_tokens)  # Warm-up of kernels and CUDA graphs.
         one = await _rate(engine, 1, scale.new_tokens)
         many = await _rate(engine, scale.requests, scale.new_tokens)
     finally:
@@ -48,7 +48,7 @@ async def _measure(scale: Scale, device: Device, folder: Path) -> list[Figure]:
 
 
 async def _rate(engine: Engine, requests: int, new_tokens: int) -> float:
-    """Generated tokens a second of random prompts."""
+    """Generated tokens per second for random prompts."""
     draw = random.Random(0)
     sampling = TurnSampling(temperature=1.0, max_new_tokens=new_tokens)
     prompts = [[draw.randrange(_PLAIN_TOKENS) for _ in range(PROMPT_TOKENS)] for _ in range(requests)]

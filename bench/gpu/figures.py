@@ -1,4 +1,4 @@
-"""What the parts of the benchmark share: how large they are, and how a figure is told."""
+"""Scales of the benchmark, and the metrics and outcomes that its parts report."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is measured."""
+    """Sizes of the measured work."""
 
     shape: str
-    """Folder with the config.json of the model."""
+    """Folder with the model's config.json."""
     sequences: int
-    """Of one micro-batch."""
+    """Sequences per micro-batch."""
     length: int
-    """Tokens of each."""
+    """Tokens per sequence."""
     trained: float
-    """Share of the tokens that are trained."""
+    """Share of trained tokens."""
     micro_batches: int
-    """Of one optimiser step."""
+    """Micro-batches per optimiser step."""
     steps: int
-    """Optimiser steps that are timed, after one that is not."""
+    """Timed optimiser steps, after one warm-up step."""
     targets: int
-    """Rows of logits of the log-prob kernel."""
+    """Rows of logits for the log-prob kernel."""
     requests: int
-    """To the engine."""
+    """Concurrent requests to the engine."""
     new_tokens: int
-    """Of each request."""
+    """Generated tokens per request."""
 
 
 FULL = Scale(
@@ -45,7 +45,7 @@ FULL = Scale(
     requests=256,
     new_tokens=256,
 )
-"""The published model; micro-batches of 16,384 tokens, of which a search trajectory trains about a quarter."""
+"""The published model, with micro-batches of 16,384 tokens; a search trajectory trains about a quarter of its tokens."""
 SMALL = Scale(
     shape=str(PROJECT / "examples/searchr1/tiny/policy"),
     sequences=4,
@@ -57,45 +57,46 @@ SMALL = Scale(
     requests=4,
     new_tokens=8,
 )
-"""For a look at whether it runs, on a machine without a GPU."""
+"""A smoke test that also runs without a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number, beside what it is compared with."""
+    """A metric and its baseline."""
 
     part: str
     name: str
     value: float
     unit: str
     baseline: str = ""
-    """What `ratio` is over; empty without one."""
+    """Name of the baseline; empty without one."""
     ratio: float | None = None
-    """The value over the baseline's."""
+    """`value` over the baseline's value."""
     aim: str = ""
-    """What is wanted, beginning with what it is of: `ratio` or `value`; empty without an aim."""
+    """Target for `ratio` or `value`, starting with that word; empty without a target."""
 
 
 class NotHereError(Exception):
-    """A part cannot be measured on this machine; the message says what it needs."""
+    """Raised by a part that cannot run on this machine; the message says what it needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a part: its figures, or in one of the others why there are none."""
+    """Outcome of a part: its metrics, or the reason why there are none."""
 
     figures: tuple[Figure, ...] = ()
     needs: str = ""
-    """What the machine lacks, which is no failure."""
+    """Requirement that the machine lacks; not a failure."""
     failed: str = ""
+    """Error of a failed part."""
 
 
 def to_json(outcome: Outcome) -> str:
-    """One line."""
+    """`outcome` as one line of JSON."""
     return json.dumps(asdict(outcome))
 
 
 def from_json(line: str) -> Outcome:
-    """The outcome of such a line."""
+    """Inverse of `to_json`."""
     fields: dict[str, Any] = json.loads(line)
     return Outcome(**fields | {"figures": tuple(Figure(**row) for row in fields["figures"])})

@@ -1,4 +1,4 @@
-"""The log-prob kernel over a large vocabulary beside the plain way: log_softmax of all logits in float32."""
+"""Compares the log-prob kernel over a large vocabulary with a float32 log_softmax of all logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Score = Callable[[Tensor, Tensor], Tensor]
 
 
 def measure(scale: Scale, device: Device, folder: Path) -> list[Figure]:
-    """Seconds and memory of a forward and backward pass, ours and plain; and how far the results are apart."""
+    """Time and memory of a forward and backward pass for both, and the largest difference of the results."""
     on_gpu = device is Device.gpu
     where = torch.device("cuda" if on_gpu else "cpu")
     vocab = read_architecture(str(folder)).vocab
@@ -56,7 +56,7 @@ def measure(scale: Scale, device: Device, folder: Path) -> list[Figure]:
 
 
 def _run(score: Score, logits: Tensor, targets: Tensor, on_gpu: bool) -> tuple[float, int]:
-    """The fastest of some passes in seconds, and the bytes allocated beside the logits at the highest."""
+    """Seconds of the fastest of `REPEATS` passes, and the peak bytes allocated beside the logits."""
     values = logits.requires_grad_()
     best, peak = float("inf"), 0
     for _ in range(REPEATS):

@@ -1,6 +1,6 @@
-"""Whether the gpu and the cpu profile compute the same: one optimiser step of a tiny model on each, in float32.
+"""Compares the gpu and the cpu profile: one optimiser step of a tiny model on each, in float32.
 
-Each profile is a process of its own, for one that sees a GPU refuses to train on the CPU.
+Each profile has its own process, because a process that sees a GPU refuses to train on the CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TINY = PROJECT / "examples/searchr1/tiny/policy"
 
 
 def measure(_scale: Scale, device: Device, _folder: Path) -> list[Figure]:
-    """Relative difference of the gradient's norm, and of the loss, between the gpu profile and the cpu's.
+    """Relative differences of the gradient norm and the loss between the gpu and the cpu profile.
 
     Raises NotHereError without a GPU.
     """
@@ -50,7 +50,7 @@ def _one_step_on(device: Device) -> dict[str, float]:
 
 
 def one_step(device: Device) -> dict[str, Any]:
-    """Loss and gradient of the tiny policy on fixed random micro-batches."""
+    """Loss and gradient norm of the tiny policy on fixed random micro-batches."""
     from bench.gpu.trainer import make_actor, random_micro_batch
 
     actor = make_actor(str(TINY), device, Dtype.float32, recompute=False)

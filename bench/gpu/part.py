@@ -1,7 +1,7 @@
-"""One part of the benchmark, in a process of its own: `python -m bench.gpu.part NAME DEVICE SCALE FOLDER`.
+"""Runs one part of the benchmark: `python -m bench.gpu.part NAME DEVICE SCALE FOLDER`.
 
-The last line that it prints is its outcome. Each part is a module of that name with `measure`, which raises
-`NotHereError` where the machine lacks what it needs.
+The last printed line is the outcome. Each part is a module of that name with a function `measure`, which raises
+`NotHereError` if the machine lacks what the part needs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bench.gpu.figures import FULL, SMALL, Figure, NotHereError, Outcome, Scale,
 from rlsys.config.schema import Device
 
 PARTS = ("step", "logprobs", "sync", "engine", "parity")
-"""In the order that they run in."""
+"""Parts in the order in which they run."""
 SCALES = {"full": FULL, "small": SMALL}
 
 

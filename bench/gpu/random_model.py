@@ -1,4 +1,4 @@
-"""A Hugging Face folder of any shape with random weights, for figures that do not depend on what a model knows."""
+"""Writes a Hugging Face folder of a given shape with random weights, for metrics that do not depend on the weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rlsys.weights.hf_io import TensorSpec, write_safetensors
 from rlsys.weights.weight_map import WeightMap, read_architecture
 
 TOKENIZER = PROJECT / "examples/searchr1/tiny/policy"
-"""Of any model; prompts are random tokens, and its vocabulary is smaller than that of the shapes."""
+"""Folder of the tokenizer for all shapes; prompts are random tokens, and its vocabulary is smaller than theirs."""
 _SPREAD = 0.02
 
 
 def write_random_model(shape: Path, folder: Path, dtype: torch.dtype, device: torch.device) -> int:
-    """Write a model of `shape`'s config.json to the new `folder`; the number of its parameters.
+    """Write a model with `shape`'s config.json to the new `folder`. Returns the number of its parameters.
 
-    Weights are drawn on `device`: matrices from a normal distribution, norms are one, biases zero.
+    Weights are drawn on `device`: matrices are normally distributed, norms are one, biases zero.
     """
     folder.mkdir(parents=True)
     weights = WeightMap(read_architecture(str(shape)))

@@ -1,4 +1,4 @@
-"""How much of the device the actor's step uses, and how much memory it takes beside the plan's estimate."""
+"""Measures speed, utilisation (MFU) and memory of the actor's optimiser step; compares memory with the plan."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rlsys.trainer.batches import flops_of
 from rlsys.weights.weight_map import read_architecture
 
 PUBLISHED_MFU = 0.206
-"""That a published Search-R1 run logs."""
+"""MFU logged by a published Search-R1 run."""
 _BACKWARD = 3
-"""A forward and a backward pass cost three forward passes."""
+"""Cost of a forward and a backward pass, in forward passes."""
 
 
 def measure(scale: Scale, device: Device, folder: Path) -> list[Figure]:
-    """Seconds of a step, tokens a second, MFU, and the highest allocation."""
+    """Seconds per step, tokens and FLOPs per second; on a GPU also the peak allocation and the MFU."""
     on_gpu = device is Device.gpu
     actor = make_actor(str(folder), device, Dtype.bfloat16 if on_gpu else Dtype.float32, recompute=True)
     architecture = read_architecture(str(folder))
@@ -68,7 +68,7 @@ def measure(scale: Scale, device: Device, folder: Path) -> list[Figure]:
 
 
 def _estimate(scale: Scale, folder: Path) -> float:
-    """Bytes that the plan of such an actor says, of the layers that it has here."""
+    """Bytes that the plan estimates for this actor with the layers detected here."""
     config = RunConfig(
         model=ModelConfig(str(folder), layers=detect().layers, recompute=True),
         cluster=ClusterConfig(placement={"actor": "0", "inference": "1", "rollout": "2"}),

@@ -1,6 +1,6 @@
-"""How fast the actor's weights reach another process of the machine, every tensor hashed on both ends.
+"""Measures weight sync from the actor to another process of the machine, with every tensor hashed on both ends.
 
-On a GPU by CUDA IPC, beside host memory (`cluster.sync_mode=tensor`); without one, host memory alone.
+A GPU is measured with CUDA IPC and host memory (`cluster.sync_mode=tensor`); a CPU with host memory only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TIMEOUT_S = 50.0
 
 
 def measure(_scale: Scale, device: Device, folder: Path) -> list[Figure]:
-    """10^9 bytes a second of a whole transfer, the fastest of some."""
+    """GB/s (10^9 bytes) of a whole transfer, the fastest of `REPEATS`."""
     on_gpu = device is Device.gpu
     actor = make_actor(str(folder), device, Dtype.bfloat16 if on_gpu else Dtype.float32, recompute=False)
     host = _speed(actor, device, SyncMode.tensor)
@@ -47,7 +47,7 @@ def _speed(actor: Actor, device: Device, mode: SyncMode) -> float:
     try:
         speeds = []
         taken = 0
-        for _ in range(1 + REPEATS):  # The first warms up.
+        for _ in range(1 + REPEATS):  # The first is a warm-up.
             started, sent = time.perf_counter(), 0
             export = actor.export(BUCKET_BYTES, sender)
             while (handle := export.next()) is not None:
@@ -58,7 +58,7 @@ def _speed(actor: Actor, device: Device, mode: SyncMode) -> float:
                 sender.release(taken)
             ours.send(export.digest)
             if not ours.recv():
-                raise RuntimeError(f"What came by {mode} is not what was sent.")
+                raise RuntimeError(f"The tensors received by {mode} differ from those sent.")
             speeds.append(sent / (time.perf_counter() - started) / 1e9)
         return max(speeds[1:])
     finally:
@@ -67,7 +67,7 @@ def _speed(actor: Actor, device: Device, mode: SyncMode) -> float:
 
 
 def _receive(spec: TransportSpec, pipe: Connection) -> None:
-    """Take handles, check every tensor, and compare the digest that ends each transfer."""
+    """Receive buckets, verify every tensor, and compare the digest at the end of each transfer."""
     end = open_receiver(replace(spec, rank=1))
     checksums: dict[str, str] = {}
     while True:

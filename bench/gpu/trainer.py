@@ -1,4 +1,4 @@
-"""One process of an actor on random micro-batches, as the parts that train need it."""
+"""Makes an actor of one process and random micro-batches for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlsys.trainer.mesh import Rendezvous
 
 
 def make_actor(folder: str, device: Device, dtype: Dtype, recompute: bool) -> Actor:
-    """The policy of `folder`, trained by GRPO's loss with a KL term, in this process alone."""
+    """Actor of this process alone: the policy of `folder` with GRPO's loss and a KL term."""
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     with socket.socket() as probe:

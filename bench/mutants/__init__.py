@@ -1,1 +1,1 @@
-"""Faults that are planted in rlsys on purpose, one at a time, and the tests that catch them."""
+"""Faults that are planted in rlsys one at a time, and the tests that catch them."""

@@ -1,9 +1,10 @@
-"""Proves that the default suite has teeth: plants faults in rlsys one at a time, and names the first test that fails.
+"""Plants faults in rlsys one at a time, and names the first test of the default suite that fails.
 
     python -m bench.mutants [--only stale-by-one] [--jobs 2]
 
-A mutant of `bench/mutants/<room>.toml` replaces `old` by `new` in `file` in a copy of the project, where its `tests` then run
-without the slow ones. Prints a table, writes outputs/bench/mutants.json, and exits with 1 if one survives.
+A mutant of `bench/mutants/<room>.toml` replaces `old` by `new` in `file` in a copy of the project. Its `tests`, without
+the slow ones, then run on that copy. The command prints a table, writes outputs/bench/mutants.json, and exits with 1 if
+a mutant survives.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from rich.table import Table
 PROJECT = Path(__file__).resolve().parents[2]
 RESULT = Path("outputs/bench/mutants.json")
 TEST_S, TIMEOUT_S = 60, 300
-"""A test that a fault makes hang is caught by name after the first."""
+"""Time limits of one test, which names a test that hangs, and of all tests of a mutant."""
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault and the tests that are to catch it."""
+    """A fault and the tests that must catch it."""
 
     name: str
     rule: str
-    """The rule that the fault breaks, as a sentence."""
+    """Rule that the fault violates, as a sentence."""
     file: str
     old: str
     """Text that occurs once in `file`."""
@@ -49,7 +50,7 @@ class Mutant:
     room: str
 
     def plant(self, project: Path) -> None:
-        """Write the fault into a copy of the project. Raises ValueError where `old` does not occur exactly once."""
+        """Write the fault into a copy of the project. Raises ValueError unless `old` occurs exactly once."""
         target = project / self.file
         text = target.read_text()
         if text.count(self.old) != 1:
@@ -59,12 +60,13 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of one mutant: the first test that failed, or empty for one that survived."""
+    """Result of one mutant."""
 
     room: str
     name: str
     rule: str
     caught_by: str
+    """First test that failed; empty for a mutant that survived."""
     seconds: float
 
 
@@ -78,7 +80,7 @@ def mutants() -> list[Mutant]:
 
 
 def judge(mutant: Mutant) -> Verdict:
-    """Run the mutant's tests on a copy of the project that has the fault."""
+    """Run the mutant's tests on a copy of the project with the fault."""
     with TemporaryDirectory(prefix="mutant-") as scratch:
         copy = Path(scratch)
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=PROJECT, capture_output=True, text=True, check=True)
@@ -97,14 +99,14 @@ def judge(mutant: Mutant) -> Verdict:
 
 
 def first_failure(command: Sequence[str], folder: Path) -> str:
-    """The first test that fails; empty if all pass. Raises RuntimeError where pytest itself could not run."""
+    """Return the first test that fails; empty if all pass. Raises RuntimeError if pytest itself could not run."""
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     try:
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"{' '.join(command)} has not ended within {TIMEOUT_S} s.") from error
+        raise RuntimeError(f"{' '.join(command)} did not end within {TIMEOUT_S} s.") from error
     if done.returncode == 0:
         return ""
     failed = _FAILED.search(done.stdout)
@@ -116,10 +118,10 @@ def first_failure(command: Sequence[str], folder: Path) -> str:
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="Names of mutants or rooms; all by default.")] = None,
-    jobs: Annotated[int, typer.Option(help="Mutants that are judged at the same time.", min=1)] = 2,
+    only: Annotated[list[str] | None, typer.Option(help="Mutant or room; repeat for several. Default: all.")] = None,
+    jobs: Annotated[int, typer.Option(help="Mutants to test in parallel.", min=1)] = 2,
 ) -> None:
-    """Judge the mutants, show and write down what caught each."""
+    """Test the mutants, print a table, write the result file and exit."""
     chosen = [one for one in mutants() if not only or one.name in only or one.room in only]
     console = Console(width=160)
     with ThreadPoolExecutor(jobs) as pool:
@@ -134,7 +136,7 @@ def main(
     survivors = [one.name for one in verdicts if not one.caught_by]
     RESULT.parent.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(json.dumps({"survivors": survivors, "verdicts": [asdict(one) for one in verdicts]}, indent=1))
-    console.print(f"{len(verdicts) - len(survivors)} of {len(verdicts)} mutants are caught: {RESULT}")
+    console.print(f"{len(verdicts) - len(survivors)} of {len(verdicts)} mutants are caught; written to {RESULT}")
     raise SystemExit(1 if survivors else 0)
 
 

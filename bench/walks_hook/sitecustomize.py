@@ -1,9 +1,9 @@
 """Records which functions of rlsys run for one prompt group and for one weight version, in each process of a run.
 
-Python imports this module by itself where its folder is on PYTHONPATH; `bench.walks` puts it there. A context variable marks
-the work that is followed: tasks inherit it, so what runs beside them is not counted. Every new function is a line of
-`RLSYS_WALKS/<process id>`: the walk, its file and its name. A line "to_sglang" has the functions between the pipeline and a call:
-those on the stack, and for a task those on the stack of whoever created it.
+Python imports this module automatically if its folder is on PYTHONPATH, where `bench.walks` puts it. A context variable
+marks the traced work: tasks inherit it, so other concurrent work is not recorded. Every new function becomes a line of
+`RLSYS_WALKS/<process id>` with the walk, its file and its name. A line "to_sglang" lists the functions between the
+pipeline and a call: those on the stack, and for a task also those on its creator's stack.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 FOLDER, PACKAGE = os.environ.get("RLSYS_WALKS"), os.environ.get("RLSYS_PACKAGE", "")
 GROUP, VERSION = 0, 1
-"""The prompt group and the version that are followed in the driver; in a worker it is its first call of each kind."""
+"""Numbers of the prompt group and the weight version traced in the driver; a worker traces by the method called."""
 EPISODE_CALLS = ("run_group", "compute", "accumulate")
 VERSION_CALLS = ("apply", "begin_export", "next_handle", "end_export", "begin_update", "load_bucket", "finish_update")
 ENDS = ("publish",)
-"""Functions with which a walk is over: what rollouts do with a version is no longer its way to the engine."""
+"""Functions that end a walk: the use of a version by rollouts is not traced."""
 OUTSIDE = (asyncio.events.__file__, "<frozen importlib._bootstrap>")
-"""Files whose frames begin something of their own: a step of a task, whose way here is its creator's, or an import."""
+"""Files whose frames end the search up the stack: a step of a task, which continues with its creator, or an import."""
 SGLANG = "sglang/srt/entrypoints/engine.py"
 
 _walk: ContextVar[str] = ContextVar("walk", default="")
@@ -47,7 +47,7 @@ def _name(frame: FrameType) -> str:
 
 
 def _ours(frame: FrameType | None) -> list[FrameType]:
-    """Frames of rlsys from `frame` outwards, the outermost first, as far as one led to the other."""
+    """Frames of rlsys from `frame` up the stack, outermost first, up to a frame of `OUTSIDE`."""
     found = []
     while frame is not None and frame.f_code.co_filename not in OUTSIDE:
         if frame.f_code.co_filename.startswith(PACKAGE):
@@ -57,7 +57,7 @@ def _ours(frame: FrameType | None) -> list[FrameType]:
 
 
 def _marked(frame: FrameType) -> str:
-    """The walk that the call of `frame` begins; empty if none."""
+    """Name of the walk that the call of `frame` starts; empty if none."""
     name, known = frame.f_code.co_name, frame.f_locals
     if name == "_roll" and known["prompt_group"].number == GROUP:
         _uids.add(known["prompt_group"].question.uid)
@@ -75,7 +75,7 @@ def _marked(frame: FrameType) -> str:
 
 
 def _chain(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
-    """The walk that `frame` belongs to, and the functions on the stack since it began, its tasks' creators included."""
+    """Walk that `frame` belongs to, and the functions on the stack since its start, with those of task creators."""
     try:
         task = id(asyncio.current_task())
     except RuntimeError:

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Build the index of a corpus; see the usage below.
+# Build the search index of a corpus; see the usage below.
 set -eu
 
 usage() {
@@ -8,17 +8,17 @@ Build the search index of a corpus.
 
     sh build_index.sh [FLAG ...]
 
-Settings come from the environment; flags (below) override them:
+Settings from the environment, with their defaults; flags (below) take precedence:
 
     DATA_DIR         folder of corpus and index            data/wiki18 of the repository
-    CORPUS_PATH      passages                              $DATA_DIR/wiki-18.jsonl
-    SAVE_DIR         folder for the index                  $DATA_DIR/$RETRIEVER_NAME-$FAISS_TYPE
+    CORPUS_PATH      jsonl of passages                     $DATA_DIR/wiki-18.jsonl
+    SAVE_DIR         folder for the index                  $DATA_DIR/$RETRIEVER_NAME-$FAISS_TYPE; $DATA_DIR/bm25
     RETRIEVER_NAME   e5, bge, ..., or bm25                 e5
     RETRIEVER_MODEL  encoder                               intfloat/e5-base-v2
     FAISS_TYPE       Flat, HNSW64, ...                     Flat
-    MAX_LENGTH       most tokens per passage               256
+    MAX_LENGTH       most tokens of a passage              256
     DEVICE           cpu, cuda, cuda:N                     cpu
-    PYTHON           interpreter that has rlsys            python3
+    PYTHON           interpreter with rlsys installed      python3
 
 END
 }

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the scripts beside it share; they read it, nobody runs it. It runs nothing by itself but finds the repository.
+# Functions that the scripts of this folder source. Sourcing it only sets `root` and `called_from`.
 
 root=$(CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../.." && pwd)
 called_from=$PWD
@@ -9,7 +9,7 @@ fail() {
     exit 2
 }
 
-# Whether one of the words asks for help.
+# Succeed if one of the arguments is -h or --help.
 asks_for_help() {
     local word
     for word in "$@"; do
@@ -18,7 +18,7 @@ asks_for_help() {
     return 1
 }
 
-# The path $1 as it is named from here: what is not there by that name is left to the repository.
+# Print path $1: absolute if it exists relative to the caller's directory, else unchanged, relative to the repository.
 from_here() {
     if [[ $1 != /* && -e $called_from/$1 ]]; then
         printf '%s\n' "$called_from/$1"
@@ -27,13 +27,13 @@ from_here() {
     fi
 }
 
-# The path $1, which need not be there yet, as it is named from here.
+# Print path $1, which need not exist, as an absolute path relative to the caller's directory.
 new_from_here() {
     if [[ $1 == /* ]]; then printf '%s\n' "$1"; else printf '%s\n' "$called_from/$1"; fi
 }
 
-# The text $1 in quotes, as a value that both Hydra and YAML read as it stands. Quotes of both kinds together, and
-# backslashes before a quote, are only Hydra's to read.
+# Print text $1 in quotes that both Hydra and YAML accept. Only Hydra can read both kinds of quotes together, and
+# backslashes before a quote.
 quoted() {
     if [[ $1 == *\'* && $1 != *[\"\\]* ]]; then
         printf '"%s"\n' "$1"
@@ -42,12 +42,12 @@ quoted() {
     fi
 }
 
-# The setting KEY=VALUE $1, a path in it as it is named from here, and then in quotes, whatever its characters.
+# Print setting KEY=VALUE $1, with a path in it resolved from the caller's directory and quoted.
 setting_from_here() {
     local key=${1%%=*} value=${1#*=} path
     path=$value
     case $key in
-        # A list of one is the path in it.
+        # A list of one path counts as the path.
         *paths) if [[ $path == \[*\] && $path != *,* ]]; then path=${path#[} path=${path%]}; fi ;;
     esac
     if [[ $path =~ ^\'[^\'\\]*\'$ || $path =~ ^\"[^\"\\]*\"$ ]]; then path=${path:1:-1}; fi
@@ -59,8 +59,8 @@ setting_from_here() {
     printf '%s\n' "$key=$value"
 }
 
-# Sort the words that follow, paths in them as they are named from here, into `settings`, `folder` (the flag
-# --config-dir) and `flags` (all others).
+# Sort the arguments into `settings`, `folder` (the flag --config-dir) and `flags` (all other flags); resolve paths from
+# the caller's directory.
 sort_words() {
     local word before=""
     settings=() folder=() flags=()
@@ -88,7 +88,7 @@ sort_words() {
     if [[ -n $before ]]; then fail "$before needs a value: give one"; fi
 }
 
-# Set PYTHON to an interpreter that has rlsys, go to the repository, or end.
+# Set PYTHON to an interpreter with rlsys and change to the repository; exit if there is none.
 require_rlsys() {
     : "${PYTHON:=python3}"
     if [[ $PYTHON == */* ]]; then PYTHON=$(from_here "$PYTHON"); fi
@@ -97,12 +97,12 @@ require_rlsys() {
         fail "PYTHON=$PYTHON lacks what rlsys needs: activate its environment, or set PYTHON to its interpreter"
 }
 
-# `rlsys` with the words that are given.
+# Run `rlsys` with the arguments.
 rlsys() {
     "$PYTHON" -m rlsys.apps.cli.main "$@"
 }
 
-# Of RLinf's config examples/searchr1/config/$2.yaml and the project's config $1 the first, once its paths are filled in.
+# Print RLinf's config examples/searchr1/config/$2.yaml if its paths are filled in, else the project's config $1.
 default_config() {
     local file=$root/examples/searchr1/config/$2.yaml
     if [[ -f $file ]] && ! grep -v '^[[:space:]]*#' -- "$file" | grep -q '/path/to/'; then
@@ -112,12 +112,12 @@ default_config() {
     fi
 }
 
-# What `rlsys --config-name` takes for $1: a config of the project, one of RLinf's by its name, or a path.
+# Print the value of --config-name for $1: a config of the project, an RLinf config by name, or a path.
 find_config() {
     local beside=$root/examples/searchr1/config/$1.yaml file=${1%.yaml}.yaml
     if [[ $1 == *.yaml || $1 == */* ]]; then
         [[ -f $(new_from_here "$file") ]] ||
-            fail "$file does not exist: give a config of the project, or the path of one"
+            fail "$file does not exist: give the name of a project config, or a path"
         new_from_here "$file"
     elif [[ ! -f $root/configs/$1.yaml && -f $beside ]]; then
         printf '%s\n' "$beside"
@@ -126,8 +126,8 @@ find_config() {
     fi
 }
 
-# Train by config $1 with the words that follow, settings and flags of `rlsys train`, once `rlsys doctor` has no objection.
-# --dry-run starts nothing, so that nothing need be there.
+# Train with config $1 and the settings and flags that follow, if `rlsys doctor` finds no problem. --dry-run skips the
+# check, because it starts nothing.
 train() {
     local config=$1 word settings flags folder planned="" status=0
     shift
@@ -137,7 +137,7 @@ train() {
     done
     if [[ -z $planned ]]; then
         rlsys doctor --for "$config" ${folder[@]+"${folder[@]}"} ${settings[@]+"${settings[@]}"} || status=$?
-        if [[ $status == 2 ]]; then fail "Nothing was started: fix the problems above, and run this again."; fi
+        if [[ $status == 2 ]]; then fail "Nothing was started: fix the problems above and run this again."; fi
         if [[ $status != 0 ]]; then exit "$status"; fi
     fi
     exec "$PYTHON" -m rlsys.apps.cli.main train --config-name "$config" ${folder[@]+"${folder[@]}"} \

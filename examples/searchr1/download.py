@@ -2,9 +2,9 @@
 
     python examples/searchr1/download.py --save_path data/wiki18 --what wiki18-corpus wiki18-e5-hnsw64
 
-Interrupt it at any time: the next start goes on where it stopped. Every file is compared with the checksum
-that the Hub states, index parts are joined and the corpus is unpacked, so that what lies in the folder
-afterwards can be served. HF_TOKEN and HF_ENDPOINT (a mirror) are respected.
+You can interrupt it at any time; the next start continues. Every file is compared with the Hub's checksum, index parts
+are joined and the corpus is unpacked, so that the files can be served. HF_TOKEN and HF_ENDPOINT (a mirror) are
+respected.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from rlsys.apps.data.download import Downloader, Hub, Target, require_space
 
 _PACKED = ".gz"
 _UNPACKED_RATIO = 3
-"""Text of Wikipedia unpacks to 2.8 times its size (wiki-18: 5.1 GB to 14.4 GB)."""
+"""Unpacked size over packed size, rounded up from 2.8 (wiki-18: 5.1 GB to 14.4 GB)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What `--what` can name."""
+    """A value of `--what`."""
 
     dataset: str
     files: tuple[str, ...]
     """Names or globs in the data set."""
     joined: str = ""
-    """The file that they are joined to, in order; "" keeps them apart."""
+    """File that the parts are joined to, in order; "" keeps them separate."""
     about: str = ""
 
 
@@ -76,23 +76,23 @@ DEFAULT = ("wiki18-corpus", "wiki18-e5-flat")
 
 
 def targets(item: Item, hub: Hub, revision: str) -> list[Target]:
-    """The files that `item` makes, as the Hub describes them now."""
+    """Files of `item`, as the Hub describes them now."""
     pieces = hub.find(item.dataset, item.files, revision)
     return [Target(item.joined, pieces)] if item.joined else [Target(piece.name, [piece]) for piece in pieces]
 
 
 def final_path(folder: Path, target: Target) -> Path:
-    """What is left of `target` when all is done: packed files are unpacked and deleted."""
+    """Path of `target` after the download; packed files are unpacked and deleted."""
     return folder / target.name.removesuffix(_PACKED)
 
 
 def is_done(folder: Path, target: Target) -> bool:
-    """Whether a packed file was unpacked before; other targets decide for themselves, by their checksums."""
+    """True if a packed file is already unpacked; other targets are checked by their checksums instead."""
     return target.name.endswith(_PACKED) and final_path(folder, target).is_file()
 
 
 def space_needed(folder: Path, downloader: Downloader, target: Target) -> int:
-    """Bytes that the disk must have free for `target`."""
+    """Bytes of free disk that `target` needs."""
     if is_done(folder, target):
         return 0
     unpacked = target.size * _UNPACKED_RATIO if target.name.endswith(_PACKED) else 0
@@ -100,8 +100,8 @@ def space_needed(folder: Path, downloader: Downloader, target: Target) -> int:
 
 
 def plan(folder: Path, downloader: Downloader, wanted: list[Target]) -> Table:
-    """What there is to do, for people."""
-    table = Table("file", "from", "size", "to fetch", "then")
+    """Table of the files to download and unpack."""
+    table = Table("file", "from", "size", "to download", "then")
     for target in wanted:
         done = is_done(folder, target)
         table.add_row(
@@ -129,7 +129,7 @@ def obtain(folder: Path, downloader: Downloader, target: Target, progress: Progr
 
 
 def download(folder: Path, names: list[str], revision: str, dry_run: bool, console: Console) -> None:
-    """Have everything that `names` stand for in `folder`."""
+    """Download the items called `names` to `folder`; `dry_run` only prints the table."""
     hub = Hub()
     downloader = Downloader(folder, hub)
     wanted = [target for name in dict.fromkeys(names) for target in targets(ITEMS[name], hub, revision)]
@@ -154,7 +154,7 @@ def main() -> None:
     """Parse the command line and download."""
     listing = "\n".join(f"  {name:17} {item.dataset}: {item.about}" for name, item in ITEMS.items())
     parser = argparse.ArgumentParser(
-        description="Download corpora and indexes of Search-R1 and ASearcher, resumed and checked.",
+        description="Download and verify corpora and indexes of Search-R1 and ASearcher; continues after interruption.",
         epilog=f"names:\n{listing}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -165,10 +165,10 @@ def main() -> None:
         choices=tuple(ITEMS),
         default=list(DEFAULT),
         metavar="NAME",
-        help=f"one or several of the names below (default: {' '.join(DEFAULT)})",
+        help=f"one or more of the names below (default: {' '.join(DEFAULT)})",
     )
     parser.add_argument("--revision", default="main", help="branch, tag or commit of the data sets (default: main)")
-    parser.add_argument("--dry_run", action="store_true", help="print what would be downloaded, and exit")
+    parser.add_argument("--dry_run", action="store_true", help="only print what would be downloaded")
     given = parser.parse_args()
     download(given.save_path, given.what, given.revision, given.dry_run, Console())
 

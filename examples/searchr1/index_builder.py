@@ -1,10 +1,10 @@
-"""Build an index under the flags of Search-R1's index_builder.py.
+"""Builds an index with the flags of Search-R1's index_builder.py.
 
     python examples/searchr1/index_builder.py --retrieval_method e5 --model_path intfloat/e5-base-v2 \\
         --corpus_path wiki-18.jsonl --save_dir wiki18-e5 --faiss_type HNSW64
 
-The folder that it makes holds corpus, vectors and what they were made with; a build that is interrupted goes
-on where it stopped. It is what `rlsys search index` makes.
+The folder holds the corpus, the vectors and their settings, as from `rlsys search index`. An interrupted build
+continues when it is started again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BM25 = "bm25"
 
 
 def build(given: argparse.Namespace) -> bool:
-    """Make the index that the flags describe; False if it was there."""
+    """Build the index that the flags describe. Returns False if it already exists."""
     if not given.corpus_path.is_file():
         raise UserError(
             f"--corpus_path {given.corpus_path} is not a file: give the jsonl file of passages.",
@@ -48,7 +48,7 @@ def build(given: argparse.Namespace) -> bool:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Search-R1's flags, as far as they still mean something."""
+    """Parser of Search-R1's flags, except those without a meaning here."""
     flags = argparse.ArgumentParser(description="Build a search index, as Search-R1's index_builder.py does.")
     add = flags.add_argument
     add("--retrieval_method", default="e5", help="family of the encoder (e5, bge, ...), or bm25 (default: e5)")
@@ -59,17 +59,17 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--corpus_path", type=Path, required=True, help="jsonl of passages {id, contents}")
     add("--save_dir", type=Path, required=True, help="folder for the index")
-    add("--max_length", type=int, default=256, help="truncate passages to this many tokens (default: 256)")
-    add("--use_fp16", action="store_true", help="compute in float16 (always so on a GPU)")
+    add("--max_length", type=int, default=256, help="most tokens of a passage; the rest is cut (default: 256)")
+    add("--use_fp16", action="store_true", help="compute in float16 (the default on a GPU)")
     add("--pooling_method", help="mean, cls, pooler or last (default: the family's)")
     add("--faiss_type", default="Flat", help="Flat, HNSW64, IVF4096,Flat or another (default: Flat)")
     add(
         "--save_embedding",
         action="store_true",
-        help="keep the vectors, to build another type without encoding",
+        help="keep the vectors, to build another FAISS type without encoding again",
     )
     add("--device", default="cpu", help="cpu, cuda for all GPUs, or cuda:N (default: cpu)")
-    add("--workers", type=int, default=1, help="number of encoding processes (default: 1)")
+    add("--workers", type=int, default=1, help="processes that encode (default: 1)")
     return flags
 
 
@@ -77,7 +77,7 @@ def main() -> None:
     """Parse the command line and build."""
     given = parser().parse_args()
     made = build(given)
-    print(f"{given.save_dir} {'is complete' if made else 'already exists and is complete'}")
+    print(f"{given.save_dir} {'is complete' if made else 'already exists'}")
 
 
 if __name__ == "__main__":

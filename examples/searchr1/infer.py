@@ -1,9 +1,9 @@
-"""Ask a model that searches one question: the counterpart of Search-R1's `infer.py`.
+"""Asks a search policy one question: the counterpart of Search-R1's `infer.py`.
 
     python examples/searchr1/infer.py --model_id outputs/<run>/hf --question "Who wrote the novel that Blade Runner is from?"
 
-A retrieval server must run at `--search_url`; without `--question` Search-R1's own example is asked. `rlsys chat` does the
-same and more.
+A retrieval server must run at `--search_url`. Without `--question`, Search-R1's own example is asked. `rlsys chat` does
+the same and more.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ QUESTION = (
 
 
 async def infer(given: argparse.Namespace) -> None:
-    """Print the answer as it comes. Raises UserError for a question that cannot be asked."""
+    """Print the episode while it is generated. Raises UserError for a question that cannot be asked."""
     if not given.question.strip():
         raise UserError(
-            "--question is empty: write one, or leave it out for Search-R1's example.", code="empty", key="--question"
+            "--question is empty: give one, or omit it for Search-R1's example.", code="empty", key="--question"
         )
     model = find_model(given.model_id, given.hf, f"--model_id {given.model_id}")
     wanted = ChatOptions(search_url=given.search_url, max_turns=given.max_turns, temperature=given.temperature)
@@ -51,7 +51,7 @@ async def infer(given: argparse.Namespace) -> None:
                 case EpisodeEnded():
                     print(f"\n\nAnswer: {visible(event.answer or 'none')} ({event.searches} searches)")
                 case Failed():
-                    assert event.code is not None  # Nothing else but the question can be wrong here.
+                    assert event.code is not None  # Only the question can be invalid here.
                     raise UserError(event.reason, code=event.code, key=event.key)
 
 
@@ -59,17 +59,15 @@ def main() -> None:
     """Read the flags and ask."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--model_id", type=Path, required=True, help="Hugging Face folder, or Megatron checkpoint")
-    add(
-        "--hf", type=Path, help="for a Megatron checkpoint: Hugging Face folder of the model that training started from"
-    )
+    add("--model_id", type=Path, required=True, help="Hugging Face folder or Megatron checkpoint")
+    add("--hf", type=Path, help="for a checkpoint: the Hugging Face folder that training started from")
     add("--question", default=QUESTION)
-    add("--search_url", default="http://127.0.0.1:8000", help="address of the retrieval server")
-    add("--max_turns", type=int, help="maximum number of searches; by default as in training")
+    add("--search_url", default="http://127.0.0.1:8000", help="URL of the retrieval server")
+    add("--max_turns", type=int, help="most searches (default: as in training)")
     add("--temperature", type=float, default=0.7)
     add("--engine", choices=list(EngineName), default=EngineName.transformers)
     given = parser.parse_args()
-    # What the terminal's encoding does not have is spelled out.
+    # Escape characters that the terminal's encoding lacks.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         run_to_end(infer(given))

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Serve an index; see the usage below.
+# Serve a search index over HTTP; see the usage below.
 set -eu
 
 usage() {
@@ -8,13 +8,13 @@ Serve a search index over HTTP.
 
     sh launch_local_server.sh [FLAG ...]
 
-Settings come from the environment; flags (below) override them:
+Settings from the environment, with their defaults; flags (below) take precedence:
 
-    INDEX_PATH       FAISS file, or folder of build_index.sh
-    CORPUS_PATH      passages, for a FAISS file
-    DATA_DIR         folder of e5_Flat.index and wiki-18.jsonl, which are served without
-                     INDEX_PATH                            data/wiki18 of the repository
-    PAGES_PATH       pages, for /access
+    INDEX_PATH       FAISS file, or folder from build_index.sh
+    CORPUS_PATH      jsonl of passages, for a FAISS file
+    DATA_DIR         without INDEX_PATH: folder of e5_Flat.index and wiki-18.jsonl, which are
+                     then served                           data/wiki18 of the repository
+    PAGES_PATH       jsonl of pages, for /access
     RETRIEVER_NAME   family of the encoder: e5, bge, ...
     RETRIEVER_MODEL  encoder
     RERANKER_MODEL   cross-encoder, for /rerank
@@ -22,7 +22,7 @@ Settings come from the environment; flags (below) override them:
     DEVICE           cpu, cuda, cuda:N                     cpu
     HOST             address to listen on                  127.0.0.1
     PORT             port to listen on                     8000
-    PYTHON           interpreter that has rlsys            python3
+    PYTHON           interpreter with rlsys installed      python3
 
 END
 }

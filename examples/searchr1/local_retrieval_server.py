@@ -1,9 +1,9 @@
-"""Serve an index under the flags of Search-R1's and ASearcher's retrieval servers.
+"""Serves an index with the flags of Search-R1's and ASearcher's retrieval servers.
 
     python examples/searchr1/local_retrieval_server.py --index_path e5_Flat.index --corpus_path wiki-18.jsonl
 
-`--index_path` is a FAISS file from elsewhere, which needs `--corpus_path` and the encoder that it was made
-with, or a folder made by `rlsys search index`, which knows both. The server is that of `rlsys search serve`.
+`--index_path` is either a FAISS file, which needs `--corpus_path` and the encoder that it was made with, or a folder
+made by `rlsys search index`, which contains both. The server is the same as with `rlsys search serve`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from rlsys.search.server.command import Parts, load_reranker, read_token, serve_
 BM25 = "bm25"
 UPSTREAM_NAME, UPSTREAM_MODEL = "e5", "intfloat/e5-base-v2"
 QUERY_TOKENS = 256
-"""Where Search-R1's servers cut queries."""
+"""Most tokens of a query; Search-R1's servers cut at the same length."""
 
 
 def load(given: argparse.Namespace) -> Parts:
-    """What the flags name. Raises UserError for what does not exist or does not fit together."""
+    """Load the parts that the flags name. Raises UserError for missing files and contradicting flags."""
     index: Path = given.index_path
     if not index.exists():
         raise UserError(
@@ -50,7 +50,7 @@ def load(given: argparse.Namespace) -> Parts:
 
 
 def open_folder(given: argparse.Namespace) -> Retriever:
-    """The retriever of a folder made by rlsys; flags that say otherwise than the folder are refused."""
+    """Open an index folder made by rlsys. Raises UserError for flags that contradict the folder."""
     from rlsys.search.corpus import Corpus
     from rlsys.search.index.folder import read_manifest
     from rlsys.search.server.command import open_retriever
@@ -58,7 +58,7 @@ def open_folder(given: argparse.Namespace) -> Retriever:
     folder: Path = given.index_path
     if any(folder.glob("segments_*")):
         raise UserError(
-            f"--index_path {folder} is a Lucene index, which needs pyserini: build one from the corpus with "
+            f"--index_path {folder} is a Lucene index, which rlsys cannot read: build an index from the corpus with "
             "`rlsys search index --kind bm25`.",
             code="unsupported",
             key="--index_path",
@@ -67,14 +67,14 @@ def open_folder(given: argparse.Namespace) -> Retriever:
     made_for = manifest.get("family", manifest["kind"])
     if given.retriever_name not in (None, made_for):
         raise UserError(
-            f"--retriever_name {given.retriever_name}: {folder} was built for {made_for}; leave the flag out.",
+            f"--retriever_name {given.retriever_name}: {folder} was built for {made_for}; omit the flag.",
             code="mismatch",
             key="--retriever_name",
         )
     if given.corpus_path is not None and Corpus.open(given.corpus_path).checksum != manifest["corpus_sha256"]:
         raise UserError(
-            f"--corpus_path {given.corpus_path} is not the corpus that {folder} was built from: leave the flag "
-            "out, because the folder records its corpus.",
+            f"--corpus_path {given.corpus_path} differs from the corpus of {folder}: omit the flag, the folder "
+            "contains its corpus.",
             code="mismatch",
             key="--corpus_path",
         )
@@ -89,17 +89,17 @@ def open_folder(given: argparse.Namespace) -> Retriever:
 
 
 def open_file(given: argparse.Namespace) -> Retriever:
-    """The retriever of a FAISS file from elsewhere."""
+    """Open a FAISS file and its corpus. Raises UserError for flags that do not fit a file."""
     if given.retriever_name == BM25:
         raise UserError(
-            f"--retriever_name {BM25}: {given.index_path} is a file; build a folder from the corpus with "
+            f"--retriever_name {BM25}: {given.index_path} is a file; build an index folder from the corpus with "
             "`rlsys search index --kind bm25`.",
             code="unsupported",
             key="--retriever_name",
         )
     if given.corpus_path is None:
         raise UserError(
-            f"--corpus_path is missing: {given.index_path} is a file of vectors, without passages.",
+            f"--corpus_path is missing: {given.index_path} holds vectors without passages; give their jsonl file.",
             code="missing",
             key="--corpus_path",
         )
@@ -124,14 +124,14 @@ def open_file(given: argparse.Namespace) -> Retriever:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags of the scripts of that kind, and a few more."""
+    """Parser of the flags of Search-R1's and ASearcher's servers, and a few more."""
     flags = argparse.ArgumentParser(
         description="Serve an index over HTTP, as Search-R1's retrieval_server.py and ASearcher's do.",
-        epilog=f"The bearer token that clients must send is read from {TOKEN_VARIABLE}; without one, anyone can search.",
+        epilog=f"Clients must send the bearer token in {TOKEN_VARIABLE}; if it is unset, every client may search.",
     )
     add = flags.add_argument
     add("--index_path", type=Path, required=True, help="FAISS file, or folder made by `rlsys search index`")
-    add("--corpus_path", type=Path, help="jsonl of passages; for a FAISS file")
+    add("--corpus_path", type=Path, help="jsonl of passages; required for a FAISS file")
     add("--pages_path", type=Path, help="jsonl of pages {url, contents}, for /access")
     add("--topk", type=int, default=DEFAULT_TOPK, help=f"passages per query (default: {DEFAULT_TOPK})")
     add("--retriever_name", help=f"family of the encoder: e5, bge, ... (for a file: {UPSTREAM_NAME})")
@@ -139,20 +139,20 @@ def parser() -> argparse.ArgumentParser:
         "--retriever_model",
         help=f"minilm, a folder, or a model in the Hugging Face cache (for a file: {UPSTREAM_MODEL})",
     )
-    add("--faiss_gpu", action="store_true", help="spread the vectors over all GPUs as float16")
+    add("--faiss_gpu", action="store_true", help="hold the vectors on all GPUs, as float16")
     add("--device", default="cpu", help="device of the models: cpu, cuda or cuda:N (default: cpu)")
     add("--reranker_model", help="cross-encoder for /rerank: a folder, or a model in the Hugging Face cache")
     add(
         "--host",
         default=DEFAULT_HOST,
-        help=f"address to listen on (default: {DEFAULT_HOST}; 0.0.0.0 for all)",
+        help=f"address to listen on (default: {DEFAULT_HOST}; 0.0.0.0 for all addresses)",
     )
     add("--port", type=int, default=DEFAULT_PORT, help=f"port to listen on (default: {DEFAULT_PORT})")
     return flags
 
 
 def main() -> None:
-    """Parse the command line and serve until a signal."""
+    """Parse the command line and serve until a signal arrives."""
     given = parser().parse_args()
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.INFO)
     serve_parts(

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train on one machine; see the usage below.
-# Also where it is started by a plain sh.
+# Re-exec with bash if started by a plain sh.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
 # shellcheck source=examples/searchr1/common.sh
@@ -8,25 +8,24 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.sh"
 
 usage() {
     cat <<'END'
-Check this machine, then train on it.
+Train on one machine.
 
     bash run_main_searchr1_single.sh [CONFIG] [KEY=VALUE ...] [FLAG ...]
 
     CONFIG       name of a project config, or path of a yaml file          searchr1_qwen2.5_3b_1node
     KEY=VALUE    settings, which override the config's
-    FLAG         of `rlsys train` (below): --dry-run, --json, --no-wandb
+    FLAG         a flag of `rlsys train` (below): --dry-run, --json, --no-wandb
 
-Without CONFIG, the script uses config/qwen2.5-3b-tool-1node.yaml in its own folder if the paths in that file are filled
-in. That file has RLinf's keys; with such a config, KEY can be a key of RLinf or of rlsys.
+The default becomes config/qwen2.5-3b-tool-1node.yaml beside this script once the paths in that file are filled in. It
+has RLinf's keys; settings of such a config may use RLinf's keys or those of rlsys.
 
-The script works from any directory. Relative paths on the command line are resolved from the current directory, those
-in a config from the repository. First the script runs `rlsys doctor --for CONFIG`, which checks devices, memory,
-disk, ports, model, data, search server and versions, and lists all problems with their fixes. Training starts only if
-there are none.
+The script works from any directory: relative paths on the command line start at the current directory, those in a
+config at the repository. It first runs `rlsys doctor --for CONFIG`, which checks devices, memory, disk, ports, model,
+data, search server and versions, lists every problem with its fix, and starts nothing until all are fixed.
 
 Settings from the environment:
 
-    PYTHON                  interpreter that has rlsys                     python3
+    PYTHON                  interpreter with rlsys installed               python3
     CUDA_VISIBLE_DEVICES    GPUs to use                                    all
 
 Examples:

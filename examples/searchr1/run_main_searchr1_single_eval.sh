@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Evaluate a model; see the usage below.
-# Also where it is started by a plain sh.
+# Re-exec with bash if started by a plain sh.
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
 # shellcheck source=examples/searchr1/common.sh
@@ -8,23 +8,23 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.sh"
 
 usage() {
     cat <<'END'
-Evaluate a model on the seven sets of Search-R1, or on files of your own.
+Evaluate a model on the seven sets of Search-R1, or on your own files.
 
     bash run_main_searchr1_single_eval.sh [CONFIG] [KEY=VALUE ...] [FLAG ...]
 
     CONFIG       name of a project config, or path of a yaml file          searchr1_qwen2.5_3b_1node
     KEY=VALUE    settings, which override the config's
-    FLAG         of `rlsys eval` (below): --model, --data, --baseline, ...
+    FLAG         a flag of `rlsys eval` (below): --model, --data, --baseline, ...
 
-Without CONFIG, the script uses config/qwen2.5-3b-tool-1node-eval.yaml in its own folder if the paths in that file are
-filled in. That file has RLinf's keys; with such a config, KEY can be a key of RLinf or of rlsys.
+The default becomes config/qwen2.5-3b-tool-1node-eval.yaml beside this script once the paths in that file are filled in.
+It has RLinf's keys; settings of such a config may use RLinf's keys or those of rlsys.
 
-The script works from any directory. Relative paths on the command line are resolved from the current directory, those
-in a config from the repository. A missing model, question file or search server is reported at once.
+The script works from any directory: relative paths on the command line start at the current directory, those in a
+config at the repository. A missing model, question file or search server is reported before anything starts.
 
 Settings from the environment:
 
-    PYTHON       interpreter that has rlsys                                python3
+    PYTHON       interpreter with rlsys installed                          python3
 
 Examples:
 
@@ -35,7 +35,7 @@ Examples:
 END
 }
 
-# A file alone: of a set, such as nq, only the name counts, whatever folder is called so.
+# Resolve a file only: the name of a set, such as nq, stays a name even if a folder has the same name.
 file_from_here() {
     if [[ -f $called_from/$1 ]]; then from_here "$1"; else printf '%s\n' "$1"; fi
 }
@@ -60,14 +60,14 @@ for word in "$@"; do
         --data) word=$(file_from_here "$word") ;;
         --data-dir | --model | --hf | --config-dir) word=$(from_here "$word") ;;
     esac
-    # A flag with its value behind an equals sign, or a setting.
+    # A flag with its value after an equals sign, or a setting.
     case $word in
         --out=*) word=--out=$(new_from_here "${word#*=}") ;;
         --data=*) word=--data=$(file_from_here "${word#*=}") ;;
         --data-dir=* | --model=* | --hf=* | --config-dir=*) word=${word%%=*}=$(from_here "${word#*=}") ;;
         [!-]*=*) word=$(setting_from_here "$word") ;;
     esac
-    # Names that follow --data are sets or files too.
+    # All words after --data up to the next flag are sets or files.
     if [[ $word == -* ]]; then
         flag=$word
     elif [[ $flag != --data ]]; then

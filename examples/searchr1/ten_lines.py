@@ -1,7 +1,7 @@
-"""The Python API on the tiny world: a policy that learns to search, on two CPU cores.
+"""Trains a policy to search with the Python API, on the tiny world and two CPU cores.
 
-Run `python -m examples.searchr1.ten_lines [ITERATIONS]` from the project's root. 12 iterations take minutes, and the policy
-learns to search; the world and its index are made once.
+Run `python -m examples.searchr1.ten_lines [ITERATIONS]` from the project's root. The default of 12 iterations takes
+minutes. The world and its index are made once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ POLICY = Path("examples/searchr1/tiny/policy")
 def main(
     iterations: int = 12, batch_size: int = 32, overrides: Sequence[str] = (), outputs: str = "outputs"
 ) -> TrainingResult:
-    """Train, and say how much was learned."""
+    """Train, print the result and evaluate again with transformers. Returns the result."""
     prepare_world(Console())
     trainer = SearchR1Trainer(
         model_name=POLICY,

@@ -1,9 +1,8 @@
-"""A gzip file to the one file that is in it, in bounded memory and disk space.
+"""Unpacks a gzip file of one file, with bounded memory and disk space.
 
-Contract: what is packed may itself be a tar archive of one regular file (wiki-18.jsonl.gz is one, its name
-notwithstanding); then that file is what comes out. The output appears whole or not at all. An archive is refused
-where it holds nothing, has a sparse file, or grows to more than 100 times its size (from 64 MiB on; text grows to 20
-times at most).
+Contract: the content may itself be a tar archive of one regular file, as in wiki-18.jsonl.gz; then that file is
+unpacked. The output appears complete or not at all. An archive is refused if it is empty, has a sparse file, or grows
+to more than 100 times its size (from 64 MiB on; text grows to at most 20 times).
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ _BLOCK = 1 << 22
 _TAR_MARK, _TAR_MARK_AT = b"ustar", 257
 _GROWTH, _ALWAYS_ALLOWED = 100, 1 << 26
 _AROUND_BYTES = 1 << 15
-"""Most bytes of a tar archive before its file, and between its file and its end: `tarfile` holds headers in memory,
-and needs time that grows with the square of their length."""
+"""Most bytes of a tar archive before its file, and between its file and its end. `tarfile` holds headers in memory and
+needs time quadratic in their length."""
 
 
 def unpack(archive: Path, out: Path, advance: Advance) -> None:
-    """Unpack `archive` to `out`; `advance` is told of the packed bytes as they are read.
+    """Unpack `archive` to `out`, calling `advance` with the number of packed bytes read.
 
-    Raises RunError if the archive is damaged, empty or too large, if a tar archive in it holds anything but one file,
-    or if `out` cannot be written.
+    Raises RunError if the archive is damaged, empty or too large, if a tar archive in it does not hold exactly one
+    file, or if `out` cannot be written.
     """
     part = out.with_name(f"{out.name}.unpacking")
     try:
@@ -40,21 +39,21 @@ def unpack(archive: Path, out: Path, advance: Advance) -> None:
             file.flush()
             os.fsync(file.fileno())
         if not copied:
-            raise RunError(f"{archive} holds nothing: delete it and download it again")
+            raise RunError(f"{archive} is empty: delete it and download it again")
         part.replace(out)
     except (EOFError, zlib.error, tarfile.TarError, ValueError, RecursionError, gzip.BadGzipFile) as problem:
         raise RunError(f"{archive} is damaged ({problem}): delete it and download it again") from problem
     except OSError as problem:
         raise RunError(
-            f"{archive} could not be unpacked to {out} ({problem.strerror or problem}): check the free "
-            "space and the permissions of both"
+            f"{archive} could not be unpacked to {out} ({problem.strerror or problem}): check the free space and the "
+            "permissions of both"
         ) from problem
     finally:
         part.unlink(missing_ok=True)
 
 
 class _Content:
-    """The content of `archive`, unpacked as it is read, and no more of it than is allowed."""
+    """Content of `archive`, unpacked while it is read, up to an allowed size."""
 
     def __init__(self, archive: Path, plain: gzip.GzipFile, packed: IO[bytes], advance: Advance) -> None:
         self.archive = archive
@@ -64,22 +63,22 @@ class _Content:
         self._until = self._most
 
     def begins_as_tar(self) -> bool:
-        """True for a tar archive; the stream is read from its start again."""
+        """True for a tar archive; rewinds the stream."""
         head = self._plain.read(_TAR_MARK_AT + len(_TAR_MARK))
         self._plain.seek(0)
         return head.endswith(_TAR_MARK)
 
     def allow(self, more: int | None = None) -> None:
-        """From now on, allow as many bytes more; None allows all that the size of the archive does."""
+        """Allow `more` bytes from here; None allows the limit that follows from the archive's size."""
         self._until = self._most if more is None else self._plain.tell() + more
 
     def read(self, size: int = _BLOCK) -> bytes:
-        """The next bytes. Raises RunError where more than allowed have been read."""
+        """Read the next bytes. Raises RunError if more than the allowed bytes have been read."""
         block = self._plain.read(min(size, _BLOCK))
         if self._plain.tell() > self._until:
             raise RunError(
-                f"{self.archive} holds far more than a file of its size should: delete it, or unpack it by hand "
-                "if you trust it"
+                f"{self.archive} unpacks to far more than its size suggests: delete it, or unpack it by hand if you "
+                "trust it"
             )
         now = self._packed.tell()
         self._advance(now - self._told)
@@ -88,7 +87,7 @@ class _Content:
 
 
 def _copy(content: _Content, file: IO[bytes]) -> int:
-    """Copy the one file of `content` to `file`. Returns its bytes."""
+    """Copy the only file in `content` to `file`. Returns the number of bytes."""
     if not content.begins_as_tar():
         return _pour(content, file)
     copied = None
@@ -101,15 +100,15 @@ def _copy(content: _Content, file: IO[bytes]) -> int:
                 raise RunError(f"{content.archive} holds more than one file: unpack it by hand")
             if member.issparse():
                 raise RunError(
-                    f"{content.archive} holds the sparse file {member.name[:100]!r}, which can fill the disk: "
-                    "unpack it by hand if you trust it"
+                    f"{content.archive} holds the sparse file {member.name[:100]!r}, which may fill the disk: unpack "
+                    "it by hand if you trust it"
                 )
             content.allow()
             copied = _pour(members.extractfile(member), file)
             content.allow(_AROUND_BYTES)
     if copied is None:
         raise RunError(f"{content.archive} holds no file: unpack it by hand")
-    # gzip compares its checksum only where it is read to the end, behind the last member.
+    # gzip compares its checksum only if it is read to the end, past the last member.
     content.allow()
     while content.read():
         pass

@@ -1,4 +1,4 @@
-"""Advantages in exact fractions by loops over tokens, and mini-batches to try them on."""
+"""Computes advantages in exact fractions by loops over tokens, and generates mini-batches for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlsys.config.algorithm import AdvantageBaseline, AdvantageScale, AlgorithmC
 
 Exact = list[Fraction]
 GAMMAS = st.sampled_from([Fraction(0), Fraction(1, 2), Fraction(7, 8), Fraction(1)])
-"""Such that floats hold them exactly."""
+"""Discounts that floats hold exactly."""
 
 
 def setting(credit: str, baseline: str, scale: str) -> AlgorithmConfig:
@@ -34,7 +34,7 @@ SETTINGS = [
 
 @dataclass(frozen=True)
 class ExactEpisode:
-    """An episode in fractions: entries of tokens with turn -1 mean nothing."""
+    """An episode in fractions; tokens with turn -1 are not trained and their entries are ignored."""
 
     rewards: Exact
     turns: list[int]
@@ -46,7 +46,7 @@ class ExactEpisode:
         return [token for token, turn in enumerate(self.turns) if turn >= 0]
 
     def episode(self, elsewhere: float = 0.0) -> RewardedEpisode:
-        """In floats, with `elsewhere` on tokens that are not trained."""
+        """The episode in floats, with `elsewhere` on tokens that are not trained."""
 
         def filled(numbers: Exact) -> np.ndarray:
             return np.array(
@@ -63,7 +63,7 @@ class ExactEpisode:
 
 @st.composite
 def episodes(draw: st.DrawFn) -> ExactEpisode:
-    """Prompt, then turns of 0 to 3 trained tokens with observations between; the last turns may be cut away."""
+    """A prompt, then turns of 0 to 3 trained tokens with observations between; the last turns may have no tokens."""
     turns = [-1] * draw(st.integers(0, 2))
     lengths = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=4))
     for turn, (trained, observed) in enumerate(lengths):
@@ -88,11 +88,11 @@ def mini_batches() -> st.SearchStrategy[list[list[ExactEpisode]]]:
 
 
 Numbers = list[list[list[float]]]
-"""A number for each token of each episode of each group."""
+"""Numbers by group, episode and token."""
 
 
 def oracle(batch: list[list[ExactEpisode]], config: AlgorithmConfig) -> tuple[Numbers, Numbers]:
-    """Advantages, and the critic's targets."""
+    """Advantages and the critic's targets."""
     spread_of_batch = _spread(_of_units(batch, config))
     tokens = [_centred(one, token, group, batch, config) for group in batch for one in group for token in one.trained]
     mean, spread_of_tokens = sum(tokens) / max(1, len(tokens)), _spread(tokens)
@@ -129,7 +129,7 @@ def _token_rewards(one: ExactEpisode) -> dict[int, Fraction]:
 
 
 def _return(one: ExactEpisode, token: int | None, config: AlgorithmConfig) -> Fraction:
-    """The sum that `token` answers for; of a whole episode without one."""
+    """Return of `token`, or of the whole episode if it is None."""
     if token is None or config.credit is Credit.trajectory:
         return sum(one.rewards, Fraction(0)) - sum((one.penalties[t] for t in one.trained), Fraction(0))
     rewards, result = _token_rewards(one), Fraction(0)
@@ -154,7 +154,7 @@ def _generalised(one: ExactEpisode, token: int, config: AlgorithmConfig) -> Frac
 
 
 def _returns_of(peers: list[ExactEpisode], one: ExactEpisode, token: int | None, config: AlgorithmConfig) -> Exact:
-    """The returns that compare with that of `token` of `one`: of episodes, or of those that have its turn."""
+    """Returns to compare with that of `token` of `one`: of the episodes, or of their same turns."""
     if token is None or config.credit is Credit.trajectory:
         return [_return(peer, None, config) for peer in peers]
     alike = [[t for t in peer.trained if peer.turns[t] == one.turns[token]] for peer in peers]
@@ -168,7 +168,7 @@ def _centred(
     batch: list[list[ExactEpisode]],
     config: AlgorithmConfig,
 ) -> Fraction:
-    """The return of `token` less its baseline."""
+    """Return of `token` minus its baseline."""
     if config.baseline is AdvantageBaseline.critic:
         assert token is not None
         return _generalised(one, token, config)
@@ -186,7 +186,7 @@ def _centred(
 
 
 def _of_units(batch: list[list[ExactEpisode]], config: AlgorithmConfig) -> Exact:
-    """One number for each episode, turn or token of the mini-batch, whatever has a return of its own."""
+    """One number for each unit of the mini-batch with its own return: an episode, a turn or a token."""
     found: Exact = []
     for group in batch:
         for one in group:
@@ -194,13 +194,13 @@ def _of_units(batch: list[list[ExactEpisode]], config: AlgorithmConfig) -> Exact
             if config.baseline is not AdvantageBaseline.critic and config.credit is Credit.turn:
                 tokens = [*{one.turns[token]: token for token in one.trained}.values()]
             elif config.baseline is not AdvantageBaseline.critic and config.credit is Credit.trajectory:
-                tokens = [None]  # One without trained tokens has a number too: its score counts.
+                tokens = [None]  # The score of an episode without trained tokens counts too.
             found += [_centred(one, token, group, batch, config) for token in tokens]
     return found
 
 
 def _spread(values: Exact) -> float:
-    """Sample standard deviation and a little; 1 where nothing differs."""
+    """Sample standard deviation plus 1e-6, or 1 if all values are equal."""
     if len(set(values)) < 2:
         return 1.0
     mean = sum(values) / len(values)

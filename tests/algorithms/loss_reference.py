@@ -1,4 +1,4 @@
-"""The policy losses once more, by loops over tokens in Python's floats; episodes as tensors with NaN where nothing is trained."""
+"""Computes policy losses by loops over tokens in Python's floats, and builds tensors with NaN on untrained tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAN = math.nan
 
 @dataclass(frozen=True)
 class Token:
-    """One token; what is not trained holds NaN."""
+    """A token; untrained ones hold NaN."""
 
     trained: bool
     logprob: float = NAN
@@ -33,29 +33,28 @@ class Token:
 Episode = list[Token]
 
 
-def episode(draw: random.Random, trained: Sequence[bool], one_advantage: bool = False) -> Episode:
-    """Log-probs far enough from the old ones that a good part of tokens and of sequences is clipped."""
-    shared, drift = draw.gauss(0, 1), draw.gauss(0, 0.3)
+def episode(draw: random.Random, trained: Sequence[bool]) -> Episode:
+    """A random episode; many of its tokens, and many sequences, are far enough from the old policy to be clipped."""
+    drift = draw.gauss(0, 0.3)
 
     def token() -> Token:
         old = -abs(draw.gauss(0, 1)) - 0.1
         new = old + drift + draw.gauss(0, 0.4)
-        advantage = shared if one_advantage else draw.gauss(0, 1)
-        return Token(True, new, old, new + draw.gauss(0, 0.5), abs(draw.gauss(0, 1)), advantage)
+        return Token(True, new, old, new + draw.gauss(0, 0.5), abs(draw.gauss(0, 1)), draw.gauss(0, 1))
 
     return [token() if one else Token(False) for one in trained]
 
 
-def episodes(seed: int, count: int = 6, longest: int = 7, one_advantage: bool = False) -> list[Episode]:
-    """Episodes of different lengths; the first has no trained token, the second one only."""
+def episodes(seed: int, count: int = 6, longest: int = 7) -> list[Episode]:
+    """Episodes of different lengths; the first has no trained token, the second has one."""
     draw = random.Random(seed)
     masks = [[False, False], [False, True]]
     masks += [[draw.random() < 0.7 for _ in range(draw.randint(2, longest))] for _ in range(count - 2)]
-    return [episode(draw, mask, one_advantage) for mask in masks]
+    return [episode(draw, mask) for mask in masks]
 
 
 def surrogate(config: AlgorithmConfig, token: Token, held: Token, ratio: float) -> float:
-    """The policy loss of one token by cases; `ratio` is the token's or its sequence's."""
+    """Policy loss of one token; `ratio` is the token's or its sequence's."""
     low, high, advantage = 1 - config.clip_low, 1 + config.clip_high, token.advantage
     if config.policy_loss is PolicyLoss.policy_gradient:
         return -advantage * token.logprob
@@ -68,7 +67,7 @@ def surrogate(config: AlgorithmConfig, token: Token, held: Token, ratio: float) 
 
 
 def token_losses(config: AlgorithmConfig, now: Episode, held: Episode) -> list[float]:
-    """The loss of each trained token of one episode, its KL term by k3; stop-gradients read `held`."""
+    """Loss of each trained token of an episode, with a k3 KL term; `held` has the values behind stop-gradients."""
     pairs = [(token, fixed) for token, fixed in zip(now, held, strict=True) if token.trained]
     losses = []
     for token, fixed in pairs:
@@ -89,7 +88,7 @@ def token_losses(config: AlgorithmConfig, now: Episode, held: Episode) -> list[f
 
 
 def aggregated(aggregation: Aggregation, losses: Sequence[Sequence[float]]) -> float:
-    """Token losses of each episode as one number."""
+    """Loss of a mini-batch from the token losses of each episode."""
     some = [one for one in losses if one]
     if aggregation == "token-mean":
         flat = [value for one in some for value in one]
@@ -103,14 +102,14 @@ def aggregated(aggregation: Aggregation, losses: Sequence[Sequence[float]]) -> f
 
 
 def reference_loss(config: AlgorithmConfig, batch: Sequence[Episode], held: Sequence[Episode] | None = None) -> float:
-    """The loss of a mini-batch."""
+    """Loss of a mini-batch of episodes."""
     held = batch if held is None else held
     losses = [token_losses(config, now, fixed) for now, fixed in zip(batch, held, strict=True)]
     return aggregated(config.aggregation, losses)
 
 
 def numeric_gradient(loss: Callable[[list[Episode]], float], batch: list[Episode], name: str) -> list[float]:
-    """Central differences by each trained token's value called `name`, episode by episode."""
+    """Gradient by the field `name` of each trained token, from central differences, episode by episode."""
     step, gradient = 1e-5, []
     for row, one in enumerate(batch):
         for column, token in enumerate(one):
@@ -126,9 +125,9 @@ def numeric_gradient(loss: Callable[[list[Episode]], float], batch: list[Episode
 
 
 class Flat:
-    """A mini-batch as tensors in one micro-batch, of which log-probs and entropies [rows, width] are leaves.
+    """A mini-batch as tensors in one micro-batch, whose log-probs and entropies [rows, width] are leaves.
 
-    Padded, each episode has a row; packed, all lie in one. NaN stands in the padding, of which there is a column at least.
+    Each episode has a row, or all share one if `packed`. Rows end with at least one column of padding, which holds NaN.
     """
 
     def __init__(self, config: AlgorithmConfig, batch: Sequence[Episode], packed: bool = False) -> None:
@@ -155,13 +154,13 @@ class Flat:
         )
 
     def trained(self, values: Tensor | None) -> list[float]:
-        """`values` [rows, width] of the trained tokens, episode by episode."""
+        """Entries of `values` [rows, width] at trained tokens, episode by episode."""
         assert values is not None
         return values[self.inputs.mask].tolist()
 
 
 def poisoned(inputs: LossInputs, poison: float) -> LossInputs:
-    """`poison` in all that is not trained, of every float."""
+    """A copy with `poison` at untrained tokens in every float tensor."""
     floats = {
         one.name: getattr(inputs, one.name).masked_fill(~inputs.mask, poison)
         for one in fields(inputs)

@@ -1,9 +1,9 @@
-"""Off-policy weights by hand, and against the formulas token by token."""
+"""Tests of off-policy corrections by hand and against the formulas token by token."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
@@ -31,35 +31,32 @@ def flags(*values: int) -> NDArray[np.bool_]:
     return np.array(values, dtype=np.bool_)
 
 
-# Prompt, ratios 1.5, 3 and 0.25, and a token that nothing sampled.
+# A prompt token, ratios 1.5, 3 and 0.25, and a token without a sampled log-prob.
 OLD = logs(0.9, 0.6, 0.6, 0.1, 0.5)
 ROLLOUT = logs(NAN, 0.4, 0.2, 0.4, NAN)
 MASK = flags(0, 1, 1, 1, 1)
 
 
-def test_statistics_by_hand() -> None:
+def test_correction_statistics_by_hand() -> None:
     stats = correct(OLD, ROLLOUT, MASK, TOKEN_TRUNCATE)[1]
     # Ratios 1.5, 3, 0.25 and weights 1.5, 2, 0.25.
     assert (stats.known, stats.unknown, stats.cut) == (3, 1, 1)
     assert stats.effective_share == pytest.approx(3.75**2 / (3 * (2.25 + 4 + 0.0625)), rel=1e-6)
     assert (stats.cut_share, stats.unknown_share) == (pytest.approx(1 / 3), 1 / 4)
     assert stats.cut_mass == pytest.approx(1 / 4.75, rel=1e-6)
-    parts = [correct(OLD[part], ROLLOUT[part], MASK[part], TOKEN_TRUNCATE)[1] for part in (slice(3), slice(3, None))]
-    joined = sum(parts, start=CorrectionStats())
-    assert [getattr(joined, one.name) for one in fields(stats)] == pytest.approx(
-        [getattr(stats, one.name) for one in fields(stats)], rel=1e-12
-    )
+    first, second = (correct(OLD[p], ROLLOUT[p], MASK[p], TOKEN_TRUNCATE)[1] for p in (slice(3), slice(3, None)))
+    assert astuple(first + second) == pytest.approx(astuple(stats), rel=1e-12)
     dropped = correct(logs(0.9, 0.9), logs(0.1, 0.1), flags(1, 1), SEQUENCE_MASK)[1]
     assert (dropped.effective_share, dropped.cut_share, dropped.cut_mass) == (0, 1, 1)
     unknown = correct(logs(0.5, 0.5), logs(NAN, NAN), flags(1, 1), TOKEN_MASK)[1]
     assert (unknown.unknown_share, unknown.effective_share, unknown.cut_share, unknown.cut_mass) == (1, 1, 0, 0)
-    # Without a bound this is 1.0000000000000002.
+    # Without a bound it would be 1.0000000000000002.
     alike = correct(np.full(7, -0.1, np.float32), np.zeros(7, np.float32), np.ones(7, np.bool_), TOKEN_MASK)[1]
     assert alike.effective_share == 1
     assert correct(OLD, ROLLOUT, MASK, CorrectionConfig()) == (None, CorrectionStats())
 
 
-def test_what_cannot_be_weighed_is_refused() -> None:
+def test_nan_log_probs_and_unequal_lengths_are_refused() -> None:
     old = OLD.copy()
     old[-1] = NAN
     with pytest.raises(ValueError, match="finite"):
@@ -92,7 +89,7 @@ def arrays(rows: list[Token]) -> tuple[Floats, Floats, NDArray[np.bool_]]:
 
 
 def one_by_one(rows: list[Token], config: CorrectionConfig) -> tuple[list[float], list[float], float]:
-    """The rules once more, in words and Python's floats: weights, ratios of known tokens, nearest bound."""
+    """The rules token by token in Python's floats: weights, ratios of known tokens, distance to the nearest bound."""
     known = [old - new for old, new, trained in rows if trained and math.isfinite(new)]
     weights, ratios, distance = [], [], INF
     for old, new, trained in rows:
@@ -118,7 +115,7 @@ def one_by_one(rows: list[Token], config: CorrectionConfig) -> tuple[list[float]
 @given(rows=tokens, config=configs)
 def test_weights_and_statistics_equal_the_rules_token_by_token(rows: list[Token], config: CorrectionConfig) -> None:
     expected, ratios, distance = one_by_one(rows, config)
-    assume(distance > 1e-4)  # Nearer, rounding decides on which side of a bound it falls.
+    assume(distance > 1e-4)  # Closer to a bound, rounding decides.
     weights, stats = correct(*arrays(rows), config)
     assert weights is not None
     np.testing.assert_allclose(weights, expected, rtol=2e-6)
@@ -141,7 +138,7 @@ def test_weights_and_statistics_equal_the_rules_token_by_token(rows: list[Token]
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("config", ALL)
 @pytest.mark.parametrize("poison", [NAN, INF, 3e38])
-def test_untrained_tokens_count_for_nothing_whatever_stands_there(poison: float, config: CorrectionConfig) -> None:
+def test_untrained_tokens_are_ignored_whatever_they_hold(poison: float, config: CorrectionConfig) -> None:
     clean, clean_stats = correct(OLD, ROLLOUT, MASK, config)
     assert clean is not None
     old, rollout = OLD.copy(), ROLLOUT.copy()
@@ -155,12 +152,12 @@ def test_untrained_tokens_count_for_nothing_whatever_stands_there(poison: float,
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("config", ALL)
 @pytest.mark.parametrize("far", [100.0, 3e38])
-def test_policies_far_apart_overflow_nowhere(far: float, config: CorrectionConfig) -> None:
+def test_distant_policies_do_not_overflow(far: float, config: CorrectionConfig) -> None:
     near, distant = np.zeros(50, np.float32), np.full(50, -far, np.float32)
     for old, rollout in ((near, distant), (distant, near)):
         weights, stats = correct(old, rollout, np.ones(50, np.bool_), config)
         assert weights is not None
         assert np.isfinite(weights).all()
         assert (weights >= 0).all()
-        assert all(math.isfinite(getattr(stats, one.name)) for one in fields(stats))
+        assert all(map(math.isfinite, astuple(stats)))
         assert 0 <= stats.cut_mass <= 1

@@ -1,4 +1,4 @@
-"""Each estimator against the exact KL of small softmax policies, and the weight of the term over steps by hand."""
+"""Tests of KL estimators against the exact KL of small softmax policies, and of the KL coefficient over steps."""
 
 import math
 
@@ -18,14 +18,14 @@ TABLE = {
     "k5": (True, True, True),
     "abs": (False, False, False),
 }
-"""The table of `rlsys.algorithms.kl`: unbiased in value; in gradient; estimates the forward KL."""
+"""The table of `rlsys.algorithms.kl`: (unbiased in value, unbiased in gradient, estimates the forward KL)."""
 SAMPLED = [KlEstimator(name) for name in TABLE]
 FAR = 0.01
-"""The least error of a biased estimator, relative to the exact value."""
+"""Smallest relative error of a biased estimator."""
 
 
 def policies() -> tuple[Tensor, Tensor]:
-    """Logits of the policy and log-probs of the other, near enough for no clamp to be met."""
+    """Logits of the policy and log-probs of the other, close enough that no clamp applies."""
     draw = torch.Generator().manual_seed(5)
     logits, other = (0.5 * torch.randn(2, 5, generator=draw, dtype=torch.float64)).unbind()
     return logits.requires_grad_(), torch.log_softmax(other, dim=0)
@@ -38,7 +38,7 @@ def exact_kl(logprobs: Tensor, other: Tensor, forward_kl: bool) -> Tensor:
 
 
 def expected_gradient(estimator: KlEstimator, logits: Tensor, other: Tensor) -> Tensor:
-    """sum_y pi(y) d est(y) / d logits: the sample is drawn first, then the estimate is derived."""
+    """Expected gradient of the estimate: sum_y pi(y) d est(y) / d logits."""
     logprobs = torch.log_softmax(logits, dim=0)
     return sum(
         p * torch.autograd.grad(estimate(estimator, logprobs[y], other[y]), logits, retain_graph=True)[0]
@@ -47,7 +47,7 @@ def expected_gradient(estimator: KlEstimator, logits: Tensor, other: Tensor) -> 
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_the_table_holds_by_enumeration(name: str) -> None:
+def test_estimator_bias_matches_the_table_by_enumeration(name: str) -> None:
     unbiased_value, unbiased_gradient, forward_kl = TABLE[name]
     logits, other = policies()
     logprobs = torch.log_softmax(logits, dim=0)
@@ -64,7 +64,7 @@ def test_the_table_holds_by_enumeration(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "last"), [("k3", 13.60), ("k3++", 13.60), ("k5", 5.728)])
-def test_a_value_is_cut_at_ten(name: str, last: float) -> None:
+def test_estimate_is_clamped_at_ten(name: str, last: float) -> None:
     ratios = torch.tensor([0.99 * last, 1.01 * last], dtype=torch.float64)
     logprobs = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     values = estimate(KlEstimator(name), logprobs, ratios.log())
@@ -87,7 +87,7 @@ def test_importance_weights_are_bounded_constants() -> None:
         assert not weights.requires_grad
 
 
-def test_a_weighted_sample_of_the_old_policy_stands_for_one_of_the_policy() -> None:
+def test_weighted_estimate_under_the_old_policy_is_unbiased() -> None:
     logits, other = policies()
     logprobs, old = torch.log_softmax(logits, dim=0), torch.log_softmax(-logits.detach(), dim=0)
     values = estimate(KlEstimator.k3, logprobs, other)
@@ -99,7 +99,7 @@ def adaptive() -> AlgorithmConfig:
     return AlgorithmConfig(kl_coef=0.1, kl_control=KlControl.adaptive, kl_target=0.05, kl_horizon=1000)
 
 
-def test_a_fixed_weight_stays_whatever_is_seen_or_restored() -> None:
+def test_fixed_coefficient_never_changes() -> None:
     control = kl_control(AlgorithmConfig(kl_coef=0.03, kl_control=KlControl.fixed))
     control.observe(100.0, 512)
     control.restore({"coef": 7.0})
@@ -115,13 +115,13 @@ def test_a_fixed_weight_stays_whatever_is_seen_or_restored() -> None:
         (-3.0, 0.1 * (1 - 0.2 * 0.5)),
     ],
 )
-def test_one_step_by_hand(kl: float, expected: float) -> None:
+def test_adaptive_coefficient_after_one_step_by_hand(kl: float, expected: float) -> None:
     control = kl_control(adaptive())
     control.observe(kl, 500)
     assert control.coef == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_restored_weight_goes_on_as_if_nothing_had_happened() -> None:
+def test_restored_coefficient_continues_exactly() -> None:
     straight, again = kl_control(adaptive()), kl_control(adaptive())
     straight.observe(0.1, 200)
     again.restore(straight.state())
@@ -130,7 +130,7 @@ def test_a_restored_weight_goes_on_as_if_nothing_had_happened() -> None:
     assert again.coef == straight.coef != 0.1
 
 
-def test_a_kl_that_is_no_number_and_a_horizon_that_is_too_near_are_refused() -> None:
+def test_nan_kl_and_too_short_horizon_are_refused() -> None:
     control = KlController(0.1, 0.05, 1000)
     with pytest.raises(ValueError, match="finite"):
         control.observe(float("nan"), 10)

@@ -1,4 +1,4 @@
-"""The table of EMA-PG's top-k KL, by enumeration of every token that could be sampled, in float64."""
+"""Tests of EMA-PG's top-k KL by enumeration of every token that could be sampled, in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIRECTIONS = pytest.mark.parametrize("forward_kl", [False, True], ids=["reverse"
 
 
 def top_k(forward_kl: bool, kind: KlTail | None, *, weighted: bool) -> TopKKl:
-    """Without bounds of the weights; without a `kind` the tail is left out."""
+    """A top-k KL without bounds of the weights; without a `kind` the tail is left out."""
     direction = KlEstimator.full_forward if forward_kl else KlEstimator.full_reverse
     config = AlgorithmConfig(kl_estimator=direction, kl_use_tail_sampling=kind is not None, use_kl_iw=weighted)
     return TopKKl(replace(config, kl_topk_tail=kind or EXACT))
@@ -34,13 +34,13 @@ def distributions(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dense(log_p: Tensor, log_r: Tensor, forward_kl: bool) -> Tensor:
-    """The KL, as a textbook has it."""
+    """The KL by its definition."""
     first, second = (log_r, log_p) if forward_kl else (log_p, log_r)
     return sum((first[j].exp() * (first[j] - second[j]) for j in range(len(first))), torch.zeros(()))
 
 
 def expectation(kl: TopKKl, k: int, logits: Tensor, log_r: Tensor, log_old: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean over tokens that `log_old` samples of the estimate, and the mean of its gradient by the logits."""
+    """Means over tokens sampled from `log_old`, of the estimate and of its gradient by the logits."""
     log_p = logits.log_softmax(-1)
     picks = (log_r if kl.config.kl_estimator is KlEstimator.full_forward else log_p).topk(k).indices
     total = torch.zeros((), dtype=torch.float64)
@@ -52,7 +52,7 @@ def expectation(kl: TopKKl, k: int, logits: Tensor, log_r: Tensor, log_old: Tens
 
 
 def errors(kl: TopKKl, k: int, on_policy: bool) -> tuple[float, float]:
-    """Distances of the expected value and the expected gradient from the KL's own."""
+    """Distances of the expected value and gradient from those of the exact KL."""
     logits, log_r, log_old = distributions(0)
     log_p = logits.log_softmax(-1)
     exact = dense(log_p, log_r, kl.config.kl_estimator is KlEstimator.full_forward)
@@ -68,7 +68,7 @@ def test_exact_tail_is_unbiased_in_value_and_gradient(forward_kl: bool, k: int) 
     weighted = top_k(forward_kl, EXACT, weighted=True)
     for kl, on_policy in ((plain, True), (weighted, True), (weighted, False)):
         assert max(errors(kl, k, on_policy)) < 1e-12
-    # A token that another policy sampled needs the weight.
+    # Without weights, tokens of another policy must give a bias.
     assert k == VOCAB or min(errors(plain, k, on_policy=False)) > 0.001
 
 
@@ -83,7 +83,7 @@ def test_upstream_tail_is_unbiased_in_value_alone(forward_kl: bool) -> None:
         assert of_gradient > 0.01
 
 
-def test_head_alone_leaves_the_tail_out() -> None:
+def test_without_tail_sampling_only_the_head_counts() -> None:
     logits, log_r, _ = distributions(1)
     log_p = logits.log_softmax(-1)[None]
     outside = Sampled(log_p[:, 6], log_p[:, 6], log_r[None, 6], torch.tensor([False]))
@@ -95,7 +95,7 @@ def test_head_alone_leaves_the_tail_out() -> None:
     ("lower", "upper", "weight"),
     [(None, None, 4.0), (None, 3.0, 3.0), (5.0, None, 5.0), (0.0, 0.0, 0.0)],
 )
-def test_the_weight_is_of_the_tail_alone_and_cut_to_its_bounds(
+def test_importance_weight_applies_to_the_tail_and_is_bounded(
     lower: float | None, upper: float | None, weight: float
 ) -> None:
     config = AlgorithmConfig(
@@ -112,7 +112,7 @@ def test_the_weight_is_of_the_tail_alone_and_cut_to_its_bounds(
     (grad,) = torch.autograd.grad(values.sum(), logprobs)
     log_2 = torch.tensor(2.0).log().item()
     assert values.item() == pytest.approx(0.5 * log_2 + weight * log_2)
-    assert grad.item() == pytest.approx(weight * (log_2 + 1)), "the weight is a constant"
+    assert grad.item() == pytest.approx(weight * (log_2 + 1)), "the weight must be a constant"
 
 
 logs = st.floats(-1e3, 0.0)
@@ -130,7 +130,7 @@ def test_extreme_log_ratios_stay_finite(rows: list[tuple[float, ...]]) -> None:
 
 
 @DIRECTIONS
-def test_parts_join_to_the_whole(forward_kl: bool) -> None:
+def test_joined_parts_equal_the_whole_vocabulary(forward_kl: bool) -> None:
     logits, log_r, _ = distributions(3)
     log_p = logits.detach().log_softmax(-1)
     masses, ref_masses, within = [], [], []
@@ -138,7 +138,7 @@ def test_parts_join_to_the_whole(forward_kl: bool) -> None:
         masses.append(part.logsumexp(0))
         ref_masses.append(ref_part.logsumexp(0))
         within.append(dense(part - masses[-1], ref_part - ref_masses[-1], forward_kl))
-    # A part that holds nothing.
+    # The fourth part is empty.
     parts = [torch.stack([*values, torch.tensor(empty)])[:, None].double() for values, empty in
              ((masses, -3e38), (ref_masses, -3e38), (within, 0.0))]  # fmt: skip
     joined = join_parts(*parts, forward_kl)

@@ -1,4 +1,4 @@
-"""The critic's loss against a loop over tokens in float64, its gradient against finite differences."""
+"""Tests of the critic's loss against a loop over tokens, its clip by hand, and the explained variance."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_case(rows: int, width: int, seed: int, scale: float = 1.0) -> Case:
 
 
 def by_loop(case: Case, clip: float | None) -> dict[str, float]:
-    """Every sum, token by token."""
+    """Every sum of the loss and its statistics, token by token."""
     found = dict.fromkeys(("tokens", "vf_loss", "vf_clipfrac", "vpred_mean", "value_error"), 0.0)
     for row, column in zip(*np.nonzero(case.mask.numpy()), strict=True):
         v, old, target = (float(part[row, column]) for part in (case.values, case.old_values, case.returns))
@@ -53,7 +53,7 @@ clips = st.sampled_from([None, 0.0, 0.2, 0.5, 1e3])
 
 @settings(max_examples=50)
 @given(cases, clips)
-def test_equals_a_loop_over_tokens(case: Case, clip: float | None) -> None:
+def test_value_loss_equals_a_loop_over_tokens(case: Case, clip: float | None) -> None:
     loss, stats = ValueLoss(clip)(*case)
     expected = by_loop(case, clip)
     assert float(loss) == pytest.approx(expected["vf_loss"], rel=1e-12, abs=1e-12)
@@ -62,8 +62,8 @@ def test_equals_a_loop_over_tokens(case: Case, clip: float | None) -> None:
     assert all(math.isfinite(float(value)) for value in stats.values())
 
 
-def test_a_value_that_has_moved_far_enough_has_no_gradient() -> None:
-    """By hand: from 0 towards a return of 1, the clip at 0.2."""
+def test_value_beyond_the_clip_has_no_gradient() -> None:
+    """Old values are 0, returns 1, and the clip is 0.2."""
     values = torch.tensor([[0.1, 0.3, -0.3, 0.0]], requires_grad=True)
     zeros, mask = torch.zeros(1, 4), torch.ones(1, 4, dtype=torch.bool)
     loss, stats = ValueLoss(0.2)(values, zeros, zeros + 1.0, mask)
@@ -75,7 +75,7 @@ def test_a_value_that_has_moved_far_enough_has_no_gradient() -> None:
     assert int(stats["vf_clipfrac"]) == 1
 
 
-def test_masked_tokens_take_part_in_nothing() -> None:
+def test_masked_values_get_no_gradient_and_change_nothing() -> None:
     case = make_case(2, 6, seed=3)
 
     def results(fill: float) -> tuple[Tensor, ...]:
@@ -94,11 +94,11 @@ def test_masked_tokens_take_part_in_nothing() -> None:
         ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], 1.0),
         ([2.0, 2.0, 2.0], [1.0, 2.0, 3.0], 0.0),
         ([3.0, 2.0, 1.0], [1.0, 2.0, 3.0], -3.0),
-        # Small against the mean: float32 sums of squares would not show it.
+        # The variance is too small beside the mean for float32 sums of squares.
         ([1000.0, 1000.0], [1000.0, 1000.25], 0.0),
         ([0.1, 0.7, 0.2], [0.3, 0.3, 0.3], math.nan),
     ],
 )
-def test_explained_variance_of_what_is_known(values: list[float], returns: list[float], expected: float) -> None:
+def test_explained_variance_by_hand(values: list[float], returns: list[float], expected: float) -> None:
     found = explained_variance(np.array(values, np.float32), np.array(returns, np.float32))
     assert found == pytest.approx(expected, abs=1e-6, nan_ok=True)

@@ -1,4 +1,4 @@
-"""A config that is valid, on files that exist."""
+"""Fixtures of a valid config whose files exist."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _composed(groups: tuple[str, ...]) -> dict[str, Any]:
 
 @pytest.fixture
 def tiny_run(files: list[str]) -> Callable[..., RunConfig]:
-    """The tiny run with further overrides. Each choice of groups is composed once: Hydra takes a fifth of a second."""
+    """Composes the tiny run with further overrides. Hydra, which is slow, runs once per choice of groups."""
 
     def compose(*overrides: str) -> RunConfig:
         of_group = [one for one in overrides if (PROJECT_CONFIGS / one.partition("=")[0]).is_dir()]

@@ -1,4 +1,4 @@
-"""Configs compose from files, groups and the command line; a run that goes on learns by the same settings as before."""
+"""Tests of composing configs from files, groups and the command line, and of settings that must stay on resume."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ TinyRun = Callable[..., RunConfig]
         ("actor.parallel={tpp: 2}", "unknown", "actor.parallel.tpp"),
         ("trainer.steps=1.5", "wrong_type", "trainer.steps"),
         ("trainer.steps=null", "wrong_type", "trainer.steps"),
-        ("model.recompute=maybe", "wrong_type", "model.recompute"),
         ("actor.parallel.pp_layers=[two]", "wrong_type", "actor.parallel.pp_layers[0]"),
         ("actor.parallel=3", "wrong_type", "actor.parallel"),
         ("cluster.placement=3", "wrong_type", "cluster.placement"),
@@ -44,20 +43,19 @@ TinyRun = Callable[..., RunConfig]
         ("model=nope", "unknown", "model"),
         ("trainer.seed=${nowhere}", "malformed", "trainer.seed"),
         ("trainer.steps=[1", "malformed", "trainer.steps=[1"),
-        ("trainer steps=3", "malformed", "trainer steps=3"),
         ("hydra.run.dir=there", "malformed", "hydra.run.dir=there"),
         ("trainer.steps=1,2", "unsupported", "trainer.steps"),
         ("~trainer.steps", "unsupported", "trainer.steps"),
         ("task.train_path=???", "missing", "task.train_path"),
     ],
 )
-def test_a_bad_override_is_refused_by_its_key(override: str, code: Code, key: str) -> None:
+def test_bad_override_is_refused_by_its_key(override: str, code: Code, key: str) -> None:
     with refused(code, key) as caught:
         load_config(NAME, [override])
     assert "\n" not in str(caught.value)
 
 
-def test_an_unknown_name_is_answered_with_those_that_are_known(tmp_path: Path) -> None:
+def test_unknown_config_name_is_refused_with_the_known_names(tmp_path: Path) -> None:
     with refused("unknown", "--config-name") as caught:
         load_config("searchr1_huge")
     assert NAME in str(caught.value)
@@ -70,7 +68,6 @@ def test_an_unknown_name_is_answered_with_those_that_are_known(tmp_path: Path) -
     [
         ("defaults: [rlsys_schema, _self_]\ntrainer: {steps: 3}\n", "missing", "model.path"),
         ("defaults: [rlsys_schema, _self_]\ntrainer: {step: 3}\n", "unknown", "trainer.step"),
-        ("defaults: [rlsys_schema, _self_]\ntrainer: {steps: many}\n", "wrong_type", "trainer.steps"),
         ("defaults: [rlsys_schema, _self_]\ntrainer: {steps: [}\n", "malformed", None),
         ("defaults: [rlsys_schema, other, _self_]\n", "not_found", None),
         ("defaults: 3\n", "malformed", None),
@@ -78,7 +75,7 @@ def test_an_unknown_name_is_answered_with_those_that_are_known(tmp_path: Path) -
         ("", "malformed", None),
     ],
 )
-def test_a_mistake_in_the_file_is_refused_by_its_key_or_the_file(
+def test_mistake_in_a_config_file_is_refused_by_key_or_file(
     tmp_path: Path, yaml: str, code: Code, key: str | None
 ) -> None:
     file = tmp_path / "bad.yaml"
@@ -96,15 +93,15 @@ def test_values_arrive_typed_from_file_group_and_command_line() -> None:
     assert config.task.token_mode is TokenMode.append
     assert config.actor.parallel.pp_layers == [1, 3]
     assert config.algorithm.n_samples == 8  # the file
-    assert config.model.dtype is Dtype.float32  # its profile, which is applied globally
+    assert config.model.dtype is Dtype.float32  # the profile, applied globally
     assert config.cluster.placement == {"actor": "0", "inference": "1", "rollout": "2"}  # a group
     assert config.trainer.seed == 1234  # the schema
-    # Nothing of it reaches the next.
+    # The next composition starts afresh.
     assert load_config("searchr1_qwen2.5_3b_1node").cluster.device is Device.gpu
     assert load_config(NAME).trainer.steps != 7
 
 
-def test_a_config_of_ones_own_builds_on_the_projects_from_anywhere(tmp_path: Path) -> None:
+def test_own_config_extends_the_projects_from_any_folder(tmp_path: Path) -> None:
     file = tmp_path / "my configs" / "mine.v2.yaml"
     file.parent.mkdir()
     file.write_text("defaults: [searchr1_tiny_cpu, override algorithm: rloo, _self_]\nname: mine\n")
@@ -113,7 +110,7 @@ def test_a_config_of_ones_own_builds_on_the_projects_from_anywhere(tmp_path: Pat
     assert config.algorithm.baseline == "leave_one_out"
 
 
-def test_the_tiny_run_of_these_tests_is_what_hydra_composes(tiny_run: TinyRun, files: list[str]) -> None:
+def test_tiny_run_fixture_equals_what_hydra_composes(tiny_run: TinyRun, files: list[str]) -> None:
     overrides = ["algorithm=ppo", "cluster.placement={critic: 3}", "reward.terms={f1: 0.5}", "search.index=no"]
     assert tiny_run(*overrides) == load_config(NAME, [*files, *overrides])
 
@@ -125,7 +122,7 @@ Composed = Callable[..., Any]
 
 @pytest.fixture
 def composed(tmp_path: Path) -> Composed:
-    """The schedule of `mine`, a file over `beneath`, with overrides."""
+    """Composes the schedule of a file `mine`, which extends a file `beneath`, with overrides."""
 
     def compose(mine: dict[str, Any], beneath: dict[str, Any], *overrides: str) -> Any:
         files = {"beneath": ("searchr1_tiny_cpu", beneath), "mine": ("beneath", mine)}
@@ -148,7 +145,7 @@ def composed(tmp_path: Path) -> Composed:
         ({"max_staleness": 2}, {"kind": "async"}, (), AsyncSchedule("async", 2)),
     ],
 )
-def test_a_kind_takes_its_own_keys_and_leaves_others_beneath_it(
+def test_schedule_kind_keeps_its_own_keys_and_drops_inherited_ones(
     composed: Composed, mine: dict[str, Any], beneath: dict[str, Any], overrides: tuple[str, ...], expected: Any
 ) -> None:
     assert composed(mine, beneath, *overrides) == expected
@@ -168,14 +165,14 @@ STALENESS, KIND = "trainer.schedule.max_staleness", "trainer.schedule.kind"
         ({}, {}, ("trainer.schedule=async",), "wrong_type", "trainer.schedule"),
     ],
 )
-def test_keys_of_other_kinds_are_refused(
+def test_keys_of_another_schedule_kind_are_refused(
     composed: Composed, mine: dict[str, Any], beneath: dict[str, Any], overrides: tuple[str, ...], code: Code, key: str
 ) -> None:
     with refused(code, key):
         composed(mine, beneath, *overrides)
 
 
-def test_a_record_of_a_run_is_no_config_to_begin_from(tmp_path: Path) -> None:
+def test_recorded_config_of_a_run_is_refused_as_a_config_file(tmp_path: Path) -> None:
     (tmp_path / "record.yaml").write_text(yaml.safe_dump(as_dict(RunConfig())))
     with refused("malformed", tmp_path / "record.yaml"):
         load_config("record", (), tmp_path)
@@ -185,13 +182,13 @@ def test_a_record_of_a_run_is_no_config_to_begin_from(tmp_path: Path) -> None:
     ("value", "hint", "meant"),
     [("5", int, 5), (5, str, "5"), (5, float, 5.0), ("1e-6", float, 1e-6), ("yes", bool, True), (0, bool, False)],
 )
-def test_a_plain_value_is_taken_as_it_is_meant(value: Any, hint: type, meant: Any) -> None:
+def test_plain_value_is_converted_to_its_type(value: Any, hint: type, meant: Any) -> None:
     found = typed(value, hint, "key")
     assert (found, type(found)) == (meant, hint)
 
 
 @pytest.mark.parametrize(("value", "hint"), [("1.5", int), (1.5, int), (True, int), ("many", float), ("many", bool)])
-def test_a_plain_value_of_another_kind_is_refused(value: Any, hint: type) -> None:
+def test_plain_value_of_another_type_is_refused(value: Any, hint: type) -> None:
     with refused("wrong_type", "key"):
         typed(value, hint, "key")
 
@@ -209,13 +206,13 @@ def test_a_plain_value_of_another_kind_is_refused(value: Any, hint: type) -> Non
         "search.topk=5",
     ],
 )
-def test_settings_that_a_run_learns_by_must_stay(tiny_run: TinyRun, setting: str) -> None:
+def test_learning_settings_must_not_change_on_resume(tiny_run: TinyRun, setting: str) -> None:
     key, _, value = setting.partition("=")
     key += ".exact_match" if value.startswith("{") else ""
     assert [one.key for one in differences(as_dict(tiny_run()), tiny_run(setting))] == [key]
 
 
-def test_settings_of_place_and_speed_may_change(tiny_run: TinyRun) -> None:
+def test_placement_and_speed_settings_may_change_on_resume(tiny_run: TinyRun) -> None:
     changed = tiny_run(
         "trainer.steps=99",
         "actor.parallel.tp=2",
@@ -229,13 +226,13 @@ def test_settings_of_place_and_speed_may_change(tiny_run: TinyRun) -> None:
     assert differences(as_dict(tiny_run()), changed) == []
 
 
-@pytest.mark.parametrize("shape", ["actor.optimizer.decay=cosine", "critic.optimizer.warmup_fraction=0.1"])
-def test_the_end_must_stay_where_the_rate_knows_it(tiny_run: TinyRun, shape: str) -> None:
-    before = as_dict(tiny_run(shape))
-    assert [one.key for one in differences(before, tiny_run(shape, "trainer.steps=99"))] == ["trainer.steps"]
+def test_steps_must_not_change_if_the_learning_rate_depends_on_them(tiny_run: TinyRun) -> None:
+    for shape in ("actor.optimizer.decay=cosine", "critic.optimizer.warmup_fraction=0.1"):
+        found = differences(as_dict(tiny_run(shape)), tiny_run(shape, "trainer.steps=99"))
+        assert [one.key for one in found] == ["trainer.steps"]
 
 
-def test_a_key_that_came_or_went_is_compared_with_its_default(tiny_run: TinyRun) -> None:
+def test_added_or_removed_key_is_compared_with_its_default(tiny_run: TinyRun) -> None:
     before = as_dict(tiny_run("search.enabled=true"))
     del before["task"]["tools"], before["search"]["enabled"], before["algorithm"]["kl_coef"]
     before["algorithm"]["old_key"] = 1
@@ -244,7 +241,7 @@ def test_a_key_that_came_or_went_is_compared_with_its_default(tiny_run: TinyRun)
     assert found[2] == KeyDifference("search.enabled", True, False)
 
 
-def test_another_kind_is_a_difference() -> None:
+def test_changed_schedule_kind_is_a_difference() -> None:
     now = RunConfig(trainer=TrainerConfig(schedule=AsyncSchedule(max_staleness=2)))
     found = [(one.key, one.before, one.now) for one in differences(as_dict(RunConfig()), now)]
     assert ("trainer.schedule.kind", "pipelined", "async") in found
@@ -254,8 +251,8 @@ def test_another_kind_is_a_difference() -> None:
 @pytest.mark.parametrize(
     "schedule", [SequentialSchedule(), PipelinedSchedule(), AsyncSchedule(max_staleness=0)], ids=lambda one: one.kind
 )
-def test_an_old_record_with_keys_of_every_kind_is_no_difference(schedule: Any) -> None:
-    """Earlier versions wrote all three keys of a schedule, and none of the keys that came later."""
+def test_old_record_with_keys_of_every_kind_shows_no_difference(schedule: Any) -> None:
+    """Earlier versions wrote all three keys of a schedule, and not the keys added since."""
     now = RunConfig(trainer=TrainerConfig(schedule=schedule))
     old = as_dict(now)
     old["trainer"]["schedule"] = {"max_staleness": 7, "on_update": "finish", **old["trainer"]["schedule"]}

@@ -1,4 +1,4 @@
-"""Every key is read by the code that runs, and docs/configuration.md says what the schema says."""
+"""Tests of the reference of configuration keys: every key is read, and docs/configuration.md is up to date."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scripts.config_reference import COMMAND, FILE, PACKAGE, render
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    """Seconds of work: all code that runs is searched for who reads a key."""
+    """The rendered page; rendering takes seconds, as it searches all code for the readers of each key."""
     return render()
 
 
@@ -24,19 +24,17 @@ def test_every_key_is_read_outside_of_the_config_package(page: str) -> None:
     assert [row[0] for row in rows_of(page) if not row[-1].strip()] == []
 
 
-def test_the_page_is_up_to_date_and_has_every_key_once_with_its_meaning(page: str) -> None:
-    """A meaning says more than a bound does."""
+def test_page_is_up_to_date_and_explains_every_key_once(page: str) -> None:
     assert FILE.read_text(encoding="utf-8") == page, f"run `{COMMAND}`"
     rows = rows_of(page)
     assert sorted(row[0].strip() for row in rows) == sorted(f"`{key}`" for key in schema_keys())
     bare = re.compile(r"(With `\S+` alone\. )?(Must [^.]*(\.\d+)?[^.]*\.)?")
     assert [row[0] for row in rows if bare.fullmatch(row[4])] == []
     alone = "With `trainer.schedule.kind=async` alone. Largest staleness"
-    assert f"| `trainer.schedule.max_staleness` | integer | `1` | versions | {alone}" in page, "a row by hand"
+    assert f"| `trainer.schedule.max_staleness` | integer | `1` | versions | {alone}" in page
 
 
-def test_the_reader_of_a_key_is_a_file_that_reads_it(page: str) -> None:
-    """The optimiser of the trained groups reads its betas, and nothing else does."""
+def test_page_names_the_file_that_reads_a_key(page: str) -> None:
     (row,) = [line for line in page.splitlines() if line.startswith("| `actor.optimizer.beta1` |")]
     assert row.endswith("| `trainer/optimizer.py` |")
     assert "config.beta1" in (PACKAGE / "trainer" / "optimizer.py").read_text()

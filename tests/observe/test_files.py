@@ -1,4 +1,4 @@
-"""Files of a run: written whole or not at all, rows that survive a crash, damage that is a sentence, JSON and YAML with limits."""
+"""Tests of a run's files: atomic writes, logs that survive a crash, damaged folders, JSON and YAML with limits."""
 
 from __future__ import annotations
 
@@ -32,21 +32,19 @@ from tests.support.damage import ALIASES, DAMAGES, DEEP, LEVELS, OBJECTS, holdin
 from tests.support.refusals import refused
 
 
-def test_scalars_of_numpy_and_torch_and_what_json_lacks() -> None:
+def test_numpy_torch_and_non_finite_values_become_json() -> None:
     value = {"a": np.float32(0.5), "b": torch.tensor(3), "c": [float("nan"), (float("inf"), True, None)], 1: Path("x")}
     assert json_safe(value) == {"a": 0.5, "b": 3, "c": [None, [None, True, None]], "1": "x"}
     with pytest.raises(TypeError, match="set"):
         json_safe({"a": {1}})
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_tells_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_keeps_the_old_file_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "new" / "a.txt"
     write_atomically(path, "old")
     with pytest.raises(UnicodeEncodeError):
         write_atomically(path, "half \ud800")
-    full = OSError(errno.ENOSPC, "No space left on device")  # Without a name, as a write raises it.
+    full = OSError(errno.ENOSPC, "No space left on device")  # Like the error of a write, it has no file name.
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(full))
     with pytest.raises(OSError, match="No space left") as raised:
         write_atomically(path, "new")
@@ -55,7 +53,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_tells_its_name(
     assert [found.name for found in path.parent.iterdir()] == ["a.txt"]
 
 
-def test_only_what_a_kill_has_left_is_forgotten(tmp_path: Path) -> None:
+def test_only_leftover_partial_files_are_removed(tmp_path: Path) -> None:
     left = (".step_000004.json.123.part", ".a.1.part")
     kept = ("step_000004.json", "a.1.part", ".part", ".a.part", ".a.1.part.txt")
     for name in (*left, *kept):
@@ -65,14 +63,14 @@ def test_only_what_a_kill_has_left_is_forgotten(tmp_path: Path) -> None:
     forget_parts(tmp_path / "none")
 
 
-def test_the_last_row_of_a_step_counts(tmp_path: Path) -> None:
+def test_last_row_of_a_step_counts(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 0.1}\n{"step": 2, "loss": 0.2}\n{"step": 2, "rew\n{"step": 2, "loss": 2.7}\n')
     assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(1, 0.1), (2, 2.7)]
 
 
 @pytest.mark.timeout(120)
-def test_only_regular_files_are_read_and_only_so_much_of_them(tmp_path: Path) -> None:
+def test_only_regular_files_of_limited_size_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "endless").symlink_to("/dev/zero")
     (tmp_path / "rows.jsonl").write_bytes(b"{}\n[]\n")
@@ -87,12 +85,12 @@ def test_only_regular_files_are_read_and_only_so_much_of_them(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", [DEEP, LEVELS, b'{"a": 1%s}' % (b"0" * 20), b"[-9223372036854775809]", b"\xff", b""])
-def test_json_that_breaks_its_readers_is_refused(text: bytes) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 what it says is nobody's
+def test_json_beyond_the_limits_is_refused(text: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
         parse_json(text)
 
 
-def test_json_of_rlsys_is_taken() -> None:
+def test_json_within_the_limits_is_read() -> None:
     whole = {"a": [1.5, None, True, 2**64 - 1, -(2**63)], "b": {"c": "\ud800"}}
     assert parse_json(json.dumps(whole)) == whole
     nested = b"[" * DEPTH + b"]" * DEPTH
@@ -109,14 +107,14 @@ def test_json_of_rlsys_is_taken() -> None:
         *(b"a: 190" + b":59" * 400 + b".5", b"a: [", b"\xff", b"#" * (CONFIG_BYTES + 1)),
     ],
 )
-def test_yaml_that_json_could_not_hold_is_refused(tmp_path: Path, text: bytes) -> None:
+def test_yaml_beyond_json_is_refused(tmp_path: Path, text: bytes) -> None:
     file = tmp_path / "config.yaml"
     file.write_bytes(text)
     with pytest.raises((ValueError, OSError)):
         read_yaml(file)
 
 
-def test_yaml_of_rlsys_is_taken(tmp_path: Path) -> None:
+def test_plain_yaml_is_read(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("name: é\ntrainer: {steps: 3, clip: .inf, none: null}\nlist:\n- '2024-01-01'\n")
     clip = {"steps": 3, "clip": float("inf"), "none": None}
@@ -128,7 +126,7 @@ def rows(path: Path) -> list[dict[str, object]]:
 
 
 def filled(path: Path, count: int = 3) -> list[int]:
-    """A file of `count` rows, and its position after each."""
+    """Write a file of `count` rows; returns the position after each."""
     log, positions = LineLog(path), []
     for number in range(count):
         log.append({"row": number, "text": "ä" * number})
@@ -138,12 +136,12 @@ def filled(path: Path, count: int = 3) -> list[int]:
 
 
 @pytest.mark.parametrize("kept", [0, 2, 3])
-def test_a_log_that_goes_back_has_the_rows_up_to_there(kept: int, tmp_path: Path) -> None:
+def test_log_opened_at_a_position_keeps_only_the_rows_before_it(kept: int, tmp_path: Path) -> None:
     path = tmp_path / "new" / "rows.jsonl"
     position = [0, *filled(path)][kept]
     assert LineLog(path).position == path.stat().st_size
     log = LineLog(path, position)
-    assert log.position == position == path.stat().st_size, "known before anything is appended"
+    assert log.position == position == path.stat().st_size, "the position must be known before a row is appended"
     assert path.read_bytes().count(b"\n") == kept
     log.append({"row": "new"})
     log.append({"row": "last"})
@@ -152,7 +150,7 @@ def test_a_log_that_goes_back_has_the_rows_up_to_there(kept: int, tmp_path: Path
 
 
 @pytest.mark.parametrize("position", [None, 10_000])
-def test_a_line_is_ended_wherever_it_was_cut(position: int | None, tmp_path: Path) -> None:
+def test_incomplete_line_is_ended_before_the_next_row(position: int | None, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     whole, last = filled(path)[-2:]
     content = path.read_bytes()
@@ -167,21 +165,21 @@ def test_a_line_is_ended_wherever_it_was_cut(position: int | None, tmp_path: Pat
         assert json.loads(lines[3]) == {"row": "new"}
 
 
-def test_any_text_stays_in_its_line(tmp_path: Path) -> None:
+def test_any_text_stays_on_one_line(tmp_path: Path) -> None:
     text = "half a pair \ud83d, a\u2028b\nc\x85d"
     LineLog(tmp_path / "rows.jsonl").append({text: text})
     assert rows(tmp_path / "rows.jsonl") == [{text: text}]
 
 
-def test_the_position_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint must not know of rows that a machine which goes down takes along."""
+def test_position_is_synced_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a checkpoint could refer to rows that are lost with a crash of the machine."""
     log, synced = LineLog(tmp_path / "rows.jsonl"), []
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_size))
     log.append({"row": 1})
     assert log.position == synced[0] == len('{"row": 1}\n')
 
 
-def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+def test_full_disk_is_reported_and_leaves_no_partial_row(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     log = LineLog(path)
     log.append({"row": 1})
@@ -192,7 +190,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
             log.append({"row": 2, "text": "long enough"})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert rows(path) == [{"row": 1}], "what was written of the row is taken back"
+    assert rows(path) == [{"row": 1}], "the partial row must be removed"
     log.append({"row": 3})
     assert log.position == path.stat().st_size
     log.close()
@@ -206,7 +204,7 @@ FILES = ("run.json", "config.yaml", "metrics.jsonl", "timeline.jsonl", "summary.
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A run of three steps, whole."""
+    """A complete run of three steps."""
     run = tmp_path / "outputs" / "run-20250101-120000"
     (run / "evaluations").mkdir(parents=True)
     (run / "trajectories").mkdir()
@@ -227,7 +225,7 @@ def folder(tmp_path: Path) -> Path:
     return run
 
 
-def test_a_whole_folder_is_read(folder: Path) -> None:
+def test_complete_run_folder_is_read(folder: Path) -> None:
     run = open_run(folder)
     assert run.problems == []
     assert (run.name, run.config) == ("run-20250101-120000", {"name": "run"})
@@ -240,10 +238,10 @@ def test_a_whole_folder_is_read(folder: Path) -> None:
     assert run.lives[0].command == ["rlsys"]
     assert run.problems == []
     assert list(run.trajectories()) == []
-    assert run.problems == ["trajectories is missing: no trajectory was kept, or an older rlsys wrote the run."]
+    assert [problem.split()[0] for problem in run.problems] == ["trajectories"]
 
 
-def test_a_folder_that_is_no_run_is_refused_with_one_that_is(folder: Path) -> None:
+def test_folder_without_a_run_is_refused_and_a_run_inside_is_suggested(folder: Path) -> None:
     for path in (folder.parent / "run-2", folder / "config.yaml"):
         with refused("not_found", path):
             open_run(path)
@@ -255,7 +253,7 @@ def test_a_folder_that_is_no_run_is_refused_with_one_that_is(folder: Path) -> No
 
 
 @pytest.mark.parametrize("line", [b"[1]", b'{"no": "step"}', b'{"step": "one"}', b"\xff\xfe", b'{"step": true}'])
-def test_a_row_that_is_none_is_told_by_its_line(folder: Path, line: bytes) -> None:
+def test_malformed_row_is_reported_by_its_line(folder: Path, line: bytes) -> None:
     rows = (folder / "metrics.jsonl").read_bytes().splitlines()
     (folder / "metrics.jsonl").write_bytes(b"\n".join([rows[0], line, b"", rows[2], rows[2][:-9]]))
     run = open_run(folder)
@@ -273,7 +271,7 @@ MAY_BE_MISSING = ("summary.json", "status.json", "evaluations/step_000003.json",
 
 DAMAGED = [*FILES, "evaluations/step_000003.json", "evaluations/step_000003.jsonl", "eval/results.json"]
 GRID = [
-    # Each damage to two files, and each file with several of them, by default.
+    # By default, each damage is done to about two files, and each file gets several kinds.
     pytest.param(name, damage, marks=() if (row + column) % 5 == 0 else pytest.mark.slow)
     for row, name in enumerate(DAMAGED)
     for column, damage in enumerate([*sorted(DAMAGES.keys() - {"blank"}), *NO_LIVES])
@@ -282,7 +280,7 @@ GRID = [
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("name", "damage"), GRID)
-def test_damage_is_a_sentence_and_the_rest_is_read(folder: Path, name: str, damage: str) -> None:
+def test_damaged_file_is_one_problem_and_the_rest_is_read(folder: Path, name: str, damage: str) -> None:
     (folder / "status.json").write_text('{"step": 1}')
     change = holding(NO_LIVES[damage]) if damage in NO_LIVES else DAMAGES[damage]
     change(folder / name)
@@ -293,7 +291,7 @@ def test_damage_is_a_sentence_and_the_rest_is_read(folder: Path, name: str, dama
         for row in run.evaluations:
             run.answers(row["step"])
     is_object = damage in (*OBJECTS, *NO_LIVES)
-    # A link that leads nowhere is none of those that are looked for by a pattern.
+    # A circular link is not found by the pattern for results, so it counts as removed.
     is_gone = damage == "removed" or (damage == "circle" and name == "eval/results.json")
     fine = name in (MAY_BE_MISSING if is_gone else TAKE_ANY_OBJECT if is_object else ())
     assert len(run.problems) == (0 if fine else 1)

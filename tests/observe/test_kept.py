@@ -1,4 +1,4 @@
-"""Kept trajectories come back to the bit, damage costs only the rows that it hit, and training waits for no disk."""
+"""Tests of kept trajectories: exact rows, damage, texts of tokens, and writing beside training."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ NAN = float("nan")
 SAMPLED = [NAN, -1.5, -0.1, NAN, -1e-7, NAN]
 
 
-def shown(ids: Sequence[int]) -> str:
+def decode_ids(ids: Sequence[int]) -> str:
     return "".join(f"<{one}>" for one in ids)
 
 
 def scored(number: int = 0, uid: str = "q:1") -> Sample:
-    """An episode of two turns: a search, and an answer that is right."""
+    """An episode of two turns: a search and a right answer."""
     turns = [
         Turn("<search>a</search>", Action.SEARCH, "a", "hit", 2, 1, 0, 0.5, 0.25, "", 7),
         Turn("<answer>yes</answer>", Action.ANSWER, "yes", "", 1, 4, 3, 0.1, 0.0),
@@ -66,10 +66,10 @@ def group(number: int, samples: int = 3) -> Group:
 
 
 def kept_one() -> Kept:
-    return next(keep([group(1, 1)], 4, None, shown))
+    return next(keep([group(1, 1)], 4, None, decode_ids))
 
 
-def test_a_trajectory_is_kept_turn_by_turn() -> None:
+def test_trajectory_is_kept_turn_by_turn() -> None:
     one = kept_one()
     assert (one.answer, one.exact, one.reward, one.parts, one.policy_version) == ("yes", True, 1.0, {"em": 1.0}, 3)
     assert one.pieces == ("<1>", "<2>", "<3>", "<4>", "<5>"), "the prompt has one token"
@@ -82,14 +82,13 @@ def test_a_trajectory_is_kept_turn_by_turn() -> None:
     [
         (6, None, [0, 1, 2, 3, 4, 5]),
         (6, 0, []),
-        (6, 1, [0]),  # A whole group, also where it is more than asked for.
+        (6, 1, [0]),  # A group is kept whole, even if it exceeds the limit.
         (6, 11, [0, 2, 4]),
-        (0, 6, []),
     ],
 )
-def test_whole_groups_spread_over_the_step(groups: int, most: int | None, uids: list[int]) -> None:
+def test_kept_groups_are_whole_and_spread_over_the_step(groups: int, most: int | None, uids: list[int]) -> None:
     samples = 3
-    found = keep([group(number, samples) for number in range(groups)], 1, most, shown)
+    found = keep([group(number, samples) for number in range(groups)], 1, most, decode_ids)
     expected = [(f"q:{uid}", sample) for uid in uids for sample in range(samples)]
     assert [(one.question_uid, one.sample) for one in found] == expected
 
@@ -99,11 +98,11 @@ FLOATS = arrays(np.float32, 6, elements=st.floats(width=32, allow_infinity=False
 
 @given(FLOATS, st.none() | FLOATS, st.text(st.characters()), st.dictionaries(st.text(), st.integers() | st.text()))
 @settings(max_examples=40)
-def test_a_row_comes_back_to_the_bit(
+def test_row_comes_back_bit_for_bit(
     logprobs: np.ndarray, weights: np.ndarray | None, text: str, extra: dict[str, int | str]
 ) -> None:
     pieces = (text, "\u2028\n", "", "", "")
-    logprobs = np.where(np.isnan(logprobs), np.float32("nan"), logprobs)  # One NaN, as a file has only null for it.
+    logprobs = np.where(np.isnan(logprobs), np.float32("nan"), logprobs)  # The file has null for every NaN.
     weights = None if weights is None else np.nan_to_num(weights)
     one = replace(
         kept_one(), old_logprobs=logprobs, weights=weights, prompt=text + "\ud83d", pieces=pieces, extra=extra
@@ -113,11 +112,11 @@ def test_a_row_comes_back_to_the_bit(
     assert same(read_row(line), replace(one, answer=None))
 
 
-def test_steps_come_back_in_order(tmp_path: Path) -> None:
+def test_steps_come_back_in_order_and_later_ones_can_be_removed(tmp_path: Path) -> None:
     problems: list[str] = []
     assert list(read_kept(tmp_path, problems.append)) == []
     for step in (12, 3, 4):
-        write_kept(tmp_path, step, keep([group(step)], step, None, shown))
+        write_kept(tmp_path, step, keep([group(step)], step, None, decode_ids))
     read = [(one.step, one.question_uid) for one in read_kept(tmp_path, problems.append)]
     assert read == [(step, f"q:{step}") for step in (3, 4, 12) for _ in range(3)]
     (tmp_path / "trajectories" / ".step_000012.jsonl.gz.123.part").touch()
@@ -126,11 +125,11 @@ def test_steps_come_back_in_order(tmp_path: Path) -> None:
     assert problems == []
 
 
-def test_a_step_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
-    write_kept(tmp_path, 1, keep([group(1)], 1, None, shown))
+def test_failed_write_keeps_the_existing_step(tmp_path: Path) -> None:
+    write_kept(tmp_path, 1, keep([group(1)], 1, None, decode_ids))
     broken = [group(1), Group(question(2), (replace(scored(), old_logprobs=None),))]
     with pytest.raises(ValueError, match="q:2"):
-        write_kept(tmp_path, 1, keep(broken, 1, None, shown))
+        write_kept(tmp_path, 1, keep(broken, 1, None, decode_ids))
     assert [path.name for path in (tmp_path / "trajectories").iterdir()] == ["step_000001.jsonl.gz"]
     assert len(list(read_kept(tmp_path, lambda _: None))) == 3
 
@@ -138,9 +137,9 @@ def test_a_step_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change", [lambda row: row.pop("answer"), lambda row: row["turns"][0].update(text_2="good")], ids=["less", "more"]
 )
-def test_a_file_of_another_version_is_one_sentence(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
+def test_file_of_another_version_is_one_problem(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
     for step in (1, 2):
-        write_kept(tmp_path, step, keep([group(step)], step, None, shown))
+        write_kept(tmp_path, step, keep([group(step)], step, None, decode_ids))
     rows = [json.loads(line) for line in gzip.decompress(kept_file(tmp_path, 1).read_bytes()).splitlines()]
     for row in rows:
         change(row)
@@ -151,9 +150,9 @@ def test_a_file_of_another_version_is_one_sentence(change: Callable[[dict[str, A
     assert problem.startswith("trajectories/step_000001.jsonl.gz")
 
 
-def test_damage_costs_what_it_hit(tmp_path: Path) -> None:
+def test_damage_loses_only_the_rows_that_it_hit(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        write_kept(tmp_path, step, keep([group(step)], step, None, shown))
+        write_kept(tmp_path, step, keep([group(step)], step, None, decode_ids))
     rows = gzip.decompress(kept_file(tmp_path, 1).read_bytes()).splitlines(keepends=True)
     rows[1] = b"[1]\n"
     kept_file(tmp_path, 1).write_bytes(gzip.compress(b"".join(rows)))
@@ -169,32 +168,32 @@ def test_damage_costs_what_it_hit(tmp_path: Path) -> None:
 
 
 def byte_level(ids: Sequence[int]) -> str:
-    """A token a byte, as byte-level BPE has for what it knows no word for."""
+    """Text of tokens of one byte each, like those of byte-level BPE."""
     return bytes(ids).decode("utf-8", "replace")
 
 
 def sentence_pieces(ids: Sequence[int]) -> str:
-    """Words, of which the first has lost its space."""
+    """Text of tokens of one word each, without the first word's space."""
     return "".join(f" w{one}" for one in ids).removeprefix(" ")
 
 
 @given(st.lists(st.integers(0, 255), max_size=60))
 @pytest.mark.parametrize("decode", [byte_level, sentence_pieces])
 @settings(max_examples=40)
-def test_texts_of_tokens_joined_are_the_whole(decode: Callable[[Sequence[int]], str], ids: list[int]) -> None:
+def test_pieces_join_to_the_whole_text(decode: Callable[[Sequence[int]], str], ids: list[int]) -> None:
     pieces = Pieces(decode)(ids)
     assert (len(pieces), "".join(pieces)) == (len(ids), decode(ids))
 
 
 @given(st.text(st.characters(exclude_characters="\ufffd", codec="utf-8"), max_size=40))
 @settings(max_examples=40)
-def test_a_character_is_in_the_last_of_its_tokens(text: str) -> None:
+def test_character_belongs_to_the_last_of_its_tokens(text: str) -> None:
     expected = [part for char in text for part in [*[""] * (len(char.encode()) - 1), char]]
     assert list(Pieces(byte_level)(list(text.encode()))) == expected
 
 
-def test_bytes_that_are_no_text_have_short_pieces_too() -> None:
-    """A policy that babbles bytes: thousands of them, each shown near where it stands."""
+def test_pieces_of_invalid_bytes_are_short() -> None:
+    """Thousands of invalid bytes are each shown near their place."""
     ids = [0xF0] * 3000 + list("€".encode())
     pieces = Pieces(byte_level)(ids)
     assert "".join(pieces) == byte_level(ids)
@@ -203,7 +202,7 @@ def test_bytes_that_are_no_text_have_short_pieces_too() -> None:
 
 
 class Slow:
-    """Writes when it is allowed to."""
+    """A writer that waits for `go`."""
 
     def __init__(self) -> None:
         self.go, self.begun = threading.Semaphore(0), threading.Semaphore(0)
@@ -228,30 +227,32 @@ def keeper(tmp_path: Path) -> Keeper:
 
 
 async def still_waits(waiting: asyncio.Task[None]) -> bool:
-    """Tell if `waiting` still waits, having had every chance to go on."""
+    """Tell if `waiting` is unfinished after the event loop has run 100 times."""
     for _ in range(100):
         await asyncio.sleep(0)
     return not waiting.done()
 
 
-async def test_training_goes_on_and_the_next_step_waits_its_turn(keeper: Keeper, slow: Slow, tmp_path: Path) -> None:
-    await keeper.begin(1, [group(1)], None)  # Returns although nothing may be written yet.
+async def test_writing_runs_beside_training_and_the_next_step_waits_for_it(
+    keeper: Keeper, slow: Slow, tmp_path: Path
+) -> None:
+    await keeper.begin(1, [group(1)], None)  # Returns before anything is written.
     assert await asyncio.to_thread(slow.begun.acquire, timeout=300)
     second = asyncio.create_task(keeper.begin(2, [group(2)], None))
     assert await still_waits(second)
     slow.go.release()
     await second
-    assert kept_steps(tmp_path) == [1], "what was begun before is on disk"
+    assert kept_steps(tmp_path) == [1], "the previous step must be on disk"
     finished = asyncio.create_task(keeper.finish())
-    assert await still_waits(finished), "a checkpoint waits"
+    assert await still_waits(finished), "a checkpoint must wait"
     slow.go.release()
     await finished
     assert kept_steps(tmp_path) == [1, 2]
     keeper.close()
 
 
-def test_a_run_that_ends_waits_for_its_last_trajectories(keeper: Keeper, slow: Slow, tmp_path: Path) -> None:
-    """A run that fails does too, and has no event loop any more."""
+def test_closing_waits_for_the_last_trajectories(keeper: Keeper, slow: Slow, tmp_path: Path) -> None:
+    """A failed run has no event loop any more."""
     asyncio.run(keeper.begin(1, [group(1)], None))
     closing = threading.Thread(target=keeper.close)
     closing.start()
@@ -262,7 +263,7 @@ def test_a_run_that_ends_waits_for_its_last_trajectories(keeper: Keeper, slow: S
     assert kept_steps(tmp_path) == [1]
 
 
-async def test_a_full_disk_costs_one_warning_and_no_run(
+async def test_full_disk_gives_one_warning_and_ends_the_keeping(
     keeper: Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(_: int) -> None:
@@ -284,7 +285,7 @@ async def test_a_full_disk_costs_one_warning_and_no_run(
     assert str(tmp_path / "trajectories" / "step_000002.jsonl.gz") in record.getMessage()
 
 
-async def test_other_errors_end_the_run(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_write_errors_are_raised(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ValueError("a sample without log-probs")
 

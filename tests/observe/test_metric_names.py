@@ -1,6 +1,6 @@
-"""docs/metrics.md lists every name that a run can log, and no other.
+"""Tests that docs/metrics.md lists exactly the names that a run can log.
 
-The names are gathered from a row of a run that has everything, and from the keys of dictionaries in the source.
+Logged names come from a run with every feature, and from the keys of dictionaries in the source.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ SOURCE = Path(rlsys.__file__).parent
 DOCUMENT = SOURCE.parent / "docs/metrics.md"
 KEY = re.compile(r"[a-z]+(/[a-z0-9_*]+)+")
 NOT_METRICS = {"search", "config", "cli", "evaluation"}
-"""Packages whose dictionaries have other keys with a slash; figures of an evaluation get the first part of their name
-from the record."""
+"""Packages whose keys with a slash are not metrics; the logger adds the first part of an evaluation's names."""
 SPANS = (
     ("rollout", "rollout.group"),
     ("driver", "sync.transfer"),
@@ -48,7 +47,7 @@ SPANS = (
 
 
 def documented() -> set[str]:
-    """The names of the document's tables, braces spelled out; <x> stands for anything, here a star."""
+    """Names in the document's tables, with braces expanded and `<x>` replaced by a star."""
     names: set[str] = set()
     for row in re.findall(r"^\| (`.*?) \|", DOCUMENT.read_text(), re.MULTILINE):
         for name in re.findall(r"`([^`]+)`", row):
@@ -59,13 +58,13 @@ def documented() -> set[str]:
 
 
 def covers(name: str, key: str) -> bool:
-    """Tell if a documented name stands for `key`: a star is one part of it, dots are any."""
+    """Tell if a documented name matches `key`: a star matches one part, dots any number."""
     pattern = re.escape(name).replace(r"\*", "[^/]+").replace(r"\.\.\.", ".+")
     return re.fullmatch(pattern, key) is not None
 
 
 def in_source() -> set[str]:
-    """Keys with a slash of all dictionaries in the source, with a star where something is filled in."""
+    """Keys with a slash of all dictionaries in the source, with a star for each inserted value."""
     files = [file for file in SOURCE.rglob("*.py") if not NOT_METRICS & {*file.relative_to(SOURCE).parts}]
     nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
     return {key for node in nodes for key in map(spelled, keys(node)) if KEY.fullmatch(key)}
@@ -81,7 +80,7 @@ def spelled(key: ast.expr | None) -> str:
 
 
 def updates() -> dict[str, float]:
-    """Figures of actor and critic for an optimiser step."""
+    """Figures of actor and critic for one optimiser step."""
     two = torch.tensor([[-1.0, -2.0]])
     mask = torch.ones(1, 2, dtype=torch.bool)
     inputs = LossInputs(two, two, two, mask, torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.int64))
@@ -105,7 +104,7 @@ def full_group() -> Group:
 
 
 def asked(step: int) -> Evaluation:
-    """An evaluation that has every figure: two data sources, of which one says its hops."""
+    """An evaluation with every figure: two data sources, one of them with hops."""
     sources = (("nq", {}), ("hotpotqa", {"hops": 2}))
     questions = [replace(question(1), data_source=source, extra=extra) for source, extra in sources]
     return Evaluation(step, tuple(Answered(one, trajectory(), scores_of("yes", ("yes",))) for one in questions))
@@ -113,7 +112,7 @@ def asked(step: int) -> Evaluation:
 
 @pytest.fixture
 def logged(tmp_path: Path) -> set[str]:
-    """Names of a run that has everything: in its row, and what trackers get of its evaluations."""
+    """Names that a run with every feature logs, in its row and to its trackers."""
     config = RunConfig(tracking=TrackingConfig(wandb=False))
     record = RunLogger(config, tmp_path, Progress(), Flops(per_token=1.0))
     record.actor_peak = 1e15
@@ -130,11 +129,11 @@ def logged(tmp_path: Path) -> set[str]:
     return {*row, *scalars} - {"step", "time"}
 
 
-def test_the_document_lists_what_is_logged_and_nothing_else(logged: set[str]) -> None:
+def test_metrics_document_lists_exactly_what_is_logged(logged: set[str]) -> None:
     names, known = documented(), in_source()
     assert {key for key in logged if not any(covers(name, key) for name in names)} == set()
     assert {key for key in known if "*" not in key} - names == set()
     assert {name for name in names if name not in known and not any(covers(name, key) for key in logged)} == set()
-    # A key that is put together, such as dropped_*, has a name in the document that it can become.
+    # A composed key, such as dropped_*, must match a documented name.
     families = {key for key in known if "*" in key}
     assert {key for key in families if not any(covers(key, name.replace("*", "x")) for name in names)} == set()

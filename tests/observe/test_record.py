@@ -1,4 +1,4 @@
-"""A run's rows: how updates become one, where times go, and what guards leave behind."""
+"""Tests of a run's record: merged updates, times of a step, the timeline, and resumption."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NAN = float("nan")
 
 
 class Clock:
-    """Stands still until it is told to go on."""
+    """A clock that moves only when `seconds` is changed."""
 
     def __init__(self) -> None:
         self.seconds = 0
@@ -50,7 +50,7 @@ class Clock:
 
 
 class Run:
-    """A record whose tracers go by one clock."""
+    """A record whose tracers share one clock."""
 
     def __init__(self, folder: Path, cost: Flops | None = None, history: History | None = None, **guards: Any) -> None:
         config = RunConfig(
@@ -71,7 +71,7 @@ class Run:
             self.clock.seconds += seconds
 
     def step(self, step: int, entropy: float = 1.0) -> list[Alarm]:
-        """A step of one second, at whose end two tickets have ended."""
+        """Record a step of one second, at whose end two prompts have ended."""
         self.record.begin_step()
         with self.working("actor", "train.apply", 1):
             pass
@@ -86,7 +86,7 @@ class Run:
         await self.record.trajectories_kept()
 
 
-def test_updates_become_one_by_mean_maximum_and_minimum() -> None:
+def test_updates_are_merged_by_mean_maximum_and_minimum() -> None:
     updates: list[Mapping[str, float]] = [
         {"actor/ratio": 1.0, "actor/ratio_max": 2.0, "actor/ratio_min": 0.5, "actor/ratio_dev_max": 0.1},
         {"actor/ratio": 2.0, "actor/ratio_max": 1.5, "actor/ratio_min": 0.25, "actor/ratio_dev_max": 0.3},
@@ -127,7 +127,7 @@ def test_times_of_a_step_by_hand(tmp_path: Path) -> None:
     assert (row["extra"], row["actor/lr"]) == (7.0, 1.0)
     assert row["perf/actor_tflops"] == pytest.approx(3 * 5 / 3)
     assert row["mfu/actor"] == pytest.approx(3 * 5 / 3 / 10)
-    assert not [key for key in row if key.startswith("time/eval")], "what lies between steps counts to none"
+    assert not [key for key in row if key.startswith("time/eval")], "time between steps must not count"
 
 
 def evaluation(step: int, em: float) -> Evaluation:
@@ -137,7 +137,7 @@ def evaluation(step: int, em: float) -> Evaluation:
 
 
 def content(folder: Path) -> list[list[Any]]:
-    """Figures, ends and trajectories that a run has recorded, without its clock."""
+    """Recorded figures, prompt ends and trajectories of a run, without clock times."""
     rows, ends = (
         [json.loads(line) for line in (folder / name).read_text().splitlines()]
         for name in ("metrics.jsonl", "prompts.jsonl")
@@ -147,8 +147,8 @@ def content(folder: Path) -> list[list[Any]]:
     return [rows, ends, [*map(write_row, open_run(folder).trajectories())]]
 
 
-def test_a_resumed_record_is_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """A run of six steps, and one that dies in its fifth, having been saved after the third."""
+def test_resumed_run_records_the_same_as_an_uninterrupted_one(tmp_path: Path) -> None:
+    """One run has six steps; the other is killed in its fifth and resumes after the third."""
     entropies = {1: 1.0, 2: 0.1, 3: 0.1, 4: 0.1, 5: 0.1, 6: 1.0}
     whole = Run(tmp_path / "whole", patience=3, entropy_floor=0.5)
     expected = {step: [str(alarm) for alarm in whole.step(step, entropies[step])] for step in entropies}
@@ -161,13 +161,13 @@ def test_a_resumed_record_is_as_if_nothing_had_happened(tmp_path: Path) -> None:
         killed.step(step, entropies[step])
     history = killed.record.history(3)
     for step in (4, 5):
-        killed.step(step, 1.0)  # The prompts came in another order.
+        killed.step(step, 1.0)  # Figures differ, as prompts came in another order.
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "actor/ent')
 
     resumed = Run(folder, history=history, patience=3, entropy_floor=0.5)
     assert resumed.record.history(3) == history
-    # At once, for whoever reads them before the next step.
+    # Readers before the next step must see nothing of the lost steps.
     assert [one.step for one in open_run(folder).timeline()] == kept_steps(folder) == [1, 2, 3]
     for step in (4, 5, 6):
         assert [str(alarm) for alarm in resumed.step(step, entropies[step])] == expected[step]
@@ -178,8 +178,8 @@ def test_a_resumed_record_is_as_if_nothing_had_happened(tmp_path: Path) -> None:
     assert resumed.printed.getvalue().count("Warning: actor/entropy") == 1
 
 
-def test_the_timeline_has_every_span_once(tmp_path: Path) -> None:
-    """Those of a step, of the time between steps, of one that lasts longer than its step, and of the end."""
+def test_timeline_has_every_span_once(tmp_path: Path) -> None:
+    """Spans lie in a step, between steps, across a step's end, and after the last step."""
     run = Run(tmp_path)
     with run.working("rollout", "rollout.group", 1):
         run.step(1)
@@ -200,8 +200,7 @@ def test_the_timeline_has_every_span_once(tmp_path: Path) -> None:
     assert [span.name for span in second.spans] == ["train.apply"]
 
 
-def test_evaluations_up_to_the_checkpoint_count_and_nothing_that_a_kill_has_left(tmp_path: Path) -> None:
-    """The best checkpoint is chosen by them, and the curves and the summary begin with them."""
+def test_resume_keeps_evaluations_up_to_its_step_and_removes_partial_files(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for step, em in ((0, 0.0), (2, 1.0), (3, 1.0), (4, 1.0)):
         if step:
@@ -209,7 +208,7 @@ def test_evaluations_up_to_the_checkpoint_count_and_nothing_that_a_kill_has_left
         run.record.evaluation(evaluation(step, em))
     for left in ("evaluations/.step_000003.json.123.part", "trajectories/.step_000003.jsonl.gz.123.part"):
         (tmp_path / left).write_text("half")
-    (tmp_path / "evaluations" / "step_000009.json.old").write_text("somebody's own")
+    (tmp_path / "evaluations" / "step_000009.json.old").write_text("a user's own file")
     resumed = Run(tmp_path, history=replace(run.record.history(3), step=3))
     assert [resumed.record.em_of(step) for step in range(5)] == [0.0, None, 1.0, 1.0, None]
     left_over = {path.name for path in (tmp_path / "evaluations").iterdir() if path.suffix != ".jsonl"}

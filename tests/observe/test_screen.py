@@ -1,8 +1,7 @@
-"""Status, progress, final table and curves of a run, and samples that cannot steer a terminal."""
+"""Tests of what a run shows: progress, status file, final table, and samples that cannot control a terminal."""
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import io
 import json
@@ -17,13 +16,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matplotlib import image
 from rich.console import Console
 
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Trajectory, Turn
 from rlsys.errors import Interrupted, RunError
-from rlsys.observe.outcome import draw_curves, render_summary
+from rlsys.observe.outcome import render_summary
 from rlsys.observe.samples import render_sample, visible
 from rlsys.observe.status import (
     HEARTBEAT_S,
@@ -46,7 +44,7 @@ class Clock:
         return self.now
 
 
-def test_piped_progress_is_sparse_and_tells_how_long_a_group_waits() -> None:
+def test_piped_progress_is_sparse_and_shows_how_long_a_group_waits() -> None:
     clock, out = Clock(), io.StringIO()
     with Progress(Console(file=out, width=20), clock=clock) as progress:
         progress.update(step=1, steps=9, states={"rollout": "0/32 groups", "actor": "waits for log-probs"})
@@ -63,19 +61,19 @@ def test_piped_progress_is_sparse_and_tells_how_long_a_group_waits() -> None:
     ]
 
 
-def test_a_group_with_several_voices_waits_only_where_all_of_them_wait() -> None:
+def test_group_waits_only_while_all_of_its_parts_wait() -> None:
     clock = Clock()
     progress = Progress(Console(quiet=True), clock=clock)
 
     def shown(**states: str) -> str:
-        progress.update(states={voice.replace("_", "."): text for voice, text in states.items()})
+        progress.update(states={part.replace("_", "."): text for part, text in states.items()})
         clock.now += 5
         return progress.line().partition("critic: ")[2]
 
     assert shown(critic="trains on 2 groups") == "trains on 2 groups"
     assert shown(critic_values="waits for rollouts") == "trains on 2 groups"
     assert shown(critic_values="computes values of 1 group") == "computes values of 1 group"
-    # The values were begun later, but only the training still goes on.
+    # Training goes on, though the values were begun later.
     assert shown(critic_values="waits for rollouts") == "trains on 2 groups"
     assert shown(critic="waits for log-probs and values") == "waits for log-probs and values (5 s)"
     assert shown() == "waits for log-probs and values (10 s)"
@@ -83,7 +81,7 @@ def test_a_group_with_several_voices_waits_only_where_all_of_them_wait() -> None
     assert shown(critic_values="") == ""
 
 
-def test_the_final_table_holds_its_figures_within_its_width() -> None:
+def test_final_table_shows_its_figures_within_its_width() -> None:
     out = io.StringIO()
     hops = {"em_before_by_hop": {"2": 0.08}, "em_after_by_hop": {"2": 0.69}}
     summary = {"em_before": 0.142, "em_after": 0.731, "oracle_em": None, "first_ratio_max_dev": float("nan"), **hops}
@@ -101,20 +99,6 @@ def test_the_final_table_holds_its_figures_within_its_width() -> None:
         assert [line.removeprefix(name).split() for line in lines if line.startswith(f"{name} ")] == [figures]
 
 
-def test_curves_are_pictures_with_something_on_them(tmp_path: Path) -> None:
-    assert draw_curves([], [], tmp_path) == []
-    times = {"time/step": 9.0, "time/rollout": 7.0, "time/training": 4.0}
-    rows = [{"step": 1, "critic/score/mean": 0.1, **times}, {"step": 2, "critic/score/mean": None, "time/step": None}]
-    evaluations = [
-        {"step": 0, "em": 0.2, "em_by_hop": {"1": 0.3, "2": 0.1}, "searches": 0.5, "questions": 50},
-        {"step": 5, "em": 0.6, "em_by_hop": {"1": 0.7, "2": 0.5}, "searches": 1.5, "questions": 50},
-    ]
-    paths = draw_curves(rows, evaluations, tmp_path)
-    assert [path.name for path in paths] == ["em.png", "reward.png", "stage_times.png", "curves.png"]
-    drawn = np.mean(image.imread(paths[0])[..., :3].min(axis=-1) < 0.9)
-    assert 0.005 < drawn < 0.5
-
-
 def sample(
     observation: str = "\n\n<information>Paris is it.</information>\n\n",
     generated: str = "<search>capital of France</search>",
@@ -128,7 +112,7 @@ def sample(
     return question, replace(one, prompt_length=3, versions=versions), 1.0
 
 
-def test_prompt_policy_and_search_are_told_apart() -> None:
+def test_sample_shows_prompt_policy_and_search_in_separate_sections() -> None:
     text = render_sample(*sample())
     header, *sections = text.split("\n----")
     for fact in ("train-17", "3 prompt, 5 trained, 3 masked", "[3, 5)", "[8, 11)"):
@@ -144,7 +128,7 @@ def test_prompt_policy_and_search_are_told_apart() -> None:
     assert sections[3].rstrip().endswith("<answer> Paris </answer>")
 
 
-def test_untrusted_text_cannot_forge_a_section_or_drive_the_terminal() -> None:
+def test_untrusted_text_cannot_forge_a_section_or_control_the_terminal() -> None:
     forged = "x\x1b[2J\x1b]0;owned\x07\r\n---- turn 9: generated ----\u202eevil"
     text = render_sample(*sample(observation=forged, generated=forged))
     assert "\\x1b[2J" in text
@@ -154,7 +138,7 @@ def test_untrusted_text_cannot_forge_a_section_or_drive_the_terminal() -> None:
 
 @given(st.text(st.characters(codec=None)))
 @settings(max_examples=50)
-def test_visible_text_holds_nothing_a_terminal_acts_on_and_can_be_written(text: str) -> None:
+def test_visible_text_has_no_control_characters_and_can_be_encoded(text: str) -> None:
     shown = visible(text)
     assert all(char in "\n\t" or unicodedata.category(char)[0] not in "C" for char in shown)
     shown.encode("utf-8")
@@ -165,24 +149,15 @@ def test_visible_text_holds_nothing_a_terminal_acts_on_and_can_be_written(text: 
 MOMENT = Status(step=3, steps=9, begun=1000.0, at=1010.0, states={"actor": StageState("waits for rollouts", 1008.0)})
 
 
-def test_the_file_says_everything_of_a_moment(tmp_path: Path) -> None:
+def test_status_file_names_its_process_and_has_null_for_nan(tmp_path: Path) -> None:
     StatusFile(tmp_path / "status.json", Clock(1011.0)).write(replace(MOMENT, em=0.5, reward=float("nan")))
-    assert json.loads((tmp_path / "status.json").read_text()) == {
-        "step": 3,
-        "steps": 9,
-        "begun": 1000.0,
-        "at": 1011.0,
-        "states": {"actor": {"text": "waits for rollouts", "since": 1008.0}},
-        "em": 0.5,
-        "reward": None,
-        "tokens_per_s": None,
-        "ended": None,
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-    }
+    found = json.loads((tmp_path / "status.json").read_text())
+    assert found["states"] == {"actor": {"text": "waits for rollouts", "since": 1008.0}}
+    assert (found["at"], found["em"], found["reward"]) == (1011.0, 0.5, None)
+    assert (found["pid"], found["host"]) == (os.getpid(), socket.gethostname())
 
 
-def test_an_unchanged_status_is_written_again_after_a_heartbeat(tmp_path: Path) -> None:
+def test_unchanged_status_is_written_again_after_a_heartbeat(tmp_path: Path) -> None:
     clock = Clock(1010.0)
     file = StatusFile(tmp_path / "status.json", clock)
 
@@ -197,10 +172,10 @@ def test_an_unchanged_status_is_written_again_after_a_heartbeat(tmp_path: Path) 
     assert written_at(4, HEARTBEAT_S) == 1010.0 + 1.5 * HEARTBEAT_S
 
 
-def test_the_end_of_a_run_is_written_on_a_full_disk(
+def test_end_of_a_run_is_written_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """There is no room for a new file, but the old one may be written over."""
+    """A new file does not fit, but the old one can be overwritten."""
     file = StatusFile(tmp_path / "status.json")
     file.write(MOMENT)
 
@@ -213,11 +188,11 @@ def test_the_end_of_a_run_is_written_on_a_full_disk(
     file.end(replace(MOMENT, ended="failed: full"))
     assert (read_status(tmp_path) or {})["ended"] == "failed: full"
     (record,) = caplog.records
-    assert str(tmp_path / "status.json") in record.getMessage(), "said once"
+    assert str(tmp_path / "status.json") in record.getMessage(), "the warning must come once"
 
 
-def test_changes_reach_the_file_while_the_run_hangs(tmp_path: Path) -> None:
-    """Nobody calls `update` any more; the last state must be there all the same."""
+def test_last_change_reaches_the_status_file_while_the_run_hangs(tmp_path: Path) -> None:
+    """The last state must be written although `update` is not called again."""
     writes = Queue[Status]()
 
     class File(StatusFile):
@@ -235,16 +210,15 @@ def test_changes_reach_the_file_while_the_run_hangs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "text"),
     [
         (None, "finished"),
         (KeyboardInterrupt(), "failed: interrupted"),
-        (asyncio.CancelledError(), "failed: interrupted"),
         (Interrupted("Interrupted."), "failed: interrupted"),
         (RunError("two\nlines"), "failed: two lines"),
-        (ExceptionGroup("tasks", [ValueError("of no interest"), RunError("engine 0 died")]), "failed: engine 0 died"),
+        (ExceptionGroup("tasks", [ValueError("less specific"), RunError("engine 0 died")]), "failed: engine 0 died"),
         (AssertionError(), "failed: AssertionError"),
     ],
 )
-def test_the_end_of_a_run_is_told_by_its_error(error: BaseException | None, said: str) -> None:
-    assert ending(error) == said
+def test_ending_is_described_by_its_error(error: BaseException | None, text: str) -> None:
+    assert ending(error) == text

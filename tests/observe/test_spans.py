@@ -1,4 +1,4 @@
-"""Spans of made-up times, and what follows from them, worked out by hand or by brute force."""
+"""Tests of spans and of figures derived from them, by hand or by brute force."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ ONE_STEP = [
     span("rollout.group", 0, 4, "rollout", lane="a"),
     span("rollout.group", 0, 10, "rollout", lane="b"),
     span("logprob.compute", 4, 6, "inference"),
-    span("logprob.compute", 9, 12, "inference"),  # 1 s of it before the last group is in
-    span("train.accumulate", 5, 8, "actor", lane="rank 0"),  # 1 s of it together with the log-probs
+    span("logprob.compute", 9, 12, "inference"),  # 1 s before the last group has ended
+    span("train.accumulate", 5, 8, "actor", lane="rank 0"),  # 1 s beside the log-probs
     span("train.accumulate", 5, 7, "actor", lane="rank 1"),
     span("train.apply", 12, 13, "actor"),
     span("sync.send", 5, 9, "actor"),  # neither trained nor scored: not counted
 ]
 
 
-def test_overlap_counts_the_window_alone() -> None:
-    """Log-probs 4-6 and 9-10, training 5-8: together 4-8 and 9-10."""
+def test_overlap_is_counted_only_within_the_window() -> None:
+    """Log-probs at 4-6 and 9-10 and training at 5-8 make 4-8 and 9-10."""
     later = [span("rollout.group", 20, 100, "rollout", step=2), span("train.apply", 20, 30, "actor", step=2)]
     assert overlap_seconds(ONE_STEP + later, (0, 20 * S)) == pytest.approx(5.0)
     assert overlap_seconds(ONE_STEP + later, (25 * S, 60 * S)) == pytest.approx(5.0)
@@ -57,14 +57,14 @@ def test_overlap_counts_the_window_alone() -> None:
 
 
 def test_stage_seconds_are_unions_within_the_window() -> None:
-    # Of rollout 6-10, log-probs 9-11, training 6-8 and sending 6-9 the window 6-11 has all.
+    # Within the window are rollout 6-10, log-probs 9-11, training 6-8 and sending 6-9.
     seconds = stage_seconds(ONE_STEP, (6 * S, 11 * S))
     assert seconds == pytest.approx({"rollout": 4.0, "logprob": 2.0, "train": 2.0, "sync": 3.0})
 
 
-def test_idle_share_is_what_no_lane_covers_inside_the_window() -> None:
+def test_idle_share_is_the_time_that_no_lane_covers() -> None:
     shares = idle_share(ONE_STEP, (5 * S, 15 * S))
-    # Actor: 5-9 and 12-13 of ten seconds; inference: 5-6 and 9-12; rollout: 5-10.
+    # Busy are the actor at 5-9 and 12-13, inference at 5-6 and 9-12, rollout at 5-10.
     assert shares == pytest.approx({"actor": 0.5, "inference": 0.6, "rollout": 0.5})
 
 
@@ -73,7 +73,9 @@ RAW = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)))
 
 @given(RAW, RAW)
 @settings(max_examples=50)
-def test_sets_of_intervals_are_sets_of_points(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
+def test_interval_operations_equal_those_on_sets_of_points(
+    first: list[tuple[int, int]], second: list[tuple[int, int]]
+) -> None:
     points = [{point for start, end in one for point in range(start, end)} for one in (first, second)]
     merged = [merge_intervals(one) for one in (first, second)]
     for found, expected in (
@@ -83,7 +85,7 @@ def test_sets_of_intervals_are_sets_of_points(first: list[tuple[int, int]], seco
     ):
         assert {point for start, end in found for point in range(start, end)} == expected
         assert found == sorted(found)
-        assert sum(end - start for start, end in found) == len(expected), "disjoint, and none is reversed"
+        assert sum(end - start for start, end in found) == len(expected), "intervals must be disjoint and not reversed"
 
 
 def test_tracer_records_nesting_errors_and_late_args_and_hands_out_once() -> None:
@@ -94,7 +96,7 @@ def test_tracer_records_nesting_errors_and_late_args_and_hands_out_once() -> Non
             raise KeyError("x")
         args["tokens"] = 12
         (running,) = tracer.running()
-        assert (running.start_ns, running.end_ns) == (100, 130), "work that goes on counts up to now"
+        assert (running.start_ns, running.end_ns) == (100, 130), "a running span must count up to now"
     assert tracer.running() == []
     assert tracer.drain() == [
         Span("train.apply", 110, 120, "actor", "rank 1", {"step": 7, "error": "KeyError"}),
@@ -103,7 +105,7 @@ def test_tracer_records_nesting_errors_and_late_args_and_hands_out_once() -> Non
     assert tracer.drain() == []
 
 
-def test_chrome_trace_names_processes_and_threads_and_never_half_overlaps(tmp_path: Path) -> None:
+def test_chrome_trace_has_named_rows_without_partial_overlap(tmp_path: Path) -> None:
     nested = [span("train.step", 2, 20, "actor"), span("train.apply", 19, 20, "actor")]
     crossing = [span("rollout.group", i, i + 5, "rollout", lane="engine 0") for i in range(8)]
     write_chrome_trace(tmp_path / "trace.json", nested + crossing)
@@ -115,7 +117,7 @@ def test_chrome_trace_names_processes_and_threads_and_never_half_overlaps(tmp_pa
         named = (names["process_name", pid, 0], names["thread_name", pid, tid])
         assert named == (("actor", "main") if "train" in event["name"] else ("rollout", "engine 0"))
         rows[pid, tid].append(event)
-    # Five groups at a time overlap; what is nested shares a row.
+    # Five groups at a time overlap; nested spans share a row.
     assert sorted(map(len, rows.values())) == [1, 1, 2, 2, 2, 2]
     for row in rows.values():
         for first, second in permutations(row, 2):
@@ -125,11 +127,11 @@ def test_chrome_trace_names_processes_and_threads_and_never_half_overlaps(tmp_pa
     assert (apply["ts"], apply["dur"], apply["args"]) == (19e6, 1e6, {"step": 1})
 
 
-def test_peaks_of_devices_add_up_and_one_unknown_device_makes_all_unknown() -> None:
-    """From the vendors' data sheets; a device is known by the words of its name."""
+def test_device_peaks_add_up_and_an_unknown_device_makes_the_sum_unknown() -> None:
+    """Peaks are those of the vendors' data sheets; whole words of a name identify a device."""
     assert peak_flops(["NVIDIA H100 PCIe", "NVIDIA L4"]) == pytest.approx((756 + 121) * 1e12)
     assert peak_flops(["NVIDIA H100 PCIe", "cpu"]) is None
-    assert peak_flops(["NVIDIA A10G"]) is None, "another device than the A10"
+    assert peak_flops(["NVIDIA A10G"]) is None, "an A10G is not an A10"
     assert peak_flops([]) is None
     assert utilisation_figures(6e12, 2.0, None) == {"perf/actor_tflops": 3.0}, "the rate is known without a peak"
     assert utilisation_figures(6e12, 2.0, 12e12) == {"perf/actor_tflops": 3.0, "mfu/actor": 0.25}
@@ -141,9 +143,9 @@ def call(group: str, end_ns: int, tokens: int, room: int, budget: int) -> Span:
     return Span("train.accumulate", 0, end_ns, group, "main", args)
 
 
-def test_micro_batches_are_as_full_as_all_calls_that_ended_in_the_window() -> None:
+def test_batch_fill_covers_all_calls_that_ended_in_the_window() -> None:
     spans = [
-        call("actor", 10, 999, 999, 999),  # at the window's begin: of the step before
+        call("actor", 10, 999, 999, 999),  # ended at the window's begin: of the previous step
         call("actor", 11, 30, 40, 100),
         call("actor", 20, 50, 60, 100),
         call("actor", 21, 999, 999, 999),
@@ -161,7 +163,7 @@ def test_micro_batches_are_as_full_as_all_calls_that_ended_in_the_window() -> No
 
 
 def episode(*turns: tuple[int, int, int]) -> Trajectory:
-    """Turns are (begun, seconds of generation, seconds of search)."""
+    """An episode of turns (begin, seconds of generation, seconds of search)."""
     return trajectory(
         turns=[
             Turn("", Action.SEARCH, "", "", 1, 1, 0, float(generate), float(search), "", begun * S)
@@ -180,12 +182,14 @@ TURNS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6), st.integers(0,
 @example([[(10, 2, 5)], [(11, 3, 0)]], 10, 10)
 @given(st.lists(TURNS, max_size=4), st.integers(0, 15), st.integers(1, 20))
 @settings(max_examples=50)
-def test_every_second_is_counted_once(episodes: list[list[tuple[int, int, int]]], start: int, length: int) -> None:
-    """Second by second: somebody generates, or nobody does and somebody searches, within the group's time."""
+def test_episode_spans_count_every_second_once(
+    episodes: list[list[tuple[int, int, int]]], start: int, length: int
+) -> None:
+    """Each second of the group's time is generation if any episode generates, else search if any searches."""
     whole = (start * S, (start + length) * S)
     found = episode_spans(whole, "engine 3", {"question": "q"}, [episode(*turns) for turns in episodes])
     within = set(range(start, start + length))
-    turns = [turn for one in episodes for turn in one if turn[0]]  # EpisodeProgress at 0: it is not known when.
+    turns = [turn for one in episodes for turn in one if turn[0]]  # A turn at 0 has no known time.
     generating = {at for begun, generate, _ in turns for at in range(begun, begun + generate)} & within
     searching = {
         at

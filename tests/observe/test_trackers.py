@@ -1,4 +1,4 @@
-"""Trackers show each step once, whatever became of the run before, and cost no run where they fail."""
+"""Tests of trackers: each step once after a resume, failures that do not end a run, and modes of W&B."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _without_account(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_curves_of_a_run_that_goes_back_have_each_step_once(tmp_path: Path) -> None:
-    """Killed after step 5 and resumed after step 3: what steps 4 and 5 had shown is gone, also where they show less."""
+def test_curves_of_a_resumed_run_have_each_step_once(tmp_path: Path) -> None:
+    """The run is killed after step 5 and resumes after step 3, with fewer figures per step than before."""
     config = TrackingConfig(wandb=False)
     killed = open_trackers(config, tmp_path, {})
     for step in range(6):
@@ -46,13 +46,13 @@ def test_curves_of_a_run_that_goes_back_have_each_step_once(tmp_path: Path) -> N
     shown = [(event.step, event.value) for event in events.Scalars("loss")]
     assert shown == [(0, 0.0), (1, 0.25), (2, 0.5), (3, 0.75), (4, 0.5), (5, 0.625), (6, 0.75)]
     assert [event.step for event in events.Scalars("eval/em")] == [3]
-    assert events.Tags()["scalars"] == ["loss", "eval/em"], "numbers alone"
+    assert events.Tags()["scalars"] == ["loss", "eval/em"], "only numbers may be logged"
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [(row["step"], row["loss"]) for row in map(json.loads, lines)] == shown, "and no row of evaluations"
+    assert [(row["step"], row["loss"]) for row in map(json.loads, lines)] == shown, "evaluations must add no row"
 
 
 def fake_wandb(monkeypatch: pytest.MonkeyPatch, rows: list[Any] | None = None) -> list[dict[str, Any]]:
-    """Put a module without an account in W&B's place: what it is asked, `rows` getting what is logged."""
+    """Replace the module of W&B; returns the calls that it gets, and adds logged rows to `rows`."""
     asked: list[dict[str, Any]] = []
 
     def init(**how: Any) -> SimpleNamespace:
@@ -69,10 +69,8 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch, rows: list[Any] | None = None) -
     return asked
 
 
-def test_an_offline_run_of_wandb_that_goes_back_has_each_step_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed after step 4 and resumed after step 2; a branch is another run there, and what was uploaded stays."""
+def test_resumed_offline_wandb_run_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is killed after step 4 and resumes after step 2. A branch is another run; uploaded parts stay."""
     rows: list[dict[str, float]] = []
     fake_wandb(monkeypatch, rows)
 
@@ -91,7 +89,7 @@ def test_an_offline_run_of_wandb_that_goes_back_has_each_step_once(
     assert live(Resumed(2, {}, 0, counts), 3) != first
     (part / "run.wandb.synced").touch()
     assert live(Resumed(2, {"wandb": first}, 0, counts), 3) == first
-    assert len(rows) == 10, "one of the branch and one more"
+    assert len(rows) == 10, "the branch and the uploaded run log one row each"
     assert part.exists()
 
 
@@ -99,7 +97,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.name.startswith("rlsys")]
 
 
-def test_a_tracker_that_cannot_start_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tracker_that_cannot_start_gives_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "tensorboard").write_text("a file in the way of the folder")
     trackers = open_trackers(TrackingConfig(wandb=False), tmp_path, {})
     assert trackers.others == {}
@@ -109,7 +107,7 @@ def test_a_tracker_that_cannot_start_costs_one_warning(tmp_path: Path, caplog: p
 
 
 class Failing:
-    """A tracker that fails at one of the things that it is told to do."""
+    """A tracker whose method `fails_at` raises."""
 
     id = "known there"
 
@@ -126,7 +124,7 @@ class Failing:
 
 
 @pytest.mark.parametrize(("fails_at", "heard"), [("log", ["log"]), ("close", ["log", "log", "log", "log", "close"])])
-def test_a_tracker_that_fails_is_left_out_from_there_on(
+def test_failing_tracker_is_dropped_with_one_warning(
     fails_at: str, heard: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing, fine = Failing(fails_at), Failing("never")
@@ -139,11 +137,11 @@ def test_a_tracker_that_fails_is_left_out_from_there_on(
     assert "No space left on device" in line
     assert (failing.told, fine.told) == (heard, [*["log"] * 4, "close"])
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert trackers.ids["wandb"] == "known there", "a resumed run goes on with its curves"
+    assert trackers.ids["wandb"] == "known there", "a resumed run must continue its curves"
 
 
 @pytest.mark.slow
-def test_a_real_offline_run_of_wandb_is_replaced_by_the_one_that_goes_on(tmp_path: Path) -> None:
+def test_real_offline_wandb_run_is_replaced_on_resume(tmp_path: Path) -> None:
     told, ids = [Told(1, {"loss": 1.0}, 1e9)], {}
     for resumed in (None, Resumed(1, ids, 0, told)):
         tracker = WandbTracker(tmp_path, "run", TrackingConfig(), {}, resumed)
@@ -156,7 +154,7 @@ def test_a_real_offline_run_of_wandb_is_replaced_by_the_one_that_goes_on(tmp_pat
 
 
 @pytest.mark.parametrize(("switch", "mode"), [("offline", WandbMode.auto), ("online", WandbMode.offline)])
-def test_either_offline_switch_wins_over_a_key(
+def test_either_offline_switch_wins_over_an_api_key(
     switch: str, mode: WandbMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
@@ -166,8 +164,8 @@ def test_either_offline_switch_wins_over_a_key(
     assert asked[0]["mode"] == "offline"
 
 
-def test_online_is_refused_where_wandb_knows_no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_online_mode_without_an_account_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = fake_wandb(monkeypatch)
     with pytest.raises(RunError, match="online"):
         WandbTracker(tmp_path, "run", TrackingConfig(wandb_mode=WandbMode.online), {})
-    assert asked == [{"prompt": False}], "else the run would wait for somebody to answer"
+    assert asked == [{"prompt": False}], "a prompt would block the run"

@@ -1,8 +1,4 @@
-"""Causes of drift: every trained token has the one that an account of prefixes and versions gives it.
-
-Also the parts of the account: tokens that two cuts of a text have in common, figures of numbers that are not held, and
-bounds on what truncated sampling hides.
-"""
+"""Tests of the causes of drift, and of their parts: matched tokens, tallies of numbers, bounds of truncated sampling."""
 
 from __future__ import annotations
 
@@ -69,7 +65,7 @@ def row_of(report: DriftReport, cause: Cause) -> CauseDrift:
 
 
 def as_drawn(one: Kept, prompt: str, turns: list[tuple[list[int], str]]) -> dict[int, float]:
-    """Trained tokens that stand after the prefix they were drawn after -> what the engine said."""
+    """Engine log-probs of the trained tokens that follow the same prefix as when they were drawn, by place."""
     text, found = prompt, {}
     tokens = one.token_ids.tolist()
     for number, (ids, observation) in enumerate(turns):
@@ -85,7 +81,7 @@ def as_drawn(one: Kept, prompt: str, turns: list[tuple[list[int], str]]) -> dict
 
 @settings(max_examples=40)
 @given(TEXTS, TURNS, st.lists(st.integers(0, POLICY), min_size=4, max_size=4), st.booleans())
-def test_every_trained_token_has_the_cause_that_its_prefix_and_version_give(
+def test_every_trained_token_gets_the_cause_of_its_prefix_and_version(
     prompt: str, turns: list[tuple[list[int], str]], versions: list[int], eos: bool
 ) -> None:
     one = played(prompt, turns, versions=versions, eos=eos)
@@ -110,7 +106,7 @@ def test_every_trained_token_has_the_cause_that_its_prefix_and_version_give(
         assert sum(row.histogram) == row.differences.count <= row.tokens
 
 
-def test_a_turn_that_is_cut_otherwise_is_compared_by_its_sum() -> None:
+def test_retokenised_turn_is_compared_by_its_sum() -> None:
     drawn = [*by_letter("Paris"), *CODEC.encode(" capital")]
     one = played("x\n", [(drawn, "\n"), (CODEC.encode("x"), "\n")])
     report = drift_report([one], SAMPLING)
@@ -120,16 +116,16 @@ def test_a_turn_that_is_cut_otherwise_is_compared_by_its_sum() -> None:
     engine = sum(drawn_logprob([*inputs, *drawn[: at + 1]]) for at in range(len(drawn)))
     assert report.turns_changed.count == report.turns_same.count == 1
     assert report.turns_changed.mean == pytest.approx(recomputed - engine, abs=1e-5)
-    # The end of " capital" was drawn as it is trained, but after "Paris" in letters.
+    # The tokens of " capital" are trained as drawn, but were drawn after "Paris" in letters.
     changed, recut = row_of(report, Cause.CHANGED_PREFIX), row_of(report, Cause.RETOKENISED)
     assert changed.tokens == changed.differences.count > 0
     assert (recut.tokens, recut.differences.count) == (len(places) - changed.tokens, 0)
     lost = drift_report([played("x", [(CODEC.encode("<search>"), "> x"), (CODEC.encode("Paris"), "\n")])], SAMPLING)
-    # The tokenizer joins >>, and with it the turn and what was said to it.
+    # The tokenizer joins >>, and with it the turn and the observation after it.
     assert (lost.turns_changed.count, lost.turns_same.count, lost.turns_apart) == (0, 1, 1)
 
 
-def test_lag_is_told_beyond_numerics() -> None:
+def test_version_lag_is_separated_from_numerics() -> None:
     report = drift_report([with_differences({1: 0.5, 2: -0.25, POLICY: 0.125})], SAMPLING)
     assert {lag: spread.mean for lag, spread in report.by_lag.items()} == {0: 0.125, 1: -0.25, 2: 0.5}
     mean_square = (0.5**2 + 0.25**2) / 2
@@ -145,8 +141,7 @@ TOKENS = st.lists(st.integers(0, 5), max_size=30)
 
 @given(TOKENS, TOKENS, st.integers(0, 3))
 @settings(max_examples=40)
-def test_pairs_are_of_equal_tokens_in_the_order_of_both(first: list[int], second: list[int], times: int) -> None:
-    """Repeated, so that they are long too."""
+def test_matched_pairs_have_equal_tokens_in_order(first: list[int], second: list[int], times: int) -> None:
     first, second = first * 4**times, second * 4**times
     pairs = sorted(matched_pairs(first, second))
     assert all(first[a] == second[b] for a, b in pairs)
@@ -154,8 +149,8 @@ def test_pairs_are_of_equal_tokens_in_the_order_of_both(first: list[int], second
     assert len(list(matched_pairs(first, first))) == len(first)
 
 
-def test_endless_repetition_takes_no_time() -> None:
-    """Longest common runs of these would take hours."""
+def test_matching_repetitive_tokens_is_fast() -> None:
+    """A search for the longest common runs would take hours."""
     first, second = [1, 2] * 2000, [1, 2, 3] * 1300
     assert len(list(matched_pairs(first, second))) < SHORT
     assert len(list(matched_pairs([*first, 9, 8], [*first, 7]))) == len(first)
@@ -167,7 +162,7 @@ NUMBERS = st.lists(st.floats(-30.0, 30.0) | st.just(float("nan")) | st.floats(-1
 
 @given(st.lists(NUMBERS, max_size=5))
 @settings(max_examples=40)
-def test_a_joined_tally_has_the_figures_of_all_numbers(parts: list[list[float]]) -> None:
+def test_joined_tallies_have_the_figures_of_all_numbers(parts: list[list[float]]) -> None:
     numbers = [value for part in parts for value in part]
     found, exact = joined([tally(part) for part in parts]).spread(), spread(numbers)
     if not exact.count:
@@ -188,7 +183,7 @@ def test_a_joined_tally_has_the_figures_of_all_numbers(parts: list[list[float]])
         assert abs(quantile - value) <= ERROR * largest * 1.001 + LEAST
 
 
-def test_a_tally_of_many_numbers_is_small() -> None:
+def test_tally_of_many_numbers_is_small() -> None:
     numbers = np.random.default_rng(0).normal(size=100_000)
     found = tally(numbers)
     assert len(found.bins) < 3000
@@ -199,7 +194,7 @@ SIZES = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=8)
 
 
 def kept_mass(probabilities: list[float], top_p: float, top_k: int) -> tuple[list[int], float]:
-    """The tokens that pass both filters, each on the whole vocabulary as SGLang applies them, and their mass."""
+    """Tokens that pass both filters, which SGLang applies to the whole vocabulary each, and their mass."""
     order = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
     kept, before = [], 0.0
     for rank, token in enumerate(order):
@@ -211,7 +206,7 @@ def kept_mass(probabilities: list[float], top_p: float, top_k: int) -> tuple[lis
 
 @given(SIZES, st.floats(0.05, 1.0), st.sampled_from([-1, 1, 2, 5]), st.data())
 @settings(max_examples=40)
-def test_the_kept_mass_is_within_its_bounds(sizes: list[float], top_p: float, top_k: int, data: st.DataObject) -> None:
+def test_kept_mass_is_within_its_bounds(sizes: list[float], top_p: float, top_k: int, data: st.DataObject) -> None:
     probabilities = [one / sum(sizes) for one in sizes]
     kept, mass = kept_mass(probabilities, top_p, top_k)
     drawn = probabilities[data.draw(st.sampled_from(kept))]
@@ -221,10 +216,10 @@ def test_the_kept_mass_is_within_its_bounds(sizes: list[float], top_p: float, to
     if low == high:
         assert low == pytest.approx(np.log(mass), abs=1e-9)
     if drawn > top_p or top_k == 1:
-        assert low == high, "it is known"
+        assert low == high, "the mass is known exactly"
 
 
-def test_means_of_the_bounds_by_hand() -> None:
+def test_mean_bounds_of_truncated_sampling_by_hand() -> None:
     found = sampler_drift(np.log([0.75, 0.1]), {"temperature": 1.0, "top_p": 0.5, "top_k": -1})
     assert (found.truncated, found.exact) == (True, 1)
     assert found.least == pytest.approx((np.log(0.75) + np.log(0.5)) / 2)

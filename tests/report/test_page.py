@@ -1,4 +1,4 @@
-"""The report and the live page in a real browser: every view, what a reader does there, and text that wants to be more."""
+"""Tests of the report and the live page in a real browser: views, interaction, and hostile text."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 from playwright.sync_api import expect
 
-from rlsys.observe.kept import write_kept
 from rlsys.observe.run_folder import RunFolder, open_run
 from rlsys.report.report_page import bundle, write_report
-from tests.report.audit.episodes import POLICY, with_differences
 from tests.report.watch.test_server import watching
 from tests.support.answers import answered, asked
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
@@ -52,7 +49,9 @@ def at(report: Path, where: str) -> str:
 
 
 @pytest.mark.parametrize(("size", "dark"), [(DESKTOP, False), (PHONE, True)], ids=["desktop", "phone, dark"])
-def test_every_view_opens_alone_and_fits(report: Path, look: Look, size: tuple[int, int], dark: bool) -> None:
+def test_every_view_opens_directly_and_fits_the_screen(
+    report: Path, look: Look, size: tuple[int, int], dark: bool
+) -> None:
     opened = look(report, size, dark)
     page = opened.page
     for view in VIEWS:
@@ -65,10 +64,10 @@ def test_every_view_opens_alone_and_fits(report: Path, look: Look, size: tuple[i
         expect(page.locator(".note.bad")).to_have_count(0)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{view} is too wide"
     assert opened.problems == []
-    assert set(opened.requests) == {report.resolve().as_uri()}, "the file needs nothing else"
+    assert set(opened.requests) == {report.resolve().as_uri()}, "the page may load nothing else"
 
 
-def test_figures_are_those_of_the_run(run: RunFolder, report: Path, look: Look) -> None:
+def test_page_shows_the_figures_of_the_run(run: RunFolder, report: Path, look: Look) -> None:
     page = look(report).page
     before, after = run.evaluations[0]["em"], run.evaluations[-1]["em"]
     expect(page.locator(".lede")).to_contain_text(f"from {before * 100:.1f} % to {after * 100:.1f} % in 3 steps")
@@ -82,7 +81,7 @@ def test_figures_are_those_of_the_run(run: RunFolder, report: Path, look: Look) 
     )
 
 
-def test_filters_find_what_columns_say_and_are_in_the_address(run: RunFolder, report: Path, look: Look) -> None:
+def test_filters_select_trajectories_and_stay_in_the_address(run: RunFolder, report: Path, look: Look) -> None:
     kept = list(run.trajectories())
     page = look(at(report, "view=trajectories")).page
     found = page.locator("output")
@@ -99,7 +98,7 @@ def test_filters_find_what_columns_say_and_are_in_the_address(run: RunFolder, re
     expect(found).to_contain_text(f"4 of {len(kept)}")
 
 
-def test_a_trajectory_is_read_token_by_token(run: RunFolder, report: Path, look: Look) -> None:
+def test_trajectory_is_shown_token_by_token(run: RunFolder, report: Path, look: Look) -> None:
     number = 21
     one = list(run.trajectories())[number]
     opened = look(at(report, f"trajectory={number}"))
@@ -123,7 +122,7 @@ def test_a_trajectory_is_read_token_by_token(run: RunFolder, report: Path, look:
     assert opened.problems == []
 
 
-def test_several_runs_are_laid_over_each_other(run: RunFolder, tmp_path: Path, look: Look) -> None:
+def test_several_runs_are_compared(run: RunFolder, tmp_path: Path, look: Look) -> None:
     other = open_run(made_run(tmp_path / "second", Maker(Size(steps=4), seed=1), trainer={"steps": 4, "seed": 7}))
     opened = look(write_report([run, other], tmp_path / "both.html"))
     page = opened.page
@@ -143,7 +142,7 @@ def test_several_runs_are_laid_over_each_other(run: RunFolder, tmp_path: Path, l
     assert opened.problems == []
 
 
-def test_text_of_others_stays_text(tmp_path: Path, look: Look) -> None:
+def test_untrusted_text_stays_text(tmp_path: Path, look: Look) -> None:
     folder = made_run(
         tmp_path / "<img src=x onerror=alert(1)>\u202e\x1b", Maker(Size(steps=1), words=EVIL), name="</script><b>"
     )
@@ -167,7 +166,7 @@ def test_text_of_others_stays_text(tmp_path: Path, look: Look) -> None:
         assert opened.problems == []
 
 
-def test_parts_that_are_missing_are_said(tmp_path: Path, look: Look) -> None:
+def test_missing_parts_break_no_view(tmp_path: Path, look: Look) -> None:
     (tmp_path / "config.yaml").write_text("")
     report = write_report([open_run(tmp_path)])
     assert report == tmp_path / "report.html"
@@ -178,35 +177,11 @@ def test_parts_that_are_missing_are_said(tmp_path: Path, look: Look) -> None:
         assert opened.problems == []
 
 
-def test_every_cause_has_its_size(tmp_path: Path, look: Look) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    sampling = {"temperature": 1.0, "top_p": 0.5}
-    config = {"rollout": {"sampling": sampling}, "task": {"token_mode": "retokenize"}}
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    write_kept(folder, POLICY + 1, [with_differences({1: 0.5, 2: -0.25, POLICY: 0.125})])
-    report = write_report([open_run(folder)], tmp_path / "report.html")
-    opened = look(f"{report.resolve().as_uri()}#view=tokens", PHONE)
-    page = opened.page
-    names = page.locator(".pairs dt").all_inner_texts()
-    sizes = dict(zip(names, page.locator(".pairs dd").all_inner_texts(), strict=True))
-    # The squares of 0.5 and 0.25 in mean are 0.15625, less that of 0.125 they are that of 0.375.
-    assert sizes["version lag"].startswith("0.375 nats per token, rms")
-    assert sizes["numerics"].startswith("0.125 nats per token, rms")
-    assert "because top_p 0.5 truncated the sampling" in sizes["sampler"]
-    rows = page.get_by_role("region", name="Drift by version lag", exact=True).locator("tbody tr").all()
-    means = [row.locator("th, td").all_inner_texts()[2] for row in rows]
-    assert means == ["0.125", "−0.250", "0.500"]
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert opened.problems == []
-
-
 @pytest.mark.parametrize(
     ("low", "high", "ticks"),
     [("-3", "3", [-2, 0, 2]), ("0.9999999999999999", "1", None), ("1e308", "Infinity", None), ("NaN", "1", [])],
 )
-def test_an_axis_always_has_few_ticks(look: Look, low: str, high: str, ticks: list[float] | None) -> None:
+def test_axis_has_few_ticks(look: Look, low: str, high: str, ticks: list[float] | None) -> None:
     static = files("rlsys.report") / "static"
     sources = {one.name: one.read_text() for one in static.iterdir() if one.name.endswith(".js")}
     sources["test.js"] = f'import {{ niceTicks }} from "./chart.js";\nwindow.found = niceTicks({low}, {high}, 3);\n'
@@ -217,7 +192,7 @@ def test_an_axis_always_has_few_ticks(look: Look, low: str, high: str, ticks: li
     assert ticks is None or shown == pytest.approx(ticks)
 
 
-def test_the_page_follows_a_run_from_before_its_first_step_to_its_end(tmp_path: Path, look: Look) -> None:
+def test_live_page_follows_a_run_from_before_its_first_step_to_its_end(tmp_path: Path, look: Look) -> None:
     folder = write_run(tmp_path / "run")
     with watching(folder) as (address, _):
         looked = look(address, DESKTOP)
@@ -230,7 +205,7 @@ def test_the_page_follows_a_run_from_before_its_first_step_to_its_end(tmp_path: 
         page.wait_for_selector("main:has-text('12.5 %')")
         write_status(folder, step=1, states={EVIL[1]: {"text": EVIL[1], "since": 0}})
         page.wait_for_selector(".live:has-text('onerror')")
-        assert page.locator("img").count() == 0, "text of others stays text"
+        assert page.locator("img").count() == 0, "states must stay text"
         write_status(folder, step=1, ended="failed: engine 0 has died")
         page.wait_for_selector(".badge:has-text('failed: engine 0 has died')")
         page.wait_for_selector(".live:has-text('The run is over')")
@@ -238,7 +213,7 @@ def test_the_page_follows_a_run_from_before_its_first_step_to_its_end(tmp_path: 
         assert {request.startswith(address) for request in looked.requests} == {True}
 
 
-def test_a_step_made_while_the_server_was_away_is_shown(tmp_path: Path, look: Look) -> None:
+def test_live_page_shows_a_step_made_while_the_server_was_down(tmp_path: Path, look: Look) -> None:
     folder = write_run(tmp_path / "run")
     add_step(folder, 1, **{"time/step": 3.0})
     write_status(folder)

@@ -1,4 +1,4 @@
-"""The file of `rlsys report`: its data cannot become markup, its modules become one script, and it holds all that is shown."""
+"""Tests of the file of `rlsys report`: complete data, data that cannot become markup, the script and its policy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXTS = st.text() | st.sampled_from(["</script><script>", "<!--<script>", "{{ sc
 
 
 class Scripts(HTMLParser):
-    """The texts of script elements; `of` has those that have an id."""
+    """Collects the texts of script elements; `of` holds those with an id by it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ def test_data_in_a_script_element_stay_data(value: dict[str, object]) -> None:
     assert json.loads(gzip.decompress(base64.b64decode(packed(value)))) == value
 
 
-def test_the_file_holds_the_model_and_every_part_of_it(tmp_path: Path) -> None:
+def test_report_file_holds_the_model_and_all_chunks(tmp_path: Path) -> None:
     runs = [made_run(tmp_path / name, Maker(Size(steps=2), seed=seed)) for seed, name in enumerate(("one", "two"))]
     command(runs)
     texts, chunks = Scripts(), dict[int, list[object]]()
     texts.feed((runs[0] / "report.html").read_text())
-    assert not (runs[1] / "report.html").exists(), "it lies in the first run's folder"
+    assert not (runs[1] / "report.html").exists(), "only the first run's folder gets the report"
     model = build([open_run(run) for run in runs], chunks.__setitem__)
     found = json.loads(texts.of["model"])
     assert found | {"made": 0} == json.loads(json.dumps(model)) | {"made": 0}
@@ -69,7 +69,7 @@ def test_the_file_holds_the_model_and_every_part_of_it(tmp_path: Path) -> None:
     assert held == {f"chunk-{number}": rows for number, rows in chunks.items()}
 
 
-def test_names_of_folders_and_runs_are_text_on_the_page_and_on_the_terminal(
+def test_names_of_folders_and_runs_stay_text_on_page_and_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = made_run(tmp_path / "\x1b[2J<b>run\u202e", Maker(Size(steps=1)), name="</script><b>")
@@ -77,7 +77,7 @@ def test_names_of_folders_and_runs_are_text_on_the_page_and_on_the_terminal(
     monkeypatch.chdir(run)
     command([Path(".")])
     said = capsys.readouterr()
-    assert "\\x1b[2J<b>run\\u202e: timeline.jsonl is missing" in said.out
+    assert "\\x1b[2J<b>run\\u202e: timeline.jsonl" in said.out
     assert not set(said.out + said.err) & {"\x1b", "\u202e"}
     page = (run / "report.html").read_text()
     assert "<title>\\x1b[2J&lt;b&gt;run\\u202e</title>" in page
@@ -85,14 +85,14 @@ def test_names_of_folders_and_runs_are_text_on_the_page_and_on_the_terminal(
     assert "<b>" not in page
 
 
-def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_unwritable_report_file_is_refused(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", Maker(Size(steps=1)))
     out = run / "config.yaml" / "report.html"
     with refused("denied", out):
         command([run], out)
 
 
-def test_modules_come_after_what_they_import_each_in_its_own_scope() -> None:
+def test_bundled_modules_follow_their_imports_in_scopes_of_their_own() -> None:
     modules = {
         "main.js": 'import { f } from "./a.js";\nimport { g } from "./b.js";\nf(g);\n',
         "a.js": "const own = 1;\nexport function f(x) { return own + x; }\n",
@@ -105,7 +105,7 @@ def test_modules_come_after_what_they_import_each_in_its_own_scope() -> None:
     assert "return { g };" in script
 
 
-def test_the_policy_allows_the_pages_own_script_and_nothing_from_elsewhere() -> None:
+def test_content_policy_allows_only_the_pages_own_script() -> None:
     allowed = policy("a", "b", live=False)
     assert allowed.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe" not in allowed
@@ -113,17 +113,16 @@ def test_the_policy_allows_the_pages_own_script_and_nothing_from_elsewhere() -> 
     assert policy("x", "b", live=False) != allowed
 
 
-def test_a_name_of_a_run_cannot_reach_into_the_page() -> None:
+def test_run_name_cannot_inject_markup_into_the_live_page() -> None:
     name = "</title><script>alert(1)</script>{{ script }}\u202e"
     page = live_page(name)
     assert "<script>alert" not in page
     assert "&lt;/title&gt;" in page
     assert "\u202e" not in page
-    assert "{{ script }}" in page, "what is filled in is not filled in again"
+    assert "{{ script }}" in page, "an inserted placeholder must not be filled in"
 
 
-def test_no_module_parses_markup_or_writes_style_attributes() -> None:
-    """The page's rule that text of others is text; its policy would refuse the second."""
+def test_no_script_parses_markup_or_evaluates_text() -> None:
     found = [file for file in (files("rlsys.report") / "static").iterdir() if file.name.endswith(".js")]
     assert len(found) > 10
     words = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "new Function", "DOMParser")

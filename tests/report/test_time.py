@@ -1,4 +1,4 @@
-"""Accounts of made-up steps: by hand, against a count of single nanoseconds, and of schedules whose path is known."""
+"""Tests of time accounts and critical paths: by hand, by single nanoseconds, and on schedules with a known path."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def step(*spans: Span, seconds: float, number: int = 1) -> StepTimeline:
     return StepTimeline(number, (0, round(seconds * S)), spans)
 
 
-def test_scores_for_a_later_step_are_on_the_path_where_they_held_the_weights_up() -> None:
-    """The schedule is `async`: question a is trained in this step, b and c are scored for the next one."""
+def test_scoring_for_a_later_step_is_on_the_path_if_it_delayed_the_weights() -> None:
+    """Question a is trained in this step of an `async` schedule; b and c are scored for the next one."""
     training = [
         span("logprob.compute", "inference", 0, 1, questions=["a"]),
         span("train.accumulate", "actor", 1, 3, step=1, questions=["a"]),
@@ -50,19 +50,19 @@ def test_scores_for_a_later_step_are_on_the_path_where_they_held_the_weights_up(
         ("logprob.compute", ("a",), 0, 1),
         ("train.accumulate", ("a",), 1, 2),
         ("train.apply", (), 3, 1),
-        # 4 to 4.5 only: until then the transfer waited for the training.
+        # Only 4 to 4.5, as before 4 the transfer waited for the training.
         ("logprob.compute", ("b",), 4, 0.5),
         ("logprob.compute", ("c",), 4.5, 1.5),
         ("sync.transfer", (), 6.5, 0.5),
     ]
-    # The last switch ends at 5, later than the training: the step waits for that one, which began before it.
+    # The previous switch ends at 5, after the training, so the step waits for it.
     last_switch = span("sync.switch", "driver", -1, 5, step=0)
     found = critical_path(step(*training, last_switch, *ahead, seconds=7))
     assert found.seconds == {"sync": 5.5, "logprob": 1.0, "other": 0.5}
 
 
-def test_episodes_and_a_switch_that_waits_for_them_count_as_what_they_do() -> None:
-    """The switch of `on_update=finish` waits: from 6 to 8 an episode generates, from 8 to 9 it searches."""
+def test_switch_that_waits_for_episodes_counts_as_their_activity() -> None:
+    """The switch of `on_update=finish` waits for an episode that generates at 6-8 and searches at 8-9."""
     spans = [
         span("rollout.group", "rollout", 0, 2, "engine 0", question="a"),
         span("generate.turns", "rollout", 0, 1, "engine 0", question="a"),
@@ -79,7 +79,7 @@ def test_episodes_and_a_switch_that_waits_for_them_count_as_what_they_do() -> No
     assert found.seconds == {"generation": 3.0, "search": 2.0, "logprob": 1.0, "training": 1.0, "sync": 3.0}
 
 
-def test_devices_that_are_shared_and_episodes_that_failed_make_room() -> None:
+def test_failed_episodes_lead_to_nothing_and_device_switches_are_counted() -> None:
     failed = span("rollout.group", "rollout", 0, 2, question="a", error="CancelledError")
     again = span("rollout.group", "rollout", 2, 3, question="a")
     assert leads_to(failed, again)
@@ -94,8 +94,7 @@ def test_devices_that_are_shared_and_episodes_that_failed_make_room() -> None:
     assert critical_path(step(*spans, seconds=6)).seconds == {"switch": 3.0, "logprob": 1.0, "training": 2.0}
 
 
-def test_optimiser_steps_wait_for_the_critics_scores() -> None:
-    """No optimiser step is taken before the step's last score where there is a critic."""
+def test_optimiser_step_waits_for_the_last_score_if_there_is_a_critic() -> None:
     spans = [
         span("logprob.compute", "inference", 0, 1, questions=["a"]),
         span("train.accumulate", "actor", 1, 2, questions=["a"]),
@@ -125,7 +124,7 @@ def spans(draw: st.DrawFn) -> list[Span]:
 
 
 def by_nanoseconds(found: Sequence[Span], group: str, lane: str | None) -> Counter[tuple[bool, str]]:
-    """Somebody's work (True) or waits, instant by instant, by the rules as the document tells them."""
+    """Nanoseconds of work (True) and waits of a group or lane by activity, by the documented rules."""
     special = {
         "generate.turns": "generation",
         "search.queries": "search",
@@ -173,7 +172,7 @@ def in_nanoseconds(busy: Mapping[Activity, float], waits: Mapping[Activity, floa
 
 @given(spans())
 @settings(max_examples=40)
-def test_every_nanosecond_of_everybody_is_told_once(found: list[Span]) -> None:
+def test_every_nanosecond_of_each_group_is_counted_once(found: list[Span]) -> None:
     (account,) = time_report([StepTimeline(1, WINDOW, tuple(found))]).steps
     assert set(account.groups) == {one.group for one in found} & set(GROUPS)
     for group, time in account.groups.items():
@@ -184,7 +183,7 @@ def test_every_nanosecond_of_everybody_is_told_once(found: list[Span]) -> None:
 
 @given(spans())
 @settings(max_examples=40)
-def test_a_path_covers_the_window_once_in_order(found: list[Span]) -> None:
+def test_critical_path_covers_the_window_once_in_order(found: list[Span]) -> None:
     path = critical_path(StepTimeline(1, WINDOW, tuple(found)))
     assert sum(path.seconds.values()) * S == pytest.approx(WINDOW[1] - WINDOW[0])
     at = 0.0
@@ -197,10 +196,10 @@ def test_a_path_covers_the_window_once_in_order(found: list[Span]) -> None:
 
 @given(st.lists(st.tuples(*[st.integers(1, 9)] * 4), min_size=1, max_size=6), st.integers(1, 3), st.integers(1, 5))
 @settings(max_examples=40)
-def test_the_path_of_a_schedule_without_slack_is_the_longest_chain(
+def test_critical_path_without_slack_is_the_longest_chain(
     durations: list[tuple[int, ...]], slots: int, transfer: int
 ) -> None:
-    """Everything begins as soon as all that it needs has ended, so the path has no gap, and no chain is longer."""
+    """Each span begins when its needs have ended, so the path has no gap and no chain is longer."""
     found: list[Span] = []
     needs: list[list[int]] = []
 
@@ -213,7 +212,7 @@ def test_the_path_of_a_schedule_without_slack_is_the_longest_chain(
     rolled, scored, trained = list[int](), list[int](), list[int]()
     for number, (roll, reward, score, train) in enumerate(durations):
         uid = f"q{number}"
-        before = rolled[-slots:][:1] if number >= slots else []  # In each slot of the engine one follows the other.
+        before = rolled[-slots:][:1] if number >= slots else []  # The engine has `slots` slots.
         rolled.append(add("rollout.group", "rollout", roll, before, question=uid))
         rewarded = add("reward.score", "driver", reward, [rolled[-1]], question=uid)
         scored.append(add("logprob.compute", "inference", score, [rewarded, *scored[-1:]], questions=[uid]))

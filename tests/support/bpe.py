@@ -1,4 +1,4 @@
-"""Real byte-level BPE tokenizers, trained here."""
+"""Trains real byte-level BPE tokenizers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CORPUS = [
 
 
 def build_tokenizer(words: bool = False, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
-    """Without `words`, merges cross words, tags and white space: the hardest case there is."""
+    """Train a tokenizer. Without `words`, merges cross words, tags and white space, which is the hardest case."""
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
     raw.decoder = decoders.ByteLevel()

@@ -1,8 +1,8 @@
-"""A real browser for tests of pages.
+"""Fixtures that open pages in a real browser.
 
-`from tests.support.browser import browser, look` in a test module gives two fixtures; where there is no Chromium the tests that
-use them are skipped, with the reason. `browser` lasts for one module: while it is open its event loop is the
-running one of the thread, so asynchronous tests belong into other modules.
+Import both in a test module: `from tests.support.browser import browser, look`. Without Chromium, tests that use them
+are skipped with the reason. `browser` is open for a whole module, and its event loop is then the thread's running one,
+so asynchronous tests must be in other modules.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 DESKTOP, PHONE = (1280, 900), (390, 844)
 """Width and height in CSS pixels."""
 PATIENCE_MS = 180_000
-"""On a busy machine a page takes its time."""
+"""Time limit of each action; pages are slow on a busy machine."""
 expect.set_options(PATIENCE_MS)
 
 
 @dataclass(slots=True)
 class Looked:
-    """An open page, what went wrong on it, and what it asked the network for."""
+    """An open page, its errors and its network requests."""
 
     page: Page
     problems: list[str] = field(default_factory=list)
-    """Errors of scripts and on the console, refusals by the page's policy among them."""
+    """Script and console errors, including violations of the page's content policy."""
     requests: list[str] = field(default_factory=list)
-    """Addresses, the page's own first."""
+    """URLs of all requests, the page's own first."""
 
 
 Look = Callable[..., Looked]
 
 
 def chromium() -> str | None:
-    """Where Chromium is: $CHROMIUM, or the first of `NAMES` on the path."""
+    """Path of Chromium: $CHROMIUM, or the first of `NAMES` on the path; None if there is none."""
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Chromium without a window."""
+    """Headless Chromium."""
     found = chromium()
     if found is None:
         pytest.skip(f"No Chromium: none of {', '.join(NAMES)} is on the path, and $CHROMIUM is not set.")
     with sync_playwright() as playwright:
-        # As root, Chromium's sandbox cannot be had; the pages are this project's own.
+        # Chromium has no sandbox as root; the pages are the project's own.
         opened = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield opened
         opened.close()
@@ -61,7 +61,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def look(browser: Browser) -> Iterator[Look]:
-    """`look(address or file, size=DESKTOP, dark=False)` opens a page in a profile of its own."""
+    """Function `look(address or file, size=DESKTOP, dark=False)`, which opens a page in a new profile."""
     contexts = []
 
     def open_page(what: str | Path, size: tuple[int, int] = DESKTOP, dark: bool = False) -> Looked:

@@ -1,4 +1,4 @@
-"""A machine on which the gpu profile is installed."""
+"""Capabilities of a machine with the gpu profile installed."""
 
 from rlsys.observe.environment import Capabilities
 

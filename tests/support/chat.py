@@ -1,4 +1,4 @@
-"""Conversations with an engine and a search that say what a test has written down, also as the server of the page."""
+"""Conversations with a scripted engine and search, also served as the chat page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANSWERS = "<think>It says so.</think><answer> Paris </answer>"
 
 
 class Script:
-    """A generator that writes `turns`, token by token; after `halt_after` tokens of a turn it waits to be cancelled."""
+    """A generator that writes `turns` token by token; after `halt_after` tokens of a turn it waits for cancellation."""
 
     def __init__(self, codec: Codec, turns: Sequence[str], halt_after: int | None = None) -> None:
         self.codec = codec
@@ -95,20 +95,20 @@ def conversation(script: Script, search: Shelf | None, tasks: TaskConfig | None 
 
 
 def opened(script: Script, search: Shelf) -> Opened:
-    """An open conversation over them."""
+    """Open conversation with `script` and `search`."""
     asked = conversation(script, search, task(max_prompt_tokens=512))
     return Opened(asked, EngineName.transformers, "folder/<b>model</b>", "http://127.0.0.1:9", 2, 0.0)
 
 
 @contextmanager
 def page_of(script: Script, search: Shelf) -> Iterator[str]:
-    """The address of the page's server over them, on a real socket."""
+    """Serve the chat page with `script` and `search` on a real socket; yields its URL."""
     with serving(create_app(opened(script, search), own_names("127.0.0.1"))) as url:
         yield url
 
 
 def write_rows(file: Path, prompts: list[str], questions: list[str]) -> None:
-    """Rows to train on, with these prompts of these questions."""
+    """Write training rows with `prompts` and their `questions`."""
     rows = [
         {
             "prompt": [{"role": "user", "content": prompt}],

@@ -1,4 +1,4 @@
-"""What may have become of a file of a run's folder."""
+"""Damages files of a run folder in many ways."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
-"""Python's own parser ends in a RecursionError."""
+"""JSON that raises a RecursionError in Python's parser."""
 LEVELS = b'{"a":' * 150 + b"1" + b"}" * 150
-"""Parsed without one, which comes later, to those who walk through it."""
+"""JSON that parses, but is deep enough for a RecursionError in code that walks through it."""
 ALIASES = b"{a: &a [x, x]%s}\n" % b"".join(b", %c: &%c [*%c, *%c]" % (n, n, n - 1, n - 1) for n in range(98, 115))
-"""287 bytes of YAML for a list of 2 ** 18 texts, which each further 17 bytes double."""
+"""287 bytes of YAML for a list of 2 ** 18 texts; each further 17 bytes double it."""
 
 
 def removed(file: Path) -> None:
@@ -33,13 +33,13 @@ def folder(file: Path) -> None:
 
 
 def pipe(file: Path) -> None:
-    """Whoever opens it waits for a writer."""
+    """Replace the file by a named pipe, which blocks its readers."""
     file.unlink()
     os.mkfifo(file)
 
 
 def device(file: Path) -> None:
-    """Harmless, unlike /dev/zero, where it is read after all."""
+    """Replace the file by a link to /dev/null, which is harmless to read, unlike /dev/zero."""
     file.unlink()
     file.symlink_to("/dev/null")
 
@@ -50,13 +50,13 @@ def circle(file: Path) -> None:
 
 
 def denied(file: Path) -> None:
-    """Whom permissions do not hold back, such as root, reads it."""
+    """Remove all permissions; root can still read the invalid content."""
     file.write_bytes(b"{")
     file.chmod(0)
 
 
 def holding(content: bytes) -> Callable[[Path], None]:
-    """Replaces what a file holds, in gzip where it was."""
+    """Function that replaces a file's content, compressed for a gzip file."""
 
     def replaced(file: Path) -> None:
         file.write_bytes(gzip.compress(content) if file.suffix == ".gz" else content)
@@ -83,5 +83,6 @@ DAMAGES = {
     "surrogate": holding(b'{"step": "\\ud800"}\n'),
     "aliases": holding(ALIASES),
 }
-"""By name. Nothing can be read of such a file, but of `OBJECTS`, which are objects without what they should hold."""
+"""Name -> function that damages a file. Only files damaged by `OBJECTS` can be read in part."""
 OBJECTS = ("nan", "surrogate")
+"""Damages that leave JSON objects without the expected keys."""

@@ -1,7 +1,7 @@
-"""A server that speaks what the Hugging Face Hub says of data sets, with faults on order.
+"""Serves data sets with the protocol of the Hugging Face Hub, and injects faults.
 
-A download is asked for at /datasets/NAME/resolve/REVISION/FILE, which redirects to a storage path, as the
-Hub does for large files. `faults` says what goes wrong with the next requests for contents, in order.
+A download starts at /datasets/NAME/resolve/REVISION/FILE, which redirects to a storage path, as the Hub does for large
+files. `faults` lists the faults of the next requests for contents, in order.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ TOKEN = "hf_right"
 
 @dataclass
 class FakeHub:
-    """What is stored, what shall go wrong, and what was asked."""
+    """Stored files, planned faults and received requests."""
 
     files: dict[str, bytes]
     """"owner/dataset/path" -> content."""
     small: set[str] = field(default_factory=set)
-    """Files that are kept in git itself, so that their checksum is git's."""
+    """Files stored in git itself, which have git's checksum."""
     gated: bool = False
     checksums: bool = True
     faults: list[Any] = field(default_factory=list)
-    """None: no fault. int n: the connection drops n bytes on. "corrupt", "no ranges", "no ranges n", "shifted", "endless", or
-    "503"-like status codes."""
+    """Faults: None (no fault), an int n (the connection drops after n bytes), "corrupt", "no ranges", "no ranges n",
+    "shifted", "endless", or a status code such as "503"."""
     asked: list[tuple[str, str]] = field(default_factory=list)
-    """Path and Range of the requests for contents."""
+    """Path and Range header of each request for contents."""
     authorised: list[bool] = field(default_factory=list)
-    """Whether each request for contents carried the token."""
+    """True for each download request with the token."""
     url: str = ""
 
     def checksum(self, key: str) -> str:
@@ -48,7 +48,7 @@ class FakeHub:
 
 @contextmanager
 def running(hub: FakeHub) -> Iterator[FakeHub]:
-    """Serve `hub` on a free port of this machine."""
+    """Serve `hub` on a free local port, and set `hub.url`."""
     handler = type("Handler", (_Handler,), {"hub": hub})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
@@ -68,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing to the terminal."""
+        """Print nothing."""
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -112,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _content(self, key: str) -> None:
         asked = self.headers.get("Range", "")
         self.hub.asked.append((key, asked))
-        assert "Authorization" not in self.headers, "the token is none of the storage's business"
+        assert "Authorization" not in self.headers, "the token must not be sent to the storage"
         fault = self.hub.faults.pop(0) if self.hub.faults else None
         whole = self.hub.files[key]
         first = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0

@@ -1,4 +1,4 @@
-"""Folders of runs as they stand on disk, written by hand."""
+"""Writes run folders by hand, step by step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EVIL = "<img src=x onerror=\"document.title='broken'\"></script><script>document
 
 
 def write_run(folder: Path) -> Path:
-    """A run that has begun, before its first step."""
+    """Write the folder of a run before its first step."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("name: own\ntrainer:\n  steps: 9\n")
     (folder / "metrics.jsonl").touch()
@@ -51,7 +51,7 @@ def add_evaluation(folder: Path, step: int, em: float, answer: str = EVIL) -> No
 
 
 def write_status(folder: Path, **facts: Any) -> dict[str, Any]:
-    """The status of a run of this machine and this process, changed by `facts`."""
+    """Write the status of a run in this process, with `facts` replacing its values. Returns it."""
     now = time.time()
     status = {
         "step": 1,

@@ -1,4 +1,4 @@
-"""Tiny random models of each family as transformers saves them, and what is in a folder of a model."""
+"""Tiny random models of each family, saved by transformers, and functions to compare and change their folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.trainer import reference
 
 
 def configs(layers: int = 3) -> dict[str, PretrainedConfig]:
-    """The config of each family, tied and not."""
+    """Config of each family, with and without tied embeddings."""
     return {
         "llama": reference.tiny_llama3(layers),
         "llama-tied": reference.tiny_llama3(layers, tied=True),
@@ -35,7 +35,7 @@ def make_model(
     shard_size: str = "5GB",
     layers: int = 3,
 ) -> Path:
-    """A random model whose norms and biases are random too, with a tokenizer's file."""
+    """Write a random model, with random norms and biases and a tokenizer file. Returns `folder`."""
     torch.manual_seed(0)
     config, kind = configs(layers)[family], AutoModelForCausalLM
     if critic:
@@ -52,13 +52,13 @@ def make_model(
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a Hugging Face folder."""
+    """All tensors of a Hugging Face folder, by name."""
     reader = HfReader(folder)
     return {name: reader.get(name) for name in reader.names()}
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
-    """Assert that two folders hold the same tensors, to the bit and the dtype."""
+    """Assert that two folders hold the same tensors, bit for bit and of the same dtypes."""
     first, second = ({name: raw(tensor) for name, tensor in tensors_of(folder).items()} for folder in (one, other))
     assert first.keys() == second.keys()
     assert [name for name, content in first.items() if content != second[name]] == []
@@ -68,19 +68,19 @@ def assert_same_tensors(one: Path, other: Path) -> None:
 def logits_by_transformers(
     folder: Path, tokens: Tensor, critic: bool = False, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Logits or values [row, token, vocabulary or 1] float32 that transformers computes in `dtype`."""
+    """Logits or values [row, token, vocabulary or 1] in float32, computed by transformers in `dtype`."""
     kind = AutoModelForTokenClassification if critic else AutoModelForCausalLM
     model, report = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    assert not any(report.values()), "every tensor is there, and no other"
+    assert not any(report.values()), "missing or unexpected tensors"
     logits: Tensor = model.eval()(tokens).logits.float()
     return logits
 
 
 def assert_same_logits(found: Tensor, expected: Tensor) -> None:
-    """Assert that float32 results of the same weights are equal but for rounding.
+    """Assert that float32 results of the same weights are equal up to rounding.
 
-    Kernels may add in another order on another processor, or where operands lie at another alignment. Some 50 products of
-    matrices follow one another in 5 layers, of at most 96 terms each: rounding is below 50 x 96 x 2^-24 of the largest.
+    Kernels may add in another order on another processor or at another alignment. The 5 layers have about 50 consecutive
+    matrix products of at most 96 terms each: rounding is below 50 x 96 x 2^-24 of the largest value.
     """
     assert found.shape == expected.shape
     largest = expected.abs().max()
@@ -89,13 +89,13 @@ def assert_same_logits(found: Tensor, expected: Tensor) -> None:
 
 
 def json_of(path: Path) -> dict[str, object]:
-    """A file of JSON."""
+    """Object in a JSON file."""
     content: dict[str, object] = json.loads(path.read_text())
     return content
 
 
 def rewritten(model: Path, **changes: Tensor | None) -> Path:
-    """The model with other tensors: `__` stands for a point, and None for none."""
+    """Replace tensors of `model`; `__` in a name stands for a dot, and None removes the tensor."""
     tensors = tensors_of(model) | {name.replace("__", "."): tensor for name, tensor in changes.items()}
     kept = {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, model / SINGLE, metadata={"format": "pt"})
@@ -103,7 +103,7 @@ def rewritten(model: Path, **changes: Tensor | None) -> Path:
 
 
 def reconfigured(model: Path, **changes: object) -> Path:
-    """The model with another config."""
+    """Replace keys of `model`'s config.json."""
     config = json_of(model / "config.json")
     (model / "config.json").write_text(json.dumps(config | changes))
     return model

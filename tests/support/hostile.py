@@ -1,4 +1,4 @@
-"""HTTP servers that send what no server should, and the memory that a child process takes to bear it."""
+"""Serves hostile HTTP answers, and runs clients in child processes with limited memory."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 def peak_mib():
     return int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) / 1024
 """
-"""How a program for `answer_of_child` begins."""
+"""First lines of every program for `answer_of_child`."""
 
 
 def _bomb() -> Iterator[bytes]:
-    """300 MiB in 300 KB of gzip."""
+    """Yield 300 MiB as 300 KB of gzip."""
     packer = zlib.compressobj(wbits=zlib.MAX_WBITS | 16)
     yield b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\n\r\n"
     yield packer.compress(MEBIBYTE) + packer.flush(zlib.Z_FULL_FLUSH)
@@ -36,7 +36,7 @@ def _bomb() -> Iterator[bytes]:
 
 
 def _large(head: bytes) -> Callable[[], Iterator[bytes]]:
-    """100 MB."""
+    """Function that yields `head` and 100 MB."""
 
     def blocks() -> Iterator[bytes]:
         yield head
@@ -47,7 +47,7 @@ def _large(head: bytes) -> Callable[[], Iterator[bytes]]:
 
 
 def _drip() -> Iterator[bytes]:
-    """A byte at a time, for a minute."""
+    """Yield one byte at a time, for a minute."""
     yield b"HTTP/1.1 200 OK\r\n\r\n"
     for _ in range(1200):
         time.sleep(0.05)
@@ -70,7 +70,7 @@ ANSWERS: dict[str, Callable[[], Iterator[bytes]]] = {
 
 @dataclass
 class Hostile:
-    """A server at `url`: the first part of a request's path names the answer."""
+    """A server at `url`; the first part of a request's path selects the answer from `ANSWERS`."""
 
     url: str
     requests: Counter[str] = field(default_factory=Counter)
@@ -103,7 +103,7 @@ def hostile_server() -> Iterator[Hostile]:
 
 
 def answer_of_child(program: str, *arguments: str) -> Any:
-    """What `program`, of Python, prints as JSON on its last line."""
+    """Run the Python `program` in a child process. Returns the JSON on its last output line."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD + program, *arguments],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Folders of runs that nobody ran, of any size, written by the project's own writers; all is drawn from a seed."""
+"""Writes synthetic run folders of any size with the project's own writers, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DAY = 1_790_000_000
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of a run."""
+    """Size of a run."""
 
     steps: int = 3
     groups: int = 4
@@ -34,21 +34,21 @@ class Size:
     prompt: int = 12
     searches: int = 2
     thought: int = 12
-    """Tokens that a turn generates."""
+    """Generated tokens per turn."""
     page: int = 40
-    """Tokens that a search brings."""
+    """Tokens of each observation."""
     answers: int = 30
-    """Of each evaluation, one before the first step and one after the last."""
+    """Answers per evaluation; one is before the first step and one after the last."""
 
 
 @dataclass(slots=True)
 class Maker:
-    """Draws the parts of a run. `words` are the texts of tokens and of everything else that is generated or retrieved."""
+    """Draws the parts of a run; `words` are the texts of all generated and retrieved tokens."""
 
     size: Size = Size()
     words: Sequence[str] = WORDS
     lag: int = 1
-    """Versions by which the oldest tokens are late."""
+    """Largest staleness of a token, in weight versions."""
     seed: int = 0
     _draws: np.random.Generator = field(init=False)
 
@@ -56,11 +56,11 @@ class Maker:
         self._draws = np.random.default_rng(self.seed)
 
     def text(self, count: int) -> tuple[str, ...]:
-        """Texts of so many tokens."""
+        """Texts of `count` random tokens."""
         return tuple(f" {self.words[place]}" for place in self._draws.integers(len(self.words), size=count))
 
     def kept(self, step: int, group: int, sample: int) -> Kept:
-        """One trajectory: searches, then an answer."""
+        """Trajectory of `size.searches` searches and an answer."""
         size, draws = self.size, self._draws
         pieces: list[str] = []
         mask: list[bool] = []
@@ -125,7 +125,7 @@ class Maker:
         )
 
     def metrics(self, step: int) -> dict[str, Any]:
-        """A row of metrics.jsonl."""
+        """Row of metrics.jsonl for `step`."""
         done, noise = step / self.size.steps, float(self._draws.normal(0, 0.01))
         return {
             "step": step,
@@ -149,7 +149,7 @@ class Maker:
         }
 
     def answers(self, after: int) -> list[dict[str, Any]]:
-        """Lines of an evaluation's answers."""
+        """Rows of the answers of the evaluation after step `after`."""
         return [
             {
                 "set": "made",
@@ -172,7 +172,7 @@ class Maker:
 
 
 def made_run(folder: Path, maker: Maker | None = None, **settings: Any) -> Path:
-    """Write a run of `maker` to `folder`; `settings` are keys of its config."""
+    """Write a run of `maker` to `folder`, with `settings` in its config. Returns `folder`."""
     maker = maker or Maker()
     size = maker.size
     (folder / "evaluations").mkdir(parents=True)
@@ -202,7 +202,7 @@ def _write_lines(file: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def add_measured(run: Path, name: str, *answers: Answered, **settings: Any) -> Path:
-    """Write these answers into folder `name` of `run` as `rlsys eval` does; returns its results.json."""
+    """Write `answers` into folder `name` of `run`, as `rlsys eval` does. Returns the path of results.json."""
     out = run / name
     asked = {"model": str(run / "hf"), "engine": "sglang", "baseline": "none", "samples": 1, "temperature": 0.0}
     write_results(Evaluation(0, answers), out, {**asked, **settings}, 1, seed=0)
@@ -210,7 +210,7 @@ def add_measured(run: Path, name: str, *answers: Answered, **settings: Any) -> P
 
 
 def _write_timeline(folder: Path, steps: int) -> None:
-    """Each step: 4 s of rollouts, of which 3 s are generation and 1 s is search, 2 s of log-probs, 3 s of training."""
+    """Write steps of 4 s rollout (3 s generation, 1 s search), 2 s log-probs and 3 s training."""
     log = LineLog(folder / TIMELINE)
     parts = (
         ("rollout.group", 0, 4, "rollout", "engine 0"),

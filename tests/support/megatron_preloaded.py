@@ -1,4 +1,4 @@
-"""Imports that all Megatron processes of the tests share; see `tests.support.megatron_processes`."""
+"""Imports shared by all Megatron processes of the tests; see `tests.support.megatron_processes`."""
 # ruff: noqa: F401
 
 import hypothesis

@@ -1,7 +1,7 @@
-"""Megatron processes over gloo, forked from one that has imported Megatron.
+"""Starts Megatron processes over gloo, forked from a process that has imported Megatron.
 
-A call blocks until all have answered. What one of them raises fails the test, with that process's traceback; as the others
-may wait for it in vain, all are killed.
+A call blocks until all processes have answered. An exception in one of them fails the test with that process's
+traceback and kills all of them, because the others may wait for it forever.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ PRELOADED = "tests.support.megatron_preloaded"
 ANSWER_S = 600.0
 COLLECTIVE_S = 120.0
 MEETINGS = 8
-"""Process groups that a function can form one after the other."""
+"""Number of process groups that a function can form, one after the other."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A process that waits for calls."""
+    """A process that executes calls."""
 
     process: BaseProcess
     pipe: Connection
@@ -46,11 +46,11 @@ class Host:
         return self.process.name
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
-        """Have `function(Shell, *args)` called."""
+        """Start `function(Shell, *args)` in the process."""
         self.pipe.send_bytes(pickle.dumps((function, args)))
 
     def answer(self) -> Any:
-        """The result of the call before. Raises AssertionError with the traceback of what it raised, or EOFError."""
+        """Result of the last call. Raises AssertionError with its traceback if it failed, or EOFError."""
         well, result = torch.load(io.BytesIO(self.pipe.recv_bytes()), weights_only=False)
         assert well, result
         return result
@@ -61,10 +61,10 @@ class Host:
 
 
 def forks() -> BaseContext:
-    """Starts processes by forking one that has imported Megatron and has no threads.
+    """Context that forks new processes from one that has imported Megatron and has no threads.
 
-    A fork takes milliseconds and an import seconds. A process that was forked from it forks itself. No test may start a
-    fork server with other imports: it cannot be replaced while a process that it has forked lives.
+    A fork takes milliseconds, the import seconds. A process forked from it can fork again itself. No test may start a
+    fork server with other imports: a fork server cannot be replaced while one of its children is alive.
     """
     if PRELOADED in sys.modules:
         return multiprocessing.get_context("fork")
@@ -74,7 +74,7 @@ def forks() -> BaseContext:
 
 
 def fork(count: int) -> list[Host]:
-    """New processes."""
+    """Fork `count` new processes."""
     context = forks()
     found = []
     for _ in range(count):
@@ -88,7 +88,7 @@ def fork(count: int) -> list[Host]:
 
 @contextmanager
 def fresh(count: int) -> Iterator[list[Host]]:
-    """Processes of one's own, which have done nothing yet and may be killed."""
+    """Fork `count` new processes that the caller may kill."""
     hosts = fork(count)
     try:
         yield hosts
@@ -101,9 +101,9 @@ _USED: list[Host] = []
 
 
 def pool(count: int) -> list[Host]:
-    """New processes that stay until the next call.
+    """Fork `count` new processes, which live until the next call.
 
-    A process is not used again: groups that a process has left keep threads of gloo, some of which spin.
+    Processes are not reused: process groups that a process has left keep gloo threads, some of which spin.
     """
     for host in _USED:
         host.kill()
@@ -112,7 +112,7 @@ def pool(count: int) -> list[Host]:
 
 
 def ask(hosts: Sequence[Host], function: Callable[..., Any], arguments: Sequence[tuple]) -> list[Any]:
-    """The results of `function(Shell, *args)` in each of `hosts`."""
+    """Call `function(Shell, *args)` in each of `hosts`. Returns the results by rank."""
     for host, args in zip(hosts, arguments, strict=True):
         host.begin(function, *args)
     waiting, answers = {host.pipe: rank for rank, host in enumerate(hosts)}, {}
@@ -131,14 +131,14 @@ def ask(hosts: Sequence[Host], function: Callable[..., Any], arguments: Sequence
 
 
 class Shell:
-    """Holds a process's worker."""
+    """Holder of a process's worker."""
 
     worker: Any = None
 
 
 def _serve(pipe: Connection) -> None:
-    """Do what is asked for until the other end is closed."""
-    # An import that fails in the process that is forked would only make every test slow.
+    """Execute calls from `pipe` until the other end is closed."""
+    # Without this check, a failed preload would only make every test slow.
     assert PRELOADED in sys.modules
     shell = Shell()
     while True:
@@ -148,7 +148,7 @@ def _serve(pipe: Connection) -> None:
             return
         try:
             answer = True, function(shell, *args)
-        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - it is raised on the other side
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - raised on the other side
             answer = False, traceback.format_exc()
         content = io.BytesIO()
         torch.save(answer, content)
@@ -157,14 +157,14 @@ def _serve(pipe: Connection) -> None:
 
 @dataclass
 class Group:
-    """One process's view of the processes that run a function together."""
+    """One process's view of the processes that run a function."""
 
     rank: int
     world: int
     ports: list[int]
 
     def meet(self) -> Rendezvous:
-        """Leave the process group that there is, and say where the next one meets."""
+        """Leave the current process group. Returns the rendezvous of the next one."""
         mesh.stop()
         return rendezvous(self.rank, self.world, self.ports.pop(0))
 
@@ -174,7 +174,7 @@ def rendezvous(rank: int, world_size: int, port: int) -> Rendezvous:
 
 
 def on_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
-    """The results of `function(Group, *args)` in each of `world` processes."""
+    """Call `function(Group, *args)` in each of `world` new processes. Returns the results by rank."""
     ports = [free_port() for _ in range(MEETINGS)]
     calls = [(function, Group(rank, world, list(ports)), args) for rank in range(world)]
     with fresh(world) as hosts:
@@ -188,7 +188,7 @@ def _on_rank(_: Shell, function: Callable[..., Any], group: Group, args: tuple) 
 
 
 class HostedGroup:
-    """The part of a WorkerGroup that the groups of the driver use, without Ray."""
+    """Stand-in for a WorkerGroup without Ray, with the methods that the driver's groups use."""
 
     def __init__(self, name: str, hosts: Sequence[Host]) -> None:
         self.name = name
@@ -211,7 +211,7 @@ class HostedGroup:
         return ask(self.ranks, _call, [(method, *args) for args in arguments])
 
     def begin(self, method: str, *args: Any) -> None:
-        """Call what nobody waits for."""
+        """Start a call without waiting for its result."""
         for host in self.ranks:
             host.begin(_call, method, *args)
 

@@ -1,13 +1,13 @@
-"""A big run's placement on a few processes of one machine: the same kinds of everything, each as small as it can be.
+"""Shrinks the config of a big run to a few processes of one machine, with the same kinds of everything.
 
-Contract of `miniature`, pure:
-- What says of which kind a run is comes from the big config: which parallelism cuts its groups, uneven stages, which
-  groups share devices, schedule, uneven mini-batches, algorithm and critic, optimiser, packing, checkpoints.
-- What says how large it is comes from the tiny config, a run on CPUs: the model, of the same family, the task, the search
-  server, batches, engines.
-- Context, pipeline, tensor, expert and data parallelism of 2 and more become 2, or 1 where the Megatron groups would have
-  more than `MOST_PROCESSES` processes together. Kept before all else is each of the first four in some group, in this
-  order; then what else cuts the actor's model, the critic's, inference's; then data parallelism.
+Contract of `miniature`, which is pure:
+- Keys that select a kind come from the big config: kinds of parallelism, uneven stages, groups that share devices,
+  schedule, uneven mini-batches, algorithm and critic, optimiser, packing, checkpoints.
+- Keys that set a size come from the tiny config, a run on CPUs: model (of the same family), task, search server, batches,
+  engines.
+- Context, pipeline, tensor, expert and data parallelism of 2 and more become 2, or 1 if the Megatron groups would have
+  more than `MOST_PROCESSES` processes together. Priorities: first, each of the first four in some group, in this order;
+  then other model parallelism of the actor, the critic and inference; then data parallelism.
 - Groups on the same devices stay on the same devices.
 """
 
@@ -32,9 +32,9 @@ from rlsys.config.schema import (
 )
 
 MOST_PROCESSES = 8
-"""Of all Megatron groups together."""
+"""Most processes of all Megatron groups together."""
 MOST_EPISODES = 4
-"""Of a question."""
+"""Most episodes per question."""
 
 _Ranks = Mapping[str, Sequence[int]]
 _IMPORTANCE = ("actor", "critic", "inference")
@@ -42,7 +42,7 @@ _IMPORTANCE = ("actor", "critic", "inference")
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How a Megatron group is cut."""
+    """Degrees of parallelism of a Megatron group."""
 
     cp: int
     pp: int
@@ -51,19 +51,19 @@ class _Cut:
 
     @property
     def ranks(self) -> int:
-        """Its processes."""
+        """Number of processes."""
         return self.cp * self.pp * self.tp * self.dp
 
     def ep(self, wanted: int) -> int:
-        """Expert parallelism, which is within a pipeline stage."""
+        """Degree of expert parallelism, limited by the ranks of a pipeline stage."""
         return min(wanted, 2, self.tp * self.cp * self.dp)
 
 
 def miniature(config: RunConfig, tiny: RunConfig, layers: int) -> RunConfig:
-    """`config` in small, on what `tiny` names; `layers` are those of the tiny model, an even number.
+    """Miniature of `config` with the sizes of `tiny`; `layers` is the even number of layers of the tiny model.
 
-    Both must be valid. The tiny run's prompts divide into two mini-batches and not into three, and its engines have one
-    slot each.
+    Both configs must be valid. The tiny run's prompts must divide into two mini-batches but not into three, and its
+    engines must have one slot each.
     """
     ranks = parse_placement(config.cluster.placement, has_critic(config.algorithm))
     cuts = _choose_cuts(config, ranks)
@@ -113,7 +113,7 @@ def _has_uneven_mini_batches(config: RunConfig) -> bool:
 
 
 def _choose_cuts(config: RunConfig, ranks: _Ranks) -> dict[str, _Cut]:
-    """Of all cuts of the Megatron groups that fit, the one that keeps most of what matters most."""
+    """Best of all cuts of the Megatron groups that fit, by the priorities of the module."""
     groups = megatron_groups(config)
     wanted = {name: groups[name].parallel for name in _IMPORTANCE if name in groups}
     options = [list(_options(parallel, len(ranks[name]))) for name, parallel in wanted.items()]
@@ -133,7 +133,7 @@ def _choose_cuts(config: RunConfig, ranks: _Ranks) -> dict[str, _Cut]:
 
 
 def _options(parallel: ParallelConfig, ranks: int) -> Iterator[_Cut]:
-    """The ways to cut a group of so many ranks in small."""
+    """Yield the possible cuts of a group of `ranks` ranks, with degrees of at most 2."""
     dp = ranks // (parallel.tp * parallel.pp * parallel.cp)
     big = (parallel.cp, parallel.pp, parallel.tp, dp)
     for degrees in product(*(range(1, min(degree, 2) + 1) for degree in big)):
@@ -153,13 +153,13 @@ def _parallel(wanted: ParallelConfig, cut: _Cut, layers: int) -> ParallelConfig:
 
 
 def _stages(wanted: Sequence[int], layers: int) -> list[int]:
-    """Two uneven stages, the lighter one at the end where it was."""
+    """Layers of two uneven stages; the first is the smaller one if it is in `wanted`."""
     fewer = layers // 2 - 1
     return [fewer, layers - fewer] if wanted[0] <= wanted[-1] else [layers - fewer, fewer]
 
 
 def _cluster(wanted: ClusterConfig, tiny: ClusterConfig, ranks: _Ranks, sizes: Mapping[str, int]) -> ClusterConfig:
-    """One machine of CPU slots, on which who was together is together, in the same order."""
+    """One machine of CPU slots: groups that share devices still share them, in the same order."""
     blocks: dict[frozenset[int], list[str]] = defaultdict(list)
     for name in sorted(ranks, key=lambda name: min(ranks[name])):
         blocks[frozenset(ranks[name])].append(name)
@@ -178,12 +178,12 @@ def _cluster(wanted: ClusterConfig, tiny: ClusterConfig, ranks: _Ranks, sizes: M
 
 
 def _optimizer(wanted: OptimizerConfig, tiny: OptimizerConfig) -> OptimizerConfig:
-    """With a rate at which a tiny model moves."""
+    """`wanted` with the tiny run's learning rate."""
     return replace(wanted, lr=tiny.lr, min_lr=0.0)
 
 
 def _algorithm(wanted: AlgorithmConfig) -> AlgorithmConfig:
-    """With small groups, and a reference that moves as soon as it may."""
+    """`wanted` with small prompt groups, and a reference that is updated at every step."""
     return replace(
         wanted,
         n_samples=min(wanted.n_samples, MOST_EPISODES),

@@ -1,4 +1,4 @@
-"""The project's folder, for tests that read its files or start its commands."""
+"""Path of the project, for tests that read its files or run its commands."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Ports for servers of tests, which may run beside each other."""
+"""Reserves ports for servers of tests that run in parallel."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections import deque
 from rlsys.cluster.local_ray import promised_port
 
 _PROMISES: deque[socket.socket] = deque(maxlen=200)
-"""More would be too many open files. Those of long ago are listened at, or no longer needed."""
+"""Sockets that reserve ports; old ones are dropped to limit open files, because their ports are in use or done."""
 
 
 def free_port() -> int:
-    """A port that nobody listens at, and that others are not given before somebody does."""
+    """Return a free port, reserved for the caller until a server listens on it."""
     _PROMISES.append(promised_port())
     return int(_PROMISES[-1].getsockname()[1])

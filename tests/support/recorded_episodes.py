@@ -1,4 +1,4 @@
-"""Recorded episodes: random tokens, the same for the same seed, by question and by the step that asks it."""
+"""Makes reproducible episodes of random tokens for each question and step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
 
 Recording = dict[tuple[str, int], list[Trajectory]]
-"""(question's uid, version that sampled) -> its episodes"""
+"""(question's uid, weight version that sampled) -> its episodes"""
 RIGHT, WRONG = "yes", "no"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a recording."""
+    """Size of a recording."""
 
     steps: int
     samples: int
@@ -25,7 +25,7 @@ class Shape:
 
 
 def record(questions: Sequence[Question], shape: Shape, seed: int) -> Recording:
-    """Episodes of every question in every step; a third of the answers are right."""
+    """Episodes of every question at every step; a third of the answers are right."""
     random = np.random.default_rng(seed)
     return {
         (question.uid, step): [_episode(question, number, step, shape, random) for number in range(shape.samples)]
@@ -35,7 +35,7 @@ def record(questions: Sequence[Question], shape: Shape, seed: int) -> Recording:
 
 
 def _episode(question: Question, number: int, step: int, shape: Shape, random: np.random.Generator) -> Trajectory:
-    """One to three turns, with an observation between two of them."""
+    """Episode of one to three turns with observations between them."""
     turns = int(random.integers(1, 4))
     lengths = [int(random.integers(3, 9))]
     for _ in range(turns):

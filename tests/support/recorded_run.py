@@ -1,8 +1,8 @@
-"""A run of the real driver, Megatron workers and checkpoints on recorded episodes, which may kill itself on the way.
+"""Runs the real driver, Megatron workers and checkpoints on recorded episodes, and kills the run at a given moment.
 
-It trains a few steps in sequence, where the same episodes make the same run to the bit, saves after every step, and goes
-on from what is there. At the `count`th `moment` after its first checkpoint it kills itself and all its processes, as a machine
-does that goes down.
+The run trains a few steps with the sequential schedule, which is deterministic to the bit for the same episodes. It
+saves after every step and resumes from its newest checkpoint. At the `count`th `moment` after its first checkpoint it
+kills itself and all its processes, like a machine that fails.
 """
 
 from __future__ import annotations
@@ -84,15 +84,15 @@ QUESTIONS = [Question(f"q:{number}", "?", (RIGHT,)) for number in range(2 * GROU
 
 
 class Fate:
-    """Kills this process and its children at a given moment."""
+    """Kills this process and its children at the `count`th `moment`; None never kills."""
 
     def __init__(self, moment: str | None, count: int) -> None:
         self._moment, self._left = moment, count
         self.saved = False
-        """Whether there is anything to go on from."""
+        """True after the first checkpoint."""
 
     def __call__(self, moment: str) -> None:
-        """`moment` has come."""
+        """Kill the process group if `moment` is the last one to count."""
         if self.saved and moment == self._moment:
             self._left -= 1
             if not self._left:
@@ -100,11 +100,11 @@ class Fate:
 
 
 async def no_pause() -> None:
-    """Nothing is waited for."""
+    """Return at once; takes the place of seeded waits."""
 
 
 class Episodes(Playback):
-    """Recorded episodes, at once; questions are answered by the first of them."""
+    """Playback without waits; evaluation answers are a question's first recorded episode."""
 
     def __init__(self, config: RunConfig, recording: Recording, fate: Fate) -> None:
         super().__init__(config, recording, Arrivals(SEED), Outcome())
@@ -125,7 +125,7 @@ class Episodes(Playback):
 
 
 class MortalScorer(Scorer):
-    """The inference group's log-probs."""
+    """A scorer after which the run may end."""
 
     fate: Fate
 
@@ -137,7 +137,7 @@ class MortalScorer(Scorer):
 
 
 class MortalLearner(Learner):
-    """The actor."""
+    """An actor after whose calls the run may end."""
 
     fate: Fate
 
@@ -154,7 +154,7 @@ class MortalLearner(Learner):
 
 
 class MortalCheckpoints(Checkpoints):
-    """Meets its fate once a copy of what it saves is there."""
+    """Checkpoints of a group; the run may end once the state is copied."""
 
     def __init__(self, group: TrainedGroup, fate: Fate) -> None:
         super().__init__(group)
@@ -166,7 +166,7 @@ class MortalCheckpoints(Checkpoints):
 
 
 class MortalStore(CheckpointStore):
-    """Checkpoints on disk."""
+    """A checkpoint store around whose renames the run may end."""
 
     def __init__(self, folder: Path, fate: Fate) -> None:
         super().__init__(folder)
@@ -187,7 +187,7 @@ class MortalStore(CheckpointStore):
 
 
 class MortalSync(WeightSync):
-    """A weight sync after which the run may end."""
+    """A weight sync after whose stages the run may end."""
 
     fate: Fate
 
@@ -205,7 +205,7 @@ class MortalSync(WeightSync):
 
 
 def settings(model: Path, outputs: Path) -> RunConfig:
-    """Of the run: its rate, its reference and the weight of its KL term all depend on what was before."""
+    """Config of the run; learning rate, reference and KL coefficient all depend on earlier steps."""
     return RunConfig(
         name=NAME,
         output_dir=str(outputs),
@@ -234,7 +234,7 @@ def settings(model: Path, outputs: Path) -> RunConfig:
             schedule=SequentialSchedule(),
             steps=STEPS,
             prompts_per_step=GROUPS,
-            mini_batches=3,  # One group, one and two; a run may die between them.
+            mini_batches=3,  # One group, one and two; the run may die between them.
             seed=SEED,
         ),
         eval=EvalConfig(interval=2),
@@ -247,7 +247,7 @@ def settings(model: Path, outputs: Path) -> RunConfig:
 async def opened(
     hosts: Sequence[Host], fate: Fate, config: RunConfig, run_dir: Path, origin: Origin | None
 ) -> AsyncIterator[Run]:
-    """A run as `open_run` opens it, of recorded episodes and without Ray."""
+    """Open a run like `open_run`, with recorded episodes and without Ray."""
     state = origin.state if origin else None
     groups = {"inference": HostedGroup("inference", hosts[:1]), "actor": HostedGroup("actor", hosts[1:])}
     async with AsyncExitStack() as stack:
@@ -324,7 +324,7 @@ def _session(
 
 
 def train_recorded(model: Path, outputs: Path, moment: str | None, count: int) -> None:
-    """Run to the end, or to the moment."""
+    """Train to the end, or until the run kills itself at `moment`."""
     config, fate = settings(model, outputs), Fate(moment, count)
     origin = find_origin(config, print)
     run_dir = folder_of(config, origin)
@@ -332,11 +332,11 @@ def train_recorded(model: Path, outputs: Path, moment: str | None, count: int) -
 
 
 def ended(model: Path, outputs: Path, moment: str | None = None, count: int = 1) -> int:
-    """Run in a process group of its own; its exit code, negative for the signal that killed it."""
+    """Train in a new process group. Returns the exit code, negative for the signal that killed it."""
     process = forks().Process(target=_alone, args=(model, outputs, moment, count))
     process.start()
     process.join(LIMIT_S)
-    assert process.exitcode is not None, "the run has not ended"
+    assert process.exitcode is not None, "the run did not end in time"
     return process.exitcode
 
 

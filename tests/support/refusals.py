@@ -1,4 +1,4 @@
-"""Expectations of a user's error by its code and key, whatever its words are."""
+"""Expects a UserError by its code and key, independent of its wording."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlsys.errors import Code, UserError
 
 @contextmanager
 def refused(code: Code, key: str | PathLike[str] | None = None) -> Iterator[pytest.ExceptionInfo[UserError]]:
-    """The block raises a UserError of this code, and of this key where one is given.
+    """Assert that the block raises a UserError with `code`, and with `key` if given.
 
     with refused("out_of_range", "trainer.steps"):
         load_config("searchr1_tiny_cpu", ["trainer.steps=0"])

@@ -1,4 +1,4 @@
-"""A run of `rlsys train` on the tiny world, in processes of its own, looked at through its folder."""
+"""Runs `rlsys train` on the tiny world in new processes, and reads the run folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SETTINGS += ["trainer.mini_batches=2", "tracking.wandb=false", "tracking.tensorb
 
 
 def train(outputs: Path, *settings: str) -> subprocess.CompletedProcess[str]:
-    """Run a small training run to its end."""
+    """Run a small training to its end."""
     prepare_world(Console(quiet=True))
     command = [sys.executable, "-m", "rlsys.apps.cli.main", "train", "--config-name", "searchr1_tiny_cpu"]
     return subprocess.run(
@@ -32,7 +32,7 @@ def train(outputs: Path, *settings: str) -> subprocess.CompletedProcess[str]:
 
 
 class Finished:
-    """The folder of a run that ended well."""
+    """Contents of the folder of a run that ended with status 0."""
 
     def __init__(self, outputs: Path, *settings: str) -> None:
         done = train(outputs, *settings)

@@ -1,9 +1,8 @@
-"""A run of the real pipeline and real Megatron workers on recorded episodes, under a virtual clock.
+"""Runs the real pipeline and real Megatron workers on recorded episodes, under a virtual clock.
 
-The session, the driver's step, pipeline, scheduler, sharders, weight sync, actor and log-prob worker are the real
-ones. Episodes are played back after seeded waits, and seeded waits lie around every call for log-probs or
-training; so the seed decides which group arrives when, what shares a call or a micro-batch, and what runs at
-the same time.
+Session, step, pipeline, scheduler, sharders, weight sync, actor and log-prob worker are the real ones. Episodes are
+played back after seeded waits, and there are seeded waits around every call for log-probs or training. The seed thus
+decides when each prompt group arrives, which groups share a call or a micro-batch, and which calls overlap.
 """
 
 from __future__ import annotations
@@ -41,38 +40,37 @@ from tests.support.recorded_episodes import Recording
 from tests.support.virtual_time import run_virtually
 
 EPISODE_S, CALL_S = 10.0, 2.0
-"""Longest waits: for a group's episodes; before and after a call to a worker."""
+"""Longest waits for a group's episodes, and before and after a call to a worker."""
 WAVE_S = 1000.0
-"""Longer than everything that is done with the groups of a mini-batch."""
+"""Time between waves; longer than all work on the groups of a mini-batch."""
 PAD_ID = 0
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """In which order a step's groups arrive."""
+    """Order in which a step's prompt groups arrive."""
 
     seed: int
     waves: tuple[int, ...] | None = None
-    """Of each prompt of a step, in their order, the wave that it arrives in: the order within a wave is the seed's.
-    None is one wave."""
+    """Wave of each prompt of a step, in prompt order; the seed orders the groups within a wave. None is one wave."""
 
 
 @dataclass
 class Outcome:
-    """What a run leaves behind: its record."""
+    """Record of a run."""
 
     weights: dict[str, Tensor] = field(default_factory=dict)
-    """Every parameter after the last step, under its Hugging Face name."""
+    """Hugging Face name -> parameter after the last step."""
     trained: list[list[str]] = field(default_factory=list)
-    """Questions of each step, in the order in which they were trained."""
+    """Questions of each step, in the order of training."""
     updates: list[Mapping[str, float]] = field(default_factory=list)
     """Statistics of every optimiser step."""
     events: list[str] = field(default_factory=list)
-    """Of each step, in the order in which they happened: `r` a group's episodes have ended, `s` groups are
-    scored, `t` trained on, `u` the weights are updated."""
+    """Events of each step, in order: `r` a group's episodes have ended, `s` groups are scored, `t` groups are trained, `u`
+    the weights are updated."""
 
     def happened(self, event: str) -> None:
-        """Note an event of the step under way."""
+        """Record an event of the current step."""
         self.events[-1] += event
 
     def begin_step(self) -> None:
@@ -99,7 +97,7 @@ class Outcome:
 
 
 class Playback:
-    """The rollout group: an engine that holds real weights, and recorded episodes of every version of them."""
+    """Rollout group: an engine that holds real weights, with recorded episodes for every weight version."""
 
     def __init__(self, config: RunConfig, recording: Recording, arrivals: Arrivals, seen: Outcome) -> None:
         self.workers = SimpleNamespace(ranks=[SimpleNamespace(name="rollout rank 0")])
@@ -113,7 +111,7 @@ class Playback:
         self._waves = arrivals.waves or (0,) * self._groups
         self._random = random.Random(arrivals.seed)
         self._begun = 0
-        # With fewer places than groups, those that wait for one could not keep to their wave.
+        # With less capacity than groups, waiting groups would miss their wave.
         self.capacity = self._groups if arrivals.waves else self._random.randint(3, self._groups)
 
     async def run_group(
@@ -128,11 +126,11 @@ class Playback:
         return self._recording[question.uid, version]
 
     async def in_flight(self) -> Mapping[int, tuple[EpisodeProgress, ...]]:
-        """What is played back is whole, or has not begun."""
+        """Return no partial episodes: episodes are played back whole."""
         return {}
 
     async def look(self) -> None:
-        """Nothing that is played back searches."""
+        """Do nothing: played-back episodes do not search."""
 
     async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
         """See `weight_sync.WeightReceiver`."""
@@ -166,7 +164,7 @@ class Pauses:
 
 
 class Scorer:
-    """The inference group's log-probs."""
+    """Inference group that computes log-probs in `HostedGroup` processes."""
 
     groups = ("inference",)
 
@@ -187,7 +185,7 @@ class Scorer:
 
 
 class Learner(ActorGroup):
-    """The actor, without an object store."""
+    """Actor group without an object store."""
 
     def __init__(
         self, workers: HostedGroup, sharder: BatchSharder, tracer: Tracer, pause: Pauses, seen: Outcome
@@ -217,7 +215,7 @@ class Learner(ActorGroup):
 
 
 class NoSearch:
-    """The search server of recorded episodes."""
+    """Search server for recorded episodes: always available."""
 
     async def require(self) -> None:
         """See `Serving`."""
@@ -232,7 +230,7 @@ def run(
     actor: Sequence[Host],
     learner: type[Learner] = Learner,
 ) -> Outcome:
-    """Train as the driver does, from the weights at `config.model.path`, in processes of their own."""
+    """Train like the driver, from the weights at `config.model.path`, in the processes `inference` and `actor`."""
     groups = {"inference": HostedGroup("inference", inference), "actor": HostedGroup("actor", actor)}
     seen = Outcome()
 

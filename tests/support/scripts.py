@@ -1,4 +1,4 @@
-"""The repository's shell scripts, run as a user runs them: from anywhere, with the environment's settings."""
+"""Runs the repository's shell scripts like a user: from any directory, with settings in the environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import httpx
 
 
 def environment(**settings: str | Path) -> dict[str, str]:
-    """This one's, with `settings`, and nothing that lets Python find the project by accident."""
+    """Current environment with `settings`, and without PYTHONPATH, which would let Python find the project."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return kept | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in settings.items()}
 
@@ -30,7 +30,7 @@ def run_script(
 
 @contextmanager
 def served(script: Path, *arguments: str | Path, cwd: Path, **settings: str | Path) -> Iterator[str]:
-    """The address of a server that `script` starts, once it answers; SIGTERM ends it with status 0."""
+    """Run the server that `script` starts; yields its URL once it answers, and asserts that SIGTERM ends it with 0."""
     command, log = ["sh", str(script), *map(str, arguments)], cwd / "server.log"
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=cwd, env=environment(**settings), stdout=output, stderr=output)

@@ -1,4 +1,4 @@
-"""Results of searches, made of texts."""
+"""Makes search results from texts."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from rlsys.search.retrieval import Passage, SearchResult
 
 
 def result_of(*contents: str, error: str = "") -> SearchResult:
-    """Passages of these `contents`, or an error."""
+    """Search result with passages of `contents`, or with `error`."""
     return SearchResult(tuple(Passage("", text, 0.0) for text in contents), error)

@@ -1,4 +1,4 @@
-"""An ASGI application on a real socket, served from a thread of the test's process."""
+"""Serves an ASGI application on a real socket, from a thread of the test's process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlsys.search.connections import LimitedConfig, LimitedServer
 
 @contextmanager
 def serving(app: Any, port: int = 0) -> Iterator[str]:
-    """The address at which `app` answers; port 0 takes a free one."""
+    """Serve `app`; yields its URL once it has started. Port 0 takes a free one."""
     with bind("127.0.0.1", port) as sock:
         server = LimitedServer(LimitedConfig(app, 512, log_level="error", timeout_graceful_shutdown=1))
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"

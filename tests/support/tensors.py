@@ -1,4 +1,4 @@
-"""Tensors of all kinds, and all that there is to one."""
+"""Tensors of many dtypes, shapes and strides, and their exact content."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def some_tensors(version: int, buckets: int = 5, nbytes: int = 40_000) -> list[list[tuple[str, Tensor]]]:
-    """The tensors of each bucket of a version: dtypes, shapes and strides of all kinds, and every bit pattern."""
+    """Tensors of each bucket of `version`, with different dtypes, shapes and strides, and random bits."""
     generator = torch.Generator().manual_seed(version)
     noise = torch.randint(0, 256, (buckets, nbytes), dtype=torch.uint8, generator=generator)
     return [
@@ -23,6 +23,6 @@ def some_tensors(version: int, buckets: int = 5, nbytes: int = 40_000) -> list[l
 
 
 def raw(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
-    """Dtype, shape and bytes; equal only if every bit is, NaNs included."""
+    """Dtype, shape and bytes; equal only if every bit is equal, NaNs included."""
     flat = tensor.contiguous().flatten().view(torch.uint8) if tensor.numel() else torch.empty(0)
     return str(tensor.dtype), tuple(tensor.shape), flat.numpy().tobytes()

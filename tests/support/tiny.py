@@ -1,4 +1,4 @@
-"""A tiny Qwen2 that has learnt one search trace by heart, its tokenizer, and a search server."""
+"""Trains a tiny Qwen2 that repeats one search trace, and serves a search server of one passage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUERY = "capital of France"
 
 @dataclass(frozen=True)
 class Trace:
-    """An episode to be learnt."""
+    """An episode to learn."""
 
     prompt: str
     search: str
@@ -45,7 +45,7 @@ SECOND = Trace(FIRST.prompt, f"<think>Let me look.</think><search> {QUERY} </sea
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE, trained on the traces and a few words."""
+    """Byte-level BPE tokenizer, trained on the two traces."""
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -60,7 +60,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def train(trace: Trace, words: PreTrainedTokenizerFast, seed: int, steps: int = 120) -> Qwen2ForCausalLM:
-    """A model that continues `trace` at every point of it."""
+    """Model that continues `trace` from every point of it."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(words),
@@ -84,7 +84,7 @@ def train(trace: Trace, words: PreTrainedTokenizerFast, seed: int, steps: int = 
 
 
 def save(model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, folder: Path) -> str:
-    """Write a checkpoint that an engine can load."""
+    """Write model and tokenizer to `folder` for an engine. Returns `folder`."""
     model.save_pretrained(folder)
     words.save_pretrained(folder)
     return str(folder)
@@ -96,19 +96,19 @@ class Search:
 
     url: str
     asked: list[str] = field(default_factory=list)
-    """Queries that came, answered or not."""
+    """Queries received, answered or not."""
     answering: threading.Event = field(default_factory=threading.Event)
-    """Clear it, and queries wait for their answer until it is set."""
+    """While it is cleared, queries wait for their answers."""
 
     async def until_asked(self, queries: int) -> None:
-        """Wait until so many queries have come in all."""
+        """Wait until `queries` queries have arrived in total."""
         while len(self.asked) < queries:
             await asyncio.sleep(0.01)
 
 
 @contextmanager
 def search_server() -> Iterator[Search]:
-    """Serve until the end of the context."""
+    """Serve one passage until the end of the context."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -117,14 +117,14 @@ def search_server() -> Iterator[Search]:
             search.answering.wait()
             hit = {"document": {"id": "0", "contents": PASSAGE}, "score": 1.0}
             body = json.dumps({"result": [[hit] for _ in queries]}).encode()
-            with suppress(ConnectionError):  # Whoever asked may have given up.
+            with suppress(ConnectionError):  # The client may have given up.
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
 
         def log_message(self, *_args: object) -> None:
-            """Tests print nothing."""
+            """Print nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     search = Search(f"http://127.0.0.1:{server.server_address[1]}")

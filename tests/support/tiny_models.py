@@ -1,7 +1,7 @@
-"""A tiny model of every family that is trained at scale, and a reward that each can earn.
+"""Tiny models of every family that is trained at scale, and a reward term that each can earn.
 
-Qwen2 is the tiny policy, which has learnt to search. The others are random, and their tokenizer has a token for each
-character: whatever is sampled is read back as the same tokens, which no other tokenizer does with random ones.
+The Qwen2 is the tiny policy, which has learnt to search. The other models are random, and their tokenizer has one token
+per character, so that random samples are tokenised again to the same tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.paths import PROJECT
 
 POLICY = PROJECT / "examples/searchr1/tiny/policy"
 LAYERS = 4
-"""Of each of them."""
+"""Number of layers of each model."""
 _UNKNOWN, _EOS = "<unk>", "<eos>"
 _SIZES = {
     "hidden_size": 64,
@@ -66,7 +66,7 @@ _RANDOM: dict[str, Callable[..., PretrainedConfig]] = {"llama": _llama, "qwen3_m
 
 
 def tiny_model(family: str, folder: Path, seed: int = 0) -> Path:
-    """A model of `family` with its tokenizer, in `folder` if it has to be made; norms and biases are random too."""
+    """Folder of a model of `family` with its tokenizer: `POLICY`, or `folder` with a new model of random weights."""
     if family == "qwen2":
         return POLICY
     words = _characters()
@@ -94,6 +94,6 @@ def _characters() -> PreTrainedTokenizerFast:
 
 
 def even_tokens(_question: Question, trajectory: Trajectory) -> float:
-    """A term of the reward: the share of sampled tokens with an even number, which differs between random episodes."""
+    """Reward term: the share of sampled tokens with an even id, which differs between random episodes."""
     sampled = trajectory.tokens[trajectory.loss_mask]
     return float((sampled % 2 == 0).mean()) if sampled.size else 0.0

@@ -1,4 +1,4 @@
-"""The shape of a tiny Qwen2, as its config.json has it."""
+"""Shape of a tiny Qwen2, in the form of config.json."""
 
 SHAPE = {
     "model_type": "qwen2",

@@ -1,4 +1,4 @@
-"""Small trajectories, samples and groups."""
+"""Makes small trajectories, samples and questions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def trajectory(
     version: int = 0,
     turn_of_token: Sequence[int] | None = None,
 ) -> Trajectory:
-    """All tokens but the first are trained unless `mask` says otherwise, and of turn 0 unless `turn_of_token` does."""
+    """Trajectory of `tokens`; by default all but the first are trained, and trained tokens are of turn 0."""
     trained = list(mask) if mask is not None else [False] + [True] * (len(tokens) - 1)
     logprobs = rollout_logprobs if rollout_logprobs is not None else [float("nan")] * len(tokens)
     return Trajectory(
@@ -52,7 +52,7 @@ def sample(
     old: Sequence[float] | None = None,
     reference: Sequence[float] | None = None,
 ) -> Sample:
-    """A sample with the log-probs given, and one advantage for all tokens or one for each."""
+    """Sample with the given log-probs, and one advantage for all tokens or one per token."""
     return Sample(
         trajectory(tokens, mask),
         reward=0.0,
@@ -65,17 +65,17 @@ def sample(
 
 
 def rewarded(one: Trajectory, reward: float) -> Sample:
-    """A sample that has its reward and nothing else yet."""
+    """Sample with a reward, without log-probs and with zero advantages."""
     return Sample(one, reward, (reward,), {}, np.zeros(len(one.tokens), np.float32))
 
 
 def question(number: int) -> Question:
-    """A question of its own id."""
+    """Question number `number`."""
     return Question(f"q:{number}", "?", ("yes",))
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two trees of dataclasses, mappings, tuples and arrays are equal in types, order and every bit."""
+    """True if two trees of dataclasses, mappings, tuples and arrays are equal in types, order and every bit."""
     if type(one) is not type(other):
         return False
     if is_dataclass(one):

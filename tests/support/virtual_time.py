@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer: hours pass in milliseconds, the same way each time."""
+"""Event loop with a virtual clock that jumps to the next timer, for fast and deterministic tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 MOST_TURNS = 1_000_000
-"""Turns of one loop; work that needs more does not come to an end."""
+"""Most turns of one loop; work that needs more counts as endless."""
 
 
 def _nothing() -> None:
@@ -20,15 +20,15 @@ def _nothing() -> None:
 
 
 class HangError(Exception):
-    """Every task waits, and nothing is left that could wake one."""
+    """Raised if all tasks wait and nothing can wake one of them."""
 
 
 class EndlessError(Exception):
-    """Tasks wake each other without end."""
+    """Raised if tasks keep waking each other."""
 
 
 class _Clock(selectors.SelectSelector):
-    """Instead of waiting for a timer, moves the time to it."""
+    """Selector that advances the virtual time to the next timer instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,21 +49,21 @@ class _Clock(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Runs timers in order without waiting; `HangError` instead of waiting for ever."""
+    """Event loop that runs timers in order without waiting. Raises HangError instead of waiting forever."""
 
     def __init__(self) -> None:
         self.clock = _Clock()
         super().__init__(self.clock)
         self.failures: list[BaseException] = []
-        """Errors of callbacks, which would only be logged."""
+        """Errors of callbacks, which asyncio would only log."""
         self.set_exception_handler(self._note)
 
     def time(self) -> float:
-        """Virtual seconds since the loop was made."""
+        """Virtual seconds since the loop was created."""
         return self.clock.now
 
     def end_tasks(self) -> None:
-        """Cancel what is left; what then still hangs is let go."""
+        """Cancel all tasks; abandons those that still hang."""
         tasks = asyncio.all_tasks(self)
         for task in tasks:
             task.cancel()
@@ -76,16 +76,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def now() -> float:
-    """The running loop's time."""
+    """Time of the running loop in seconds."""
     return asyncio.get_running_loop().time()
 
 
 def run_virtually(
     work: Coroutine[Any, Any, T], most_turns: int = MOST_TURNS, on_idle: Callable[[], None] = _nothing
 ) -> T:
-    """Run `work` on a loop of its own; fails if it leaves a task behind.
+    """Run `work` on a new loop. Raises AssertionError if it leaves a task behind.
 
-    `on_idle` is called whenever all tasks wait and time moves on; what it raises ends the run.
+    `on_idle` is called whenever all tasks wait and the time advances; an exception from it ends the run.
     """
     loop = VirtualLoop()
     loop.clock.turns_left, loop.clock.on_idle = most_turns, on_idle
@@ -102,7 +102,7 @@ def run_virtually(
 
 
 def virtually(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run an async test on a loop of its own, in virtual time."""
+    """Decorate an async test to run on a new loop, in virtual time."""
 
     @wraps(test)
     def run(*arguments: Any, **fixtures: Any) -> None:

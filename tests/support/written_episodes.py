@@ -1,4 +1,4 @@
-"""Hand-made episodes: what the policy wrote and what was found, read by the protocol itself."""
+"""Makes episodes from written turns and observations, parsed by the real protocol."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlsys.rollout.agent.episode import TurnRules
 TEMPLATE = "Answer the question, for example, <answer> Beijing </answer>. Question: {}\n"
 
 Said = str | tuple[str, str] | tuple[str, str, str]
-"""Text of the policy; after a search, also the text that was found, and why the search failed."""
+"""Turn: the policy's text; for a search also the retrieved text, and its error."""
 
 
 def task_of(**settings: Any) -> TaskConfig:
@@ -37,7 +37,7 @@ def episode(
     response_tokens: int = 5,
     tools: Mapping[str, str] = {},
 ) -> Trajectory:
-    """The trajectory that the protocol makes of `said`; the tokens are only counted. `tools` are tags by name."""
+    """Trajectory that the protocol makes of `said`, with empty tokens of the given counts. `tools` are tags by name."""
     rules = TurnRules(task, {tag: name for name, tag in tools.items()})
     turns, finish = [], Finish.TOKEN_LIMIT
     for one in said:
@@ -71,7 +71,7 @@ def episode(
 
 
 def think(act: str, content: str, thought: str = "hm") -> str:
-    """A well-formed turn."""
+    """Well-formed turn with a thought and an action."""
     return f"<think>{thought}</think>\n<{act}>{content}</{act}>"
 
 

@@ -1,4 +1,4 @@
-"""Actors of the tests, how they are cut, and the weights that they hand out."""
+"""Builds actors for the tests, describes parallel layouts, and gathers exported weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOTAL_STEPS = 3
 
 
 def local_model(path: Path | str, dtype: Dtype = Dtype.float32, recompute: bool = False) -> ModelConfig:
-    """The model at `path` as a CPU computes it."""
+    """Settings of the model at `path` on a CPU."""
     return ModelConfig(str(path), Layers.local, dtype, recompute)
 
 
@@ -37,7 +37,7 @@ def make_actor(
     recompute: bool = False,
     scratch: Path | str = ".",
 ) -> Actor:
-    """An actor of the next process group, without weights."""
+    """An actor without weights, in the next process group."""
     config = local_model(model, dtype, recompute)
     return Actor(group.meet(), config, parallel or ParallelConfig(), optimizer, objective, TOTAL_STEPS, 1, scratch)
 
@@ -49,7 +49,7 @@ def shared_memory(rank: int, bucket_bytes: int) -> TransportSpec:
 
 
 def export(worker: WeightSender, bucket_bytes: int) -> list[Bucket]:
-    """All buckets, on rank 0. As a driver does it: the next is asked for when all ranks have answered."""
+    """All buckets, on rank 0. Like the driver, asks for the next one when all ranks have answered."""
     buckets: list[Bucket] = []
     first = worker.place.rank == 0
     sender = open_sender(shared_memory(0, bucket_bytes)) if first else None
@@ -80,7 +80,7 @@ def weights_of(worker: WeightSender) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Cuts of a model, and the settings that go with them."""
+    """A parallel layout of a model, and the settings that go with it."""
 
     tp: int = 1
     pp: int = 1
@@ -104,7 +104,7 @@ class Layout:
 
     @property
     def filler(self) -> MicroBatch | None:
-        """A packed micro-batch that trains nothing, where all must be packed."""
+        """A packed micro-batch without trained tokens if the layout needs packing, else None."""
         if self.cp == 1:
             return None
         wide = 2 * self.cp * self.tp
@@ -112,5 +112,5 @@ class Layout:
 
     @property
     def reporting(self) -> list[int]:
-        """Rank of each data-parallel rank that returns results."""
+        """Ranks that return results, one for each data-parallel rank."""
         return [self.tp * self.cp * (self.dp * (self.pp - 1) + dp) for dp in range(self.dp)]

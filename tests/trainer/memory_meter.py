@@ -1,7 +1,7 @@
-"""Counts the bytes of the tensors that are alive: a dispatch mode that follows storages, not the process's pages.
+"""Counts the bytes of live tensors with a dispatch mode that follows storages, not the process's pages.
 
-What torch's kernels allocate and free within one operation (workspaces) is not seen. A storage counts once, however many
-tensors view it, from the operation that makes it until the last of its holders, autograd included, lets it go.
+Workspaces that torch's kernels allocate and free within one operation are not counted. A storage counts once, whatever
+the number of its views, from the operation that makes it until its last holder, autograd included, releases it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_iter
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Within its `with` block, `peak` is the largest number of bytes alive at a time."""
+    """Measures `peak`, the largest number of bytes alive at a time within its `with` block."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        """`tensors` are there already; others are counted when an operation first touches them."""
+        """Count `tensors` from the start; others are counted when an operation first touches them."""
         super().__init__()
         self.alive = self.peak = 0
         self._held: dict[int, int] = {}

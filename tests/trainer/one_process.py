@@ -1,7 +1,6 @@
-"""A step of any policy loss in one process: transformers' models in float64, and autograd.
+"""Computes a step of any policy loss in one process, with transformers' models in float64 and autograd.
 
-Three policies differ, so that ratios are clipped and weights are cut: the one that sampled, the one that is trained by
-now, and the reference.
+The sampling policy, the trained policy and the reference differ, so that ratios are clipped and weights are bounded.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ LOSS_LENGTH = 13
 
 
 def _samples() -> list[Sample]:
-    """Episodes of many lengths, with masked stretches and an advantage for each token; one trains nothing."""
+    """Episodes of different lengths with masked stretches and an advantage per token; one has no trained token."""
     random = np.random.default_rng(5)
     samples = []
     for number, length in enumerate(random.integers(6, 21, size=11)):
@@ -42,7 +41,7 @@ SAMPLES = _samples()
 
 @dataclass(frozen=True)
 class Policies:
-    """Folders of three models."""
+    """Folders of the three models."""
 
     sampling: Path
     current: Path
@@ -73,7 +72,7 @@ class Expected:
 
 
 class OneProcess:
-    """Losses of all trained tokens at a time, as one row: `tests/algorithms` compares their formulas with the sources."""
+    """Computes losses of all trained tokens at once, as one row; `tests/algorithms` checks the formulas themselves."""
 
     def __init__(self, policies: Policies) -> None:
         self.model = _load(policies.current)
@@ -115,27 +114,27 @@ class OneProcess:
         )
 
     def _divergence(self, config: AlgorithmConfig) -> Tensor | None:
-        """[n] where the KL term compares distributions."""
+        """KL term [n] if it compares distributions, else None."""
         if not sums_over_vocabulary(config):
             return None
         forward = config.kl_estimator is KlEstimator.full_forward
         if config.kl_topk_tokens is None:
             return shares(self.log_p, self.log_r, forward).sum(-1)
-        # As the log-prob group saw them: its policy is the one that sampled.
+        # The log-prob group picks with the policy that sampled.
         picks = (self.log_r if forward else self.log_old).topk(config.kl_topk_tokens).indices
         picked = (picks == self.y[:, None]).any(-1)
-        assert 0 < picked.sum() < len(picked), "some of the sampled are picked, some are in the tail"
+        assert 0 < picked.sum() < len(picked), "sampled tokens must lie both among the picks and in the tail"
         sampled = Sampled(self.p, self.old, self.r, picked)
         return TopKKl(config)(self.log_p.gather(1, picks), self.log_r.gather(1, picks), sampled)
 
 
 def _load(path: Path) -> torch.nn.Module:
-    # Kernels that take all experts at once do not take float64.
+    # Fused kernels of experts do not support float64.
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
 
 
 def _distributions(model: torch.nn.Module) -> Tensor:
-    """Log-probs [n, vocabulary] in the place of each trained token; each episode by itself."""
+    """Log-probs [n, vocabulary] at each trained token, computed episode by episode."""
     pieces = []
     for one in SAMPLES:
         logits = model(torch.tensor(one.trajectory.tokens, dtype=torch.int64)[None]).logits[0]
@@ -145,5 +144,5 @@ def _distributions(model: torch.nn.Module) -> Tensor:
 
 
 def flat(tensors: dict[str, Tensor]) -> Tensor:
-    """All as one vector."""
+    """Concatenation of all tensors."""
     return torch.cat([tensor.flatten() for tensor in tensors.values()])

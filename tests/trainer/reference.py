@@ -1,4 +1,4 @@
-"""The independent reference: Hugging Face transformers and torch's AdamW in one process, float32."""
+"""Independent reference for training: Hugging Face transformers and torch's AdamW in one process, float32."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tiny_qwen3_moe(layers: int = 3, tied: bool = False, norm_topk: bool = True) 
 
 
 def tiny_llama3(layers: int = 3, tied: bool = False) -> PretrainedConfig:
-    """With the rotary scaling of Llama 3.1, of which a context of 100 shows all three ranges of frequencies."""
+    """A Llama with the rotary scaling of 3.1; a context of 100 covers all three of its frequency ranges."""
     rope = {
         "rope_type": "llama3",
         "rope_theta": 1234.0,
@@ -86,7 +86,7 @@ def _sizes(layers: int, tied: bool) -> dict[str, object]:
 
 
 def make_model(config: PretrainedConfig, folder: Path, seed: int = 0) -> Path:
-    """A random model whose biases and norms are random too, so that no wrong place goes unseen."""
+    """A random model; biases and norms are random too, so that a tensor in the wrong place shows."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -123,7 +123,7 @@ def make_batches(count: int, seed: int = 0) -> list[MicroBatch]:
 def packed(*batches: MicroBatch, also: Sequence[str] = (), cp: int = 1, tp: int = 1) -> MicroBatch:
     """The sequences of padded micro-batches in one row, padded at its end to a multiple of 4.
 
-    `also` names further fields [rows, width] that they have. With `cp` above 1, every sequence is padded to a multiple
+    `also` names further fields [rows, width] to pack. With `cp` above 1, every sequence is padded to a multiple
     of 2 cp, and the row to one of 2 cp tp.
     """
     pieces = [(batch, row) for batch in batches for row in range(len(batch.lengths))]
@@ -144,7 +144,7 @@ def load(path: Path) -> torch.nn.Module:
 
 
 def logprobs_and_entropy(model: torch.nn.Module, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
-    """[batch, seq] each, by log_softmax over the whole vocabulary; column 0 is 0."""
+    """Log-probs and entropies, [batch, seq] each, over the whole vocabulary; column 0 is 0."""
     inputs = torch.tensor(tokens)
     log_p = torch.log_softmax(model(inputs).logits[:, :-1] / TEMPERATURE, dim=-1)
     picked = log_p.gather(-1, inputs[:, 1:, None])[..., 0]
@@ -153,7 +153,7 @@ def logprobs_and_entropy(model: torch.nn.Module, tokens: np.ndarray) -> tuple[Te
 
 
 def adamw(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """An optimiser that decays matrices alone."""
+    """An AdamW that decays only matrices."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others: dict[str, Any] = {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0}
     betas, decay = (config.beta1, config.beta2), config.weight_decay
@@ -182,12 +182,12 @@ def train(
 
 
 def by_sequence(model: torch.nn.Module, batches: Sequence[MicroBatch]) -> list[tuple[Tensor, int]]:
-    """(sum of losses, trained tokens) of each sequence that has any, of padded rows."""
+    """(sum of losses, trained tokens) of each sequence with trained tokens, from padded rows."""
     return [(loss_of(model, row), row.trained_tokens) for row in rows_of(batches) if row.trained_tokens]
 
 
 def rows_of(batches: Iterable[MicroBatch]) -> list[MicroBatch]:
-    """Each padded row by itself."""
+    """One micro-batch per padded row."""
     arrays = ("tokens", "lengths", "loss_mask", "advantages", "old_logprobs", "ref_logprobs")
     return [
         replace(batch, **{name: getattr(batch, name)[row : row + 1] for name in arrays})
@@ -197,7 +197,7 @@ def rows_of(batches: Iterable[MicroBatch]) -> list[MicroBatch]:
 
 
 def aggregated(aggregation: str, parts: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """The losses of a mini-batch, `by_sequence`, as one number."""
+    """Loss of a mini-batch from the results of `by_sequence`."""
     if aggregation == "seq-mean-token-mean":
         return torch.stack([loss / tokens for loss, tokens in parts]).mean()
     divisors = {
@@ -209,7 +209,7 @@ def aggregated(aggregation: str, parts: Sequence[tuple[Tensor, int]]) -> Tensor:
 
 
 def loss_of(model: torch.nn.Module, batch: MicroBatch, loss: LossFunction = LOSS) -> Tensor:
-    """Summed over trained tokens, of padded rows: each is a sequence."""
+    """Sum of losses over trained tokens of padded rows, one sequence each."""
     logprobs, entropy = logprobs_and_entropy(model, batch.tokens)
     assert batch.old_logprobs is not None
     inputs = LossInputs(
@@ -224,12 +224,12 @@ def loss_of(model: torch.nn.Module, batch: MicroBatch, loss: LossFunction = LOSS
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The names of a checkpoint: a tied matrix appears once, and every expert by itself."""
+    """Tensors by their names in a checkpoint: a tied matrix appears once, each expert separately."""
     return by_checkpoint_names((name, parameter.detach()) for name, parameter in model.named_parameters())
 
 
 def by_checkpoint_names(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Parameters of transformers' model, or what is shaped like them, with experts taken apart."""
+    """Parameters of a transformers model, or tensors of their shapes, with stacked experts split."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in parameters:
         experts, _, kind = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Tokens that are not trained contribute nothing, and any cut of the others gives the same step."""
+"""Tests of gradient accumulation: masked tokens, and splits of a step into micro-batches and calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLOATS = ("advantages", "old_logprobs", "ref_logprobs")
 
 
 def _poisoned(batch: MicroBatch) -> MicroBatch:
-    """Other values wherever nothing is trained: in every per-token array, and as tokens of the padding."""
+    """A copy with NaN in every per-token array where nothing is trained, and with other tokens in the padding."""
     held = batch.lengths.sum() if batch.packed else batch.lengths[:, None]
     padding = np.arange(batch.tokens.shape[1])[None] >= held
     floats = {name: np.where(batch.loss_mask, getattr(batch, name), np.float32(np.nan)) for name in FLOATS}
@@ -64,7 +64,7 @@ def _variants(group: Group, model: Path) -> dict[str, dict[str, torch.Tensor]]:
     return results
 
 
-def test_masked_tokens_give_nothing_and_cuts_do_not_matter(tmp_path: Path) -> None:
+def test_masked_tokens_get_no_gradient_and_micro_batch_splits_change_nothing(tmp_path: Path) -> None:
     model = reference.make_model(reference.tiny_config(layers=2), tmp_path / "model")
     (results,) = on_ranks(_variants, 1, model)
     plain = results.pop("plain")
@@ -78,7 +78,7 @@ def test_masked_tokens_give_nothing_and_cuts_do_not_matter(tmp_path: Path) -> No
 
 
 def _gradient_norm(model: Path) -> float:
-    """The norm of all micro-batches as one batch, in transformers."""
+    """Gradient norm of all micro-batches as one batch, by transformers."""
     module, batches = reference.load(model), reference.make_batches(4, seed=3)
     total = torch.stack([reference.loss_of(module, batch) for batch in batches]).sum()
     (total / sum(batch.trained_tokens for batch in batches)).backward()

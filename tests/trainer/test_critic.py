@@ -1,4 +1,4 @@
-"""The critic on each parallel layout equals transformers' token classification in one process."""
+"""Tests of the critic on parallel layouts against transformers' token classification in one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
 from rlsys.algorithms.losses import ValueLoss
-from rlsys.config.schema import Dtype, OptimizerConfig, ParallelConfig
+from rlsys.config.schema import OptimizerConfig, ParallelConfig
 from rlsys.trainer.actor import Critic
 from rlsys.trainer.batches import MicroBatch, collate
 from tests.support.megatron_processes import Group, on_ranks
@@ -26,7 +26,7 @@ OPTIMIZER = OptimizerConfig(lr=2e-3, weight_decay=0.1, eps=1e-2, clip_grad=4.0)
 CLIP, STEPS, PER_STEP = 0.3, 2, 4
 
 
-ALONE = Layout()
+ONE_RANK = Layout()
 LAYOUTS = [
     pytest.param(Layout(tp=2, sequence_parallel=True, tied=False), id="tp2-sp"),
     pytest.param(Layout(pp=2, pp_layers=(2, 1)), id="pp2-tied", marks=pytest.mark.slow),
@@ -36,7 +36,7 @@ LAYOUTS = [
 
 
 def _classifier(policy: Path, out: Path, labels: int = 1) -> Path:
-    """The policy's transformer with a random head and a bias."""
+    """A classifier of the policy's transformer with a random head and bias."""
     model = AutoModelForTokenClassification.from_pretrained(policy, num_labels=labels, dtype=torch.float32)
     torch.manual_seed(11)
     with torch.no_grad():
@@ -58,18 +58,18 @@ def _steps() -> list[list[MicroBatch]]:
     return steps
 
 
-def _packed(*batches: MicroBatch, layout: Layout = ALONE) -> MicroBatch:
+def _packed(*batches: MicroBatch, layout: Layout = ONE_RANK) -> MicroBatch:
     return reference.packed(*batches, also=("values", "returns"), cp=layout.cp, tp=layout.tp)
 
 
-def _critic(group: Group, model: Path, parallel: ParallelConfig | None = None, dtype: Dtype = Dtype.float32) -> Critic:
-    config, loss = local_model(model, dtype), ValueLoss(CLIP)
+def _critic(group: Group, model: Path, parallel: ParallelConfig | None = None) -> Critic:
+    config, loss = local_model(model), ValueLoss(CLIP)
     return Critic(group.meet(), config, parallel or ParallelConfig(), OPTIMIZER, loss, STEPS, seed=1)
 
 
-def _train(critic: Critic, step: int, layout: Layout = ALONE) -> list[Any]:
+def _train(critic: Critic, step: int, layout: Layout = ONE_RANK) -> list[Any]:
     mine = _steps()[step][critic.place.dp :: critic.place.dp_size]
-    # One that trains nothing, and one that is packed.
+    # Add a micro-batch without trained tokens.
     filler = layout.filler or collate([], pad_id=0, multiple_of=4, packed=bool(step % 2))
     rows = [_packed(batch, layout=layout) for batch in mine]
     first = rows[:1] if layout.cp > 1 else mine[:1]
@@ -78,7 +78,7 @@ def _train(critic: Critic, step: int, layout: Layout = ALONE) -> list[Any]:
 
 
 def _probe(layout: Layout) -> list[MicroBatch]:
-    """The first step's, one of them and two in one row, and one without a target."""
+    """A micro-batch of the first step, two more in one row, and one without trained tokens."""
     first, *others = _steps()[0][:3]
     if layout.cp > 1:
         first = _packed(first, layout=layout)
@@ -93,21 +93,21 @@ def _in_group(group: Group, layout: Layout, model: Path, checkpoint: Path) -> di
     critic.finish_save()
     results["steps"].append(_train(critic, 1, layout))
     results["after"] = critic.compute(_probe(layout))
-    # Cut otherwise: all in one stage, one copy a rank.
+    # Resume under another layout: one stage, one copy per rank.
     critic = _critic(group, model)
     critic.load(checkpoint)
     _train(critic, 1)
-    return results | {"after, cut otherwise": critic.compute(_probe(ALONE))}
+    return results | {"after, other layout": critic.compute(_probe(ONE_RANK))}
 
 
 def _values(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
-    """[rows, width] by transformers, of padded rows; each from the state before its token."""
+    """Values [rows, width] of padded rows by transformers, each from the state before its token."""
     scores = model.eval()(torch.tensor(batch.tokens)).logits[..., 0]
     return torch.nn.functional.pad(scores[:, :-1], (1, 0))
 
 
 def _reference_steps(model: torch.nn.Module) -> list[float]:
-    """Train on each step's micro-batches as one batch; gradient norms before clipping."""
+    """Train on each step's micro-batches as one batch; returns the gradient norms before clipping."""
     optimizer = reference.adamw(model, OPTIMIZER)
     norms = []
     for batches in _steps():
@@ -126,7 +126,7 @@ def _reference_steps(model: torch.nn.Module) -> list[float]:
 
 
 def _assert_values(found: list[np.ndarray], model: torch.nn.Module, tolerance: float, layout: Layout) -> np.ndarray:
-    """Compare what `_in_group` computed for its probe; returns the values."""
+    """Compare the results of `_in_group` for its probe with `model`; returns the expected values."""
     with torch.no_grad():
         expected = [_values(model, batch).numpy()[batch.loss_mask] for batch in _steps()[0][:3]]
     numbers = expected[0], np.concatenate(expected[1:]), np.zeros(0, np.float32)
@@ -138,7 +138,7 @@ def _assert_values(found: list[np.ndarray], model: torch.nn.Module, tolerance: f
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_values_and_training_equal_transformers(layout: Layout, tmp_path: Path) -> None:
+def test_critic_values_and_training_equal_transformers(layout: Layout, tmp_path: Path) -> None:
     policy = reference.make_model(reference.tiny_config(tied=layout.tied), tmp_path / "policy")
     model = _classifier(policy, tmp_path / "model")
     world = layout.processes
@@ -152,7 +152,7 @@ def test_values_and_training_equal_transformers(layout: Layout, tmp_path: Path) 
         after = _assert_values(results[rank]["after"], trained, 1e-4, layout)
     assert np.abs(after - before).max() > 0.05
     for found in results:
-        _assert_values(found["after, cut otherwise"], trained, 1e-4, ALONE)
+        _assert_values(found["after, other layout"], trained, 1e-4, ONE_RANK)
     for rank in set(range(world)) - set(layout.reporting):
         assert results[rank]["before"] is None
         assert not any(stats for step in results[rank]["steps"] for stats in step[0])
@@ -163,38 +163,19 @@ def test_values_and_training_equal_transformers(layout: Layout, tmp_path: Path) 
         assert tokens == sum(batch.trained_tokens for batch in _steps()[step])
 
 
-def _alone(group: Group, policy: Path, model: Path, out: Path) -> None:
+def _new_critic(group: Group, policy: Path, two_labels: Path) -> None:
     critic = _critic(group, policy)
     critic.load_hf(policy)
-    padded = _steps()[0]
-    found = critic.compute(padded)
+    batches = _steps()[0]
+    found = critic.compute(batches)
     assert found is not None
-    assert not any(values.any() for values in found), "a fresh head knows nothing"
-    gradients = []
-    for batches in (padded, [_packed(*padded)], [_packed(*padded[2:]), _packed(*padded[:2])]):
-        critic.load_hf(model)
-        critic.accumulate(batches)
-        # Gradients are one flat buffer; what apply returns is their norm, which would hide a wrong place.
-        gradients.append(critic._wrapped.buffers[0].grad_data.clone())
-        critic._wrapped.zero_grad_buffer()
-    # Sums over tokens in another order: rounding is of the largest, not of each.
-    rounding = 1e-5 * float(gradients[0].abs().max())
-    for other in gradients[1:]:
-        torch.testing.assert_close(other, gradients[0], rtol=1e-5, atol=rounding)
+    assert not any(values.any() for values in found)
     with pytest.raises(ValueError, match="returns"):
-        critic.accumulate([replace(padded[0], returns=None)])
-    with refused("mismatch", out / "two_labels"):
-        critic.load_hf(out / "two_labels")
-    critic.load_hf(model)
-    (exact,) = critic.compute(padded[:1]) or ()
-    critic = _critic(group, policy, dtype=Dtype.bfloat16)
-    critic.load_hf(model)
-    (rough,) = critic.compute(padded[:1]) or ()
-    assert rough.dtype == np.float32
-    np.testing.assert_allclose(rough, exact, atol=0.2)
+        critic.accumulate([replace(batches[0], returns=None)])
+    with refused("mismatch", two_labels):
+        critic.load_hf(two_labels)
 
 
-def test_packing_does_not_matter_and_a_fresh_critic_knows_nothing(tmp_path: Path) -> None:
+def test_new_critic_predicts_zero_and_refuses_missing_returns_and_two_labels(tmp_path: Path) -> None:
     policy = reference.make_model(reference.tiny_config(layers=2, tied=False), tmp_path / "policy")
-    _classifier(policy, tmp_path / "two_labels", labels=2)
-    on_ranks(_alone, 1, policy, _classifier(policy, tmp_path / "model"), tmp_path)
+    on_ranks(_new_critic, 1, policy, _classifier(policy, tmp_path / "two_labels", labels=2))

@@ -1,4 +1,4 @@
-"""Weights on their way from the actor to the log-prob worker, where the memory between them is tight."""
+"""Tests of the weight export: the smallest buckets, reused memory, and pipeline stages that send their own parts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _in_process(group: Group, model: Path, other: Path) -> None:
     probe = reference.make_batches(2, seed=3)
     worker = LogProbWorker(group.meet(), local_model(model), ParallelConfig(), 0.7, seed=1)
     worker.begin_update()
-    # Query, key and value come apart, and all buckets lie in the same memory one after the other.
+    # Query, key and value arrive in separate buckets, and all buckets use the same memory in turn.
     memory = np.empty(smallest, dtype=np.uint8)
     tensors = reference.named_tensors(reference.load(other))
     single = list(pack(tensors.items(), bucket_bytes=1))
@@ -52,24 +52,20 @@ def _in_process(group: Group, model: Path, other: Path) -> None:
         np.testing.assert_allclose(logprobs.policy[batch.loss_mask], expected[batch.loss_mask], rtol=2e-5, atol=2e-5)
 
 
-def test_buckets_are_as_small_as_the_model_allows_and_may_lie_in_one_memory(tmp_path: Path) -> None:
+def test_bucket_of_the_largest_tensor_suffices_and_its_memory_can_be_reused(tmp_path: Path) -> None:
     model = reference.make_model(reference.tiny_config(), tmp_path / "model")
     other = reference.make_model(reference.tiny_config(), tmp_path / "other", seed=5)
     on_ranks(_in_process, 1, model, other)
 
 
 def _every_stage_sends(group: Group, models: list[Path], folder: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_module, "open_sender", ends.sender_of)
-        _send_all(group, models, folder)
-
-
-def _send_all(group: Group, models: list[Path], folder: Path) -> None:
+    # The process ends after this call, so the patch is never undone.
+    pytest.MonkeyPatch().setattr(export_module, "open_sender", ends.sender_of)
     actor, rank = make_actor(group, models[0], ParallelConfig(pp=2, pp_layers=[2, 1])), group.rank
     spec = ends.spec(SyncMode.ipc, 1, folder, bucket_bytes=50_000)
     receiver = ends.receiver_of(replace(spec, rank=1))
     speed = actor.open_export(spec)
-    assert (speed is not None) == (rank == 0), "one measures, though the first of each stage sends"
+    assert (speed is not None) == (rank == 0), "only rank 0 measures, though the first rank of each stage sends"
     taken = 0
     for model in models:
         actor.load_hf(model)
@@ -77,7 +73,7 @@ def _send_all(group: Group, models: list[Path], folder: Path) -> None:
         found, checksums = {}, {}
         pids = set()
         while True:
-            # As a driver does it: the next is asked for before the last is read.
+            # Like the driver, ask for the next before the last is read.
             handle = actor.next_handle(taken)
             done = [handle is None]
             dist.broadcast_object_list(done, src=0)
@@ -96,10 +92,10 @@ def _send_all(group: Group, models: list[Path], folder: Path) -> None:
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], expected[name]) for name in expected)
             assert whole == digest(checksums)
-            assert len(pids) == 2, "each stage hands out its own"
+            assert len(pids) == 2, "each stage sends its own tensors"
 
 
-def test_each_stage_hands_its_part_out_where_it_lies(tmp_path: Path) -> None:
+def test_each_pipeline_stage_sends_its_own_tensors(tmp_path: Path) -> None:
     shape = reference.tiny_config(tied=False)
     models = [reference.make_model(shape, tmp_path / str(seed), seed=seed) for seed in (1, 2)]
     on_ranks(_every_stage_sends, 2, models, tmp_path)

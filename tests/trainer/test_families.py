@@ -1,4 +1,4 @@
-"""The Megatron model of every family says what transformers' does, and comes back from it bit for bit."""
+"""Tests of the Megatron model of every family: logits against transformers, export bit for bit, expert routing."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "qwen3": reference.tiny_qwen3(),
     "qwen3, tied": reference.tiny_qwen3(tied=True),
     "qwen3_moe": reference.tiny_qwen3_moe(),
-    "qwen3_moe, shares as they are": reference.tiny_qwen3_moe(norm_topk=False),
+    "qwen3_moe, weights not normalised": reference.tiny_qwen3_moe(norm_topk=False),
 }
 
 
 def _batch() -> MicroBatch:
-    """Two rows as long as the longest positions asked for, every token but the first a target."""
+    """Two rows of `WIDTH` tokens, of which all but the first are targets."""
     tokens = np.random.default_rng(5).integers(0, reference.VOCAB, size=(2, WIDTH))
     mask = np.arange(WIDTH)[None, :].repeat(2, axis=0) > 0
     lengths = np.full(2, WIDTH)
     return MicroBatch(tokens, lengths, mask, np.zeros(tokens.shape, np.float32))
 
 
-def _on_the_way_through(group: Group, folder: Path, names: Sequence[str]) -> dict[str, Any]:
+def _logits_and_export(group: Group, folder: Path, names: Sequence[str]) -> dict[str, Any]:
     results = {}
     place = mesh.start(group.meet(), ParallelConfig(), seed=1)
     for name in names:
@@ -66,7 +66,7 @@ def _on_the_way_through(group: Group, folder: Path, names: Sequence[str]) -> dic
 def test_logits_of_every_family_equal_transformers(tmp_path: Path) -> None:
     for name, config in FAMILIES.items():
         reference.make_model(config, tmp_path / name)
-    (found,) = on_ranks(_on_the_way_through, 1, tmp_path, list(FAMILIES))
+    (found,) = on_ranks(_logits_and_export, 1, tmp_path, list(FAMILIES))
     for name, (logits, exported) in found.items():
         expected = _expected(tmp_path / name)
         torch.testing.assert_close(logits[:, : reference.VOCAB], expected, rtol=2e-5, atol=5e-5, msg=name)
@@ -77,7 +77,7 @@ def test_logits_of_every_family_equal_transformers(tmp_path: Path) -> None:
 
 
 def _expected(path: Path) -> Tensor:
-    """In the order of the targets: row by row, of the position before each."""
+    """Logits by transformers at the position before each target, row by row."""
     with torch.no_grad():
         return reference.load(path)(torch.tensor(_batch().tokens)).logits[:, :-1].flatten(0, 1)
 
@@ -89,22 +89,21 @@ def _load_tied_with_another_output_layer(group: Group, path: Path) -> None:
         load_hf(model, path)
 
 
-def test_a_trained_output_layer_is_not_left_out_because_a_config_says_tied(tmp_path: Path) -> None:
+def test_separate_output_layer_is_refused_where_the_config_says_tied(tmp_path: Path) -> None:
     path = reference.make_model(reference.tiny_config(tied=False), tmp_path / "model")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     on_ranks(_load_tied_with_another_output_layer, 1, path)
 
 
-@pytest.mark.parametrize("norm_topk", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tokens_are_routed_as_transformers_routes_them(dtype: torch.dtype, norm_topk: bool) -> None:
+@pytest.mark.parametrize(("dtype", "norm_topk"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_expert_router_equals_transformers(dtype: torch.dtype, norm_topk: bool) -> None:
     config = Qwen3MoeConfig(hidden_size=32, num_experts=8, num_experts_per_tok=3, norm_topk_prob=norm_topk)
     torch.manual_seed(0)
     theirs = Qwen3MoeTopKRouter(config).to(dtype)
     torch.nn.init.normal_(theirs.weight)
     hidden = torch.randn(7, 2, 32, dtype=dtype)
-    nobody = SimpleNamespace(tp=None, cp=None, tp_cp=None, tp_dp_cp=None)
+    no_groups = SimpleNamespace(tp=None, cp=None, tp_cp=None, tp_dp_cp=None)
     ours = ExpertRouter(
         SimpleNamespace(
             num_moe_experts=8,
@@ -117,7 +116,7 @@ def test_tokens_are_routed_as_transformers_routes_them(dtype: torch.dtype, norm_
             moe_router_topk=3,
             moe_router_pre_softmax=not norm_topk,
         ),
-        nobody,
+        no_groups,
     )
     ours.weight.data.copy_(theirs.weight)
     weights, chosen = ours(hidden)

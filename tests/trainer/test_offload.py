@@ -1,4 +1,4 @@
-"""Memory that was away is back bit for bit, and really was away."""
+"""Tests of offloading: memory is released, comes back bit for bit, and is refused to callers in between."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ def raw(tensor: Tensor) -> bytes:
     return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-def test_bytes_come_back_and_views_stay_views(tmp_path: Path) -> None:
-    # Random bytes hold NaNs of every kind, which a copy by value could change.
+def test_offloaded_bytes_come_back_and_views_stay_views(tmp_path: Path) -> None:
+    # Random bytes include all kinds of NaN, which a copy by value could change.
     flat = torch.randint(0, 256, (MIB,), dtype=torch.uint8).view(torch.bfloat16)
     front, back = flat[:1000].view(10, 100), flat[1000:200_000]
-    seen = flat.view(torch.uint8).numpy()  # torch does not resize a storage after this
+    pages = flat.view(torch.uint8).numpy()  # torch does not resize a storage after this
     alone, zeros = torch.randn(3333, 3), torch.zeros(5000)
     before = raw(flat), raw(alone)
-    memory = Offload("It", lambda: (front, alone, flat, back), lambda: (zeros[10:], zeros, back))
+    memory = Offload("The test", lambda: (front, alone, flat, back), lambda: (zeros[10:], zeros, back))
 
     assert memory.restore().bytes == 0
     away = memory.offload(tmp_path / "made")
-    assert memory.offload(tmp_path).bytes == 0, "it is away already"
+    assert memory.offload(tmp_path).bytes == 0, "it is offloaded already"
     sizes = [tensor.untyped_storage().nbytes() for tensor in (flat, alone, zeros)]
     assert sum(sizes) - 2 * 4096 * len(sizes) <= away.bytes <= sum(sizes)
-    assert list((tmp_path / "made").iterdir()) == [], "the file has no name that could outlive the process"
-    assert int((seen != 0).sum()) < 2 * 4096, "but for the ends, the pages are gone"
+    assert list((tmp_path / "made").iterdir()) == [], "the file must be unlinked"
+    assert int((pages != 0).sum()) < 2 * 4096, "all pages but the ends are released"
     for tensor in (flat, alone, zeros):
-        tensor.fill_(1)  # is lost
+        tensor.fill_(1)  # must be overwritten
     there = memory.restore()
     assert there.bytes == away.bytes
-    assert memory.restore().bytes == 0, "it is there already"
+    assert memory.restore().bytes == 0, "it is restored already"
     assert (raw(flat), raw(alone)) == before
     assert not zeros.any()
     front.fill_(7)
@@ -76,10 +76,10 @@ def _files_of_at_most(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_without_room_nothing_is_released(tmp_path: Path) -> None:
+def test_full_disk_releases_nothing(tmp_path: Path) -> None:
     tensors = [torch.randn(MIB // 4) for _ in range(3)]
     before = [raw(tensor) for tensor in tensors]
-    memory = Offload("The tester", lambda: tensors)
+    memory = Offload("The test", lambda: tensors)
     with _files_of_at_most(2 * MIB), pytest.raises(RunError, match=f"{tmp_path}"):
         memory.offload(tmp_path)
     assert memory.away is None
@@ -89,18 +89,18 @@ def test_without_room_nothing_is_released(tmp_path: Path) -> None:
     assert [raw(tensor) for tensor in tensors] == before
 
 
-def test_a_restore_that_fails_can_be_repeated(tmp_path: Path) -> None:
+def test_failed_restore_can_be_repeated(tmp_path: Path) -> None:
     tensor, zeros = torch.randn(MIB), torch.zeros(10)
     before = raw(tensor)
-    memory = Offload("The tester", lambda: [tensor], lambda: [zeros])
+    memory = Offload("The test", lambda: [tensor], lambda: [zeros])
     memory.offload(tmp_path)
     open_files = {Path(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd")}
     (file,) = [file for file in open_files if file.is_symlink() and str(tmp_path) in os.readlink(file)]
     content = file.read_bytes()
     os.truncate(file, MIB)
-    with pytest.raises(RunError, match="The tester"):
+    with pytest.raises(RunError, match="The test"):
         memory.restore()
-    assert int((tensor != 0).sum()) < 4096, "what had come back is gone again"
+    assert int((tensor != 0).sum()) < 4096, "the part that was restored is released again"
     assert memory.away is not None
     file.write_bytes(content)
     memory.restore()
@@ -110,10 +110,10 @@ def test_a_restore_that_fails_can_be_repeated(tmp_path: Path) -> None:
 
 @settings(max_examples=25)
 @given(st.lists(st.integers(1, 40), max_size=8), st.integers(1, 50), st.integers(0, 2**32 - 1))
-def test_storages_are_resized_and_kept_in_blocks_of_any_size(sizes: list[int], block: int, seed: int) -> None:
+def test_storages_are_kept_in_host_blocks_of_any_size(sizes: list[int], block: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     host = HostBlocks(block)
-    for _ in range(2):  # the second time in the blocks of the first
+    for _ in range(2):  # the second time reuses the blocks
         values = [random.integers(0, 256, size, dtype=np.uint8) for size in sizes]
         tensors = [torch.tensor(value) for value in values]
         views, zeros = [tensor[1:] for tensor in tensors], torch.zeros(7)
@@ -132,36 +132,36 @@ def test_storages_are_resized_and_kept_in_blocks_of_any_size(sizes: list[int], b
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_gets_its_memory_back(tmp_path: Path) -> None:
+def test_offloading_frees_gpu_memory(tmp_path: Path) -> None:
     kept, zeros = torch.randn(40 * MIB, device="cuda"), torch.zeros(10 * MIB, device="cuda")
     step = torch.ones(())
     expected, used = kept.cpu(), torch.cuda.memory_reserved()
-    memory = Offload("It", lambda: (kept[5:], step), lambda: [zeros])
+    memory = Offload("The test", lambda: (kept[5:], step), lambda: [zeros])
     for _ in range(2):
         memory.offload(tmp_path)
         assert used - torch.cuda.memory_reserved() >= 200 * MIB
-        assert step.item() == 1.0, "what lies in host memory stays there"
+        assert step.item() == 1.0, "a tensor in host memory stays there"
         memory.restore()
         assert torch.equal(kept.cpu(), expected)
         assert not zeros.any()
 
 
 def _train(actor: Actor, step: int) -> dict[str, Tensor]:
-    """The weights after one step, and the gradient's norm."""
+    """Weights and gradient norm after one step."""
     actor.accumulate(STEPS[step][actor.place.dp :: actor.place.dp_size])
     norm = actor.apply().grad_norm
     return {**weights_of(actor), "norm": torch.tensor(norm)}
 
 
-def _away_and_back(actor: Actor) -> None:
+def _offload_and_restore(actor: Actor) -> None:
     away, there = actor.offload(), actor.restore()
     assert away.bytes == there.bytes > 0
 
 
-def _switching(
+def _trained_with_and_without_offloading(
     group: Group, model: Path, out: Path, parallel: ParallelConfig, distributed: bool, dtype: Dtype
 ) -> tuple[list[Any], list[Any]]:
-    """Weights step by step of a run that does not switch, and the same of those that do."""
+    """Weights after each step without offloading, and with it."""
     optimizer = replace(OPTIMIZER, distributed=distributed)
     new = partial(make_actor, group, model, parallel, optimizer, dtype=dtype, scratch=out / "scratch")
     actor = new()
@@ -169,22 +169,22 @@ def _switching(
     plain = [_train(actor, step) for step in range(3)]
 
     actor = new()
-    _away_and_back(actor)  # as after the build, before there is any state of Adam
+    _offload_and_restore(actor)  # before Adam has any state
     actor.load_hf(model)
-    switched = [_train(actor, 0)]
-    _away_and_back(actor)
-    switched.append(_train(actor, 1))
-    _away_and_back(actor)
-    _away_and_back(actor)
+    offloaded = [_train(actor, 0)]
+    _offload_and_restore(actor)
+    offloaded.append(_train(actor, 1))
+    _offload_and_restore(actor)
+    _offload_and_restore(actor)
     exported = {**weights_of(actor), "norm": plain[1]["norm"]}
     actor.begin_save(out / "checkpoint")
     actor.finish_save()
-    switched.append(_train(actor, 2))
+    offloaded.append(_train(actor, 2))
 
     actor = new()
     actor.load(out / "checkpoint")
-    _away_and_back(actor)
-    return [*plain, plain[1], plain[2]], [*switched, exported, _train(actor, 2)]
+    _offload_and_restore(actor)
+    return [*plain, plain[1], plain[2]], [*offloaded, exported, _train(actor, 2)]
 
 
 @pytest.mark.parametrize(
@@ -195,11 +195,13 @@ def _switching(
         pytest.param(2, ParallelConfig(tp=2), False, Dtype.bfloat16, id="not distributed", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_switches_equals_one_that_does_not(
+def test_run_that_offloads_equals_one_that_does_not(
     processes: int, parallel: ParallelConfig, distributed: bool, dtype: Dtype, tmp_path: Path
 ) -> None:
     model = reference.make_model(reference.tiny_config(), tmp_path / "model")
-    wanted, got = on_ranks(_switching, processes, model, tmp_path, parallel, distributed, dtype)[0]
+    wanted, got = on_ranks(
+        _trained_with_and_without_offloading, processes, model, tmp_path, parallel, distributed, dtype
+    )[0]
     for number, (one, other) in enumerate(zip(wanted, got, strict=True)):
         assert one.keys() == other.keys()
         for name, tensor in one.items():
@@ -242,7 +244,7 @@ def _refusals(group: Group, model: Path, out: Path) -> None:
     assert first is not None
     away = worker.offload()
     weights = sum(tensor.nbytes for tensor in reference.named_tensors(reference.load(model)).values())
-    assert weights < away.bytes <= 2.2 * weights, "policy and reference, all but the ends of their tensors"
+    assert weights < away.bytes <= 2.2 * weights, "policy and reference but for the ends of their tensors"
     _refused(lambda: worker.compute(STEPS[1]), worker.begin_update, lambda: worker.take_bucket(buckets[0]))
     worker.restore()
     worker.begin_update()
@@ -258,6 +260,6 @@ def _refusals(group: Group, model: Path, out: Path) -> None:
     assert (after[0].reference == first[0].reference).all()
 
 
-def test_nothing_works_while_the_memory_is_away(tmp_path: Path) -> None:
+def test_calls_are_refused_while_memory_is_offloaded(tmp_path: Path) -> None:
     model = reference.make_model(reference.tiny_config(), tmp_path / "model")
     on_ranks(_refusals, 1, model, tmp_path)

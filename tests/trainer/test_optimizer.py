@@ -1,4 +1,4 @@
-"""Sums and gathers that travel beside computation change nothing; the learning rate is the one that was asked for."""
+"""Tests of the optimiser: overlapped communication changes nothing, and the learning rate follows its schedule."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import torch
 from rlsys.config.schema import LrDecay, OptimizerConfig
 from rlsys.trainer import optimizer as adam
 from tests.support.megatron_processes import Group, on_ranks
-from tests.support.refusals import refused
 from tests.trainer import reference
 from tests.trainer.harness import Layout, make_actor, weights_of
 
 SMALL_BUCKET = 4000
 """Numbers in a bucket, so that a small model has several."""
 STEPS = 2
-# Adam without a memory and large epsilon: a step is the gradient, nearly.
+# Without momentum and with a large epsilon, an Adam step is nearly the gradient.
 PLAIN = OptimizerConfig(lr=0.3, beta1=0.0, beta2=0.0, eps=1.0, clip_grad=1e9, weight_decay=0.0)
 WAYS = {
     "plain": replace(PLAIN, distributed=False),
@@ -31,20 +30,20 @@ WAYS = {
 
 
 def _trained(group: Group, layout: Layout, model: Path, way: OptimizerConfig, told: bool) -> dict[str, Any]:
-    """`STEPS` steps, each of several calls; with `told` the learner hears which is the last."""
+    """Results of `STEPS` steps of several calls each; with `told` the last call of a step is marked."""
     actor = make_actor(group, model, layout.parallel, way, recompute=layout.recompute)
     actor.load_hf(model)
     wrapped = actor._wrapped
     buckets = [*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups]
-    norms, under_way = [], []
+    norms, in_flight = [], []
     for step in range(STEPS):
         batches = reference.make_batches(4, seed=step)[actor.place.dp :: actor.place.dp_size]
         calls = [batches[:1], [], batches[1:]]
         for number, call in enumerate(calls, 1):
             actor.accumulate(call, last=told and number == len(calls))
-            under_way.append(sum(one.grad_reduce_handle is not None for one in buckets))
+            in_flight.append(sum(one.grad_reduce_handle is not None for one in buckets))
         norms.append(actor.apply().grad_norm)
-    return {"norms": norms, "under_way": under_way, "weights": weights_of(actor), "buckets": len(buckets)}
+    return {"norms": norms, "in_flight": in_flight, "weights": weights_of(actor), "buckets": len(buckets)}
 
 
 def _in_group(group: Group, layout: Layout, model: Path) -> dict[str, Any]:
@@ -64,7 +63,7 @@ def _in_group(group: Group, layout: Layout, model: Path) -> dict[str, Any]:
         pytest.param(Layout(dp=2, tp=2, sequence_parallel=True), id="dp2-tp2-sp", marks=pytest.mark.slow),
     ],
 )
-def test_overlapped_steps_are_those_without(layout: Layout, tmp_path: Path) -> None:
+def test_overlapped_communication_changes_no_step(layout: Layout, tmp_path: Path) -> None:
     make = reference.tiny_qwen3_moe if layout.ep > 1 else reference.tiny_config
     model = reference.make_model(make(layers=2, tied=layout.tied), tmp_path / "model")
     ranks = on_ranks(_in_group, layout.processes, layout, model)
@@ -75,19 +74,12 @@ def test_overlapped_steps_are_those_without(layout: Layout, tmp_path: Path) -> N
         assert found["norms"] == pytest.approx(plain["norms"], rel=1e-5), way
         for key, tensor in plain["weights"].items():
             torch.testing.assert_close(found["weights"][key], tensor, rtol=1e-5, atol=1e-6, msg=f"{way} {key}")
-    # Sums are under way at the end of a step's last call, from the second step on: Megatron learns from the first.
+    # Sums are in flight after a step's last call, from the second step on: Megatron learns the order in the first.
     for way, found in [item for rank in ranks for item in rank.items()]:
         overlaps = way not in ("plain", "never-told")
-        assert found["under_way"] == [0] * 5 + [found["buckets"] if overlaps else 0], way
-    # Megatron does not cut the gradients of stages behind the first.
+        assert found["in_flight"] == [0] * 5 + [found["buckets"] if overlaps else 0], way
+    # Megatron puts the gradients of each later stage in one bucket.
     assert ranks[0]["sums"]["buckets"] > 1
-
-
-@pytest.mark.parametrize("lacks", [{"overlap_grad_reduce": True, "distributed": False}, {"overlap_grad_reduce": False}])
-def test_gathering_beside_computation_needs_what_it_gathers_by(lacks: dict[str, bool]) -> None:
-    nothing: Any = None
-    with refused("conflict", "overlap_param_gather"):
-        adam.wrap(nothing, replace(PLAIN, overlap_param_gather=True, **lacks))
 
 
 @pytest.mark.parametrize(
@@ -99,9 +91,8 @@ def test_gathering_beside_computation_needs_what_it_gathers_by(lacks: dict[str, 
         (LrDecay.cosine, 1 / 3, [0.5, 1.0, 1.0, 0.882843, 0.6, 0.317157, 0.2]),
     ],
 )
-def test_a_rate_warms_up_and_decays_to_its_lowest(
+def test_learning_rate_warms_up_and_decays_to_its_minimum(
     decay: LrDecay, warmup_fraction: float, expected: list[float]
 ) -> None:
-    """By hand, for six steps and one past their end."""
     config = OptimizerConfig(lr=1.0, min_lr=0.2, decay=decay, warmup_fraction=warmup_fraction)
     assert [adam.learning_rate(step, 6, config) for step in range(7)] == pytest.approx(expected, abs=1e-6)

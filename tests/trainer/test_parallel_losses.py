@@ -1,7 +1,6 @@
-"""Policy losses, aggregations and KL terms on each parallel layout equal one process: their value and their gradient.
+"""Tests of policy losses, aggregations and KL terms on parallel layouts against one process, in value and gradient.
 
-The way is that of a run: a log-prob group scores the samples and picks tokens, another group, cut otherwise, trains on
-them.
+As in a run, one group scores the samples and picks tokens, and another group with a different layout trains on them.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from tests.trainer import reference
 from tests.trainer.harness import digest_of, local_model, weights_of
 from tests.trainer.one_process import LOSS_LENGTH, SAMPLES, Expected, OneProcess, Policies, flat
 
-# Adam without a memory: a step is gradient / (|gradient| + 1), from which the gradient follows.
+# Without momentum a step is gradient / (|gradient| + 1), from which the gradient follows.
 OPTIMIZER = OptimizerConfig(lr=1.0, beta1=0.0, beta2=0.0, eps=1.0, clip_grad=1e9, weight_decay=0.0)
 CALLS = (slice(0, 6), slice(6, 10), slice(10, None))
-"""The samples of each call of `accumulate`; the last has too few for two ranks, one of which is filled up."""
+"""Samples of each call of `accumulate`; the last call has one sample for two ranks."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Two groups of so many processes."""
+    """Layouts of the two groups, which have the same number of processes."""
 
     trained: ParallelConfig
     scored: ParallelConfig
@@ -84,19 +83,19 @@ CASES = {
     "reverse-top-weighted": replace(DUAL, kl_estimator=REVERSE, kl_topk_tokens=12, **WEIGHTED),
     "forward-top-upstream": replace(DUAL, kl_estimator=FORWARD, kl_topk_tokens=12, kl_topk_tail=KlTail.upstream),
 }
-"""Each loss, each aggregation, and each way in which a KL term comes about."""
+"""Each loss, each aggregation and each kind of KL term."""
 
 
 class _Actor(Actor):
-    """Goes from objective to objective, and is spared being built for each."""
+    """An actor whose objective can be replaced, so that it is built once."""
 
     _held: ReferencePolicy | None = None
 
-    def minimise(self, aim: Objective) -> None:
-        """Take up another aim, with the reference that the first had where it asks for one."""
-        self._objective = aim
+    def replace_objective(self, objective: Objective) -> None:
+        """Train another objective, with the first one's reference if it needs one."""
+        self._objective = objective
         self._held = self._reference or self._held
-        self._reference = None if aim.reference is None else self._held
+        self._reference = None if objective.reference is None else self._held
 
 
 def _objective_of(algorithm: AlgorithmConfig) -> Objective:
@@ -114,14 +113,14 @@ def _in_group(group: Group, policies: Policies, run: Run) -> dict[str, Result]:
     actor = _Actor(group.meet(), model, run.trained, OPTIMIZER, whole_vocabulary, total_steps=len(CASES), seed=1)
     results = {}
     for name, config in CASES.items():
-        actor.minimise(_objective_of(config))
+        actor.replace_objective(_objective_of(config))
         actor.load_hf(policies.current)
         results[name] = _step(actor, run, scored[config.kl_estimator is FORWARD], config)
     return results
 
 
 def _scored(group: Group, policies: Policies, run: Run) -> dict[bool, list[Sample]]:
-    """The samples with log-probs of both policies, and with the picks of a KL term of either direction."""
+    """The samples by direction of the KL term (forward or not), with log-probs of both policies and picked tokens."""
     fixed = ReferencePlan(tau=1.0, update_period=1, reset_period=None)
     model = local_model(policies.reference)
     worker = LogProbWorker(group.meet(), model, run.scored, reference.TEMPERATURE, 1, fixed)
@@ -158,7 +157,7 @@ Worlds = Callable[[str], tuple[Policies, OneProcess]]
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
-    """Policies of a family, and one process that has them."""
+    """Makes the policies of a family and the one process that has them, once per family."""
 
     @functools.cache
     def world(family: str) -> tuple[Policies, OneProcess]:
@@ -169,7 +168,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_LAYOUTS)])
-def test_loss_and_gradient_are_those_of_one_process(layout: str, worlds: Worlds) -> None:
+def test_loss_and_gradient_equal_those_of_one_process(layout: str, worlds: Worlds) -> None:
     run = (LAYOUTS | MORE_LAYOUTS)[layout]
     policies, alone = worlds(run.family)
     found = on_ranks(_in_group, run.processes, policies, run)
@@ -183,7 +182,7 @@ def test_loss_and_gradient_are_those_of_one_process(layout: str, worlds: Worlds)
 def _check(case: str, expected: Expected, ranks: list[Result], before: dict[str, Tensor]) -> None:
     figures = reduce_stats([part for _, stats, _ in ranks for part in stats if part])
     compared = {name: figures[name] for name in expected.figures}
-    # Of log-probs of some 5 nats in float32, a mean of either sign is known to several units of their last place.
+    # The means cancel over log-probs of about 5 nats, so their error is several units of the last place of those.
     assert compared == pytest.approx(expected.figures, rel=2e-5, abs=5e-6), case
     applied, _, weights = ranks[0]
     assert applied.divisor == expected.divisor, case

@@ -1,4 +1,4 @@
-"""The place of a process in its mesh by hand, its kernels, and Megatron-core without CUDA."""
+"""Tests of the setup of a Megatron process: kernels, Megatron-core without CUDA, and places in the mesh."""
 
 from __future__ import annotations
 
@@ -10,17 +10,15 @@ import pytest
 import torch
 
 from rlsys.config.schema import Layers, ModelConfig, ParallelConfig
-from rlsys.errors import Code
 from rlsys.observe.environment import Capabilities
 from rlsys.trainer import cpu_support
 from rlsys.trainer.mesh import place_of
 from rlsys.trainer.model.layers import choose_layers, kernel_settings
-from rlsys.trainer.model.stage_model import PolicyModel, transformer_config
+from rlsys.trainer.model.stage_model import transformer_config
 from rlsys.weights.weight_map import read_architecture
 from tests.support.megatron_processes import Group, on_ranks
 from tests.support.refusals import refused
 from tests.trainer import reference
-from tests.trainer.harness import local_model
 
 NOTHING = Capabilities()
 GPU = Capabilities(cuda_devices=1, compute_capability=(9, 0))
@@ -37,7 +35,7 @@ def fused(settings: dict[str, Any]) -> set[str]:
     return {name for name in FUSIONS if settings.get(name)}
 
 
-def test_layers_are_resolved() -> None:
+def test_layers_follow_the_capabilities_of_the_machine() -> None:
     assert choose_layers(Layers.auto, NOTHING) is Layers.local
     assert choose_layers(Layers.auto, GPU) is Layers.local
     assert choose_layers(Layers.auto, TE) is Layers.te
@@ -48,7 +46,7 @@ def test_layers_are_resolved() -> None:
             choose_layers(Layers.te, here)
 
 
-def test_each_kernel_comes_with_what_it_needs() -> None:
+def test_fusion_is_enabled_only_with_its_packages() -> None:
     model = ModelConfig("model")
     assert fused(kernel_settings(model, Layers.local, NOTHING)) == set()
     assert fused(kernel_settings(model, Layers.local, GPU)) == {"bias_activation_fusion"}
@@ -58,24 +56,23 @@ def test_each_kernel_comes_with_what_it_needs() -> None:
     assert fused(kernel_settings(replace(model, fusions=False), Layers.te, replace(TE, apex=True))) == set()
 
 
-def test_fp8_is_asked_for() -> None:
+def test_fp8_needs_transformer_engine_layers() -> None:
     model = ModelConfig("model", fp8=True)
     assert "fp8" not in kernel_settings(replace(model, fp8=False), Layers.te, TE)
     assert kernel_settings(model, Layers.te, TE)["fp8"] == "hybrid"
-    # Else the first micro-batch of every pass overwrites fused gradients, and copies of weights stay when they are offloaded.
+    # Without it the first micro-batch overwrites fused gradients, and copies of weights stay in memory when offloaded.
     assert kernel_settings(model, Layers.te, replace(TE, apex=True))["disable_parameter_transpose_cache"]
     for here in (TE, NOTHING):
         with refused("conflict", "model.fp8"):
             kernel_settings(model, Layers.local, here)
 
 
-def test_megatron_takes_the_settings(tmp_path: Path) -> None:
-    """Its own checks pass, for those fields whose libraries are not asked for when a config is made."""
+def test_megatron_accepts_the_kernel_settings(tmp_path: Path) -> None:
     model = reference.make_model(reference.tiny_config(layers=1), tmp_path / "model")
     asked = ModelConfig(str(model), fp8=True)
     settings = kernel_settings(asked, Layers.te, replace(TE, apex=True))
-    for of_te in ("apply_rope_fusion", "moe_permute_fusion"):
-        assert settings.pop(of_te)
+    for needs_package in ("apply_rope_fusion", "moe_permute_fusion"):
+        assert settings.pop(needs_package)
     made = transformer_config(read_architecture(str(model)), asked, ParallelConfig(), settings)
     assert {name: getattr(made, name) for name in settings} == settings
 
@@ -88,7 +85,7 @@ def _on_the_real_megatron(_: Group) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         cpu_support.enable()
-        assert function.__code__ is before, "nothing may change where CUDA is"
+        assert function.__code__ is before, "with CUDA nothing may change"
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(schedules, "forward_backward_no_pipelining")
         with pytest.raises(cpu_support.UnsupportedMegatron, match="forward_backward_no_pipelining"):
@@ -99,11 +96,11 @@ def _on_the_real_megatron(_: Group) -> None:
     assert "cuda" not in function.__code__.co_consts
 
 
-def test_an_unexpected_megatron_is_refused_and_cuda_left_alone() -> None:
+def test_cpu_support_refuses_another_megatron_and_changes_nothing_with_cuda() -> None:
     on_ranks(_on_the_real_megatron, 1)
 
 
-def test_tensor_parallel_is_fastest_then_context_then_data_then_pipeline() -> None:
+def test_ranks_vary_by_tensor_then_context_then_data_then_pipeline() -> None:
     places = [place_of(rank, 16, ParallelConfig(tp=2, cp=2, pp=2, ep=4)) for rank in range(16)]
     assert [place.tp for place in places] == [0, 1] * 8
     assert [place.cp for place in places] == [0, 0, 1, 1] * 4
@@ -115,37 +112,8 @@ def test_tensor_parallel_is_fastest_then_context_then_data_then_pipeline() -> No
     assert [place.rank for place in places if place.exports] == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
-def test_experts_are_spread_over_neighbours_of_a_stage() -> None:
+def test_experts_are_spread_over_neighbouring_ranks_of_a_stage() -> None:
     places = [place_of(rank, 12, ParallelConfig(tp=2, pp=2, ep=3)) for rank in range(12)]
     assert [place.ep for place in places] == [0, 1, 2] * 4
-    # The first three have one copy of all experts between them, the first two of all the rest.
+    # Ranks 0 to 2 hold one copy of all experts, ranks 0 and 1 one copy of everything else.
     assert [place.rank for place in places if place.exports] == [0, 1, 2, 6, 7, 8]
-
-
-@pytest.mark.parametrize(
-    ("parallel", "code", "key"),
-    [
-        (ParallelConfig(tp=3), "mismatch", "tp x cp x pp"),
-        (ParallelConfig(tp=2, cp=3), "mismatch", "tp x cp x pp"),
-        (ParallelConfig(pp=2, ep=3), "mismatch", "ep"),
-        (ParallelConfig(sequence_parallel=True), "conflict", "sequence_parallel"),
-    ],
-)
-def test_cuts_that_do_not_fit_the_processes_are_refused(parallel: ParallelConfig, code: Code, key: str) -> None:
-    with refused(code, key):
-        place_of(0, 8, parallel)
-
-
-@pytest.mark.parametrize(
-    ("family", "parallel", "code", "key"),
-    [
-        ("qwen3_moe", ParallelConfig(tp=2), "conflict", "sequence_parallel"),
-        ("qwen3", ParallelConfig(tp=8), "mismatch", "tp"),
-    ],
-)
-def test_cuts_that_the_model_forbids_are_refused(
-    family: str, parallel: ParallelConfig, code: Code, key: str, tmp_path: Path
-) -> None:
-    model = reference.make_model(reference.TINY[family](layers=1), tmp_path)
-    with refused(code, key):
-        PolicyModel(read_architecture(model), local_model(model), parallel, place_of(0, 8, parallel))

@@ -1,4 +1,4 @@
-"""Log-probs and KL of sharded logits equal float64 softmax and autograd over the whole vocabulary."""
+"""Tests of log-probs and KL of sharded logits against float64 softmax and autograd over the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Results = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """Two models' logits, and how they are cut and worked off."""
+    """Logits of two models, their shards and the chunks to process."""
 
     vocab: int
     columns: int
-    """Columns of each rank; those beyond the vocabulary are padding."""
+    """Columns per rank; those beyond the vocabulary are padding."""
     count: int = 37
     k: int = 5
     temperature: float = 0.7
@@ -44,7 +44,7 @@ class Case:
     ties: bool = False
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Logits of policy and reference, [count, TP * columns]; padding is what nobody may look at."""
+        """Logits of policy and reference, [count, TP * columns]; padding holds large numbers and NaN."""
         torch.manual_seed(self.vocab)
         logits = 3 * torch.randn(2, self.count, TP * self.columns)
         logits[1] = logits[0] + 0.5 * logits[1]
@@ -62,7 +62,7 @@ class Case:
 
 CASES = [
     Case(vocab=23, columns=16),
-    # The second rank has padding alone.
+    # The second rank has only padding.
     Case(vocab=9, columns=9, k=9, chunk_rows=1, temperature=1.3),
     Case(vocab=31, columns=16, k=1, dtype=torch.bfloat16),
     Case(vocab=30, columns=16, k=6, ties=True),
@@ -71,7 +71,7 @@ CASES = [
 
 
 def everything(case: Case, shard: VocabShard) -> Results:
-    """Every value, and by `d ` and its name the gradient of its weighted sum by the local columns."""
+    """Every value, and under `d <name>` the gradient of its weighted sum by the local columns."""
     part = slice(shard.start, shard.start + case.columns) if shard.group is not None else slice(None)
     logits, reference = (tensor[:, part].clone() for tensor in case.tensors())
     logits.requires_grad_()
@@ -85,7 +85,7 @@ def everything(case: Case, shard: VocabShard) -> Results:
         (results[f"d {name}"], nothing) = torch.autograd.grad(
             (weight * values).sum(), (logits, reference), retain_graph=True, allow_unused=True
         )
-        assert nothing is None, "the reference gets no gradient"
+        assert nothing is None, "the reference must get no gradient"
 
     logprobs, entropy = token_logprobs(logits, targets, shard, case.temperature, with_entropy=True)
     assert entropy is not None
@@ -93,7 +93,7 @@ def everything(case: Case, shard: VocabShard) -> Results:
     keep("entropy", entropy)
     for name, model in (("policy", logits), ("reference", reference)):
         results[f"{name} tokens"], results[f"{name} top"] = top_tokens(model, shard, case.temperature, case.k)
-    # The target twice, which must count twice.
+    # The repeated target must count twice.
     asked = torch.cat([targets[:, None], targets[:, None], results["reference tokens"]], dim=1)
     keep("at", logprobs_at(logits, asked.int(), shard, case.temperature))
     for estimator in DIRECTIONS:
@@ -125,7 +125,7 @@ def in_chunks(case: Case, shard: VocabShard, columns: int) -> Results:
 
 
 def sharded(group: Group) -> list[Results]:
-    """`everything` of each case, on one of the TP ranks."""
+    """Results of `everything` for each case, on one TP rank."""
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{group.ports[0]}", rank=group.rank, world_size=group.world)
     found = []
     for case in CASES:
@@ -136,7 +136,7 @@ def sharded(group: Group) -> list[Results]:
 
 
 def joined(parts: Sequence[Results]) -> Results:
-    """The values that all ranks have alike, and gradients side by side."""
+    """Values, which all ranks must share, and gradients concatenated over ranks."""
     for part in parts:
         for name, values in part.items():
             assert name.startswith("d ") or torch.equal(values, parts[0][name]), f"ranks differ in {name}"
@@ -147,7 +147,7 @@ def joined(parts: Sequence[Results]) -> Results:
 
 
 def dense(case: Case, picks: Results) -> Results:
-    """The reference. Which of the tokens that tie are picked is taken from `picks`."""
+    """Expected results; ties between picked tokens are broken as in `picks`."""
     targets, weights, old, ref = case.rows()
     weights = weights.double()
     whole, reference = (tensor.double() for tensor in case.tensors())
@@ -192,10 +192,10 @@ def check(case: Case, actual: Results) -> None:
             actual[name].double(), values, **tolerance, msg=lambda text, name=name: f"{case} {name}: {text}"
         )
         if name.startswith("d "):
-            assert not actual[name][:, case.vocab :].any(), "padding columns get no gradient"
+            assert not actual[name][:, case.vocab :].any(), "padding columns must get no gradient"
 
 
-def test_values_and_gradients_of_sharded_logits_equal_autograd_over_the_whole_vocabulary() -> None:
+def test_sharded_logprobs_and_kl_equal_autograd_over_the_whole_vocabulary() -> None:
     for case, *parts in zip(CASES, *on_ranks(sharded, TP), strict=True):
         check(case, joined(parts))
         check(case, in_chunks(case, VocabShard(None, 0, case.vocab), TP * case.columns))
@@ -221,13 +221,13 @@ def test_no_float32_copy_of_all_logits_is_made(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("k", [8, 17])
-def test_more_tokens_than_there_are_cannot_be_picked(k: int) -> None:
+def test_top_tokens_beyond_the_vocabulary_are_refused(k: int) -> None:
     with pytest.raises(ValueError, match=str(k)):
         top_tokens(torch.randn(3, 16), VocabShard(None, 0, 7), 1.0, k)
 
 
 @pytest.mark.parametrize("forward_kl", [False, True])
-def test_logits_far_apart_stay_finite_in_bfloat16(forward_kl: bool) -> None:
+def test_bfloat16_logits_far_apart_give_finite_values_and_gradients(forward_kl: bool) -> None:
     logits = torch.tensor([[0.0, 3e4, -3e4], [1.0, 2.0, 3.0]], dtype=torch.bfloat16, requires_grad=True)
     shard = VocabShard(None, 0, 3)
     same = whole_vocabulary_kl(logits, logits.detach().clone(), shard, 1.0, forward_kl)

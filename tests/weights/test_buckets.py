@@ -1,4 +1,4 @@
-"""Weights arrive as they were sent, or with an error that names the tensor; the hashes are those that are said."""
+"""Tests of weight buckets: packing and unpacking, checksums and digests, the smallest bucket of a model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_unpacking_undoes_packing_in_host_memory_and_on_a_device(
     in_host = list(pack(tensors, bucket_bytes))
     for bucket in in_host:
         assert len(bucket.data) <= bucket_bytes or len(bucket.records) == 1
-        # Memory that another process shares is read-only.
+        # Shared memory of another process is read-only.
         bucket.in_host.flags.writeable = False
     for buckets in (in_host, [pack_into(torch.empty(30_000, dtype=torch.uint8), tensors)]):
         arrived = [(record, tensor) for bucket in buckets for record, tensor in unpack(bucket)]
@@ -62,8 +62,8 @@ def test_unpacking_undoes_packing_in_host_memory_and_on_a_device(
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-def test_a_wrong_bit_is_found_and_its_tensor_named(on_device: bool) -> None:
-    """On a device before any tensor is given out."""
+def test_flipped_bit_is_detected_and_its_tensor_named(on_device: bool) -> None:
+    """On a device, before the first tensor is returned."""
     (bucket,) = pack(some_tensors(1)[0], 10**6)
     if on_device:
         bucket = pack_into(torch.empty(50_000, dtype=torch.uint8), some_tensors(1)[0])
@@ -78,7 +78,7 @@ def test_a_wrong_bit_is_found_and_its_tensor_named(on_device: bool) -> None:
         list(unpack(Bucket(bucket.data[:-1], bucket.records)))
 
 
-def test_the_digest_covers_name_dtype_shape_and_bytes_but_not_order_or_buckets() -> None:
+def test_digest_depends_on_name_dtype_shape_and_bytes_alone() -> None:
     base = {"a": torch.arange(6.0), "b": torch.zeros(2)}
 
     def digest_of(tensors: dict[str, Tensor], bucket_bytes: int = 10_000) -> str:
@@ -98,21 +98,7 @@ def test_the_digest_covers_name_dtype_shape_and_bytes_but_not_order_or_buckets()
     assert len({reference, *digests}) == len(changed) + 1
 
 
-def test_tensors_are_packed_into_the_memory_that_is_given_and_no_further() -> None:
-    memory = np.full(300, 7, dtype=np.uint8)
-    tensors = [("first", torch.ones(5)), ("second", torch.arange(16, dtype=torch.int64))]
-    bucket = pack_into(memory, tensors)
-    assert [record.offset for record in bucket.records] == [0, 64]
-    assert bucket.data.nbytes == 64 + 128
-    assert np.shares_memory(bucket.data, memory)
-    assert (memory[192:] == 7).all()
-    assert memory[64:192].view(np.int64).tolist() == list(range(16))
-    assert pack_into(memory[:192], tensors).records == bucket.records
-    with pytest.raises(BucketFullError, match="second"):
-        pack_into(memory[:191], tensors)
-
-
-def test_a_checksum_is_the_hash_of_the_hashes_of_4_mib_each() -> None:
+def test_checksum_is_the_hash_of_the_hashes_of_4_mib_pieces() -> None:
     tensor = torch.randint(-100, 100, (1500, 1700), dtype=torch.int32)
     data = tensor.numpy().tobytes()
     assert 2 * 2**22 < len(data) < 3 * 2**22
@@ -121,15 +107,15 @@ def test_a_checksum_is_the_hash_of_the_hashes_of_4_mib_each() -> None:
         b"weight|int32|(1500, 1700)|" + b"".join(xxhash.xxh3_128_digest(piece) for piece in pieces)
     ).hexdigest()
     assert checksum("weight", tensor) == expected
-    turned = tensor.t().contiguous().t()
-    for same in (tensor, turned):
+    transposed = tensor.t().contiguous().t()
+    for same in (tensor, transposed):
         (bucket,) = pack([("weight", same)], 1)
         assert bucket.records[0].checksum == expected
         assert bucket.data.tobytes() == data
 
 
 def hash_in_whole_numbers(data: bytes) -> bytes:
-    """The sum of SplitMix64's outputs over the words, each added to the state that is due at its place."""
+    """The hash by its definition: a sum of SplitMix64 outputs over the words, each offset by its place."""
     every = (1 << 64) - 1
     whole = data + bytes(-len(data) % 8)
     total = 0
@@ -144,7 +130,7 @@ def hash_in_whole_numbers(data: bytes) -> bytes:
 
 @settings(max_examples=40)
 @given(several=st.lists(st.binary(max_size=200), max_size=4))
-def test_the_hash_on_a_device_is_its_definition_in_whole_numbers_piece_by_piece(several: list[bytes]) -> None:
+def test_device_hash_equals_its_definition_piece_by_piece(several: list[bytes]) -> None:
     piece = 64
     expected = [[hash_in_whole_numbers(data[at : at + piece]) for at in range(0, len(data), piece)] for data in several]
     with pytest.MonkeyPatch.context() as patch:
@@ -161,7 +147,7 @@ def test_the_hash_on_a_device_is_its_definition_in_whole_numbers_piece_by_piece(
         pytest.param("qwen3_moe", {"moe_intermediate_size": 301}, Dtype.float32, id="expert"),
     ],
 )
-def test_the_smallest_bucket_holds_every_parameter_and_a_smaller_one_would_not(
+def test_largest_tensor_bytes_is_the_smallest_bucket_that_holds_every_parameter(
     family: str, changes: dict[str, int], dtype: Dtype, tmp_path: Path
 ) -> None:
     config = reference.TINY[family]()
@@ -175,13 +161,13 @@ def test_the_smallest_bucket_holds_every_parameter_and_a_smaller_one_would_not(
         parts = [(name, torch.empty(shape, dtype=getattr(torch, dtype))) for name, shape in shapes]
         pack_into(room, parts)
         try:
-            # The last tensor's alignment is not used.
+            # Sizes are rounded up to 64 bytes, so take away one such unit.
             pack_into(room[: size - 64], parts)
         except BucketFullError:
             full += 1
     assert full >= 1
 
 
-def test_sizes_are_known_without_torch() -> None:
+def test_weight_map_is_imported_without_torch() -> None:
     code = "import sys, rlsys.weights.weight_map; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Safetensors are read as the library and transformers write them, and written so that these read them."""
+"""Tests of safetensors files: exchange with the library and transformers, damage, hostile headers, stacked experts."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
 
 
 def of_dtype(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Random numbers that do not lie one after the other."""
+    """Random numbers in non-contiguous memory."""
     numbers = (torch.randn((*shape, 2)) * 10)[..., 0]
     return (numbers > 0) if dtype is torch.bool else numbers.abs().to(dtype)
 
 
-def test_the_files_of_a_model_that_transformers_wrote_are_read(tmp_path: Path) -> None:
+def test_sharded_model_of_transformers_is_read(tmp_path: Path) -> None:
     model = make_model(tmp_path, "llama", shard_size="20KB")
     expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).state_dict()
     reader = pickle.loads(pickle.dumps(HfReader(model)))
@@ -57,10 +57,10 @@ def test_the_files_of_a_model_that_transformers_wrote_are_read(tmp_path: Path) -
     )
 )
 @example(contents={name: (dtype, (3, 5)) for name, dtype in DTYPES.items()})
-def test_files_are_those_of_the_library(
+def test_files_are_exchanged_with_the_safetensors_library(
     contents: dict[str, tuple[torch.dtype, tuple[int, ...]]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Dtypes come in any order: then some are not aligned."""
+    """Dtypes come in any order, so that some tensors are not aligned."""
     path = tmp_path_factory.mktemp("any") / SINGLE
     tensors = {name: of_dtype(dtype, *shape) for name, (dtype, shape) in contents.items()}
     specs = [spec_of(*item) for item in tensors.items()]
@@ -75,13 +75,13 @@ def test_files_are_those_of_the_library(
     write_safetensors(path, specs, iter(tensors.items()))
     assert path.stat().st_size == file_bytes(specs)
     with safe_open(path, framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}, "transformers refuses files that do not say so"
+        assert file.metadata() == {"format": "pt"}, "transformers refuses files without it"
     assert_holds_all()
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     assert_holds_all()
 
 
-def test_a_tensor_is_a_copy_to_whoever_writes_to_it(tmp_path: Path) -> None:
+def test_writing_to_a_read_tensor_changes_no_file(tmp_path: Path) -> None:
     save_file({"a": torch.arange(1000.0)}, tmp_path / SINGLE)
     HfReader(tmp_path).get("a").fill_(7)
     assert torch.equal(HfReader(tmp_path).get("a"), torch.arange(1000.0))
@@ -96,7 +96,7 @@ def test_a_tensor_is_a_copy_to_whoever_writes_to_it(tmp_path: Path) -> None:
         pytest.param([("a", torch.zeros(2))], id="missing"),
     ],
 )
-def test_other_tensors_than_announced_make_no_file(tensors: list[tuple[str, Tensor]], tmp_path: Path) -> None:
+def test_tensors_that_differ_from_their_specs_make_no_file(tensors: list[tuple[str, Tensor]], tmp_path: Path) -> None:
     specs = [TensorSpec("a", torch.float32, (2,)), TensorSpec("b", torch.float32, (3,))]
     with pytest.raises(ValueError):  # noqa: PT011
         write_safetensors(tmp_path / SINGLE, specs, iter(tensors))
@@ -126,7 +126,7 @@ F32 = '{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, %d]}}'
         pytest.param(header(b"[" * 200_000), id="deep"),
     ],
 )
-def test_a_damaged_file_is_named(content: bytes, tmp_path: Path) -> None:
+def test_damaged_safetensors_file_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(content)
     with refused("malformed", tmp_path / SINGLE):
         HfReader(tmp_path)
@@ -137,7 +137,7 @@ def _index(content: object) -> Callable[[Path], object]:
 
 
 def _beside_an_index(folder: Path) -> None:
-    """transformers reads the one and other programs the others."""
+    """transformers reads the single file, other programs read those of the index."""
     _index({"weight_map": {"b": "part.safetensors"}})(folder)
     save_file({"a": torch.zeros(1)}, folder / SINGLE)
 
@@ -157,7 +157,7 @@ def _beside_an_index(folder: Path) -> None:
         pytest.param(_beside_an_index, "conflict", "", id="file beside the index"),
     ],
 )
-def test_a_folder_that_is_no_model_is_refused(
+def test_folder_without_a_sound_model_is_refused(
     make: Callable[[Path], object], code: Code, key: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "model"
@@ -169,15 +169,14 @@ def test_a_folder_that_is_no_model_is_refused(
         HfReader(folder)
 
 
-def test_a_tensor_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    """Nothing says which of two files counts."""
+def test_duplicate_tensor_is_refused(tmp_path: Path) -> None:
     for file in (SINGLE, "old.safetensors"):
         save_file({"a": torch.zeros(1), file: torch.zeros(1)}, tmp_path / file)
     with refused("conflict", "a"):
         HfReader(tmp_path)
 
 
-def test_a_header_that_no_model_has_is_not_read(tmp_path: Path) -> None:
+def test_oversized_header_is_refused_without_being_read(tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(header(b"", 1_500_000_000))
     os.truncate(tmp_path / SINGLE, 2_000_000_000)
     tracemalloc.start()
@@ -189,7 +188,7 @@ def test_a_header_that_no_model_has_is_not_read(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_a_file_that_changes_after_it_was_opened_is_named(tmp_path: Path) -> None:
+def test_file_that_changes_after_opening_is_refused(tmp_path: Path) -> None:
     path = tmp_path / SINGLE
     save_file({"a": torch.zeros(10_000)}, path)
     reader = HfReader(tmp_path)
@@ -220,8 +219,8 @@ def test_stacked_experts_are_read_one_by_one(tmp_path: Path) -> None:
         HfReader(tmp_path)
 
 
-def test_more_stacked_experts_than_any_model_has_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each costs a few bytes on the disk, and hundreds in memory."""
+def test_too_many_stacked_experts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each expert takes a few bytes on disk and hundreds in memory."""
     monkeypatch.setattr(hf_io, "_MOST_TENSORS", 100)
     for experts in (50, 51):
         stack = {"layers.0.experts.gate_up_proj": torch.zeros(experts, 2, 1, dtype=torch.uint8)}

@@ -1,6 +1,6 @@
-"""Weights go each way to several receivers: every bit arrives, or an error says what is wrong, and in time.
+"""Tests of the weight transports: exact delivery to several receivers, killed, missing and hanging members, memory.
 
-Memory that torch shares stands for a GPU's.
+Memory that torch shares stands for GPU memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ BUCKETS = some_tensors(1)
 
 @contextmanager
 def receivers_of(sending: TransportSpec, threads: ThreadPoolExecutor) -> Iterator[list[Receiver]]:
-    """Open all of them at once: those of a broadcast wait for each other and for the sender."""
+    """Open all receivers at once, as those of a broadcast wait for each other and for the sender."""
     ranks = range(1, len(sending.members))
     receivers = list(threads.map(lambda rank: receiver_of(replace(sending, rank=rank)), ranks))
     yield receivers
@@ -68,7 +68,7 @@ def opened(sending: TransportSpec, threads: ThreadPoolExecutor) -> Iterator[tupl
     opening = threads.submit(sender_of, sending)
     with receivers_of(sending, threads) as receivers:
         yield opening.result(), receivers
-    # Last: it waits for receivers that are there and take nothing.
+    # Close the sender last: it waits for open receivers that take nothing.
     opening.result().close()
 
 
@@ -90,10 +90,10 @@ def received(receiver: Receiver, handle: BucketHandle) -> dict[str, Any]:
 
 
 @each_mode
-def test_every_bit_arrives_everywhere_and_no_room_is_given_that_was_not_released(
+def test_buckets_reach_every_receiver_and_memory_is_reused_only_after_release(
     mode: SyncMode, tmp_path: Path, threads: ThreadPoolExecutor
 ) -> None:
-    """The next bucket is packed while the last is read."""
+    """The next bucket is packed while the previous one is read."""
     with opened(spec(mode, 2, tmp_path), threads) as (sender, receivers):
         handle = sender.send(pack_into(sender.room(), BUCKETS[0]))
         for taken, following in enumerate([*BUCKETS[1:], BUCKETS[0]], start=1):
@@ -107,13 +107,13 @@ def test_every_bit_arrives_everywhere_and_no_room_is_given_that_was_not_released
 
 
 def _send(shell: Shell, sending: TransportSpec, buckets: int) -> list[BucketHandle]:
-    """Send some buckets from a process that lives on."""
+    """Send buckets from a process that stays alive."""
     sender = shell.worker = sender_of(sending)
     return [sender.send(pack_into(sender.room(), tensors)) for tensors in BUCKETS[:buckets]]
 
 
 @within_a_host
-def test_a_sender_that_was_killed_leaves_no_shared_memory_and_readers_are_told(
+def test_killed_sender_leaves_no_shared_memory_and_its_receivers_fail(
     mode: SyncMode, tmp_path: Path, threads: ThreadPoolExecutor
 ) -> None:
     sending = spec(mode, 1, tmp_path)
@@ -124,16 +124,15 @@ def test_a_sender_that_was_killed_leaves_no_shared_memory_and_readers_are_told(
         sender = Path(f"/proc/{host.process.pid}")
         if mode is SyncMode.tensor:
             held = [(sender / "maps").read_text(), *map(os.readlink, (sender / "fd").iterdir())]
-            assert "/dev/shm" not in " ".join(held), "memory without a name ends with its users"
+            assert "/dev/shm" not in " ".join(held), "shared memory must have no name, so that it ends with its users"
         host.kill()
         with pytest.raises(RunError, match=rf"rollout rank 0 .*process {host.process.pid}"):
             receiver.receive(second)
 
 
-def test_receivers_of_a_broadcast_are_told_that_the_sender_was_killed(
+def test_broadcast_receivers_fail_at_once_when_the_sender_was_killed(
     tmp_path: Path, threads: ThreadPoolExecutor
 ) -> None:
-    """The closed connection tells them, long before the time-out."""
     sending = spec(SyncMode.broadcast, 2, tmp_path, timeout_s=3600.0)
     with fresh(1) as (host,):
         host.begin(_send, sending, 1)
@@ -147,7 +146,7 @@ def test_receivers_of_a_broadcast_are_told_that_the_sender_was_killed(
                     read.result()
 
 
-def test_a_bucket_leaves_before_anybody_receives_it_where_members_connect_late(
+def test_send_returns_before_a_receiver_that_connects_late_receives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: ThreadPoolExecutor
 ) -> None:
     """NCCL blocks at a member's first broadcast until every member has begun one."""
@@ -169,8 +168,8 @@ def test_a_bucket_leaves_before_anybody_receives_it_where_members_connect_late(
         assert received(receiver, handle) == bits(BUCKETS[0])
 
 
-def test_members_that_do_not_come_are_named_by_those_that_wait(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
-    """The one that comes may be late too, on a busy machine."""
+def test_missing_members_are_named_after_the_timeout(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
+    """The member that comes may be late too, on a busy machine."""
     broadcast = spec(SyncMode.broadcast, 3, tmp_path, timeout_s=1.0)
     coming = threads.submit(open_receiver, replace(broadcast, rank=2))
     with pytest.raises(RunError, match=r"rollout rank 0 and .*rollout rank 2") as told:
@@ -180,7 +179,7 @@ def test_members_that_do_not_come_are_named_by_those_that_wait(tmp_path: Path, t
         coming.result()
 
 
-def test_a_receiver_that_hangs_is_named_by_the_sender(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
+def test_hanging_receiver_is_named_by_the_sender(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
     with opened(spec(SyncMode.broadcast, 2, tmp_path), threads) as (sender, (quick, _)):
         quick.receive(sender.send(pack_into(sender.room(), BUCKETS[0])))
         group: Any = sender._group  # type: ignore[attr-defined]
@@ -189,7 +188,7 @@ def test_a_receiver_that_hangs_is_named_by_the_sender(tmp_path: Path, threads: T
             sender.send(pack_into(sender.room(), BUCKETS[1]))
 
 
-def test_a_file_that_does_not_come_is_waited_for_and_then_named(tmp_path: Path) -> None:
+def test_missing_or_short_bucket_file_is_named_after_the_timeout(tmp_path: Path) -> None:
     receiver = open_receiver(replace(spec(SyncMode.disk, 1, tmp_path, timeout_s=0.2), rank=1))
     missing = BucketHandle(1, (), 10, str(tmp_path / "bucket-000001"))
     with pytest.raises(RunError, match=r"rollout rank 0 .*bucket-000001: actor rank 0"):
@@ -200,7 +199,7 @@ def test_a_file_that_does_not_come_is_waited_for_and_then_named(tmp_path: Path) 
 
 
 @within_a_host
-def test_memory_of_another_host_is_refused_with_the_way_out(mode: SyncMode, tmp_path: Path) -> None:
+def test_memory_of_another_host_is_refused_with_an_alternative(mode: SyncMode, tmp_path: Path) -> None:
     other = "another kernel"
     place = SharedPlace(other, 1, 1, 0) if mode is SyncMode.tensor else DevicePlace(other, 1, (b"",))
     receiver = receiver_of(replace(spec(mode, 1, tmp_path), rank=1))
@@ -209,7 +208,9 @@ def test_memory_of_another_host_is_refused_with_the_way_out(mode: SyncMode, tmp_
 
 
 @within_a_host
-def test_a_receiver_reads_where_the_sender_wrote(mode: SyncMode, tmp_path: Path, threads: ThreadPoolExecutor) -> None:
+def test_receiver_reads_the_senders_memory_without_a_copy(
+    mode: SyncMode, tmp_path: Path, threads: ThreadPoolExecutor
+) -> None:
     with opened(spec(mode, 1, tmp_path), threads) as (sender, (receiver,)):
         room = sender.room()
         handle = sender.send(pack_into(room, BUCKETS[0]))
@@ -221,7 +222,7 @@ def test_a_receiver_reads_where_the_sender_wrote(mode: SyncMode, tmp_path: Path,
             assert not arrived.in_host.flags.writeable
 
 
-def test_memory_of_a_device_is_held_only_while_something_is_under_way(tmp_path: Path) -> None:
+def test_device_memory_is_freed_when_all_buckets_are_released(tmp_path: Path) -> None:
     sender = IpcSender(spec(SyncMode.ipc, 1, tmp_path), CPU)
     slots = []
     for taken in (0, 0, 1, 2):
@@ -235,11 +236,11 @@ def test_memory_of_a_device_is_held_only_while_something_is_under_way(tmp_path: 
 
 
 def rebuilt(*arguments: Any) -> Tensor:
-    """Stands for torch's `rebuild_cuda_tensor`: its arguments, as a tensor."""
+    """Replaces torch's `rebuild_cuda_tensor`; returns its arguments as a tensor."""
     return torch.tensor([int(one) for one in arguments])
 
 
-def test_memory_of_a_gpu_appears_on_the_readers_own_and_no_event_is_opened(tmp_path: Path) -> None:
+def test_ipc_memory_is_opened_on_the_receivers_device_without_an_event(tmp_path: Path) -> None:
     names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
     assert names.index("storage_device") == STORAGE_DEVICE
     assert names.index("event_sync_required") == EVENT_SYNC_REQUIRED

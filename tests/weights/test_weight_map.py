@@ -1,4 +1,4 @@
-"""The weight map is a bijection, bit for bit, for every family, cut and split, and puts layers and experts where Megatron does."""
+"""Tests of the weight map: a bijection, bit for bit, for every family and layout, with Megatron's places of layers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QWEN2, MOE = FAMILIES["qwen2"], FAMILIES["qwen3_moe"]
 
 
 def checkpoint_of(weights: WeightMap) -> dict[str, Tensor]:
-    """Make a checkpoint of which every element has bits of its own; some are an infinity or no number."""
+    """A checkpoint whose elements all have different bits, some of them infinite or NaN."""
     entries = weights.entries()
     shapes = {hf: shape for entry in entries for hf, shape in zip(entry.hf, entry.rule.shapes, strict=True)}
     sizes = list(map(prod, shapes.values()))
@@ -72,12 +72,12 @@ def expected_shard(arch: Architecture, name: str, parts: Sequence[Tensor], rank:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Compare bits, which are equal also where they are no numbers."""
+    """Compare bits, so that equal NaNs are equal."""
     return torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32))
 
 
 def stage_names(weights: WeightMap, layers: range, first: bool, last: bool, experts: range) -> list[str]:
-    """Megatron tensors of a pipeline stage and expert rank; a tied last stage has a matrix of its own."""
+    """Megatron tensors of a pipeline stage and expert rank; a tied last stage has its own copy of the embedding."""
     entries = weights.entries()
     held = [entry for entry in entries if entry.layer in layers and (entry.expert is None or entry.expert in experts)]
     (embedding, *_), after = entries, [entry for entry in entries[1:] if entry.layer is None]
@@ -87,7 +87,7 @@ def stage_names(weights: WeightMap, layers: range, first: bool, last: bool, expe
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a cut, whose TP size divides it or not and may exceed the query groups."""
+    """A model and a layout; the TP size may exceed the query groups, and need not divide the model."""
 
     arch: Architecture
     tp: int
@@ -120,7 +120,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def _divides(arch: Architecture, tp: int) -> bool:
-    """Tell if each rank can have as much of every tensor as the others; an expert is not cut."""
+    """Tell if every sharded tensor divides evenly over the TP ranks; experts are not sharded."""
     fused = (arch.heads + 2 * arch.kv_heads) * arch.head_dim
     cut = [fused, arch.heads * arch.head_dim, tp if arch.experts else arch.ffn]
     return all(size % tp == 0 for size in cut)
@@ -130,10 +130,8 @@ def _divides(arch: Architecture, tp: int) -> bool:
 @given(case=cases(), values=st.booleans(), random=st.randoms())
 @example(case=Case(QWEN2, 2, 1, [1, 2]), values=False, random=Random(1))
 @example(case=Case(MOE, 2, 2, [2, 1]), values=False, random=Random(1))
-def test_every_cut_holds_what_megatron_reads_and_comes_back_bit_for_bit(
-    case: Case, values: bool, random: Random
-) -> None:
-    """Whatever order the tensors come in; a size that does not divide is refused."""
+def test_every_layout_shards_as_megatron_reads_and_merges_bit_for_bit(case: Case, values: bool, random: Random) -> None:
+    """Tensors come in any order; a size that does not divide is refused."""
     arch, tp, ep, counts = case.arch, case.tp, case.ep, case.stages
     weights = WeightMap(arch, values)
     checkpoint = checkpoint_of(weights)
@@ -187,7 +185,7 @@ def _sharded(
         ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight", (2, None)),
     ],
 )
-def test_transformer_engines_names_mean_the_same_tensors(
+def test_transformer_engine_names_map_to_the_same_tensors(
     of_engine: str, name: str, numbers: tuple[int, int | None]
 ) -> None:
     entry = WeightMap(replace(MOE, experts=16)).entry(f"decoder.layers.2.{of_engine}")
@@ -195,7 +193,7 @@ def test_transformer_engines_names_mean_the_same_tensors(
     assert (entry.layer, entry.expert) == numbers
 
 
-def test_a_name_that_the_model_has_not_is_unknown() -> None:
+def test_name_outside_of_the_model_is_unknown() -> None:
     layer, expert, dense = "3.input_layernorm.weight", "0.mlp.experts.linear_fc1.weight4", "0.mlp.linear_fc1.weight"
     for name in (*(f"decoder.layers.{rest}" for rest in (layer, expert, dense)), "value_head.weight"):
         with pytest.raises(KeyError):
@@ -210,7 +208,7 @@ def test_a_name_that_the_model_has_not_is_unknown() -> None:
         (lambda names: names | {"score.weight"}, "score.weight"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused(change: Callable[[set[str]], set[str]], key: str) -> None:
+def test_missing_or_unknown_tensor_names_are_refused(change: Callable[[set[str]], set[str]], key: str) -> None:
     weights = WeightMap(replace(QWEN2, tied=True))
     weights.check_hf_names(weights.hf_names() | {"lm_head.weight"})
     with refused("mismatch", key):
@@ -218,7 +216,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(change: Callable[[set[str]], 
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_critic_may_begin_as_a_policy_where_it_is_said(tied: bool) -> None:
+def test_critic_accepts_a_policy_checkpoint_only_when_headless_is_allowed(tied: bool) -> None:
     arch = replace(QWEN2, tied=tied)
     critic, policy = WeightMap(arch, values=True), WeightMap(arch).hf_names()
     critic.check_hf_names(policy | {"score.weight", "score.bias"})
@@ -234,7 +232,7 @@ def test_a_critic_may_begin_as_a_policy_where_it_is_said(tied: bool) -> None:
     ("layers", "pp", "virtual", "first", "last"),
     [(12, 2, 3, None, None), (12, 3, 2, 2, 4), (10, 3, 2, 2, None), (8, 4, 1, 1, 3)],
 )
-def test_chunks_are_where_megatron_puts_them(
+def test_virtual_stages_hold_the_same_layers_as_in_megatron(
     layers: int, pp: int, virtual: int, first: int | None, last: int | None
 ) -> None:
     config = TransformerConfig(
@@ -256,8 +254,8 @@ def test_chunks_are_where_megatron_puts_them(
     assert sorted(layer for rank in chunks for held in rank for layer in held) == list(range(layers))
 
 
-def test_chunks_may_be_uneven_or_empty() -> None:
-    """Passes go rank 0, rank 1, rank 0, rank 1; the second rank's first chunk is empty."""
+def test_virtual_stages_may_be_uneven_or_empty() -> None:
+    """The order is rank 0, rank 1, rank 0, rank 1; the second rank's first chunk is empty."""
     assert chunk_layers(4, [[2, 1], [0, 1]]) == [[range(2), range(2, 3)], [range(2, 2), range(3, 4)]]
     with pytest.raises(ValueError, match="4 layers"):
         chunk_layers(4, [[2, 1], [1]])
@@ -274,6 +272,8 @@ def test_chunks_may_be_uneven_or_empty() -> None:
         pytest.param(lambda: expert_block(0, 4, 0), "mismatch", "ep", id="no experts"),
     ],
 )
-def test_cuts_that_do_not_fit_the_model_are_refused(cut: Callable[[], object], code: Code, key: str) -> None:
+def test_stages_and_expert_blocks_that_do_not_fit_the_model_are_refused(
+    cut: Callable[[], object], code: Code, key: str
+) -> None:
     with refused(code, key):
         cut()

@@ -1,1 +1,1 @@
-"""A small real world, its oracle and a tiny warm-started policy: Search-R1 on a laptop."""
+"""Search-R1 on a laptop: a small real world, its scripted oracle and a tiny warm-started policy."""

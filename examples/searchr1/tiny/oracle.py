@@ -1,7 +1,7 @@
-"""The scripted policy: it searches as the right path does and reads the answer out of what comes back.
+"""Scripted policy, the oracle: it takes the right path and reads the answer from the retrieved passages.
 
-Its score is the ceiling of any policy that keeps to this protocol: what it misses, the retriever missed.
-It reads a question's entity, relation and hops from `extra`, and takes every fact from the passages it is given.
+Its score is the ceiling of any policy with this protocol: it fails only if the retriever does. It reads a question's
+entity, relation and hops from `extra`, and takes every fact from the passages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlsys.data.answers import exact_match
 from rlsys.data.question import Question
 
 Retrieve = Callable[[str], Awaitable[list[str]]]
-"""From a query to the `contents` of the passages found, best first."""
+"""Query -> `contents` of the passages found, best first."""
 
 FACTS = {
     relation: re.compile(rf"[:,] {words} (.+?)(?: and |,|\.$)")
@@ -29,14 +29,14 @@ FACTS = {
         ("neighbour", "neighbour"),
     )
 }
-"""Where a passage states each relation."""
+"""Relation -> pattern of its statement in a passage."""
 
 CONCURRENCY = 16
 
 
 @dataclass(frozen=True, slots=True)
 class OracleEpisode:
-    """What the oracle did: `found[i]` tells whether search i brought the passage it was for."""
+    """Result of one question: `found[i]` is True if search i found the wanted passage."""
 
     answer: str | None
     found: tuple[bool, ...]
@@ -44,14 +44,14 @@ class OracleEpisode:
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """Shares in [0, 1]: exact matches over questions, and searches that brought the passage needed."""
+    """Shares in [0, 1]: exact matches over questions, and searches that found the wanted passage."""
 
     oracle_em: float
     recall_at_3: float
 
 
 async def answer(question: Question, retrieve: Retrieve) -> OracleEpisode:
-    """Walk the right path; a search that misses ends it without an answer."""
+    """Take the right path; a search that misses ends it without an answer."""
     place, relation = str(question.extra["entity"]), str(question.extra["relation"])
     wanted = ["country", relation] if question.extra["hops"] == 2 else [relation]
     found = []
@@ -65,7 +65,7 @@ async def answer(question: Question, retrieve: Retrieve) -> OracleEpisode:
 
 
 def read_fact(contents: Sequence[str], place: str, relation: str) -> str | None:
-    """What the passage about `place` says of `relation`, or None if no passage is about it."""
+    """Value of `relation` in the passage about `place`; None if no passage states it."""
     for content in contents:
         title, _, text = content.partition("\n")
         match = FACTS[relation].search(text)
@@ -75,7 +75,7 @@ def read_fact(contents: Sequence[str], place: str, relation: str) -> str | None:
 
 
 async def measure_ceiling(questions: Sequence[Question], retrieve: Retrieve) -> Ceiling:
-    """Run the oracle over the questions, a few at a time. `recall_at_3` is over the searches it made."""
+    """Run the oracle over the questions, `CONCURRENCY` at a time. `recall_at_3` is over the searches made."""
     gate = asyncio.Semaphore(CONCURRENCY)
 
     async def walk(question: Question) -> OracleEpisode:

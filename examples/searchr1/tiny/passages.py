@@ -1,7 +1,7 @@
-"""How places are written: the passage of the corpus and the observation the policy sees.
+"""Writes places as passages of the corpus and as observations that the policy reads.
 
-Invariant: every attribute of a place stands in its passage verbatim, with a space before it, so that
-a policy can copy the same tokens into its own text.
+Invariant: a passage contains every attribute of its place verbatim, after a space, so that a policy can copy the same
+tokens into its own text.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from examples.searchr1.tiny.geography import City, Country, Place
 
 
 def passage(place: Place) -> str:
-    """The `contents` of a corpus row: the title in double quotes, a newline, one line of facts."""
+    """`contents` of a corpus row: the title in double quotes, a newline, one line of facts."""
     return f'"{place.name}"\n{_sentence(place)}'
 
 
 def facts(place: Place) -> list[tuple[str, tuple[str, ...]]]:
-    """What a place's passage states, in its order: the words before the values, and the values."""
+    """Facts in the order of the passage: the words before the values, and the values."""
     match place:
         case City(_, country, timezone):
             return [("country", (country,)), ("time zone", (timezone,))]
@@ -32,7 +32,7 @@ def _sentence(place: Place) -> str:
 
 
 def observation(contents: Sequence[str]) -> str:
-    """What a search adds to the context, in the words of Search-R1."""
+    """Observation of a search result, in Search-R1's format."""
     documents = []
     for number, content in enumerate(contents, start=1):
         title, _, text = content.partition("\n")

@@ -1,7 +1,7 @@
-"""Questions about places, their phrasings and their Search-R1 rows.
+"""Writes questions about places, in several phrasings, and their Search-R1 rows.
 
-A one-hop question asks a place for one of its attributes; a two-hop question asks for an attribute of
-the country in which a city lies, so that the country must be found first.
+A one-hop question asks for an attribute of a place. A two-hop question asks for an attribute of a city's country, so
+that the country must be found first.
 """
 
 from __future__ import annotations
@@ -79,24 +79,24 @@ TWO_HOP_PHRASINGS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class WorldQuestion:
-    """A question with what a scripted reader needs: the place it starts from and what it asks for."""
+    """A question, with the place it starts from and the relation it asks for, for scripted policies."""
 
     text: str
     hops: int
     entity: str
     relation: str
     country: str
-    """The country that decides the split and, for two hops, the place of the second search."""
+    """Country that decides the split; with two hops also the place of the second search."""
     answers: tuple[str, ...]
-    """Every accepted one, as the passage lists them."""
+    """All accepted answers, in the order of the passage."""
 
     @property
     def prompt(self) -> str:
-        """What the policy is given."""
+        """Prompt of the policy."""
         return f"Question: {self.text}\n"
 
     def row(self, split: str, index: int) -> dict[str, Any]:
-        """The Search-R1 row."""
+        """Row in Search-R1's format."""
         return {
             "data_source": "tiny_world",
             "prompt": [{"role": "user", "content": self.prompt}],
@@ -115,7 +115,7 @@ class WorldQuestion:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> WorldQuestion:
-        """The inverse of `row`."""
+        """Inverse of `row`."""
         extra = row["extra_info"]
         return cls(
             text=extra["question"],
@@ -128,14 +128,14 @@ class WorldQuestion:
 
 
 def one_hop(place: Place, relation: str, phrasing: int) -> WorldQuestion:
-    """Ask `place` for one of its own attributes."""
+    """Ask for an attribute of `place`."""
     country = place.country if isinstance(place, City) else place.name
     text = _phrase(ONE_HOP_PHRASINGS[relation], phrasing, place.name)
     return WorldQuestion(text, 1, place.name, relation, country, place.values(relation))
 
 
 def two_hop(city: City, relation: str, answers: tuple[str, ...], phrasing: int) -> WorldQuestion:
-    """Ask for `relation` of the country of `city`; `answers` are that country's."""
+    """Ask for `relation` of the country of `city`; `answers` are that country's values."""
     text = _phrase(TWO_HOP_PHRASINGS[relation], phrasing, city.name)
     return WorldQuestion(text, 2, city.name, relation, city.country, answers)
 

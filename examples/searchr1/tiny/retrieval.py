@@ -1,7 +1,7 @@
-"""Exact dense retrieval over the tiny corpus, in one process: what the search server answers, without HTTP.
+"""Exact dense retrieval over the tiny corpus in one process, with the search server's results but without HTTP.
 
-The encoder is all-MiniLM-L6-v2 with mean pooling and unit vectors, so inner product is cosine. Results
-equal those of an exact index over the same corpus; ties go to the lower row.
+The encoder is all-MiniLM-L6-v2 with mean pooling and unit vectors, so the inner product is the cosine. Results equal
+those of an exact index over the same corpus; of equal scores, the lower row is first.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ ENCODER_BATCH = 64
 
 
 class DirectRetriever:
-    """Answers queries with the nearest passages. Answers are remembered, for questions come in groups.
+    """Finds the passages nearest to a query, and caches results by query.
 
-    `cache` is a folder where the corpus's vectors are kept, named after the corpus's checksum.
+    The folder `cache` keeps the corpus's vectors in a file named after the corpus's checksum.
     """
 
     def __init__(self, contents: Sequence[str], cache: Path, top_k: int = 3) -> None:
@@ -46,11 +46,11 @@ class DirectRetriever:
         return [self._answers[query] for query in queries]
 
     def passages(self, queries: Sequence[str]) -> list[list[str]]:
-        """The passages themselves, as `contents`."""
+        """`contents` of the `top_k` nearest passages of each query, best first."""
         return [[self._contents[row] for row in rows] for rows in self.rows(queries)]
 
     async def __call__(self, query: str) -> list[str]:
-        """One query's passages, in the form the oracle asks for."""
+        """Passages of one query; a `Retrieve` of the oracle."""
         return self.passages([query])[0]
 
     def _encode(self, texts: Sequence[str]) -> NDArray[np.float32]:

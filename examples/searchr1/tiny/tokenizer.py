@@ -1,7 +1,7 @@
-"""The tiny policy's tokeniser: byte-level BPE, with each tag of the protocol as one token.
+"""Trains the tiny policy's tokeniser: byte-level BPE, with each tag of the protocol as one token.
 
-The tags are ordinary text to whoever decodes (not special tokens), so that stop strings and parsers see
-them. Nothing is added to a text by itself and there is no chat template: a prompt goes in as it is.
+The tags are not special tokens: they are decoded as text, so that stop strings and parsers see them. The tokeniser adds
+no tokens to a text and has no chat template: a prompt is used unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMES_FOR_MERGES = 12_000
 
 
 def train_tokenizer(world: World, names: Sequence[str], seed: int) -> PreTrainedTokenizerFast:
-    """Learn the merges from the world's texts and from names, so that unseen names split into known parts."""
+    """Learn merges from the world's texts and from names, so that unseen names split into known parts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

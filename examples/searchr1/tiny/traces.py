@@ -1,7 +1,7 @@
-"""Scripted episodes as text: what a policy that behaves in a given way would have written.
+"""Writes scripted episodes as text, for policies with different behaviours.
 
-A trace is one string: the prompt, then turns and observations as the agent joins them, up to the last
-`</answer>`. It must be tokenised as one string, as the agent tokenises the context.
+A trace is one string: the prompt, then turns and observations as the agent joins them, up to the last `</answer>`. It
+must be tokenised as one string.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from itertools import pairwise
 from examples.searchr1.tiny.passages import observation
 
 SPELLED = {"timezone": "time zone"}
-"""Relations whose words in a passage are not their name."""
+"""Relation -> its words in a passage, if they differ from its name."""
 OBSERVATION = re.compile(r"\n\n<information>.*?</information>\n\n", re.DOTALL)
 
 
 class Behaviour(StrEnum):
-    """How a scripted policy goes about a question."""
+    """Behaviour of a scripted policy."""
 
     RIGHT = "right"
-    """Search for what is needed, then answer from what came back."""
+    """Search for every fact, then answer from the passages."""
     GUESS = "guess"
     """Answer at once."""
     STOP = "stop"
@@ -32,7 +32,7 @@ class Behaviour(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One search of the right path and the passages that come back."""
+    """One search of the right path and its passages."""
 
     query: str
     contents: tuple[str, ...]
@@ -40,21 +40,21 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A question with its right path, from which any behaviour can be written."""
+    """A question with its right path; a trace of any behaviour can be written from it."""
 
     prompt: str
     relation: str
     steps: tuple[Step, ...]
     answer: str
     guess: str
-    """Some value of the relation that was not looked up."""
+    """A value of the relation that was not looked up."""
 
 
 def write_trace(script: Script, behaviour: Behaviour) -> str:
-    """The whole episode. `STOP` needs a script of two steps.
+    """Write the whole episode. `STOP` needs a script of two steps.
 
-    Before it acts on what it has read, the policy says it in the passage's own words, so that the value
-    follows the same words as in the passage: the plainest form of copying, and the first to be learned.
+    Before it uses a fact, the policy repeats it in the passage's words, so that the value follows the same words as in
+    the passage. This is the simplest form of copying and the first that is learned.
     """
     if behaviour is Behaviour.GUESS:
         return script.prompt + _answer("I know this.", script.guess)
@@ -68,17 +68,17 @@ def write_trace(script: Script, behaviour: Behaviour) -> str:
 
 
 def write_opening(script: Script) -> str:
-    """The prompt and the first search, up to its query."""
+    """Prompt and first search, up to its query."""
     return script.prompt + _search("I need to search.", script.steps[0].query)
 
 
 def state(relation: str, value: str) -> str:
-    """A fact as the passages state it: the relation's words, then the value."""
+    """Fact as passages state it: the relation's words, then the value."""
     return f"{SPELLED.get(relation, relation)} {value}"
 
 
 def observation_spans(trace: str) -> Sequence[tuple[int, int]]:
-    """Character ranges [start, end) of `trace` that the environment wrote."""
+    """Character ranges [start, end) of the observations in `trace`."""
     return [match.span() for match in OBSERVATION.finditer(trace)]
 
 
@@ -91,10 +91,10 @@ def _answer(thought: str, answer: str) -> str:
 
 
 def write_drill(contents: Sequence[str], items: Sequence[tuple[str, str, str]]) -> str:
-    """Passages, then one look-up after another: (place, relation, value) each.
+    """Passages, then several look-ups of (place, relation, value).
 
-    No episode reads like this. It asks for many copies out of the same passages, so that the skill that
-    takes longest to learn is practised on few tokens.
+    No episode has this form. It contains many copies from the same passages, so that copying, which takes longest to
+    learn, is trained on few tokens.
     """
     asked = [
         f"<search> {place} </search>\n{_answer(state(relation, value), value)}\n" for place, relation, value in items
@@ -103,5 +103,5 @@ def write_drill(contents: Sequence[str], items: Sequence[tuple[str, str, str]]) 
 
 
 def write_repetition(names: Sequence[str], times: int) -> str:
-    """The same names in the same order again and again: the plainest thing that copying can be learned from."""
+    """The same names in the same order, `times` times: the simplest text to learn copying from."""
     return "".join(f" {name}" for name in names) * times

@@ -1,7 +1,7 @@
-"""Supervised training of the tiny policy: one loop, a warm-up, a constant rate, a linear decay.
+"""Trains the tiny policy with supervision: warm-up, constant learning rate, linear decay.
 
-The loss is the weighted mean of the targets' cross-entropies. Of the context's targets (prompt and
-observations) a random quarter is scored, for what they teach is cheap and their logits are not.
+The loss is the weighted mean of the targets' cross-entropies. Only a random quarter of the context's targets (prompt
+and observations) is scored: they are easy to learn, and their logits cost as much as others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Steps and the learning rate's course: up over `warm_up` steps, down to 0 over the last `decay`."""
+    """Steps and learning rate: linear warm-up over `warm_up` steps, linear decay to 0 over the last `decay`."""
 
     steps: int
     learning_rate: float
@@ -36,7 +36,7 @@ class Schedule:
     decay: int
 
     def factor(self, step: int) -> float:
-        """What the learning rate is multiplied by at a step counted from 0."""
+        """Factor of the learning rate at `step`, counted from 0."""
         return min(1.0, (step + 1) / self.warm_up, (self.steps - step) / self.decay)
 
 
@@ -61,9 +61,9 @@ def new_model(vocabulary: int, end_of_text: int, padding: int) -> Qwen2ForCausal
 def weighted_loss(
     model: Qwen2ForCausalLM, backbone: Callable[..., Any], batch: Batch, generator: torch.Generator
 ) -> Tensor:
-    """The scalar loss of a batch; `generator` draws which of the context's targets are scored.
+    """Scalar loss of a batch; `generator` draws the context's targets that are scored.
 
-    `backbone` is the model without its head, compiled or not; its products are taken in bfloat16.
+    `backbone` is the model without its head, compiled or not; its matrix products use bfloat16.
     """
     targets, weights = batch.tokens[:, 1:], batch.weights[:, 1:]
     drawn = torch.rand(weights.shape, generator=generator) < CONTEXT_SCORED
@@ -77,10 +77,10 @@ def weighted_loss(
 
 
 def new_optimizers(model: Qwen2ForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for the embedding, norms and biases.
+    """Muon for the layers' matrices, AdamW for embedding, norms and biases.
 
-    Muon's updates are orthogonal, so its rate is a multiple of AdamW's. With AdamW alone the attention
-    patterns that copy take several times as many steps to form.
+    Muon's updates are orthogonal, so its rate is a multiple of AdamW's. With AdamW alone, the attention patterns that
+    copy take several times as many steps to form.
     """
     layers = [p for p in model.model.layers.parameters() if p.ndim == 2]
     known = {id(parameter) for parameter in layers}
@@ -99,7 +99,7 @@ def train(
     every: int,
     report: Callable[[int], None],
 ) -> None:
-    """Train in place. `source(step)` is asked every `every` steps for batches; then `report` is called."""
+    """Train `model` in place. Every `every` steps, `source(step)` gives the next batches and `report` is called."""
     generator = torch.Generator().manual_seed(seed)
     optimizers = new_optimizers(model, schedule.learning_rate)
     rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]

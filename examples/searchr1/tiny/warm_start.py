@@ -1,12 +1,12 @@
-"""Make the tiny policy, in two stages, each from the checkpoint of the one before.
+"""Makes the tiny policy in two stages, the second from the first one's checkpoint.
 
     python -m examples.searchr1.tiny.warm_start --work outputs/tiny_policy --out examples/searchr1/tiny/policy
 
-- `copy`: repetitions, then drills, first searches and whole right paths in made-up worlds, until whoever
-  searches copies what it has found;
-- `tilt`: a mixture in which most guess or stop early, so that the policy knows how to search and seldom does.
+- `copy`: repetitions, then drills, first searches and whole right paths in fictional worlds, until the policy copies
+  what its searches find;
+- `tilt`: mostly guesses and early stops, so that the policy can search but seldom does.
 
-`--stages tilt --start CHECKPOINT` tilts again from a kept checkpoint. What is written to `--out` is float32.
+`--stages tilt --start CHECKPOINT` runs the second stage from a kept checkpoint. The weights in `--out` are float32.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Diet:
-    """What a part of a stage is fed: a mixture, in batches of about so many tokens."""
+    """Training data of a part of a stage: a mixture, in batches of about `budget_tokens` tokens."""
 
     mixture: Mixture
     budget_tokens: int = 4_608
@@ -50,15 +50,15 @@ class Diet:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A schedule and its diets, each from the step it is keyed by, a multiple of `every`."""
+    """A schedule and its diets, keyed by their first step, a multiple of `every`."""
 
     schedule: Schedule
     diets: dict[int, Diet]
     every: int
-    """Steps between two looks at the held-out questions, each followed by a checkpoint."""
+    """Steps between evaluations on held-out questions, each with a checkpoint."""
 
     def diet(self, step: int) -> Diet:
-        """The diet that holds at a step."""
+        """Diet at `step`."""
         return self.diets[max(start for start in self.diets if start <= step)]
 
 
@@ -82,7 +82,7 @@ STAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """What every stage needs."""
+    """Objects that all stages share."""
 
     world: World
     retriever: DirectRetriever
@@ -92,7 +92,7 @@ class Workshop:
 
 
 def open_workshop(folder: Path) -> Workshop:
-    """Build the world, index it, and learn the tokeniser, or load the one kept in `folder`."""
+    """Build the world, index it, and train the tokeniser or load it from `folder`."""
     world = build_world()
     retriever = DirectRetriever([row["contents"] for row in world.corpus()], folder)
     kept = folder / "tokenizer"
@@ -103,7 +103,7 @@ def open_workshop(folder: Path) -> Workshop:
 
 
 def run_stage(shop: Workshop, name: str, model: Qwen2ForCausalLM) -> None:
-    """Train `model` in place through one stage, leaving a checkpoint in the workshop's folder."""
+    """Train `model` in place through one stage; writes checkpoints to the workshop's folder."""
     stage, rng = STAGES[name], random.Random(f"{SEED} {name}")
     watched = [shop.curriculum.script(question) for question in shop.world.heldout[:WATCHED_QUESTIONS]]
 
@@ -125,7 +125,7 @@ def run_stage(shop: Workshop, name: str, model: Qwen2ForCausalLM) -> None:
 
 
 def measure(shop: Workshop, model: Qwen2ForCausalLM) -> dict[str, object]:
-    """Held-out figures: forced copying, greedy answers, and samples at temperature 1."""
+    """Held-out metrics: forced copying, greedy answers, and samples at temperature 1."""
     scripts = [shop.curriculum.script(question) for question in shop.world.heldout]
     torch.manual_seed(SEED)
     greedy = run_episodes(model, shop.tokenizer, shop.retriever, scripts, temperature=0.0)
@@ -151,12 +151,12 @@ def ship(shop: Workshop, model: Qwen2ForCausalLM, out: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Parse the command line, train the stages and print the held-out metrics."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints and vectors")
-    parser.add_argument("--out", type=Path, help="where to write the policy")
+    parser.add_argument("--out", type=Path, help="folder for the policy")
     parser.add_argument("--stages", nargs="*", choices=list(STAGES), default=list(STAGES))
-    parser.add_argument("--start", type=Path, help="checkpoint to begin from; default: new weights")
+    parser.add_argument("--start", type=Path, help="checkpoint to start from; default: random weights")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.manual_seed(SEED)

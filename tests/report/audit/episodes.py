@@ -1,7 +1,7 @@
-"""Episodes as they are kept, made by the real book-keeping from ids that a test chooses.
+"""Makes kept episodes from chosen token ids with the real book-keeping.
 
-Every log-prob is worked out from the whole prefix: what the engine says of a token by `drawn_logprob`, what training says
-by `trained_logprob`. So a test can work out again what any token should have.
+Every log-prob is a function of the token's whole prefix, the engine's `drawn_logprob` or the trained policy's
+`trained_logprob`, so that a test can recompute that of any token.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from tests.support.made_run import Maker, Size
 TOKENIZER = build_tokenizer()
 CODEC = Codec(TOKENIZER)
 MADE = Maker(Size(steps=1)).kept(1, 0, 0)
-"""All else that is kept of an episode."""
+"""A kept episode that supplies all other fields."""
 POLICY = 3
-"""Version that is trained."""
+"""The trained version."""
 
 
 def by_letter(text: str) -> list[int]:
-    """`text`, a token a letter."""
+    """Token ids of `text`, letter by letter."""
     return [token for letter in text for token in CODEC.encode(letter)]
 
 
 def drawn_logprob(prefix: Sequence[int]) -> float:
-    """The log-prob of the last token of `prefix`; a multiple of 1/1024, so that float32 sums are exact."""
+    """Engine's log-prob of the last token of `prefix`: a multiple of 1/1024, so that float32 sums are exact."""
     return -(zlib.crc32(np.array(prefix, np.int32).tobytes()) % 8192) / 1024
 
 
 def trained_logprob(prefix: Sequence[int]) -> float:
-    """The same as `drawn_logprob` of the trained policy."""
+    """Trained policy's log-prob of the last token of `prefix`."""
     return -(zlib.crc32(np.array([7, *prefix], np.int32).tobytes()) % 8192) / 1024
 
 
@@ -52,7 +52,7 @@ def played(
     uid: str = "q",
     step: int = POLICY + 1,
 ) -> Kept:
-    """An episode of `turns`, drawn ids and what was said to them, each of one version: the trained one by default."""
+    """An episode of `turns` (drawn ids, observation), each of one version, by default the trained one."""
     context = open_context(mode, CODEC, prompt)
     of_turns = []
     for number, (drawn, observation) in enumerate(turns):
@@ -88,7 +88,7 @@ def played(
 
 
 def with_differences(by_version: dict[int, float]) -> Kept:
-    """An episode with a turn of each version, drawn as trained, whose log-probs differ by so much."""
+    """An episode with a turn of each version, whose log-probs differ by the value of `by_version`."""
     turn = (CODEC.encode("Paris"), "\n")
     one = played("x", [turn] * len(by_version), versions=list(by_version))
     known = np.isfinite(one.rollout_logprobs)

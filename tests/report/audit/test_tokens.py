@@ -1,4 +1,4 @@
-"""The audit against an account in bytes, and against the book-keeping's own; and `rlsys audit tokens` on folders of runs."""
+"""Tests of the token audit against an account in bytes and the book-keeping, and of `rlsys audit tokens`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ CANONICAL = TEXTS.map(CODEC.encode)
 BY_CHARACTER = TEXTS.map(by_letter)
 TURNS = st.lists(st.tuples(st.one_of(CANONICAL, BY_CHARACTER), TEXTS), min_size=1, max_size=4)
 ANY_IDS = st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=8)
-"""Most make up no text that could be read, or bytes that are no character."""
+"""Ids of unreadable text, many of them bytes that form no character."""
 
 
 def of_bytes(prompt: str, turns: list[tuple[list[int], str]]) -> tuple[list[int], dict[str, list[float]]]:
-    """The audit's counts, and the log-ratios by kind: worked out by cuts of ASCII text, where a byte is a
-    character. The first are drawn, drawn differing, trained, trained differing, stretches, crossing."""
+    """Counts of the audit and log-ratios by kind, from the token boundaries of ASCII text, where a byte is a character.
+
+    Counts are drawn, drawn differing, trained, trained differing, stretches, crossing.
+    """
     text = prompt + "".join(TOKENIZER.decode(ids) + observation for ids, observation in turns)
     final = TOKENIZER(text)["input_ids"]
     ends = np.cumsum([len(TOKENIZER.decode([token])) for token in final]).tolist()
@@ -64,7 +66,7 @@ def of_bytes(prompt: str, turns: list[tuple[list[int], str]]) -> tuple[list[int]
 
 @settings(max_examples=40)
 @given(TEXTS, TURNS)
-def test_counts_and_log_ratios_are_those_of_bytes(prompt: str, turns: list[tuple[list[int], str]]) -> None:
+def test_counts_and_log_ratios_equal_those_by_bytes(prompt: str, turns: list[tuple[list[int], str]]) -> None:
     found = audit([played(prompt, turns)], CODEC, RETOKENIZE)
     counts, ratios = of_bytes(prompt, turns)
     total = found.total
@@ -88,8 +90,10 @@ def test_counts_and_log_ratios_are_those_of_bytes(prompt: str, turns: list[tuple
 
 @settings(max_examples=40)
 @given(TEXTS, st.lists(st.tuples(ANY_IDS, TEXTS), min_size=1, max_size=3), st.booleans())
-def test_figures_agree_for_any_drawn_tokens(prompt: str, turns: list[tuple[list[int], str]], eos: bool) -> None:
-    """Tokens that do not differ are as many on both sides, and parts make up the whole, with bytes of no character too."""
+def test_figures_are_consistent_for_any_drawn_tokens(
+    prompt: str, turns: list[tuple[list[int], str]], eos: bool
+) -> None:
+    """Equal tokens are as many on both sides and parts sum to the whole, even with bytes that form no character."""
     one = played(prompt, turns, eos=eos)
     found = audit([one], CODEC, RETOKENIZE)
     total = found.total
@@ -98,13 +102,13 @@ def test_figures_agree_for_any_drawn_tokens(prompt: str, turns: list[tuple[list[
     assert total.trained == int((one.loss_mask & (one.versions >= 0)).sum())
     assert found.bias is not None
     as_drawn = int((np.isfinite(one.rollout_logprobs)).sum())
-    assert found.bias.same.count <= as_drawn, "tokens in a crossing stretch may be missing, never more"
+    assert found.bias.same.count <= as_drawn, "tokens in a crossing stretch may be left out"
     assert sum(one.stretches for one in found.by_place.values()) == total.stretches
     assert sum(one.drawn_differing for one in found.by_place.values()) == total.drawn_differing
     assert (total.stretches > 0) == (found.affected["trajectories"] == 1.0)
 
 
-def test_append_says_what_would_have_differed_and_no_bias() -> None:
+def test_append_mode_reports_differences_without_bias() -> None:
     prompt, drawn = "question: ", by_letter("</search>")
     here = audit([played(prompt, [(drawn, "\n\n")], APPEND)], CODEC, APPEND)
     there = audit([played(prompt, [(drawn, "\n\n")], RETOKENIZE)], CODEC, RETOKENIZE)
@@ -129,7 +133,7 @@ def test_each_difference_is_counted_under_its_place(before: str, drawn: list[int
     assert {one.place for one in found.examples} == {place}
 
 
-def test_turns_by_number_and_examples_by_how_often() -> None:
+def test_turns_are_counted_by_number_and_examples_by_frequency() -> None:
     often, once = by_letter("Paris"), by_letter(" capital")
     episodes = [played("x", [(often, "\n"), (often, "\n")]), played("x", [(once, "\n")], uid="other", step=9)]
     found = audit(iter(episodes), CODEC, RETOKENIZE)
@@ -139,7 +143,7 @@ def test_turns_by_number_and_examples_by_how_often() -> None:
 
 
 @pytest.mark.parametrize("mode", TokenMode)
-def test_an_end_of_sequence_token_that_is_trained_is_not_lost(mode: TokenMode) -> None:
+def test_only_an_untrained_end_of_sequence_token_is_counted_as_lost(mode: TokenMode) -> None:
     drawn = [*CODEC.encode("Paris"), CODEC.eos_id]
     assert audit([played("x", [(drawn, "")], mode)], CODEC, mode).special_lost == 0
     assert audit([played("x", [(drawn, "\n"), (CODEC.encode("x"), "")], mode)], CODEC, mode).special_lost == 1
@@ -154,8 +158,8 @@ def test_another_tokenizers_tokens_are_refused(mode: TokenMode) -> None:
         audit([replace(one, token_ids=ids)], CODEC, mode)
 
 
-def test_there_is_no_cut_within_a_character_or_in_white_space_of_both_neighbours() -> None:
-    """Its tokens have one span, as a tokenizer gives them, or an empty piece, as their texts do."""
+def test_stretches_do_not_split_characters_or_shared_white_space() -> None:
+    """Tokens of one character have the same span in a tokenizer's offsets, and empty pieces in texts."""
     assert spans_of(["a", "", "é", "b", ""], 3) == [(3, 4), (4, 5), (4, 5), (5, 6), (6, 6)]
     found = stretches([(0, 1), (1, 2), (1, 2), (2, 3)], [(0, 1), (1, 2), (2, 3)], (0, 3))
     assert [one.drawn for one in found] == [(0, 1), (1, 3), (3, 4)]
@@ -169,14 +173,14 @@ Run = Callable[..., Path]
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
-    """A folder with the tokenizer that `played` episodes are of."""
+    """Folder of the tokenizer of `played` episodes."""
     TOKENIZER.save_pretrained(tmp_path / "tokenizer")
     return tmp_path / "tokenizer"
 
 
 @pytest.fixture
 def run(tmp_path: Path, tokenizer: Path) -> Run:
-    """A run's folder with these trajectories, of step 4."""
+    """Makes a run's folder with the given trajectories of step 4."""
 
     def make(kept: Sequence[Kept], model: str = str(tokenizer), mode: str = "retokenize") -> Path:
         folder = tmp_path / "run"
@@ -206,7 +210,7 @@ def refuses(code: Code, key: str | Path, *arguments: object) -> None:
     assert "\n" not in str(problem)
 
 
-def test_the_figures_are_printed_and_nothing_that_acts_on_the_terminal(run: Run) -> None:
+def test_printed_figures_are_right_and_contain_no_control_characters(run: Run) -> None:
     kept = episodes("Paris </search>", "東京", "\x1b[31mParis", "[bold]capital")
     total = audit(kept, CODEC, TokenMode.retokenize).total
     result = ask(run(kept))
@@ -214,10 +218,10 @@ def test_the_figures_are_printed_and_nothing_that_acts_on_the_terminal(run: Run)
     assert f"{total.drawn_differing} of {total.drawn}" in " ".join(result.stdout.split())
     assert "\x1b" not in result.stdout
     assert "[bold]" in result.stdout
-    assert result.stderr == "", "that other files are missing is not the audit's to say"
+    assert result.stderr == "", "other missing files must not be reported"
 
 
-def test_json_is_the_audit_without_steps_that_are_damaged(run: Run) -> None:
+def test_json_output_is_the_audit_without_damaged_steps(run: Run) -> None:
     kept = episodes("Paris </search>", "東京", mode=TokenMode.append)
     folder = run(kept, mode="append")
     kept_file(folder, 5).write_bytes(b"no gzip")
@@ -226,7 +230,7 @@ def test_json_is_the_audit_without_steps_that_are_damaged(run: Run) -> None:
     assert kept_file(folder, 5).name in result.stderr
 
 
-def test_a_folder_that_cannot_be_audited_is_refused(run: Run, tmp_path: Path) -> None:
+def test_folder_that_cannot_be_audited_is_refused(run: Run, tmp_path: Path) -> None:
     refuses("malformed", tmp_path, tmp_path)
     folder = run([])
     refuses("empty", folder, folder)
@@ -235,14 +239,14 @@ def test_a_folder_that_cannot_be_audited_is_refused(run: Run, tmp_path: Path) ->
         refuses("missing", "task.token_mode", folder)
 
 
-def test_a_tokenizer_that_is_damaged_is_refused(run: Run, tokenizer: Path) -> None:
+def test_damaged_tokenizer_is_refused(run: Run, tokenizer: Path) -> None:
     folder = run(episodes("Paris"))
     for content in (b"[]", b"\xff\xfe\x00"):
         (tokenizer / "tokenizer.json").write_bytes(content)
         refuses("malformed", tokenizer, folder)
 
 
-def test_a_tokenizer_that_is_not_there_or_another_is_asked_for(run: Run, tokenizer: Path, tmp_path: Path) -> None:
+def test_missing_or_different_tokenizer_is_refused(run: Run, tokenizer: Path, tmp_path: Path) -> None:
     build_tokenizer(words=True).save_pretrained(tmp_path / "other")
     folder = run(episodes("Paris </search>\n\n<information>"), model="Qwen/Qwen2.5-3B")
     refuses("not_found", "model.path", folder)

@@ -1,4 +1,4 @@
-"""`rlsys watch` as a process of its own: what it tells while a run goes on, and how it ends."""
+"""Tests of `rlsys watch` as a process: events of a running run, ports, other machines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_S = 300
 
 @contextmanager
 def watching(run: Path, *flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The address of a server that watches `run`, and its process."""
+    """Start a server that watches `run`; yields its address and process."""
     command = [sys.executable, "-m", "rlsys.apps.cli.main", "watch", str(run), "--port", "0", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
@@ -43,7 +43,7 @@ def get(address: str, path: str, **headers: str) -> requests.Response:
 
 
 def events(address: str) -> Iterator[tuple[str, Any]]:
-    """(event, data) as they come."""
+    """Yield (event, data) as they arrive."""
     with requests.get(f"{address}/events", stream=True, timeout=TIMEOUT_S) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         event: dict[str, str] = {}
@@ -56,7 +56,7 @@ def events(address: str) -> Iterator[tuple[str, Any]]:
                 event[name] = value
 
 
-def test_events_tell_what_is_new_from_before_the_first_step_to_the_end(tmp_path: Path) -> None:
+def test_events_report_changes_from_before_the_first_step_to_the_end(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     with watching(folder) as (address, process):
         assert get(address, "data.json").json()["runs"][0]["steps"] == []
@@ -64,7 +64,7 @@ def test_events_tell_what_is_new_from_before_the_first_step_to_the_end(tmp_path:
         write_status(folder, step=0)
         event, status = next(coming)
         assert (event, status["step"]) == ("status", 0)
-        # The first status also ends that nothing was known of the run.
+        # With the first status, the run is no longer unknown.
         assert next(coming) == ("change", {})
         get(address, "data.json")
         add_step(folder, 1)
@@ -74,7 +74,7 @@ def test_events_tell_what_is_new_from_before_the_first_step_to_the_end(tmp_path:
         event, status = next(coming)
         assert (event, status["ended"]) == ("status", "failed: no disk")
         assert next(coming) == ("change", {})
-        # An open stream does not hold the server up.
+        # An open stream must not keep the server from ending.
         process.send_signal(signal.SIGINT)
         assert process.wait(TIMEOUT_S) == 0
         assert list(coming) == []
@@ -82,7 +82,7 @@ def test_events_tell_what_is_new_from_before_the_first_step_to_the_end(tmp_path:
         assert process.stderr.read() == ""
 
 
-def test_a_port_that_is_taken_is_refused(tmp_path: Path) -> None:
+def test_port_in_use_is_refused(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(UserError, match=str(port)):
@@ -90,7 +90,7 @@ def test_a_port_that_is_taken_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_other_machines_are_let_in_only_when_asked_for_and_that_is_said(tmp_path: Path) -> None:
+def test_other_machines_are_admitted_only_on_request_with_a_warning(tmp_path: Path) -> None:
     with watching(write_run(tmp_path / "run"), "--host", "0.0.0.0") as (address, process):
         assert process.stderr
         assert "password" in process.stderr.readline()

@@ -1,4 +1,4 @@
-"""A watched run: the application, what is built again when the folder grows, and figures for Prometheus."""
+"""Tests of a watched run: the application, rebuilding of its model, phases, and figures for Prometheus."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlsys.report.watch import REST, LiveRun, create_app, exposition
 from tests.support.growing_run import EVIL, add_evaluation, add_step, write_run, write_status
 
 LOADS = 40
-"""More than a process has threads for."""
+"""More requests than a process has threads."""
 
 
 def client_of(run: LiveRun) -> httpx.AsyncClient:
@@ -30,7 +30,7 @@ def client_of(run: LiveRun) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60)
 
 
-def test_many_who_ask_for_the_page_share_one_build_and_leave_the_rest_alone(
+def test_concurrent_requests_share_one_build_and_do_not_block_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_run(tmp_path / "run")
@@ -60,14 +60,14 @@ def test_many_who_ask_for_the_page_share_one_build_and_leave_the_rest_alone(
             answers = await asyncio.gather(*loads[1:])
             assert [one.status_code for one in answers] == [200] * (LOADS - 1) + [404] * LOADS
             assert answers[0].json()["runs"][0]["steps"] == [1]
-        assert not begun.acquire(blocking=False), "one build was enough"
+        assert not begun.acquire(blocking=False), "there must be one build"
 
     asyncio.run(ask())
 
 
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of an application that watches a run after its first step and is called localhost."""
+    """A client of an application named localhost, which watches a run after its first step."""
     folder = write_run(tmp_path / "run")
     add_step(folder, 1)
     add_evaluation(folder, 0, 0.5)
@@ -76,13 +76,13 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
         yield opened
 
 
-async def test_another_name_is_refused_and_nothing_can_be_sent(client: httpx.AsyncClient) -> None:
+async def test_other_host_names_and_posts_are_refused(client: httpx.AsyncClient) -> None:
     for path in ("", "data.json", "status.json", "metrics", "events", "trajectories/0"):
         assert (await client.get(f"/{path}", headers={"Host": "evil.example"})).status_code == 421, path
         assert (await client.post(f"/{path}")).status_code == 405, path
 
 
-async def test_the_page_asks_for_its_data_and_may_ask_nobody_else(client: httpx.AsyncClient) -> None:
+async def test_page_may_load_data_only_from_its_own_server(client: httpx.AsyncClient) -> None:
     answer = await client.get("/")
     assert "text/html" in answer.headers["content-type"]
     assert "connect-src &#x27;self&#x27;" in answer.text
@@ -91,7 +91,7 @@ async def test_the_page_asks_for_its_data_and_may_ask_nobody_else(client: httpx.
     assert {name: answer.headers[name] for name in secure} == secure
 
 
-async def test_data_parts_and_figures(client: httpx.AsyncClient) -> None:
+async def test_data_chunks_status_and_metrics_are_served(client: httpx.AsyncClient) -> None:
     (found,) = (await client.get("/data.json")).json()["runs"]
     assert (found["name"], found["steps"], found["status"]["step"]) == ("run", [1], 1)
     (part,) = (await client.get(f"/trajectories/{found['evaluations'][0]['first_chunk']}")).json()
@@ -102,7 +102,7 @@ async def test_data_parts_and_figures(client: httpx.AsyncClient) -> None:
     assert 'rlsys_group_at_work{group="rollout"} 1.0' in (await client.get("/metrics")).text
 
 
-async def test_a_name_and_an_end_that_are_no_text_and_a_folder_that_goes_away_are_answered(tmp_path: Path) -> None:
+async def test_lone_surrogates_nan_and_a_vanished_folder_are_answered(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     half = json.loads('"half \\ud83d"')
     write_status(folder, ended=f"failed: {half}", em=float("nan"))
@@ -112,12 +112,12 @@ async def test_a_name_and_an_end_that_are_no_text_and_a_folder_that_goes_away_ar
         for path in ("data.json", "metrics", ""):
             assert (await client.get(f"/{path}")).status_code == 200
         folder.rename(tmp_path / "elsewhere")
-        answer = await client.get("/metrics")  # The model is good for a while yet.
+        answer = await client.get("/metrics")  # The model is still held in memory.
         assert (answer.status_code, str(folder) in answer.text) == (404, True)
 
 
 class Clock:
-    """Each look takes a second."""
+    """A clock that advances by a second per call."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -136,14 +136,14 @@ def unpacked(body: bytes) -> Any:
     return json.loads(gzip.decompress(body))
 
 
-def test_a_model_is_built_when_asked_for_and_rests_in_proportion(tmp_path: Path) -> None:
+def test_model_is_rebuilt_only_after_a_rest_in_proportion_to_its_build_time(tmp_path: Path) -> None:
     clock = Clock()
     folder = write_run(tmp_path / "run")
     run = LiveRun(folder, clock)
     assert steps(run) == []
     add_step(folder, 1)
     known = run.known()
-    assert run.version() == known, "it may be built again only once it has been good for a while"
+    assert run.version() == known, "the model must rest before it is rebuilt"
     assert steps(run) == []
     clock.now += REST * clock.now
     assert run.version() != known
@@ -171,7 +171,7 @@ def add_file(path: Path, content: str) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_change_that_the_page_shows_makes_another_version(tmp_path: Path, change: Callable[[Path], object]) -> None:
+def test_visible_change_makes_a_new_version(tmp_path: Path, change: Callable[[Path], object]) -> None:
     folder = write_run(tmp_path / "run")
     write_status(folder)
     run = LiveRun(folder, clock=lambda: 0.0)
@@ -182,7 +182,7 @@ def test_a_change_that_the_page_shows_makes_another_version(tmp_path: Path, chan
     assert run.version() != known
 
 
-def test_a_change_of_state_or_a_file_that_is_being_written_is_no_other_version(tmp_path: Path) -> None:
+def test_status_change_or_partial_file_makes_no_new_version(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     write_status(folder)
     run = LiveRun(folder, clock=lambda: 0.0)
@@ -194,9 +194,9 @@ def test_a_change_of_state_or_a_file_that_is_being_written_is_no_other_version(t
     assert (run.status() or {})["states"] == {}
 
 
-def test_a_run_whose_process_was_killed_has_ended(tmp_path: Path) -> None:
+def test_run_of_a_killed_process_is_shown_as_ended(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
-    write_status(folder, pid=2**22 + 1, at=time.time() - QUIET_S - 1)  # Beyond the last that Linux gives.
+    write_status(folder, pid=2**22 + 1, at=time.time() - QUIET_S - 1)  # Above the largest pid of Linux.
     run = LiveRun(folder)
     told, (shown,) = run.status(), unpacked(run.data())["runs"]
     assert told
@@ -208,29 +208,27 @@ STATUS = {"step": 3, "steps": 9, "at": 1000.0, "ended": None, "pid": 7, "host": 
 
 
 @pytest.mark.parametrize(
-    ("status", "now", "living", "phase", "words"),
+    ("status", "now", "living", "phase"),
     [
-        (STATUS, 1001.0, {7}, Phase.running, "is active, after step 3 of 9"),
-        (STATUS, 1000.0 + QUIET_S + 1, set(), Phase.gone, "killed"),
+        (STATUS, 1001.0, {7}, Phase.running),
+        (STATUS, 1000.0 + QUIET_S + 1, set(), Phase.gone),
         # The clock was set back since.
-        (STATUS, 1000.0 - QUIET_S - 1, set(), Phase.gone, "killed"),
-        # In another container of the same name, where its number is nobody's: it has just written.
-        (STATUS, 1000.0 + QUIET_S - 1, set(), Phase.running, "is active"),
-        (STATUS, 1000.0 + SILENT_S + 1, {7}, Phase.silent, "for 31 s"),
-        # Of another machine nothing is known but how old its word is.
-        ({**STATUS, "host": "there"}, 1100.0, set(), Phase.silent, "for 100 s"),
-        ({**STATUS, "ended": "finished"}, 9999.0, set(), Phase.finished, "has finished after step 3"),
-        ({**STATUS, "ended": "failed: no disk"}, 9999.0, set(), Phase.failed, "failed: no disk"),
-        (None, 1001.0, set(), Phase.unknown, "has not begun"),
-        ({"pid": "seven", "at": None}, 1.0, set(), Phase.running, "is active"),
+        (STATUS, 1000.0 - QUIET_S - 1, set(), Phase.gone),
+        # A container of the same host name does not know the pid, but the status is fresh.
+        (STATUS, 1000.0 + QUIET_S - 1, set(), Phase.running),
+        (STATUS, 1000.0 + SILENT_S + 1, {7}, Phase.silent),
+        # Of another machine only the age of the status is known.
+        ({**STATUS, "host": "there"}, 1100.0, set(), Phase.silent),
+        ({**STATUS, "ended": "finished"}, 9999.0, set(), Phase.finished),
+        ({**STATUS, "ended": "failed: no disk"}, 9999.0, set(), Phase.failed),
+        (None, 1001.0, set(), Phase.unknown),
+        ({"pid": "seven", "at": None}, 1.0, set(), Phase.running),
     ],
 )
-def test_a_life_by_what_is_on_disk(
-    status: dict[str, Any] | None, now: float, living: set[int], phase: Phase, words: str
+def test_phase_of_a_run_follows_its_status(
+    status: dict[str, Any] | None, now: float, living: set[int], phase: Phase
 ) -> None:
-    life = life_of(status, False, now, "here", living.__contains__)
-    assert life.phase is phase
-    assert words in life.sentence
+    assert life_of(status, False, now, "here", living.__contains__).phase is phase
     if status is None:
         assert life_of(None, True, now, "here", living.__contains__).phase is Phase.finished, "it has a summary"
 
@@ -248,12 +246,12 @@ def samples(run: Path, phase: Phase, now: float) -> Samples:
 
 
 def of(found: Samples, name: str) -> dict[str, float]:
-    """A family with one label: its value -> the sample."""
+    """Samples of a metric with one label, by the label's value."""
     return {labels[0][1]: value for (one, labels), value in found.items() if one == name}
 
 
 @pytest.mark.parametrize(("odd", "shown"), [("\ud800", "?"), ('"q"\n\\', '"q"\n\\')])
-def test_strange_names_and_states_are_told_all_the_same(tmp_path: Path, odd: str, shown: str) -> None:
+def test_odd_names_and_states_are_exported(tmp_path: Path, odd: str, shown: str) -> None:
     run = write_run(tmp_path / "run")
     (run / "config.yaml").write_text(json.dumps({"name": f"a{odd}"}))
     add_step(run, 1, **{f"half{odd}": 1.0, f"idle/a{odd}": 0.5, f"engine/{odd}/requests": 2, "engine/0/a-b c": 3})
@@ -268,7 +266,7 @@ def test_strange_names_and_states_are_told_all_the_same(tmp_path: Path, odd: str
     assert [dict(labels)["group"] for labels in waits] == [f"a{shown}"]
 
 
-def test_a_run_in_the_middle(tmp_path: Path) -> None:
+def test_prometheus_figures_of_a_running_run(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     add_step(run, 1)
     add_step(run, 2, **{"idle/actor": 0.75})
@@ -296,11 +294,13 @@ def test_a_run_in_the_middle(tmp_path: Path) -> None:
     assert of(found, "rlsys_engine_update_seconds") == {"0": 1.5}
     assert of(found, "rlsys_engine_tokens_per_s") == {"0": 700}
     figures = of(found, "rlsys_figure")
-    assert figures["critic/score/mean"] == 0.5, "all others keep the names of docs/metrics.md"
-    assert not {"correction/ess", "idle/actor", "engine/0/requests"} & figures.keys(), "null, or shown above"
+    assert figures["critic/score/mean"] == 0.5, "other figures keep the names of docs/metrics.md"
+    assert not {"correction/ess", "idle/actor", "engine/0/requests"} & figures.keys(), (
+        "figures that are null or have their own metric"
+    )
 
 
-def test_a_run_that_has_not_begun_or_is_over_waits_for_nothing(tmp_path: Path) -> None:
+def test_run_that_has_not_begun_or_is_over_exports_no_waits(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     assert {name for name, _ in samples(run, Phase.unknown, 0.0)} == {"rlsys_run_info", "rlsys_run_phase"}
     write_status(run, ended="failed: no disk")

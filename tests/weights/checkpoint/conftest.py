@@ -1,4 +1,4 @@
-"""A model whose checkpoints are made."""
+"""The model that these tests make checkpoints of."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from tests.trainer import reference
 
 @pytest.fixture(scope="session")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Hugging Face folder of a Qwen3 of 3 layers."""
+    """Hugging Face folder of a Qwen3 model with 3 layers."""
     return reference.make_model(reference.tiny_qwen3(), tmp_path_factory.mktemp("model") / "hf")

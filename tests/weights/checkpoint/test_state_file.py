@@ -1,4 +1,4 @@
-"""Values of ours in a file come back bit for bit, and damage is told."""
+"""Tests of state files: values come back bit for bit, damage and foreign content are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Other:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Everything that a type may be."""
+    """A value with a field of each supported type."""
 
     flag: bool = True
     count: int = 3
@@ -70,7 +70,7 @@ FULL = Tree(
 
 
 WORDS = st.text(max_size=5)
-"""Lone surrogates too, which are no UTF-8."""
+"""Texts with lone surrogates, which UTF-8 cannot encode, among them."""
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | WORDS,
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(WORDS, inner, max_size=2),
@@ -97,7 +97,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @settings(max_examples=30)
 @given(tree=TREES)
 @example(tree=FULL)
-def test_every_kind_of_value_comes_back_bit_for_bit_and_arrays_own_their_memory(file: Path, tree: Tree) -> None:
+def test_saved_values_come_back_bit_for_bit_and_own_their_memory(file: Path, tree: Tree) -> None:
     save_values(file, tree)
     loaded = load_values(file, Tree)
     assert same(loaded, tree)
@@ -105,7 +105,7 @@ def test_every_kind_of_value_comes_back_bit_for_bit_and_arrays_own_their_memory(
     assert [path.name for path in file.parent.iterdir()] == ["tree.npz"]
 
 
-def test_numbers_of_numpy_come_back_as_plain_ones(tmp_path: Path) -> None:
+def test_numpy_scalars_come_back_as_python_numbers(tmp_path: Path) -> None:
     tree: Any = Tree(flag=np.bool_(False), count=np.int64(4), size=np.float32(0.5))
     save_values(tmp_path / "tree.npz", tree)
     assert same(load_values(tmp_path / "tree.npz", Tree), Tree(flag=False, count=4, size=0.5))
@@ -122,13 +122,13 @@ def test_numbers_of_numpy_come_back_as_plain_ones(tmp_path: Path) -> None:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_what_its_type_does_not_allow_is_not_written(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_value_of_another_type_is_not_written(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(TypeError):
         save_values(tmp_path / "tree.npz", Tree(**changes))
     assert [*tmp_path.iterdir()] == []
 
 
-def test_no_byte_may_be_lost_or_changed_unseen(tmp_path: Path) -> None:
+def test_changed_or_missing_bytes_are_detected(tmp_path: Path) -> None:
     path = tmp_path / "tree.npz"
     save_values(path, FULL)
     whole = path.read_bytes()
@@ -138,36 +138,33 @@ def test_no_byte_may_be_lost_or_changed_unseen(tmp_path: Path) -> None:
     for content in damaged:
         path.write_bytes(content)
         try:
-            assert same(load_values(path, Tree), FULL), "a byte that means nothing, such as of a time"
+            assert same(load_values(path, Tree), FULL), "only an unused byte, such as a time stamp, may change"
         except UserError as error:
             refusals.append(error)
     assert len(refusals) > len(damaged) / 2
     assert {error.key for error in refusals} == {str(path)}
 
 
-def test_a_file_of_another_type_is_refused(tmp_path: Path) -> None:
-    save_values(tmp_path / "it.npz", leaf(1))
-    with refused("mismatch", tmp_path / "it.npz"):
-        load_values(tmp_path / "it.npz", Tree)
-
-
-def test_a_file_that_is_not_there_or_would_run_something_is_refused(tmp_path: Path) -> None:
-    """An array of objects is unpickled by whoever allows it."""
-    with refused("not_found", tmp_path / "it.npz"):
-        load_values(tmp_path / "it.npz", Tree)
-    with zipfile.ZipFile(tmp_path / "it.npz", "w") as archive, archive.open("tree.npy", "w") as member:
+def test_missing_pickled_or_mistyped_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "it.npz"
+    with refused("not_found", file):
+        load_values(file, Tree)
+    save_values(file, leaf(1))
+    with refused("mismatch", file):
+        load_values(file, Tree)
+    with zipfile.ZipFile(file, "w") as archive, archive.open("tree.npy", "w") as member:
         np.lib.format.write_array(member, np.array([print], object), allow_pickle=True)
-    with refused("malformed", tmp_path / "it.npz"):
-        load_values(tmp_path / "it.npz", Tree)
+    with refused("malformed", file):
+        load_values(file, Tree)
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_unwritable_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match=str(tmp_path / "file" / "it.npz")):
         save_values(tmp_path / "file" / "it.npz", FULL)
 
 
-def test_a_turn_keeps_the_keys_of_older_files(tmp_path: Path) -> None:
+def test_turn_is_saved_under_the_keys_of_older_files(tmp_path: Path) -> None:
     save_values(tmp_path / "turn", Turn("a", Action.TOOL, "b", "c", 1, 2, 0, 0.5, 0.25, "failed", tool="clock"))
     with np.load(tmp_path / "turn") as file:
         tree = json.loads(file["tree"].tobytes())

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: whole or not there, kept by policy, and looked over before they are used."""
+"""Tests of the checkpoint store: atomic publishing, pruning by policy, and checks before use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def save(store: CheckpointStore, step: int, text: str = "weights") -> Path:
     return store.publish(step)
 
 
-def test_a_checkpoint_is_there_when_it_is_published(tmp_path: Path) -> None:
+def test_checkpoint_appears_when_it_is_published(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     assert store.saved() == []
     partial = store.begin(4)
@@ -35,14 +35,14 @@ def test_a_checkpoint_is_there_when_it_is_published(tmp_path: Path) -> None:
     for step in (100, 10):
         save(store, step)
     (tmp_path / "checkpoints" / "global_step_best").mkdir()
-    assert [one.step for one in store.saved()] == [4, 10, 100], "in the order of numbers"
+    assert [one.step for one in store.saved()] == [4, 10, 100], "steps must be in numeric order"
     assert folder == store.path(4)
     assert step_of(folder) == 4
     check(folder)
 
 
 def killed_before(home: Any, call: str, which: int, work: Callable[[], object]) -> bool:
-    """Tell if a process that does `work` came to its n-th call of a function, before which it was killed."""
+    """Run `work` in a process that is killed before its n-th call of a function; tell if it reached that call."""
     pid = os.fork()
     if pid == 0:
         original, calls = getattr(home, call), count(1)
@@ -64,11 +64,11 @@ def killed_before(home: Any, call: str, which: int, work: Callable[[], object]) 
 
 
 @pytest.mark.parametrize(("home", "call"), [(Path, "mkdir"), (Path, "rename"), (shutil, "rmtree"), (os, "fsync")])
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
+def test_kill_at_any_moment_leaves_a_whole_checkpoint(
     home: Any, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that saves step 2 again, then 3, and prunes, is killed before its first, second ... last such call."""
-    # A kill loses nothing that was written; waiting for the disk takes longer than all else.
+    """A process that saves step 2 again, then 3, and prunes, is killed before each of its calls of the function."""
+    # Written data survives a kill without fsync, which would take most of the test's time.
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
     def work() -> None:
@@ -83,7 +83,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
         killed = killed_before(home, call, which, work)
         store.recover()
         saved = store.saved()
-        assert saved[-1].step >= 2, "the newest that was there is lost"
+        assert saved[-1].step >= 2, "the newest checkpoint was lost"
         for one in saved:
             check(one.folder)
         save(store, 7)
@@ -94,7 +94,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
     assert which > 3
 
 
-def test_what_was_lost_or_cut_is_named(tmp_path: Path) -> None:
+def test_missing_or_damaged_file_is_refused_by_its_path(tmp_path: Path) -> None:
     folder = save(CheckpointStore(tmp_path), 1)
     part = folder / "actor" / "part"
     os.truncate(part, 3)
@@ -115,17 +115,25 @@ def test_what_was_lost_or_cut_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["{", "[" * 100_000, '{"step": "x"}', '{"step": null}', "{}"], ids=range(5))
-def test_a_checkpoint_that_says_nothing_of_itself_is_named(damage: str, tmp_path: Path) -> None:
+def test_missing_or_damaged_complete_json_is_refused(damage: str, tmp_path: Path) -> None:
     with refused("not_found", tmp_path):
         read_about(tmp_path)
     (tmp_path / "complete.json").write_text(damage)
     with refused("malformed", tmp_path / "complete.json"):
         read_about(tmp_path)
-    (tmp_path / "complete.json").write_text(About(step=3, optimizer=True, layout={"tp": 2}).to_json())
-    assert read_about(tmp_path) == About(step=3, optimizer=True, layout={"tp": 2})
 
 
-def test_pruning_leaves_what_the_policy_keeps_and_all_that_is_not_ours(tmp_path: Path) -> None:
+def test_complete_json_of_any_version_is_read(tmp_path: Path) -> None:
+    about, file = About(step=3, optimizer=True, layout={"tp": 2}), tmp_path / "complete.json"
+    file.write_text(about.to_json())
+    assert read_about(tmp_path) == about
+    file.write_text('{"step": 5, "optimizer": true, "dtype": "bfloat16", "extra": {}}')
+    assert read_about(tmp_path) == About(step=5, optimizer=True)
+    file.write_text('{"step": 0}')
+    assert read_about(tmp_path) == About(step=0, optimizer=False, version=0, master=False, layout=None)
+
+
+def test_pruning_spares_the_policys_checkpoints_and_foreign_files(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     for step in range(1, 11):
         save(store, step)
@@ -146,7 +154,7 @@ def test_pruning_leaves_what_the_policy_keeps_and_all_that_is_not_ours(tmp_path:
     best=st.booleans(),
     scores=st.dictionaries(st.integers(1, 60), st.floats(0, 1)),
 )
-def test_the_last_the_regular_and_the_best_are_kept(
+def test_last_regular_and_best_checkpoints_are_kept(
     steps: set[int], last: int | None, every: int | None, best: bool, scores: dict[int, float]
 ) -> None:
     kept = Keep(last, every, best).kept(sorted(steps), scores.get)

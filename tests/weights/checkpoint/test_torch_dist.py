@@ -1,6 +1,6 @@
-"""Distributed checkpoints that are written without Megatron, and read whoever wrote them.
+"""Tests of distributed checkpoints: writing them without Megatron, and reading those of any writer.
 
-`tests/weights/convert/test_grid.py` has Megatron load what is written, and reads what it saves.
+`tests/weights/convert/test_grid.py` exchanges them with Megatron itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def weights(hf: Path) -> WeightMap:
 
 
 def written(writer: TorchDistWriter, folder: Path, hf: Path, jobs: list[FileJob]) -> Path:
-    """The folder of a checkpoint whose files were written in the order of `jobs`."""
+    """Write a checkpoint's files in the order of `jobs`; returns its folder."""
     reader = HfReader(hf)
 
     def parts_of(entry: Entry) -> list[Tensor]:
@@ -50,7 +50,7 @@ def written(writer: TorchDistWriter, folder: Path, hf: Path, jobs: list[FileJob]
     return folder
 
 
-def test_files_are_the_same_in_any_order_and_hold_what_one_stage_has(
+def test_files_do_not_depend_on_write_order_and_hold_one_stage_each(
     hf: Path, weights: WeightMap, tmp_path: Path
 ) -> None:
     writer = TorchDistWriter(weights, lambda _: torch.float32, UNEVEN, file_bytes=60_000)
@@ -69,18 +69,12 @@ def test_files_are_the_same_in_any_order_and_hold_what_one_stage_has(
         assert len(stages) <= 1
 
 
-def test_layers_must_have_one_dtype(weights: WeightMap) -> None:
+def test_layers_of_different_dtypes_are_refused(weights: WeightMap) -> None:
     with refused("mismatch", "model.layers.1.input_layernorm.weight"):
         TorchDistWriter(weights, lambda entry: torch.bfloat16 if entry.layer == 1 else torch.float32, ParallelConfig())
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp", "ep"])
-def test_a_cut_that_is_impossible_is_refused(weights: WeightMap, axis: str) -> None:
-    with refused("mismatch", axis):
-        TorchDistWriter(weights, lambda _: torch.float32, ParallelConfig(**{axis: 5}))
-
-
-def test_a_disk_that_is_full_is_named(hf: Path, weights: WeightMap, tmp_path: Path) -> None:
+def test_full_disk_is_reported_with_the_file(hf: Path, weights: WeightMap, tmp_path: Path) -> None:
     writer = TorchDistWriter(weights, lambda _: torch.float32, ParallelConfig())
     (job,) = writer.files
     (tmp_path / f".{job.name}.partial").symlink_to("/dev/full")
@@ -90,14 +84,11 @@ def test_a_disk_that_is_full_is_named(hf: Path, weights: WeightMap, tmp_path: Pa
 
 
 def is_mapped(folder: Path) -> bool:
-    """Tell if this process has a file of `folder` in its memory."""
+    """Tell if this process has mapped a file of `folder`."""
     return str(folder) in Path("/proc/self/maps").read_text()
 
 
-def test_weights_are_the_file_itself_for_as_long_as_they_are_used_and_writing_to_one_changes_no_file(
-    hf: Path, weights: WeightMap, tmp_path: Path
-) -> None:
-    """Pieces end between two tensors of a weight too, and before the padding of the vocabulary."""
+def test_weights_are_mapped_while_in_use_and_writes_reach_no_file(hf: Path, weights: WeightMap, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     hf_to_megatron(hf, folder, dtype="bfloat16", processes=1)
     before = {file: file.read_bytes() for file in folder.iterdir() if file.is_file()}
@@ -106,7 +97,7 @@ def test_weights_are_the_file_itself_for_as_long_as_they_are_used_and_writing_to
     for entry in weights.entries():
         parts = checkpoint.parts(entry, weights)
         assert all(torch.equal(part, expected.get(name).bfloat16()) for name, part in parts)
-        # What is interleaved has to be taken apart.
+        # Interleaved query, key and value are copied.
         assert is_mapped(folder) == (entry.rule.cut is not Cut.QKV), entry.name
         fused += len(parts) == 2
         parts[0][1].zero_()
@@ -123,7 +114,7 @@ def test_weights_are_the_file_itself_for_as_long_as_they_are_used_and_writing_to
     dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.float64]),
     rows=st.tuples(st.integers(0, 9), st.integers(0, 9)),
 )
-def test_a_tensor_is_read_from_wherever_it_lies(
+def test_tensor_is_read_from_any_offset(
     offset: int, sizes: list[int], dtype: torch.dtype, rows: tuple[int, int]
 ) -> None:
     count = math.prod(sizes)
@@ -154,12 +145,12 @@ def test_a_tensor_is_read_from_wherever_it_lies(
         ("3.mlp.experts.experts.7.linear_fc1.weight_w", (), "3.mlp.experts.local_experts.7.linear_fc1.weight"),
     ],
 )
-def test_keys_of_experts_name_weights_however_they_are_stacked(key: str, numbers: tuple[int, ...], name: str) -> None:
+def test_expert_keys_of_any_stacking_give_one_name(key: str, numbers: tuple[int, ...], name: str) -> None:
     assert name_of(f"decoder.layers.{key}", numbers) == f"decoder.layers.{name}"
 
 
-def test_layers_with_numbers_and_halves_of_their_own_are_read(hf: Path, weights: WeightMap, tmp_path: Path) -> None:
-    """Megatron writes so layers that are not alike, and shards that are each a tensor of their own; and optimisers."""
+def test_numbered_layers_and_split_halves_are_read(hf: Path, weights: WeightMap, tmp_path: Path) -> None:
+    """Megatron writes dissimilar layers and separate shards like this; tensors of an optimiser are ignored."""
     tensors: dict[str, Tensor] = {}
     reader = HfReader(hf)
     for entry in weights.entries():
@@ -180,7 +171,7 @@ def test_layers_with_numbers_and_halves_of_their_own_are_read(hf: Path, weights:
     assert_same_tensors(hf, tmp_path / "back")
 
 
-def test_a_checkpoint_of_another_model_is_refused(hf: Path, tmp_path: Path) -> None:
+def test_checkpoint_of_another_model_is_refused(hf: Path, tmp_path: Path) -> None:
     hf_to_megatron(hf, tmp_path / "mg", parallel=UNEVEN, processes=1)
     checkpoint, architecture = open_checkpoint(tmp_path / "mg"), read_architecture(hf)
     changes = ({"layers": 4}, {"layers": 2}, {"qk_norm": False}, {"qkv_bias": True}, {"hidden": 96})

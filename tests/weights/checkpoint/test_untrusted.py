@@ -1,4 +1,4 @@
-"""A distributed checkpoint of a stranger: what is damaged is named, and nothing in it is run."""
+"""Tests of untrusted distributed checkpoints: damage is refused by its file, and no code in them runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Harm = Callable[[Path], object]
 
 @pytest.fixture
 def folder(tmp_path: Path, hf: Path) -> Path:
-    """A checkpoint that is sound."""
+    """A sound checkpoint."""
     checkpoint = tmp_path / "checkpoint"
     hf_to_megatron(hf, checkpoint, parallel=ParallelConfig(tp=2, pp=2, pp_layers=[1, 2]), processes=1)
     require_sound(checkpoint)
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, hf: Path) -> Path:
 
 
 class Evil:
-    """Makes a folder where its pickle is read with trust."""
+    """An object whose unpickling makes a folder."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -49,7 +49,7 @@ def change_metadata(folder: Path, change: Callable[[Metadata], object]) -> None:
 
 
 def put_object(folder: Path, value: object, key: str = "_extra_state") -> None:
-    """Put `value` in place of what lies under a key."""
+    """Replace the stored object of a key by `value`."""
     torch.save(value, folder / "evil.distcp")
 
     def place_it(metadata: Metadata) -> None:
@@ -73,7 +73,7 @@ def _in_common(folder: Path, evil: Evil) -> None:
     ("harm", "file"),
     [(_in_metadata, ".metadata"), (_in_common, "common.pt"), (put_object, "evil.distcp")],
 )
-def test_nothing_that_would_run_code_is_loaded_for_training(
+def test_pickled_code_is_refused_before_loading_for_training(
     folder: Path, tmp_path: Path, harm: Callable[[Path, Evil], None], file: str
 ) -> None:
     mark = tmp_path / "mark"
@@ -82,10 +82,10 @@ def test_nothing_that_would_run_code_is_loaded_for_training(
         sharded.load(folder, {})
     assert not mark.exists()
     pickle.loads(pickle.dumps(Evil(mark)))
-    assert mark.exists(), "it is one that would have run"
+    assert mark.exists(), "the pickle must be able to run code"
 
 
-def test_nothing_that_would_run_code_is_read_for_conversion(folder: Path, hf: Path, tmp_path: Path) -> None:
+def test_pickled_code_is_refused_before_conversion(folder: Path, hf: Path, tmp_path: Path) -> None:
     mark, legacy = tmp_path / "mark", tmp_path / "mp_rank_00" / "model_optim_rng.pt"
     put_object(folder, Evil(mark), "decoder.final_layernorm.weight")
     with refused("unsafe", folder / "evil.distcp"):
@@ -100,8 +100,8 @@ def test_nothing_that_would_run_code_is_read_for_conversion(folder: Path, hf: Pa
     assert not mark.exists()
 
 
-def test_a_pickle_within_a_layers_state_is_refused(folder: Path) -> None:
-    """Transformer Engine unpickles the bytes of such a tensor; without FP8 it is empty."""
+def test_pickle_inside_a_layer_state_is_refused(folder: Path) -> None:
+    """Transformer Engine unpickles the bytes of a state tensor, which is empty without FP8."""
     put_object(folder, [torch.zeros(0, dtype=torch.uint8)])
     require_sound(folder)
     put_object(folder, [torch.frombuffer(bytearray(pickle.dumps(1)), dtype=torch.uint8)])
@@ -116,7 +116,7 @@ def _outside(folder: Path) -> None:
     change_metadata(folder, leave)
 
 
-def _stack_endlessly(folder: Path) -> None:
+def _claim_huge_stack(folder: Path) -> None:
     def stack(metadata: Metadata) -> None:
         stacked: Any = metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"]
         stacked.size = torch.Size([10**12, *stacked.size[1:]])
@@ -126,8 +126,8 @@ def _stack_endlessly(folder: Path) -> None:
     change_metadata(folder, stack)
 
 
-def _number_endlessly(folder: Path) -> None:
-    """An empty list that is said to be the last of billions of objects: the unpickler would make room for all."""
+def _claim_huge_memo(folder: Path) -> None:
+    """Write a pickle whose memo index makes an unpickler allocate room for billions of objects."""
     (folder / ".metadata").write_bytes(b"\x80\x02]r\xff\xff\xff\x7f.")
 
 
@@ -145,19 +145,16 @@ def _holding(name: str, content: str) -> Harm:
         pytest.param(lambda folder: (folder / "__0_0.distcp").unlink(), "not_found", "__0_0.distcp", id="no file"),
         pytest.param(_halved("__1_0.distcp"), "malformed", "__1_0.distcp", id="half a file"),
         pytest.param(_holding("__0_0.distcp", "0" * 10**6), "malformed", "__0_0.distcp", id="no tensors"),
-        pytest.param(_halved(".metadata"), "malformed", ".metadata", id="half the metadata"),
         pytest.param(lambda folder: (folder / ".metadata").unlink(), "not_found", ".metadata", id="no metadata"),
-        pytest.param(_stack_endlessly, "malformed", ".metadata", id="endless stack"),
-        pytest.param(_number_endlessly, "malformed", ".metadata", id="endless numbers"),
+        pytest.param(_claim_huge_stack, "malformed", ".metadata", id="huge stack"),
+        pytest.param(_claim_huge_memo, "malformed", ".metadata", id="huge memo"),
         pytest.param(_outside, "unsafe", None, id="outside"),
         pytest.param(lambda folder: (folder / "metadata.json").unlink(), "malformed", "", id="no backend"),
         pytest.param(_holding("metadata.json", "[" * 200_000), "malformed", "metadata.json", id="deep backend"),
         pytest.param(_holding("metadata.json", '{"sharded_backend": "zarr"}'), "unsupported", "", id="other backend"),
     ],
 )
-def test_a_checkpoint_that_is_not_whole_is_refused(
-    folder: Path, hf: Path, harm: Harm, code: Code, key: str | None
-) -> None:
+def test_damaged_checkpoint_is_refused(folder: Path, hf: Path, harm: Harm, code: Code, key: str | None) -> None:
     harm(folder)
     with refused(code, None if key is None else folder / key):
         megatron_to_hf(folder, folder.with_name("out"), hf, processes=1)
@@ -181,7 +178,7 @@ LATEST = "latest_checkpointed_iteration.txt"
         pytest.param(Path.rmdir, "not_found", "", id="gone"),
     ],
 )
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, make: Harm, code: Code, key: str) -> None:
+def test_folder_without_a_checkpoint_is_refused(tmp_path: Path, make: Harm, code: Code, key: str) -> None:
     folder = tmp_path / "empty"
     folder.mkdir()
     make(folder)
