@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rlsys.weights.convert.conversion import Outcome
     from rlsys.weights.convert.model_folder import Info
 
-_HELP = "Convert, compare and describe models in Hugging Face and Megatron formats."
+_HELP = "Convert, compare and describe models. The formats are Hugging Face and Megatron."
 app = typer.Typer(help=_HELP, no_args_is_help=True)
 
 Out = Annotated[Path, Argument(help="Folder to write; it must not exist.")]

@@ -11,7 +11,7 @@ from typer import Argument, Option
 from rlsys.apps.cli.options import print_pairs
 from rlsys.errors import Interrupted
 
-_HELP = "Build and serve a search index, make passages, and describe recorded searches."
+_HELP = "Build and serve a search index. Other commands make passages and describe recorded searches."
 app = typer.Typer(help=_HELP, no_args_is_help=True)
 _PLAIN = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 """Settings of commands whose flags the search server parses itself."""
