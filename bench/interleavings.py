@@ -88,8 +88,8 @@ def _seen_saved(lives: Sequence[Simulation]) -> Counter[str]:
             {
                 "runs killed and resumed": 1,
                 "saved: groups in rollout": len(state.scheduler.rolling),
-                "saved: groups in rollout with partial episodes": len(state.begun),
-                "saved: groups waiting for scores": len(state.rolled),
+                "saved: groups in rollout with partial episodes": len(state.progress),
+                "saved: groups waiting for scores": len(state.rewarded),
                 "saved: scored groups": len(state.scored),
             }
         )

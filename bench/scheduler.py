@@ -86,7 +86,7 @@ class Instant:
         await asyncio.sleep(0)
         return [self._scores] * len(samples)
 
-    def enough(self, samples: Sequence[Sample]) -> bool:
+    def fills_micro_batches(self, samples: Sequence[Sample]) -> bool:
         """True for any samples at all."""
         return bool(samples)
 
@@ -98,7 +98,7 @@ class Instant:
         """Update nothing."""
         return {}
 
-    async def need(self, *groups: str) -> None:
+    async def onload(self, *groups: str) -> None:
         """Return at once: the devices are never shared."""
 
 

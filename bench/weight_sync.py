@@ -118,7 +118,7 @@ class TimedSender:
 
     def __init__(self, sender: Sender, watch: Stopwatch) -> None:
         self._sender, self._watch = sender, watch
-        self.room, self.release, self.close = sender.room, sender.release, sender.close
+        self.next_slot, self.release, self.close = sender.next_slot, sender.release, sender.close
 
     def send(self, bucket: Bucket) -> BucketHandle:
         """See `Sender`."""

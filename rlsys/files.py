@@ -64,7 +64,7 @@ def open_atomically(path: Path) -> Iterator[BinaryIO]:
         part.unlink(missing_ok=True)
 
 
-def forget_parts(folder: Path) -> None:
+def remove_partial_files(folder: Path) -> None:
     """Delete temporary files that killed writers left in `folder`. No other process may be writing there."""
     for path in folder.glob(".*.part"):
         if _PART.fullmatch(path.name):

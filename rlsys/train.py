@@ -99,7 +99,7 @@ async def train(
 async def evaluate(run: Run, step: int) -> None:
     """Evaluate on all engines; training waits."""
     status.show("waits for the evaluation", *run.groups.trained)
-    await run.groups.devices.need("rollout")
+    await run.groups.devices.onload("rollout")
     await run.evaluator.evaluate(step)
 
 

@@ -1,4 +1,4 @@
-"""The package from outside: its public names and those of before, its errors, and the messages that RLSYS_LOG asks for."""
+"""Tests of the package from outside: public and deprecated names, its errors, and RLSYS_LOG."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_every_public_name_is_exported_and_explained() -> None:
+def test_every_public_name_is_exported_and_documented() -> None:
     assert rlsys.__all__ == rlsys.apps.api.__all__
     for name in rlsys.__all__:
         public = getattr(rlsys, name)
@@ -61,12 +61,12 @@ def test_every_public_name_is_exported_and_explained() -> None:
         _ = rlsys.SearchR2Trainer
 
 
-def test_an_old_name_is_the_same_module_and_warns_once() -> None:
+def test_a_deprecated_name_is_the_same_module_and_warns_once() -> None:
     done = run("-c", CODE)
     assert done.returncode == 0, done.stderr
 
 
-def test_the_command_line_runs_by_its_old_name() -> None:
+def test_the_command_line_runs_under_its_deprecated_name() -> None:
     done = run("-m", "rlsys.cli.main", "doctor", "--json")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--json" in done.stderr
@@ -89,27 +89,27 @@ LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (\w+) rlsys\.observe\.s
     ("error", "shown"),
     [
         pytest.param(
-            BaseExceptionGroup("stages", [FIRST, ExceptionGroup("inner", [OSError(), WANTED])]), WANTED, id="for people"
+            BaseExceptionGroup("stages", [FIRST, ExceptionGroup("inner", [OSError(), WANTED])]), WANTED, id="for users"
         ),
         pytest.param(
             ExceptionGroup("both", [ExceptionGroup("inner", [WANTED]), OTHER]), WANTED, id="the first of several"
         ),
-        pytest.param(ExceptionGroup("all", [ExceptionGroup("inner", [FIRST]), OSError()]), FIRST, id="none for people"),
+        pytest.param(ExceptionGroup("all", [ExceptionGroup("inner", [FIRST]), OSError()]), FIRST, id="none for users"),
     ],
 )
-def test_the_first_error_that_is_made_for_people_is_shown(error: BaseException, shown: BaseException) -> None:
+def test_the_root_cause_is_the_first_error_with_a_message_for_users(error: BaseException, shown: BaseException) -> None:
     assert root_cause(error) is shown
 
 
-def test_an_error_keeps_its_code_and_key_on_its_way_to_another_process() -> None:
+def test_a_pickled_error_keeps_its_code_and_key() -> None:
     arrived = pickle.loads(pickle.dumps(OTHER))
     assert (type(arrived), str(arrived), arrived.code, arrived.key) == (UserError, "second", "missing", "a")
 
 
-def test_messages_from_the_level_on_are_shown_with_time_level_and_name() -> None:
+def test_rlsys_log_shows_messages_from_its_level_with_time_level_and_name() -> None:
     lines = run("-c", LOG, RLSYS_LOG="INFO").stderr.splitlines()
     assert [match[1] for text in lines if (match := LINE.fullmatch(text))] == ["INFO", "WARNING"]
-    assert [text for text in lines if not LINE.fullmatch(text)] == ["of another library"], "its warning, as ever"
-    told, *as_ever = run("-c", LOG, RLSYS_LOG="loud").stderr.splitlines()
-    assert "RLSYS_LOG=loud" in told, "a word that is no level"
-    assert as_ever == ["one of 30", "of another library"]
+    assert [text for text in lines if not LINE.fullmatch(text)] == ["of another library"], "its warning, as by default"
+    told, *default = run("-c", LOG, RLSYS_LOG="loud").stderr.splitlines()
+    assert "RLSYS_LOG=loud" in told, "an unknown level"
+    assert default == ["one of 30", "of another library"]

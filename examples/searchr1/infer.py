@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rlsys.apps.chat.chat_settings import ChatOptions, settings_of
-from rlsys.apps.chat.conversation import EpisodeEnded, Failed, Observed, TextPiece, opened
+from rlsys.apps.chat.conversation import EpisodeEnded, Failed, ObservationAdded, TextPiece, opened
 from rlsys.apps.cli.main import run_command
 from rlsys.apps.evaluation.evaluation_inputs import EngineName, find_model
 from rlsys.apps.running import run_to_end
@@ -46,7 +46,7 @@ async def infer(given: argparse.Namespace) -> None:
     ):
         async for event in events:
             match event:
-                case TextPiece() | Observed():
+                case TextPiece() | ObservationAdded():
                     print(visible(event.text), end="", flush=True)
                 case EpisodeEnded():
                     print(f"\n\nAnswer: {visible(event.answer or 'none')} ({event.searches} searches)")

@@ -70,7 +70,7 @@ class RewardedEpisode:
 
 
 @dataclass(frozen=True, slots=True)
-class Units:
+class CreditUnits:
     """Units of an episode: the parts that have one return each."""
 
     values: Floats
@@ -95,7 +95,7 @@ class AdvantageEstimate:
     """[seq], 0 where untrained; final unless baseline or scale need the whole mini-batch."""
     returns: Floats | None
     """[seq] targets of the critic: unscaled advantage + value, 0 where untrained; None without a critic."""
-    units: Units
+    units: CreditUnits
 
 
 def group_estimates(episodes: Sequence[RewardedEpisode], config: AlgorithmConfig) -> list[AdvantageEstimate]:
@@ -130,7 +130,7 @@ def group_estimates(episodes: Sequence[RewardedEpisode], config: AlgorithmConfig
     return estimates
 
 
-def batch_advantages(groups: Sequence[Sequence[Units]], config: AlgorithmConfig) -> list[list[Floats]]:
+def batch_advantages(groups: Sequence[Sequence[CreditUnits]], config: AlgorithmConfig) -> list[list[Floats]]:
     """Return the final advantages [seq] of one mini-batch, for each group and episode.
 
     Applies the baseline `batch` and the scales `batch` and `whiten`. `groups` holds each episode's
@@ -166,7 +166,7 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
         )
 
 
-def _units(episode: RewardedEpisode, config: AlgorithmConfig) -> Units:
+def _units(episode: RewardedEpisode, config: AlgorithmConfig) -> CreditUnits:
     """Units of one episode with their returns or, with a critic, their generalised advantages."""
     _check(episode)
     trained = episode.turn_of_token >= 0
@@ -189,7 +189,7 @@ def _units(episode: RewardedEpisode, config: AlgorithmConfig) -> Units:
         values = to_go(rewards, config.gamma)
     of_token = np.full(len(trained), -1, dtype=np.int64)
     of_token[trained] = of_trained
-    return Units(values, peers, of_token)
+    return CreditUnits(values, peers, of_token)
 
 
 def _check(episode: RewardedEpisode) -> None:
@@ -228,7 +228,7 @@ def _whitened(tokens: Sequence[Floats], masks: Sequence[NDArray[np.bool_]]) -> l
     return np.split(every, np.cumsum([len(own) for own in tokens])[:-1])
 
 
-def _split(values: Floats, episodes: Sequence[Units]) -> list[Floats]:
+def _split(values: Floats, episodes: Sequence[CreditUnits]) -> list[Floats]:
     """Split `values` [all units] by episode."""
     return np.split(values, np.cumsum([len(one.values) for one in episodes])[:-1])
 

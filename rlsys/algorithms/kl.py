@@ -95,7 +95,7 @@ def importance_weights(logprobs: Tensor, old_logprobs: Tensor, lower: float | No
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledLogprobs:
     """Log-probs of the sampled tokens. All [n]."""
 
     logprobs: Tensor
@@ -113,7 +113,7 @@ class TopKKl:
 
     config: AlgorithmConfig
 
-    def __call__(self, logprobs: Tensor, ref_logprobs: Tensor, sampled: Sampled) -> Tensor:
+    def __call__(self, logprobs: Tensor, ref_logprobs: Tensor, sampled: SampledLogprobs) -> Tensor:
         """Return the KL [n] in nats from `logprobs` and `ref_logprobs` [n, k] of the top k tokens."""
         config, forward_kl = self.config, self.config.kl_estimator is KlEstimator.full_forward
         head = shares(logprobs, ref_logprobs, forward_kl).sum(dim=-1)
@@ -159,7 +159,7 @@ def join_parts(log_masses: Tensor, ref_log_masses: Tensor, within: Tensor, forwa
     return (shares(log_masses, ref_log_masses, forward_kl) + masses * within).sum(dim=0)
 
 
-def tail(sampled: Sampled, kind: KlTail, forward_kl: bool) -> Tensor:
+def tail(sampled: SampledLogprobs, kind: KlTail, forward_kl: bool) -> Tensor:
     """Return the sampled token's summand [n], 0 where it is among the top k.
 
     With w = r(y) / p(y), p the policy, r the reference, and sg for no gradient:

@@ -36,7 +36,7 @@ _LOOPBACK = "127."
 _OUTSIDE = "192.0.2.1"  # Unassigned address (RFC 5737); the route to it is the default route.
 MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
-MOST_BYTES = 107  # Maximum length of a socket path: sun_path of unix(7) without its terminator.
+MAX_BYTES = 107  # Maximum length of a socket path: sun_path of unix(7) without its terminator.
 _COMMON = Path("/tmp")
 _PREFIX, _RAYS = "rlsys-ray-", "ray"
 _LONGEST = f"{_PREFIX}12345678/{_RAYS}/session_2026-01-31_00-00-00_000000_4194304/sockets/plasma_store"
@@ -153,11 +153,11 @@ def ray_parent() -> Path:
     """
     wanted = Path(tempfile.gettempdir())
     for folder in (wanted, _COMMON):
-        if len(os.fsencode(folder / _LONGEST)) <= MOST_BYTES and os.access(folder, os.W_OK | os.X_OK):
+        if len(os.fsencode(folder / _LONGEST)) <= MAX_BYTES and os.access(folder, os.W_OK | os.X_OK):
             return folder
     raise UserError(
         f"TMPDIR={wanted} is too long for Ray's sockets or not writable, and {_COMMON} is not writable: set TMPDIR to a "
-        f"writable folder whose path has at most {MOST_BYTES - len(_LONGEST) - 1} bytes.",
+        f"writable folder whose path has at most {MAX_BYTES - len(_LONGEST) - 1} bytes.",
         code="out_of_range",
         key="TMPDIR",
     )

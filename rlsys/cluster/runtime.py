@@ -31,7 +31,7 @@ from rlsys.errors import RunError, UserError
 
 T = TypeVar("T")
 RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
-LOOK_S = 0.5  # Poll interval for missing machines.
+POLL_S = 0.5  # Poll interval for missing machines.
 _STARTS = 3
 """Attempts to start a local Ray; the first may time out on a busy machine."""
 SEES_ALL_GPUS = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
@@ -228,7 +228,7 @@ def _places(cluster: ClusterConfig, devices: int, on: Sequence[int], until: floa
                 f"{cluster.nodes} needs {max(on) + 1} (waited {cluster.start_timeout_s:.0f} s; its machines: {have}): "
                 "start Ray on the missing ones, or place the groups on fewer."
             )
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 def _machine(position: int, rank: int | None, node: Mapping[str, Any]) -> Machine:

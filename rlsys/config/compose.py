@@ -75,6 +75,9 @@ _FREE = ("model.layers", "model.recompute", "task.train_path", "task.eval_path")
 """Exceptions to `_LEARNS`: keys that do not affect learning. Paths may change because the content of the questions is
 compared."""
 
+_RENAMED = {"reward": {"own_timeout_s": "custom_timeout_s"}}
+"""Group -> former name of a key -> its name."""
+
 
 def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> RunConfig:
     """Compose a primary config with `overrides` such as `trainer.steps=5`.
@@ -232,8 +235,12 @@ def as_dict(config: Any) -> dict[str, Any]:
 
 def recorded(config: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the recorded config of an older run: missing keys get their defaults, keys of other kinds are dropped,
-    unknown keys stay."""
-    return _of_chosen_kinds(config, RunConfig())
+    unknown keys stay. A renamed key counts under its new name."""
+    tree = dict(config)
+    for group, renamed in _RENAMED.items():
+        if isinstance(part := tree.get(group), Mapping):
+            tree[group] = {renamed.get(key, key): value for key, value in part.items()}
+    return _of_chosen_kinds(tree, RunConfig())
 
 
 def _of_chosen_kinds(

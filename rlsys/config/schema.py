@@ -508,7 +508,7 @@ class RewardConfig:
     `many_answers_score`; null sets no limit."""
     many_answers_score: Annotated[Share, Unit("reward")] = 0.25
     """Cap on a term's score beyond `max_answer_tags`."""
-    own_timeout_s: Seconds = 600.0
+    custom_timeout_s: Seconds = 600.0
     """Time limit of one call to a term of your own; on expiry the run ends."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
 

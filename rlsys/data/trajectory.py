@@ -16,7 +16,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsys.algorithms.advantages import Units
+from rlsys.algorithms.advantages import CreditUnits
 from rlsys.config.schema import CompatConfig
 from rlsys.data.question import Question
 
@@ -200,7 +200,7 @@ class Sample:
     """[seq] the critic's values before the update; None without a critic."""
     returns: Floats | None = None
     """[seq] the critic's regression targets; None without a critic."""
-    units: Units | None = None
+    units: CreditUnits | None = None
     """Group part of the advantages if the rest depends on the mini-batch; else None."""
     kl_sum: float | None = None
     """KL penalty in the reward: KL to the reference policy in nats, summed over trained tokens, before `kl_coef`. None

@@ -1,7 +1,7 @@
 """Checks a configuration against this machine, and records the environment of each launch in the run folder.
 
-`detect` reads package metadata and queries devices through torch; it imports none of the other packages. `lacking` is
-pure. It reports only settings that were requested: a default without effect here, such as CUDA graphs on a CPU, is fine.
+`detect` reads package metadata and queries devices through torch; it imports none of the other packages.
+`unmet_requirements` is pure. It reports only settings that were requested: a default without effect here, such as CUDA graphs on a CPU, is fine.
 The result holds for this machine alone. Workers on other machines check again: `rlsys.trainer.model.layers` when it
 builds a model, a search server when it loads FAISS. The requirements of Transformer Engine's attention kernels are those
 of its `get_attention_backend` (2.20).
@@ -125,7 +125,7 @@ def detect() -> Capabilities:
     )
 
 
-def lacking(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
+def unmet_requirements(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
     """Yield a problem, with its fix, for each setting of `config` that a machine with `here` does not support."""
     yield from _layers(config, here)
     if config.cluster.device is Device.cpu:
@@ -259,7 +259,7 @@ def _is_there(module: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class Launch:
     """One launch of a run, fresh or resumed."""
 
     begun: float
@@ -308,18 +308,18 @@ def tree_cpu_seconds() -> float:
     return total
 
 
-def begin_life(run_dir: Path, after_step: int) -> None:
+def record_launch(run_dir: Path, after_step: int) -> None:
     """Append this launch to the run's run.json."""
-    lives: list[Life] = []
+    launches: list[Launch] = []
     try:
-        lives = read_lives(run_dir)
+        launches = read_launches(run_dir)
     except FileNotFoundError:
         pass
     except (OSError, ValueError):
         _log.warning("%s is damaged: the record of earlier launches of this run is lost.", run_dir / RUN)
     commit, changed = commit_of(_PROJECT)
-    lives.append(Life(time.time(), after_step, environment(), commit, changed, list(sys.argv)))
-    write_atomically(run_dir / RUN, json.dumps({"lives": list(map(asdict, lives))}, indent=2) + "\n")
+    launches.append(Launch(time.time(), after_step, environment(), commit, changed, list(sys.argv)))
+    write_atomically(run_dir / RUN, json.dumps({"lives": list(map(asdict, launches))}, indent=2) + "\n")
 
 
 def commit_of(folder: Path) -> tuple[str | None, bool | None]:
@@ -332,11 +332,11 @@ def commit_of(folder: Path) -> tuple[str | None, bool | None]:
     return commit.strip(), None if status is None else bool(status)
 
 
-def read_lives(run_dir: Path) -> list[Life]:
+def read_launches(run_dir: Path) -> list[Launch]:
     """Read the launches of a run, oldest first. Raises OSError without run.json, ValueError if it is damaged."""
     try:
         found: list[dict[str, Any]] = parse_json(read_regular(run_dir / RUN))["lives"]
-        return [Life(**life) for life in found]
+        return [Launch(**launch) for launch in found]
     except (TypeError, LookupError) as damage:
         raise ValueError(f"{RUN} does not hold the launches of a run.") from damage
 

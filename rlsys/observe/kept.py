@@ -1,8 +1,9 @@
 """Saves trained trajectories token by token, for the report, the drift analysis and the token audit.
 
-Contract: `keep` selects whole groups, so that advantages can be explained, and spreads them evenly over the step, because
-quick groups come first. `write_kept` writes one file per step, atomically. `read_kept` returns bit-identical values, step
-by step, and reports whatever it could not read. `Keeper` writes in the background.
+Contract: `select_trajectories` selects whole groups, so that advantages can be explained, and spreads them evenly over
+the step, because quick groups come first. `write_trajectories` writes one file per step, atomically.
+`read_trajectories` returns bit-identical values, step by step, and reports whatever it could not read.
+`TrajectoryWriter` writes in the background.
 
 A row is JSON: text as text, arrays as lists, NaN as null, float32 with the fewest digits that round-trip. A new field needs
 a default, which rows of older files get.
@@ -31,11 +32,11 @@ from rlsys.data.answers import exact_match
 from rlsys.data.trajectory import Group, Sample, Trajectory
 from rlsys.files import (
     PACKED_BYTES,
-    forget_parts,
     json_safe,
     limited_lines,
     open_atomically,
     open_regular,
+    remove_partial_files,
     require_shallow,
 )
 
@@ -49,11 +50,11 @@ _KINDS: dict[str, Any] = {
     **{"Mapping[str, Any]": dict, "Mapping[str, float]": dict},
 }
 """Type annotation of a field -> Python types of its JSON value; arrays are converted without this check."""
-_FIELDS_TOLD = 3
+_FIELDS_NAMED = 3
 """Most fields named in the error about a row of another version."""
 _BROKEN = "\ufffd"
 """Character that a tokenizer shows for invalid or incomplete UTF-8."""
-_MOST_PENDING = 16
+_MAX_PENDING = 16
 """Most tokens decoded together as one character. UTF-8 characters have at most four bytes; longer runs are invalid."""
 _log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class KeptTurn:
+class TurnRecord:
     """One turn of a kept trajectory; fields as in `Turn`."""
 
     text: str
@@ -87,7 +88,7 @@ class KeptTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class TrajectoryRecord:
     """One trajectory as trained. Arrays align with `token_ids`: entry i belongs to token i as the predicted token."""
 
     step: int
@@ -129,14 +130,14 @@ class Kept:
     ref_logprobs: Floats | None
     advantages: Floats
     weights: Floats | None
-    turns: tuple[KeptTurn, ...]
+    turns: tuple[TurnRecord, ...]
 
 
 class OtherVersion(ValueError):
     """Raised for a row whose fields are those of another version of rlsys."""
 
 
-class Keeper:
+class TrajectoryWriter:
     """Writes `trajectories/` of a run in a background thread, one step at a time.
 
     `begin` first waits until the previous step is on disk; `finish` waits for the last one. A checkpoint written after
@@ -150,11 +151,14 @@ class Keeper:
         self._writing: Future[None] | None = None
         self._refused = False
 
-    async def begin(self, step: int, groups: Sequence[Group], most: int | None) -> None:
-        """Start saving at most `most` trajectories of the trained `groups` of `step` (None: all); see `keep`."""
+    async def begin(self, step: int, groups: Sequence[Group], limit: int | None) -> None:
+        """Start saving at most `limit` trajectories of the trained `groups` of `step` (None: all).
+
+        `select_trajectories` chooses them.
+        """
         await self.finish()
-        if most != 0 and not self._refused:
-            self._writing = self._thread.submit(self._write, step, groups, most)
+        if limit != 0 and not self._refused:
+            self._writing = self._thread.submit(self._write, step, groups, limit)
 
     async def finish(self) -> None:
         """Wait until the step begun last is on disk. Raises ValueError for a sample without log-probs."""
@@ -166,78 +170,83 @@ class Keeper:
         """Wait for pending writes and stop the thread. Idempotent."""
         self._thread.shutdown()
 
-    def _write(self, step: int, groups: Sequence[Group], most: int | None) -> None:
+    def _write(self, step: int, groups: Sequence[Group], limit: int | None) -> None:
         try:
-            write_kept(self._run_dir, step, keep(groups, step, most, self._decode))
+            write_trajectories(self._run_dir, step, select_trajectories(groups, step, limit, self._decode))
         except OSError as problem:
             self._refused = True
-            told = "%s could not be written (%s): the run continues without saving further trajectories."
-            _log.warning(told, problem.filename, problem.strerror)
+            message = "%s could not be written (%s): the run continues without saving further trajectories."
+            _log.warning(message, problem.filename, problem.strerror)
 
 
-def keep(groups: Sequence[Group], step: int, most: int | None, decode: Decode) -> Iterator[Kept]:
-    """Select at most `most` trajectories (None: all) of the trained `groups` of `step`.
+def select_trajectories(
+    groups: Sequence[Group], step: int, limit: int | None, decode: Decode
+) -> Iterator[TrajectoryRecord]:
+    """Select at most `limit` trajectories (None: all) of the trained `groups` of `step`.
 
-    Selects whole groups at even distances, and at least one group unless `most` is 0.
+    Selects whole groups at even distances, and at least one group unless `limit` is 0.
     """
     pieces = Pieces(decode)
-    if most is not None and groups:
-        count = min(len(groups), max(most // max(len(group.samples) for group in groups), min(most, 1)))
+    if limit is not None and groups:
+        count = min(len(groups), max(limit // max(len(group.samples) for group in groups), min(limit, 1)))
         groups = [groups[place * len(groups) // count] for place in range(count)]
-    return (_kept(group, sample, step, pieces) for group in groups for sample in group.samples)
+    return (_record_of(group, sample, step, pieces) for group in groups for sample in group.samples)
 
 
-def write_kept(run_dir: Path, step: int, kept: Iterable[Kept]) -> None:
+def write_trajectories(run_dir: Path, step: int, kept: Iterable[TrajectoryRecord]) -> None:
     """Write the trajectories of `step`, replacing an existing file. Raises OSError with the file's name."""
-    with open_atomically(kept_file(run_dir, step)) as file, gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as rows:
+    with (
+        open_atomically(trajectory_file(run_dir, step)) as file,
+        gzip.GzipFile("", "wb", _LEVEL, file, mtime=0) as rows,
+    ):
         for trajectory in kept:
             rows.write(write_row(trajectory))
 
 
-def kept_file(run_dir: Path, step: int) -> Path:
+def trajectory_file(run_dir: Path, step: int) -> Path:
     """Return the path of the trajectories of `step`."""
     return run_dir / TRAJECTORIES / f"step_{step:06d}.jsonl.gz"
 
 
-def kept_steps(run_dir: Path) -> list[int]:
+def trajectory_steps(run_dir: Path) -> list[int]:
     """Return the steps that have a trajectory file, in order."""
     found = (_FILE.fullmatch(path.name) for path in (run_dir / TRAJECTORIES).glob("step_*"))
     return sorted(int(name[1]) for name in found if name)
 
 
-def forget_kept(run_dir: Path, step: int) -> None:
+def remove_trajectories_after(run_dir: Path, step: int) -> None:
     """Delete trajectories of steps after `step`, which will be repeated, and leftovers of interrupted writes."""
-    forget_parts(run_dir / TRAJECTORIES)
-    for later in kept_steps(run_dir):
+    remove_partial_files(run_dir / TRAJECTORIES)
+    for later in trajectory_steps(run_dir):
         if later > step:
-            kept_file(run_dir, later).unlink()
+            trajectory_file(run_dir, later).unlink()
 
 
-def copy_kept(run_dir: Path, other: Path, step: int) -> None:
+def copy_trajectories(run_dir: Path, other: Path, step: int) -> None:
     """Copy the trajectories of steps up to `step` from `run_dir` to the run folder `other`."""
-    for earlier in kept_steps(run_dir):
+    for earlier in trajectory_steps(run_dir):
         if earlier <= step:
-            kept_file(other, earlier).parent.mkdir(exist_ok=True)
-            shutil.copyfile(kept_file(run_dir, earlier), kept_file(other, earlier))
+            trajectory_file(other, earlier).parent.mkdir(exist_ok=True)
+            shutil.copyfile(trajectory_file(run_dir, earlier), trajectory_file(other, earlier))
 
 
-def read_kept(run_dir: Path, problem: Callable[[str], None]) -> Iterator[Kept]:
+def read_trajectories(run_dir: Path, problem: Callable[[str], None]) -> Iterator[TrajectoryRecord]:
     """Yield all kept trajectories, by step and in the order they were written.
 
     Skips damaged files and rows, and rows of another version of rlsys; calls `problem` with a sentence about each.
     """
-    for step in kept_steps(run_dir):
-        yield from read_kept_step(run_dir, step, problem)
+    for step in trajectory_steps(run_dir):
+        yield from read_step_trajectories(run_dir, step, problem)
 
 
-def read_kept_step(run_dir: Path, step: int, problem: Callable[[str], None]) -> Iterator[Kept]:
-    """Yield the kept trajectories of one step; skips and reports as `read_kept` does."""
-    path = kept_file(run_dir, step)
+def read_step_trajectories(run_dir: Path, step: int, problem: Callable[[str], None]) -> Iterator[TrajectoryRecord]:
+    """Yield the kept trajectories of one step; skips and reports as `read_trajectories` does."""
+    path = trajectory_file(run_dir, step)
     name, other_told = f"{TRAJECTORIES}/{path.name}", False
     try:
         if not path.stat().st_size:
             problem(f"{name} is empty: left out.")
-        for number, line in enumerate(kept_lines(path), 1):
+        for number, line in enumerate(trajectory_lines(path), 1):
             try:
                 yield read_row(line)
             except OtherVersion as other:
@@ -250,13 +259,13 @@ def read_kept_step(run_dir: Path, step: int, problem: Callable[[str], None]) -> 
         problem(f"{name} is damaged ({damage}): its remaining rows are left out.")
 
 
-def kept_lines(file: Path) -> Iterator[bytes]:
+def trajectory_lines(file: Path) -> Iterator[bytes]:
     """Yield the raw lines of a step's `file`, for `read_row`. Raises OSError, EOFError or zlib.error."""
     with open_regular(file, PACKED_BYTES) as packed, gzip.open(packed) as lines:
         yield from limited_lines(lines)
 
 
-def write_row(kept: Kept) -> bytes:
+def write_row(kept: TrajectoryRecord) -> bytes:
     """Write a trajectory as one line of JSON."""
     row = _plain(kept)
     try:
@@ -265,22 +274,22 @@ def write_row(kept: Kept) -> bytes:
         return json.dumps(row, default=lambda array: json_safe(array.tolist())).encode() + b"\n"
 
 
-def read_row(line: bytes | str) -> Kept:
+def read_row(line: bytes | str) -> TrajectoryRecord:
     """Parse a line of `write_row`. Raises OtherVersion for unexpected fields, ValueError for any other damage."""
     try:
-        kept = _read_kept(line)
+        kept = _parse_record(line)
         _require_aligned(kept)
     except (TypeError, LookupError, AttributeError, OverflowError, RecursionError) as damage:
         raise ValueError(f"The row is not a trajectory: {damage}") from damage
     return kept
 
 
-def _read_kept(line: bytes | str) -> Kept:
+def _parse_record(line: bytes | str) -> TrajectoryRecord:
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
         row = json.loads(line)  # Unpaired surrogates; see `write_row`.
-    _require_fields(row, Kept)
+    _require_fields(row, TrajectoryRecord)
     np.int32(row["policy_version"])  # Raises OverflowError if it does not fit int32, the type of `versions`.
     _require_kinds(row["parts"].values(), int | float | None)
     _require_kinds((*row["pieces"], *row["golden_answers"]), str)
@@ -292,18 +301,18 @@ def _read_kept(line: bytes | str) -> Kept:
     row |= {
         name: None if row[name] is None else np.array(row[name], np.float32) for name in ("ref_logprobs", "weights")
     }
-    return Kept(**row | {"loss_mask": np.array(row["loss_mask"], np.bool_)})
+    return TrajectoryRecord(**row | {"loss_mask": np.array(row["loss_mask"], np.bool_)})
 
 
-def _kept(group: Group, sample: Sample, step: int, pieces: Pieces) -> Kept:
+def _record_of(group: Group, sample: Sample, step: int, pieces: Pieces) -> TrajectoryRecord:
     question, path = group.question, sample.trajectory
     if sample.old_logprobs is None:
         raise ValueError(f"Sample {path.sample} of {question.uid} was trained on without log-probs.")
-    return Kept(
+    return TrajectoryRecord(
         **{
-            **_same(Kept, question),
-            **_same(Kept, path),
-            **_same(Kept, sample),
+            **_same(TrajectoryRecord, question),
+            **_same(TrajectoryRecord, path),
+            **_same(TrajectoryRecord, sample),
             "step": step,
             "question": question.text,
             "golden_answers": question.answers,
@@ -317,19 +326,19 @@ def _kept(group: Group, sample: Sample, step: int, pieces: Pieces) -> Kept:
     )
 
 
-def _same(kind: type[Kept | KeptTurn], source: object) -> dict[str, Any]:
+def _same(kind: type[TrajectoryRecord | TurnRecord], source: object) -> dict[str, Any]:
     """Return the fields of `kind` that `source` has under the same name."""
     return {field.name: getattr(source, field.name) for field in fields(kind) if hasattr(source, field.name)}
 
 
-def _turns(path: Trajectory) -> tuple[KeptTurn, ...]:
+def _turns(path: Trajectory) -> tuple[TurnRecord, ...]:
     ends = np.cumsum([turn.generated_tokens for turn in path.turns])
     known = len(path.turns) > 0 and ends[-1] == len(path.sampled_ids) == len(path.sampled_logprobs)
     starts = [0, *ends[:-1]] if known else [0] * len(path.turns)
     stops = ends if known else starts
     return tuple(
-        KeptTurn(
-            **_same(KeptTurn, turn)
+        TurnRecord(
+            **_same(TurnRecord, turn)
             | {"action": turn.action.value, "search_s": turn.tool_s, "search_error": turn.tool_error}
             | {"sampled_ids": path.sampled_ids[start:stop], "sampled_logprobs": path.sampled_logprobs[start:stop]}
         )
@@ -378,7 +387,7 @@ class Pieces:
         for end in range(1, len(run) + 1):
             text = self._decode(run[start:end])
             waits = text.endswith(_BROKEN) and end < len(run)
-            if waits and (end - start < _MOST_PENDING or not self._decode(run[start : end + 1]).startswith(text)):
+            if waits and (end - start < _MAX_PENDING or not self._decode(run[start : end + 1]).startswith(text)):
                 yield ""
             else:
                 yield text
@@ -388,7 +397,7 @@ class Pieces:
         before, start = 0, 0
         for end in range(1, len(ids) + 1):
             text = self._decode(ids[before:end])
-            if end < len(ids) and text.endswith(_BROKEN) and end - start < _MOST_PENDING:
+            if end < len(ids) and text.endswith(_BROKEN) and end - start < _MAX_PENDING:
                 yield ""
                 continue
             yield text[len(self._decode(ids[before:start])) :]
@@ -402,31 +411,31 @@ class Pieces:
 
 def _plain(value: Any) -> Any:
     """Convert to JSON types; arrays stay arrays."""
-    if isinstance(value, Kept | KeptTurn):
+    if isinstance(value, TrajectoryRecord | TurnRecord):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, np.ndarray):
         return np.ascontiguousarray(value)
-    if isinstance(value, tuple) and value and isinstance(value[0], KeptTurn):
+    if isinstance(value, tuple) and value and isinstance(value[0], TurnRecord):
         return list(map(_plain, value))
     return json_safe(value)
 
 
-def _read_turn(row: dict[str, Any]) -> KeptTurn:
-    _require_fields(row, KeptTurn)
+def _read_turn(row: dict[str, Any]) -> TurnRecord:
+    _require_fields(row, TurnRecord)
     ids, logprobs = np.array(row["sampled_ids"], np.int32), np.array(row["sampled_logprobs"], np.float32)
     if ids.ndim != 1 or ids.shape != logprobs.shape:
         raise ValueError("A turn has a different number of log-probs and tokens.")
-    return KeptTurn(**row | {"sampled_ids": ids, "sampled_logprobs": logprobs})
+    return TurnRecord(**row | {"sampled_ids": ids, "sampled_logprobs": logprobs})
 
 
-def _require_fields(row: dict[str, Any], kind: type[Kept | KeptTurn]) -> None:
+def _require_fields(row: dict[str, Any], kind: type[TrajectoryRecord | TurnRecord]) -> None:
     """Raise OtherVersion unless `row` has exactly the fields of `kind`; fields with a default may be absent."""
     known = {field.name: field.default is MISSING for field in fields(kind)}
     missing = [name for name in known if known[name] and name not in row]
     unknown = sorted(row.keys() - known)
     if missing or unknown:
-        told = [f"without {name}" for name in missing] + [f"with {name}" for name in unknown]
-        raise OtherVersion(", ".join(told[:_FIELDS_TOLD]) + (", ..." if len(told) > _FIELDS_TOLD else ""))
+        message = [f"without {name}" for name in missing] + [f"with {name}" for name in unknown]
+        raise OtherVersion(", ".join(message[:_FIELDS_NAMED]) + (", ..." if len(message) > _FIELDS_NAMED else ""))
     for field in fields(kind):
         if field.name in row:
             _require_kinds([row[field.name]], _KINDS.get(str(field.type), object))
@@ -441,7 +450,7 @@ def _require_kinds(values: Iterable[Any], kind: Any) -> None:
             np.int64(value)
 
 
-def _require_aligned(kept: Kept) -> None:
+def _require_aligned(kept: TrajectoryRecord) -> None:
     """Raise ValueError unless each response token has a piece and each array has one entry per token."""
     values = [getattr(kept, field.name) for field in fields(kept)]
     response = len(kept.token_ids) - kept.prompt_length

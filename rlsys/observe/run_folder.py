@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from rlsys.errors import UserError
 from rlsys.files import limited_lines, open_regular, read_regular, read_yaml
 from rlsys.observe import records
-from rlsys.observe.environment import RUN, Life, read_lives
-from rlsys.observe.kept import TRAJECTORIES, Kept, kept_steps, read_kept
+from rlsys.observe.environment import RUN, Launch, read_launches
+from rlsys.observe.kept import TRAJECTORIES, TrajectoryRecord, read_trajectories, trajectory_steps
 from rlsys.observe.status import STATUS
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class RunFolder:
 
     path: Path
     config: dict[str, Any]
-    lives: tuple[Life, ...]
+    launches: tuple[Launch, ...]
     rows: tuple[dict[str, Any], ...]
     """Rows of metrics.jsonl, by step."""
     evaluations: tuple[dict[str, Any], ...]
@@ -61,11 +61,11 @@ class RunFolder:
             _parsed(self.path / records.TIMELINE, records.TIMELINE, records.read_timeline_row, self._report)
         )
 
-    def trajectories(self) -> Iterator[Kept]:
+    def trajectories(self) -> Iterator[TrajectoryRecord]:
         """Yield the kept trajectories, by step."""
-        if not kept_steps(self.path):
+        if not trajectory_steps(self.path):
             self._report(f"{TRAJECTORIES} is missing: no trajectory was kept, or an older rlsys wrote the run.")
-        yield from read_kept(self.path, self._report)
+        yield from read_trajectories(self.path, self._report)
 
     def answers(self, step: int) -> list[dict[str, Any]]:
         """Read all answers of the evaluation after `step`; written by `rlsys.orchestrator.evaluation.heldout`."""
@@ -106,7 +106,7 @@ def open_run(path: Path) -> RunFolder:
     return RunFolder(
         path=path,
         config=_read(CONFIG, lambda: _config(path), report) or {},
-        lives=tuple(_read(RUN, lambda: read_lives(path), report) or ()),
+        launches=tuple(_read(RUN, lambda: read_launches(path), report) or ()),
         rows=tuple(by_step[step] for step in sorted(by_step)),
         evaluations=_evaluations(path, "", report),
         reference=reference[-1] if reference else None,

@@ -34,7 +34,7 @@ WANDB_FINISH_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class LoggedRow:
     """Metrics that were logged before the resume, at `time` in seconds since the epoch."""
 
     step: int
@@ -43,7 +43,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class ResumePoint:
     """Point from which a resumed run's curves continue."""
 
     step: int
@@ -52,7 +52,7 @@ class Resumed:
     """Tracker -> `id` of the run to continue there."""
     metrics_bytes: int
     """Byte offset of metrics.jsonl at the checkpoint."""
-    told: Sequence[Told]
+    logged: Sequence[LoggedRow]
     """Metrics logged up to `step`, by step."""
 
 
@@ -103,7 +103,7 @@ class WandbTracker:
         run_name: str,
         config: TrackingConfig,
         resolved_config: Mapping[str, Any],
-        resumed: Resumed | None = None,
+        resumed: ResumePoint | None = None,
     ) -> None:
         """Raises RunError if `config` requires online mode and no API key is found."""
         online = config.wandb_mode is WandbMode.online
@@ -139,15 +139,15 @@ class WandbTracker:
         # W&B's own step never decreases, so it would drop an evaluation that ends after a later step.
         self._run.define_metric("*", step_metric=_STEP)
         if resumed and anew:
-            self._replace(parts, resumed.told)
+            self._replace(parts, resumed.logged)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """See `Tracker.log`."""
         self._run.log({**_numbers(metrics), _STEP: step})
 
-    def _replace(self, parts: Sequence[Path], told: Sequence[Told]) -> None:
-        """Log `told` again and delete the old `parts`."""
-        for row in told:
+    def _replace(self, parts: Sequence[Path], logged: Sequence[LoggedRow]) -> None:
+        """Log `logged` again and delete the old `parts`."""
+        for row in logged:
             self._run.log({**_numbers(row.metrics), _STEP: row.step, "_timestamp": row.time})
         for part in parts:
             if part != Path(
@@ -203,7 +203,7 @@ class Trackers:
 
 
 def open_trackers(
-    config: TrackingConfig, run_dir: Path, resolved_config: Mapping[str, Any], resumed: Resumed | None = None
+    config: TrackingConfig, run_dir: Path, resolved_config: Mapping[str, Any], resumed: ResumePoint | None = None
 ) -> Trackers:
     """Open metrics.jsonl and the trackers enabled in `config`; W&B stores `resolved_config` with the run."""
     others: dict[str, Callable[[], Tracker]] = {}

@@ -39,7 +39,7 @@ from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import RunError
 from rlsys.observe.spans import Arg, Span, Tracer, episode_spans
-from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, Loss
+from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, LostReason
 from rlsys.rollout.agent.episode import EngineActivity, EngineDied, common_wait
 from rlsys.rollout.agent.tokens import EpisodeProgress
 
@@ -88,7 +88,7 @@ class _Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Reserved:
+class ReservedEngines:
     """Engines set aside by `EnginePool.reserve`."""
 
     capacity: int
@@ -110,7 +110,7 @@ class EnginePool:
         self.workers = workers
         self.step = 0
         self.waits_for = ""
-        """Tools that all episodes waited for at the last `look`; empty if some were generating, or if unknown."""
+        """Tools that all episodes waited for at the last `refresh_activity`; empty if some generated, or if unknown."""
         self._samples = config.algorithm.n_samples
         self._slots = config.rollout.max_episodes
         self._episode_timeout_s = config.rollout.episode_timeout_s
@@ -121,7 +121,7 @@ class EnginePool:
         self._engines = EngineCalls(workers, self._router, self._on_engine_death)
         self._versions = VersionSwitch(self._engines, self._router, self._advance)
         self._reserving = asyncio.Lock()
-        self._lines: dict[bool, deque[tuple[_Request, asyncio.Future[int]]]] = {False: deque(), True: deque()}
+        self._queues: dict[bool, deque[tuple[_Request, asyncio.Future[int]]]] = {False: deque(), True: deque()}
         """Queued requests by `_Request.aside`."""
         self._rolling: dict[str, _Request] = {}
         """Rollout groups that have not returned yet, by key."""
@@ -177,11 +177,11 @@ class EnginePool:
         """
         keys = list(self._rolling)
         answers = await asyncio.gather(*(self._progress_on(engine, keys) for engine in self.living))
-        told = {key: progress for answer in answers for key, progress in answer.items()}
-        groups = {group.prompt_group: told.get(key, group.progress) for key, group in self._rolling.items()}
+        by_key = {key: progress for answer in answers for key, progress in answer.items()}
+        groups = {group.prompt_group: by_key.get(key, group.progress) for key, group in self._rolling.items()}
         return {number: progress for number, progress in groups.items() if number is not None and progress}
 
-    async def look(self) -> None:
+    async def refresh_activity(self) -> None:
         """Update `waits_for` from the activity of the engines; empty if one of them does not answer."""
         rolling = [engine for engine in self.living if engine not in self._router.aside]
         answers = await asyncio.gather(*(self._activity_of(engine) for engine in rolling))
@@ -189,8 +189,10 @@ class EnginePool:
         self.waits_for = common_wait(known) if len(known) == len(answers) else ""
 
     @asynccontextmanager
-    async def reserve(self, engines: int) -> AsyncIterator[Reserved]:
-        """Set up to `engines` engines aside for `Reserved.answer` while the others roll out; one caller at a time.
+    async def reserve(self, engines: int) -> AsyncIterator[ReservedEngines]:
+        """Set up to `engines` engines aside for `ReservedEngines.answer` while the others roll out.
+
+        One caller at a time.
 
         Groups already on them finish there. One engine stays with rollouts if more than one lives. Rollouts wait while
         every living engine is set aside. Switches skip engines set aside. On exit these switch to the version they have
@@ -199,13 +201,13 @@ class EnginePool:
         async with self._reserving:
             taken = await self._versions.set_aside(engines)
             try:
-                yield Reserved(self._slots * len(taken), self._versions.of_engine.get(taken[0]), self)
+                yield ReservedEngines(self._slots * len(taken), self._versions.of_engine.get(taken[0]), self)
             finally:
                 await self._versions.put_back(taken)
 
     async def metrics(self) -> dict[str, float]:
         """Return the pool's counts since the start, and the metrics of each living engine as `engine/N/NAME`."""
-        answers = await self._engines.tell_all("metrics")
+        answers = await self._engines.call_all("metrics")
         by_engine = {
             f"engine/{engine}/{name}": value for engine, figures in answers.items() for name, value in figures.items()
         }
@@ -219,7 +221,9 @@ class EnginePool:
     async def open_transport(self, specs: Sequence[Any]) -> None:
         """Open the transport on each engine in `living`, each with the spec at its position."""
         of_engine = dict(zip(self.living, specs, strict=True))
-        await self._engines.each(lambda engine: self._engines.tell(engine, "open_transport", of_engine[engine]))
+        await self._engines.run_on_all(
+            lambda engine: self._engines.try_call(engine, "open_transport", of_engine[engine])
+        )
 
     async def begin_update(self, version: int) -> None:
         """Prepare all engines to receive `version`; they keep generating."""
@@ -227,7 +231,7 @@ class EnginePool:
 
     async def load_bucket(self, bucket: Any) -> None:
         """Stage one bucket on every engine; they keep generating."""
-        await self._engines.tell_all("load_bucket", bucket)
+        await self._engines.call_all("load_bucket", bucket)
 
     async def finish_update(self, version: int, digest: str) -> None:
         """Switch every engine not set aside to `version`; each gets new groups again as soon as it has switched.
@@ -238,15 +242,15 @@ class EnginePool:
 
     async def offload(self) -> None:
         """Release every engine's device memory; nothing may be in flight."""
-        await self._engines.tell_all("sleep")
+        await self._engines.call_all("sleep")
 
     async def restore(self) -> None:
         """Allocate every engine's device memory again."""
-        await self._engines.tell_all("wake")
+        await self._engines.call_all("wake")
 
     async def stop(self, timeout_s: float) -> None:
         """Stop every living engine's worker."""
-        await self._engines.each(lambda engine: self._engines.tell(engine, "stop", timeout_s=timeout_s))
+        await self._engines.run_on_all(lambda engine: self._engines.try_call(engine, "stop", timeout_s=timeout_s))
 
     async def _run(self, request: _Request) -> Any:
         """Queue the request, run it and return the worker's result, retrying once; see the module's contract."""
@@ -254,7 +258,7 @@ class EnginePool:
         attempt = 1
         try:
             while True:
-                engine = await self._turn(request, again=attempt > 1)
+                engine = await self._wait_for_engine(request, retry=attempt > 1)
                 self._counts.requeued += attempt > 1
                 began_ns = self._tracer.now()
                 try:
@@ -281,21 +285,21 @@ class EnginePool:
                 except RankSilent as silence:
                     await self._abort(engine, request.key)
                     detail = f"engine {engine} did not return it within {limit_s:.0f} s"
-                    raise self._lose(request.uid, Loss.timeout, detail) from silence
+                    raise self._give_up(request.uid, LostReason.timeout, detail) from silence
                 else:
                     return answer
                 if request.key in self._lost and self.living:
-                    raise self._lose(request.uid, Loss.engine_died, self._lost[request.key])
+                    raise self._give_up(request.uid, LostReason.engine_died, self._lost[request.key])
                 attempt += 1
         finally:
             self._lost.pop(request.key, None)
             self._router.release(request.key)
             self._advance()
 
-    def _lose(self, uid: str, reason: Loss, detail: str) -> GroupLost:
+    def _give_up(self, uid: str, reason: LostReason, detail: str) -> GroupLost:
         """Count a lost group, log it and return the error to raise."""
         self._counts.lost += 1
-        self._counts.timed_out += reason is Loss.timeout
+        self._counts.timed_out += reason is LostReason.timeout
         loss = GroupLost(uid, reason, detail)
         _log.warning("%s", loss)
         return loss
@@ -337,14 +341,14 @@ class EnginePool:
         name = "eval.episode" if request.prompt_group is None else "rollout.group"
         return self._tracer.span(name, lane=_lane(engine), **facts)
 
-    async def _turn(self, request: _Request, again: bool) -> int:
-        """Queue for an engine with room, at the head for a retry (`again`); return the engine."""
+    async def _wait_for_engine(self, request: _Request, retry: bool) -> int:
+        """Queue for an engine with room, at the head for a retry (`retry`); return the engine."""
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        line = self._lines[request.aside]
-        if again:
-            line.appendleft((request, turn))
+        queue = self._queues[request.aside]
+        if retry:
+            queue.appendleft((request, turn))
         else:
-            line.append((request, turn))
+            queue.append((request, turn))
         self._advance()
         return await turn
 
@@ -355,9 +359,9 @@ class EnginePool:
 
     def _advance(self) -> None:
         """Assign engines to queued requests, in order, while the head of the queue fits."""
-        for line in self._lines.values():
-            while line and self._assign(*line[0]):
-                line.popleft()
+        for queue in self._queues.values():
+            while queue and self._assign(*queue[0]):
+                queue.popleft()
 
     def _assign(self, request: _Request, turn: asyncio.Future[int]) -> bool:
         """Resolve the head of the queue with an engine or an error; return False if it must wait."""
@@ -397,16 +401,16 @@ class EngineCalls:
         orphans = self._router.died(engine)
         _log.warning(
             "rollout engine %d is dead, %d live: %d of its prompt groups are run again, %d are dropped. %s",
-            engine, len(self._router.living), len(orphans.again), len(orphans.lost), why,
+            engine, len(self._router.living), len(orphans.retry), len(orphans.lost), why,
         )  # fmt: skip
         self.dead[engine].set_result(why)
         self._on_death(orphans.lost)
 
-    async def tell_all(self, method: str, *args: Any) -> dict[int, Any]:
+    async def call_all(self, method: str, *args: Any) -> dict[int, Any]:
         """Call `method` on all living engines at once; return engine -> answer of those that survive the call."""
-        return await self.each(lambda engine: self.tell(engine, method, *args))
+        return await self.run_on_all(lambda engine: self.try_call(engine, method, *args))
 
-    async def each(
+    async def run_on_all(
         self, do: Callable[[int], Coroutine[Any, Any, dict[int, Any]]], engines: Iterable[int] | None = None
     ) -> dict[int, Any]:
         """Run `do` for all living engines, or for `engines`, at once and merge the results.
@@ -422,9 +426,9 @@ class EngineCalls:
             await asyncio.gather(*tasks, return_exceptions=True)
         if not self._router.living:
             raise NoEngineLeft(f"every rollout engine has died. The last one: {self.last_error}")
-        return {engine: answer for told in answers for engine, answer in told.items()}
+        return {engine: answer for by_engine in answers for engine, answer in by_engine.items()}
 
-    async def tell(self, engine: int, method: str, *args: Any, timeout_s: float | None = None) -> dict[int, Any]:
+    async def try_call(self, engine: int, method: str, *args: Any, timeout_s: float | None = None) -> dict[int, Any]:
         """Return {engine: answer}, or {} if the engine died, which is no error while others live."""
         try:
             return {engine: await self.call(engine, method, *args, timeout_s=timeout_s)}
@@ -480,7 +484,7 @@ class VersionSwitch:
         """Held by engine while it begins an update or catches up."""
         self._staged: dict[int, tuple[int, str]] = {}
         """Engines that a switch skipped -> staged version and digest, until the next update begins."""
-        self._behind: set[int] = set()
+        self._outdated: set[int] = set()
         """Engines that a switch skipped and that have not switched since."""
         self._catching_up: set[asyncio.Task[None]] = set()
 
@@ -490,21 +494,21 @@ class VersionSwitch:
         async def begin(engine: int) -> dict[int, Any]:
             async with self._updating[engine]:
                 self._staged.pop(engine, None)
-                return await self._engines.tell(engine, "begin_update", version)
+                return await self._engines.try_call(engine, "begin_update", version)
 
-        await self._engines.each(begin)
+        await self._engines.run_on_all(begin)
 
     async def finish_update(self, version: int, digest: str) -> None:
         """Switch every engine not set aside; each gets groups again as soon as it has switched."""
         async with self._switching:
             aside = self._router.aside
-            self._behind |= aside
+            self._outdated |= aside
             self._staged |= dict.fromkeys(aside, (version, digest))
             switching = [engine for engine in self._router.living if engine not in aside]
             for engine in switching:
                 self._router.close(engine)
             try:
-                await self._engines.each(lambda engine: self._switch(engine, version, digest), switching)
+                await self._engines.run_on_all(lambda engine: self._switch(engine, version, digest), switching)
             finally:
                 self._reopen(*switching)
 
@@ -532,7 +536,7 @@ class VersionSwitch:
         They also switch if the caller is cancelled. An engine that refuses the version is marked dead.
         """
         for engine in engines:
-            if engine in self._behind:
+            if engine in self._outdated:
                 self._router.close(engine)
             self._router.put_back(engine)
         self._advance()
@@ -552,9 +556,9 @@ class VersionSwitch:
                 self._engines.mark_dead(engine, refusal)
 
     async def _switch(self, engine: int, version: int, digest: str) -> dict[int, Any]:
-        answer = await self._engines.tell(engine, "finish_update", version, digest)
+        answer = await self._engines.try_call(engine, "finish_update", version, digest)
         self.of_engine |= dict.fromkeys(answer, version)
-        self._behind.discard(engine)
+        self._outdated.discard(engine)
         self._reopen(engine)
         return answer
 
@@ -580,14 +584,14 @@ class NoneSetAside(RunError):
 class Orphans:
     """Keys of an engine that died."""
 
-    again: tuple[str, ...]
+    retry: tuple[str, ...]
     """Keys to assign again, in their order of assignment."""
     lost: Mapping[str, str]
     """Keys that had already lost an engine -> reason, for the error message."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _Assignment:
     engine: int
     size: int
 
@@ -620,7 +624,7 @@ class Router:
         """Load of each living engine."""
         self._closed: set[int] = set()
         self._aside: set[int] = set()
-        self._held: dict[str, _Held] = {}
+        self._assignments: dict[str, _Assignment] = {}
         self._died_under: dict[str, int] = {}
         """Keys under which an engine died -> that engine."""
 
@@ -645,8 +649,8 @@ class Router:
         closed or full: retry after `release`, `died`, `reopen` or `put_back`. Raises NoEngineLeft if no engine lives,
         and NoneSetAside if `aside` is set and no engine set aside lives.
         """
-        if key in self._held:
-            return self._held[key].engine
+        if key in self._assignments:
+            return self._assignments[key].engine
         if not self._loads:
             raise NoEngineLeft("every rollout engine has died.")
         if aside and not self.aside:
@@ -655,14 +659,14 @@ class Router:
         engine = min(takers, key=self.load, default=None)
         if engine is None or not self._has_room(engine, size):
             return None
-        self._held[key] = _Held(engine, size)
+        self._assignments[key] = _Assignment(engine, size)
         self._loads[engine] += size
         return engine
 
     def release(self, key: str) -> None:
         """Forget `key` after its group has ended. No-op for an unknown key."""
         self._died_under.pop(key, None)
-        held = self._held.pop(key, None)
+        held = self._assignments.pop(key, None)
         if held is not None:
             self._loads[held.engine] -= held.size
 
@@ -686,17 +690,17 @@ class Router:
         """Remove a dead `engine`, unassign its keys and return them. Returns no keys if it was already removed."""
         if self._loads.pop(engine, None) is None:
             return Orphans((), {})
-        again: list[str] = []
+        retry: list[str] = []
         lost: dict[str, str] = {}
-        for key in [key for key, held in self._held.items() if held.engine == engine]:
-            del self._held[key]
+        for key in [key for key, held in self._assignments.items() if held.engine == engine]:
+            del self._assignments[key]
             if key in self._died_under:
                 first = self._died_under.pop(key)
                 lost[key] = f"engines {first} and {engine} both died while generating it"
             else:
                 self._died_under[key] = engine
-                again.append(key)
-        return Orphans(tuple(again), lost)
+                retry.append(key)
+        return Orphans(tuple(retry), lost)
 
     def _has_room(self, engine: int, size: int) -> bool:
         load = self._loads[engine]

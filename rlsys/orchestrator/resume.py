@@ -31,12 +31,12 @@ from rlsys.data.question import SourceState
 from rlsys.errors import RunError, UserError
 from rlsys.files import Claimed, claim, read_yaml, sha256_of, write_atomically
 from rlsys.observe.environment import RUN, changes, environment
-from rlsys.observe.kept import copy_kept
+from rlsys.observe.kept import copy_trajectories
 from rlsys.observe.run_folder import EVALUATIONS
 from rlsys.orchestrator.pipeline.rollout_pipeline import PipelineState
 from rlsys.orchestrator.run_logger import EVALUATED, LOGS, History, new_run_dir
 from rlsys.weights.checkpoint.state_file import load_values, save_values
-from rlsys.weights.checkpoint.store import MANIFEST, CheckpointStore, Saved, check, step_of
+from rlsys.weights.checkpoint.store import MANIFEST, CheckpointStore, SavedCheckpoint, check, step_of
 
 CHECKPOINTS = "checkpoints"
 _DATA, _STATE, _ENVIRONMENT = "data", "state.npz", "environment.json"
@@ -64,7 +64,7 @@ class RunState:
 class Origin:
     """Checkpoint that a run resumes from."""
 
-    checkpoint: Saved
+    checkpoint: SavedCheckpoint
     run_dir: Path
     """Folder of the run that saved it."""
     newest: bool
@@ -110,7 +110,7 @@ def find_origin(config: RunConfig, note: Callable[[str], None]) -> Origin | None
                 ) from damage
             note(f"{damage} It is skipped because of checkpoint.fall_back=true.")
         else:
-            _tell_lost_rows(origin, note)
+            _report_lost_rows(origin, note)
             return origin
     raise UserError(
         f"resume={config.resume}: none of the checkpoints in {run_dir / CHECKPOINTS} is intact; give another run, or "
@@ -137,7 +137,7 @@ class _Damaged(UserError):
     """Damaged checkpoint."""
 
 
-def _candidates(config: RunConfig) -> tuple[Path, int, Sequence[Saved]] | None:
+def _candidates(config: RunConfig) -> tuple[Path, int, Sequence[SavedCheckpoint]] | None:
     """Return the run's folder, the step of its newest checkpoint, and the candidates to resume from, newest first.
 
     None if a new run begins.
@@ -169,13 +169,13 @@ def _candidates(config: RunConfig) -> tuple[Path, int, Sequence[Saved]] | None:
     )
 
 
-def _published_ns(saved: Saved) -> int:
+def _published_ns(saved: SavedCheckpoint) -> int:
     """Publication time of a checkpoint: its manifest's mtime, because later files change the folder's own."""
     manifest = saved.folder / MANIFEST
     return manifest.stat().st_mtime_ns if manifest.is_file() else 0
 
 
-def _recovered(run_dir: Path) -> list[Saved]:
+def _recovered(run_dir: Path) -> list[SavedCheckpoint]:
     """Return the checkpoints of a run, after recovery from a kill unless the run is active or not writable."""
     store = CheckpointStore(run_dir / CHECKPOINTS)
     if store.folder.is_dir():
@@ -184,7 +184,7 @@ def _recovered(run_dir: Path) -> list[Saved]:
     return store.saved()
 
 
-def _origin(config: RunConfig, run_dir: Path, saved: Saved, newest: bool) -> Origin:
+def _origin(config: RunConfig, run_dir: Path, saved: SavedCheckpoint, newest: bool) -> Origin:
     data = saved.folder / _DATA
     try:
         check(saved.folder)
@@ -246,7 +246,7 @@ def _refuse_differences(config: RunConfig, before: Mapping[str, Any], questions_
         )
 
 
-def _tell_lost_rows(origin: Origin, note: Callable[[str], None]) -> None:
+def _report_lost_rows(origin: Origin, note: Callable[[str], None]) -> None:
     """Report the logs that are shorter now than when the checkpoint was saved."""
     known = origin.state.history
     for name in LOGS:
@@ -272,6 +272,6 @@ def _copy_history(origin: Origin, run_dir: Path) -> None:
         found = EVALUATED.fullmatch(file.name)
         if found and int(found[1]) <= known.step:
             shutil.copyfile(file, run_dir / EVALUATIONS / file.name)
-    copy_kept(origin.run_dir, run_dir, known.step)
+    copy_trajectories(origin.run_dir, run_dir, known.step)
     if (file := origin.run_dir / RUN).is_file():
         shutil.copyfile(file, run_dir / RUN)

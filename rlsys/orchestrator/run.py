@@ -27,7 +27,7 @@ from rlsys.data.trajectory import Group, MaskOf, trained_tokens, value_mask
 from rlsys.errors import UserError
 from rlsys.files import sha256_of
 from rlsys.observe import status
-from rlsys.observe.environment import detect, lacking
+from rlsys.observe.environment import detect, unmet_requirements
 from rlsys.observe.guards import Alarm
 from rlsys.observe.spans import peak_flops
 from rlsys.observe.status import STATUS, Progress, StatusFile
@@ -36,7 +36,7 @@ from rlsys.orchestrator.evaluation.heldout import heldout_questions
 from rlsys.orchestrator.evaluator import Evaluator
 from rlsys.orchestrator.pipeline.grouping import finish, mean_kl
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline
-from rlsys.orchestrator.pipeline.scheduler import Reason
+from rlsys.orchestrator.pipeline.scheduler import DropReason
 from rlsys.orchestrator.pipeline.training_step import (
     learn,
     learning,
@@ -47,7 +47,7 @@ from rlsys.orchestrator.pipeline.training_step import (
 from rlsys.orchestrator.resume import CHECKPOINTS, Origin, RunState, find_origin, folder_of, write_state
 from rlsys.orchestrator.rewards.reward import Rewards, reward_group
 from rlsys.orchestrator.run_logger import History, RunLogger
-from rlsys.orchestrator.saving import Saver, Saves
+from rlsys.orchestrator.saving import CheckpointedGroup, Saver
 from rlsys.orchestrator.search_server import Serving, require_named, serving, silent
 from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.orchestrator.worker_groups import (
@@ -56,19 +56,19 @@ from rlsys.orchestrator.worker_groups import (
     CriticGroup,
     EngineLogprobs,
     InferenceGroup,
+    LogprobsWithValues,
     OffloadManager,
     TrainedGroup,
-    WithValues,
     build_groups,
     started_groups,
 )
 from rlsys.trainer.batches import BatchSharder, flops_of
-from rlsys.weights.checkpoint.store import CheckpointStore, Keep
+from rlsys.weights.checkpoint.store import CheckpointStore, RetentionPolicy
 from rlsys.weights.weight_map import read_architecture
 
 _log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+POLL_S = 1.0
 """Interval at which `watch_rollouts` polls the engines."""
 _KEEPS = "waits for trajectories to be written"
 
@@ -134,7 +134,7 @@ class Run:
         status.show("waits for the critic to warm up", *(self.groups.trained.keys() - learners.keys()))
         self.log.begin_step()
         groups, updates = await learn(self.pipeline, learners, self.groups.devices, mini_batches(self.config))
-        await self.groups.devices.need("actor")  # The critic may have learned last.
+        await self.groups.devices.onload("actor")  # The critic may have learned last.
         await self.groups.actor.end_step(step)
         kl = mean_kl(groups)
         if kl is not None:
@@ -154,10 +154,10 @@ class Run:
         self.log.prompts(step, self.pipeline.scheduler.ended())
 
     async def watch_rollouts(self) -> None:
-        """Refresh the rollout status from the engines' activity every `LOOK_S`, until cancelled."""
+        """Refresh the rollout status from the engines' activity every `POLL_S`, until cancelled."""
         while True:
-            await asyncio.sleep(LOOK_S)
-            await self.groups.engines.look()
+            await asyncio.sleep(POLL_S)
+            await self.groups.engines.refresh_activity()
             self.pipeline.show_rollouts()
 
     async def evaluate_reference(self, step: int) -> None:
@@ -166,10 +166,12 @@ class Run:
         if groups.inference is None:
             raise RuntimeError("A run without an inference group has no reference policy to evaluate.")
         folder, tracer = self.log.run_dir / "reference", self.log.tracers["driver"]
-        need = groups.devices.need
-        sync = WeightSync(groups.inference.workers, [groups.engines], self.config.cluster, folder, tracer, need=need)
+        onload = groups.devices.onload
+        sync = WeightSync(
+            groups.inference.workers, [groups.engines], self.config.cluster, folder, tracer, onload=onload
+        )
         try:
-            await need("inference")
+            await onload("inference")
             await sync.open()
             await sync.send(step + 1)
         finally:
@@ -183,7 +185,7 @@ class Run:
         """
         trained = self.groups.trained
         with status.stage(_KEEPS, *(f"{name}.trajectories" for name in trained)):
-            await self.log.trajectories_kept()
+            await self.log.trajectories_written()
         in_flight = await self.groups.engines.in_flight()
         # No await until `state` is complete, so that the snapshot is consistent.
         self.log_prompts(step)
@@ -195,7 +197,9 @@ class Run:
             history=self.log.history(step),
             questions_sha256=self.questions_sha256,
         )
-        parts: dict[str, tuple[str, Saves]] = {name: (name, group.checkpoints) for name, group in trained.items()}
+        parts: dict[str, tuple[str, CheckpointedGroup]] = {
+            name: (name, group.checkpoints) for name, group in trained.items()
+        }
         if self._keeps_reference and self.groups.inference:
             parts["reference"] = ("inference", self.groups.inference.reference)
         with status.stage("saves a checkpoint", *(f"{name}.checkpoint" for name in trained)):
@@ -205,15 +209,15 @@ class Run:
         """Load every group's part of the checkpoint."""
         folder = origin.checkpoint.folder
         for name, group in self.groups.trained.items():
-            await self.groups.devices.need(name)
+            await self.groups.devices.onload(name)
             with status.stage("loads the checkpoint", f"{name}.checkpoint"):
                 same_layout = await group.checkpoints.load(folder / name)
             if not same_layout:
                 _log.warning("%s has another parallel layout than its checkpoint: its random generators restart", name)
         if self._keeps_reference and self.groups.inference:
-            await self.groups.devices.need("inference")
+            await self.groups.devices.onload("inference")
             await self.groups.inference.reference.load(folder / "reference")
-        await self.groups.devices.need("actor")
+        await self.groups.devices.onload("actor")
         await self.groups.actor.end_step(origin.state.step)
 
     @property
@@ -230,7 +234,7 @@ class Run:
             **self.rewards.metrics(),
             "pipeline/outstanding": scheduler.outstanding_count,
             "pipeline/version_lag": scheduler.version - scheduler.published,
-            **{f"pipeline/dropped_{reason}": scheduler.dropped[reason] for reason in Reason},
+            **{f"pipeline/dropped_{reason}": scheduler.dropped[reason] for reason in DropReason},
         }
 
 
@@ -243,7 +247,7 @@ def ready_to_start(config: RunConfig, note: Callable[[str], None]) -> tuple[Path
     """
     missing = launched = list(launch_problems(config))
     if config.cluster.address is None:  # Else other machines do the work; their packages cannot be checked here.
-        missing = [*launched, *lacking(config, detect())]
+        missing = [*launched, *unmet_requirements(config, detect())]
     if missing:
         sentences = "\n".join(problem.sentence for problem in missing)
         raise UserError(sentences, code="conflict" if launched else "not_installed", key=missing[0].key)
@@ -346,7 +350,7 @@ def _pipeline(
         make_scheduler(config),
         prompts,
         groups.engines,
-        WithValues(logprobs, groups.critic) if groups.critic else logprobs,
+        LogprobsWithValues(logprobs, groups.critic) if groups.critic else logprobs,
         Handlers(
             reward=partial(reward_group, score=rewards.score, tracer=log.tracers["driver"]),
             finish=partial(finish, config=config.algorithm, kl=kl, mask_of=value_mask(config.compat)),
@@ -371,7 +375,7 @@ def _weight_sync(config: RunConfig, log: RunLogger, groups: Groups, pipeline: Ro
         log.run_dir,
         log.tracers["driver"],
         immediate,
-        groups.devices.need,
+        groups.devices.onload,
         (lambda _version: None) if colocated else pipeline.publish,
     )
 
@@ -397,10 +401,10 @@ def _decoder(config: RunConfig) -> Callable[[Sequence[int]], str]:
 
 def _saver(config: RunConfig, run_dir: Path, log: RunLogger, devices: OffloadManager, origin: Origin | None) -> Saver:
     settings = config.checkpoint
-    keep = Keep(settings.keep_last, settings.keep_every, settings.keep_best)
+    keep = RetentionPolicy(settings.keep_last, settings.keep_every, settings.keep_best)
     newest = origin.checkpoint.folder if origin else None
     store = CheckpointStore(run_dir / CHECKPOINTS)
-    return Saver(store, keep, log.em_of, devices.need, settings.background, newest)
+    return Saver(store, keep, log.em_of, devices.onload, settings.background, newest)
 
 
 def _sharder(

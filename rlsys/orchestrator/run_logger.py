@@ -25,10 +25,10 @@ from rlsys.config.compose import as_dict
 from rlsys.config.schema import RunConfig
 from rlsys.data.trajectory import Group
 from rlsys.errors import RunError, UserError
-from rlsys.files import forget_parts, json_safe, write_atomically
-from rlsys.observe.environment import begin_life, tree_cpu_seconds
+from rlsys.files import json_safe, remove_partial_files, write_atomically
+from rlsys.observe.environment import record_launch, tree_cpu_seconds
 from rlsys.observe.guards import Alarm, Guards, GuardsState
-from rlsys.observe.kept import Keeper, forget_kept
+from rlsys.observe.kept import TrajectoryWriter, remove_trajectories_after
 from rlsys.observe.outcome import draw_curves
 from rlsys.observe.records import METRICS, SUMMARY, TIMELINE, LineLog, read_metrics, timeline_row
 from rlsys.observe.run_folder import EVALUATIONS
@@ -45,9 +45,9 @@ from rlsys.observe.spans import (
     write_chrome_trace,
 )
 from rlsys.observe.status import Progress
-from rlsys.observe.trackers import Resumed, Told, open_trackers
+from rlsys.observe.trackers import LoggedRow, ResumePoint, open_trackers
 from rlsys.orchestrator.evaluation.heldout import Evaluation, answer_line
-from rlsys.orchestrator.pipeline.scheduler import Ended
+from rlsys.orchestrator.pipeline.scheduler import GroupOutcome
 from rlsys.orchestrator.pipeline.step_metrics import step_metrics, training_flops
 from rlsys.trainer.batches import Flops
 
@@ -125,11 +125,11 @@ class RunLogger:
         """Peak rate of all actor devices together, in operations per second; None disables `mfu/actor`."""
         self._cost = cost
         self._guards = Guards(config.guards, config.algorithm.kl_estimator)
-        self._keeper = Keeper(run_dir, decode) if decode is not None else None
+        self._trajectory_writer = TrajectoryWriter(run_dir, decode) if decode is not None else None
         self.episodes: list[Span] = []
         """Generation and search spans of episodes; for the timeline only, no metric counts them."""
         self._spans: list[Span] = []
-        self._untold: list[Span] = []
+        self._unwritten_spans: list[Span] = []
         """Spans, episodes included, that are not in the timeline yet."""
         self._recent: list[Span] = []
         self._begun_ns, self._begun_cpu_s = 0, 0.0
@@ -141,8 +141,8 @@ class RunLogger:
             self._guards.restore(history.guards)
             self._trace = f"trace_after_step_{history.step}.json"
             _forget_evaluations(run_dir, history.step)
-            forget_kept(run_dir, history.step)
-        begin_life(run_dir, history.step if history else 0)
+            remove_trajectories_after(run_dir, history.step)
+        record_launch(run_dir, history.step if history else 0)
         # The summary of an earlier life of the run is outdated; a new one is written at the end.
         (run_dir / SUMMARY).unlink(missing_ok=True)
         resolved = as_dict(config)
@@ -165,10 +165,10 @@ class RunLogger:
         """Held-out exact match after `step`; None if it was not evaluated."""
         return self._evaluations[step]["em"] if step in self._evaluations else None
 
-    def prompts(self, step: int, ended: Iterable[Ended]) -> None:
+    def prompts(self, step: int, ended: Iterable[GroupOutcome]) -> None:
         """Record the prompt groups that ended by the end of `step`."""
         for group in ended:
-            self._prompts.append({"step": step, "ticket": group.number, "uid": group.uid, "end": str(group.end)})
+            self._prompts.append({"step": step, "ticket": group.number, "uid": group.uid, "end": str(group.outcome)})
 
     def begin_step(self) -> None:
         """Start the clock of the next step. Time between two steps counts towards neither."""
@@ -194,7 +194,7 @@ class RunLogger:
         ringing = {alarm.guard for alarm in alarms}
         row |= {f"guard/{name}": float(name in ringing) for name in self._guards.names}
         self._trackers.log(step, row)
-        self._tell_timeline(step, window)
+        self._write_timeline(step, window)
         for alarm in alarms:
             if alarm.first:
                 self.progress.console.print(f"Warning: {alarm}", style="yellow", highlight=False, markup=False)
@@ -203,13 +203,13 @@ class RunLogger:
 
     async def trajectories(self, step: int, groups: Sequence[Group]) -> None:
         """Start to save trajectories of `step` token by token, once those of the previous step are on disk."""
-        if self._keeper is not None:
-            await self._keeper.begin(step, groups, self.config.tracking.trajectories)
+        if self._trajectory_writer is not None:
+            await self._trajectory_writer.begin(step, groups, self.config.tracking.trajectories)
 
-    async def trajectories_kept(self) -> None:
+    async def trajectories_written(self) -> None:
         """Block until the trajectories of all steps are on disk."""
-        if self._keeper is not None:
-            await self._keeper.finish()
+        if self._trajectory_writer is not None:
+            await self._trajectory_writer.finish()
 
     def evaluation(self, evaluation: Evaluation) -> None:
         """Record an evaluation of the policy: answers and metrics in its files, metrics to the trackers."""
@@ -276,11 +276,11 @@ class RunLogger:
 
     def close(self) -> None:
         """Write the trace and the curves, and close the trackers."""
-        if self._keeper is not None:
-            self._keeper.close()
+        if self._trajectory_writer is not None:
+            self._trajectory_writer.close()
         self._drain()
         try:
-            self._tell_timeline(None, None)
+            self._write_timeline(None, None)
         except RunError as problem:
             _log.warning("%s", problem)
         for log in (self._prompts, self._timeline, self._trackers):
@@ -296,14 +296,14 @@ class RunLogger:
     def _drain(self) -> None:
         drained = [span for tracer in self.tracers.values() for span in tracer.drain()]
         self._spans += drained
-        self._untold += drained + self.episodes
+        self._unwritten_spans += drained + self.episodes
         self.episodes.clear()
 
-    def _tell_timeline(self, step: int | None, window: Interval | None) -> None:
+    def _write_timeline(self, step: int | None, window: Interval | None) -> None:
         """Write the spans that have ended since the last row."""
-        if window is not None or self._untold:
-            self._timeline.append(timeline_row(step, window, self._untold))
-        self._untold = []
+        if window is not None or self._unwritten_spans:
+            self._timeline.append(timeline_row(step, window, self._unwritten_spans))
+        self._unwritten_spans = []
 
     def _spans_of(self, window: Interval) -> list[Span]:
         """Return the spans that overlap `window`, unfinished ones included. Calls must pass windows in order."""
@@ -345,25 +345,26 @@ def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return joined
 
 
-def _resumed(run_dir: Path, history: History) -> Resumed:
+def _resumed(run_dir: Path, history: History) -> ResumePoint:
     """Return the records up to the checkpoint for the trackers; an evaluation follows the row of its step."""
     file = run_dir / METRICS
     rows = [row for row in (read_metrics(file) if file.is_file() else []) if row["step"] <= history.step]
     times = {row["step"]: row["time"] for row in rows}
     begun = min(times.values(), default=time.time())
-    told = [
-        Told(row["step"], {key: row[key] for key in row if key not in ("step", "time")}, row["time"]) for row in rows
+    logged = [
+        LoggedRow(row["step"], {key: row[key] for key in row if key not in ("step", "time")}, row["time"])
+        for row in rows
     ]
     for row in history.evaluations:
         metrics = {f"eval/{name}": value for name, value in row["figures"].items()}
-        told.append(Told(row["step"], metrics, times.get(row["step"], begun)))
-    told.sort(key=lambda entry: entry.step)
-    return Resumed(history.step, history.trackers, history.logs.get(METRICS, 0), told)
+        logged.append(LoggedRow(row["step"], metrics, times.get(row["step"], begun)))
+    logged.sort(key=lambda entry: entry.step)
+    return ResumePoint(history.step, history.trackers, history.logs.get(METRICS, 0), logged)
 
 
 def _forget_evaluations(run_dir: Path, step: int) -> None:
     """Delete partial evaluation files, and those of steps after `step`, which the resumed run repeats."""
-    forget_parts(run_dir / EVALUATIONS)
+    remove_partial_files(run_dir / EVALUATIONS)
     for path in (run_dir / EVALUATIONS).glob("*"):
         found = EVALUATED.fullmatch(path.name)
         if found and int(found[1]) > step:

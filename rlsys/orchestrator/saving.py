@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Protocol
 
 from rlsys.errors import RunError, UserError
-from rlsys.weights.checkpoint.store import CheckpointStore, Keep
+from rlsys.weights.checkpoint.store import CheckpointStore, RetentionPolicy
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.5
+POLL_S = 0.5
 """Interval of `settle`'s polling."""
 
 
-class Saves(Protocol):
+class CheckpointedGroup(Protocol):
     """Part of a checkpoint, such as the actor or the reference policy."""
 
     async def begin_save(self, folder: Path) -> None:
@@ -40,11 +40,11 @@ class Saves(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Pending:
+class _PendingSave:
     """Checkpoint that is being written."""
 
     step: int
-    parts: Sequence[Saves]
+    parts: Sequence[CheckpointedGroup]
 
 
 class Saver:
@@ -53,44 +53,44 @@ class Saver:
     def __init__(
         self,
         store: CheckpointStore,
-        keep: Keep,
+        keep: RetentionPolicy,
         score_of: Callable[[int], float | None],
-        need: Callable[[str], Awaitable[None]],
+        onload: Callable[[str], Awaitable[None]],
         background: bool,
         newest: Path | None = None,
     ) -> None:
-        """`score_of` returns the score of a step's checkpoint; `need` brings a group onto its devices; `newest` is the
-        checkpoint that a resumed run started from."""
+        """`score_of` returns the score of a step's checkpoint; `onload` brings a group onto its devices; `newest` is
+        the checkpoint that a resumed run started from."""
         self._store, self._keep, self._score_of = store, keep, score_of
-        self._need, self._background = need, background
+        self._onload, self._background = onload, background
         self.newest = newest
         """Last published checkpoint."""
         self.awaited: set[int] = set()
         """Steps still being evaluated; pruning keeps their checkpoints, because one may be the best."""
-        self._pending: _Pending | None = None
+        self._pending: _PendingSave | None = None
         self._finishing = asyncio.Lock()
 
     async def begin(
-        self, step: int, write_data: Callable[[Path], None], parts: Mapping[str, tuple[str, Saves]]
+        self, step: int, write_data: Callable[[Path], None], parts: Mapping[str, tuple[str, CheckpointedGroup]]
     ) -> None:
         """Begin the checkpoint of `step`, once the previous one is published.
 
         `write_data` writes the driver's part. `parts` maps folder names to (group name, part).
         """
         await self.finish()
-        begun: list[Saves] = []
+        started: list[CheckpointedGroup] = []
         try:
             with _one_sentence(self._store.path(step)):
                 folder = await asyncio.to_thread(self._store.begin, step)
                 await asyncio.to_thread(write_data, folder)
             for name, (group, part) in parts.items():
-                await self._need(group)
-                begun.append(part)
+                await self._onload(group)
+                started.append(part)
                 await part.begin_save(folder / name)
         except (RunError, UserError):
-            await self._give_up(begun)
+            await self._give_up(started)
             raise
-        self._pending = _Pending(step, begun)
+        self._pending = _PendingSave(step, started)
         if not self._background:
             await self.finish()
 
@@ -101,13 +101,13 @@ class Saver:
             if not any([await part.saving() for part in mine.parts]):
                 await self._finish(mine)
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def finish(self) -> None:
         """Block until the current checkpoint is written, and publish it."""
         await self._finish(self._pending)
 
-    async def _finish(self, pending: _Pending | None) -> None:
+    async def _finish(self, pending: _PendingSave | None) -> None:
         async with self._finishing:
             if pending is None or self._pending is not pending:
                 return
@@ -127,7 +127,7 @@ class Saver:
             except OSError as problem:
                 logger.warning("Older checkpoints could not be deleted (%s) and remain on disk.", problem)
 
-    async def _give_up(self, parts: Sequence[Saves]) -> None:
+    async def _give_up(self, parts: Sequence[CheckpointedGroup]) -> None:
         """Delete the files of a failed checkpoint to free disk space. Best effort."""
         for part in parts:
             # Parts may still be writing. The first error is already being raised; ignore later ones.

@@ -95,19 +95,19 @@ class WeightSync:
         run_dir: Path,
         tracer: Tracer,
         immediate: Sequence[WeightReceiver] = (),
-        need: Callable[..., Awaitable[None]] | None = None,
+        onload: Callable[..., Awaitable[None]] | None = None,
         activated: Callable[[int], None] = lambda _version: None,
     ) -> None:
         """Send to `receivers`, which switch on `activate`, and to `immediate`, which switch when the push ends.
 
-        `need` brings colocated groups, by name, onto their devices. `activated` is called with each version once all
+        `onload` brings colocated groups, by name, onto their devices. `activated` is called with each version once all
         receivers have switched.
         """
         self._sender = sender
         self._deferred, self._immediate = tuple(receivers), tuple(immediate)
         self._cluster = cluster
         self._folder = run_dir / "weights"
-        self._tracer, self._need, self._activated = tracer, need, activated
+        self._tracer, self._onload, self._activated = tracer, onload, activated
         self._members: tuple[str, ...] = ()
         self._taken = 0
         self._copy_gb_s = 0.0
@@ -148,8 +148,8 @@ class WeightSync:
 
         Blocks until the previous activation has ended. Raises RunError if that failed or timed out.
         """
-        if self._need:
-            await self._need(self._sender.name, *(receiver.workers.name for receiver in self._immediate))
+        if self._onload:
+            await self._onload(self._sender.name, *(receiver.workers.name for receiver in self._immediate))
         with status.stage(f"takes version {version}", *(f"{one.workers.name}.weights" for one in self._immediate)):
             if not self._switched.is_set():
                 status.show("waits for the previous activation", "sync")
@@ -176,8 +176,8 @@ class WeightSync:
         held = self._transferred
         if held is None or held.version != version:
             raise RunError(f"Version {version} cannot be activated: it is not the version that was pushed last.")
-        if self._need:
-            await self._need(*(receiver.workers.name for receiver in self._deferred))
+        if self._onload:
+            await self._onload(*(receiver.workers.name for receiver in self._deferred))
         started = time.perf_counter()
         status.show(f"activates version {version}", "sync")
         try:

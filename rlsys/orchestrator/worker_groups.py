@@ -297,9 +297,9 @@ class TrainedGroup(MegatronGroup, ABC):
     def _figures(self, stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Reduce the loss statistics of a mini-batch to metrics."""
 
-    def enough(self, samples: Sequence[Sample]) -> bool:
+    def fills_micro_batches(self, samples: Sequence[Sample]) -> bool:
         """Return True if a call with `samples` keeps every rank and pipeline stage busy."""
-        return self._sharder.enough(samples)
+        return self._sharder.fills_micro_batches(samples)
 
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
         """Add the gradient of the summed loss of `samples`; `last` marks the final call before `apply`."""
@@ -365,7 +365,7 @@ class EngineLogprobs:
         return [Scores(np.nan_to_num(sample.trajectory.rollout_logprobs)) for sample in samples]
 
 
-class WithValues:
+class LogprobsWithValues:
     """Scorer that computes log-probs and the critic's values concurrently."""
 
     def __init__(self, logprobs: InferenceGroup | EngineLogprobs, critic: CriticGroup) -> None:
@@ -471,7 +471,7 @@ class OffloadManager:
                 self._holding.add(name)
                 await self._release(name)
 
-    async def need(self, *names: str) -> None:
+    async def onload(self, *names: str) -> None:
         """Offload all other members, then restore the members `names` in this order.
 
         Raises the error of a member; the call may then be repeated, or made with other names.

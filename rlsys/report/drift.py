@@ -32,7 +32,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from rlsys.algorithms.corrections import LOG_RATIO_LIMIT
 from rlsys.files import json_safe
-from rlsys.observe.kept import Kept, KeptTurn
+from rlsys.observe.kept import TrajectoryRecord, TurnRecord
 from rlsys.observe.run_folder import number
 
 Floats = NDArray[np.float64]
@@ -171,7 +171,7 @@ class DriftTally:
     worst: tuple[WorstToken, ...]
 
 
-def tally_step(step: int, kept: Iterable[Kept], sampling: Mapping[str, Any]) -> DriftTally:
+def tally_step(step: int, kept: Iterable[TrajectoryRecord], sampling: Mapping[str, Any]) -> DriftTally:
     """Accumulate the drift of `kept`, the trajectories of `step`."""
     trained: list[_Trained] = []
     worst: list[WorstToken] = []
@@ -187,8 +187,8 @@ def tally_step(step: int, kept: Iterable[Kept], sampling: Mapping[str, Any]) -> 
 
     cause, lag = concatenated("cause", np.int64), concatenated("lag", np.int64)
     rollout, difference = concatenated("rollout", np.float64), concatenated("difference", np.float64)
-    as_drawn = np.isin(cause, (_CODE[Cause.VERSION_LAG], _CODE[Cause.NUMERICS]))
-    lags, differences = lag[as_drawn], difference[as_drawn]
+    as_sampled = np.isin(cause, (_CODE[Cause.VERSION_LAG], _CODE[Cause.NUMERICS]))
+    lags, differences = lag[as_sampled], difference[as_sampled]
     sums = [turn for one in trained for turn in one.turn_sums]
     return DriftTally(
         step=step,
@@ -198,7 +198,7 @@ def tally_step(step: int, kept: Iterable[Kept], sampling: Mapping[str, Any]) -> 
         turns_same=tally([total for changed, total in sums if not changed and total is not None]),
         turns_changed=tally([total for changed, total in sums if changed and total is not None]),
         turns_apart=sum(total is None for _, total in sums),
-        sampler=sampler_drift(rollout[as_drawn], sampling),
+        sampler=sampler_drift(rollout[as_sampled], sampling),
         worst=tuple(worst),
     )
 
@@ -246,9 +246,9 @@ class _Trained:
     """Per turn: True if re-tokenisation changed it, and summed recomputed minus sampled log-probs (None: unknown)."""
 
 
-def _trained_of(one: Kept) -> _Trained:
+def _trained_of(one: TrajectoryRecord) -> _Trained:
     places = np.flatnonzero(one.loss_mask)
-    drawn = one.rollout_logprobs.astype(np.float64)
+    sampled = one.rollout_logprobs.astype(np.float64)
     cause = np.full(len(one.token_ids), _CODE[Cause.NUMERICS])
     cause[one.versions < one.policy_version] = _CODE[Cause.VERSION_LAG]
     sums = []
@@ -256,38 +256,38 @@ def _trained_of(one: Kept) -> _Trained:
         own = places[(one.turn_of_token[places] == index) & (one.versions[places] >= 0)]
         lost = ~np.isfinite(one.rollout_logprobs[own])
         if lost.any():
-            matched, matched_drawn = _matched(turn, one.token_ids[own])
+            matched, matched_sampled = _matched(turn, one.token_ids[own])
             cause[own[lost & matched]] = _CODE[Cause.CHANGED_PREFIX]
             cause[own[lost & ~matched]] = _CODE[Cause.RETOKENISED]
-            drawn[own[lost]] = matched_drawn[lost]
+            sampled[own[lost]] = matched_sampled[lost]
         if turn.text:
             sums.append(_turn_sum(one, turn, own, changed=bool(lost.any())))
     cause[one.versions < 0] = _CODE[Cause.UNSAMPLED]
     return _Trained(
         cause=cause[places],
         lag=np.where(one.versions[places] < 0, 0, one.policy_version - one.versions[places]),
-        rollout=drawn[places],
-        difference=one.old_logprobs.astype(np.float64)[places] - drawn[places],
+        rollout=sampled[places],
+        difference=one.old_logprobs.astype(np.float64)[places] - sampled[places],
         turn_sums=sums,
     )
 
 
-def _matched(turn: KeptTurn, trained: NDArray[np.int32]) -> tuple[NDArray[np.bool_], Floats]:
+def _matched(turn: TurnRecord, trained: NDArray[np.int32]) -> tuple[NDArray[np.bool_], Floats]:
     """Return a mask [n] of the turn's trained ids that match sampled ones, and their engine log-probs [n] (else NaN)."""
     matched, logprobs = np.zeros(len(trained), np.bool_), np.full(len(trained), np.nan)
-    for drawn, here in matched_pairs(turn.sampled_ids.tolist(), trained.tolist()):
-        matched[here], logprobs[here] = True, turn.sampled_logprobs[drawn]
+    for sampled, here in matched_pairs(turn.sampled_ids.tolist(), trained.tolist()):
+        matched[here], logprobs[here] = True, turn.sampled_logprobs[sampled]
     return matched, logprobs
 
 
-def _turn_sum(one: Kept, turn: KeptTurn, own: Ints, *, changed: bool) -> tuple[bool, float | None]:
+def _turn_sum(one: TrajectoryRecord, turn: TurnRecord, own: Ints, *, changed: bool) -> tuple[bool, float | None]:
     """Return `changed` and the turn's sum over tokens at `own`; None if these do not make up the turn's text."""
     text = "".join(one.pieces[place - one.prompt_length] for place in own)
     if not text.startswith(turn.text) or not len(turn.sampled_logprobs):
         return changed, None
-    drawn = turn.sampled_logprobs if changed else one.rollout_logprobs[own]
+    sampled = turn.sampled_logprobs if changed else one.rollout_logprobs[own]
     recomputed = one.old_logprobs[own].astype(np.float64)
-    return changed, float(recomputed.sum() - drawn.astype(np.float64).sum())
+    return changed, float(recomputed.sum() - sampled.astype(np.float64).sum())
 
 
 def _cause_tally(differences: Floats) -> CauseTally:
@@ -318,14 +318,14 @@ def _worst(tokens: Iterable[WorstToken]) -> list[WorstToken]:
     return nlargest(WORST, tokens, key=lambda token: abs(token.difference))
 
 
-def _worse_than(least: float, one: Kept, trained: _Trained) -> list[WorstToken]:
+def _worse_than(least: float, one: TrajectoryRecord, trained: _Trained) -> list[WorstToken]:
     """Return the tokens of one trajectory with the largest |difference| above `least`."""
     magnitudes = np.where(np.isfinite(trained.difference), np.abs(trained.difference), -1.0)
     found = np.argsort(-magnitudes, kind="stable")[:WORST]
     return [_shown(one, trained, int(index)) for index in found if magnitudes[index] > least]
 
 
-def _shown(one: Kept, trained: _Trained, index: int) -> WorstToken:
+def _shown(one: TrajectoryRecord, trained: _Trained, index: int) -> WorstToken:
     place = int(np.flatnonzero(one.loss_mask)[index])
     at = place - one.prompt_length
     return WorstToken(

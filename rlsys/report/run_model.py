@@ -30,7 +30,14 @@ from rlsys.config.schema import RunConfig
 from rlsys.data.trajectory import Action
 from rlsys.errors import UserError
 from rlsys.files import json_safe
-from rlsys.observe.kept import Kept, kept_file, kept_lines, kept_steps, read_kept_step, read_row
+from rlsys.observe.kept import (
+    TrajectoryRecord,
+    read_row,
+    read_step_trajectories,
+    trajectory_file,
+    trajectory_lines,
+    trajectory_steps,
+)
 from rlsys.observe.records import TIMELINE
 from rlsys.observe.run_folder import RunFolder, section
 from rlsys.observe.status import FINISHED, HEARTBEAT_S
@@ -50,7 +57,7 @@ ANSWERS = 200
 def build(runs: Sequence[RunFolder], sink: Sink | None = None, audited: bool = True) -> dict[str, Any]:
     """Return the model of `runs`; `sink` receives each chunk, in order. `audited=False` leaves out the token audit."""
     named = enumerate(zip(runs, names_of(runs), strict=True))
-    models = [_run(run, name, 2 * place * NUMBERS, sink, Memory(), audited) for place, (run, name) in named]
+    models = [_run(run, name, 2 * place * NUMBERS, sink, ModelCache(), audited) for place, (run, name) in named]
     return {"made": time.time(), "runs": models}
 
 
@@ -65,7 +72,7 @@ class Digest:
     problems: tuple[str, ...]
 
 
-class Memory:
+class ModelCache:
     """Caches step digests and the token audit between builds of the model of one run.
 
     Reads a changed file again (its step was repeated) and forgets removed steps.
@@ -82,12 +89,12 @@ class Memory:
     def digests(self, run: RunFolder, chunks: Chunks | None) -> list[Digest]:
         """Return the digests of all steps of `run`, in order; adds unreadable parts to its problems.
 
-        `chunks` receives the rows read. Cached steps are not read, so pass `chunks` only to a new `Memory`.
+        `chunks` receives the rows read. Cached steps are not read, so pass `chunks` only to a new `ModelCache`.
         """
         sampling = section(run.config, "rollout", "sampling")
         digests: dict[int, Digest] = {}
-        for step in kept_steps(run.path):
-            stamp, known = _stamp(kept_file(run.path, step)), self._known.get(step)
+        for step in trajectory_steps(run.path):
+            stamp, known = _stamp(trajectory_file(run.path, step)), self._known.get(step)
             if known is None or (known.stamp, known.sampling) != (stamp, sampling):
                 known = _digest(run.path, step, stamp, sampling, chunks)
             digests[step] = known
@@ -125,18 +132,18 @@ def read_chunk(runs: Sequence[RunFolder], model: Mapping[str, Any], number: int)
     return None
 
 
-def _part(run: RunFolder, step: int, first: int, count: int) -> list[Kept]:
+def _part(run: RunFolder, step: int, first: int, count: int) -> list[TrajectoryRecord]:
     """Read `count` trajectories of `step` from index `first`; parses others only if the file has damaged rows."""
-    file = kept_file(run.path, step)
+    file = trajectory_file(run.path, step)
     if not any(file.name in problem for problem in run.problems):
         with suppress(OSError, EOFError, zlib.error, ValueError):
-            return [read_row(line) for line in islice(kept_lines(file), first, first + count)]
-    return list(islice(read_kept_step(run.path, step, lambda _: None), first, first + count))
+            return [read_row(line) for line in islice(trajectory_lines(file), first, first + count)]
+    return list(islice(read_step_trajectories(run.path, step, lambda _: None), first, first + count))
 
 
-def _run(run: RunFolder, name: str, chunk: int, sink: Sink | None, memory: Memory, audited: bool) -> dict[str, Any]:
+def _run(run: RunFolder, name: str, chunk: int, sink: Sink | None, cache: ModelCache, audited: bool) -> dict[str, Any]:
     rows = run.rows
-    digests = memory.digests(run, Chunks(chunk, sink) if sink else None)
+    digests = cache.digests(run, Chunks(chunk, sink) if sink else None)
     index = TrajectoryIndex()
     for digest in digests:
         index.extend(digest.index)
@@ -153,9 +160,9 @@ def _run(run: RunFolder, name: str, chunk: int, sink: Sink | None, memory: Memor
         "path": str(run.path),
         "config": settings,
         "changed": [key for key, value in settings.items() if key not in defaults or defaults[key] != value],
-        "lives": [json_safe(asdict(life)) for life in run.lives],
+        "lives": [json_safe(asdict(life)) for life in run.launches],
         "status": json_safe(run.status),
-        "life": asdict(life_here(run.status, run.summary is not None)),
+        "life": asdict(liveness_here(run.status, run.summary is not None)),
         "summary": json_safe(run.summary),
         "steps": [row["step"] for row in rows],
         "times": [json_safe(row.get("time")) for row in rows],
@@ -166,7 +173,7 @@ def _run(run: RunFolder, name: str, chunk: int, sink: Sink | None, memory: Memor
         "time": _time(run),
         "trajectories": kept,
         "drift": drift.as_json(drift.report_of(drifts, sampling)) if kept else None,
-        "audit": memory.audit(run, digests) if audited and kept else None,
+        "audit": cache.audit(run, digests) if audited and kept else None,
         "problems": list(run.problems),
     }
 
@@ -183,12 +190,12 @@ def _time(run: RunFolder) -> dict[str, Any] | None:
 def _digest(path: Path, step: int, stamp: Stamp | None, sampling: Mapping[str, Any], chunks: Chunks | None) -> Digest:
     index, problems = TrajectoryIndex(), list[str]()
 
-    def indexed(kept: Iterable[Kept]) -> Iterator[Kept]:
+    def indexed(kept: Iterable[TrajectoryRecord]) -> Iterator[TrajectoryRecord]:
         for trajectory in kept:
             index.add(trajectory)
             yield trajectory
 
-    kept = indexed(read_kept_step(path, step, problems.append))
+    kept = indexed(read_step_trajectories(path, step, problems.append))
     tally = drift.tally_step(step, chunks.passing(kept) if chunks else kept, sampling)
     return Digest(stamp, sampling, index, tally, tuple(problems))
 
@@ -293,13 +300,13 @@ class TrajectoryIndex:
         self._columns: dict[str, list[Any]] = {}
         self._chunks: list[tuple[int, int, int]] = []
 
-    def add(self, kept: Kept) -> None:
+    def add(self, kept: TrajectoryRecord) -> None:
         """Append a trajectory. Trajectories of a step must come together."""
         asked: dict[str, Any] = {"uid": kept.question_uid, "text": kept.question or kept.prompt.strip()}
         asked |= {"golden": list(kept.golden_answers), "source": kept.data_source}
         trained = kept.loss_mask.astype(bool)
         ratios = (kept.old_logprobs - kept.rollout_logprobs)[trained]
-        ratios, drawn_by = ratios[np.isfinite(ratios)], kept.versions[trained & (kept.versions >= 0)]
+        ratios, sampled_by = ratios[np.isfinite(ratios)], kept.versions[trained & (kept.versions >= 0)]
         row = {
             "question": self._number(asked),
             "step": kept.step,
@@ -314,7 +321,7 @@ class TrajectoryIndex:
             "length": len(kept.token_ids) - kept.prompt_length,
             "advantage": _rounded(kept.advantages[trained].mean()) if trained.any() else None,
             "log_ratio": _rounded(ratios[np.argmax(np.abs(ratios))]) if len(ratios) else None,
-            "lag": max(0, kept.step - 1 - int(drawn_by.min())) if len(drawn_by) else 0,
+            "lag": max(0, kept.step - 1 - int(sampled_by.min())) if len(sampled_by) else 0,
         }
         for name, value in row.items():
             self._columns.setdefault(name, []).append(value)
@@ -357,7 +364,7 @@ class Chunks:
         """`sink` receives each chunk's number, starting at `first`, and its rows."""
         self._next, self._sink = first, sink
 
-    def passing(self, kept: Iterable[Kept]) -> Iterator[Kept]:
+    def passing(self, kept: Iterable[TrajectoryRecord]) -> Iterator[TrajectoryRecord]:
         """Yield `kept` unchanged and add each to a chunk."""
         for _, of_step in groupby(kept, key=lambda trajectory: trajectory.step):
             rows: list[dict[str, Any]] = []
@@ -374,7 +381,7 @@ class Chunks:
         self._next += 1
 
 
-def row_of(kept: Kept) -> dict[str, Any]:
+def row_of(kept: TrajectoryRecord) -> dict[str, Any]:
     """Return what the page's trajectory reader shows of one trajectory."""
     return {
         "prompt": kept.prompt,
@@ -400,7 +407,7 @@ def row_of(kept: Kept) -> dict[str, Any]:
     }
 
 
-def runs_of(kept: Kept) -> list[dict[str, Any]]:
+def runs_of(kept: TrajectoryRecord) -> list[dict[str, Any]]:
     """Return the response as runs of consecutive tokens with the same loss mask, turn and weight version.
 
     An untrained run has `text` and `count`. A trained run has `texts` and `ids` [count], `turn` and `version`, and per
@@ -416,7 +423,7 @@ def runs_of(kept: Kept) -> list[dict[str, Any]]:
     return [_tokens_alike(kept, begin, end, bool(mask[begin])) for begin, end in pairwise(edges)]
 
 
-def _tokens_alike(kept: Kept, begin: int, end: int, trained: bool) -> dict[str, Any]:
+def _tokens_alike(kept: TrajectoryRecord, begin: int, end: int, trained: bool) -> dict[str, Any]:
     texts = kept.pieces[begin:end]
     if not trained:
         return {"text": "".join(texts), "count": end - begin}
@@ -467,44 +474,46 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class RunLife:
+class RunLiveness:
     """Run phase, and a sentence about it."""
 
     phase: Phase
     sentence: str
 
 
-def life_of(
+def liveness_of(
     status: Mapping[str, Any] | None, has_summary: bool, now: float, host: str, alive: Callable[[int], bool]
-) -> RunLife:
+) -> RunLiveness:
     """Return the phase at `now` (seconds since the epoch) from status.json and summary.json.
 
     `alive(pid)` returns True for a living process of this machine, named `host`.
     """
     if status is None:
         if has_summary:
-            return RunLife(Phase.finished, "The run has finished.")
-        return RunLife(Phase.unknown, "The run has no status.json: it has not begun, or an older rlsys wrote it.")
+            return RunLiveness(Phase.finished, "The run has finished.")
+        return RunLiveness(Phase.unknown, "The run has no status.json: it has not begun, or an older rlsys wrote it.")
     ended, step = status.get("ended"), f"step {status.get('step')} of {status.get('steps')}"
     if ended == FINISHED:
-        return RunLife(Phase.finished, f"The run has finished after {step}.")
+        return RunLiveness(Phase.finished, f"The run has finished after {step}.")
     if isinstance(ended, str):
-        return RunLife(Phase.failed, f"The run has {ended} (after {step}).")
+        return RunLiveness(Phase.failed, f"The run has {ended} (after {step}).")
     pid, quiet_s = status.get("pid"), now - _number(status.get("at"))
     # A process that still writes is alive, whatever its pid says: another container may have the same host name. A time in
     # the future means that the clock was set back, and proves nothing.
     if abs(quiet_s) > QUIET_S and status.get("host") == host and isinstance(pid, int) and not alive(pid):
-        return RunLife(
+        return RunLiveness(
             Phase.gone, f"The run's process no longer exists and recorded no end: it was probably killed, after {step}."
         )
     if quiet_s > SILENT_S:
-        return RunLife(Phase.silent, f"The run has written no status for {quiet_s:.0f} s; the last was after {step}.")
-    return RunLife(Phase.running, f"The run is active, after {step}.")
+        return RunLiveness(
+            Phase.silent, f"The run has written no status for {quiet_s:.0f} s; the last was after {step}."
+        )
+    return RunLiveness(Phase.running, f"The run is active, after {step}.")
 
 
-def life_here(status: Mapping[str, Any] | None, has_summary: bool) -> RunLife:
-    """Return `life_of` for the current time and this machine."""
-    return life_of(status, has_summary, time.time(), socket.gethostname(), _is_alive)
+def liveness_here(status: Mapping[str, Any] | None, has_summary: bool) -> RunLiveness:
+    """Return `liveness_of` for the current time and this machine."""
+    return liveness_of(status, has_summary, time.time(), socket.gethostname(), _is_alive)
 
 
 def _is_alive(pid: int) -> bool:

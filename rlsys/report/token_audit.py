@@ -34,7 +34,7 @@ from rich.text import Text
 from rlsys.config.schema import TokenMode
 from rlsys.errors import UserError
 from rlsys.files import json_safe
-from rlsys.observe.kept import Kept, Pieces
+from rlsys.observe.kept import Pieces, TrajectoryRecord
 from rlsys.observe.run_folder import RunFolder, section
 from rlsys.observe.samples import visible
 from rlsys.report.drift import QUANTILES, Spread, spread
@@ -89,7 +89,7 @@ class RetokenisedText:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledTokens:
     """Sampled tokens of a turn, without special tokens and tokens that were not kept."""
 
     ids: NDArray[np.int32]
@@ -103,9 +103,9 @@ class Stretch:
     """A piece of a turn's text, and its tokens in both tokenisations."""
 
     span: Span
-    drawn: Span
+    sampled: Span
     """Index range into the turn's sampled tokens."""
-    again: Span
+    retokenised: Span
     """Index range into the re-tokenised tokens given to `stretches`."""
     whole: bool
     """True if both sides have exactly the text of `span`; False if a token crosses the edge of the turn."""
@@ -113,7 +113,7 @@ class Stretch:
     """Character offsets of token boundaries that only one tokenisation has."""
 
 
-def tokenised(one: Kept, codec: Codec, mode: TokenMode) -> RetokenisedText:
+def tokenised(one: TrajectoryRecord, codec: Codec, mode: TokenMode) -> RetokenisedText:
     """Re-tokenise the text of `one` with `codec`. Raises OtherTokeniser if the run's tokens come from another tokeniser."""
     text = codec.prompt(one.prompt)
     prompt_length = len(text)
@@ -137,7 +137,7 @@ def tokenised(one: Kept, codec: Codec, mode: TokenMode) -> RetokenisedText:
     return RetokenisedText(text, ids, encoded.spans, turns, limit)
 
 
-def drawn_of(one: Kept, number: int, mode: TokenMode, special_ids: frozenset[int]) -> Drawn:
+def sampled_tokens(one: TrajectoryRecord, number: int, mode: TokenMode, special_ids: frozenset[int]) -> SampledTokens:
     """Return the sampled tokens of turn `number` of `one`."""
     turn = one.turns[number]
     kept = len(turn.sampled_ids) if mode is TokenMode.retokenize else len(_own(one, number))
@@ -145,10 +145,10 @@ def drawn_of(one: Kept, number: int, mode: TokenMode, special_ids: frozenset[int
     special = np.isin(ids, list(special_ids))
     last_is_own = one.turn_of_token[-1] == number and one.versions[-1] >= 0
     ended = bool(last_is_own and len(ids) and special[-1] and one.token_ids[-1] == ids[-1])
-    return Drawn(ids[~special], logprobs[~special], int(special.sum()) - ended)
+    return SampledTokens(ids[~special], logprobs[~special], int(special.sum()) - ended)
 
 
-def _own(one: Kept, number: int) -> list[int]:
+def _own(one: TrajectoryRecord, number: int) -> list[int]:
     """Return the trained tokens that were sampled in turn `number`."""
     ids: list[int] = one.token_ids[(one.turn_of_token == number) & (one.versions >= 0)].tolist()
     return ids
@@ -164,29 +164,32 @@ def spans_of(pieces: Sequence[str], start: int) -> list[Span]:
     return spans
 
 
-def stretches(drawn: Sequence[Span], again: Sequence[Span], turn: Span) -> list[Stretch]:
+def stretches(sampled: Sequence[Span], retokenised: Sequence[Span], turn: Span) -> list[Stretch]:
     """Return the stretches of the characters `turn`, from left to right; none for an empty turn.
 
-    `drawn`: spans of the sampled tokens, from the turn's start. `again`: spans of the re-tokenised tokens that overlap the
-    turn, at least one. Both may reach beyond the turn.
+    `sampled`: spans of the sampled tokens, from the turn's start. `retokenised`: spans of the re-tokenised tokens that overlap
+    the turn, at least one. Both may reach beyond the turn.
     """
     start, end = turn
     if start == end:
         return []
-    ours, theirs = _cuts(drawn, turn), _cuts(again, turn)
+    ours, theirs = _cuts(sampled, turn), _cuts(retokenised, turn)
     common = sorted({*(ours.keys() & theirs.keys()), start, end})
-    indices = {start: (0, 0), end: (len(drawn), len(again))}
+    indices = {start: (0, 0), end: (len(sampled), len(retokenised))}
     found = []
     for left, right in pairwise(common):
-        (drawn_from, again_from), (drawn_to, again_to) = (
+        (sampled_from, retokenised_from), (sampled_to, retokenised_to) = (
             indices[at] if at in indices else (ours[at], theirs[at]) for at in (left, right)
         )
-        covered = [side[n:m] for side, n, m in ((drawn, drawn_from, drawn_to), (again, again_from, again_to))]
+        covered = [
+            side[n:m]
+            for side, n, m in ((sampled, sampled_from, sampled_to), (retokenised, retokenised_from, retokenised_to))
+        ]
         found.append(
             Stretch(
                 span=(left, right),
-                drawn=(drawn_from, drawn_to),
-                again=(again_from, again_to),
+                sampled=(sampled_from, sampled_to),
+                retokenised=(retokenised_from, retokenised_to),
                 whole=all(side and side[0][0] == left and side[-1][1] == right for side in covered),
                 disputed=tuple(sorted(at for at in ours.keys() ^ theirs.keys() if left <= at <= right)),
             )
@@ -237,9 +240,9 @@ class Count:
     """Token counts over turns, or over one kind of place."""
 
     turns: int = 0
-    drawn: int = 0
+    sampled: int = 0
     """Sampled tokens within the turn's text."""
-    drawn_differing: int = 0
+    sampled_differing: int = 0
     """Sampled tokens that re-tokenisation changes."""
     trained: int = 0
     """Re-tokenised tokens that lie wholly within the turn."""
@@ -259,9 +262,9 @@ class Example:
 
     place: CutPlace
     count: int
-    drawn: tuple[str, ...]
+    sampled: tuple[str, ...]
     """Texts of tokens. A character that spans several tokens belongs to the last of them."""
-    again: tuple[str, ...]
+    retokenised: tuple[str, ...]
     before: str
     after: str
     step: int
@@ -295,7 +298,7 @@ class TokenAudit:
     examples: tuple[Example, ...]
     """Most frequent differences of each kind of place."""
     special_lost: int
-    """Sampled special tokens missing from the text; not counted in `drawn`."""
+    """Sampled special tokens missing from the text; not counted in `sampled`."""
     unknown_turns: int
     """Turns with text whose sampled tokens were not kept; counted only in `turns`."""
     crossing: int
@@ -366,7 +369,7 @@ def _open_codec(folder: Path) -> Codec:
     return Codec(tokenizer)
 
 
-def audit(kept: Iterable[Kept], codec: Codec, mode: TokenMode) -> TokenAudit:
+def audit(kept: Iterable[TrajectoryRecord], codec: Codec, mode: TokenMode) -> TokenAudit:
     """Audit `kept` trajectories of a run in `mode`. Raises OtherTokeniser if `codec` is not the run's tokeniser."""
     tally = _Tally(codec, mode)
     for trajectory in kept:
@@ -383,21 +386,21 @@ def as_json(report: TokenAudit) -> dict[str, Any]:
 class _Turn:
     """One turn of one trajectory."""
 
-    one: Kept
+    one: TrajectoryRecord
     number: int
     text: RetokenisedText
-    drawn: Drawn
+    sampled: SampledTokens
     span: Span
     tokens: Span
     """Index range of the re-tokenised tokens that overlap the turn."""
 
     @property
-    def is_as_drawn(self) -> bool:
+    def is_as_sampled(self) -> bool:
         """True if all tokens are as sampled, edges included; a fast path for nearly all turns."""
         first, last = self.tokens
         return (
             last <= self.text.limit
-            and np.array_equal(self.drawn.ids, self.text.ids[first:last])
+            and np.array_equal(self.sampled.ids, self.text.ids[first:last])
             and (self.text.spans[first][0], self.text.spans[last - 1][1]) == self.span
         )
 
@@ -410,10 +413,10 @@ class _LogRatios:
     _values: list[tuple[str, bool, Floats]] = field(default_factory=list)
     """Kind of stretch, True if sampled by the version that scored it, and values."""
 
-    def add_same(self, one: Kept, tokens: Span, drawn: Floats) -> None:
-        """Add identical `tokens` of `one`, with engine log-probs `drawn` [tokens]."""
+    def add_same(self, one: TrajectoryRecord, tokens: Span, sampled: Floats) -> None:
+        """Add identical `tokens` of `one`, with engine log-probs `sampled` [tokens]."""
         own = slice(*tokens)
-        values = one.old_logprobs[own].astype(np.float64) - drawn
+        values = one.old_logprobs[own].astype(np.float64) - sampled
         known = np.isfinite(one.rollout_logprobs[own])
         current = one.versions[own] == one.policy_version
         self.after_change_tokens += int((~known).sum())
@@ -421,10 +424,10 @@ class _LogRatios:
             self._values.append((kind, True, values[of_kind & current]))
             self._values.append((kind, False, values[of_kind & ~current]))
 
-    def add_differing(self, one: Kept, tokens: Span, drawn: Floats) -> float:
-        """Add trained `tokens` of `one` that replace sampled ones with log-probs `drawn` [any]; return the log-ratio."""
+    def add_differing(self, one: TrajectoryRecord, tokens: Span, sampled: Floats) -> float:
+        """Add trained `tokens` of `one` that replace tokens with log-probs `sampled` [any]; return the log-ratio."""
         own = slice(*tokens)
-        value = float(one.old_logprobs[own].astype(np.float64).sum() - drawn.sum())
+        value = float(one.old_logprobs[own].astype(np.float64).sum() - sampled.sum())
         self._values.append(("differing", bool((one.versions[own] == one.policy_version).all()), np.array([value])))
         return value
 
@@ -455,18 +458,18 @@ class _Tally:
         self._steps: set[int] = set()
         self._affected: dict[str, set[tuple[Any, ...]]] = {name: set() for name in ("turns", "trajectories", "steps")}
 
-    def add(self, one: Kept) -> None:
+    def add(self, one: TrajectoryRecord) -> None:
         """Add one trajectory."""
         text = tokenised(one, self._codec, self._mode)
         self._trajectories += 1
         self._steps.add(one.step)
         for number, span in enumerate(text.turns):
-            drawn = drawn_of(one, number, self._mode, self._codec.special_ids)
-            self._special_lost += drawn.special_lost
+            sampled = sampled_tokens(one, number, self._mode, self._codec.special_ids)
+            self._special_lost += sampled.special_lost
             self._unknown += not len(one.turns[number].sampled_ids) and bool(one.turns[number].text)
             first, last = text.within(span)
-            if drawn.ids.size and first < min(last, text.limit):
-                self._by_turn[number] += self._count(_Turn(one, number, text, drawn, span, (first, last)))
+            if sampled.ids.size and first < min(last, text.limit):
+                self._by_turn[number] += self._count(_Turn(one, number, text, sampled, span, (first, last)))
             else:
                 self._by_turn[number] += Count(turns=1)
 
@@ -496,20 +499,20 @@ class _Tally:
         )
 
     def _count(self, turn: _Turn) -> Count:
-        drawn, (first, last) = turn.drawn, turn.tokens
-        if turn.is_as_drawn:
-            self._compare_same(turn, (first, last), drawn.logprobs)
-            return Count(turns=1, drawn=len(drawn.ids), trained=last - first)
-        pieces = self._pieces(drawn.ids.tolist())
+        sampled, (first, last) = turn.sampled, turn.tokens
+        if turn.is_as_sampled:
+            self._compare_same(turn, (first, last), sampled.logprobs)
+            return Count(turns=1, sampled=len(sampled.ids), trained=last - first)
+        pieces = self._pieces(sampled.ids.tolist())
         # Text that the protocol cut off after the turn does not count; a token without text at the turn's end does.
         spans = [one for one in spans_of(pieces, turn.span[0]) if one[0] < turn.span[1] or one[0] == one[1]]
         count, places = Count(turns=1), set()
         for found in stretches(spans, turn.text.spans[first:last], turn.span):
-            tokens = first + found.again[0], first + found.again[1]
+            tokens = first + found.retokenised[0], first + found.retokenised[1]
             if tokens[1] > turn.text.limit:
                 break
-            own = slice(*found.drawn)
-            differs = not np.array_equal(drawn.ids[own], turn.text.ids[slice(*tokens)])
+            own = slice(*found.sampled)
+            differs = not np.array_equal(sampled.ids[own], turn.text.ids[slice(*tokens)])
             size = _sizes(turn, found, tokens, differs)
             count += size
             if differs:
@@ -518,7 +521,7 @@ class _Tally:
                 places.add(place)
                 self._differs(turn, found, tokens, place, pieces[own])
             else:
-                self._compare_same(turn, tokens, drawn.logprobs[own])
+                self._compare_same(turn, tokens, sampled.logprobs[own])
         if places:
             where = turn.one.step, turn.one.question_uid, turn.one.sample, turn.number
             for name, depth in (("turns", 4), ("trajectories", 3), ("steps", 1)):
@@ -529,24 +532,24 @@ class _Tally:
         if self._mode is TokenMode.retokenize:
             self._ratios.add_same(turn.one, tokens, logprobs)
 
-    def _differs(self, turn: _Turn, found: Stretch, tokens: Span, place: CutPlace, drawn: tuple[str, ...]) -> None:
+    def _differs(self, turn: _Turn, found: Stretch, tokens: Span, place: CutPlace, sampled: tuple[str, ...]) -> None:
         """Record a differing stretch, and its log-ratio if both sides are whole and trained."""
         log_ratio = None
         if not found.whole:
             self._crossing += 1
         elif self._mode is TokenMode.retokenize and turn.one.loss_mask[slice(*tokens)].all():
-            logprobs = turn.drawn.logprobs[slice(*found.drawn)]
+            logprobs = turn.sampled.logprobs[slice(*found.sampled)]
             log_ratio = self._ratios.add_differing(turn.one, tokens, logprobs)
-        again = tuple(self._pieces(turn.text.ids[slice(*tokens)].tolist()))
-        way = place, drawn, again
+        retokenised = tuple(self._pieces(turn.text.ids[slice(*tokens)].tolist()))
+        way = place, sampled, retokenised
         self._met[way] += 1
         if way not in self._first:
             text, (start, end) = turn.text.text, found.span
             self._first[way] = Example(
                 place=place,
                 count=1,
-                drawn=drawn,
-                again=again,
+                sampled=sampled,
+                retokenised=retokenised,
                 before=text[max(0, start - AROUND) : start],
                 after=text[end : end + AROUND],
                 step=turn.one.step,
@@ -564,10 +567,10 @@ class _Tally:
 
 def _sizes(turn: _Turn, found: Stretch, tokens: Span, differs: bool) -> Count:
     """Count the tokens of one stretch."""
-    drawn = found.drawn[1] - found.drawn[0]
+    sampled = found.sampled[1] - found.sampled[0]
     start, end = turn.span
     trained = sum(start <= left and right <= end for left, right in turn.text.spans[slice(*tokens)])
-    return Count(0, drawn, drawn * differs, trained, trained * differs, int(differs))
+    return Count(0, sampled, sampled * differs, trained, trained * differs, int(differs))
 
 
 _PLACES = ("at a tag", "invalid UTF-8", "beside non-ASCII", "beside a digit", "beside white space", "elsewhere")
@@ -598,8 +601,8 @@ def sentences(found: TokenAudit) -> Iterator[str]:
     if found.mode == TokenMode.append:
         yield "task.token_mode=append trains on the sampled tokens: this is what re-tokenisation would change."
     yield (
-        f"{found.trajectories:,} trajectories, {total.turns:,} turns: re-tokenisation changes {total.drawn_differing:,} of "
-        f"{total.drawn:,} sampled tokens ({_share(total.drawn_differing, total.drawn)}); of "
+        f"{found.trajectories:,} trajectories, {total.turns:,} turns: re-tokenisation changes "
+        f"{total.sampled_differing:,} of {total.sampled:,} sampled tokens ({_share(total.sampled_differing, total.sampled)}); of "
         f"{total.trained:,} re-tokenised tokens, {total.trained_differing:,} "
         f"({_share(total.trained_differing, total.trained)}) were not sampled."
     )
@@ -637,9 +640,9 @@ def _counts(title: str, rows: Mapping[str, Count], *, of_all: bool) -> Table:
     """`of_all`: the counts include tokens that do not differ."""
     table = _table(title, "", "turns", "stretches", "sampled", "differ", "re-tokenised", "differ")
     for name, row in rows.items():
-        drawn, trained = (f"{row.drawn:,}", f"{row.trained:,}") if of_all else ("", "")
-        others = f"{row.drawn_differing:,}", f"{row.trained_differing:,}"
-        table.add_row(name, f"{row.turns:,}", f"{row.stretches:,}", drawn, others[0], trained, others[1])
+        sampled, trained = (f"{row.sampled:,}", f"{row.trained:,}") if of_all else ("", "")
+        others = f"{row.sampled_differing:,}", f"{row.trained_differing:,}"
+        table.add_row(name, f"{row.turns:,}", f"{row.stretches:,}", sampled, others[0], trained, others[1])
     return table
 
 
@@ -654,8 +657,8 @@ def _bias(title: str, bias: Bias) -> Table:
 
 def _example(one: Example) -> Iterator[Text]:
     ratio = "" if one.log_ratio is None else f", {one.log_ratio:+.2f} nats"
-    yield Text(f"{one.count:,} x {PLACES[one.place]}{ratio}: {_tokens(one.drawn)}  ->  {_tokens(one.again)}")
-    yield Text(f"    {_shown(one.before)}[{_shown(''.join(one.again))}]{_shown(one.after)}", style="dim")
+    yield Text(f"{one.count:,} x {PLACES[one.place]}{ratio}: {_tokens(one.sampled)}  ->  {_tokens(one.retokenised)}")
+    yield Text(f"    {_shown(one.before)}[{_shown(''.join(one.retokenised))}]{_shown(one.after)}", style="dim")
 
 
 def _tokens(pieces: Sequence[str]) -> str:

@@ -39,7 +39,7 @@ from rlsys.observe.records import METRICS, SUMMARY, TIMELINE
 from rlsys.observe.run_folder import CONFIG, EVALUATIONS, MEASURED, RunFolder, open_run
 from rlsys.observe.status import FAILED, WAIT_PREFIX, read_status
 from rlsys.report.report_page import compressed, live_page
-from rlsys.report.run_model import Memory, Phase, RunLife, life_here, read_chunk
+from rlsys.report.run_model import ModelCache, Phase, RunLiveness, liveness_here, read_chunk
 from rlsys.search.address import HostGate, bind, own_names
 from rlsys.search.connections import PAGE_CONNECTIONS, LimitedConfig, LimitedServer
 
@@ -199,7 +199,7 @@ class LiveRun:
         self._clock = clock
         self._building = threading.Lock()
         self._built: _Built | None = None
-        self._memory = Memory()
+        self._cache = ModelCache()
 
     def data(self) -> bytes:
         """Return the model as gzipped JSON. Raises UserError if the folder is gone."""
@@ -239,14 +239,14 @@ class LiveRun:
         """Return the run's metrics in Prometheus' text format. Raises UserError if the folder is gone."""
         return exposition(open_run(self.path), self._life(), time.time())
 
-    def _life(self) -> RunLife:
-        return life_here(read_status(self.path), (self.path / SUMMARY).is_file())
+    def _life(self) -> RunLiveness:
+        return liveness_here(read_status(self.path), (self.path / SUMMARY).is_file())
 
     def _build(self) -> _Built:
         begun, stamp, life, run = self._clock(), self._stamp(), self._life(), open_run(self.path)
         run = replace(run, status=_with_end(run.status, life))
         # The audit re-tokenises every text, so it is made only once the run is over.
-        model = self._memory.build(run, audited=life.phase is not Phase.running)
+        model = self._cache.build(run, audited=life.phase is not Phase.running)
         body = compressed(model)
         now = self._clock()
         return _Built(stamp, run, model, body, now + REST * (now - begun))
@@ -263,7 +263,7 @@ class LiveRun:
         return self._life().phase, tuple(stamps)
 
 
-def _with_end(status: dict[str, Any] | None, life: RunLife) -> dict[str, Any] | None:
+def _with_end(status: dict[str, Any] | None, life: RunLiveness) -> dict[str, Any] | None:
     """Return `status`, with `ended` filled in if the process was killed."""
     killed = life.phase is Phase.gone and status is not None
     return {**(status or {}), "ended": f"{FAILED}its process was killed"} if killed else status
@@ -272,7 +272,7 @@ def _with_end(status: dict[str, Any] | None, life: RunLife) -> dict[str, Any] | 
 _IDLE = "idle/"
 
 
-def exposition(run: RunFolder, life: RunLife, now: float) -> bytes:
+def exposition(run: RunFolder, life: RunLiveness, now: float) -> bytes:
     """Return all metrics of `run` at `now` (seconds since the epoch) in Prometheus' text format."""
     row = run.rows[-1] if run.rows else {}
     named = {_writable(name): value for name, value in row.items() if name not in ("step", "time")}
@@ -288,7 +288,7 @@ def exposition(run: RunFolder, life: RunLife, now: float) -> bytes:
     return generate_latest(registry)
 
 
-def _of_run(run: RunFolder, life: RunLife) -> Iterator[Metric]:
+def _of_run(run: RunFolder, life: RunLiveness) -> Iterator[Metric]:
     labels = {"run": run.name, "name": _writable(str(run.config.get("name", "")))}
     yield InfoMetricFamily("rlsys_run", "The watched run.", labels)
     phases = {phase.value: float(phase is life.phase) for phase in Phase}
@@ -311,7 +311,7 @@ def _of_run(run: RunFolder, life: RunLife) -> Iterator[Metric]:
             yield GaugeMetricFamily(f"rlsys_run_{name}", meaning, value=value)
 
 
-def _of_groups(run: RunFolder, life: RunLife, now: float, figures: Mapping[str, float]) -> Iterator[Metric]:
+def _of_groups(run: RunFolder, life: RunLiveness, now: float, figures: Mapping[str, float]) -> Iterator[Metric]:
     """Yield the current activity of each group while the run is active, and its idle share of the last step."""
     meaning = "Seconds that the group has been waiting, by cause."
     waits = GaugeMetricFamily("rlsys_group_wait_seconds", meaning, labels=["group", "cause"])

@@ -48,7 +48,7 @@ from rlsys.rollout.agent.episode import (
     EpisodeGroup,
     EpisodeTools,
     Generation,
-    Heard,
+    OnTokens,
     TurnSampling,
     evaluation_sampling,
     training_sampling,
@@ -136,17 +136,17 @@ class Engine:
         longest: int = model.max_position_embeddings
         self._context_tokens = min(longest, config.kv_cache_tokens or longest)
         self._rids = itertools.count()
-        self._open = asyncio.Event()
-        self._open.set()
+        self._not_switching = asyncio.Event()
+        self._not_switching.set()
         self._requests: set[asyncio.Task[Any]] = set()
         self._busy_since = 0.0
         self._update: StagedVersion | None = None
         self._update_began = 0.0
         self._staging = asyncio.Lock()
         self._session_open = False
-        self._refusal = ""
+        self._failure = ""
         self._asleep = False
-        self._resting = asyncio.Lock()
+        self._sleep_lock = asyncio.Lock()
         self.frees_memory = memory_saver and device is Device.gpu
         """True if `sleep` frees the device's memory for other groups."""
         self.version = 0
@@ -186,27 +186,27 @@ class Engine:
         await self._process.freeze_gc()
 
     async def generate(
-        self, input_ids: list[int], sampling: TurnSampling, rid: str, heard: Heard | None = None
+        self, input_ids: list[int], sampling: TurnSampling, rid: str, on_tokens: OnTokens | None = None
     ) -> Generation:
         """Continue `input_ids`; on cancellation, abort the request in the engine.
 
-        `rid` names the request in logs and is made unique. `heard` receives tokens as they arrive. Blocks during a
+        `rid` names the request in logs and is made unique. `on_tokens` receives tokens as they arrive. Blocks during a
         weight switch. Raises RunError while the engine is asleep, and after a failed update.
         """
-        while not self._open.is_set():  # A switch may begin between the event and this task's resumption.
-            await self._open.wait()
-        if self._asleep or self._refusal:
-            raise RunError(self._asleep_reason if self._asleep else self._refusal)
+        while not self._not_switching.is_set():  # A switch may begin between the event and this task's resumption.
+            await self._not_switching.wait()
+        if self._asleep or self._failure:
+            raise RunError(self._asleep_reason if self._asleep else self._failure)
         unique, params = f"{rid}~{next(self._rids)}", sampling_params(sampling, self._eos_id)
         call = self._sglang.engine.async_generate(
-            input_ids=input_ids, sampling_params=params, return_logprob=True, rid=unique, stream=heard is not None
+            input_ids=input_ids, sampling_params=params, return_logprob=True, rid=unique, stream=on_tokens is not None
         )
-        request = asyncio.create_task(read_stream(call, heard) if heard else call)
+        request = asyncio.create_task(read_stream(call, on_tokens) if on_tokens else call)
         if not self._requests:
             self._busy_since = perf_counter()
         self._requests.add(request)
         try:
-            generation = as_generation(await self._outcome(request))
+            generation = as_generation(await self._await_request(request))
         except BaseException:
             self.counts.aborted += 1
             raise
@@ -224,7 +224,7 @@ class Engine:
 
     async def begin_update(self, version: int) -> None:
         """Open an update to `version` and discard staged buckets. Raises RunError during a weight switch."""
-        if not self._open.is_set():
+        if not self._not_switching.is_set():
             raise RunError(
                 f"The update to version {version} began during another weight switch: finish that one first."
             )
@@ -233,19 +233,19 @@ class Engine:
 
     async def load_bucket(self, bucket: Bucket) -> None:
         """Check and stage a bucket. A wrong checksum or a lack of memory fails the update and raises RunError."""
-        update = self._staged()
+        update = self._open_update()
         try:
             async with self._staging:
-                await asyncio.to_thread(update.take, bucket, to_host=self._asleep)
+                await asyncio.to_thread(update.stage, bucket, to_host=self._asleep)
             if self._asleep:
-                _give_back()  # Memory used by the check.
+                _release_cached_memory()  # Memory used by the check.
         except ChecksumError as error:
-            self._refuse(str(error))
+            self._fail_update(str(error))
         except torch.OutOfMemoryError as error:
             fix = f"lower rollout.engine.memory_fraction={self._config.memory_fraction:g}"
             if isinstance(bucket.data, Tensor):
                 fix += ", or stage in host memory with cluster.sync_mode=tensor"
-            self._refuse(
+            self._fail_update(
                 f"the engine's GPU ran out of memory next to weights and KV cache, after {update.nbytes} bytes of version "
                 f"{update.version}: {fix} ({error})"
             )
@@ -257,20 +257,20 @@ class Engine:
         differ from it. While asleep it raises RunError too, but the update stays staged and can be finished after
         `wake`.
         """
-        update = self._staged()
+        update = self._open_update()
         if self._asleep:
             raise RunError(f"{self._asleep_reason} Version {version} stays staged until then.")
         try:
             update.check(version, expected_digest)
         except ChecksumError as error:
-            self._refuse(str(error))
+            self._fail_update(str(error))
         pause_before = self.counts.pause_s
         async with self._paused():
             await self._switch(update)
             self.version = version
             self._update = None
-            self._refusal = ""
-        _give_back()
+            self._failure = ""
+        _release_cached_memory()
         seconds, pause_s = perf_counter() - self._update_began, self.counts.pause_s - pause_before
         self.counts.updates += 1
         self.counts.update_s += seconds
@@ -284,10 +284,10 @@ class Engine:
 
         Raises RunError while requests are in flight or weights are switched.
         """
-        async with self._resting:
+        async with self._sleep_lock:
             if self._asleep:
                 return
-            if self._requests or not self._open.is_set():
+            if self._requests or not self._not_switching.is_set():
                 raise RunError(
                     f"{self._name} cannot sleep while {self.running} requests run or its weights are switched: wait until "
                     "both have ended."
@@ -295,23 +295,23 @@ class Engine:
             self._asleep = True  # Before the first await, so that no request slips in.
             async with self._staging:  # Wait for a bucket in flight, which stages on the device.
                 if self._update is not None:
-                    await asyncio.to_thread(self._update.leave_device)
-            _give_back()
-            success, message = await self._answer(self._sglang.sleep(FLUSH_TIMEOUT_S))
+                    await asyncio.to_thread(self._update.move_to_host)
+            _release_cached_memory()
+            success, message = await self._await_call(self._sglang.sleep(FLUSH_TIMEOUT_S))
             if not success:
                 self._asleep = False
                 raise RunError(f"{self._name} could not sleep: {message}.")
 
     async def wake(self) -> None:
         """Allocate memory again, with the same weights as before. Idempotent."""
-        async with self._resting:
+        async with self._sleep_lock:
             if self._asleep:
-                await self._answer(self._sglang.wake())
+                await self._await_call(self._sglang.wake())
                 self._asleep = False
 
     async def stop(self) -> None:
         """Stop SGLang's processes and wait for their exit. Idempotent, with or without a start."""
-        self._refusal = f"{self._name} is not running."
+        self._failure = f"{self._name} is not running."
         process, self._process = self._process, None
         if self._liveness is not None:
             self._liveness.stop()
@@ -326,7 +326,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """True if the engine generates, or holds requests back during a weight switch."""
-        return bool(self._requests) or not self._open.is_set()
+        return bool(self._requests) or not self._not_switching.is_set()
 
     @property
     def _alive(self) -> Liveness:
@@ -340,14 +340,14 @@ class Engine:
             raise RunError(f"{self._name} is not running.")
         return self._process
 
-    async def _outcome(self, request: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
-        """Await `request`. Raises RunError if `_reject` cancelled it."""
+    async def _await_request(self, request: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
+        """Await `request`. Raises RunError if `_discard_update` cancelled it."""
         await self._alive.first_of(request)
         if request.cancelled():
-            raise RunError(self._refusal)
+            raise RunError(self._failure)
         return request.result()
 
-    async def _answer(self, call: Coroutine[Any, Any, T]) -> T:
+    async def _await_call(self, call: Coroutine[Any, Any, T]) -> T:
         """Await `call`. Raises EngineDied if one of SGLang's processes exits first."""
         return await self._alive.guard(call)
 
@@ -397,72 +397,74 @@ class Engine:
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
         """Pause generation. Any failure in the body fails the update."""
-        self._open.clear()
+        self._not_switching.clear()
         started = perf_counter()
         try:
-            await self._answer(self._sglang.pause())
+            await self._await_call(self._sglang.pause())
             yield
         except EngineDied:
             self._update = None  # Waiting calls raise EngineDied themselves.
             raise
         except BaseException as error:
             if self._update is not None:
-                self._reject(f"it was interrupted ({type(error).__name__}: {error})")
+                self._discard_update(f"it was interrupted ({type(error).__name__}: {error})")
             with suppress(RunError):  # Nothing may be sampled from partly updated weights.
                 self._sglang.abort_all()
             raise
         finally:
             try:
                 with suppress(RunError):  # The engine is dead or stopped.
-                    await self._answer(self._sglang.resume())
+                    await self._await_call(self._sglang.resume())
             finally:
                 self.counts.pause_s += perf_counter() - started
-                self._open.set()
+                self._not_switching.set()
 
     async def _switch(self, update: StagedVersion) -> None:
         """Load the staged weights, empty the prefix cache and verify the loaded tensors."""
         if not self._session_open:  # A failed update leaves SGLang's session open.
-            self._require(await self._answer(self._sglang.begin_update()))
+            self._require_success(await self._await_call(self._sglang.begin_update()))
             self._session_open = True
-        for bucket in update.hand_out():
-            self._require(await self._answer(self._sglang.load_bucket(bucket, update.version, self._config.tp)))
-        self._require(await self._answer(self._sglang.end_update()))
+        for bucket in update.pop_buckets():
+            self._require_success(
+                await self._await_call(self._sglang.load_bucket(bucket, update.version, self._config.tp))
+            )
+        self._require_success(await self._await_call(self._sglang.end_update()))
         self._session_open = False
-        answer, reported = await self._answer(self._sglang.checksums())
-        self._require(answer)
+        answer, reported = await self._await_call(self._sglang.checksums())
+        self._require_success(answer)
         if wrong := update.mismatches(reported):
-            self._refuse(
+            self._fail_update(
                 f"{len(wrong)} of its tensors differ from those sent, first {wrong[0]}; "
                 f"version {update.version} is not used"
             )
 
-    def _staged(self) -> StagedVersion:
+    def _open_update(self) -> StagedVersion:
         if self._update is None:
             raise RunError(
-                self._refusal or "The engine received weights without an open update: call begin_update first."
+                self._failure or "The engine received weights without an open update: call begin_update first."
             )
         return self._update
 
-    def _require(self, answer: Answer) -> None:
+    def _require_success(self, answer: Answer) -> None:
         """Fail the update unless `answer` is a success."""
         success, message = answer
         if not success:
-            self._refuse(message)
+            self._fail_update(message)
 
-    def _refuse(self, reason: str) -> NoReturn:
+    def _fail_update(self, reason: str) -> NoReturn:
         """Fail the update with `reason` and raise RunError."""
-        self._reject(reason)
-        raise RunError(self._refusal)
+        self._discard_update(reason)
+        raise RunError(self._failure)
 
-    def _reject(self, reason: str) -> None:
+    def _discard_update(self, reason: str) -> None:
         """Discard the update and end requests in flight; later requests raise the reason too."""
         self._update = None
-        self._refusal = f"{self._name} refused a weight update: {reason.rstrip('.')}."
+        self._failure = f"{self._name} refused a weight update: {reason.rstrip('.')}."
         for request in self._requests:
             request.cancel()
 
 
-def _give_back() -> None:
+def _release_cached_memory() -> None:
     """Return cached GPU memory of this process to the device, including memory that SGLang had a handle to."""
     if torch.cuda.is_initialized():
         torch.cuda.ipc_collect()
@@ -484,8 +486,8 @@ def _token_ids(output: dict[str, Any]) -> list[int]:
     return [token for _, token, _ in output["meta_info"]["output_token_logprobs"]]
 
 
-async def read_stream(call: Awaitable[AsyncIterable[dict[str, Any]]], heard: Heard) -> dict[str, Any]:
-    """Consume a stream and return its last output, which is complete; `heard` is called for each output.
+async def read_stream(call: Awaitable[AsyncIterable[dict[str, Any]]], on_tokens: OnTokens) -> dict[str, Any]:
+    """Consume a stream and return its last output, which is complete; `on_tokens` is called for each output.
 
     Raises RunError with SGLang's reason for a rejected or abandoned request, and for an empty stream. The output of a
     request aborted here is returned as far as it came.
@@ -496,7 +498,7 @@ async def read_stream(call: Awaitable[AsyncIterable[dict[str, Any]]], heard: Hea
         if finish.get("status_code"):
             raise RunError(f"SGLang rejected or abandoned the request: {str(finish.get('message')).rstrip('.')}.")
         if "output_token_logprobs" in output["meta_info"]:
-            heard(_token_ids(output))
+            on_tokens(_token_ids(output))
     if not output:
         raise RunError("SGLang returned an empty stream.")
     return output
@@ -584,8 +586,8 @@ class Layout:
 class StagedVersion:
     """Staged buckets of one version, and the hashes that the engine must report after loading them.
 
-    Contract: `take` copies a bucket once and checks the copy, so later changes to the sender's memory have no effect.
-    `check` passes only for exactly the tensors that were sent. `hand_out` frees the buckets one by one.
+    Contract: `stage` copies a bucket once and checks the copy, so later changes to the sender's memory have no effect.
+    `check` passes only for exactly the tensors that were sent. `pop_buckets` frees the buckets one by one.
 
     Buckets stay where they arrive: in host memory, or on a device, which then holds a whole copy of the model beside the
     engine. A bucket that moves from a device to host memory is checked on the device, which hashes much faster; the hashes
@@ -617,7 +619,7 @@ class StagedVersion:
         self._checksums: dict[str, str] = {}
         self._buckets: list[Bucket] = []
 
-    def take(self, bucket: Bucket, to_host: bool = False) -> None:
+    def stage(self, bucket: Bucket, to_host: bool = False) -> None:
         """Copy and check a bucket; `to_host` moves a device bucket. Raises ChecksumError for a tensor that differs from
         the one sent."""
         moves = to_host and isinstance(bucket.data, Tensor)
@@ -635,11 +637,11 @@ class StagedVersion:
         if digest(self._checksums) != expected_digest:
             raise ChecksumError(f"the {len(self._checksums)} received tensors are not those that were sent")
 
-    def leave_device(self) -> None:
+    def move_to_host(self) -> None:
         """Move device buckets to host memory."""
         self._buckets = [each.copy(to_host=True) if isinstance(each.data, Tensor) else each for each in self._buckets]
 
-    def hand_out(self) -> Iterator[Bucket]:
+    def pop_buckets(self) -> Iterator[Bucket]:
         """Yield the buckets in order of arrival; each is freed when the next is requested."""
         while self._buckets:
             yield self._buckets.pop(0)
@@ -649,7 +651,7 @@ class StagedVersion:
         if self._layout.tied and name == "lm_head.weight":
             return
         tensor = tensor.to(self._layout.dtype)
-        target, index, parts = _place(name, self._layout.experts)
+        target, index, parts = _engine_tensor(name, self._layout.experts)
         known = self._parts.setdefault(target, {})
         known[index] = tensor if parts == 1 else tensor.clone()
         if len(known) == parts:
@@ -688,7 +690,7 @@ class StagedVersion:
         return part
 
 
-def _place(name: str, experts: int) -> tuple[str, int, int]:
+def _engine_tensor(name: str, experts: int) -> tuple[str, int, int]:
     """Return the engine tensor that contains the Hugging Face tensor `name`, its index among the parts, and their
     number."""
     if expert := _EXPERT.fullmatch(name):

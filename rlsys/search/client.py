@@ -54,7 +54,7 @@ _PROBE_TIMEOUT_S = 3.0
 _MAX_PENDING = 1 << 20
 _FIRST_PAUSE_S = 0.25
 _LAST_PAUSE_S = 4.0
-_MOST_ASKED_S = 30.0
+_MAX_RETRY_AFTER_S = 30.0
 """Cap of Retry-After; the two values above bound the pause between two tries. Jitter adds up to 50 %."""
 _HEDGED_EVERY = 20  # requests per hedge, so that hedging adds at most 5 % load to a slow cluster
 _HEDGES_SAVED = 10
@@ -417,7 +417,7 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
             if request.pauses == self._retries or self._replicas.pick(request) is None:
                 return None
             growing_s = min(_FIRST_PAUSE_S * 2 ** min(request.pauses, 16), _LAST_PAUSE_S)
-            asked_s = min(request.fault.retry_after_s, _MOST_ASKED_S)
+            asked_s = min(request.fault.retry_after_s, _MAX_RETRY_AFTER_S)
             request.pauses += 1
             await asyncio.sleep(max(growing_s, asked_s) * self._lots.uniform(1.0, 1.5))
         replica = self._replicas.pick(request)

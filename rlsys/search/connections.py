@@ -19,7 +19,7 @@ HEAD_BYTES = 16_384
 """Limit of a request without its body: request line, headers, chunk sizes and trailers."""
 BODY_SHARE = 64
 """Body bytes that raise the limit by one byte, so that a body in chunks of 400 bytes or more fits at any length."""
-MOST_HEADERS = 128
+MAX_HEADERS = 128
 HEAD_S = 10.0  # time to receive a whole head, from the connection's start or the previous response
 FLUSH_S = 120.0  # time for a client to read a written response
 PAGE_CONNECTIONS = 128  # connection limit of servers with a web page
@@ -106,8 +106,8 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if len(self.headers) >= MOST_HEADERS:
-            self._fail(431, f"the request has too many headers: send at most {MOST_HEADERS}")
+        if len(self.headers) >= MAX_HEADERS:
+            self._fail(431, f"the request has too many headers: send at most {MAX_HEADERS}")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:

@@ -49,20 +49,20 @@ from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, Ru
 from rlsys.errors import RunError
 from rlsys.trainer import mesh
 from rlsys.trainer import optimizer as adam
-from rlsys.trainer.batches import Applied, MicroBatch
+from rlsys.trainer.batches import MicroBatch, OptimizerStep
 from rlsys.trainer.export import Export, WeightSender, load_hf, owners_group
-from rlsys.trainer.forward import Share, forward, forward_backward, to_tensor
+from rlsys.trainer.forward import ContextShare, forward, forward_backward, to_tensor
 from rlsys.trainer.log_prob import MegatronWorker, ReferencePlan, ReferencePolicy
 from rlsys.trainer.model.logprobs import Divergence, divergence_of, lay_out, token_logprobs
 from rlsys.trainer.model.stage_model import PolicyModel, StageModel, ValueModel
-from rlsys.trainer.offload import Offloaded, gradient_buffers, training_state
+from rlsys.trainer.offload import OffloadStats, gradient_buffers, training_state
 from rlsys.weights.checkpoint import sharded
-from rlsys.weights.checkpoint.sharded import Content, restore_generators
-from rlsys.weights.checkpoint.store import About, read_about
+from rlsys.weights.checkpoint.sharded import CheckpointContent, restore_generators
+from rlsys.weights.checkpoint.store import CheckpointInfo, read_checkpoint_info
 from rlsys.weights.transport import Sender
 from rlsys.weights.weight_map import read_architecture
 
-LossOf = Callable[[Tensor, Share], tuple[Tensor, Stats]]
+LossOf = Callable[[Tensor, ContextShare], tuple[Tensor, Stats]]
 """(output [own targets, ...], share of a micro-batch) -> (loss sum of the whole micro-batch, scalar statistics)."""
 
 
@@ -76,7 +76,7 @@ class Learner(MegatronWorker, ABC):
 
         `owner` is the name used in messages; `total_steps` counts optimiser steps.
         """
-        super().__init__(owner, model.place, scratch, self._kept, lambda: gradient_buffers(self._wrapped))
+        super().__init__(owner, model.coords, scratch, self._kept, lambda: gradient_buffers(self._wrapped))
         self.step = 0
         """Optimiser steps taken."""
         self._model, self._optimizer_config, self._total_steps = model, optimizer, total_steps
@@ -115,8 +115,8 @@ class Learner(MegatronWorker, ABC):
     def accumulate(self, micro_batches: Sequence[MicroBatch], last: bool = False) -> dict[str, float]:
         """Add the gradients of this data-parallel rank's micro-batches; with `last`, the next call must be `apply`.
 
-        Returns the loss's statistics joined over micro-batches, or an empty dict unless `Place.reports`. `last` only
-        allows overlapping gradient reduction with the final backward pass. Raises ValueError if a micro-batch lacks an
+        Returns the loss's statistics joined over micro-batches, or an empty dict unless `MeshCoordinates.reports`. `last`
+        only allows overlapping gradient reduction with the final backward pass. Raises ValueError if a micro-batch lacks an
         input of the loss or comes after the last.
         """
         self._require("accumulate")
@@ -132,11 +132,11 @@ class Learner(MegatronWorker, ABC):
             parts += forward_backward(self._model, self._wrapped, run, self._loss_for(run), ends)
         # A training pass completes all pending parameter gathers.
         self._gathered = self._gathered or bool(micro_batches)
-        if self.place.cp == 0:  # Context-parallel ranks have the same micro-batches.
+        if self.coords.cp == 0:  # Context-parallel ranks have the same micro-batches.
             self._divisor += sum(map(self._divisor_of, micro_batches))
-        return join_stats(parts) if self.place.reports else {}
+        return join_stats(parts) if self.coords.reports else {}
 
-    def apply(self) -> Applied:
+    def apply(self) -> OptimizerStep:
         """Take one optimiser step. Raises RunError if the gradient is not finite; the weights are then invalid."""
         self._require("apply")
         config = self._optimizer_config
@@ -159,7 +159,7 @@ class Learner(MegatronWorker, ABC):
         self._wrapped.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._divisor, self._pending, self._complete, self._gathered = 0, False, False, False
-        return Applied(self.step, float(grad_norm), rate, int(divisor))
+        return OptimizerStep(self.step, float(grad_norm), rate, int(divisor))
 
     def begin_save(self, folder: str | Path) -> None:
         """Copy weights, optimiser state, step and random generators, and begin to write them to a new checkpoint.
@@ -182,18 +182,18 @@ class Learner(MegatronWorker, ABC):
         incomplete, damaged or of another model.
         """
         self._require("load")
-        about = read_about(folder)
-        if about.optimizer:
+        info = read_checkpoint_info(folder)
+        if info.optimizer:
             state = sharded.load(folder, self._sharded_state(loading=True))
             self._model.module.load_state_dict(state["model"])
             adam.load_state(self._optimizer, state["optimizer"])
         else:
             self._model.load_checkpoint(folder)
             self._optimizer.reload_model_params()
-        self.step = about.step
-        return restore_generators(Path(folder), about.layout)
+        self.step = info.step
+        return restore_generators(Path(folder), info.layout)
 
-    def offload(self) -> Offloaded:
+    def offload(self) -> OffloadStats:
         """Offload all memory until `restore`. Raises RunError if gradients are pending or space runs out."""
         if self._pending:
             raise RunError(f"{self._owner} has gradients that were not applied: call apply before offload.")
@@ -209,9 +209,11 @@ class Learner(MegatronWorker, ABC):
         """Tensors whose values must survive an offload."""
         return training_state(self._model.module, self._optimizer)
 
-    def _contents(self, folder: Path) -> list[Content]:
+    def _contents(self, folder: Path) -> list[CheckpointContent]:
         """Parts of a checkpoint, each in its own folder."""
-        return [Content(folder, self._sharded_state(loading=False), About(self.step, optimizer=True))]
+        return [
+            CheckpointContent(folder, self._sharded_state(loading=False), CheckpointInfo(self.step, optimizer=True))
+        ]
 
     def _sharded_state(self, loading: bool) -> dict[str, Any]:
         model = self._model.sharded_state()
@@ -264,16 +266,16 @@ class Actor(Learner, WeightSender):
     ) -> None:
         """Join the group and build the model; call `load_hf` or `load` next. A reference starts from `model.path`."""
         architecture = read_architecture(model.path)
-        place = mesh.start(rendezvous, parallel, seed)
-        self._policy = PolicyModel(architecture, model, parallel, place)
+        coords = mesh.start(rendezvous, parallel, seed)
+        self._policy = PolicyModel(architecture, model, parallel, coords)
         super().__init__("The actor", self._policy, optimizer, total_steps, scratch)
         self._objective = objective
         self._reference: ReferencePolicy | None = None
         if objective.reference is not None:
-            copy = PolicyModel(architecture, model, parallel, place)
+            copy = PolicyModel(architecture, model, parallel, coords)
             load_hf(copy, model.path)
             self._reference = ReferencePolicy(copy, objective.reference)
-        self._export_group = owners_group(place)
+        self._export_group = owners_group(coords)
 
     @classmethod
     def from_config(cls, config: RunConfig, rendezvous: mesh.Rendezvous) -> Actor:
@@ -313,14 +315,14 @@ class Actor(Learner, WeightSender):
     def load(self, folder: str | Path) -> bool:
         """See `Learner`. A checkpoint of weights alone leaves the actor's own reference unchanged."""
         generators = super().load(folder)
-        if self._reference is not None and read_about(folder).optimizer:
+        if self._reference is not None and read_checkpoint_info(folder).optimizer:
             self._reference.load(f"{Path(folder)}_reference")
         return generators
 
     def _kept(self) -> Iterable[Tensor]:
         return chain(super()._kept(), () if self._reference is None else self._reference.tensors())
 
-    def _contents(self, folder: Path) -> list[Content]:
+    def _contents(self, folder: Path) -> list[CheckpointContent]:
         """See `Learner`. The actor's own reference goes to `{folder}_reference`, which is complete before `folder`."""
         policy, reference = super()._contents(folder), self._reference
         return policy if reference is None else [reference.content(Path(f"{folder}_reference")), *policy]
@@ -339,7 +341,7 @@ class Actor(Learner, WeightSender):
         if self._reference is None:
             return super()._runs(micro_batches)
         # The reference's logits of a run are held until its losses are computed: limit a run to the pipeline's depth.
-        size = self.place.pp_size
+        size = self.coords.pp_size
         return (micro_batches[start : start + size] for start in range(0, len(micro_batches), size))
 
     def _loss_for(self, micro_batches: Sequence[MicroBatch]) -> LossOf:
@@ -348,7 +350,7 @@ class Actor(Learner, WeightSender):
             ref_logits = iter(forward(self._reference.model, micro_batches, lambda logits, _: logits))
         return lambda logits, share: self._loss_of(logits, share, next(ref_logits))
 
-    def _loss_of(self, logits: Tensor, share: Share, ref_logits: Tensor | None) -> tuple[Tensor, Stats]:
+    def _loss_of(self, logits: Tensor, share: ContextShare, ref_logits: Tensor | None) -> tuple[Tensor, Stats]:
         objective, batch = self._objective, share.batch
         targets, mask = to_tensor(share.targets, logits), to_tensor(batch.loss_mask, logits)
         logprobs, entropy = token_logprobs(
@@ -371,7 +373,9 @@ class Actor(Learner, WeightSender):
         loss, stats = objective.loss(of_targets, of_entropy, inputs)
         return loss, {**stats, DIVISOR: torch.tensor(self._divisor_of(batch))}
 
-    def _divergence(self, logits: Tensor, logprobs: Tensor, share: Share, ref_logits: Tensor | None) -> Tensor | None:
+    def _divergence(
+        self, logits: Tensor, logprobs: Tensor, share: ContextShare, ref_logits: Tensor | None
+    ) -> Tensor | None:
         """KL to the reference [own targets]; None if the loss needs none."""
         divergence, batch = self._objective.divergence, share.batch
         if divergence is None:
@@ -439,12 +443,12 @@ class Critic(Learner):
         self._require("compute")
         self._gather()
 
-        def on_values(values: Tensor, share: Share) -> NDArray[np.float32]:
+        def on_values(values: Tensor, share: ContextShare) -> NDArray[np.float32]:
             mask = to_tensor(share.batch.loss_mask, values)
             return lay_out(share.whole(values), mask).cpu().numpy()
 
         found = forward(self._model, micro_batches, on_values)
-        return found if self.place.reports else None
+        return found if self.coords.reports else None
 
     def _check(self, batch: MicroBatch) -> None:
         if batch.values is None or batch.returns is None:
@@ -456,7 +460,7 @@ class Critic(Learner):
     def _loss_for(self, micro_batches: Sequence[MicroBatch]) -> LossOf:  # noqa: ARG002
         return self._loss_of
 
-    def _loss_of(self, values: Tensor, share: Share) -> tuple[Tensor, Stats]:
+    def _loss_of(self, values: Tensor, share: ContextShare) -> tuple[Tensor, Stats]:
         batch = share.batch
         assert batch.values is not None
         assert batch.returns is not None

@@ -146,7 +146,7 @@ class LogProbs:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class OptimizerStep:
     """Result of one optimiser step; equal on all ranks."""
 
     step: int
@@ -295,7 +295,7 @@ FP8_TOKENS = 16
 tokens."""
 
 
-class Size(NamedTuple):
+class SampleSize(NamedTuple):
     """Size of one sample."""
 
     tokens: int
@@ -304,7 +304,7 @@ class Size(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class MicroBatchSpec:
     """Constraints on the micro-batches of one Megatron group."""
 
     budget_tokens: int
@@ -321,16 +321,16 @@ class Frame:
     """Multiple to which each packed sample is padded; divides `multiple_of`."""
 
 
-def plan_micro_batches(sizes: Sequence[Size], flops: Flops, frame: Frame) -> Plan:
+def plan_micro_batches(sizes: Sequence[SampleSize], flops: Flops, spec: MicroBatchSpec) -> Plan:
     """Assign samples to micro-batches and ranks; each rank's micro-batches are sorted by cost, most expensive first."""
 
     def cost(batch: Batch) -> float:
-        if frame.packed or not batch:
+        if spec.packed or not batch:
             return sum(flops.of(*sizes[index]) for index in batch)
-        width = _width(batch, sizes, frame)
+        width = _width(batch, sizes, spec)
         return sum(flops.of(width, sizes[index].targets) for index in batch)
 
-    plan = _packed(sizes, frame, cost) if frame.packed else _padded(sizes, frame, cost)
+    plan = _packed(sizes, spec, cost) if spec.packed else _padded(sizes, spec, cost)
     deepest = max(map(len, plan))
     for batches in plan:
         batches.sort(key=cost, reverse=True)
@@ -338,12 +338,12 @@ def plan_micro_batches(sizes: Sequence[Size], flops: Flops, frame: Frame) -> Pla
     return plan
 
 
-def fills(plan: Plan, stages: int) -> bool:
+def fills_stages(plan: Plan, stages: int) -> bool:
     """Return True if every rank has at least `stages` non-empty micro-batches; with fewer, a stage would be idle."""
     return all(sum(map(bool, batches)) >= stages for batches in plan)
 
 
-def share_out(costs: Sequence[float], ranks: int, equal_counts: bool = False) -> list[list[int]]:
+def balance(costs: Sequence[float], ranks: int, equal_counts: bool = False) -> list[list[int]]:
     """Partition the indices of `costs` over `ranks` ranks; the ranks' sums differ by at most the largest cost.
 
     Largest differencing method (Karmarkar and Karp 1982): repeatedly join the two partial partitions of widest spread,
@@ -371,33 +371,33 @@ def share_out(costs: Sequence[float], ranks: int, equal_counts: bool = False) ->
     return [indices for _, indices in heap[0][2]] if heap else [[] for _ in range(ranks)]
 
 
-def _packed(sizes: Sequence[Size], frame: Frame, cost: Callable[[Batch], float]) -> Plan:
+def _packed(sizes: Sequence[SampleSize], spec: MicroBatchSpec, cost: Callable[[Batch], float]) -> Plan:
     """Partition single samples, then fill micro-batches per rank: a packed sample costs the same in any micro-batch."""
-    shares = share_out([cost([index]) for index in range(len(sizes))], frame.ranks)
-    plan = [_best_fit(share, sizes, frame) for share in shares]
-    needed = max(*map(len, plan), min(frame.stages, max(map(len, shares))))
+    shares = balance([cost([index]) for index in range(len(sizes))], spec.ranks)
+    plan = [_best_fit(share, sizes, spec) for share in shares]
+    needed = max(*map(len, plan), min(spec.stages, max(map(len, shares))))
     for batches in plan:
         _split(batches, needed, cost)
     return plan
 
 
-def _padded(sizes: Sequence[Size], frame: Frame, cost: Callable[[Batch], float]) -> Plan:
+def _padded(sizes: Sequence[SampleSize], spec: MicroBatchSpec, cost: Callable[[Batch], float]) -> Plan:
     """Fill rectangles from all samples, then partition rectangles: sorting all samples together minimises padding."""
-    batches = _rectangles(sizes, frame)
-    rounds = max(-(-len(batches) // frame.ranks), min(frame.stages, -(-len(sizes) // frame.ranks)))
-    _split(batches, rounds * frame.ranks, cost)
-    batches.extend([] for _ in range(rounds * frame.ranks - len(batches)))
-    shares = share_out([cost(batch) for batch in batches], frame.ranks, equal_counts=True)
+    batches = _rectangles(sizes, spec)
+    rounds = max(-(-len(batches) // spec.ranks), min(spec.stages, -(-len(sizes) // spec.ranks)))
+    _split(batches, rounds * spec.ranks, cost)
+    batches.extend([] for _ in range(rounds * spec.ranks - len(batches)))
+    shares = balance([cost(batch) for batch in batches], spec.ranks, equal_counts=True)
     return [[batches[index] for index in share] for share in shares]
 
 
-def _best_fit(indices: Batch, sizes: Sequence[Size], frame: Frame) -> list[Batch]:
+def _best_fit(indices: Batch, sizes: Sequence[SampleSize], spec: MicroBatchSpec) -> list[Batch]:
     """Best-fit decreasing bin packing: asymptotically at most 11/9 of the fewest bins (Johnson et al. 1974)."""
-    capacity = frame.budget_tokens // frame.multiple_of * frame.multiple_of
+    capacity = spec.budget_tokens // spec.multiple_of * spec.multiple_of
     batches: list[Batch] = []
     rooms: list[tuple[int, int]] = []
     for index in sorted(indices, key=lambda i: -sizes[i].tokens):
-        need = round_up(sizes[index].tokens, frame.room_multiple)
+        need = round_up(sizes[index].tokens, spec.room_multiple)
         place = bisect_left(rooms, (need, 0))
         if place == len(rooms):
             room, batch = capacity, len(batches)
@@ -409,11 +409,11 @@ def _best_fit(indices: Batch, sizes: Sequence[Size], frame: Frame) -> list[Batch
     return batches
 
 
-def _rectangles(sizes: Sequence[Size], frame: Frame) -> list[Batch]:
+def _rectangles(sizes: Sequence[SampleSize], spec: MicroBatchSpec) -> list[Batch]:
     """Fill rectangles with samples in order of decreasing length; the first row of a rectangle sets its width."""
     batches: list[Batch] = []
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i].tokens):
-        if batches and (len(batches[-1]) + 1) * _width(batches[-1], sizes, frame) <= frame.budget_tokens:
+        if batches and (len(batches[-1]) + 1) * _width(batches[-1], sizes, spec) <= spec.budget_tokens:
             batches[-1].append(index)
         else:
             batches.append([index])
@@ -431,9 +431,9 @@ def _split(batches: list[Batch], count: int, cost: Callable[[Batch], float]) -> 
         batches.extend(min(halves, key=lambda pair: max(map(cost, pair))))
 
 
-def _width(batch: Batch, sizes: Sequence[Size], frame: Frame) -> int:
+def _width(batch: Batch, sizes: Sequence[SampleSize], spec: MicroBatchSpec) -> int:
     """Width of a rectangle, whose first sample is its longest."""
-    return round_up(sizes[batch[0]].tokens, frame.multiple_of)
+    return round_up(sizes[batch[0]].tokens, spec.multiple_of)
 
 
 class BatchSharder:
@@ -463,7 +463,7 @@ class BatchSharder:
         share = parallel.tp if parallel.sequence_parallel else 1
         self.dp_ranks = data_parallel_ranks(parallel, processes)
         """Data-parallel rank of each process of the group."""
-        self._frame = Frame(
+        self._spec = MicroBatchSpec(
             budget_tokens=budget_tokens,
             packed=packed,
             ranks=max(self.dp_ranks) + 1,
@@ -473,14 +473,14 @@ class BatchSharder:
         )
         self._pad_id, self._flops, self._mask_of = pad_id, flops or Flops(per_token=1.0), mask_of
 
-    def enough(self, samples: Sequence[Sample]) -> bool:
+    def fills_micro_batches(self, samples: Sequence[Sample]) -> bool:
         """Return True if `samples` give every rank a non-empty micro-batch per pipeline stage."""
-        return fills(self._plan(samples), self._frame.stages)
+        return fills_stages(self._plan(samples), self._spec.stages)
 
     def shard(self, samples: Sequence[Sample]) -> tuple[Plan, list[list[MicroBatch]]]:
         """Return the plan (sample indices) and the micro-batches of each data-parallel rank."""
-        plan, frame = self._plan(samples), self._frame
-        options = (self._pad_id, frame.multiple_of, frame.packed, self._mask_of, frame.room_multiple)
+        plan, spec = self._plan(samples), self._spec
+        options = (self._pad_id, spec.multiple_of, spec.packed, self._mask_of, spec.room_multiple)
         return plan, [[collate([samples[i] for i in batch], *options) for batch in rank] for rank in plan]
 
     def load(self, batches: Sequence[Sequence[MicroBatch]]) -> dict[str, int]:
@@ -493,13 +493,13 @@ class BatchSharder:
             "micro_batches": len(every),
             "tokens": sum(int(batch.lengths.sum()) for batch in every),
             "room": sum(batch.tokens.size for batch in every),
-            "budget": len(every) * self._frame.budget_tokens,
+            "budget": len(every) * self._spec.budget_tokens,
         }
 
     def _plan(self, samples: Sequence[Sample]) -> Plan:
         trajectories = [sample.trajectory for sample in samples]
-        sizes = [Size(len(each.tokens), int(self._mask_of(each).sum())) for each in trajectories]
-        return plan_micro_batches(sizes, self._flops, self._frame)
+        sizes = [SampleSize(len(each.tokens), int(self._mask_of(each).sum())) for each in trajectories]
+        return plan_micro_batches(sizes, self._flops, self._spec)
 
 
 def data_parallel_ranks(parallel: ParallelConfig, processes: int) -> list[int]:

@@ -29,7 +29,7 @@ from torch.nn import Parameter
 
 from rlsys.config.schema import SyncMode
 from rlsys.errors import RunError, UserError
-from rlsys.trainer.mesh import Place
+from rlsys.trainer.mesh import MeshCoordinates
 from rlsys.trainer.model.stage_model import PolicyModel, StageModel, ValueModel
 from rlsys.weights.hf_io import HfReader, check_repeated
 from rlsys.weights.transport import (
@@ -58,7 +58,7 @@ def shard_loader(model: StageModel, parameters: Mapping[str, Parameter] | None =
     def store(name: str, shard: Tensor) -> None:
         into[name].data.copy_(shard)
 
-    return ShardLoader(model.weights, list(into), model.place.tp, model.place.tp_size, store)
+    return ShardLoader(model.weights, list(into), model.coords.tp, model.coords.tp_size, store)
 
 
 def load_hf(model: StageModel, path: str | Path) -> None:
@@ -109,21 +109,21 @@ def export_plan(model: PolicyModel, bucket_bytes: int) -> list[list[Entry]]:
 def whole_tensors(model: PolicyModel, entries: Iterable[Entry]) -> Iterator[tuple[str, Tensor]]:
     """Yield whole Hugging Face tensors on the first rank of the stage and nothing on other ranks.
 
-    All ranks with `Place.exports` iterate together, because gathering is collective.
+    All ranks with `MeshCoordinates.exports` iterate together, because gathering is collective.
     """
-    place = model.place
+    coords = model.coords
     for entry in entries:
         if entry.expert is not None:
             shards = _fetch(model, entry, entry.expert // len(model.experts))
-        elif place.in_stage >= place.tp_size:
+        elif coords.in_stage >= coords.tp_size:
             continue
-        elif place.tp_size == 1:
+        elif coords.tp_size == 1:
             shards = [model.parameters[entry.name].data]
         else:
             shard = model.parameters[entry.name].data
-            shards = [torch.empty_like(shard) for _ in range(place.tp_size)]
+            shards = [torch.empty_like(shard) for _ in range(coords.tp_size)]
             dist.all_gather(shards, shard.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
-        if place.in_stage == 0:
+        if coords.in_stage == 0:
             yield from model.weights.merge(entry, shards)
 
 
@@ -132,29 +132,29 @@ def _fetch(model: PolicyModel, entry: Entry, owner: int) -> list[Tensor]:
 
     Returns the tensor on both ranks and an empty list on the others.
     """
-    place, group = model.place, parallel_state.get_expert_model_parallel_group()
-    if place.in_stage == owner:
+    coords, group = model.coords, parallel_state.get_expert_model_parallel_group()
+    if coords.in_stage == owner:
         held = model.parameters[entry.name].data
         if owner:
-            dist.send(held.contiguous(), place.rank - owner, group)
+            dist.send(held.contiguous(), coords.rank - owner, group)
         return [held]
-    if place.in_stage:
+    if coords.in_stage:
         return []
     whole = torch.empty(model.weights.whole_shape(entry, 1), dtype=model.config.params_dtype, device=model.device)
-    dist.recv(whole, place.rank + owner, group)
+    dist.recv(whole, coords.rank + owner, group)
     return [whole]
 
 
-def owners_group(place: Place) -> dist.ProcessGroup:
+def owners_group(coords: MeshCoordinates) -> dist.ProcessGroup:
     """Return a gloo group of all stages' first ranks, for passing weights on by host memory; all ranks call this."""
-    owners = [stage * place.stage_size for stage in range(place.pp_size)]
+    owners = [stage * coords.stage_size for stage in range(coords.pp_size)]
     return dist.new_group(owners, backend="gloo")
 
 
 class WeightSender(ABC):
     """Part of a worker that exports weights; `WeightSync` calls it in every process of the exporting group."""
 
-    place: Place
+    coords: MeshCoordinates
     _bucket_bytes = 0
     _sender: Sender | None = None
     _running: Export | None = None
@@ -169,12 +169,12 @@ class WeightSender(ABC):
     def open_export(self, spec: TransportSpec) -> float | None:
         """Export over the transport `spec` from now on; rank 0 returns the copy bandwidth of its memory in GB/s."""
         self._bucket_bytes = spec.bucket_bytes
-        if self.place.rank and not (spec.mode is SyncMode.ipc and self.place.in_stage == 0):
+        if self.coords.rank and not (spec.mode is SyncMode.ipc and self.coords.in_stage == 0):
             return None
         if self._sender is not None:
             self._sender.close()
         self._sender = sender = open_sender(spec)
-        if self.place.rank:
+        if self.coords.rank:
             return None
         return copy_gb_s(spec.bucket_bytes, sender.device if isinstance(sender, IpcSender) else torch.device("cpu"))
 
@@ -214,7 +214,7 @@ class Export:
         sender: Sender | None,
     ) -> None:
         """See `WeightSender.export`; `require_weights` raises while offloaded, `owners` is `owners_group`."""
-        self._model, self._place = model, model.place
+        self._model, self._coords = model, model.coords
         self._require_weights = require_weights
         self._owners, self._bucket_bytes, self._sender = owners, bucket_bytes, sender
         self._runs = self._plan()
@@ -249,26 +249,26 @@ class Export:
 
     def _plan(self) -> Iterator[tuple[int, list[Entry]]]:
         """Yield stage and parameters of each bucket of the model; parameters are empty for other processes' stages."""
-        if not self._place.exports:
+        if not self._coords.exports:
             return iter(())
         of_stage = export_plan(self._model, self._bucket_bytes)
-        counts = [0] * self._place.pp_size
+        counts = [0] * self._coords.pp_size
         dist.all_gather_object(counts, len(of_stage), group=parallel_state.get_pipeline_model_parallel_group())
         return (
-            (stage, of_stage[run] if stage == self._place.pp else [])
+            (stage, of_stage[run] if stage == self._coords.pp else [])
             for stage, runs in enumerate(counts)
             for run in range(runs)
         )
 
     def _send_from_stage(self, sender: IpcSender, stage: int, entries: list[Entry]) -> BucketHandle | None:
         """Send this stage's bucket if it is next; return the next bucket's handle on rank 0, None on other ranks."""
-        rank_0 = self._place.rank == 0
-        if stage != self._place.pp:
+        rank_0 = self._coords.rank == 0
+        if stage != self._coords.pp:
             sender.skip()
             if not rank_0:
                 return None
             box: list[Any] = [None]
-            dist.recv_object_list(box, src=stage * self._place.stage_size, group=self._owners)
+            dist.recv_object_list(box, src=stage * self._coords.stage_size, group=self._owners)
             handle: BucketHandle = box[0]
             return handle
         handle = sender.send(self._pack(entries, sender))
@@ -280,7 +280,7 @@ class Export:
     def _pack(self, entries: list[Entry], sender: Sender) -> Bucket:
         """Gather parameters of this process's stage directly into the memory that `sender` lends."""
         try:
-            return pack_into(sender.room(), whole_tensors(self._model, entries))
+            return pack_into(sender.next_slot(), whole_tensors(self._model, entries))
         except BucketFullError as problem:
             raise RunError(
                 f"cluster.sync_bucket_bytes={self._bucket_bytes} is too small for the model: {problem} Raise it."
@@ -288,10 +288,10 @@ class Export:
 
     def _give(self, stage: int, entries: list[Entry]) -> None:
         """Gather `entries` if `stage` is this process's; the first rank of a later stage sends them to rank 0."""
-        if stage != self._place.pp:
+        if stage != self._coords.pp:
             return
         tensors = list(whole_tensors(self._model, entries))
-        if stage and self._place.in_stage == 0:
+        if stage and self._coords.in_stage == 0:
             # The plan limits the size already, so this is one bucket.
             (bucket,) = pack(tensors, sys.maxsize)
             dist.send_object_list([(bucket.records, bucket.data.nbytes)], dst=0, group=self._owners)
@@ -299,11 +299,11 @@ class Export:
 
     def _take(self, stage: int, sender: Sender) -> Bucket:
         """Receive a bucket from the first rank of `stage` into the memory that `sender` lends."""
-        owner = stage * self._place.stage_size
+        owner = stage * self._coords.stage_size
         box: list[Any] = [None]
         dist.recv_object_list(box, src=owner, group=self._owners)
         records, nbytes = box[0]
-        room = sender.room()
+        room = sender.next_slot()
         if nbytes > room.nbytes:
             raise RunError(
                 f"cluster.sync_bucket_bytes={self._bucket_bytes} is too small for the model: {records[0].name} is in "

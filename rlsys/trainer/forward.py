@@ -7,9 +7,9 @@ exactly one owner. Example, cp=2 and a sequence of tokens 0 to 3, of which 1 to 
     rank 0:  computes tokens 0 and 3   owns target 1, predicted at token 0;
     rank 1:  computes tokens 1 and 2   owns targets 2 and 3, predicted at tokens 1 and 2.
 
-`Share.whole` collects the outputs of all targets on every rank, so every rank computes the same loss. The gradient
-flows only into a rank's own targets; summed over the ranks, the weights' gradients are those of the loss, counted once.
-Without context parallelism, the share is the whole micro-batch and no communication takes place.
+`ContextShare.whole` collects the outputs of all targets on every rank, so every rank computes the same loss. The
+gradient flows only into a rank's own targets; summed over the ranks, the weights' gradients are those of the loss, counted
+once. Without context parallelism, the share is the whole micro-batch and no communication takes place.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlsys.trainer.batches import MicroBatch, columns_of
-from rlsys.trainer.mesh import Place
+from rlsys.trainer.mesh import MeshCoordinates
 from rlsys.trainer.model.stage_model import StageModel
 
 Values = TypeVar("Values", NDArray[Any], Tensor)
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ContextShare:
     """Part of `batch` that one context-parallel rank computes."""
 
     batch: MicroBatch
@@ -64,27 +64,27 @@ class Share:
         return result
 
 
-def share_of(batch: MicroBatch, place: Place) -> Share:
-    """Return the share of the rank at `place`. Raises ValueError for a padded micro-batch with cp > 1."""
+def context_share(batch: MicroBatch, coords: MeshCoordinates) -> ContextShare:
+    """Return the share of the rank at `coords`. Raises ValueError for a padded micro-batch with cp > 1."""
     rows, width = batch.tokens.shape
     row, column = batch.loss_mask.nonzero()
-    if place.cp_size == 1:
+    if coords.cp_size == 1:
         # A token is predicted at the position before it.
-        return Share(batch, batch.tokens, (column - 1) * rows + row, None)
+        return ContextShare(batch, batch.tokens, (column - 1) * rows + row, None)
     if not batch.packed:
         raise ValueError("Context parallelism requires packed micro-batches, but this one has padded rows.")
-    columns = columns_of(batch.boundaries, place.cp_size, place.cp)
+    columns = columns_of(batch.boundaries, coords.cp_size, coords.cp)
     places = np.full(width, -1, dtype=np.int64)
     places[columns] = np.arange(len(columns))
     predicting = places[column - 1]
     owned = predicting >= 0
-    return Share(batch, batch.tokens[:, columns], predicting[owned], owned)
+    return ContextShare(batch, batch.tokens[:, columns], predicting[owned], owned)
 
 
-OnOutput = Callable[[Tensor, Share], Any]
+OnOutput = Callable[[Tensor, ContextShare], Any]
 """(output [own targets, ...], this rank's share of the micro-batch) -> result of the micro-batch, or its loss.
 
-The output holds logits over the local vocabulary, or values; row i predicts target i of `Share.targets`."""
+The output holds logits over the local vocabulary, or values; row i predicts target i of `ContextShare.targets`."""
 
 
 def forward(model: StageModel, batches: Sequence[MicroBatch], on_output: OnOutput) -> list[Any]:
@@ -96,7 +96,7 @@ def forward(model: StageModel, batches: Sequence[MicroBatch], on_output: OnOutpu
         return []
 
     def step(data: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable[..., Any]]:
-        share = share_of(next(data), model.place)
+        share = context_share(next(data), model.coords)
         return _outputs(model, module, share), lambda output, non_loss_data: on_output(output, share)  # noqa: ARG005
 
     with torch.no_grad():
@@ -116,7 +116,7 @@ def forward_backward(
         return []
 
     def step(data: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable[..., Any]]:
-        share = share_of(next(data), model.place)
+        share = context_share(next(data), model.coords)
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, Any]:
             total, result = on_output(output, share)
@@ -137,12 +137,12 @@ def to_tensor(values: np.ndarray[Any, Any], like: Tensor) -> Tensor:
     return torch.tensor(values, device=like.device)
 
 
-def _outputs(model: StageModel, module: Any, share: Share) -> Tensor:
+def _outputs(model: StageModel, module: Any, share: ContextShare) -> Tensor:
     width = share.tokens.shape[1]
-    if model.config.sequence_parallel and width % model.place.tp_size:
+    if model.config.sequence_parallel and width % model.coords.tp_size:
         raise ValueError(
             f"A rank's share of a micro-batch is {width} tokens wide, but sequence parallelism needs a multiple of "
-            f"tp={model.place.tp_size}: pad the micro-batch."
+            f"tp={model.coords.tp_size}: pad the micro-batch."
         )
     return module(
         input_ids=torch.tensor(share.tokens, device=model.device),

@@ -42,13 +42,13 @@ from rlsys.errors import RunError
 from rlsys.trainer import mesh
 from rlsys.trainer.batches import LogProbs, MicroBatch
 from rlsys.trainer.export import Export, WeightSender, load_hf, owners_group, shard_loader
-from rlsys.trainer.forward import Share, forward, to_tensor
+from rlsys.trainer.forward import ContextShare, forward, to_tensor
 from rlsys.trainer.model.logprobs import lay_out, logprobs_at, token_logprobs, top_tokens
 from rlsys.trainer.model.stage_model import PolicyModel
-from rlsys.trainer.offload import Offload, Offloaded, Tensors
+from rlsys.trainer.offload import Offload, OffloadStats, Tensors
 from rlsys.weights.checkpoint import sharded
-from rlsys.weights.checkpoint.sharded import CheckpointWriter, Content, Written, restore_generators
-from rlsys.weights.checkpoint.store import About, read_about
+from rlsys.weights.checkpoint.sharded import CheckpointContent, CheckpointWriter, WriteStats, restore_generators
+from rlsys.weights.checkpoint.store import CheckpointInfo, read_checkpoint_info
 from rlsys.weights.transport import (
     Bucket,
     BucketHandle,
@@ -130,26 +130,26 @@ class ReferencePolicy:
         """Yield all tensors of the reference: weights and master copies."""
         return chain(self._weights, self._master)
 
-    def content(self, folder: Path) -> Content:
+    def content(self, folder: Path) -> CheckpointContent:
         """Return the checkpoint content to write to `folder`; it converts and loads like a model's."""
         with_master = bool(self._master)
-        about = About(step=0, version=self.version, master=with_master)
-        return Content(folder, self._sharded_state(with_master), about)
+        info = CheckpointInfo(step=0, version=self.version, master=with_master)
+        return CheckpointContent(folder, self._sharded_state(with_master), info)
 
-    def load(self, folder: str | Path) -> About:
+    def load(self, folder: str | Path) -> CheckpointInfo:
         """Load a checkpoint saved under any TP, PP and DP, on all ranks together, and return its description.
 
         A master copy that is missing from the checkpoint starts from the weights. Raises UserError if the checkpoint is
         incomplete, damaged or of another model.
         """
-        about = read_about(folder)
-        with_master = bool(self._master) and about.master
+        info = read_checkpoint_info(folder)
+        with_master = bool(self._master) and info.master
         state = sharded.load(folder, self._sharded_state(with_master))
         self.model.module.load_state_dict(state[_MODEL])
         for number, master in enumerate(self._master):
             master.copy_(state[_MASTER][number] if with_master else self._rounded[number])
-        self.version = about.version
-        return about
+        self.version = info.version
+        return info
 
     def _sharded_state(self, with_master: bool) -> dict[str, Any]:
         model = self.model.sharded_state()
@@ -190,13 +190,13 @@ class MegatronWorker:
     """One process of a Megatron group, with offloading and asynchronous checkpoint writes."""
 
     def __init__(
-        self, owner: str, place: mesh.Place, scratch: str | Path, kept: Tensors, zeros: Tensors = tuple
+        self, owner: str, coords: mesh.MeshCoordinates, scratch: str | Path, kept: Tensors, zeros: Tensors = tuple
     ) -> None:
         """Initialise the offloader; `owner` is the name in messages, `scratch` the folder for a CPU's offloaded memory.
 
         `kept` and `zeros` are the tensors to offload; see `Offload`.
         """
-        self.place = place
+        self.coords = coords
         self._owner, self._scratch = owner, scratch
         self._memory = Offload(owner, kept, zeros)
         self._writer = CheckpointWriter()
@@ -205,15 +205,15 @@ class MegatronWorker:
         """Return True while this process writes checkpoint files."""
         return self._writer.writing
 
-    def finish_save(self) -> Written:
+    def finish_save(self) -> WriteStats:
         """Block until the latest checkpoint is complete. Raises RunError on all ranks if any rank failed to write."""
         return self._writer.finish()
 
-    def offload(self) -> Offloaded:
+    def offload(self) -> OffloadStats:
         """Move this worker's tensors off the device until `restore`. Raises RunError if space runs out."""
         return self._memory.offload(self._scratch)
 
-    def restore(self) -> Offloaded:
+    def restore(self) -> OffloadStats:
         """Bring the offloaded tensors back, bit for bit. Raises RunError if that fails; it can be called again."""
         return self._memory.restore()
 
@@ -248,15 +248,15 @@ class LogProbWorker(MegatronWorker, WeightSender):
         self._temperature, self._picks = temperature, picks
         architecture = read_architecture(model.path)
         super().__init__("The log-prob worker", mesh.start(rendezvous, parallel, seed), scratch, self._tensors)
-        self._policy = PolicyModel(architecture, model, parallel, self.place)
+        self._policy = PolicyModel(architecture, model, parallel, self.coords)
         load_hf(self._policy, model.path)
         self._policy.module.eval().requires_grad_(False)
         self._reference: ReferencePolicy | None = None
         if reference is not None:
-            copy = PolicyModel(architecture, model, parallel, self.place)
+            copy = PolicyModel(architecture, model, parallel, self.coords)
             load_hf(copy, model.path)
             self._reference = ReferencePolicy(copy, reference)
-            self._export_group = owners_group(self.place)
+            self._export_group = owners_group(self.coords)
         self._receiver: Receiver | None = None
         self._update: ShardLoader | None = None
         entries = [self._policy.weights.entry(name) for name in self._policy.parameters]
@@ -287,7 +287,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
         if self.version is None:
             raise RuntimeError("The log-prob worker has no complete weights: an update did not finish.")
         scores = self._scores(micro_batches)
-        if not self.place.reports:
+        if not self.coords.reports:
             return None
         return [
             LogProbs(
@@ -355,8 +355,8 @@ class LogProbWorker(MegatronWorker, WeightSender):
 
     def load(self, folder: str | Path) -> bool:
         """Load the reference from a checkpoint; return True if random generators were restored, as `Learner.load`."""
-        about = self._require_reference("load the reference").load(folder)
-        return restore_generators(Path(folder), about.layout)
+        info = self._require_reference("load the reference").load(folder)
+        return restore_generators(Path(folder), info.layout)
 
     def export(self, bucket_bytes: int, sender: Sender | None) -> Export:
         """Begin to export the reference, which must not change meanwhile; see `WeightSender`."""
@@ -394,7 +394,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
         # The last stage runs the micro-batches in order.
         waiting = None if chosen is None else iter(chosen)
 
-        def on_logits(logits: Tensor, share: Share) -> tuple[Tensor, DevicePicks | None]:
+        def on_logits(logits: Tensor, share: ContextShare) -> tuple[Tensor, DevicePicks | None]:
             shard, temperature = model.vocab_shard, self._temperature
             logprobs, _ = token_logprobs(logits, to_tensor(share.targets, logits), shard, temperature)
             picks = None

@@ -43,7 +43,7 @@ class Rendezvous:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MeshCoordinates:
     """Coordinates of one process in the mesh."""
 
     rank: int
@@ -69,7 +69,7 @@ class Place:
     """True if the process returns results: one process per data-parallel rank, on the last stage."""
 
 
-def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
+def mesh_coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> MeshCoordinates:
     """Return the coordinates of `rank`. Raises UserError if the parallel sizes do not fit the group."""
     inner = parallel.tp * parallel.cp
     model = inner * parallel.pp
@@ -93,7 +93,7 @@ def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
             key="ep",
         )
     tp, cp, pp, in_stage = rank % parallel.tp, rank // parallel.tp % parallel.cp, rank // stage_size, rank % stage_size
-    return Place(
+    return MeshCoordinates(
         rank=rank,
         tp=tp,
         tp_size=parallel.tp,
@@ -112,9 +112,9 @@ def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> Place:
     )
 
 
-def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> Place:
+def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> MeshCoordinates:
     """Join the group and Megatron's process groups; blocks until all join, or torch raises after `timeout_s`."""
-    place = place_of(rendezvous.rank, rendezvous.world_size, parallel)
+    coords = mesh_coordinates(rendezvous.rank, rendezvous.world_size, parallel)
     _choose_device(rendezvous)
     timeout = timedelta(seconds=rendezvous.timeout_s)
     address, first = (rendezvous.master_addr, rendezvous.master_port), rendezvous.rank == 0
@@ -141,7 +141,7 @@ def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> Place:
         distributed_timeout_minutes=max(1, round(rendezvous.timeout_s / 60)),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-    return place
+    return coords
 
 
 def _choose_device(rendezvous: Rendezvous) -> None:

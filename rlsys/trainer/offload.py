@@ -38,7 +38,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Offloaded:
+class OffloadStats:
     """Metrics of one offload or restore on one process."""
 
     bytes: int
@@ -49,7 +49,7 @@ class Offloaded:
     rss_after: int
 
 
-def switch_figures(parts: Sequence[Offloaded]) -> dict[str, float]:
+def switch_figures(parts: Sequence[OffloadStats]) -> dict[str, float]:
     """Combine the metrics of a group's processes: sums of bytes and resident memory, seconds of the slowest."""
     return {
         "bytes": sum(part.bytes for part in parts),
@@ -69,10 +69,10 @@ class Offload:
         """
         self._owner, self._saved, self._zeros = owner, saved, zeros
         self._host = HostBlocks()
-        self.away: InFile | InHostMemory | None = None
+        self.away: FileBackup | HostMemoryBackup | None = None
         """Holder of the offloaded bytes; None while the memory is on its device."""
 
-    def offload(self, scratch: str | Path) -> Offloaded:
+    def offload(self, scratch: str | Path) -> OffloadStats:
         """Save the bytes and release the memory; no-op if offloaded. `scratch` is the folder of the file of a CPU.
 
         Raises RunError, and releases nothing, if space runs out.
@@ -83,8 +83,8 @@ class Offload:
         saved = _storages(self._saved())
         zeros = _storages(self._zeros(), without=saved)
         on_gpu = any(storage.is_cuda for storage in saved)
-        away: InFile | InHostMemory = (
-            InHostMemory(saved, zeros, self._host) if on_gpu else InFile(saved, zeros, scratch)
+        away: FileBackup | HostMemoryBackup = (
+            HostMemoryBackup(saved, zeros, self._host) if on_gpu else FileBackup(saved, zeros, scratch)
         )
         try:
             away.keep()
@@ -101,7 +101,7 @@ class Offload:
         getattr(_LIBC, "malloc_trim", int)(0)
         return measured(away.nbytes)
 
-    def restore(self) -> Offloaded:
+    def restore(self) -> OffloadStats:
         """Restore the memory; no-op if it is on its device.
 
         Raises RunError if the device lacks space or the bytes cannot be read; it can then be called again.
@@ -122,7 +122,7 @@ class Offload:
         return measured(away.nbytes)
 
 
-class InFile:
+class FileBackup:
     """Offloads storages in host memory to one unnamed file, which disappears with the process.
 
     The file is written and read, not mapped, because mapped pages count as the process's memory. The operating system
@@ -167,8 +167,8 @@ class InFile:
             self._file = None
 
 
-class InHostMemory:
-    """Offloads storages of a GPU to host memory; same methods as `InFile`, but they raise RuntimeError."""
+class HostMemoryBackup:
+    """Offloads storages of a GPU to host memory; same methods as `FileBackup`, but they raise RuntimeError."""
 
     def __init__(self, saved: Sequence[UntypedStorage], zeros: Sequence[UntypedStorage], host: HostBlocks) -> None:
         self._saved, self._zeros = list(saved), list(zeros)
@@ -278,11 +278,11 @@ class _Bytes:
         ctypes.memset(self._address, 0, self.nbytes)
 
 
-def _measure() -> Callable[[int], Offloaded]:
+def _measure() -> Callable[[int], OffloadStats]:
     """Start a measurement; the returned function takes the number of bytes and ends it."""
     started, process = time.perf_counter(), psutil.Process()
     before = process.memory_info().rss
-    return lambda nbytes: Offloaded(nbytes, time.perf_counter() - started, before, process.memory_info().rss)
+    return lambda nbytes: OffloadStats(nbytes, time.perf_counter() - started, before, process.memory_info().rss)
 
 
 def _storages(tensors: Iterable[Tensor], without: Sequence[UntypedStorage] = ()) -> list[UntypedStorage]:

@@ -50,7 +50,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH_BYTES, _ALIGNMENT = 8, 8
 _HEADER_BYTES = 100_000_000  # Limit on the header, which is read whole; the library has the same limit.
 _SIZE_END = 1 << 63
-_MOST_TENSORS = 1 << 18  # Limit per folder, experts counted one by one: above any model, low enough to enumerate.
+_MAX_TENSORS = 1 << 18  # Limit per folder, experts counted one by one: above any model, low enough to enumerate.
 _STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Stacked expert tensor [experts, rows, columns] of transformers 5 -> the matrices stacked along its rows."""
@@ -211,8 +211,8 @@ def _once(found: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
                 code="conflict",
                 key=name,
             )
-        if len(stored) == _MOST_TENSORS:
-            raise _broken(tensor.file, f"the model has more than {_MOST_TENSORS:,} tensors")
+        if len(stored) == _MAX_TENSORS:
+            raise _broken(tensor.file, f"the model has more than {_MAX_TENSORS:,} tensors")
         stored[name] = tensor
     return stored
 

@@ -12,8 +12,8 @@ hashes differ.
 
 `open_sender` and `open_receiver` make the two ends of a transport from a spec. Buckets pass through host memory, except
 with `ipc`, which keeps them on GPUs. Contract of all transports:
-- A sender numbers its buckets from 1 over its lifetime. The caller packs each into memory lent by the sender (`room`),
-  calls `send`, and passes the returned handle, which is small, to the receivers by other means.
+- A sender numbers its buckets from 1 over its lifetime. The caller packs each into memory lent by the sender
+  (`next_slot`), calls `send`, and passes the returned handle, which is small, to the receivers by other means.
 - A receiver turns each handle, in order, into a bucket. The bytes are valid until `release`, the next `receive` or
   `close`, whichever comes first; copy them to keep them. A transport does not check the bytes; `unpack` does. A
   receiver calls `release` for a bucket before the sender does.
@@ -336,9 +336,9 @@ def _fastest_s(size: int, device: torch.device) -> float:
 
 SLOTS = 2  # Buckets in flight at a time: one is read while the next is packed.
 STORAGE_DEVICE, EVENT_SYNC_REQUIRED = 6, 14  # Arguments of torch's `rebuild_cuda_tensor`.
-_FILE_S, _FILE_LOOK_S = 60.0, 0.05
+_FILE_S, _FILE_POLL_S = 60.0, 0.05
 """Longest delay until a complete file is visible on other hosts (file system caches), and polling interval for it."""
-_MEMBER_LOOK_S, _WORK_LOOK_S = 0.02, 0.0005
+_MEMBER_POLL_S, _WORK_POLL_S = 0.02, 0.0005
 """Polling intervals for missing members of a broadcast group, and for completion of a broadcast."""
 _PATIENCE = 2.0  # Timeout of the process group, as a multiple of `TransportSpec.timeout_s`.
 
@@ -363,7 +363,7 @@ class TransportSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPlace:
+class SharedMemoryLocation:
     """Location of a bucket in shared memory of the sending process."""
 
     host: str  # `host_identity` of the sender; `pid` is valid only there.
@@ -373,7 +373,7 @@ class SharedPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class DevicePlace:
+class DeviceMemoryLocation:
     """Location of a bucket in GPU memory."""
 
     host: str  # `host_identity` of the sender.
@@ -388,7 +388,7 @@ class BucketHandle:
     number: int
     records: tuple[TensorRecord, ...]
     nbytes: int
-    where: SharedPlace | DevicePlace | str | None
+    location: SharedMemoryLocation | DeviceMemoryLocation | str | None
     """Location in shared memory or on a GPU, or a file path; None for a broadcast."""
 
 
@@ -396,24 +396,24 @@ class Sender(ABC):
     """Sending end of a transport. Lends its memory slots in turn, one per bucket in flight."""
 
     def __init__(self, pieces: Sequence[Memory] = ()) -> None:
-        self._pieces = pieces
+        self._slots = pieces
         self._sent = self._taken = 0
         """Number of buckets sent, and number of those taken by every receiver."""
 
-    def room(self) -> Memory:
+    def next_slot(self) -> Memory:
         """Return memory for the next bucket, [bucket_bytes].
 
         Raises RuntimeError while an unreleased bucket occupies it.
         """
-        if self._sent - self._taken >= len(self._pieces):
+        if self._sent - self._taken >= len(self._slots):
             raise RuntimeError(
                 f"Bucket {self._sent + 1} has no room: {self._sent} were sent, but only {self._taken} released."
             )
-        return self._pieces[self._sent % len(self._pieces)]
+        return self._slots[self._sent % len(self._slots)]
 
     @abstractmethod
     def send(self, bucket: Bucket) -> BucketHandle:
-        """Send the bucket packed into the memory that `room` returned last; return its handle.
+        """Send the bucket packed into the memory that `next_slot` returned last; return its handle.
 
         Raises RunError if the transport fails, e.g. if a receiver did not take the previous broadcast.
         """
@@ -426,10 +426,12 @@ class Sender(ABC):
     def close(self) -> None:
         """Free all resources; idempotent."""
 
-    def _handle(self, bucket: Bucket, where: SharedPlace | DevicePlace | str | None) -> BucketHandle:
-        """Count `bucket` as sent and return its handle; `room` then returns the next slot."""
+    def _handle(
+        self, bucket: Bucket, location: SharedMemoryLocation | DeviceMemoryLocation | str | None
+    ) -> BucketHandle:
+        """Count `bucket` as sent and return its handle; `next_slot` then returns the next slot."""
         self._sent += 1
-        return BucketHandle(self._sent, bucket.records, bucket.data.nbytes, where)
+        return BucketHandle(self._sent, bucket.records, bucket.data.nbytes, location)
 
 
 class Receiver(ABC):
@@ -464,14 +466,14 @@ class SharedSender(Sender):
 
     def send(self, bucket: Bucket) -> BucketHandle:
         assert not isinstance(bucket.data, Tensor), "a device bucket is not in the lent memory"
-        place = SharedPlace(self._host, os.getpid(), self._descriptor, self._sent % SLOTS * self._stride)
-        return self._handle(bucket, place)
+        location = SharedMemoryLocation(self._host, os.getpid(), self._descriptor, self._sent % SLOTS * self._stride)
+        return self._handle(bucket, location)
 
     def close(self) -> None:
         """See `Sender`. The memory itself is freed with the last bucket that refers to it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
-        self._descriptor, self._pieces = -1, ()
+        self._descriptor, self._slots = -1, ()
 
 
 class SharedReceiver(Receiver):
@@ -482,26 +484,27 @@ class SharedReceiver(Receiver):
         self.close()
 
     def receive(self, handle: BucketHandle) -> Bucket:
-        place = handle.where
-        assert isinstance(place, SharedPlace)
-        if place.host != self._host:
+        location = handle.location
+        assert isinstance(location, SharedMemoryLocation)
+        if location.host != self._host:
             raise RunError(
                 f"cluster.sync_mode=tensor needs the actor and {self._spec.name} on one host: use cluster.sync_mode=broadcast."
             )
-        self._map(place)
-        return Bucket(self._memory[place.offset : place.offset + handle.nbytes], handle.records)
+        self._map(location)
+        return Bucket(self._memory[location.offset : location.offset + handle.nbytes], handle.records)
 
     def close(self) -> None:
         self._inode, self._memory = -1, np.empty(0, dtype=np.uint8)
 
-    def _map(self, place: SharedPlace) -> None:
-        """Map the memory at `place` unless it is mapped already."""
+    def _map(self, location: SharedMemoryLocation) -> None:
+        """Map the memory at `location` unless it is mapped already."""
         try:
-            descriptor = os.open(f"/proc/{place.pid}/fd/{place.descriptor}", os.O_RDONLY)
+            descriptor = os.open(f"/proc/{location.pid}/fd/{location.descriptor}", os.O_RDONLY)
         except OSError as problem:
             raise RunError(
                 f"{self._spec.name} cannot open the weights in the memory of {self._spec.members[0]}, process "
-                f"{place.pid} ({problem.strerror}): that process exited, or belongs to another user; look at its log."
+                f"{location.pid} ({problem.strerror}): that process exited, or belongs to another user; look at its "
+                "log."
             ) from problem
         try:
             inode = os.fstat(descriptor).st_ino
@@ -559,8 +562,8 @@ class DiskReceiver(Receiver):
         self._memory = np.empty(spec.bucket_bytes, dtype=np.uint8)
 
     def receive(self, handle: BucketHandle) -> Bucket:
-        assert isinstance(handle.where, str)
-        file = Path(handle.where)
+        assert isinstance(handle.location, str)
+        file = Path(handle.location)
         self._await(file)
         bucket = Bucket(self._memory[: handle.nbytes], handle.records)
         with file.open("rb", buffering=0) as source:
@@ -585,7 +588,7 @@ class DiskReceiver(Receiver):
                     f"{self._spec.name} waited {limit:g} s for {file}: {self._spec.members[0]} exited, or the hosts do "
                     "not share output_dir, which cluster.sync_mode=disk needs; use cluster.sync_mode=broadcast."
                 )
-            time.sleep(_FILE_LOOK_S)
+            time.sleep(_FILE_POLL_S)
 
 
 class BroadcastSender(Sender):
@@ -616,7 +619,7 @@ class BroadcastSender(Sender):
         try:
             self._group.complete(work)
         except (RuntimeError, TimeoutError) as problem:
-            missing = self._group.who_lacks(self._sent)
+            missing = self._group.missing_receivers(self._sent)
             raise RunError(
                 f"bucket {self._sent} of the weights was not received by {' and '.join(missing) or 'a receiver'}: it "
                 f"exited or hung for {self._spec.timeout_s:g} s; look at its log."
@@ -708,10 +711,10 @@ class _Group:
         while not work.is_completed():
             if time.monotonic() > until:
                 raise TimeoutError(f"a broadcast timed out after {self._spec.timeout_s:g} s")
-            time.sleep(_WORK_LOOK_S)
+            time.sleep(_WORK_POLL_S)
         work.wait()
 
-    def who_lacks(self, number: int) -> list[str]:
+    def missing_receivers(self, number: int) -> list[str]:
         """Return the names of receivers that have not taken bucket `number`."""
 
         def taken(key: str) -> int:
@@ -747,7 +750,7 @@ def _join(spec: TransportSpec) -> dist.TCPStore:
                     f"{' and '.join(missing)} did not join the weight transport within {spec.timeout_s:g} s: look at "
                     "its log."
                 )
-            time.sleep(_MEMBER_LOOK_S)
+            time.sleep(_MEMBER_POLL_S)
     except (OSError, RuntimeError) as problem:
         raise RunError(
             f"{spec.name} could not join the weight transport of {spec.members[0]} at {host}:{port}: one of them "
@@ -795,11 +798,11 @@ class IpcSender(Sender):
         super().__init__()
         self._spec, self.device, self._host = spec, device or _device_of(spec), host_identity()
 
-    def room(self) -> Memory:
-        if not self._pieces:
+    def next_slot(self) -> Memory:
+        if not self._slots:
             size = self._spec.bucket_bytes
-            self._pieces = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
-        return super().room()
+            self._slots = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+        return super().next_slot()
 
     def send(self, bucket: Bucket) -> BucketHandle:
         """See `Sender`. Waits until the device has written the bucket."""
@@ -811,8 +814,8 @@ class IpcSender(Sender):
                 f"{self._spec.name} cannot share the memory of its GPU ({problem}): unset PYTORCH_CUDA_ALLOC_CONF, or "
                 "use cluster.sync_mode=tensor."
             ) from problem
-        place = DevicePlace(self._host, os.getpid(), handles)
-        return self._handle(bucket, place)
+        location = DeviceMemoryLocation(self._host, os.getpid(), handles)
+        return self._handle(bucket, location)
 
     def skip(self) -> None:
         """Count a bucket that the sender of another stage sends."""
@@ -822,10 +825,10 @@ class IpcSender(Sender):
         """See `Sender`. Frees the memory when no bucket is in flight."""
         super().release(taken)
         if taken == self._sent:
-            self._pieces = ()
+            self._slots = ()
 
     def close(self) -> None:
-        self._pieces, self._sent, self._taken = (), 0, 0
+        self._slots, self._sent, self._taken = (), 0, 0
 
 
 class IpcReceiver(Receiver):
@@ -837,18 +840,18 @@ class IpcReceiver(Receiver):
         self._memory: Tensor | None = None
 
     def receive(self, handle: BucketHandle) -> Bucket:
-        place = handle.where
-        assert isinstance(place, DevicePlace)
+        location = handle.location
+        assert isinstance(location, DeviceMemoryLocation)
         self.release()
-        if place.host != self._host:
+        if location.host != self._host:
             raise RunError(
                 f"cluster.sync_mode=ipc needs the actor and {self._spec.name} on one host: use cluster.sync_mode=broadcast."
             )
         try:
-            self._memory = _opened(place.handles[self._spec.rank - 1], self._device)
+            self._memory = _map_handle(location.handles[self._spec.rank - 1], self._device)
         except (RuntimeError, OSError, EOFError) as problem:
             raise RunError(
-                f"{self._spec.name} cannot open the weights on the GPU of process {place.pid} of the actor group "
+                f"{self._spec.name} cannot open the weights on the GPU of process {location.pid} of the actor group "
                 f"({problem}): the process exited (look at its log), the two GPUs cannot read each other's memory "
                 "(nvidia-smi topo -p2p r), or the containers do not share /dev/shm and the PID namespace. In the last "
                 "two cases use cluster.sync_mode=tensor."
@@ -873,7 +876,7 @@ def _shared_once(tensor: Tensor) -> bytes:
     return bytes(ForkingPickler.dumps(reductions.reduce_tensor(tensor)))
 
 
-def _opened(handle: bytes, device: torch.device) -> Tensor:
+def _map_handle(handle: bytes, device: torch.device) -> Tensor:
     rebuild, arguments = pickle.loads(handle)
     if device.type == "cuda":
         changed: list[Any] = list(arguments)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsys.algorithms.kl import Sampled, TopKKl, join_parts
+from rlsys.algorithms.kl import SampledLogprobs, TopKKl, join_parts
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator, KlTail
 
 VOCAB = 7
@@ -45,7 +45,7 @@ def expectation(kl: TopKKl, k: int, logits: Tensor, log_r: Tensor, log_old: Tens
     picks = (log_r if kl.config.kl_estimator is KlEstimator.full_forward else log_p).topk(k).indices
     total = torch.zeros((), dtype=torch.float64)
     for y in range(VOCAB):
-        sampled = Sampled(log_p[y, None], log_old[y, None], log_r[y, None], (picks == y).any()[None])
+        sampled = SampledLogprobs(log_p[y, None], log_old[y, None], log_r[y, None], (picks == y).any()[None])
         total = total + log_old[y].exp() * kl(log_p[None, picks], log_r[None, picks], sampled)[0]
     (grad,) = torch.autograd.grad(total, logits)
     return total.detach(), grad
@@ -86,7 +86,7 @@ def test_upstream_tail_is_unbiased_in_value_alone(forward_kl: bool) -> None:
 def test_without_tail_sampling_only_the_head_counts() -> None:
     logits, log_r, _ = distributions(1)
     log_p = logits.log_softmax(-1)[None]
-    outside = Sampled(log_p[:, 6], log_p[:, 6], log_r[None, 6], torch.tensor([False]))
+    outside = SampledLogprobs(log_p[:, 6], log_p[:, 6], log_r[None, 6], torch.tensor([False]))
     value = top_k(False, None, weighted=True)(log_p[:, :4], log_r[None, :4], outside)
     assert value.item() == pytest.approx(dense(log_p[0, :4], log_r[:4], False).item())
 
@@ -108,7 +108,7 @@ def test_importance_weight_applies_to_the_tail_and_is_bounded(
     p, old, r = (torch.tensor([value]).log() for value in (0.4, 0.1, 0.2))
     picked, ref_picked = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
     logprobs = p.requires_grad_()
-    values = TopKKl(config)(picked, ref_picked, Sampled(logprobs, old, r, torch.tensor([False])))
+    values = TopKKl(config)(picked, ref_picked, SampledLogprobs(logprobs, old, r, torch.tensor([False])))
     (grad,) = torch.autograd.grad(values.sum(), logprobs)
     log_2 = torch.tensor(2.0).log().item()
     assert values.item() == pytest.approx(0.5 * log_2 + weight * log_2)
@@ -123,7 +123,7 @@ def test_extreme_log_ratios_stay_finite(rows: list[tuple[float, ...]]) -> None:
     columns = torch.tensor(rows, dtype=torch.float32).reshape(-1, 6).unbind(-1)
     for forward_kl, kind in itertools.product((False, True), KlTail):
         picked, logprobs = columns[0][:, None].clone().requires_grad_(), columns[2].clone().requires_grad_()
-        sampled = Sampled(logprobs, columns[3], columns[4], columns[5].bool())
+        sampled = SampledLogprobs(logprobs, columns[3], columns[4], columns[5].bool())
         values = top_k(forward_kl, kind, weighted=True)(picked, columns[1][:, None], sampled)
         grads = torch.autograd.grad(values.sum(), (picked, logprobs))
         assert all(part.isfinite().all() for part in (values, *grads))

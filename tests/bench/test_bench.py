@@ -1,4 +1,4 @@
-"""Benchmarks run in small, that of a GPU says what it lacks where there is none, and all mutants fit the code."""
+"""Tests of the benchmarks in small, and that all mutants fit the code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="it is about 
 
 
 @without_gpu
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_benchmark_is_refused_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu"])
     with pytest.raises(SystemExit, match="--small"):
         main()
@@ -29,7 +29,7 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @without_gpu
-def test_the_parts_that_train_run_at_the_small_scale(tmp_path: Path) -> None:
+def test_the_training_parts_run_at_small_scale(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.gpu", "--small", "--only", "step", "sync", "parity"]
     environment = {"PYTHONPATH": str(PROJECT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
@@ -44,8 +44,8 @@ def test_the_parts_that_train_run_at_the_small_scale(tmp_path: Path) -> None:
     assert all(value > 0 for value in values.values())
 
 
-def test_the_estimate_of_a_step_holds_the_states_of_training_and_not_much_more() -> None:
-    """18 bytes for each of the model's 3,085,938,688 parameters: bfloat16, a float32 gradient, Adam's three of float32."""
+def test_the_memory_estimate_of_a_step_is_close_to_its_training_states() -> None:
+    """Each parameter takes 18 bytes: bfloat16, a float32 gradient, and three values of Adam in float32."""
     states = 18 * 3_085_938_688
     assert states < step._estimate(FULL, Path(FULL.shape)) < 1.6 * states
 

@@ -1,4 +1,4 @@
-"""A Ray on this machine: its token, its folder, its addresses, and a command that ends with its parent."""
+"""Tests of a Ray on this machine: token, folder, addresses, ports, and commands that end with their parent."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def test_a_token_is_made_once_for_the_user_alone() -> None:
+def test_token_is_made_once_and_only_this_user_can_read_it() -> None:
     before = os.umask(0)
     try:
         assert require_token({}, make=True) == TOKEN
@@ -49,16 +49,16 @@ def test_a_token_is_made_once_for_the_user_alone() -> None:
         os.umask(before)
     token = token_file().read_text()
     assert len(token) == 64
-    assert int(token, 16) >> 192, "random to the first byte, but for one in 2^64"
+    assert int(token, 16) >> 192, "random up to the first bytes"
     assert [stat.S_IMODE(path.stat().st_mode) for path in (token_file(), token_file().parent)] == [0o600, 0o700]
     token_file().chmod(0o644)
     assert require_token({}, make=True) == require_token({}, make=False) == TOKEN
     assert token_file().read_text() == token
-    assert stat.S_IMODE(token_file().stat().st_mode) == 0o600, "closed again to others"
+    assert stat.S_IMODE(token_file().stat().st_mode) == 0o600, "unreadable for others again"
     assert [*token_file().parent.iterdir()] == [token_file()]
 
 
-def test_those_who_make_a_token_at_once_end_with_one() -> None:
+def test_threads_that_make_a_token_at_once_get_the_same() -> None:
     together = threading.Barrier(8, timeout=60)
 
     def make(_number: int) -> str:
@@ -71,18 +71,18 @@ def test_those_who_make_a_token_at_once_end_with_one() -> None:
     assert made == {token_file().read_text()}
 
 
-def test_a_token_in_the_environment_needs_no_file(tmp_path: Path) -> None:
+def test_token_of_the_environment_needs_no_file(tmp_path: Path) -> None:
     assert require_token({"RAY_AUTH_TOKEN": "t"}, make=False) == TOKEN
     elsewhere = tmp_path / "elsewhere"
     with refused("not_found", elsewhere):
         require_token({"RAY_AUTH_TOKEN_PATH": str(elsewhere)}, make=True)
-    assert not elsewhere.exists(), "a file that the user names is the user's"
+    assert not elsewhere.exists(), "a file that the user names is not created"
     elsewhere.write_text("t")
     assert require_token({"RAY_AUTH_TOKEN_PATH": str(elsewhere)}, make=False) == TOKEN
     assert not token_file().exists()
 
 
-def test_a_machine_without_a_token_may_not_join() -> None:
+def test_missing_blocked_or_empty_token_file_is_refused() -> None:
     with refused("not_found", token_file()):
         require_token(TOKEN, make=False)
     token_file().parent.write_text("in the way")
@@ -95,7 +95,7 @@ def test_a_machine_without_a_token_may_not_join() -> None:
         require_token({}, make=True)
 
 
-def test_no_token_is_asked_for_only_where_the_user_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_token_is_required_if_the_user_disables_it(caplog: pytest.LogCaptureFixture) -> None:
     assert require_token({MODE: "disabled"}, make=True) == {}
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert not token_file().exists()
@@ -103,9 +103,7 @@ def test_no_token_is_asked_for_only_where_the_user_says_so(caplog: pytest.LogCap
         require_token({MODE: "none"}, make=True)
 
 
-def test_a_long_folder_for_temporary_files_is_left_for_the_common_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_temporary_folder_is_replaced_by_the_common_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
     assert ray_parent() == Path("/dev/shm")
     long = tmp_path / ("long" * 10)
@@ -127,7 +125,7 @@ with ray_folder() as folder:
 """
 
 
-def test_only_this_user_enters_a_folder_and_those_of_the_killed_go_with_the_next(
+def test_folder_is_private_and_removed_by_the_next_after_its_process_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -158,7 +156,7 @@ time.sleep(3600)
 """
 
 
-def test_a_command_ends_with_a_parent_that_is_killed() -> None:
+def test_command_ends_when_its_parent_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
@@ -170,7 +168,7 @@ def test_a_command_ends_with_a_parent_that_is_killed() -> None:
 ADDRESSES = {"127.0.0.1": "lo", "10.0.0.7": "ib0", "192.168.1.5": "eth0"}
 
 
-def test_the_interface_is_the_one_of_the_address_unless_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interface_is_that_of_the_address_unless_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     gloo, nccl = INTERFACE_VARIABLES
     for name in INTERFACE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -181,37 +179,36 @@ def test_the_interface_is_the_one_of_the_address_unless_it_is_set(monkeypatch: p
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", socket.gethostname()])
-def test_this_machine_by_whatever_name_has_an_address_for_others(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_names_resolve_to_an_address_for_other_machines(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_ray, "own_addresses", lambda: ADDRESSES | {"fd00::1": "eth0"})
     resolve = socket.getaddrinfo
     debian = {socket.gethostname(): "127.0.1.1"}
     monkeypatch.setattr(socket, "getaddrinfo", lambda name, *rest: resolve(debian.get(name, name), *rest))
     with monkeypatch.context() as patch:
         patch.setattr(local_ray, "address_towards", lambda _: "192.168.1.5")
-        assert address_here(host) == "192.168.1.5", "the way out"
+        assert address_here(host) == "192.168.1.5", "the address towards other machines"
     monkeypatch.setattr(local_ray, "address_towards", Mock(side_effect=OSError))
-    assert address_here(host) == "10.0.0.7", "the first"
+    assert address_here(host) == "10.0.0.7", "the first of the interfaces"
     monkeypatch.setattr(local_ray, "own_addresses", lambda: {"127.0.0.1": "lo", "fd00::1": "eth0"})
     with refused("unreachable", "--head"):
         address_here(host)
 
 
 @pytest.mark.parametrize(("host", "code"), [("10.9.9.9", "mismatch"), ("fd00::1", "unknown")])
-def test_an_address_of_another_machine_is_refused(host: str, code: Code, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_of_another_machine_is_refused(host: str, code: Code, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_ray, "own_addresses", lambda: ADDRESSES)
     assert address_here("192.168.1.5") == "192.168.1.5"
     with refused(code, "--head"):
         address_here(host)
 
 
-@pytest.mark.parametrize("use_libuv", [True, False])
-def test_a_promised_port_is_its_listeners_and_nobody_elses(use_libuv: bool) -> None:
+def test_promised_port_is_kept_for_its_listener() -> None:
     with promised_port() as promise:
         port = promise.getsockname()[1]
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("", port))
-        store = dist.TCPStore("127.0.0.1", port, 1, is_master=True, use_libuv=use_libuv)
+        store = dist.TCPStore("127.0.0.1", port, 1, is_master=True)
         store.set("here", "1")
         assert dist.TCPStore("127.0.0.1", port, 1).get("here") == b"1"
         with pytest.raises(dist.DistNetworkError, match="already in use"):
-            dist.TCPStore("127.0.0.1", port, 1, is_master=True, use_libuv=use_libuv)
+            dist.TCPStore("127.0.0.1", port, 1, is_master=True)

@@ -1,4 +1,4 @@
-"""Waits that end: for a Ray that does not start, answer or exist, and for ranks, of which the missing are named."""
+"""Tests of waits that must end: for a Ray that does not start or answer, and for ranks that are missing."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from rlsys.errors import RunError
 from tests.support.refusals import refused
 
 
-def test_a_ray_that_does_not_start_is_tried_again_and_then_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ray_that_does_not_start_is_retried_and_then_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tries: list[dict[str, Any]] = []
 
     def slow(**options: Any) -> None:
@@ -39,13 +37,13 @@ def test_a_ray_that_does_not_start_is_tried_again_and_then_a_sentence(
     assert [options["address"] for options in tries] == ["local"] * 3
 
 
-def test_a_cluster_where_nobody_listens_is_refused() -> None:
+def test_cluster_address_without_a_listener_is_refused() -> None:
     runtime = ray_runtime(ClusterConfig(device=Device.cpu, address="127.0.0.1:1"), [1])
     with refused("unreachable", "cluster.address"):
         runtime.__enter__()
 
 
-async def test_an_answer_a_refusal_and_silence_are_told_apart() -> None:
+async def test_answer_error_and_silence_of_the_head_are_distinguished() -> None:
     assert await answer(lambda: 3, 300) == 3
 
     def refuse() -> None:
@@ -59,23 +57,23 @@ async def test_an_answer_a_refusal_and_silence_are_told_apart() -> None:
     never.set()
 
 
-def test_silence_ends_a_look_at_a_cluster_and_its_process() -> None:
+def test_silent_cluster_is_unseen_after_the_time_out() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as silent, pytest.raises(Unseen):
         cluster_at(f"127.0.0.1:{silent.getsockname()[1]}", 1)
 
 
-def test_numbers_in_host_names_count_as_numbers() -> None:
+def test_host_names_are_sorted_by_their_numbers() -> None:
     assert sorted(["n10", "n9", "a1", "n9-2"], key=natural) == ["a1", "n9", "n9-2", "n10"]
 
 
 def group_of(folder: Path, *calls: Future[Any], timeout_s: float = 300.0) -> WorkerGroup:
-    """A rank for each of `calls`, which is the answer to whatever it is asked; without Ray."""
+    """Return a group without Ray, with a rank for each of `calls`, the future that all its calls return."""
     handles = [Mock(**{"call.remote.return_value.future.return_value": call}) for call in calls]
     ranks = [Rank(number, f"a rank {number}", handle, folder / "log") for number, handle in enumerate(handles)]
     return WorkerGroup("a", ranks, timeout_s)
 
 
-async def test_only_those_who_do_not_answer_are_said_to_be_missing(tmp_path: Path) -> None:
+async def test_only_silent_ranks_are_named_as_missing(tmp_path: Path) -> None:
     calls: list[Future[Any]] = [Future() for _ in range(4)]
     for number in (0, 2):
         calls[number].set_result(number)
@@ -85,7 +83,7 @@ async def test_only_those_who_do_not_answer_are_said_to_be_missing(tmp_path: Pat
     assert silent.value.rank == 1
 
 
-async def test_a_call_ends_once_its_reason_to_wait_is_gone(tmp_path: Path) -> None:
+async def test_call_ends_once_its_until_future_is_done(tmp_path: Path) -> None:
     group = group_of(tmp_path, Future())
     until: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     call = asyncio.ensure_future(group.call_rank(0, "it", until=until))
@@ -96,7 +94,7 @@ async def test_a_call_ends_once_its_reason_to_wait_is_gone(tmp_path: Path) -> No
             await ended
 
 
-async def test_a_death_for_want_of_memory_says_so(tmp_path: Path) -> None:
+async def test_death_for_lack_of_memory_says_so(tmp_path: Path) -> None:
     said = "Worker exit type: NODE_OUT_OF_MEMORY Worker exit detail: Task was killed due to the node running low on memory."
     for death, short in (
         (ray.exceptions.RayActorError(error_msg=said), True),

@@ -1,4 +1,4 @@
-"""A worker small enough to reason about, for the cluster's tests."""
+"""Small worker for tests of the cluster."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ class Toy:
         return {name: value for name, value in os.environ.items() if name.startswith("NCCL_") and "IFNAME" not in name}
 
     def spawn(self) -> int:
-        """Start a process that would outlive this one, in a session of its own; its id."""
+        """Start a process in its own session, which would outlive this one; return its id."""
         return subprocess.Popen(["sleep", "3600"], start_new_session=True).pid
 
     def die_on(self, rank: int) -> None:
-        """End the process without a word to Ray, while the others never answer."""
+        """End the process of one rank without telling Ray, while the others never answer."""
         if self.rank == rank:
             print("about to fall over", file=sys.stderr, flush=True)
             os._exit(3)
         time.sleep(3600)
 
     def lose(self, rank: int, file: Path) -> None:
-        """End the process of one rank after the others have failed for it."""
+        """End the process of one rank after the others have failed because of it."""
         if self.rank != rank:
             file.touch()
             raise ConnectionError("closed by peer")

@@ -241,6 +241,13 @@ def test_added_or_removed_key_is_compared_with_its_default(tiny_run: TinyRun) ->
     assert found[2] == KeyDifference("search.enabled", True, False)
 
 
+def test_renamed_key_of_an_older_run_counts_under_its_new_name(tiny_run: TinyRun) -> None:
+    before = as_dict(tiny_run("reward.custom_timeout_s=5"))
+    before["reward"] = {"own_timeout_s": 5.0} | {k: v for k, v in before["reward"].items() if k != "custom_timeout_s"}
+    assert differences(before, tiny_run("reward.custom_timeout_s=5")) == []
+    assert [one.key for one in differences(before, tiny_run())] == ["reward.custom_timeout_s"]
+
+
 def test_changed_schedule_kind_is_a_difference() -> None:
     now = RunConfig(trainer=TrainerConfig(schedule=AsyncSchedule(max_staleness=2)))
     found = [(one.key, one.before, one.now) for one in differences(as_dict(RunConfig()), now)]

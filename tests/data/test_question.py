@@ -1,4 +1,4 @@
-"""Rows of Search-R1, RLinf and FlashRAG as questions, each bad one named by its line; and the source that hands them out."""
+"""Tests of questions read from rows of Search-R1, RLinf and FlashRAG, and of the source that hands them out."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_parquet(file: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def test_both_formats_give_the_same_questions(tmp_path: Path) -> None:
-    """Though parquet holds a null where a row of jsonl has no field."""
+    """Parquet holds a null where a row of jsonl has no field."""
     lines = read_questions(write_jsonl(tmp_path / "train.jsonl", [CAPITAL, RIVER]))
     assert lines == read_questions(write_parquet(tmp_path / "train.parquet", [CAPITAL, RIVER]))
     assert lines[0] == Question(
@@ -56,7 +56,7 @@ def test_both_formats_give_the_same_questions(tmp_path: Path) -> None:
     assert "hops" not in lines[1].extra
 
 
-def test_a_limit_reads_no_further_and_empty_lines_are_passed_over_but_counted(tmp_path: Path) -> None:
+def test_reading_stops_at_the_limit_and_empty_lines_are_skipped_but_counted(tmp_path: Path) -> None:
     file = tmp_path / "train.jsonl"
     file.write_text(f"\n{json.dumps(CAPITAL)}\n\n{json.dumps(RIVER)}\nnot a row\n")
     assert [question.uid for question in read_questions(file, limit=2)] == ["train:2", "train:4"]
@@ -79,7 +79,7 @@ def target(value: Any) -> dict[str, Any]:
         ({**RIVER, "extra_info": "train"}, '"extra_info"'),
     ],
 )
-def test_a_bad_row_is_named_by_file_line_and_field(tmp_path: Path, row: Any, named: str) -> None:
+def test_a_bad_row_is_refused_with_file_line_and_field(tmp_path: Path, row: Any, named: str) -> None:
     file = write_jsonl(tmp_path / "train.jsonl", [CAPITAL, row])
     with refused("malformed", file) as caught:
         read_questions(file)
@@ -87,7 +87,7 @@ def test_a_bad_row_is_named_by_file_line_and_field(tmp_path: Path, row: Any, nam
     assert named in str(caught.value)
 
 
-def test_a_bad_row_of_parquet_is_named_by_its_number(tmp_path: Path) -> None:
+def test_a_bad_row_of_parquet_is_refused_with_its_number(tmp_path: Path) -> None:
     """A parquet column may hold times and bytes, which no checkpoint could hold."""
     rows = [{**RIVER, "extra_info": {"asked": asked}} for asked in (None, datetime(2026, 1, 1))]
     file = write_parquet(tmp_path / "train.parquet", rows)
@@ -107,14 +107,14 @@ def test_a_bad_row_of_parquet_is_named_by_its_number(tmp_path: Path) -> None:
         ("gone.jsonl", None, "not_found"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path: Path, name: str, content: bytes | None, code: Code) -> None:
+def test_a_bad_file_is_refused(tmp_path: Path, name: str, content: bytes | None, code: Code) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with refused(code, tmp_path / name):
         read_questions(tmp_path / name)
 
 
-def test_rows_of_rlinf_and_of_flashrag_are_questions_too(tmp_path: Path) -> None:
+def test_rows_of_rlinf_and_flashrag_are_read_as_questions(tmp_path: Path) -> None:
     rlinf = {"prompt": "Ask. Question: Who?\n", "solutions": ["me", "I"]}
     flashrag = {"id": "test_0", "question": "who", "golden_answers": ["me"]}
     one, two = read_questions(write_jsonl(tmp_path / "mixed.jsonl", [rlinf, flashrag]))
@@ -124,7 +124,7 @@ def test_rows_of_rlinf_and_of_flashrag_are_questions_too(tmp_path: Path) -> None
     assert (two.answers, two.text) == (("me",), "who")
 
 
-def test_the_raw_question_is_kept_where_a_row_has_it(tmp_path: Path) -> None:
+def test_the_raw_question_of_a_row_is_kept(tmp_path: Path) -> None:
     beside = {**RIVER, "question": "Which river?"}
     within = {**RIVER, "extra_info": {"question": "Which river?", "index": 1}}
     found = read_questions(write_jsonl(tmp_path / "train.jsonl", [beside, within, target("Nile")]))
@@ -148,7 +148,7 @@ def uids(taken: list[Question]) -> list[str]:
     return [question.uid for question in taken]
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+def test_each_epoch_and_seed_has_a_different_order() -> None:
     source = PromptSource(questions(30), seed=1)
     orders = (take(source, 30), take(source, 30), take(PromptSource(questions(30), seed=2), 30), questions(30))
     assert len({tuple(uids(order)) for order in orders}) == 4
@@ -156,7 +156,7 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
 
 @given(SIZE, SEED, st.integers(0, 60), st.integers(0, 60))
 @settings(max_examples=50)
-def test_every_epoch_hands_out_each_question_once_also_from_a_position_on(
+def test_every_epoch_hands_out_each_question_once_also_after_a_resume(
     size: int, seed: int, before: int, after: int
 ) -> None:
     first = PromptSource(questions(size), seed)
@@ -172,7 +172,7 @@ def test_every_epoch_hands_out_each_question_once_also_from_a_position_on(
 
 @given(SIZE, SEED, st.lists(st.booleans(), max_size=40))
 @settings(max_examples=50)
-def test_questions_given_back_come_again_before_new_ones(size: int, seed: int, returns: list[bool]) -> None:
+def test_returned_questions_are_asked_again_before_new_ones(size: int, seed: int, returns: list[bool]) -> None:
     source, untouched = PromptSource(questions(size), seed), PromptSource(questions(size), seed)
     new = []
     for back in returns:
@@ -186,7 +186,7 @@ def test_questions_given_back_come_again_before_new_ones(size: int, seed: int, r
     assert source.position == len(returns)
 
 
-def test_a_resumed_source_asks_again_what_was_given_back() -> None:
+def test_a_resumed_source_asks_returned_questions_again() -> None:
     first = PromptSource(questions(5), seed=3)
     early = take(first, 3)
     first.give_back(early[2])
@@ -195,10 +195,10 @@ def test_a_resumed_source_asks_again_what_was_given_back() -> None:
     second = PromptSource(questions(5), 3, state)
     assert second.state() == state == SourceState(3, (early[2], early[0]))
     assert uids(take(second, 4)) == uids([early[2], early[0], *take(first, 4)[2:]])
-    assert state == SourceState(3, (early[2], early[0])), "a state is of its moment"
+    assert state == SourceState(3, (early[2], early[0])), "a state does not change afterwards"
 
 
-def test_a_question_that_is_in_the_file_no_more_is_asked_again_all_the_same() -> None:
+def test_a_returned_question_is_asked_again_even_if_the_file_has_lost_it() -> None:
     first = PromptSource(questions(5), seed=3)
     first.give_back(gone := first.next())
     second = PromptSource([Question("new:1", "?", ("no",))], 3, first.state())

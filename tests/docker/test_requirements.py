@@ -1,4 +1,4 @@
-"""The pins fit together, and scripts/setup_gpu.sh installs them in the right order."""
+"""Tests that the pins fit together and that scripts/setup_gpu.sh installs them in the right order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["check_pins"] = module  # A dataclass looks its module up.
+    sys.modules["check_pins"] = module  # A dataclass looks up its module.
     spec.loader.exec_module(module)
     return module
 
@@ -48,13 +48,13 @@ def toy(check: ModuleType, pins: dict[str, str], requires: dict[str, list[str]],
         (["b[fast]"], ["toy: b needs c>3; extra == 'fast', and no c is pinned."]),
     ],
 )
-def test_a_requirement_is_met_or_told(check: ModuleType, needs: list[str], told: list[str]) -> None:
-    """By hand: a==1 needs something, b==2.0rc1 needs c with its extra `fast` alone."""
+def test_unmet_requirements_are_reported(check: ModuleType, needs: list[str], told: list[str]) -> None:
+    """a==1 has `needs`; b==2.0rc1 needs c, but only with its extra `fast`."""
     requires = {"a==1": needs, "b==2.0rc1": ["c>3; extra == 'fast'"]}
     assert toy(check, {"a": "1", "b": "2.0rc1"}, requires) == told
 
 
-def test_unknown_requirements_are_told_and_those_of_what_is_installed_alone_are_not_followed(check: ModuleType) -> None:
+def test_unknown_requirements_are_reported_except_for_packages_installed_alone(check: ModuleType) -> None:
     (told,) = toy(check, {"a": "2"}, {"a==1": []})
     assert "requirements of a==2 are not in requires.json" in told
     assert toy(check, {"a": "1"}, {"a==1": ["c"]}, alone=("a",)) == []
@@ -70,7 +70,7 @@ NVCC = '#!/bin/sh\necho "Cuda compilation tools, release {release}, V{release}.8
 
 
 def setup(folder: Path, programs: dict[str, str], *flags: str) -> subprocess.CompletedProcess[str]:
-    """Run a copy of the script in `folder`, where these programs note what they are asked: nothing is installed."""
+    """Run a copy of the script in `folder` with fake programs that record their arguments; nothing is installed."""
     root, found = folder / "a copy", folder / "bin"
     (root / "scripts").mkdir(parents=True)
     shutil.copy(PROJECT / "scripts" / "setup_gpu.sh", root / "scripts")
@@ -90,7 +90,7 @@ def pinned(file: str) -> list[str]:
     return (PROJECT / "requirements" / file).read_text().splitlines()
 
 
-def test_torch_and_what_is_compiled_with_come_first(tmp_path: Path) -> None:
+def test_torch_and_build_tools_are_installed_first(tmp_path: Path) -> None:
     done = setup(tmp_path, {"python3.12": PYTHON, "nvcc": NVCC.format(release="13.0")}, "--dashboard")
     assert done.returncode == 0, done.stderr
     first, second, encoder, third = (tmp_path / "asked").read_text().splitlines()
@@ -105,7 +105,7 @@ def test_torch_and_what_is_compiled_with_come_first(tmp_path: Path) -> None:
     assert (tmp_path / "my venv" / "bin" / "python").is_file()
 
 
-def test_a_compiler_for_another_cuda_is_named_before_anything_is_installed(tmp_path: Path) -> None:
+def test_a_compiler_for_another_cuda_is_refused_before_installing(tmp_path: Path) -> None:
     done = setup(tmp_path, {"python3.12": PYTHON, "nvcc": NVCC.format(release="12.8")})
     assert (done.returncode, done.stdout) == (1, "")
     assert "CUDA 12" in done.stderr

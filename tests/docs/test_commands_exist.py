@@ -1,4 +1,4 @@
-"""Every command in the documents is one that there is: program, subcommand, flags, files, experiments, settings."""
+"""Tests that the documents' commands exist: programs, subcommands, flags, files, experiments and settings."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.docs.pages import PAGES, commands
 from tests.support.paths import PROJECT
 
 _PLACEHOLDER = re.compile(r"[A-Z][A-Z_.]*$|.*(\.\.\.|\[|\]|\|)")
-"""A word that stands for another, or belongs to a synopsis."""
+"""Matches a placeholder, or a word of a synopsis."""
 _TARGET = re.compile(r"^([a-z-]+):", re.MULTILINE)
 
 
 def parts(text: str) -> Iterator[list[str]]:
-    """The simple commands of a line, without what is set before them."""
+    """Yield the simple commands of a line, without leading assignments."""
     for part in re.split(r"&&|&$|\| (?=rlsys)", text):
         words = shlex.split(part)
         while words and re.match(r"[A-Z_]+=", words[0]):
@@ -37,19 +37,19 @@ def parts(text: str) -> Iterator[list[str]]:
 
 @cache
 def composes(config: str, *settings: str) -> None:
-    """Raise for an experiment or a setting that there is not."""
+    """Raise for an unknown experiment or setting."""
     load_config(config, settings)
 
 
 def check_rlsys(command: Any, words: Sequence[str]) -> None:
-    """Raise for a subcommand (`a|b` names two), a flag, an experiment or a setting that there is not."""
+    """Raise for an unknown subcommand (`a|b` names two), flag, experiment or setting."""
     if hasattr(command, "commands") and words:
         for name in words[0].split("|"):
             if not _PLACEHOLDER.match(name):
                 check_rlsys(command.commands[name], words[1:])
         return
     if command.context_settings.get("ignore_unknown_options"):
-        return  # They are another program's, which says itself what it knows.
+        return  # The flags are those of another program.
     flags = {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)} | {"--help"}
     given = [re.sub(r"[\[\]]", "", word) for word in words]
     unknown = {word.split("=")[0] for word in given if word.startswith("-")} - flags
@@ -61,12 +61,12 @@ def check_rlsys(command: Any, words: Sequence[str]) -> None:
 
 
 def after(words: Sequence[str], *flags: str) -> str | None:
-    """The word behind one of `flags`."""
+    """Return the word after one of `flags`."""
     return next((word for flag, word in pairwise(words) if flag in flags), None)
 
 
 def check(words: Sequence[str]) -> None:
-    """Raise for a command that names what there is not."""
+    """Raise for a command that names something unknown."""
     match list(words):
         case ["rlsys", *rest]:
             check_rlsys(get_command(app), rest)
@@ -93,7 +93,7 @@ def check(words: Sequence[str]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_of_a_page_is_there(page: Path) -> None:
+def test_every_command_of_a_page_exists(page: Path) -> None:
     wrong = []
     for text in dict.fromkeys(text for text, _ in commands(page)):
         try:

@@ -1,7 +1,7 @@
-"""The commands of the documents run, page by page, in an empty folder beside the project's files.
+"""Tests that the documents' commands run, page by page, in an empty folder beside the project's files.
 
-Training runs are made small by settings behind the command; `RUN` and `OTHER` stand for runs that are there. What cannot run
-here is listed in `NEEDS` with what it would take; `test_commands_exist.py` holds that at least all that it names is there.
+Training runs are made small by settings appended to the command; `RUN` and `OTHER` stand for existing runs. Commands
+that cannot run here are listed in `NEEDS` with the reason; `test_commands_exist.py` checks that what they name exists.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ SMALL += " tracking.wandb=false tracking.tensorboard=false"
 
 
 def to_be_run(page: Path) -> list[str]:
-    """The commands of a page that run here."""
+    """Return the commands of a page that can run here."""
     return [text for text, in_block in commands(page) if in_block and not any(re.search(p, text) for p in NEEDS)]
 
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A run whose folder the documents' commands look at."""
+    """A run whose folder the documents' commands read."""
     settings = ["trainer.steps=2", "eval.interval=1", "checkpoint.interval=1", "tracking.trajectories=null"]
     return Finished(tmp_path_factory.mktemp("documented"), *settings)
 
 
 @pytest.fixture
 def reader(tmp_path: Path, finished: Finished) -> Path:
-    """A folder like the project's, with nothing that was made in it but two runs; and files of a reader's own."""
+    """A folder like a fresh checkout with two runs, and files of a reader's own."""
     for name in ("configs", "examples", "docs", "scripts", "toolkits", "rlsys", "data/tiny_world"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(PROJECT / name)
@@ -76,7 +76,7 @@ def reader(tmp_path: Path, finished: Finished) -> Path:
 
 
 def typed(command: str) -> str:
-    """The command with sizes that suit a test, and a step that the runs have."""
+    """Return the command with sizes that suit a test, and a step that the runs have."""
     text = re.sub(r"global_step_(12|100)\b", "global_step_2", command)
     text = text.replace("outputs/own/runs/RUN", "outputs/RUN")
     if re.search(r"\brlsys train -c searchr1_tiny_cpu\b", text) and "--dry-run" not in text:
@@ -87,7 +87,7 @@ def typed(command: str) -> str:
 
 
 def run(text: str, folder: Path) -> None:
-    """Run a command to its end, which must be a good one, in a shell with the environment of this interpreter."""
+    """Run a command in a shell with the environment of this interpreter; it must succeed."""
     paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     process = subprocess.Popen(
         ["bash", "-c", text], cwd=folder, env=os.environ | paths, text=True, start_new_session=True,
@@ -97,11 +97,11 @@ def run(text: str, folder: Path) -> None:
         said, _ = process.communicate()
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # Nothing that it has started is left.
+            os.killpg(process.pid, signal.SIGKILL)  # Ends everything that it has started.
     assert process.returncode == 0, f"{text}\n{said[-3000:]}"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if to_be_run(page)], ids=lambda page: page.name)
-def test_the_commands_of_a_page(page: Path, reader: Path) -> None:
+def test_the_commands_of_a_page_succeed(page: Path, reader: Path) -> None:
     for command in to_be_run(page):
         run(typed(command), reader)

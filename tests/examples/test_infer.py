@@ -1,4 +1,4 @@
-"""Search-R1's one question, asked as a user asks it."""
+"""Test of infer.py, Search-R1's script for one question."""
 
 from __future__ import annotations
 
@@ -17,18 +17,11 @@ def test_a_question_is_answered_with_searches(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with search_server() as search:
-        given = {
-            "model_id": POLICY,
-            "search_url": search.url,
-            "temperature": 0,
-            "max_turns": 2,
-            "question": "Where is Gao",
-        }
-        words = [str(word) for flag, value in given.items() for word in (f"--{flag}", value)]
-        monkeypatch.setattr(sys, "argv", ["infer.py", *words])
+        flags = ["--model_id", str(POLICY), "--search_url", search.url, "--temperature", "0", "--max_turns", "2"]
+        monkeypatch.setattr(sys, "argv", ["infer.py", *flags, "--question", "Where is Gao"])
         infer.main()
     said = capsys.readouterr().out
     assert "\n\nAnswer: " in said
     searches = said.count("<information>")
     assert said.rstrip().endswith(f"({searches} searches)")
-    assert len(search.asked) == searches + 1, "one to see whether it answers"
+    assert len(search.asked) == searches + 1, "one more to check that the server answers"

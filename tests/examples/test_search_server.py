@@ -1,4 +1,4 @@
-"""The retrieval server of examples/searchr1: an index is built and opened under upstream's flags, or they are refused."""
+"""Tests of the retrieval server of examples/searchr1: indexes under upstream's flags, and flags that are refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_a_folder_is_opened_with_its_pages(data: Path, monkeypatch: pytest
         (("{data}/index", "--corpus_path", "other.jsonl"), "mismatch", "--corpus_path"),
     ],
 )
-def test_flags_that_do_not_go_together_or_with_the_folder_are_refused(
+def test_flags_that_contradict_each_other_or_the_folder_are_refused(
     flags: tuple[str, ...], code: Code, key: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

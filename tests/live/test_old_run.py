@@ -61,7 +61,7 @@ def test_its_state_is_what_was_saved(old: Path) -> None:
     numbers = [group.number for group in (*scheduler.rolling, *scheduler.ready)]
     assert len(set(numbers)) == len(numbers)
     assert max(numbers, default=-1) < scheduler.admitted
-    assert {*state.pipeline.begun, *state.pipeline.rolled, *state.pipeline.scored} <= set(numbers)
+    assert {*state.pipeline.progress, *state.pipeline.rewarded, *state.pipeline.scored} <= set(numbers)
     assert [row["step"] for row in state.history.evaluations] == [0, 1, 2]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlsys.observe.kept import kept_file, kept_steps
+from rlsys.observe.kept import trajectory_file, trajectory_steps
 from rlsys.weights.checkpoint.store import check
 from tests.support.recorded_run import GROUPS, MOMENTS, NAME, STEPS, ended
 from tests.trainer import reference
@@ -29,7 +29,9 @@ class Ended:
         self.rows = [self._row(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         self.prompts = (folder / "prompts.jsonl").read_text()
         self.evaluations = {p.name: p.read_text() for p in (folder / "evaluations").iterdir()}
-        self.kept = {step: gzip.decompress(kept_file(folder, step).read_bytes()) for step in kept_steps(folder)}
+        self.kept = {
+            step: gzip.decompress(trajectory_file(folder, step).read_bytes()) for step in trajectory_steps(folder)
+        }
         self.checkpoints = sorted((folder / "checkpoints").iterdir())
 
     @staticmethod
@@ -77,7 +79,7 @@ def test_a_killed_run_ends_as_the_uninterrupted_one(
     saved = [int(path.name.rpartition("_")[2]) for path in tmp_path.glob("*/checkpoints/global_step_*")]
     assert saved, "there is nothing to go on from"
     (folder,) = tmp_path.glob(f"{NAME}-*")
-    assert kept_steps(folder)[: max(saved)] == [*range(1, max(saved) + 1)], "a checkpoint's steps are kept"
+    assert trajectory_steps(folder)[: max(saved)] == [*range(1, max(saved) + 1)], "a checkpoint's steps are kept"
     assert ended(model, tmp_path) == 0
     again = Ended(tmp_path)
     assert again.weights.keys() == uninterrupted.weights.keys()

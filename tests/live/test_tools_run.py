@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from rlsys.observe.kept import Kept, read_kept
+from rlsys.observe.kept import TrajectoryRecord, read_trajectories
 from tests.docs.pages import fenced_blocks
 from tests.support import tiny
 from tests.support.paths import PROJECT
@@ -71,7 +71,7 @@ def test_tools_are_called_beside_the_search_and_what_they_say_is_not_trained(
             "trainer.mini_batches=1",
         )
     problems: list[str] = []
-    kept = list(read_kept(run.folder, problems.append))
+    kept = list(read_trajectories(run.folder, problems.append))
     assert (problems, len(kept)) == ([], 32)
     for turns, reward in ((RIGHT, 1.0), (WRONG, 0.0)):
         taken = [one for one in kept if [turn.text for turn in one.turns] == [said for said, _ in turns]]
@@ -108,7 +108,7 @@ def learnt(episodes: list[list[tuple[str, str]]], words: PreTrainedTokenizerFast
     raise AssertionError(f"it has not learnt its episodes, its loss is {loss:.4f} still")
 
 
-def assert_as_played(one: Kept, turns: list[tuple[str, str]], words: PreTrainedTokenizerFast) -> None:
+def assert_as_played(one: TrajectoryRecord, turns: list[tuple[str, str]], words: PreTrainedTokenizerFast) -> None:
     """The trajectory is `turns`: each called its tool and read what that says; only what was written is trained."""
     assert [turn.observation for turn in one.turns] == [read for _, read in turns]
     assert [turn.tool for turn in one.turns] == ["", "calculator", "dictionary", ""]
@@ -125,7 +125,7 @@ def assert_as_played(one: Kept, turns: list[tuple[str, str]], words: PreTrainedT
         assert words.decode(turn.sampled_ids) == turn.text, "the closing tag has ended it in the engine"
 
 
-def assert_counted(run: Finished, kept: list[Kept]) -> None:
+def assert_counted(run: Finished, kept: list[TrajectoryRecord]) -> None:
     """The step's figures count what tools said, not what the policy may write itself of that form."""
     (row,) = run.rows
     turns = [turn for one in kept for turn in one.turns if turn.observation.startswith("\n\n<information>")]

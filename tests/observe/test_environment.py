@@ -31,14 +31,14 @@ from rlsys.config.schema import (
 from rlsys.observe.environment import (
     RUN,
     Capabilities,
-    begin_life,
     changes,
     commit_of,
     detect,
     environment,
-    lacking,
-    read_lives,
+    read_launches,
+    record_launch,
     tree_cpu_seconds,
+    unmet_requirements,
 )
 from tests.support.capabilities import H100
 
@@ -73,8 +73,8 @@ def test_commit_of_a_checkout_and_its_changes_are_found(tmp_path: Path, monkeypa
 
 def test_each_start_of_a_run_is_recorded_in_order(tmp_path: Path) -> None:
     for step in (0, 7):
-        begin_life(tmp_path, step)
-    first, second = read_lives(tmp_path)
+        record_launch(tmp_path, step)
+    first, second = read_launches(tmp_path)
     assert (first.after_step, second.after_step) == (0, 7)
     assert (second.environment, second.command) == (environment(), sys.argv)
 
@@ -121,8 +121,8 @@ def test_damaged_record_of_starts_is_replaced_with_a_warning(tmp_path: Path, cap
         (tmp_path / RUN).write_text(content)
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="rlsys"):
-            begin_life(tmp_path, 3)
-        assert [life.after_step for life in read_lives(tmp_path)] == [3]
+            record_launch(tmp_path, 3)
+        assert [life.after_step for life in read_launches(tmp_path)] == [3]
         assert f"{tmp_path / RUN} is damaged" in caplog.text
 
 
@@ -169,7 +169,7 @@ def config(
 
 
 def keys(asked: RunConfig, here: Capabilities) -> list[str]:
-    return [problem.key for problem in lacking(asked, here)]
+    return [problem.key for problem in unmet_requirements(asked, here)]
 
 
 FULL = config(mode=Mode.colocated, sync=SyncMode.ipc, cp=2, layers=Layers.te, attention=Attention.flash, fp8=True)

@@ -17,13 +17,13 @@ from rlsys.files import (
     CONFIG_BYTES,
     DEPTH,
     LINE_BYTES,
-    forget_parts,
     json_safe,
     limited_lines,
     open_regular,
     parse_json,
     read_regular,
     read_yaml,
+    remove_partial_files,
     write_atomically,
 )
 from rlsys.observe.records import LineLog, read_metrics
@@ -58,9 +58,9 @@ def test_only_leftover_partial_files_are_removed(tmp_path: Path) -> None:
     kept = ("step_000004.json", "a.1.part", ".part", ".a.part", ".a.1.part.txt")
     for name in (*left, *kept):
         (tmp_path / name).touch()
-    forget_parts(tmp_path)
+    remove_partial_files(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*kept}
-    forget_parts(tmp_path / "none")
+    remove_partial_files(tmp_path / "none")
 
 
 def test_last_row_of_a_step_counts(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_complete_run_folder_is_read(folder: Path) -> None:
     assert list(run.measured()) == [("eval", {"sets": {}}), ("eval-1", {"sets": {}})]
     assert [one.step for one in run.timeline()] == [1, 2, 3]
     assert (run.summary, run.status) == ({"em_after": 0.5}, None)
-    assert run.lives[0].command == ["rlsys"]
+    assert run.launches[0].command == ["rlsys"]
     assert run.problems == []
     assert list(run.trajectories()) == []
     assert [problem.split()[0] for problem in run.problems] == ["trajectories"]

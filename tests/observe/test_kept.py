@@ -22,17 +22,17 @@ from hypothesis.extra.numpy import arrays
 from rlsys.data.trajectory import Action, Group, Sample, Turn
 from rlsys.observe import kept as module
 from rlsys.observe.kept import (
-    Keeper,
-    Kept,
     Pieces,
-    forget_kept,
-    keep,
-    kept_file,
-    kept_steps,
-    read_kept,
+    TrajectoryRecord,
+    TrajectoryWriter,
     read_row,
-    write_kept,
+    read_trajectories,
+    remove_trajectories_after,
+    select_trajectories,
+    trajectory_file,
+    trajectory_steps,
     write_row,
+    write_trajectories,
 )
 from tests.support.trajectories import question, rewarded, same, trajectory
 
@@ -65,8 +65,8 @@ def group(number: int, samples: int = 3) -> Group:
     return Group(question(number), tuple(scored(of, uid) for of in range(samples)))
 
 
-def kept_one() -> Kept:
-    return next(keep([group(1, 1)], 4, None, decode_ids))
+def kept_one() -> TrajectoryRecord:
+    return next(select_trajectories([group(1, 1)], 4, None, decode_ids))
 
 
 def test_trajectory_is_kept_turn_by_turn() -> None:
@@ -88,7 +88,7 @@ def test_trajectory_is_kept_turn_by_turn() -> None:
 )
 def test_kept_groups_are_whole_and_spread_over_the_step(groups: int, most: int | None, uids: list[int]) -> None:
     samples = 3
-    found = keep([group(number, samples) for number in range(groups)], 1, most, decode_ids)
+    found = select_trajectories([group(number, samples) for number in range(groups)], 1, most, decode_ids)
     expected = [(f"q:{uid}", sample) for uid in uids for sample in range(samples)]
     assert [(one.question_uid, one.sample) for one in found] == expected
 
@@ -114,24 +114,24 @@ def test_row_comes_back_bit_for_bit(
 
 def test_steps_come_back_in_order_and_later_ones_can_be_removed(tmp_path: Path) -> None:
     problems: list[str] = []
-    assert list(read_kept(tmp_path, problems.append)) == []
+    assert list(read_trajectories(tmp_path, problems.append)) == []
     for step in (12, 3, 4):
-        write_kept(tmp_path, step, keep([group(step)], step, None, decode_ids))
-    read = [(one.step, one.question_uid) for one in read_kept(tmp_path, problems.append)]
+        write_trajectories(tmp_path, step, select_trajectories([group(step)], step, None, decode_ids))
+    read = [(one.step, one.question_uid) for one in read_trajectories(tmp_path, problems.append)]
     assert read == [(step, f"q:{step}") for step in (3, 4, 12) for _ in range(3)]
     (tmp_path / "trajectories" / ".step_000012.jsonl.gz.123.part").touch()
-    forget_kept(tmp_path, 3)
+    remove_trajectories_after(tmp_path, 3)
     assert [path.name for path in (tmp_path / "trajectories").iterdir()] == ["step_000003.jsonl.gz"]
     assert problems == []
 
 
 def test_failed_write_keeps_the_existing_step(tmp_path: Path) -> None:
-    write_kept(tmp_path, 1, keep([group(1)], 1, None, decode_ids))
+    write_trajectories(tmp_path, 1, select_trajectories([group(1)], 1, None, decode_ids))
     broken = [group(1), Group(question(2), (replace(scored(), old_logprobs=None),))]
     with pytest.raises(ValueError, match="q:2"):
-        write_kept(tmp_path, 1, keep(broken, 1, None, decode_ids))
+        write_trajectories(tmp_path, 1, select_trajectories(broken, 1, None, decode_ids))
     assert [path.name for path in (tmp_path / "trajectories").iterdir()] == ["step_000001.jsonl.gz"]
-    assert len(list(read_kept(tmp_path, lambda _: None))) == 3
+    assert len(list(read_trajectories(tmp_path, lambda _: None))) == 3
 
 
 @pytest.mark.parametrize(
@@ -139,27 +139,27 @@ def test_failed_write_keeps_the_existing_step(tmp_path: Path) -> None:
 )
 def test_file_of_another_version_is_one_problem(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
     for step in (1, 2):
-        write_kept(tmp_path, step, keep([group(step)], step, None, decode_ids))
-    rows = [json.loads(line) for line in gzip.decompress(kept_file(tmp_path, 1).read_bytes()).splitlines()]
+        write_trajectories(tmp_path, step, select_trajectories([group(step)], step, None, decode_ids))
+    rows = [json.loads(line) for line in gzip.decompress(trajectory_file(tmp_path, 1).read_bytes()).splitlines()]
     for row in rows:
         change(row)
-    kept_file(tmp_path, 1).write_bytes(gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows)))
+    trajectory_file(tmp_path, 1).write_bytes(gzip.compress(b"".join(json.dumps(row).encode() + b"\n" for row in rows)))
     problems: list[str] = []
-    assert [one.step for one in read_kept(tmp_path, problems.append)] == [2, 2, 2]
+    assert [one.step for one in read_trajectories(tmp_path, problems.append)] == [2, 2, 2]
     (problem,) = problems
     assert problem.startswith("trajectories/step_000001.jsonl.gz")
 
 
 def test_damage_loses_only_the_rows_that_it_hit(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        write_kept(tmp_path, step, keep([group(step)], step, None, decode_ids))
-    rows = gzip.decompress(kept_file(tmp_path, 1).read_bytes()).splitlines(keepends=True)
+        write_trajectories(tmp_path, step, select_trajectories([group(step)], step, None, decode_ids))
+    rows = gzip.decompress(trajectory_file(tmp_path, 1).read_bytes()).splitlines(keepends=True)
     rows[1] = b"[1]\n"
-    kept_file(tmp_path, 1).write_bytes(gzip.compress(b"".join(rows)))
-    whole = kept_file(tmp_path, 2).read_bytes()
-    kept_file(tmp_path, 2).write_bytes(whole[: len(whole) // 2])
+    trajectory_file(tmp_path, 1).write_bytes(gzip.compress(b"".join(rows)))
+    whole = trajectory_file(tmp_path, 2).read_bytes()
+    trajectory_file(tmp_path, 2).write_bytes(whole[: len(whole) // 2])
     problems: list[str] = []
-    found = [(one.step, one.sample) for one in read_kept(tmp_path, problems.append)]
+    found = [(one.step, one.sample) for one in read_trajectories(tmp_path, problems.append)]
     assert [one for one in found if one[0] != 2] == [(1, 0), (1, 2), (3, 0), (3, 1), (3, 2)]
     assert [problem.split(" is ")[0] for problem in problems] == [
         "trajectories/step_000001.jsonl.gz, row 2",
@@ -207,23 +207,23 @@ class Slow:
     def __init__(self) -> None:
         self.go, self.begun = threading.Semaphore(0), threading.Semaphore(0)
 
-    def __call__(self, run_dir: Path, step: int, kept: Iterable[Kept]) -> None:
+    def __call__(self, run_dir: Path, step: int, kept: Iterable[TrajectoryRecord]) -> None:
         self.begun.release()
         assert self.go.acquire(timeout=300)
-        write_kept(run_dir, step, kept)
+        write_trajectories(run_dir, step, kept)
 
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     writes = Slow()
-    monkeypatch.setattr(module, "write_kept", writes)
+    monkeypatch.setattr(module, "write_trajectories", writes)
     yield writes
     writes.go.release(9)
 
 
 @pytest.fixture
-def keeper(tmp_path: Path) -> Keeper:
-    return Keeper(tmp_path, lambda ids: str(list(ids)))
+def keeper(tmp_path: Path) -> TrajectoryWriter:
+    return TrajectoryWriter(tmp_path, lambda ids: str(list(ids)))
 
 
 async def still_waits(waiting: asyncio.Task[None]) -> bool:
@@ -234,7 +234,7 @@ async def still_waits(waiting: asyncio.Task[None]) -> bool:
 
 
 async def test_writing_runs_beside_training_and_the_next_step_waits_for_it(
-    keeper: Keeper, slow: Slow, tmp_path: Path
+    keeper: TrajectoryWriter, slow: Slow, tmp_path: Path
 ) -> None:
     await keeper.begin(1, [group(1)], None)  # Returns before anything is written.
     assert await asyncio.to_thread(slow.begun.acquire, timeout=300)
@@ -242,29 +242,29 @@ async def test_writing_runs_beside_training_and_the_next_step_waits_for_it(
     assert await still_waits(second)
     slow.go.release()
     await second
-    assert kept_steps(tmp_path) == [1], "the previous step must be on disk"
+    assert trajectory_steps(tmp_path) == [1], "the previous step must be on disk"
     finished = asyncio.create_task(keeper.finish())
     assert await still_waits(finished), "a checkpoint must wait"
     slow.go.release()
     await finished
-    assert kept_steps(tmp_path) == [1, 2]
+    assert trajectory_steps(tmp_path) == [1, 2]
     keeper.close()
 
 
-def test_closing_waits_for_the_last_trajectories(keeper: Keeper, slow: Slow, tmp_path: Path) -> None:
+def test_closing_waits_for_the_last_trajectories(keeper: TrajectoryWriter, slow: Slow, tmp_path: Path) -> None:
     """A failed run has no event loop any more."""
     asyncio.run(keeper.begin(1, [group(1)], None))
     closing = threading.Thread(target=keeper.close)
     closing.start()
     assert slow.begun.acquire(timeout=300)
-    assert kept_steps(tmp_path) == []
+    assert trajectory_steps(tmp_path) == []
     slow.go.release()
     closing.join(300)
-    assert kept_steps(tmp_path) == [1]
+    assert trajectory_steps(tmp_path) == [1]
 
 
 async def test_full_disk_gives_one_warning_and_ends_the_keeping(
-    keeper: Keeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    keeper: TrajectoryWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -285,11 +285,11 @@ async def test_full_disk_gives_one_warning_and_ends_the_keeping(
     assert str(tmp_path / "trajectories" / "step_000002.jsonl.gz") in record.getMessage()
 
 
-async def test_other_write_errors_are_raised(keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_other_write_errors_are_raised(keeper: TrajectoryWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ValueError("a sample without log-probs")
 
-    monkeypatch.setattr(module, "write_kept", broken)
+    monkeypatch.setattr(module, "write_trajectories", broken)
     await keeper.begin(1, [group(1)], None)
     with pytest.raises(ValueError, match="without log-probs"):
         await keeper.begin(2, [group(2)], None)

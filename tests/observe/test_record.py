@@ -19,16 +19,16 @@ from rich.console import Console
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import GuardsConfig, RunConfig, TrackingConfig
 from rlsys.data.trajectory import Group
-from rlsys.observe.environment import read_lives
+from rlsys.observe.environment import read_launches
 from rlsys.observe.guards import Alarm
-from rlsys.observe.kept import kept_steps, write_row
+from rlsys.observe.kept import trajectory_steps, write_row
 from rlsys.observe.records import read_metrics
 from rlsys.observe.run_folder import open_run
 from rlsys.observe.spans import Tracer
 from rlsys.observe.status import Progress
 from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
 from rlsys.orchestrator.evaluation.scores import scores_of
-from rlsys.orchestrator.pipeline.scheduler import Ended, Reason, Stage
+from rlsys.orchestrator.pipeline.scheduler import DropReason, GroupOutcome, GroupStage
 from rlsys.orchestrator.run_logger import History, RunLogger, update_metrics
 from rlsys.trainer.batches import Flops
 from tests.support.trajectories import question, rewarded, trajectory
@@ -77,13 +77,16 @@ class Run:
             pass
         alarms = self.record.step(step, GROUPS, [{"actor/entropy": entropy}], {})
         asyncio.run(self.kept(step))
-        ends = (Ended(2 * step, f"q:{2 * step}", Stage.trained), Ended(2 * step + 1, "q:x", Reason.stale))
+        ends = (
+            GroupOutcome(2 * step, f"q:{2 * step}", GroupStage.trained),
+            GroupOutcome(2 * step + 1, "q:x", DropReason.stale),
+        )
         self.record.prompts(step, ends)
         return alarms
 
     async def kept(self, step: int) -> None:
         await self.record.trajectories(step, GROUPS)
-        await self.record.trajectories_kept()
+        await self.record.trajectories_written()
 
 
 def test_updates_are_merged_by_mean_maximum_and_minimum() -> None:
@@ -168,13 +171,13 @@ def test_resumed_run_records_the_same_as_an_uninterrupted_one(tmp_path: Path) ->
     resumed = Run(folder, history=history, patience=3, entropy_floor=0.5)
     assert resumed.record.history(3) == history
     # Readers before the next step must see nothing of the lost steps.
-    assert [one.step for one in open_run(folder).timeline()] == kept_steps(folder) == [1, 2, 3]
+    assert [one.step for one in open_run(folder).timeline()] == trajectory_steps(folder) == [1, 2, 3]
     for step in (4, 5, 6):
         assert [str(alarm) for alarm in resumed.step(step, entropies[step])] == expected[step]
     resumed.record.close()
     assert content(folder) == content(tmp_path / "whole")
     assert [one.step for one in open_run(folder).timeline()] == [1, 2, 3, 4, 5, 6]
-    assert [life.after_step for life in read_lives(folder)] == [0, 3]
+    assert [life.after_step for life in read_launches(folder)] == [0, 3]
     assert resumed.printed.getvalue().count("Warning: actor/entropy") == 1
 
 
@@ -213,7 +216,7 @@ def test_resume_keeps_evaluations_up_to_its_step_and_removes_partial_files(tmp_p
     assert [resumed.record.em_of(step) for step in range(5)] == [0.0, None, 1.0, 1.0, None]
     left_over = {path.name for path in (tmp_path / "evaluations").iterdir() if path.suffix != ".jsonl"}
     assert left_over == {"step_000000.json", "step_000002.json", "step_000003.json", "step_000009.json.old"}
-    assert kept_steps(tmp_path) == [2, 3]
+    assert trajectory_steps(tmp_path) == [2, 3]
     assert len(list((tmp_path / "trajectories").iterdir())) == 2
     resumed.record.evaluation(evaluation(4, 0.0))
     assert resumed.record.em_of(4) == 0.0

@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rlsys.config.schema import TrackingConfig, WandbMode
 from rlsys.errors import RunError
 from rlsys.observe.records import LineLog, read_metrics
-from rlsys.observe.trackers import Resumed, Told, Trackers, WandbTracker, open_trackers
+from rlsys.observe.trackers import LoggedRow, ResumePoint, Trackers, WandbTracker, open_trackers
 
 METRICS = {"critic/score/mean": 0.25, "time/step": float("nan"), "note": "text"}
 
@@ -37,7 +37,7 @@ def test_curves_of_a_resumed_run_have_each_step_once(tmp_path: Path) -> None:
         if step in (3, 5):
             killed.log_evaluation(step, {"eval/em": step / 4})
     killed.close()
-    resumed = open_trackers(config, tmp_path, {}, Resumed(3, {}, counts, ()))
+    resumed = open_trackers(config, tmp_path, {}, ResumePoint(3, {}, counts, ()))
     assert resumed.ids == {}
     for step in (4, 5, 6):
         resumed.log(step, {"loss": step / 8})
@@ -74,21 +74,21 @@ def test_resumed_offline_wandb_run_has_each_step_once(tmp_path: Path, monkeypatc
     rows: list[dict[str, float]] = []
     fake_wandb(monkeypatch, rows)
 
-    def live(resumed: Resumed | None, *steps: int) -> str:
+    def live(resumed: ResumePoint | None, *steps: int) -> str:
         tracker = WandbTracker(tmp_path, "run", TrackingConfig(), {}, resumed)
         for step in steps:
             tracker.log(step, {"loss": 10.0 * step if resumed else step})
         return tracker.id
 
-    counts = [Told(1, {"loss": 1.0}, 1e9), Told(2, {"loss": 2.0}, 1e9 + 1)]
+    counts = [LoggedRow(1, {"loss": 1.0}, 1e9), LoggedRow(2, {"loss": 2.0}, 1e9 + 1)]
     first = live(None, 1, 2, 3, 4)
-    assert live(Resumed(2, {"wandb": first}, 0, counts), 3, 4) == first
+    assert live(ResumePoint(2, {"wandb": first}, 0, counts), 3, 4) == first
     shown = [(row["trainer/step"], row["loss"]) for row in rows]
     assert shown[4:] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
     (part,) = (tmp_path / "wandb").iterdir()
-    assert live(Resumed(2, {}, 0, counts), 3) != first
+    assert live(ResumePoint(2, {}, 0, counts), 3) != first
     (part / "run.wandb.synced").touch()
-    assert live(Resumed(2, {"wandb": first}, 0, counts), 3) == first
+    assert live(ResumePoint(2, {"wandb": first}, 0, counts), 3) == first
     assert len(rows) == 10, "the branch and the uploaded run log one row each"
     assert part.exists()
 
@@ -142,8 +142,8 @@ def test_failing_tracker_is_dropped_with_one_warning(
 
 @pytest.mark.slow
 def test_real_offline_wandb_run_is_replaced_on_resume(tmp_path: Path) -> None:
-    told, ids = [Told(1, {"loss": 1.0}, 1e9)], {}
-    for resumed in (None, Resumed(1, ids, 0, told)):
+    told, ids = [LoggedRow(1, {"loss": 1.0}, 1e9)], {}
+    for resumed in (None, ResumePoint(1, ids, 0, told)):
         tracker = WandbTracker(tmp_path, "run", TrackingConfig(), {}, resumed)
         tracker.log(2, {"loss": 2.0})
         tracker.close()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rlsys.observe.kept import Kept
+from rlsys.observe.kept import TrajectoryRecord
 from rlsys.report.drift import (
     ERROR,
     HISTOGRAM_EDGES,
@@ -55,7 +55,7 @@ OUTPUTS = st.one_of(
 TURNS = st.lists(st.tuples(OUTPUTS, TEXTS), min_size=1, max_size=4)
 
 
-def drift_report(kept: Iterable[Kept], sampling: dict[str, Any]) -> DriftReport:
+def drift_report(kept: Iterable[TrajectoryRecord], sampling: dict[str, Any]) -> DriftReport:
     by_step = groupby(kept, key=lambda one: one.step)
     return report_of([tally_step(step, those, sampling) for step, those in by_step], sampling)
 
@@ -64,7 +64,7 @@ def row_of(report: DriftReport, cause: Cause) -> CauseDrift:
     return next(row for row in report.causes if row.cause is cause)
 
 
-def as_drawn(one: Kept, prompt: str, turns: list[tuple[list[int], str]]) -> dict[int, float]:
+def as_drawn(one: TrajectoryRecord, prompt: str, turns: list[tuple[list[int], str]]) -> dict[int, float]:
     """Engine log-probs of the trained tokens that follow the same prefix as when they were drawn, by place."""
     text, found = prompt, {}
     tokens = one.token_ids.tolist()

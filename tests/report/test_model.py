@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.data.trajectory import Action
-from rlsys.observe.kept import Kept, read_kept_step
+from rlsys.observe.kept import TrajectoryRecord, read_step_trajectories
 from rlsys.observe.run_folder import open_run
 from rlsys.report.report_page import compressed, inline_json
-from rlsys.report.run_model import ANSWERS, CHUNK, Memory, TrajectoryIndex, build, read_chunk, row_of, runs_of
+from rlsys.report.run_model import ANSWERS, CHUNK, ModelCache, TrajectoryIndex, build, read_chunk, row_of, runs_of
 from tests.support.answers import SEARCH, answered, asked, turn
 from tests.support.damage import LEVELS, holding
 from tests.support.made_run import Maker, Size, add_measured, made_run
@@ -41,7 +41,7 @@ def test_runs_keep_every_token_with_its_figures(seed: int, kinds: list[str]) -> 
     sampled = draws.normal(-1, 0.5, size + 2).astype(np.float32)
     sampled[2:][np.array([kind == "x" for kind in kinds], bool)] = np.nan
     turns = np.cumsum(draws.random(size + 2) < 0.2)
-    kept: Kept = replace(
+    kept: TrajectoryRecord = replace(
         Maker(Size(steps=1)).kept(1, 0, 0),
         prompt_length=2,
         token_ids=np.arange(size + 2, dtype=np.int32),
@@ -163,10 +163,10 @@ def test_steps_are_read_once_and_again_after_a_change(tmp_path: Path, monkeypatc
 
     def reading(path: Path, step: int, problem: Any) -> Any:
         read.append(step)
-        return read_kept_step(path, step, problem)
+        return read_step_trajectories(path, step, problem)
 
-    monkeypatch.setattr("rlsys.report.run_model.read_kept_step", reading)
-    memory = Memory()
+    monkeypatch.setattr("rlsys.report.run_model.read_step_trajectories", reading)
+    memory = ModelCache()
 
     def same_as_new() -> bool:
         found, new = memory.build(open_run(folder), audited=False), build([open_run(folder)], audited=False)

@@ -1,4 +1,4 @@
-"""A whole worker on a real SGLang engine, and what tests do with it."""
+"""A rollout worker on a real SGLang engine, with helpers for its tests."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ QUESTION = Question(uid="q1", prompt=tiny.FIRST.prompt, answers=("Paris",))
 
 @dataclass
 class Bench:
-    """What the tests share. Each begins with `bring`, and so depends on no other."""
+    """Worker and models that tests share. Each test begins with `bring`, so that it depends on no other."""
 
     worker: RolloutWorker
     rollout: RolloutConfig
     words: PreTrainedTokenizerFast
     first: Qwen2ForCausalLM
-    """Has learnt `tiny.FIRST`."""
+    """Model that has learnt `tiny.FIRST`."""
     second: Qwen2ForCausalLM
-    """Has learnt `tiny.SECOND`."""
+    """Model that has learnt `tiny.SECOND`."""
     search: tiny.Search
     models: dict[int, Qwen2ForCausalLM] = field(default_factory=dict)
-    """By version."""
+    """Version -> model."""
 
     @property
     def engine(self) -> Engine:
@@ -45,20 +45,20 @@ class Bench:
         return self.words(text)["input_ids"]
 
     def new_version(self, model: Qwen2ForCausalLM) -> int:
-        """The number under which the engine is to know `model`."""
+        """Return a new version number for `model`."""
         version = max(self.models, default=0) + 1
         self.models[version] = model
         return version
 
     async def bring(self, model: Qwen2ForCausalLM) -> int:
-        """Update the engine to `model`; the new version."""
+        """Update the engine to `model`; return the new version."""
         self.search.answering.set()  # A test that failed may have left it waiting.
         version, total = await self.stage(model)
         await self.worker.finish_update(version, total)
         return version
 
     async def stage(self, model: Qwen2ForCausalLM) -> tuple[int, str]:
-        """All of an update to `model` but its end: version and digest."""
+        """Send `model` without the switch; return its version and digest."""
         version = self.new_version(model)
         buckets = list(pack(model.named_parameters(), bucket_bytes=40_000))
         assert len(buckets) > 2
@@ -68,14 +68,14 @@ class Bench:
         return version, digest_of(buckets)
 
     async def until_generating(self, requests: int, tokens: int = 50) -> None:
-        """Wait until so many requests have brought `tokens` tokens each; SGLang reports every 50."""
-        # Non-streaming callers see nothing of a request before its end; SGLang's own state does.
+        """Wait until so many requests have `tokens` tokens each; SGLang reports every 50."""
+        # A request that is not streamed shows its tokens only at its end; SGLang's own state has them.
         states = self.engine._sglang._manager.rid_to_state
         while sum(len(state.output_ids) >= tokens for state in states.values()) < requests:
             await asyncio.sleep(0.01)
 
     def assert_logprobs(self, input_ids: list[int], generation: Generation) -> None:
-        """Each token's log-prob is that of transformers with the weights that the token names."""
+        """Check each token's log-prob against transformers with the weights of the token's version."""
         ids = [*input_ids, *generation.token_ids]
         versions = np.array(generation.versions)
         assert len(versions) == len(generation.token_ids) == len(generation.logprobs)
@@ -86,7 +86,7 @@ class Bench:
 
 
 def endless(model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """A copy that never greedily says the end-of-sequence token: its logit is 0, below the largest."""
+    """Return a copy whose end-of-sequence token has the logit 0, which is never the largest."""
     copy = deepcopy(model)
     with torch.no_grad():
         copy.model.embed_tokens.weight[words.eos_token_id] = 0.0
@@ -98,13 +98,13 @@ def greedy(max_new_tokens: int, stop: tuple[str, ...] = ()) -> TurnSampling:
 
 
 def greedy_by_transformers(model: Qwen2ForCausalLM, ids: list[int], tokens: int) -> list[int]:
-    """At most `tokens` tokens after `ids`."""
+    """Return at most `tokens` greedy tokens after `ids`."""
     said = model.generate(torch.tensor([ids]), max_new_tokens=tokens, do_sample=False)
     return said[0].tolist()[len(ids) :]
 
 
 def logprobs_of(model: Qwen2ForCausalLM, ids: Iterable[int], temperature: float = 1.0) -> torch.Tensor:
-    """[seq - 1] log-prob of each token after the first, by transformers."""
+    """Return the log-prob by transformers of each token after the first [seq - 1]."""
     tokens = torch.tensor([list(ids)])
     with torch.no_grad():
         logits = model(input_ids=tokens).logits[0, :-1] / temperature

@@ -1,6 +1,6 @@
 """One worker on one real engine for all tests of this folder.
 
-Not for a whole session: SGLang ends all children of a process, also those of another engine that a later test starts.
+It does not live for a whole session: SGLang ends all children of a process, also of an engine that a later test starts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
         )
         before, handlers = set(psutil.Process().children(recursive=True)), set(logging.getLogger().handlers)
         await worker.start()
-        assert handlers <= set(logging.getLogger().handlers), "SGLang takes no handler away"
+        assert handlers <= set(logging.getLogger().handlers), "SGLang removes no log handler"
         started = set(psutil.Process().children(recursive=True)) - before
         assert started
         yield Bench(worker, rollout, words, first, second, search)
@@ -42,7 +42,7 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
         shared = {path for path in mapped if path.startswith("/dev/shm/") and Path(path).exists()}
         assert shared
         await worker.stop()
-        assert not [path for path in shared if Path(path).exists()], "memory that was shared is given back"
+        assert not [path for path in shared if Path(path).exists()], "shared memory is removed"
         living = [process for process in started if process.is_running()]
-        # Python's resource tracker, which SGLang ends too, is joined when Python next needs one.
+        # SGLang also ends Python's resource tracker, a zombie until Python needs the next one.
         assert {process.status() for process in living} <= {psutil.STATUS_ZOMBIE}

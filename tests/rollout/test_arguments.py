@@ -1,4 +1,4 @@
-"""The arguments that SGLang is started with, on a GPU too, which they do not need; and what is refused before."""
+"""Tests of SGLang's arguments for a CPU and a GPU, and of settings that are refused before a start."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def arguments(
     return Engine(str(folder), config, device, seed=3, memory_saver=memory_saver)._arguments()
 
 
-def test_a_gpu_gets_sglangs_own_choices_but_for_experts_and_a_cpu_its_own(tmp_path: Path) -> None:
+def test_backends_are_sglangs_defaults_on_a_gpu_except_for_experts(tmp_path: Path) -> None:
     dense = arguments(tmp_path / "dense", Qwen2Config(), CONFIG, Device.gpu)
     assert (dense["tp_size"], dense["mem_fraction_static"], dense["random_seed"]) == (2, 0.6, 3)
     chosen = {"device", "attention_backend", "moe_runner_backend", "enable_memory_saver", *NO_GRAPHS}
     assert not dense.keys() & chosen
-    # Experts are predicted as they were sent: gate, then up, no row elsewhere.
+    # The expected hashes need experts as they are sent: gate, then up, in this order of rows.
     experts = arguments(tmp_path / "experts", EXPERTS, CONFIG, Device.gpu)
     assert experts == {**dense, "model_path": experts["model_path"], "moe_runner_backend": "triton"}
     no_graphs = replace(CONFIG, cuda_graphs=False)
@@ -51,7 +51,7 @@ def test_a_gpu_gets_sglangs_own_choices_but_for_experts_and_a_cpu_its_own(tmp_pa
 
 
 @pytest.mark.engine
-def test_sglang_knows_every_argument_and_value(tmp_path: Path) -> None:
+def test_sglang_has_every_argument_and_value(tmp_path: Path) -> None:
     sglang_cpu.prepare(Device.cpu)
     import msgspec
     from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
@@ -91,14 +91,14 @@ def test_sglang_keeps_the_nccl_settings_of_a_worker(nvls: str, monkeypatch: pyte
         ("missing", "search.token_env", 1000, SearchConfig(url="http://127.0.0.1:1", token_env="RLSYS_NO_TOKEN_HERE")),
     ],
 )
-def test_a_worker_that_could_not_work_is_refused(code: Code, key: str, room: int, search: SearchConfig) -> None:
+def test_worker_without_room_server_or_token_is_refused(code: Code, key: str, room: int, search: SearchConfig) -> None:
     rollout = RolloutConfig(engine=EngineConfig(kv_cache_tokens=room))
     task = TaskConfig(train_path="", eval_path="", max_total_tokens=1000)
     with refused(code, key):
         RolloutWorker(str(POLICY), rollout, task, search, Device.cpu, seed=0)
 
 
-def test_answers_are_drawn_from_the_whole_vocabulary_unless_as_rollouts() -> None:
+def test_evaluation_samples_from_the_whole_vocabulary_unless_as_rollouts() -> None:
     rollouts = SamplingConfig(temperature=0.7, top_p=0.9, top_k=20, stop=["</a>"])
     assert evaluation_sampling(rollouts, 0.5, as_rollouts=False) == TurnSampling(0.5, 1.0, -1, ("</a>",))
     assert evaluation_sampling(rollouts, 0.0, as_rollouts=True) == TurnSampling(0.7, 0.9, 20, ("</a>",))

@@ -1,11 +1,10 @@
-"""A staged version: what it takes, refuses and hands out, and what it predicts that the engine will hold.
+"""Tests of a staged version: buckets, checksums, and the predicted tensors of each rank.
 
-Tensors are filled so that each row says where it comes from.
+Each row of a tensor is filled with a number that identifies it.
 """
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import pytest
@@ -22,45 +21,40 @@ def staged() -> StagedVersion:
     return StagedVersion(3, Layout(tp=1, kv_heads=1, tied=True, dtype=torch.float32), sha256_prefix)
 
 
-@pytest.mark.parametrize("how", ["from host memory", "kept on a device", "moved", "moved later"])
-def test_what_is_handed_out_is_what_came_however_the_lent_memory_changes(how: str) -> None:
+@pytest.mark.parametrize("case", ["from host memory", "kept on a device", "moved", "moved later"])
+def test_staged_tensors_are_those_received_though_the_lent_memory_changes(case: str) -> None:
     version = staged()
     room = torch.empty(10_000, dtype=torch.uint8)
-    (bucket,) = pack(TENSORS, bucket_bytes=1 << 20) if how == "from host memory" else [pack_into(room, TENSORS)]
-    version.take(bucket, to_host=how == "moved")
+    (bucket,) = pack(TENSORS, bucket_bytes=1 << 20) if case == "from host memory" else [pack_into(room, TENSORS)]
+    version.stage(bucket, to_host=case == "moved")
     bucket.data[:] = 255
-    if how == "moved later":
-        version.leave_device()
+    if case == "moved later":
+        version.move_to_host()
     assert version.nbytes == bucket.flat.nbytes
     version.check(3, digest_of([bucket]))
-    (out,) = version.hand_out()
+    (out,) = version.pop_buckets()
     for (record, arrived), (name, tensor) in zip(unpack(out), TENSORS, strict=True):
         assert record.name == name
         assert torch.equal(arrived, tensor)
-    assert list(version.hand_out()) == [], "handed out twice, and so held twice"
+    assert list(version.pop_buckets()) == [], "tensors are kept after they were handed out"
     assert version.mismatches([{name: sha256_prefix(tensor) for name, tensor in TENSORS}]) == []
     with pytest.raises(ChecksumError, match=TENSORS[0][0]):
-        staged().take(bucket, to_host=how == "moved")
+        staged().stage(bucket, to_host=case == "moved")
 
 
-def test_what_was_not_sent_is_refused() -> None:
+def test_other_digest_or_version_is_refused() -> None:
     version = staged()
     (bucket,) = pack(TENSORS, bucket_bytes=1 << 20)
     with pytest.raises(ChecksumError):
         version.check(3, digest_of([bucket]))
-    version.take(bucket)
+    version.stage(bucket)
     version.check(3, digest_of([bucket]))
     with pytest.raises(ChecksumError):
         version.check(4, digest_of([bucket]))
 
 
-def test_the_hash_is_eight_bytes_of_sha256() -> None:
-    tensor = torch.tensor([[1.5, -2.0]], dtype=torch.bfloat16)
-    assert sha256_prefix(tensor) == hashlib.sha256(bytes.fromhex("c03f00c0")).hexdigest()[:16]
-
-
 def rows(first: int, count: int, width: int = 2) -> torch.Tensor:
-    """Row i is filled with `first + i`."""
+    """Return a matrix whose row i is filled with `first + i`."""
     return torch.arange(first, first + count, dtype=torch.float32)[:, None].repeat(1, width)
 
 
@@ -99,10 +93,10 @@ PADDED = layout(tp=1, width_padding=4)
         (PADDED, {"down_proj": torch.tensor([[1.0, 2.0, 3.0]])}, "down_proj.weight", [[1, 2, 3, 0]]),
     ],
 )  # fmt: skip
-def test_each_rank_is_predicted_to_hold(
+def test_tensor_of_each_rank_is_predicted(
     layout: Layout, sent: dict[str, torch.Tensor], name: str, held: list[list[float]]
 ) -> None:
-    """Shown by the first column of a matrix, or its only row."""
+    """`held` is the first column of each rank's matrix, or its only row."""
     seen: list[list[float]] = []
 
     def remember(tensor: torch.Tensor) -> str:
@@ -116,13 +110,13 @@ def test_each_rank_is_predicted_to_hold(
     assert [seen[int(key)] for hashes in version.hashes for key in hashes.values()] == held
 
 
-def test_every_kind_of_difference_is_named() -> None:
+def test_missing_extra_and_changed_tensors_are_named() -> None:
     version = StagedVersion(0, layout(tp=1, experts=2), sha256_prefix)
     norm = torch.tensor([1.0])
     for name in ("norm.weight", "extra.weight", "changed.weight"):
         version.predict(name, norm)
     version.predict("m.up_proj.weight", rows(0, 2))
-    version.predict("lm_head.weight", rows(0, 2))  # Tied, so the engine holds none.
+    version.predict("lm_head.weight", rows(0, 2))  # Tied: the engine has none.
     version.predict("m.experts.1.down_proj.weight", rows(0, 2))
     reported = {"norm.weight": sha256_prefix(norm), "unsent.weight": sha256_prefix(norm)}
     reported["changed.weight"] = sha256_prefix(norm + 1e-6)

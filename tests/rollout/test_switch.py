@@ -1,4 +1,4 @@
-"""An engine over a scripted SGLang: its switch, its gate, its start and its streamed answers; nobody is left waiting."""
+"""Tests of an engine on a scripted SGLang: weight switch, drain lock, start, streamed answers."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ SAMPLING = TurnSampling(temperature=0.0, max_new_tokens=1)
 
 
 def part(*tokens: int, finish: dict[str, Any] | None = None) -> dict[str, Any]:
-    """As SGLang repeats what it has said so far."""
+    """Return a part of a stream, which in SGLang has all tokens so far."""
     logprobs = [(-0.5, token, None) for token in tokens]
     return {"meta_info": {"output_token_logprobs": logprobs, "finish_reason": finish}}
 
 
 class Script:
-    """An SGLang that holds one tensor, logs what it is told, and answers the step `broken` as `how` does."""
+    """An SGLang that holds one tensor, logs its calls, and answers the step `broken` by `how`."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.broken = ""
         self.how: Callable[[Script], Awaitable[tuple[bool, str]]] = hang
         self.stray = False
-        """It loads other values than it is given."""
+        """True if it loads other values than it is given."""
         self.holds: dict[str, str] = {}
         self.reached = asyncio.Event()
         self.paused = False
@@ -79,7 +79,7 @@ class Script:
 
     async def async_generate(self, *, input_ids: list[int], rid: str, **_options: object) -> dict[str, Any]:
         if input_ids == [0]:
-            await asyncio.Event().wait()  # Runs for ever.
+            await asyncio.Event().wait()
         output = part(7, finish={"type": "stop"})
         output["meta_info"] |= {"id": rid, "weight_version": "0", "cached_tokens": 0}
         return output
@@ -115,7 +115,7 @@ def generate(engine: Engine, ids: list[int]) -> asyncio.Task[object]:
     return asyncio.create_task(engine.generate(ids, SAMPLING, "r"))
 
 
-async def refused_to_all(*asked: Awaitable[object]) -> None:
+async def all_are_refused(*asked: Awaitable[object]) -> None:
     for call in asked:
         with pytest.raises(RunError, match="refused a weight update"):
             await asyncio.wait_for(call, timeout=60)
@@ -130,7 +130,7 @@ async def refused_to_all(*asked: Awaitable[object]) -> None:
         ("checksums", AsyncMock(return_value=(False, "it would not")), RunError),
     ],
 )
-async def test_a_switch_that_breaks_refuses_all_and_another_heals(
+async def test_failed_switch_refuses_requests_until_another_succeeds(
     engine: Engine, script: Script, step: str, how: Any, raised: type[BaseException]
 ) -> None:
     script.broken, script.how = step, how
@@ -146,7 +146,7 @@ async def test_a_switch_that_breaks_refuses_all_and_another_heals(
         update.cancel()
     with pytest.raises(raised):
         await update
-    await refused_to_all(running, waiting, generate(engine, [1]))
+    await all_are_refused(running, waiting, generate(engine, [1]))
     assert script.log[-2:] == ["abort_all", "resume"]
     assert not script.paused
     assert (engine.version, engine.running, engine.counts.updates) == (0, 0, 0)
@@ -157,7 +157,7 @@ async def test_a_switch_that_breaks_refuses_all_and_another_heals(
 
 
 @pytest.mark.parametrize("wrong", ["digest", "bucket", "tensor"])
-async def test_an_update_that_is_not_what_was_sent_is_refused_to_all(
+async def test_update_that_differs_from_what_was_sent_refuses_requests(
     engine: Engine, script: Script, wrong: str
 ) -> None:
     running = generate(engine, [0])
@@ -171,13 +171,13 @@ async def test_an_update_that_is_not_what_was_sent_is_refused_to_all(
         await (engine.load_bucket(bucket) if wrong == "bucket" else finish)
     finish.close()
     script.stray = False
-    await refused_to_all(running, generate(engine, [1]))
+    await all_are_refused(running, generate(engine, [1]))
     assert engine.version == 0
     await engine.finish_update(2, await stage(engine, 2))
     await generate(engine, [1])
 
 
-async def test_who_dies_in_a_switch_is_dead_to_all_and_not_refusing(engine: Engine, script: Script) -> None:
+async def test_death_during_a_switch_ends_every_call_with_the_process_id(engine: Engine, script: Script) -> None:
     sglang = psutil.Popen(["sleep", "600"])
     engine._liveness = Liveness("The engine", [sglang])
     script.broken, script.how = "load_bucket", hang
@@ -193,22 +193,22 @@ async def test_who_dies_in_a_switch_is_dead_to_all_and_not_refusing(engine: Engi
     sglang.wait()
 
 
-async def test_who_sleeps_waits_for_a_bucket_that_is_being_staged(
+async def test_sleep_waits_for_a_bucket_that_is_being_staged(
     engine: Engine, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, may_end = threading.Event(), threading.Event()
-    taken = StagedVersion.take
+    taken = StagedVersion.stage
 
     def take(self: StagedVersion, bucket: Bucket, to_host: bool = False) -> None:
         begun.set()
         assert may_end.wait(60)
         taken(self, bucket, to_host)
 
-    monkeypatch.setattr(StagedVersion, "take", take)
+    monkeypatch.setattr(StagedVersion, "stage", take)
     await engine.begin_update(1)
     bucket = pack_into(torch.empty(100, dtype=torch.uint8), [(NAME, torch.ones(4))])
     left: list[str] = []
-    monkeypatch.setattr(StagedVersion, "leave_device", lambda update: left.append(f"{update.nbytes} bytes"))
+    monkeypatch.setattr(StagedVersion, "move_to_host", lambda update: left.append(f"{update.nbytes} bytes"))
     staging = asyncio.create_task(engine.load_bucket(bucket))
     await asyncio.to_thread(begun.wait, 60)
     sleeping = asyncio.create_task(engine.sleep())
@@ -220,17 +220,17 @@ async def test_who_sleeps_waits_for_a_bucket_that_is_being_staged(
     assert (left, script.log) == (["16 bytes"], ["sleep"])
 
 
-async def test_a_gate_closes_once_all_have_left_and_lets_nobody_in_meanwhile() -> None:
-    gate, leave, happened = DrainLock(), asyncio.Event(), list[str]()
+async def test_closing_drain_lock_waits_for_those_inside_and_blocks_others() -> None:
+    lock, leave, happened = DrainLock(), asyncio.Event(), list[str]()
 
     async def visit(name: str) -> None:
-        async with gate.inside():
+        async with lock.inside():
             happened.append(f"{name} is in")
             await leave.wait()
         happened.append(f"{name} is out")
 
     async def close(name: str) -> None:
-        async with gate.closed():
+        async with lock.closed():
             happened.append(f"{name} has closed")
             await asyncio.sleep(0)
             happened.append(f"{name} opens")
@@ -238,8 +238,12 @@ async def test_a_gate_closes_once_all_have_left_and_lets_nobody_in_meanwhile() -
     visits = [asyncio.create_task(visit(name)) for name in "ab"]
     await asyncio.sleep(0)
     rest = [asyncio.create_task(each) for each in (close("x"), visit("late"), close("y"))]
+    cancelled = asyncio.create_task(visit("cancelled"))
     for _ in range(10):
         await asyncio.sleep(0)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
     assert happened == ["a is in", "b is in"], "neither closed nor open to others"
     leave.set()
     async with asyncio.timeout(60):
@@ -248,7 +252,7 @@ async def test_a_gate_closes_once_all_have_left_and_lets_nobody_in_meanwhile() -
     assert happened[4:] == ["x has closed", "x opens", "late is in", "late is out", "y has closed", "y opens"]
 
 
-async def test_a_start_out_of_time_ends_what_it_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_start_that_times_out_ends_the_processes_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(str(POLICY), EngineConfig(start_timeout_s=0.05), Device.cpu, seed=0)
     started: list[subprocess.Popen[bytes]] = []
 
@@ -271,7 +275,7 @@ async def stream(*parts: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
     return told()
 
 
-async def test_the_last_part_of_a_stream_is_the_answer_all_are_heard_and_a_refusal_is_raised() -> None:
+async def test_stream_returns_its_last_part_and_raises_a_refusal() -> None:
     heard: list[list[int]] = []
     last = part(1, 2, 3, finish={"type": "abort", "message": "Aborted", "status_code": None})
     assert await read_stream(stream(part(1), last), heard.append) == last
@@ -283,7 +287,7 @@ async def test_the_last_part_of_a_stream_is_the_answer_all_are_heard_and_a_refus
         await read_stream(stream(), heard.append)
 
 
-def test_versions_that_do_not_cover_the_tokens_are_an_error() -> None:
+def test_versions_must_cover_all_tokens() -> None:
     output = part(1, 2, 3, 4, 5, finish={"type": "stop"})
     spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 5}]
     output["meta_info"] |= {"id": "r", "weight_version": "9", "weight_versions": spans}

@@ -1,4 +1,4 @@
-"""One corpus, one encoder and one index for the tests of this folder, and the reference that they are held against."""
+"""Fixtures of the search tests: a small corpus, its encoder and index, and brute-force scores to compare with."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index.dense import VectorRetriever, build
+from tests.search.tiny_encoders import bert, save
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +43,12 @@ def corpus_path(passages: list[dict[str, Any]], tmp_path_factory: pytest.TempPat
 @pytest.fixture(scope="session")
 def encoder() -> Encoder:
     return Encoder.load("minilm")
+
+
+@pytest.fixture(scope="session")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> EncoderSpec:
+    """An encoder of 16 dimensions."""
+    return EncoderSpec(save(bert(), tmp_path_factory.mktemp("encoder") / "e5-tiny"))
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +82,7 @@ def brute_force(
 
 
 def children_of(module: str) -> set[psutil.Process]:
-    """The living children of this process that run `python -m module`."""
+    """Return the running child processes that were started as `python -m module`."""
     found = set()
     for child in psutil.Process().children():
         with suppress(psutil.Error):
@@ -85,5 +92,5 @@ def children_of(module: str) -> set[psutil.Process]:
 
 
 def encoder_workers() -> set[psutil.Process]:
-    """The living encoders that this process has started."""
+    """Return the running encoder processes of this process."""
     return children_of("rlsys.search.encoders.process")

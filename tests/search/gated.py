@@ -1,4 +1,4 @@
-"""Retrievers whose stages wait for the test, and an application around them, for the tests of the server."""
+"""Test doubles of the server tests: a retriever whose stages wait for the test, a reranker, pages, and a client."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rlsys.search.server.contract import ServerLimits
 
 
 class Gated:
-    """Finds `query/rank` for a query; each stage says that it has begun and waits until it may go on.
+    """Retriever that finds `query/rank` for a query; each stage records its input and waits for its gate.
 
-    Closed gates stay so until the test opens them; `seen` and `found` hold what came into the stages.
+    A closed gate stays closed until the test opens it. `seen` and `found` hold the inputs of the stages.
     """
 
     def __init__(self, parallel: int = 1, *, prepare_open: bool = True, find_open: bool = True) -> None:
@@ -62,7 +62,7 @@ class Gated:
         return {"kind": "gated", "passages": 7}
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to release."""
 
 
 class Lengths:
@@ -80,7 +80,7 @@ class Lengths:
 
 
 class Pages:
-    """Two pages."""
+    """Page store of two pages."""
 
     known: Mapping[str, Mapping[str, Any]] = {
         url: {"url": url, "contents": f"page of {url}"} for url in ("https://a.example/", "https://b.example/")
@@ -97,7 +97,7 @@ class Pages:
 async def in_process(
     retriever: Any, limits: ServerLimits | None = None, **options: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of an application of this process and event loop."""
+    """Yield a client of an application in this process and event loop."""
     app = create_app(retriever, 3, limits, **options)
     transport = httpx.ASGITransport(app)
     async with (
@@ -108,7 +108,7 @@ async def in_process(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Give the loop and the threads their turns until `condition` holds."""
+    """Yield to the loop and the threads until `condition` holds."""
     async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)

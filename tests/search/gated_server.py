@@ -1,13 +1,12 @@
-"""A server process that needs no index: `python -m tests.search.gated_server`, with the flags of `rlsys search serve`.
+"""Server process that needs no index: `python -m tests.search.gated_server`, with the flags of `rlsys search serve`.
 
-Each search prints `finding` and waits for a line on standard input, unless the server is told to answer at once; the
+Each search prints `finding` and waits for a line on standard input, unless the server is told to answer at once. The
 retriever prints `closed` when it is closed.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ MODULE = "tests.search.gated_server"
 
 
 class GatedServer(SearchServer):
-    """A `SearchServer` whose process finds `query/rank` for a query, at once."""
+    """A `SearchServer` whose process answers each query with `query/rank`, at once."""
 
     def __init__(self, log: Path, *, port: int = 0, options: Sequence[str] = ()) -> None:
         words = [MODULE, "at-once", "--max-batch", "4", *options]
@@ -46,15 +45,12 @@ def main() -> int:
     parser.add_argument("--device")
     parser.add_argument("--shutdown-s", type=float, default=command._SHUTDOWN_S)
     parser.add_argument("--force-s", type=float, default=command._FORCE_S)
-    parser.add_argument("--files", type=int, help="that it may have open")
     parser.add_argument("--full", action="store_true", help="with a reranker and pages")
     return command._run(parser, None, "pace", _load)
 
 
 def _load(given: argparse.Namespace) -> tuple[Gated, Pages | None]:
     command._SHUTDOWN_S, command._FORCE_S = given.shutdown_s, given.force_s
-    if given.files is not None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (given.files, given.files))
     if given.full:
         given.reranker, command.load_reranker = "lengths", lambda *_: Lengths()
     return (Gated() if given.pace == "at-once" else _StepByStep()), Pages() if given.full else None

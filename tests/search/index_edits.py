@@ -1,4 +1,4 @@
-"""Changes of an index folder that do not fit the rest of it."""
+"""Edits that make one part of an index folder inconsistent with the rest."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 Edit = Callable[[Path], object]
-"""Changes the index in a folder."""
+"""A function that changes the index in a folder."""
 
 
 def edit_json(name: str, **changes: Any) -> Edit:
-    """Sets keys of the JSON file `name`."""
+    """Return an edit that sets keys of the JSON file `name`."""
 
     def edit(folder: Path) -> None:
         path = folder / name

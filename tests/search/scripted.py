@@ -1,4 +1,4 @@
-"""Scripted servers, below a client, over HTTP or in its place, and cassettes of them."""
+"""Scripted servers for tests of the client and of cassettes, in memory and over HTTP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RECORD, REPLAY, EXTEND = CassetteMode.record, CassetteMode.replay, CassetteMode.
 
 
 def virtually(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """The test on a loop with a virtual clock."""
+    """Run the coroutine test on a loop with a virtual clock."""
 
     @wraps(test)
     def run(*args: Any, **named: Any) -> None:
@@ -33,11 +33,11 @@ def virtually(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 
 @dataclass
 class Script:
-    """A server with set answers and times, on any loop."""
+    """Server with fixed answers and durations, on any loop."""
 
     results: Mapping[str, SearchResult] = field(default_factory=dict)
     takes_s: Iterable[float] = (0.0,)
-    """Times of the searches in the order of asking, from the start again after the last."""
+    """Durations of the searches in the order they are asked, repeated after the last."""
     serves: Mapping[str, Any] | None = field(default_factory=lambda: {"encoder": "e", "queries": 7})
     asked: list[str] = field(default_factory=list)
     closed: bool = False
@@ -52,7 +52,7 @@ class Script:
 
     async def health(self) -> Mapping[str, Any]:
         if self.closed:
-            raise RuntimeError("the client has been closed")  # as httpx says it
+            raise RuntimeError("the client has been closed")  # as httpx does
         await asyncio.sleep(0.5)
         if self.serves is None or self.closed:
             raise RunError("no /health here")
@@ -71,7 +71,7 @@ def tool(path: Path, mode: CassetteMode, server: Script | None = None, scale: fl
 
 
 def written(path: Path, latencies_s: Iterable[float], query: str = "Mali") -> Path:
-    """A cassette of one query that was asked again and again."""
+    """Write a cassette that holds one query once for each latency."""
     path.unlink(missing_ok=True)
     file = CassetteFile(path, Header(3, {"encoder": "e"}))
     for latency_s in latencies_s:
@@ -88,42 +88,42 @@ SERVES = {"passages": 7, "encoder": "e"}
 
 
 @dataclass
-class Behind:
-    """The answers of one url to the requests that reach it from now on, under a virtual clock."""
+class ScriptedServer:
+    """Behaviour of one server from now on, under a virtual clock."""
 
     takes_s: float = 0.0
     status: int = 200
     retry_after_s: float = 0.0
     down: bool = False
     body: bytes | None = None
-    """In place of the passages."""
+    """Body to send in place of the passages."""
     refuses: Mapping[str, int] = field(default_factory=dict)
-    """Statuses that queries get, whatever comes with them."""
+    """Status for each of these queries, whatever else the request holds."""
     serves: Mapping[str, Any] | None = field(default_factory=lambda: SERVES)
-    """None has no health."""
+    """Health of the server; None if it has no /health."""
     asked: list[float] = field(default_factory=list)
-    """Times of its searches."""
+    """Times of the searches it received."""
     probed: list[float] = field(default_factory=list)
     cancelled: int = 0
 
 
 class ScriptedWire:
-    """Servers by url in place of HTTP."""
+    """Wire to scripted servers by URL, in place of HTTP."""
 
-    def __init__(self, **behind: Behind) -> None:
-        self.behind = {f"http://{name}": one for name, one in behind.items()}
-        self.urls = list(self.behind)
+    def __init__(self, **servers: ScriptedServer) -> None:
+        self.servers = {f"http://{name}": server for name, server in servers.items()}
+        self.urls = list(self.servers)
         self.closed = False
 
     async def get(self, url: str) -> Reply:
-        server = self.behind[url.removesuffix("/health")]
+        server = self.servers[url.removesuffix("/health")]
         server.probed.append(now())
         if server.down:
             raise NoReplyError("refused")
         return Reply(404, b"") if server.serves is None else Reply(200, json.dumps(server.serves).encode())
 
     async def post(self, url: str, body: bytes) -> Reply:
-        server = self.behind[url.removesuffix("/retrieve")]
+        server = self.servers[url.removesuffix("/retrieve")]
         server.asked.append(now())
         if server.down:
             raise NoReplyError("refused")
@@ -143,7 +143,7 @@ class ScriptedWire:
 
 
 def answer(queries: Iterable[str]) -> bytes:
-    """The body of POST /retrieve that says `found` of each query."""
+    """Return the body of POST /retrieve that holds `found(query)` for each query."""
     lines = [
         [{"document": {"id": p.id, "contents": p.contents}, "score": p.score} for p in found(query).passages]
         for query in queries
@@ -151,8 +151,8 @@ def answer(queries: Iterable[str]) -> bytes:
     return json.dumps({"result": lines}).encode()
 
 
-class Told:
-    """An application that notes its requests and answers all by `status`, `headers` and `body`."""
+class FixedApp:
+    """Application that records its requests and gives all of them the same answer."""
 
     def __init__(self, body: bytes = b"", status: int = 200, headers: dict[str, str] | None = None) -> None:
         self._body, self._status = body, status

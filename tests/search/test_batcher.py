@@ -1,4 +1,4 @@
-"""Batches of many callers' items, under a virtual clock."""
+"""Tests of the batcher: order, limits, cancellation, failure and close, under a virtual clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .scripted import virtually
 
 
 class Doubler:
-    """Doubles the items of each batch in `takes_s`, and keeps what it saw."""
+    """Batch function that doubles its items in `takes_s` seconds and records its batches."""
 
     def __init__(self, takes_s: float = 0.0) -> None:
         self.batches: list[list[int]] = []
@@ -61,7 +61,7 @@ def test_every_item_gets_its_own_result_in_order_and_within_limits(
 
 
 @virtually
-async def test_cancelled_items_never_run_and_take_no_place_in_a_full_queue() -> None:
+async def test_cancelled_items_never_run_and_free_their_place_in_the_queue() -> None:
     run = Doubler(takes_s=10)
     batching = batcher(run, max_batch=1, max_pending=2)
     running = batching.submit([0])
@@ -74,7 +74,7 @@ async def test_cancelled_items_never_run_and_take_no_place_in_a_full_queue() -> 
 
 
 @virtually
-async def test_a_full_queue_takes_all_of_a_submission_or_nothing() -> None:
+async def test_a_submission_that_does_not_fit_the_queue_is_rejected_whole() -> None:
     batching = batcher(Doubler(), max_pending=3)
     taken = batching.submit([1, 2])
     with pytest.raises(QueueFull):
@@ -95,7 +95,7 @@ async def test_a_failed_batch_fails_its_items_alone() -> None:
 
 
 @virtually
-async def test_close_resolves_what_runs_and_what_waits() -> None:
+async def test_close_fails_running_and_waiting_items() -> None:
     batching = batcher(Doubler(takes_s=1e6), max_batch=1)
     futures = batching.submit([1, 2])
     await asyncio.sleep(1)
@@ -109,7 +109,7 @@ async def test_close_resolves_what_runs_and_what_waits() -> None:
 
 
 @virtually
-async def test_an_item_that_was_alone_twice_does_not_wait_for_company() -> None:
+async def test_an_item_does_not_wait_after_two_batches_of_one() -> None:
     batching, waits = batcher(Doubler(), max_batch=2, max_wait_s=0.25), []
     for items in ([1], [2], [3], [4, 5], [6]):
         began = now()

@@ -1,4 +1,4 @@
-"""The client over real sockets: replicas that are killed, come back, or answer what they should not; its settings."""
+"""Tests of the client over real sockets: killed and restarted replicas, malformed answers, settings."""
 
 from __future__ import annotations
 
@@ -23,35 +23,33 @@ from tests.support.serving import serving
 
 from .gated import Gated
 from .gated_server import GatedServer
-from .scripted import Behind, ScriptedWire, answer, found, virtually
+from .scripted import ScriptedServer, ScriptedWire, answer, found, virtually
 
 
-def right(query: str, result: SearchResult) -> bool:
-    """Whether the passages are those of the server's retriever."""
+def is_right(query: str, result: SearchResult) -> bool:
+    """True if the passages are those of the server's retriever."""
     return [passage.id for passage in result.passages] == [f"{query}/{rank}" for rank in range(3)]
 
 
 @pytest.mark.parametrize(("max_coalesced", "requests"), [(64, 4), (1, 200)])
 @virtually
-async def test_searches_of_one_moment_share_requests_and_blank_ones_are_not_sent(
+async def test_concurrent_searches_share_requests_and_blank_ones_are_not_sent(
     max_coalesced: int, requests: int
 ) -> None:
-    wire = ScriptedWire(a=Behind())
+    wire = ScriptedWire(a=ScriptedServer())
     async with SearchClient(wire.urls, wire=wire, max_coalesced=max_coalesced) as client:
         queries = [f"country {row % 9}" for row in range(200)]
         blank, *results = await asyncio.gather(client.search(" \n"), *map(client.search, queries))
-    assert len(wire.behind["http://a"].asked) == requests
+    assert len(wire.servers["http://a"].asked) == requests
     assert blank.failure is Failure.blank
     assert results == list(map(found, queries))
 
 
-async def test_a_server_is_killed_under_load_and_comes_back(tmp_path: Path) -> None:
-    """One client has only the server that is killed, one has a second server: neither loses a search."""
+async def test_no_search_is_lost_when_a_server_is_killed_and_restarted(tmp_path: Path) -> None:
+    """One client has the killed server alone, the other has a second server too."""
     port, queries = free_port(), [str(number) for number in range(400)]
-    settings = {
-        "max_coalesced": 4,
-        "max_concurrent": 8,
-    }  # most searches are still to be sent when the first is answered
+    # With these limits most searches are still to be sent when the first is answered.
+    settings = {"max_coalesced": 4, "max_concurrent": 8}
     with serving(create_app(Gated())) as other, GatedServer(tmp_path / "first.log", port=port) as first:
         await asyncio.to_thread(first.wait_healthy, 120)
         async with (
@@ -64,17 +62,17 @@ async def test_a_server_is_killed_under_load_and_comes_back(tmp_path: Path) -> N
             first.close()
             with GatedServer(tmp_path / "second.log", port=port):
                 results = await asyncio.gather(*searches)
-    assert all(right(query, result) for query, result in zip(queries, results[::2], strict=True))
-    assert all(right(query, result) for query, result in zip(queries, results[1::2], strict=True))
+    assert all(is_right(query, result) for query, result in zip(queries, results[::2], strict=True))
+    assert all(is_right(query, result) for query, result in zip(queries, results[1::2], strict=True))
     assert alone.counts.retries > 0
 
 
-# ---- servers that speak, but not well
+# ---- malformed answers
 
 
 @asynccontextmanager
-async def saying(reply: bytes, *, reset: bool) -> AsyncIterator[str]:
-    """A server that says `reply` to every search; it has no health."""
+async def raw_server(reply: bytes, *, reset: bool) -> AsyncIterator[str]:
+    """Serve `reply` to every search, and no /health."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -96,24 +94,24 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 WHOLE = answer(["Mali"])
 
 
-@pytest.mark.parametrize("reset", [False, True])
 @pytest.mark.parametrize(
-    "reply",
+    ("reply", "reset"),
     [
-        pytest.param(b"", id="nothing"),
-        pytest.param(b"\x00\x01 what?\r\n\r\n", id="garbage"),
-        pytest.param(HEAD + b"Content-Length: 9999\r\n\r\n" + WHOLE, id="body ends early"),
-        pytest.param(HEAD + b'Transfer-Encoding: chunked\r\n\r\n5\r\n{"res\r\n', id="chunks end early"),
-        pytest.param(HEAD + b"Content-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc", id="no gzip"),
-        pytest.param(HEAD + b"Content-Length: 40\r\n\r\n" + WHOLE[:40], id="truncated JSON"),
+        pytest.param(b"", False, id="nothing"),
+        pytest.param(b"", True, id="reset"),
+        pytest.param(b"\x00\x01 what?\r\n\r\n", False, id="garbage"),
+        pytest.param(HEAD + b"Content-Length: 9999\r\n\r\n" + WHOLE, True, id="body ends early"),
+        pytest.param(HEAD + b'Transfer-Encoding: chunked\r\n\r\n5\r\n{"res\r\n', False, id="chunks end early"),
+        pytest.param(HEAD + b"Content-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc", False, id="no gzip"),
+        pytest.param(HEAD + b"Content-Length: 40\r\n\r\n" + WHOLE[:40], False, id="truncated JSON"),
     ],
 )
-async def test_a_bad_replica_costs_nothing_and_alone_it_is_a_typed_failure(reply: bytes, reset: bool) -> None:
+async def test_malformed_answers_fail_over_or_give_a_typed_failure(reply: bytes, reset: bool) -> None:
     queries = [f"country {row}" for row in range(30)]
-    async with saying(reply, reset=reset) as bad:
+    async with raw_server(reply, reset=reset) as bad:
         with serving(create_app(Gated())) as good:
             async with SearchClient([bad, good], retries=0, max_coalesced=1) as client:
-                assert all(map(right, queries, await asyncio.gather(*map(client.search, queries))))
+                assert all(map(is_right, queries, await asyncio.gather(*map(client.search, queries))))
         assert client.counts.failovers > 0
         async with SearchClient(bad, retries=0) as client:
             result = await client.search("Mali")
@@ -141,7 +139,7 @@ def test_wrong_urls_are_refused(urls: str | list[str], code: Code, key: str) -> 
         SearchClient(urls)
 
 
-def test_hedging_that_cannot_be_and_tokens_that_http_cannot_carry_are_refused() -> None:
+def test_impossible_hedging_and_tokens_are_refused() -> None:
     for urls, after_s in ((["http://a"], 1.0), (["http://a", "http://b"], 30.0), (["http://a", "http://b"], 0.0)):
         with refused("conflict", "search.hedge_after_s"):
             SearchClient(urls, hedge_after_s=after_s, timeout_s=30.0)

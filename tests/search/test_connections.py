@@ -1,4 +1,4 @@
-"""Limits of connections: their number, their heads and their time, under a virtual clock and without sockets."""
+"""Tests of connection limits: number, header size and time, under a virtual clock and without sockets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlsys.search.connections import (
     FLUSH_S,
     HEAD_BYTES,
     HEAD_S,
-    MOST_HEADERS,
+    MAX_HEADERS,
     Connections,
     LimitedConfig,
     LimitedHttp,
@@ -30,7 +30,7 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 class Connection(asyncio.Transport):
-    """A connection to the server."""
+    """Client end of a connection to the server."""
 
     def __init__(self, protocol: LimitedHttp) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Connection(asyncio.Transport):
         protocol.connection_made(self)
 
     async def send(self, sent: bytes) -> bytes:
-        """What the client has received once the server has nothing left to do."""
+        """Send, and return all that the client has received once the server is idle."""
         self._protocol.data_received(sent)
         await asyncio.sleep(0.001)
         return self.received
@@ -62,13 +62,13 @@ class Connection(asyncio.Transport):
         return not self.is_open
 
     def pause_reading(self) -> None:
-        """Clients of these tests send in small pieces."""
+        """Do nothing: clients of these tests send small pieces."""
 
     resume_reading = pause_reading
 
 
 class Server:
-    """A server whose application reads a body, waits until it may, and answers."""
+    """Server whose application reads a body, waits for `may_answer`, and answers."""
 
     def __init__(self, most: int = 64) -> None:
         self.may_answer = asyncio.Event()
@@ -100,7 +100,7 @@ def statuses(received: bytes) -> list[bytes]:
 
 
 @virtually
-async def test_late_heads_are_ended_and_requests_in_work_are_not() -> None:
+async def test_connections_with_late_headers_are_closed_and_busy_ones_are_not() -> None:
     server = Server()
     silent, half = await server.connected(), await server.connected(HEAD)
     slow_body = await server.connected(HEAD + b"Content-Length: 2\r\n\r\n{")
@@ -118,18 +118,18 @@ async def test_late_heads_are_ended_and_requests_in_work_are_not() -> None:
 
 
 @virtually
-async def test_a_client_that_does_not_take_its_answer_is_ended_after_a_while() -> None:
+async def test_a_client_that_does_not_read_its_answer_is_disconnected() -> None:
     server = Server()
     stuck = await server.connected(HEAD + b"\r\n")
     stuck.takes_all = False
     await server.runs(HEAD_S + 1)
-    assert (stuck.is_open, stuck.was_aborted) == (False, False), "what is written still goes out"
+    assert (stuck.is_open, stuck.was_aborted) == (False, False), "the answer may still be sent"
     await server.runs(FLUSH_S)
     assert stuck.was_aborted
 
 
 @virtually
-async def test_the_connection_that_has_waited_longest_makes_room() -> None:
+async def test_the_longest_idle_connection_is_closed_for_a_new_one() -> None:
     server = Server(most=3)
     first, second, third = [await server.connected(sent) for sent in (b"", HEAD, b"")]
     assert statuses(await second.send(b"\r\n")) == [b"200"]
@@ -141,7 +141,7 @@ async def test_the_connection_that_has_waited_longest_makes_room() -> None:
 
 
 @virtually
-async def test_requests_in_work_make_no_room() -> None:
+async def test_a_new_connection_gets_503_while_all_others_are_busy() -> None:
     server = Server(most=2)
     server.may_answer.clear()
     working = [await server.connected(HEAD + b"\r\n") for _ in range(2)]
@@ -157,8 +157,8 @@ async def test_requests_in_work_make_no_room() -> None:
     [
         pytest.param(HEAD + b"X: " + b"a" * (HEAD_BYTES - 100) + b"\r\n\r\n", b"200", id="long header"),
         pytest.param(HEAD + b"X: " + b"a" * HEAD_BYTES, b"431", id="endless header"),
-        pytest.param(HEAD + b"a: b\r\n" * (MOST_HEADERS - 1) + b"\r\n", b"200", id="many headers"),
-        pytest.param(HEAD + b"a: b\r\n" * MOST_HEADERS + b"\r\n", b"431", id="too many headers"),
+        pytest.param(HEAD + b"a: b\r\n" * (MAX_HEADERS - 1) + b"\r\n", b"200", id="many headers"),
+        pytest.param(HEAD + b"a: b\r\n" * MAX_HEADERS + b"\r\n", b"431", id="too many headers"),
         pytest.param(b"GET /" + b"a" * HEAD_BYTES + b" HTTP/1.1\r\nHost: a\r\n\r\n", b"431", id="long URL"),
         # A body does not count, and neither do the sizes of chunks that are no shorter than need be.
         pytest.param(HEAD + b"Content-Length: 400000\r\n\r\n" + b" " * 400_000, b"200", id="body"),
@@ -169,7 +169,7 @@ async def test_requests_in_work_make_no_room() -> None:
     ],
 )
 @virtually
-async def test_each_request_has_a_head_up_to_a_limit(sent: bytes, status: bytes) -> None:
+async def test_headers_are_limited_for_each_request(sent: bytes, status: bytes) -> None:
     connection = await Server().connected()
     times = 3 if status == b"200" else 1
     for _ in range(times):
@@ -179,7 +179,7 @@ async def test_each_request_has_a_head_up_to_a_limit(sent: bytes, status: bytes)
 
 
 @virtually
-async def test_one_request_may_follow_another_before_its_answer_and_no_more() -> None:
+async def test_one_pipelined_request_is_accepted_and_a_second_closes_the_connection() -> None:
     server = Server()
     server.may_answer.clear()
     two, three = [await server.connected(count * (HEAD + b"\r\n")) for count in (2, 3)]
@@ -188,12 +188,12 @@ async def test_one_request_may_follow_another_before_its_answer_and_no_more() ->
     assert statuses(await two.send(b"")) == [b"200"] * 2
 
 
-def test_connections_leave_files_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_connection_limit_leaves_file_descriptors_for_other_uses(monkeypatch: pytest.MonkeyPatch) -> None:
     for files, most in ((256, 128), (1024, 896), (10_000, 4096), (resource.RLIM_INFINITY, 4096)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (files, files))
         assert Connections(4096).most == most
 
 
 @pytest.mark.parametrize("server", [command._Server, chat._Server, watch._Server])
-def test_every_server_has_them(server: type) -> None:
+def test_every_server_limits_its_connections(server: type) -> None:
     assert issubclass(server, LimitedServer)

@@ -1,4 +1,4 @@
-"""A corpus is read row by row as its lines are, and what is kept of it is never trusted for another file."""
+"""Tests of the corpus: random access by row, and an offsets file that is used only for the file it was made of."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def row(number: int, text: str) -> str:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A corpus of 2000 rows in a folder of its own; more than the blocks that a stamp samples."""
+    """A corpus of 2000 rows in its own folder: more than the blocks that a stamp samples."""
     folder = tmp_path / "data"
     folder.mkdir()
     texts = random.Random(0)
@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def reference(path: Path) -> list[Any]:
-    """The rows, by reading every line."""
+    """Return the rows by reading every line."""
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
@@ -54,13 +54,13 @@ def assert_is_file(corpus: Corpus, path: Path) -> None:
 
 
 def scans(path: Path) -> bool:
-    """Whether opening the corpus reads all of it; what comes must be right in any case."""
+    """Open the corpus, check its rows, and return True if all of the file was scanned."""
     with patch.object(corpus_module, "_write_offsets", wraps=corpus_module._write_offsets) as scanning:
         assert_is_file(Corpus.open(path), path)
     return scanning.called
 
 
-def test_rows_come_in_the_order_asked_for_and_belong_to_the_caller(path: Path) -> None:
+def test_rows_come_in_the_requested_order_as_independent_copies(path: Path) -> None:
     corpus, rows = Corpus.open(path), reference(path)
     assert corpus.fetch([]) == []
     first, *others = corpus.fetch([199, 0, 7, 7, 199])
@@ -79,7 +79,7 @@ def test_rows_come_in_the_order_asked_for_and_belong_to_the_caller(path: Path) -
     newline=st.sampled_from(["\n", "\r\n"]),
     tail=st.lists(st.sampled_from(["\n", "\r\n", "  \n", "\t"]), max_size=4).map("".join),
 )
-def test_any_lines_survive_whatever_the_scan_block(
+def test_any_text_and_newline_is_read_for_any_scan_block(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], block: int, newline: str, tail: str
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "corpus.jsonl"
@@ -112,7 +112,7 @@ def test_a_bad_row_is_named_by_its_line_when_it_is_fetched(tmp_path: Path, line:
         (b"PAR1\x15\x04", "unsupported"),
     ],
 )
-def test_what_is_no_jsonl_file_is_refused(tmp_path: Path, content: bytes | None, code: Code) -> None:
+def test_missing_empty_and_foreign_files_are_refused(tmp_path: Path, content: bytes | None, code: Code) -> None:
     path = tmp_path / "corpus"
     if content is not None:
         path.write_bytes(content)
@@ -126,7 +126,7 @@ def append(path: Path) -> None:
 
 
 def replace_and_keep_the_time(path: Path) -> None:
-    """Another file of the same size and time, as `cp -p` may leave."""
+    """Write another file of the same size and time, as `cp -p` may."""
     before = path.stat()
     path.write_bytes(b"".join(reversed(path.read_bytes().splitlines(keepends=True))))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -144,7 +144,7 @@ def test_a_changed_file_is_read_again(path: Path, change: Callable[[Path], None]
 
 @settings(max_examples=40)
 @given(place=st.integers(0, 8000), bit=st.integers(0, 7))
-def test_a_damaged_sidecar_is_never_trusted(tmp_path_factory: pytest.TempPathFactory, place: int, bit: int) -> None:
+def test_a_damaged_offsets_file_is_never_used(tmp_path_factory: pytest.TempPathFactory, place: int, bit: int) -> None:
     path = tmp_path_factory.mktemp("damaged") / "corpus.jsonl"
     path.write_text("".join(row(number, "text") + "\n" for number in range(500)))
     assert scans(path)
@@ -159,10 +159,10 @@ def test_a_damaged_sidecar_is_never_trusted(tmp_path_factory: pytest.TempPathFac
     assert sidecar.read_bytes() == whole
 
 
-def test_a_folder_that_cannot_be_written_is_left_for_the_cache_and_that_for_memory(
+def test_offsets_go_to_the_cache_or_memory_when_the_folder_is_not_writable(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path.with_name("corpus.jsonl.offsets").mkdir()  # keeps root out too
+    path.with_name("corpus.jsonl.offsets").mkdir()  # blocks root too
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert scans(path)
     assert not scans(path)
@@ -176,7 +176,7 @@ def test_a_folder_that_cannot_be_written_is_left_for_the_cache_and_that_for_memo
     assert names_beside(path) == ["corpus.jsonl", "corpus.jsonl.offsets"]
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused_and_leaves_no_sidecar(path: Path) -> None:
+def test_a_file_that_changes_while_it_is_scanned_is_refused(path: Path) -> None:
     scan = corpus_module._write_offsets
 
     def scan_later(*given: Any) -> Any:
@@ -188,7 +188,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused_and_leaves_no_sidecar(p
     assert names_beside(path) == ["corpus.jsonl"]
 
 
-def test_a_file_that_shrinks_while_it_is_open_stops_the_run_and_not_the_process(path: Path) -> None:
+def test_a_file_that_shrinks_while_it_is_open_raises_a_run_error(path: Path) -> None:
     corpus = Corpus.open(path)
     os.truncate(path, 100)
     with pytest.raises(RunError, match=path.name):

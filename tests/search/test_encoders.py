@@ -1,4 +1,4 @@
-"""Encoders and rerankers against sentence-transformers and plain transformers, and how texts share passes."""
+"""Tests of encoders and rerankers against sentence-transformers and transformers, and of shared forward passes."""
 
 from __future__ import annotations
 
@@ -34,15 +34,7 @@ from transformers import (
 from transformers import RobertaForSequenceClassification as Roberta
 
 from rlsys.errors import Code
-from rlsys.search.encoders.encoder import (
-    Batch,
-    Encoder,
-    Lines,
-    PassCost,
-    Reranker,
-    plan,
-    shares_lines,
-)
+from rlsys.search.encoders.encoder import Batch, Encoder, Lines, PassCost, Reranker, plan, shares_lines
 from rlsys.search.encoders.spec import family_of_name
 from tests.search.tiny_encoders import SHAPE, bert, minilm_tokenizer, save
 from tests.support.refusals import refused
@@ -66,18 +58,18 @@ def saved(model: BertModel, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def copy(saved: str, tmp_path: Path) -> Path:
-    """A copy to damage, of which the name tells the family."""
+    """A copy to damage, whose name tells the family."""
     return Path(shutil.copytree(saved, tmp_path / "e5-mine"))
 
 
 def alone(model: Any, text: str) -> Any:
-    """The model's output for one text without padding."""
+    """Return the model's output for one text without padding."""
     with torch.no_grad():
         return model.eval()(**minilm_tokenizer()(text, return_tensors="pt", truncation=True, max_length=256))
 
 
 def assert_encodes(encoder: Encoder, query_prefix: str, passage_prefix: str, expected: Callable[[str], Array]) -> None:
-    """Every query and every passage has the `expected` vector of its prefixed text."""
+    """Check that every query and passage has the `expected` vector of its prefixed text."""
     for prefix, encode in ((query_prefix, encoder.encode_queries), (passage_prefix, encoder.encode_passages)):
         for text, vector in zip(TEXTS, encode(TEXTS), strict=True):
             np.testing.assert_allclose(vector, expected(prefix + text), rtol=1e-5, atol=1e-5)
@@ -102,7 +94,7 @@ def test_minilm_equals_sentence_transformers(encoder: Encoder) -> None:
         ("contriever", ("", ""), False, False),
     ],
 )
-def test_a_family_equals_transformers_text_by_text(
+def test_each_family_equals_transformers(
     model: BertModel, saved: str, tmp_path: Path, family: str, prefixes: tuple[str, str], cls: bool, normalize: bool
 ) -> None:
     os.symlink(saved, tmp_path / f"my-{family}-small")
@@ -115,7 +107,7 @@ def test_a_family_equals_transformers_text_by_text(
     assert_encodes(Encoder.load(str(tmp_path / f"my-{family}-small")), *prefixes, expected)
 
 
-def test_last_token_pooling_of_a_decoder_equals_transformers_text_by_text(tmp_path: Path) -> None:
+def test_last_token_pooling_of_a_decoder_equals_transformers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     shape = {"head_dim": 8, "num_key_value_heads": 1, "max_position_embeddings": 512}
     qwen = Qwen3Model(Qwen3Config(**SHAPE | shape)).eval()
@@ -130,7 +122,9 @@ def test_last_token_pooling_of_a_decoder_equals_transformers_text_by_text(tmp_pa
 
 
 @pytest.mark.parametrize(("pooling", "normalize"), [("cls", False), ("lasttoken", True)])
-def test_folders_of_sentence_transformers_read_alike(saved: str, tmp_path: Path, pooling: str, normalize: bool) -> None:
+def test_a_folder_of_sentence_transformers_gives_the_same_vectors(
+    saved: str, tmp_path: Path, pooling: str, normalize: bool
+) -> None:
     trunk = Transformer(saved, max_seq_length=256)
     modules = [trunk, Pool(16, pooling), *([Normalize()] if normalize else [])]
     reference = SentenceTransformer(modules=modules, prompts={"query": "ask: ", "document": "say: "}, device="cpu")
@@ -140,7 +134,7 @@ def test_folders_of_sentence_transformers_read_alike(saved: str, tmp_path: Path,
     np.testing.assert_allclose(encoder.encode_passages(TEXTS), reference.encode_document(TEXTS), atol=1e-5)
 
 
-def test_files_of_sentence_transformers_that_contradict_the_name_are_not_passed_over(copy: Path) -> None:
+def test_files_of_sentence_transformers_that_contradict_the_name_are_refused(copy: Path) -> None:
     modules, pooling = copy / "modules.json", copy / "1_Pooling" / "config.json"
     pooling.parent.mkdir()
     parts = {"Transformer": ".", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
@@ -166,14 +160,13 @@ def test_files_of_sentence_transformers_that_contradict_the_name_are_not_passed_
         ("facebook/dpr-ctx_encoder-single-nq-base", "dpr"),
         ("someone/bge-e5", None),
         ("e5/none", None),
-        ("date5", None),
     ],
 )
-def test_the_family_is_told_from_whole_words_of_the_name(name: str, family: str | None) -> None:
+def test_the_family_is_recognised_by_whole_words_of_the_name(name: str, family: str | None) -> None:
     assert family_of_name(name) == family
 
 
-def test_each_field_of_the_family_can_be_set(model: BertModel, saved: str) -> None:
+def test_each_setting_of_the_family_can_be_overridden(model: BertModel, saved: str) -> None:
     encoder = Encoder.load(saved, "e5", pooling="last", query_prefix="q ", passage_prefix="", normalize=False)
     assert_encodes(encoder, "q ", "", lambda text: alone(model, text).last_hidden_state[0, -1].numpy())
 
@@ -187,7 +180,7 @@ def test_both_dpr_encoders_load_their_own_weights(tmp_path: Path, architecture: 
     assert_encodes(encoder, "", "", lambda text: alone(dpr, text).pooler_output[0].numpy())
 
 
-def test_texts_that_are_no_text_are_encoded_all_the_same(encoder: Encoder) -> None:
+def test_blank_texts_and_invalid_unicode_are_encoded(encoder: Encoder) -> None:
     assert np.isfinite(encoder.encode_queries(["", " ", "\x00", "\ud83d\x00", "\ufeff"])).all()
     np.testing.assert_allclose(encoder.encode_passages(["a\udc80b"]), encoder.encode_passages(["a?b"]), atol=1e-6)
 
@@ -203,7 +196,7 @@ def test_texts_that_are_no_text_are_encoded_all_the_same(encoder: Encoder) -> No
         ({"max_tokens": 513}, "out_of_range", "max_tokens"),
     ],
 )
-def test_settings_that_a_model_or_machine_has_not_are_refused(
+def test_settings_that_the_model_or_machine_lacks_are_refused(
     saved: str, options: dict[str, Any], code: Code, key: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -236,13 +229,13 @@ def remove_vocabulary(folder: Path) -> None:
     ],
     ids=["deeper", "wider", "cut", "no vocabulary", "no config", "reranker"],
 )
-def test_a_folder_that_holds_no_whole_encoder_is_refused(copy: Path, damage: Any, code: Code) -> None:
+def test_an_incomplete_encoder_folder_is_refused(copy: Path, damage: Any, code: Code) -> None:
     damage(copy)
     with refused(code, copy):
         Encoder.load(str(copy))
 
 
-def test_other_weights_have_another_checksum(copy: Path) -> None:
+def test_changed_weights_change_the_checksum(copy: Path) -> None:
     before = Encoder.load(str(copy)).facts.checksum
     rewrite_weights(lambda whole: whole[:-1] + bytes([whole[-1] ^ 1]))(copy)
     assert Encoder.load(str(copy)).facts.checksum != before
@@ -251,7 +244,7 @@ def test_other_weights_have_another_checksum(copy: Path) -> None:
 # ---- rerankers
 
 SHARP = SHAPE | {"initializer_range": 0.5}
-"""So that scores of pairs differ."""
+"""Large initial weights, for scores that differ."""
 PAIRS = [
     ("capital of Mali", "Bamako is the capital of Mali."),
     ("capital of Mali", "Lima is the capital of Peru. " * 80),
@@ -273,21 +266,14 @@ def tiny(folder: Path, labels: int = 1, **extra: Any) -> str:
         {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
         {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
     ],
-    ids=["nowhere", "as of old", "as of today"],
+    ids=["none", "old key", "new key"],
 )
-def test_scores_equal_cross_encoders_with_the_activation_of_config_json(tmp_path: Path, named: dict[str, Any]) -> None:
+def test_scores_equal_cross_encoder_for_each_activation_in_config_json(tmp_path: Path, named: dict[str, Any]) -> None:
     folder = tiny(tmp_path, **named)
     expected = CrossEncoder(folder, device="cpu").predict(PAIRS)
     assert np.std(expected) > 0.01
     np.testing.assert_allclose(Reranker.load(folder).scores(PAIRS), expected, atol=1e-5)
     assert Reranker.load(folder).scores([]) == []
-
-
-def test_an_activation_that_sentence_transformers_saved_holds(tmp_path: Path) -> None:
-    model = CrossEncoder(tiny(tmp_path / "plain"), activation_fn=torch.nn.Identity(), device="cpu")
-    model.save_pretrained(str(tmp_path / "saved"))
-    scores = Reranker.load(str(tmp_path / "saved")).scores(PAIRS)
-    np.testing.assert_allclose(scores, model.predict(PAIRS), atol=1e-5)
 
 
 def test_the_score_of_two_labels_is_the_probability_of_the_second(tmp_path: Path) -> None:
@@ -297,7 +283,7 @@ def test_the_score_of_two_labels_is_the_probability_of_the_second(tmp_path: Path
     np.testing.assert_allclose(Reranker.load(folder).scores(PAIRS), expected, atol=1e-5)
 
 
-def test_a_model_without_token_types_is_asked_without_them_and_pairs_are_cut(tmp_path: Path) -> None:
+def test_a_model_without_token_types_works_and_long_pairs_are_truncated(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Roberta(RobertaConfig(**SHARP, num_labels=1, pad_token_id=0, max_position_embeddings=65)).eval()
     folder = save(model, tmp_path)
@@ -313,7 +299,7 @@ def test_a_model_without_token_types_is_asked_without_them_and_pairs_are_cut(tmp
         Reranker.load(folder, max_tokens=65)
 
 
-def test_what_is_no_reranker_is_refused(tmp_path: Path) -> None:
+def test_models_that_are_no_rerankers_are_refused(tmp_path: Path) -> None:
     tanh = {"activation_fn": "torch.nn.modules.activation.Tanh"}
     three, other = tiny(tmp_path / "three", labels=3), tiny(tmp_path / "tanh", sentence_transformers=tanh)
     for name, code in (("minilm", "mismatch"), (three, "unsupported"), (other, "unsupported")):
@@ -321,7 +307,7 @@ def test_what_is_no_reranker_is_refused(tmp_path: Path) -> None:
             Reranker.load(name)
 
 
-# ---- passes
+# ---- forward passes
 
 
 @settings(max_examples=50)
@@ -330,7 +316,7 @@ def test_what_is_no_reranker_is_refused(tmp_path: Path) -> None:
     st.builds(PassCost, most_tokens=st.integers(1, 400), fixed_tokens=st.integers(0, 100)),
     st.booleans(),
 )
-def test_a_plan_has_each_row_once_and_keeps_the_budget(lengths: list[int], cost: PassCost, share: bool) -> None:
+def test_a_plan_holds_each_row_once_and_keeps_the_token_budget(lengths: list[int], cost: PassCost, share: bool) -> None:
     passes = plan(lengths, cost, share=share)
     assert sorted(row for lines in passes for line in lines for row in line) == list(range(len(lengths)))
     assert share or all(len(line) == 1 for lines in passes for line in lines)
@@ -339,7 +325,7 @@ def test_a_plan_has_each_row_once_and_keeps_the_budget(lengths: list[int], cost:
         assert len(lines) == 1 or len(lines) * width <= cost.most_tokens
 
 
-def test_a_bert_gives_a_text_in_a_shared_line_the_states_that_it_has_alone() -> None:
+def test_texts_in_a_shared_line_get_the_states_they_have_alone() -> None:
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
     model = BertModel(BertConfig(vocab_size=99, **shape)).eval()

@@ -1,4 +1,4 @@
-"""Builds of dense indexes that are killed, continued, repeated, contended and refused."""
+"""Tests of dense index builds: killed, resumed, repeated, concurrent and refused."""
 
 from __future__ import annotations
 
@@ -21,23 +21,16 @@ from rlsys.search.index.dense import BuildOptions, ChunkWriter, DenseIndex, Embe
 from rlsys.search.index.folder import claim_draft, new_array
 from rlsys.search.index.lexical import build_lexical
 from rlsys.search.index.make import make_index, recipe
-from tests.search.tiny_encoders import bert, save
 from tests.support.megatron_processes import forks
 from tests.support.refusals import refused
 
 CHUNK = 64
-"""Rows of a chunk here, of which the corpus of 200 rows has four."""
+"""Rows of a chunk; the corpus of 200 rows has four chunks."""
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense, "CHUNK_ROWS", CHUNK)
-
-
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> EncoderSpec:
-    """An encoder of 16 dimensions."""
-    return EncoderSpec(save(bert(), tmp_path_factory.mktemp("encoder") / "e5-tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +40,7 @@ def corpus(corpus_path: Path) -> Corpus:
 
 @pytest.fixture(scope="module")
 def whole(corpus: Corpus, spec: EncoderSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The index of the corpus, built at a stretch."""
+    """The index of the corpus, built without interruption."""
     out = tmp_path_factory.mktemp("whole") / "index"
     assert build(corpus, spec, out)
     return out
@@ -59,7 +52,7 @@ def copy(whole: Path, tmp_path: Path) -> Path:
 
 
 class Stages(dict[str, tuple[int, int]]):
-    """The first and the last count of each stage that a build reports."""
+    """First and last count of each stage that a build reports."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         first, last = self.get(stage, (done, done))
@@ -80,8 +73,10 @@ def build_and_die(corpus: Path, spec: EncoderSpec, out: Path, options: BuildOpti
     build(Corpus.open(corpus), spec, out, options, die)
 
 
-def test_a_killed_build_ends_as_any_other(corpus: Corpus, spec: EncoderSpec, whole: Path, tmp_path: Path) -> None:
-    """Also where another corpus is built in its place: nothing is taken from its draft."""
+def test_a_killed_build_continues_to_the_same_index(
+    corpus: Corpus, spec: EncoderSpec, whole: Path, tmp_path: Path
+) -> None:
+    """A build of another corpus takes nothing from the draft."""
     out, options, stages = tmp_path / "index", BuildOptions("IVF4,Flat"), Stages()
     process = forks().Process(target=build_and_die, args=(corpus.path, spec, out, options))
     process.start()
@@ -105,7 +100,7 @@ def test_a_killed_build_ends_as_any_other(corpus: Corpus, spec: EncoderSpec, who
     assert anew["encode"] == (0, 200)
 
 
-def test_only_what_changed_is_made_again(copy: Path, corpus: Corpus, spec: EncoderSpec) -> None:
+def test_only_changed_stages_are_repeated(copy: Path, corpus: Corpus, spec: EncoderSpec) -> None:
     def stages_of(options: BuildOptions) -> Stages:
         stages = Stages()
         assert build(corpus, spec, copy, options, stages)
@@ -128,14 +123,13 @@ def test_only_what_changed_is_made_again(copy: Path, corpus: Corpus, spec: Encod
     [
         (BuildOptions("IVF64,Flat", max_train_rows=63), "mismatch"),
         (BuildOptions("Flatty"), "unknown"),
-        (BuildOptions("Flat", ef_search=9), "conflict"),
         (BuildOptions(), "malformed"),
     ],
 )
-def test_what_cannot_be_built_is_refused_before_anything_is_encoded(
+def test_an_impossible_build_is_refused_before_encoding(
     copy: Path, corpus: Corpus, spec: EncoderSpec, tmp_path: Path, options: BuildOptions, code: Code
 ) -> None:
-    """The last is of a corpus with a bad line."""
+    """The last build is of a corpus with a bad line."""
     bad, stages = tmp_path / "bad.jsonl", Stages()
     bad.write_text('{"id": "0", "contents": "fine"}\n{"id": "1"}\n')
     with refused(code, bad if code == "malformed" else None):
@@ -145,7 +139,7 @@ def test_what_cannot_be_built_is_refused_before_anything_is_encoded(
     assert not list(tmp_path.glob(".*"))
 
 
-def test_no_foreign_folder_and_no_draft_of_another_is_touched(
+def test_foreign_folders_and_claimed_drafts_are_left_unchanged(
     tmp_path: Path, corpus: Corpus, spec: EncoderSpec
 ) -> None:
     out, precious = tmp_path / "index", tmp_path / "papers" / "precious"
@@ -172,7 +166,9 @@ def test_no_foreign_folder_and_no_draft_of_another_is_touched(
         ({"d/replaced/a": "old", "d/index/a": "half"}, {"x/a": "old", "d/index/a": "half"}),
     ],
 )
-def test_after_any_kill_there_is_a_whole_index(tmp_path: Path, before: dict[str, str], after: dict[str, str]) -> None:
+def test_a_whole_index_is_left_after_a_kill_at_any_step(
+    tmp_path: Path, before: dict[str, str], after: dict[str, str]
+) -> None:
     def place(name: str) -> Path:
         return tmp_path / name.replace("d/", ".x.building/", 1)
 
@@ -186,7 +182,7 @@ def test_after_any_kill_there_is_a_whole_index(tmp_path: Path, before: dict[str,
     assert shown == {place(name): text for name, text in after.items()}
 
 
-def test_vectors_that_are_not_numbers_are_not_stored(tmp_path: Path) -> None:
+def test_vectors_that_overflow_are_not_stored(tmp_path: Path) -> None:
     new_array(tmp_path / "e.npy", (100, 4), np.dtype("float16")).flush()
     embeddings = Embeddings.open(tmp_path / "e.npy", 100, 4, "float16")
     writer, vectors = ChunkWriter(embeddings, tmp_path / "done"), np.ones((100 - CHUNK, 4), dtype=np.float32)
@@ -198,7 +194,7 @@ def test_vectors_that_are_not_numbers_are_not_stored(tmp_path: Path) -> None:
     assert ChunkWriter(embeddings, tmp_path / "done").missing() == [0]
 
 
-def test_make_index_replaces_an_index_of_other_inputs_only_when_told(
+def test_make_index_replaces_an_index_of_other_inputs_only_on_request(
     corpus: Corpus, spec: EncoderSpec, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out, tiny = tmp_path / "index", {"encoder": spec.name}
@@ -222,7 +218,7 @@ def build_as(kind: str, corpus: Corpus, spec: EncoderSpec, out: Path) -> bool:
 
 
 @pytest.mark.parametrize(("kind", "size"), [("dense", 100), ("dense", 12_840), ("bm25", 5_000)])
-def test_a_disk_that_fills_up_is_named_and_the_build_goes_on_later(
+def test_a_full_disk_is_reported_and_the_build_succeeds_later(
     corpus: Corpus, spec: EncoderSpec, tmp_path: Path, kind: str, size: int
 ) -> None:
     """The embeddings take 6,528 bytes and the FAISS file 12,845, of which it writes the last few as it closes."""

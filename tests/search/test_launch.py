@@ -1,4 +1,4 @@
-"""Server processes: one that is started is healthy, explained or gone, and its command refuses what cannot be served."""
+"""Tests of search server processes: start, signals, end with the parent; and the flags of the command."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-# ---- a handle of a process
+# ---- the start of a process
 
 
-def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_raises_with_the_end_of_its_log(tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
     with SearchServer(nowhere, tmp_path / "log") as server, pytest.raises(RunError, match="status 2") as failed:
         server.wait_healthy(120)
@@ -51,7 +51,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "wait_s", "said"), [(signal.SIGKILL, 120, "status -9"), (signal.SIGSTOP, 0.2, r"server\.log")]
 )
-def test_a_server_that_is_killed_or_hangs_is_explained_and_ended_by_close(
+def test_a_killed_or_hanging_server_raises_and_is_ended_by_close(
     number: int, wait_s: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rlsys.search.server_process._TERMINATE_S", 0.2)
@@ -83,7 +83,7 @@ def test_the_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
 
 @contextmanager
 def searching(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server process, and its address."""
+    """Yield a server process and its address."""
     port = str(free_port())
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", MODULE, "step-by-step", "--max-batch", "1", "--port", port, *options]
@@ -107,7 +107,7 @@ def search(url: str, query: str) -> requests.Response:
     return requests.post(f"{url}/retrieve", json={"queries": [query]}, timeout=120)
 
 
-def test_sigterm_lets_requests_end_and_closes_the_retriever() -> None:
+def test_sigterm_finishes_requests_and_closes_the_retriever() -> None:
     with searching("--shutdown-s", "600", "--force-s", "600") as (process, url), ThreadPoolExecutor(2) as pool:
         assert process.stdout is not None
         first = pool.submit(search, url, "first")
@@ -123,7 +123,7 @@ def test_sigterm_lets_requests_end_and_closes_the_retriever() -> None:
     assert "Traceback" not in log
 
 
-def test_sigint_turns_away_what_takes_too_long_and_a_body_on_its_way() -> None:
+def test_sigint_answers_503_to_slow_requests_and_partial_bodies() -> None:
     with searching("--shutdown-s", "0.5", "--force-s", "600") as (process, url), ThreadPoolExecutor(1) as pool:
         assert process.stdout is not None
         late = pool.submit(search, url, "late")
@@ -138,7 +138,7 @@ def test_sigint_turns_away_what_takes_too_long_and_a_body_on_its_way() -> None:
         assert process.returncode == 0
 
 
-def test_a_search_that_never_ends_is_ended_with_the_server() -> None:
+def test_a_hanging_search_is_ended_with_the_server() -> None:
     with searching("--shutdown-s", "600", "--force-s", "0.5") as (process, url), ThreadPoolExecutor(1) as pool:
         assert process.stdout is not None
         hung = pool.submit(search, url, "hung")
@@ -169,7 +169,7 @@ def test_flags_reach_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert isinstance(parts.pages, PageStore)
     ((folder, options),) = opened
     assert folder == tmp_path
-    # As deep as the server may be asked.
+    # The index searches as deep as a client may ask.
     given = {"own_process": True, "nprobe": 9, "mmap": True, "depth": 2000}
     assert {key: value for key, value in options.items() if value is not None} == given
 
@@ -182,24 +182,14 @@ def test_flags_reach_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         (["FOLDER", "--corpus", "passages.jsonl"], "conflict", "--corpus"),
         (["FOLDER", "--topk", "0"], "out_of_range", "topk"),
         (["FOLDER", "--threads", "0"], "out_of_range", "--threads"),
-        (["FOLDER", "--max-batch=0"], "out_of_range", "max_batch"),
         (["FOLDER", "--request-timeout-s=nan"], "out_of_range", "request_timeout_s"),
     ],
 )
-def test_flags_that_do_not_fit_are_refused(flags: list[str], code: Code, key: str, tmp_path: Path) -> None:
+def test_wrong_flags_are_refused(flags: list[str], code: Code, key: str, tmp_path: Path) -> None:
     (tmp_path / "index.faiss").touch()
     paths = {"FILE": str(tmp_path / "index.faiss"), "FOLDER": str(tmp_path)}
     with refused(code, key):
         serve_index([*(paths.get(flag, flag) for flag in flags), "--port", "0"])
-
-
-def test_an_index_of_an_unknown_kind_and_options_that_a_kind_has_not_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for kind, code, key in (("tape", "unsupported", str(tmp_path)), ("bm25", "conflict", "nprobe")):
-        monkeypatch.setattr(command, "read_manifest", lambda _, kind=kind: {"kind": kind})
-        with refused(code, key):
-            command.open_retriever(tmp_path, nprobe=3 if kind == "bm25" else None)
 
 
 def test_a_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The states of replicas and the choice among them."""
+"""Tests of the states of replicas and of the choice among them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from collections import Counter
 from random import Random
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from rlsys.search.client import Replica, Replicas, ReplicaState, SearchRequest
+from rlsys.search.client import Replicas, ReplicaState, SearchRequest
 from rlsys.search.retrieval import differences, served
 from rlsys.search.wire import ReplicaVerdict
 
 URLS = ("http://a", "http://b", "http://c")
+STATES = {"H": ReplicaState.healthy, "S": ReplicaState.suspect, "F": ReplicaState.foreign}
 HEALTHS = {"silent": None, "mute": {}, "same": {"corpus_sha256": "x"}, "other": {"corpus_sha256": "y"}}
 
 
@@ -29,7 +27,7 @@ HEALTHS = {"silent": None, "mute": {}, "same": {"corpus_sha256": "x"}, "other": 
         ("busy-busy-answered-busy", ReplicaState.healthy),
         ("lost-answered", ReplicaState.healthy),
         ("lost-same", ReplicaState.healthy),
-        ("lost-mute-busy", ReplicaState.suspect),  # the health was not true
+        ("lost-mute-busy", ReplicaState.suspect),  # after a probe one busy answer is enough
         ("other-lost-silent-answered", ReplicaState.foreign),
         ("other-same", ReplicaState.healthy),
     ],
@@ -47,62 +45,30 @@ def test_answers_and_probes_change_the_state_of_a_replica(events: str, state: Re
     assert replica.state is state
 
 
-class Histories(RuleBasedStateMachine):
-    """Requests and probes in any order, and the choice among the replicas after each."""
-
-    @initialize(seed=st.integers(0, 2**32))
-    def begin(self, seed: int) -> None:
-        self.replicas = Replicas(URLS, Random(seed))
-        self.under_way: list[tuple[Replica, SearchRequest]] = []
-        self.trails: list[SearchRequest] = [SearchRequest()]
-
-    @rule(data=st.data())
-    def send(self, data: st.DataObject) -> None:
-        """Of healthy ones that have not failed it, else of the healthy, else of all: the one that failed longest ago."""
-        trail = data.draw(st.sampled_from(self.trails))
-        chosen = self.replicas.pick(trail)
-        latest = {replica: place for place, replica in enumerate(trail.failed)}
-        healthy = [replica for replica in self.replicas.all if replica.state is ReplicaState.healthy]
-        rows = [replica for replica in healthy if replica not in latest]
-        if not rows:
-            known = [replica for replica in self.replicas.all if replica.state is not ReplicaState.foreign]
-            usable = [replica for replica in known if replica not in trail.broken]
-            rows = [replica for replica in healthy if replica in usable] or usable
-            rows = [row for row in rows if latest.get(row, -1) == min(latest.get(other, -1) for other in rows)]
-        assert (chosen is None) == (not rows)
-        if chosen is not None:
-            assert chosen in rows
-            assert self.in_flight(chosen) == min(map(self.in_flight, rows))
-            self.replicas.start(chosen)
-            self.under_way.append((chosen, trail))
-
-    @precondition(lambda self: self.under_way)
-    @rule(data=st.data(), verdict=st.sampled_from(ReplicaVerdict), broken=st.booleans())
-    def end(self, data: st.DataObject, verdict: ReplicaVerdict, broken: bool) -> None:
-        replica, trail = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
-        if verdict in (ReplicaVerdict.lost, ReplicaVerdict.busy):
-            trail.failed.append(replica)
-        if verdict is ReplicaVerdict.lost and broken:
-            trail.broken.append(replica)
-        self.replicas.end(replica, verdict)
-
-    @rule(row=st.integers(0, len(URLS) - 1), health=st.sampled_from(list(HEALTHS)))
-    def probe(self, row: int, health: str) -> None:
-        self.replicas.probed(self.replicas.all[row], HEALTHS[health])
-
-    @rule()
-    def another_request(self) -> None:
-        self.trails = [*self.trails[-4:], SearchRequest()]
-
-    def in_flight(self, replica: Replica) -> int:
-        return sum(other is replica for other, _ in self.under_way)
+@pytest.mark.parametrize(
+    ("states", "in_flight", "failed", "broken", "picked"),
+    [
+        pytest.param("HHH", (2, 1, 2), "", "", "b", id="least busy"),
+        pytest.param("SHH", (0, 2, 1), "", "", "c", id="healthy before suspect"),
+        pytest.param("SHF", (0, 0, 0), "b", "", "b", id="failed but healthy before suspect"),
+        pytest.param("HHH", (0, 5, 0), "ac", "", "b", id="not yet failed, though busier"),
+        pytest.param("HHH", (0, 0, 0), "bac", "", "b", id="failed first"),
+        pytest.param("SHF", (0, 0, 0), "b", "b", "a", id="never twice after an invalid answer"),
+        pytest.param("FFF", (0, 0, 0), "", "", None, id="never foreign"),
+    ],
+)
+def test_the_best_replica_is_picked(
+    states: str, in_flight: tuple[int, ...], failed: str, broken: str, picked: str | None
+) -> None:
+    replicas = Replicas(URLS, Random(0))
+    by_name = dict(zip("abc", replicas.all, strict=True))
+    for replica, state, requests in zip(replicas.all, states, in_flight, strict=True):
+        replica.state, replica.in_flight = STATES[state], requests
+    request = SearchRequest(failed=[by_name[name] for name in failed], broken=[by_name[name] for name in broken])
+    assert replicas.pick(request) is (by_name[picked] if picked else None)
 
 
-TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=40, stateful_step_count=40)
-
-
-def test_equals_are_chosen_by_lot() -> None:
+def test_equal_replicas_are_picked_at_random() -> None:
     """3000 choices of three: a fair share is 1000 with a standard deviation of 26."""
     replicas = Replicas(URLS, Random(3))
     chosen = Counter(replica.url for _ in range(3000) if (replica := replicas.pick(SearchRequest())))
@@ -110,7 +76,7 @@ def test_equals_are_chosen_by_lot() -> None:
     assert all(abs(count - 1000) < 5 * 26 for count in chosen.values())
 
 
-def test_servers_differ_in_what_both_say_besides_counts() -> None:
+def test_servers_differ_only_in_fields_both_have_besides_counts() -> None:
     one, other = {"encoder": "e", "passages": 7, "queries": 9}, {"passages": 8, "encoder": "f", "queries": 3}
     assert set(differences(served(one), served(other))) == {"encoder", "passages"}
     assert differences(served(one), served({"kind": "dense", "encoder": "e", "status": "ok"})) == []

@@ -1,4 +1,4 @@
-"""A server under many requests at once: stages, batches, limits, faults and its counts, in one event loop."""
+"""Tests of the server under concurrent requests in one event loop: batches, limits, faults, cache and reranking."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def says(client: httpx.AsyncClient, path: str, text: str) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_one_batch_is_prepared_while_another_is_found_and_no_more() -> None:
+async def test_one_batch_is_prepared_while_another_is_searched() -> None:
     gated = Gated(find_open=False)
     async with in_process(gated, ServerLimits(max_batch=4, cache_entries=0)) as client:
         tasks = [ask(client, "a")]
@@ -48,11 +48,11 @@ async def test_one_batch_is_prepared_while_another_is_found_and_no_more() -> Non
         await until(lambda: len(gated.seen) == 2)
         tasks += [ask(client, query) for query in "cdef"]
         await pending(client, 4)
-        assert gated.seen == [["a"], ["b"]], "one is found, one is prepared and waits, the rest is no batch yet"
+        assert gated.seen == [["a"], ["b"]], "one is searched, one is prepared, the rest is not batched yet"
         gated.may_find.set()
         assert [ids(answer)[0][0] for answer in await asyncio.gather(*tasks)] == [f"{query}/0" for query in "abcdef"]
     assert gated.seen == [["a"], ["b"], ["c", "d", "e", "f"]]
-    assert gated.threads == {"prepare_0", "find_0"}, "nothing is computed on the event loop"
+    assert gated.threads == {"prepare_0", "find_0"}, "the event loop computes nothing"
 
 
 async def test_as_many_searches_run_at_once_as_the_retriever_allows() -> None:
@@ -65,7 +65,7 @@ async def test_as_many_searches_run_at_once_as_the_retriever_allows() -> None:
     assert gated.most_finding == 3
 
 
-async def test_requests_that_come_during_a_search_share_the_next_one() -> None:
+async def test_requests_during_a_search_share_the_next_one() -> None:
     gated = Gated(prepare_open=False)
     async with in_process(gated, ServerLimits()) as client:
         first = ask(client, "first")
@@ -79,11 +79,11 @@ async def test_requests_that_come_during_a_search_share_the_next_one() -> None:
             assert ids(answer) == [[f"{query}/{rank}" for rank in range(topk)]]
         health = (await client.get("/health")).json()
     assert (health["batches"], health["queries"], health["cached"]) == (2, 41, 0)
-    # Each topk on its own, each query of it once.
+    # One search for each topk, with each of its queries once.
     assert gated.found[1:] == [([f"q{row}" for row in range(20) if row % 4 == topk - 1], topk) for topk in (1, 2, 3, 4)]
 
 
-async def test_a_full_queue_turns_away_and_recovers() -> None:
+async def test_a_full_queue_answers_429_and_recovers() -> None:
     gated = Gated(prepare_open=False)
     async with in_process(gated, ServerLimits(max_pending=2, max_batch=1)) as client:
         tasks = [ask(client, "a")]
@@ -93,13 +93,13 @@ async def test_a_full_queue_turns_away_and_recovers() -> None:
         refused = await ask(client, "d")
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         never = await ask(client, "e", "f", "g")
-        assert never.status_code == 422, "what never fits is not told to come again"
+        assert never.status_code == 422, "a request that never fits is not told to retry"
         gated.may_prepare.set()
         assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200] * 3
         assert (await ask(client, "d")).status_code == 200
 
 
-async def test_too_many_requests_at_once_are_turned_away_before_they_are_read() -> None:
+async def test_too_many_requests_get_429_before_they_are_read() -> None:
     gated = Gated(prepare_open=False)
     async with in_process(gated, ServerLimits(max_requests=1)) as client:
         first = ask(client, "a")
@@ -111,7 +111,7 @@ async def test_too_many_requests_at_once_are_turned_away_before_they_are_read() 
         assert (await first).status_code == 200
 
 
-async def test_large_bodies_share_room_and_small_ones_need_none() -> None:
+async def test_large_bodies_share_a_memory_limit_and_small_ones_are_exempt() -> None:
     large = "x" * 2 * SMALL_BODY_BYTES
     limits = ServerLimits(max_body_bytes=3 * SMALL_BODY_BYTES, max_query_chars=1 + len(large), max_batch=1)
     gated = Gated(prepare_open=False)
@@ -133,15 +133,15 @@ async def test_large_bodies_share_room_and_small_ones_need_none() -> None:
 
 
 @pytest.mark.parametrize("values", [10, 11])
-async def test_a_body_has_values_up_to_a_limit(values: int) -> None:
-    """A list, its field, the object, and so many texts, one of them with everything that is no value elsewhere."""
+async def test_the_values_of_a_body_are_limited(values: int) -> None:
+    """Object, field, list and texts count as values; JSON syntax within a text does not."""
     texts = [*map(str, range(values - 4)), '", [{1, 2}], \\"']
     async with in_process(Gated(), ServerLimits(max_values=10)) as client:
         answer = await ask(client, *texts)
         assert answer.status_code == (200 if values == 10 else 422)
 
 
-async def test_a_request_that_takes_too_long_is_given_up_and_not_searched() -> None:
+async def test_a_request_that_takes_too_long_gets_503_and_is_not_searched() -> None:
     gated = Gated(prepare_open=False)
     async with in_process(gated, ServerLimits(request_timeout_s=0.05, max_batch=1)) as client:
         tasks = ask(client, "running"), ask(client, "waiting")
@@ -152,7 +152,7 @@ async def test_a_request_that_takes_too_long_is_given_up_and_not_searched() -> N
     assert gated.seen == [["running"]]
 
 
-async def test_a_fault_of_the_retriever_is_503_and_the_next_request_works(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_retriever_fault_gives_503_and_the_next_request_works(monkeypatch: pytest.MonkeyPatch) -> None:
     gated, find = Gated(), Gated.find
 
     def lose_a_line(prepared: list[str], topk: int) -> list[list[Hit]]:
@@ -170,7 +170,7 @@ async def test_a_fault_of_the_retriever_is_503_and_the_next_request_works(monkey
     ("value", "status"),
     [("\ud800", 200), (1 << 80, 200), (b"bytes", 503), ({1: float("nan"), 2: 1 << 80}, 503)],
 )
-async def test_values_that_json_can_hold_are_answered_and_others_are_503(
+async def test_document_values_that_json_cannot_hold_give_503(
     monkeypatch: pytest.MonkeyPatch, value: Any, status: int
 ) -> None:
     gated = Gated()
@@ -182,7 +182,7 @@ async def test_values_that_json_can_hold_are_answered_and_others_are_503(
         assert answer.json()["result"] == [[{"contents": value}]]
 
 
-async def test_a_client_that_hangs_up_is_not_searched_for() -> None:
+async def test_a_request_of_a_disconnected_client_is_not_searched() -> None:
     class Slow(Pages):
         async def fetch(self, _: Sequence[str]) -> list[Mapping[str, Any] | None]:
             began.set()
@@ -219,7 +219,7 @@ async def test_the_cache_is_by_query_and_topk_and_can_be_off(entries: int, searc
     assert len(gated.found) == searched
 
 
-def test_the_cache_forgets_what_was_not_asked_for_longest_and_bounds_passages() -> None:
+def test_the_cache_evicts_the_least_recent_entry_and_bounds_passages() -> None:
     cache = HitCache(2)
     hit = Hit(1.0, {})
     for query in "ab":
@@ -234,7 +234,7 @@ def test_the_cache_forgets_what_was_not_asked_for_longest_and_bounds_passages() 
 
 
 async def test_rerank_gives_each_query_its_own_documents_in_order() -> None:
-    """Longer ones are better; equals keep their order."""
+    """Longer documents are better; equal ones keep their order."""
     hit = {"document": {"contents": "cccc", "id": 2}, "score": 0.1}
     documents = [["bb", {"contents": "a", "id": 1}, hit], [], ["xx", "yy", "z"]]
     body = {"queries": ["q", "r", "s"], "documents": documents, "return_scores": True}
@@ -270,7 +270,7 @@ async def test_retrieve_with_rerank_orders_the_candidates() -> None:
 
 
 @pytest.mark.parametrize("header", [None, "Bearer", "Basic s3cret", "s3cret", "Bearer s3cret2", "Bearer s3cre"])
-async def test_without_the_token_only_health_answers_and_says_little(header: str | None) -> None:
+async def test_without_the_token_only_a_short_health_is_answered(header: str | None) -> None:
     gated = Gated()
     async with in_process(gated, token="s3cret", pages=Pages()) as client:
         client.headers.update({} if header is None else {"Authorization": header})
@@ -282,34 +282,3 @@ async def test_without_the_token_only_health_answers_and_says_little(header: str
         assert (await ask(client, "a")).status_code == 200
         assert (await client.get("/health")).json()["passages"] == 7
         assert (await client.get("/metrics")).status_code == 200
-
-
-async def test_every_request_query_batch_and_stage_is_counted() -> None:
-    """Two applications of a process count on their own."""
-    async with in_process(Gated()) as other, in_process(Gated(), reranker=Lengths(), pages=Pages()) as client:
-        for queries in (["a", "b", "c"], ["a"], ["a", "a"], ["d"], [], ["poison"]):
-            await ask(client, *queries)
-        await client.post("/access", json={"urls": ["https://a.example/"]})
-        await client.post("/rerank", json={"queries": ["q", "r"], "documents": [["x", "y"], ["z"]]})
-        await client.get("/made/up/path")
-        counted = (await client.get("/metrics")).text
-        assert "\nrlsys_search_queries_total 0.0\n" in (await other.get("/metrics")).text
-    for name, value in (
-        ('requests_total{path="/retrieve",status="200"}', 4),
-        ('requests_total{path="/retrieve",status="422"}', 1),
-        ('requests_total{path="/retrieve",status="503"}', 1),
-        ('requests_total{path="/access",status="200"}', 1),
-        ('requests_total{path="/rerank",status="200"}', 1),
-        ('requests_total{path="other",status="404"}', 1),
-        ("queries_total", 8),
-        ("cached_total", 3),
-        ("batches_total", 3),
-        ("batch_queries_sum", 5),
-        ("pairs_total", 3),
-        ('stage_seconds_count{stage="prepare"}', 3),
-        ('stage_seconds_count{stage="find"}', 2),
-        ('stage_seconds_count{stage="rerank"}', 1),
-        ('stage_seconds_count{stage="pages"}', 1),
-    ):
-        assert f"\nrlsys_search_{name} {value:.1f}\n" in counted
-    assert counted.count("\nrlsys_search_requests_total{") == 6

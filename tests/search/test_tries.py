@@ -1,4 +1,4 @@
-"""Tries, pauses, fail-over, hedges and probes of the client, under a virtual clock."""
+"""Tests of the client's tries, pauses, fail-over, hedges and probes, under a virtual clock."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rlsys.search.retrieval import Failure, SearchResult
 from tests.support.refusals import refused
 from tests.support.virtual_time import now, run_virtually
 
-from .scripted import SERVES, Behind, ScriptedWire, found, virtually
+from .scripted import SERVES, ScriptedServer, ScriptedWire, found, virtually
 
 
 def over(wire: ScriptedWire, **settings: Any) -> SearchClient:
-    """A client that sends each search on its own, unless told otherwise."""
+    """Return a client that sends each search in its own request by default."""
     fixed = {"coalesce_ms": 0.0, "max_coalesced": 1, "lots": Random(7)}
     return SearchClient(wire.urls, wire=wire, **(fixed | settings))
 
@@ -38,21 +38,21 @@ def all_found(results: list[SearchResult]) -> bool:
 
 
 @virtually
-async def test_pauses_grow_are_jittered_and_end() -> None:
-    server = Behind(status=503)
+async def test_pauses_between_retries_grow_with_jitter_up_to_a_limit() -> None:
+    server = ScriptedServer(status=503)
     async with over(ScriptedWire(a=server), retries=7) as client:
         assert (await client.search("Mali")).failure is Failure.unavailable
     pauses = [late - early for early, late in zip(server.asked, server.asked[1:], strict=False)]
     least = [0.25, 0.5, 1, 2, 4, 4, 4]
     assert all(low <= pause <= 1.5 * low for low, pause in zip(least, pauses, strict=True))
     assert len({pause / low for low, pause in zip(least, pauses, strict=True)}) == 7
-    assert server.probed == [], "an only server needs no health"
+    assert server.probed == [], "a single server is not probed"
 
 
 @pytest.mark.parametrize(("asked_s", "least_s"), [(0.1, 0.25), (5.0, 5.0), (1e9, 30.0)])
 @virtually
-async def test_a_server_that_asks_for_time_gets_it(asked_s: float, least_s: float) -> None:
-    server = Behind(status=429, retry_after_s=asked_s)
+async def test_retry_after_is_respected_up_to_a_limit(asked_s: float, least_s: float) -> None:
+    server = ScriptedServer(status=429, retry_after_s=asked_s)
     async with over(ScriptedWire(a=server)) as client:
         search = asyncio.create_task(client.search("Mali"))
         await asyncio.sleep(0.2)
@@ -62,28 +62,28 @@ async def test_a_server_that_asks_for_time_gets_it(asked_s: float, least_s: floa
     assert least_s <= server.asked[1] <= 1.5 * least_s
 
 
-def test_all_servers_dead_or_silent_is_a_typed_failure_in_bounded_time() -> None:
+def test_dead_or_silent_servers_give_a_typed_failure_in_bounded_time() -> None:
     """The bound: (replicas + retries) * timeout_s + retries * 6."""
 
-    async def work(**behind: Behind) -> float:
-        async with over(ScriptedWire(**behind), retries=3, timeout_s=10.0) as client:
+    async def work(**servers: ScriptedServer) -> float:
+        async with over(ScriptedWire(**servers), retries=3, timeout_s=10.0) as client:
             results = await ask(client, 20)
         assert {result.failure for result in results} == {Failure.unavailable}
         assert client.counts.failures == {Failure.unavailable: 20}
         return now()
 
-    assert run_virtually(work(a=Behind(down=True), b=Behind(down=True))) <= 3 * 6
-    assert run_virtually(work(a=Behind(takes_s=1e6), b=Behind(takes_s=1e6))) <= 5 * 10 + 3 * 6
+    assert run_virtually(work(a=ScriptedServer(down=True), b=ScriptedServer(down=True))) <= 3 * 6
+    assert run_virtually(work(a=ScriptedServer(takes_s=1e6), b=ScriptedServer(takes_s=1e6))) <= 5 * 10 + 3 * 6
 
 
 @pytest.mark.parametrize(("status", "failure"), [(422, Failure.rejected), (500, Failure.broken)])
 @virtually
-async def test_bad_queries_are_found_by_halving_and_the_others_get_theirs(status: int, failure: Failure) -> None:
-    server = Behind(refuses={"q5": status, "q40": status})
+async def test_bad_queries_are_isolated_by_halving_and_the_others_are_answered(status: int, failure: Failure) -> None:
+    server = ScriptedServer(refuses={"q5": status, "q40": status})
     async with over(ScriptedWire(a=server), max_coalesced=64) as client:
         for row, result in enumerate(await ask(client, 64)):
             assert result.failure is failure if row in (5, 40) else result == found(f"q{row}")
-    # The whole, and both halves of each part with a bad query: 1 + 2 * (1 + 5 * 2).
+    # The whole request, and both halves of each part with a bad query: 1 + 2 * (1 + 5 * 2).
     assert len(server.asked) == 23
 
 
@@ -92,39 +92,41 @@ async def test_bad_queries_are_found_by_halving_and_the_others_get_theirs(status
 
 @pytest.mark.parametrize(
     ("bad", "failure", "tries"),
-    [(Behind(body=b"<html>"), Failure.broken, 3), (Behind(status=401), Failure.denied, 1)],
+    [(ScriptedServer(body=b"<html>"), Failure.broken, 3), (ScriptedServer(status=401), Failure.denied, 1)],
     ids=["nonsense", "wrong token"],
 )
 @virtually
-async def test_nonsense_is_asked_of_others_and_a_wrong_token_of_none(bad: Behind, failure: Failure, tries: int) -> None:
+async def test_invalid_answers_are_tried_on_all_replicas_and_a_wrong_token_on_one(
+    bad: ScriptedServer, failure: Failure, tries: int
+) -> None:
     servers = {name: replace(bad, asked=[]) for name in "abc"}
     async with over(ScriptedWire(**servers)) as client:
         assert (await client.search("Mali")).failure is failure
     assert sum(len(server.asked) for server in servers.values()) == tries
-    assert all(server.asked in ([], [0.0]) for server in servers.values()), "at once, one after the other"
+    assert all(server.asked in ([], [0.0]) for server in servers.values()), "without a pause"
 
 
 @virtually
-async def test_a_replica_of_something_else_is_never_asked(caplog: pytest.LogCaptureFixture) -> None:
-    stranger = Behind(serves=SERVES | {"encoder": "f", "queries": 3})
-    silent = Behind(serves=None)
-    wire = ScriptedWire(a=Behind(serves=SERVES | {"queries": 9}), b=stranger, c=silent)
+async def test_a_replica_of_another_index_is_never_asked(caplog: pytest.LogCaptureFixture) -> None:
+    foreign = ScriptedServer(serves=SERVES | {"encoder": "f", "queries": 3})
+    silent = ScriptedServer(serves=None)
+    wire = ScriptedWire(a=ScriptedServer(serves=SERVES | {"queries": 9}), b=foreign, c=silent)
     async with over(wire) as client:
         assert all_found(await ask(client, 40))
-        assert silent.asked, "one that says nothing of itself is taken at its word"
-        wire.behind["http://a"].down = silent.down = True
+        assert silent.asked, "a server without /health is trusted"
+        wire.servers["http://a"].down = silent.down = True
         assert {result.failure for result in await ask(client, 3)} == {Failure.unavailable}
-        assert stranger.asked == []
-        stranger.serves = SERVES
+        assert foreign.asked == []
+        foreign.serves = SERVES
         await asyncio.sleep(20)
         assert all_found(await ask(client, 3))
     assert "http://b" in caplog.text
     assert "encoder=f" in caplog.text
 
 
-def test_the_health_of_several_is_refused_where_they_differ() -> None:
+def test_health_is_refused_if_replicas_serve_different_indexes() -> None:
     async def work(*serve: dict[str, Any] | None) -> dict[str, Any]:
-        servers = {f"s{row}": Behind(serves=one, down=one == {}) for row, one in enumerate(serve)}
+        servers = {f"s{row}": ScriptedServer(serves=one, down=one == {}) for row, one in enumerate(serve)}
         return await over(ScriptedWire(**servers)).health()
 
     assert run_virtually(work({}, SERVES, None, SERVES | {"kind": "dense"})) == SERVES
@@ -140,7 +142,7 @@ def test_the_health_of_several_is_refused_where_they_differ() -> None:
 @pytest.mark.parametrize("other_fails", [False, True])
 @virtually
 async def test_a_slow_request_is_sent_twice_and_the_first_answer_counts(other_fails: bool) -> None:
-    servers = [Behind(takes_s=20.0), Behind(takes_s=20.0)]
+    servers = [ScriptedServer(takes_s=20.0), ScriptedServer(takes_s=20.0)]
     async with over(ScriptedWire(a=servers[0], b=servers[1]), hedge_after_s=2.0) as client:
         search = asyncio.create_task(client.search("Mali"))
         await asyncio.sleep(1.0)
@@ -154,7 +156,7 @@ async def test_a_slow_request_is_sent_twice_and_the_first_answer_counts(other_fa
 
 @virtually
 async def test_a_cancelled_search_ends_neither_others_nor_the_request() -> None:
-    server = Behind(takes_s=3.0)
+    server = ScriptedServer(takes_s=3.0)
     async with over(ScriptedWire(a=server, b=server), hedge_after_s=1.0, max_coalesced=8) as client:
         searches = [asyncio.create_task(client.search(f"q{row}")) for row in range(4)]
         await asyncio.sleep(0.5)
@@ -167,9 +169,9 @@ async def test_a_cancelled_search_ends_neither_others_nor_the_request() -> None:
 
 @pytest.mark.parametrize("at_s", [0.0, 0.5, 1.5, 9.0])
 @virtually
-async def test_close_leaves_nothing_behind(at_s: float) -> None:
-    """In the first look, in a first try, in a hedge, in a pause."""
-    wire = ScriptedWire(a=Behind(takes_s=7.0, status=503), b=Behind(takes_s=7.0, status=503))
+async def test_close_fails_all_searches_and_closes_the_wire(at_s: float) -> None:
+    """The client is closed in the first probe, in the first try, in a hedge or in a pause."""
+    wire = ScriptedWire(a=ScriptedServer(takes_s=7.0, status=503), b=ScriptedServer(takes_s=7.0, status=503))
     client = over(wire, hedge_after_s=1.0)
     searches = asyncio.gather(*(client.search(f"q{row}") for row in range(5)))
     await asyncio.sleep(at_s)
@@ -200,11 +202,11 @@ EVENTS = st.lists(st.tuples(st.integers(0, 2), st.floats(0, 30), TROUBLE), max_s
 @settings(max_examples=40)
 @given(events=EVENTS, seed=st.integers(0, 2**32), good=st.booleans(), hedged=st.booleans())
 def test_every_search_gets_its_own_answer(events: list[Any], seed: int, good: bool, hedged: bool) -> None:
-    """No search fails where one of three servers stays well (`good`), also without retries."""
-    lots, servers = Random(seed), [Behind(takes_s=0.1) for _ in range(3)]
+    """No search fails while one of three servers stays well (`good`), even without retries."""
+    lots, servers = Random(seed), [ScriptedServer(takes_s=0.1) for _ in range(3)]
     patience = {"timeout_s": 5.0, "retries": 0 if good else 2, "hedge_after_s": 1.0 if hedged else None}
 
-    async def happen(server: Behind, at_s: float, trouble: dict[str, Any]) -> None:
+    async def happen(server: ScriptedServer, at_s: float, trouble: dict[str, Any]) -> None:
         await asyncio.sleep(at_s)
         for name, value in (WELL | trouble).items():
             setattr(server, name, value)

@@ -25,7 +25,7 @@ def minilm_tokenizer() -> Any:
 
 
 def bert() -> BertModel:
-    """The same weights every time."""
+    """Return a tiny BERT, with the same weights every time."""
     torch.manual_seed(0)
     return BertModel(BertConfig(**SHAPE)).eval()
 

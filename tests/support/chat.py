@@ -12,7 +12,7 @@ from rlsys.apps.chat.conversation import Conversation, Opened
 from rlsys.apps.chat.web import create_app
 from rlsys.apps.evaluation.evaluation_inputs import EngineName
 from rlsys.config.schema import TaskConfig
-from rlsys.rollout.agent.episode import Generation, Heard, TurnSampling
+from rlsys.rollout.agent.episode import Generation, OnTokens, TurnSampling
 from rlsys.rollout.agent.tokens import Codec
 from rlsys.search.address import own_names
 from rlsys.search.retrieval import SearchResult
@@ -39,7 +39,7 @@ class Script:
         self.cancelled = 0
 
     async def generate(
-        self, input_ids: list[int], sampling: TurnSampling, rid: str, heard: Heard | None = None
+        self, input_ids: list[int], sampling: TurnSampling, rid: str, on_tokens: OnTokens | None = None
     ) -> Generation:
         self.inputs.append(input_ids)
         self.sampled.append(sampling)
@@ -47,8 +47,8 @@ class Script:
         ids = self.codec.encode(self._turns[(len(self.inputs) - 1) % len(self._turns)])
         for count in range(1, len(ids) + 1):
             await asyncio.sleep(0)
-            if heard is not None:
-                heard(ids[:count])
+            if on_tokens is not None:
+                on_tokens(ids[:count])
             if count == self._halt_after:
                 await self._halt()
         return Generation(ids, [-0.5] * len(ids), "stop", 0, [0] * len(ids))

@@ -12,8 +12,8 @@ import numpy as np
 import yaml
 
 from rlsys.apps.evaluation.results import RESULTS, write_results
-from rlsys.observe.environment import Life
-from rlsys.observe.kept import Kept, KeptTurn, write_kept
+from rlsys.observe.environment import Launch
+from rlsys.observe.kept import TrajectoryRecord, TurnRecord, write_trajectories
 from rlsys.observe.records import TIMELINE, LineLog, timeline_row
 from rlsys.observe.spans import Span
 from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
@@ -59,7 +59,7 @@ class Maker:
         """Texts of `count` random tokens."""
         return tuple(f" {self.words[place]}" for place in self._draws.integers(len(self.words), size=count))
 
-    def kept(self, step: int, group: int, sample: int) -> Kept:
+    def kept(self, step: int, group: int, sample: int) -> TrajectoryRecord:
         """Trajectory of `size.searches` searches and an answer."""
         size, draws = self.size, self._draws
         pieces: list[str] = []
@@ -75,7 +75,7 @@ class Maker:
             mask += [True] * len(said) + [False] * len(seen)
             turn_of += [turn] * len(said) + [-1] * len(seen)
             turns.append(
-                KeptTurn(
+                TurnRecord(
                     text="".join(said),
                     action="answer" if last else "search",
                     content="".join(said[-3:]),
@@ -95,7 +95,7 @@ class Maker:
         sampled = np.where(trained, -draws.exponential(0.4, length), np.nan).astype(np.float32)
         old = np.where(trained, sampled + draws.normal(0, 0.01, length), 0).astype(np.float32)
         version = max(0, step - 1 - int(draws.integers(self.lag + 1)))
-        return Kept(
+        return TrajectoryRecord(
             step=step,
             question_uid=f"train:{step}-{group}",
             sample=sample,
@@ -179,7 +179,7 @@ def made_run(folder: Path, maker: Maker | None = None, **settings: Any) -> Path:
     config = {"name": "made", "trainer": {"steps": size.steps}, "model": {"path": "nowhere"}, **settings}
     config |= {"rollout": {"sampling": {"temperature": 1.0}}, "task": {"token_mode": "append"}}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    life = Life(DAY, 0, {"host": "here", "python": "3.11"}, "abc", True, ["rlsys", "train", "a b"])
+    life = Launch(DAY, 0, {"host": "here", "python": "3.11"}, "abc", True, ["rlsys", "train", "a b"])
     (folder / "run.json").write_text(json.dumps({"lives": [asdict(life)]}))
     _write_lines(folder / "metrics.jsonl", [maker.metrics(step) for step in range(1, size.steps + 1)])
     for after in (0, size.steps):
@@ -192,7 +192,7 @@ def made_run(folder: Path, maker: Maker | None = None, **settings: Any) -> Path:
     _write_timeline(folder, size.steps)
     for step in range(1, size.steps + 1):
         pairs = [(group, sample) for group in range(size.groups) for sample in range(size.samples)]
-        write_kept(folder, step, [maker.kept(step, *pair) for pair in pairs])
+        write_trajectories(folder, step, [maker.kept(step, *pair) for pair in pairs])
     (folder / "summary.json").write_text('{"em_after": 0.8}')
     return folder
 

@@ -57,7 +57,7 @@ from rlsys.orchestrator.saving import Saver
 from rlsys.orchestrator.weight_sync import SyncReport, WeightSync
 from rlsys.orchestrator.worker_groups import Checkpoints, InferenceGroup, OffloadManager, TrainedGroup, launch_megatron
 from rlsys.train import train
-from rlsys.weights.checkpoint.store import CheckpointStore, Keep
+from rlsys.weights.checkpoint.store import CheckpointStore, RetentionPolicy
 from tests.support.megatron_processes import ANSWER_S, Host, HostedGroup, forks, pool
 from tests.support.recorded_episodes import RIGHT, Recording, Shape, record
 from tests.support.scheduled import Arrivals, Learner, NoSearch, Outcome, Playback, Scorer, make_sharder
@@ -180,7 +180,9 @@ class MortalStore(CheckpointStore):
         self._fate.saved = True
         return folder
 
-    def prune(self, keep: Keep, score_of: Callable[[int], float | None], spared: Collection[int] = ()) -> None:
+    def prune(
+        self, keep: RetentionPolicy, score_of: Callable[[int], float | None], spared: Collection[int] = ()
+    ) -> None:
         """See `CheckpointStore`."""
         super().prune(keep, score_of, spared)
         self._fate("pruned")
@@ -300,7 +302,7 @@ def _session(
     )  # fmt: skip
     trained = Groups(rollout, learner, devices, takes)
     saver = Saver(
-        store, Keep(2, None, best=False), record_of_run.em_of, devices.need, background=True,
+        store, RetentionPolicy(2, None, best=False), record_of_run.em_of, devices.onload, background=True,
         newest=origin.checkpoint.folder if origin else None,
     )  # fmt: skip
     search: Any = NoSearch()

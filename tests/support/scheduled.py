@@ -26,7 +26,7 @@ from rlsys.observe.guards import Alarm
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.pipeline.grouping import finish
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline
-from rlsys.orchestrator.pipeline.scheduler import Ended
+from rlsys.orchestrator.pipeline.scheduler import GroupOutcome
 from rlsys.orchestrator.pipeline.training_step import make_scheduler, score_batch_size
 from rlsys.orchestrator.rewards.reward import Rewards, reward_group
 from rlsys.orchestrator.run import Groups, Run
@@ -92,7 +92,7 @@ class Outcome:
     async def trajectories(self, _: int, _groups: Sequence[Group]) -> None:
         """See `RunLogger`."""
 
-    def prompts(self, _: int, _ended: Iterable[Ended]) -> None:
+    def prompts(self, _: int, _ended: Iterable[GroupOutcome]) -> None:
         """See `RunLogger`."""
 
 
@@ -129,7 +129,7 @@ class Playback:
         """Return no partial episodes: episodes are played back whole."""
         return {}
 
-    async def look(self) -> None:
+    async def refresh_activity(self) -> None:
         """Do nothing: played-back episodes do not search."""
 
     async def open_transport(self, specs: Sequence[TransportSpec]) -> None:

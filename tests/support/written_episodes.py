@@ -10,7 +10,7 @@ import numpy as np
 from rlsys.config.schema import CompatConfig, RewardConfig, TagsConfig, TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
-from rlsys.orchestrator.rewards.reward import Reader, Reading
+from rlsys.orchestrator.rewards.reward import EpisodeParser, ParsedEpisode
 from rlsys.rollout.agent.episode import TurnRules
 
 TEMPLATE = "Answer the question, for example, <answer> Beijing </answer>. Question: {}\n"
@@ -80,8 +80,8 @@ def read(
     *answers: str,
     tags: TagsConfig = TASK.tags,
     over_prompt: bool = False,
-) -> Reading:
-    return Reader(tags, CompatConfig(answer_over_prompt=over_prompt), {}).read(question(*answers), trajectory)
+) -> ParsedEpisode:
+    return EpisodeParser(tags, CompatConfig(answer_over_prompt=over_prompt), {}).read(question(*answers), trajectory)
 
 
 def terms(**weights: float) -> RewardConfig:

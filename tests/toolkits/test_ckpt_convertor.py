@@ -1,4 +1,4 @@
-"""The scripts of toolkits/ckpt_convertor, called through links; tests/live/test_scripts.py runs one to its end."""
+"""Test of calling toolkits/ckpt_convertor through links; tests/live/test_scripts.py runs one script to its end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.scripts import run_script
 SCRIPTS = PROJECT / "toolkits" / "ckpt_convertor" / "megatron_convertor"
 
 
-def test_a_link_to_a_link_to_a_script_is_one(tmp_path: Path) -> None:
+def test_a_script_runs_through_a_chain_of_links(tmp_path: Path) -> None:
     (tmp_path / "first").symlink_to(os.path.relpath(SCRIPTS / "hf2mg_3b.sh", tmp_path))
     (tmp_path / "second link").symlink_to("first")
     done = run_script(tmp_path / "second link", "no where", "out", cwd=tmp_path)

@@ -51,7 +51,7 @@ def shared_memory(rank: int, bucket_bytes: int) -> TransportSpec:
 def export(worker: WeightSender, bucket_bytes: int) -> list[Bucket]:
     """All buckets, on rank 0. Like the driver, asks for the next one when all ranks have answered."""
     buckets: list[Bucket] = []
-    first = worker.place.rank == 0
+    first = worker.coords.rank == 0
     sender = open_sender(shared_memory(0, bucket_bytes)) if first else None
     receiver = open_receiver(shared_memory(1, bucket_bytes))
     running = worker.export(bucket_bytes, sender)

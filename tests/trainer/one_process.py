@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlsys.algorithms.kl import Sampled, TopKKl, shares
+from rlsys.algorithms.kl import SampledLogprobs, TopKKl, shares
 from rlsys.algorithms.losses import DIVISOR, LossInputs, divisor, policy_loss, reduce_stats, token_weights
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
 from rlsys.config.derived import sums_over_vocabulary
@@ -124,7 +124,7 @@ class OneProcess:
         picks = (self.log_r if forward else self.log_old).topk(config.kl_topk_tokens).indices
         picked = (picks == self.y[:, None]).any(-1)
         assert 0 < picked.sum() < len(picked), "sampled tokens must lie both among the picks and in the tail"
-        sampled = Sampled(self.p, self.old, self.r, picked)
+        sampled = SampledLogprobs(self.p, self.old, self.r, picked)
         return TopKKl(config)(self.log_p.gather(1, picks), self.log_r.gather(1, picks), sampled)
 
 

@@ -67,7 +67,7 @@ def _in_group(group: Group, layout: Layout, model: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
     optimizer = replace(OPTIMIZER, distributed=layout.distributed)
     actor = make_actor(group, model, layout.parallel, optimizer, recompute=layout.recompute)
-    place = actor.place
+    place = actor.coords
     actor.load_hf(model)
     results["initial"] = weights_of(actor)
     results["applied"] = []

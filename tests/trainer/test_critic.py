@@ -68,7 +68,7 @@ def _critic(group: Group, model: Path, parallel: ParallelConfig | None = None) -
 
 
 def _train(critic: Critic, step: int, layout: Layout = ONE_RANK) -> list[Any]:
-    mine = _steps()[step][critic.place.dp :: critic.place.dp_size]
+    mine = _steps()[step][critic.coords.dp :: critic.coords.dp_size]
     # Add a micro-batch without trained tokens.
     filler = layout.filler or collate([], pad_id=0, multiple_of=4, packed=bool(step % 2))
     rows = [_packed(batch, layout=layout) for batch in mine]

@@ -81,7 +81,7 @@ def _every_stage_sends(group: Group, models: list[Path], folder: Path) -> None:
                 break
             if handle is not None:
                 assert handle.number == taken + 1
-                pids.add(handle.where.pid)
+                pids.add(handle.location.pid)
                 for record, tensor in unpack(receiver.receive(handle)):
                     found[record.name], checksums[record.name] = tensor.clone(), record.checksum
                 receiver.release()

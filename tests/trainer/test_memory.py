@@ -174,7 +174,7 @@ def _measure(group: Group, folder: Path, case: Case) -> None:
         # Recomputed layers are there one at a time.
         (max(routed) if case.layout.recompute else sum(routed) // len(routed)) if routed else None,
     )
-    estimate = stage_memory(StageRank(config, read_architecture(config.model.path), case.group, worker.place.pp, load))
+    estimate = stage_memory(StageRank(config, read_architecture(config.model.path), case.group, worker.coords.pp, load))
     _check(estimate, always, meter.peak)
 
 

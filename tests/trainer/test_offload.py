@@ -22,7 +22,7 @@ from rlsys.config.schema import Dtype, ParallelConfig
 from rlsys.errors import RunError
 from rlsys.trainer.actor import Actor
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
-from rlsys.trainer.offload import HostBlocks, InHostMemory, Offload
+from rlsys.trainer.offload import HostBlocks, HostMemoryBackup, Offload
 from rlsys.weights.transport import open_sender
 from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
@@ -118,7 +118,7 @@ def test_storages_are_kept_in_host_blocks_of_any_size(sizes: list[int], block: i
         tensors = [torch.tensor(value) for value in values]
         views, zeros = [tensor[1:] for tensor in tensors], torch.zeros(7)
         saved = [tensor.untyped_storage() for tensor in tensors]
-        away = InHostMemory(saved, [zeros.untyped_storage()], host)
+        away = HostMemoryBackup(saved, [zeros.untyped_storage()], host)
         assert away.nbytes == sum(sizes) + 28
         away.keep()
         away.release()
@@ -148,7 +148,7 @@ def test_offloading_frees_gpu_memory(tmp_path: Path) -> None:
 
 def _train(actor: Actor, step: int) -> dict[str, Tensor]:
     """Weights and gradient norm after one step."""
-    actor.accumulate(STEPS[step][actor.place.dp :: actor.place.dp_size])
+    actor.accumulate(STEPS[step][actor.coords.dp :: actor.coords.dp_size])
     norm = actor.apply().grad_norm
     return {**weights_of(actor), "norm": torch.tensor(norm)}
 

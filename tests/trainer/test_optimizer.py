@@ -37,7 +37,7 @@ def _trained(group: Group, layout: Layout, model: Path, way: OptimizerConfig, to
     buckets = [*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups]
     norms, in_flight = [], []
     for step in range(STEPS):
-        batches = reference.make_batches(4, seed=step)[actor.place.dp :: actor.place.dp_size]
+        batches = reference.make_batches(4, seed=step)[actor.coords.dp :: actor.coords.dp_size]
         calls = [batches[:1], [], batches[1:]]
         for number, call in enumerate(calls, 1):
             actor.accumulate(call, last=told and number == len(calls))

@@ -22,7 +22,7 @@ from rlsys.config.schema import OptimizerConfig, ParallelConfig, RolloutConfig, 
 from rlsys.data.trajectory import Sample
 from rlsys.orchestrator.worker_groups import scores_of
 from rlsys.trainer.actor import Actor, Objective
-from rlsys.trainer.batches import Applied, BatchSharder
+from rlsys.trainer.batches import BatchSharder, OptimizerStep
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, ReferencePolicy, TopkPlan
 from rlsys.weights.hf_io import HfReader
 from rlsys.weights.transport import pack
@@ -103,7 +103,7 @@ def _objective_of(algorithm: AlgorithmConfig) -> Objective:
     return Objective.from_config(RunConfig(algorithm=algorithm, rollout=RolloutConfig(sampling=sampling)))
 
 
-Result = tuple[Applied, list[dict[str, float]], dict[str, Tensor]]
+Result = tuple[OptimizerStep, list[dict[str, float]], dict[str, Tensor]]
 """The answer of `apply`, statistics, and weights after one step."""
 
 
@@ -134,9 +134,9 @@ def _scored(group: Group, policies: Policies, run: Run) -> dict[bool, list[Sampl
     samples = {}
     for name in ("reverse-top-weighted", "forward-top-upstream"):
         worker._picks = TopkPlan.from_config(CASES[name])
-        found = worker.compute(batches[worker.place.dp])
+        found = worker.compute(batches[worker.coords.dp])
         answers: list[Any] = [None] * group.world
-        torch.distributed.all_gather_object(answers, None if found is None else (worker.place.dp, found))
+        torch.distributed.all_gather_object(answers, None if found is None else (worker.coords.dp, found))
         scores = scores_of(plan, batches, [results for _, results in sorted(filter(None, answers), key=itemgetter(0))])
         forward = CASES[name].kl_estimator is FORWARD
         samples[forward] = [one.with_scores(score) for one, score in zip(SAMPLES, scores, strict=True)]
@@ -148,7 +148,7 @@ def _step(actor: _Actor, run: Run, samples: Sequence[Sample], config: AlgorithmC
         samples = [replace(one, picks=None) for one in samples]
     sharder = BatchSharder(run.trained, run.processes, 34, pad_id=0, packed=True)
     batches_of_calls = [sharder.shard(samples[call])[1] for call in CALLS]
-    stats = [actor.accumulate(batches[actor.place.dp]) for batches in batches_of_calls]
+    stats = [actor.accumulate(batches[actor.coords.dp]) for batches in batches_of_calls]
     return actor.apply(), stats, weights_of(actor)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlsys.config.schema import Dtype, ParallelConfig
 from rlsys.trainer import mesh
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, TopkPlan
-from rlsys.trainer.offload import Offloaded
+from rlsys.trainer.offload import OffloadStats
 from rlsys.weights.convert.conversion import megatron_to_hf
 from rlsys.weights.hf_io import HfReader
 from rlsys.weights.transport import pack
@@ -73,7 +73,7 @@ class Bench(LogProbWorker):
         self._path, self._dtype = model, dtype
         super().__init__(rendezvous, local_model(model, dtype), parallel, reference.TEMPERATURE, 1, plan, picks)
 
-    def offload(self, scratch: str) -> Offloaded:
+    def offload(self, scratch: str) -> OffloadStats:
         self._scratch = scratch
         return super().offload()
 

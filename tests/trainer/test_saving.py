@@ -24,8 +24,8 @@ from rlsys.trainer.actor import Actor
 from rlsys.trainer.log_prob import ReferencePlan
 from rlsys.trainer.model.logprobs import divergence_of
 from rlsys.trainer.model.stage_model import PolicyModel
-from rlsys.trainer.offload import Offloaded
-from rlsys.weights.checkpoint.sharded import Written
+from rlsys.trainer.offload import OffloadStats
+from rlsys.weights.checkpoint.sharded import WriteStats
 from rlsys.weights.checkpoint.store import is_complete
 from tests.support.megatron_processes import Host, HostedGroup, fresh, pool, rendezvous
 from tests.trainer import reference
@@ -60,14 +60,14 @@ class Bench(Actor):
         self._initial = [tensor.clone() for tensor in self._matrices(self._policy)]
         self._go_on = Event()
 
-    def offload(self, scratch: str) -> Offloaded:
+    def offload(self, scratch: str) -> OffloadStats:
         self._scratch = scratch
         return super().offload()
 
     def train(self, *steps: int) -> None:
         for step in steps:
-            mine = STEPS[step][self.place.dp :: self.place.dp_size]
-            cp = self.place.cp_size
+            mine = STEPS[step][self.coords.dp :: self.coords.dp_size]
+            cp = self.coords.cp_size
             self.accumulate([reference.packed(batch, cp=cp) for batch in mine] if cp > 1 else mine)
             self.apply()
             self.end_step(step + 1)
@@ -229,7 +229,7 @@ async def test_save_waits_for_the_previous_one_and_frees_its_copy_when_complete(
     await group.call("finish_save")
     assert is_complete(second)
     assert await group.call("keeps_a_copy") == [False, False]
-    assert await group.call("finish_save") == [Written(0, 0.0)] * 2
+    assert await group.call("finish_save") == [WriteStats(0, 0.0)] * 2
     for kind, said in await group.call("fails", "begin", second):
         assert kind == "UserError"
         assert second in said

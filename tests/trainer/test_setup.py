@@ -12,7 +12,7 @@ import torch
 from rlsys.config.schema import Layers, ModelConfig, ParallelConfig
 from rlsys.observe.environment import Capabilities
 from rlsys.trainer import cpu_support
-from rlsys.trainer.mesh import place_of
+from rlsys.trainer.mesh import mesh_coordinates
 from rlsys.trainer.model.layers import choose_layers, kernel_settings
 from rlsys.trainer.model.stage_model import transformer_config
 from rlsys.weights.weight_map import read_architecture
@@ -101,7 +101,7 @@ def test_cpu_support_refuses_another_megatron_and_changes_nothing_with_cuda() ->
 
 
 def test_ranks_vary_by_tensor_then_context_then_data_then_pipeline() -> None:
-    places = [place_of(rank, 16, ParallelConfig(tp=2, cp=2, pp=2, ep=4)) for rank in range(16)]
+    places = [mesh_coordinates(rank, 16, ParallelConfig(tp=2, cp=2, pp=2, ep=4)) for rank in range(16)]
     assert [place.tp for place in places] == [0, 1] * 8
     assert [place.cp for place in places] == [0, 0, 1, 1] * 4
     assert [place.dp for place in places] == [0, 0, 0, 0, 1, 1, 1, 1] * 2
@@ -113,7 +113,7 @@ def test_ranks_vary_by_tensor_then_context_then_data_then_pipeline() -> None:
 
 
 def test_experts_are_spread_over_neighbouring_ranks_of_a_stage() -> None:
-    places = [place_of(rank, 12, ParallelConfig(tp=2, pp=2, ep=3)) for rank in range(12)]
+    places = [mesh_coordinates(rank, 12, ParallelConfig(tp=2, pp=2, ep=3)) for rank in range(12)]
     assert [place.ep for place in places] == [0, 1, 2] * 4
     # Ranks 0 to 2 hold one copy of all experts, ranks 0 and 1 one copy of everything else.
     assert [place.rank for place in places if place.exports] == [0, 1, 2, 6, 7, 8]

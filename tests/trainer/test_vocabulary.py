@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlsys.algorithms.kl import Sampled, TopKKl
+from rlsys.algorithms.kl import SampledLogprobs, TopKKl
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
 from rlsys.trainer.model import logprobs as vocabulary
 from rlsys.trainer.model.logprobs import (
@@ -175,7 +175,7 @@ def dense(case: Case, picks: Results) -> Results:
         first, second = (log_r, log_p) if forward_kl else (log_p, log_r)
         keep(f"{estimator}", (first.exp() * (first - second)).sum(-1))
         tokens = picks["reference tokens" if forward_kl else "policy tokens"]
-        sampled = Sampled(logprobs, old.double(), ref.double(), (tokens == targets[:, None]).any(-1))
+        sampled = SampledLogprobs(logprobs, old.double(), ref.double(), (tokens == targets[:, None]).any(-1))
         config = AlgorithmConfig(kl_estimator=estimator, kl_topk_tokens=case.k, use_kl_iw=True)
         keep(f"{estimator} top", TopKKl(config)(log_p.gather(1, tokens), log_r.gather(1, tokens), sampled))
     return results

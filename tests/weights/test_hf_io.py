@@ -221,7 +221,7 @@ def test_stacked_experts_are_read_one_by_one(tmp_path: Path) -> None:
 
 def test_too_many_stacked_experts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each expert takes a few bytes on disk and hundreds in memory."""
-    monkeypatch.setattr(hf_io, "_MOST_TENSORS", 100)
+    monkeypatch.setattr(hf_io, "_MAX_TENSORS", 100)
     for experts in (50, 51):
         stack = {"layers.0.experts.gate_up_proj": torch.zeros(experts, 2, 1, dtype=torch.uint8)}
         save_file(stack, tmp_path / SINGLE)

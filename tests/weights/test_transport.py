@@ -30,12 +30,12 @@ from rlsys.weights.transport import (
     EVENT_SYNC_REQUIRED,
     STORAGE_DEVICE,
     BucketHandle,
-    DevicePlace,
+    DeviceMemoryLocation,
     IpcReceiver,
     IpcSender,
     Receiver,
     Sender,
-    SharedPlace,
+    SharedMemoryLocation,
     TransportSpec,
     open_receiver,
     open_sender,
@@ -95,13 +95,13 @@ def test_buckets_reach_every_receiver_and_memory_is_reused_only_after_release(
 ) -> None:
     """The next bucket is packed while the previous one is read."""
     with opened(spec(mode, 2, tmp_path), threads) as (sender, receivers):
-        handle = sender.send(pack_into(sender.room(), BUCKETS[0]))
+        handle = sender.send(pack_into(sender.next_slot(), BUCKETS[0]))
         for taken, following in enumerate([*BUCKETS[1:], BUCKETS[0]], start=1):
             reading = [threads.submit(received, receiver, handle) for receiver in receivers]
-            handle = sender.send(pack_into(sender.room(), following))
+            handle = sender.send(pack_into(sender.next_slot(), following))
             assert [read.result() for read in reading] == [bits(BUCKETS[taken - 1])] * 2
             with pytest.raises(RuntimeError, match=f"Bucket {taken + 2}"):
-                sender.room()
+                sender.next_slot()
             sender.release(taken)
     assert not list(tmp_path.rglob("*bucket*"))
 
@@ -109,7 +109,7 @@ def test_buckets_reach_every_receiver_and_memory_is_reused_only_after_release(
 def _send(shell: Shell, sending: TransportSpec, buckets: int) -> list[BucketHandle]:
     """Send buckets from a process that stays alive."""
     sender = shell.worker = sender_of(sending)
-    return [sender.send(pack_into(sender.room(), tensors)) for tensors in BUCKETS[:buckets]]
+    return [sender.send(pack_into(sender.next_slot(), tensors)) for tensors in BUCKETS[:buckets]]
 
 
 @within_a_host
@@ -164,7 +164,7 @@ def test_send_returns_before_a_receiver_that_connects_late_receives(
 
     monkeypatch.setattr(transport, "_open_group", like_nccl)
     with opened(spec(SyncMode.broadcast, 1, tmp_path), threads) as (sender, (receiver,)):
-        handle = sender.send(pack_into(sender.room(), BUCKETS[0]))
+        handle = sender.send(pack_into(sender.next_slot(), BUCKETS[0]))
         assert received(receiver, handle) == bits(BUCKETS[0])
 
 
@@ -181,11 +181,11 @@ def test_missing_members_are_named_after_the_timeout(tmp_path: Path, threads: Th
 
 def test_hanging_receiver_is_named_by_the_sender(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
     with opened(spec(SyncMode.broadcast, 2, tmp_path), threads) as (sender, (quick, _)):
-        quick.receive(sender.send(pack_into(sender.room(), BUCKETS[0])))
+        quick.receive(sender.send(pack_into(sender.next_slot(), BUCKETS[0])))
         group: Any = sender._group  # type: ignore[attr-defined]
         group._spec = replace(group._spec, timeout_s=0.1)
         with pytest.raises(RunError, match=r"bucket 1 .* by rollout rank 1:"):
-            sender.send(pack_into(sender.room(), BUCKETS[1]))
+            sender.send(pack_into(sender.next_slot(), BUCKETS[1]))
 
 
 def test_missing_or_short_bucket_file_is_named_after_the_timeout(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_missing_or_short_bucket_file_is_named_after_the_timeout(tmp_path: Path)
 @within_a_host
 def test_memory_of_another_host_is_refused_with_an_alternative(mode: SyncMode, tmp_path: Path) -> None:
     other = "another kernel"
-    place = SharedPlace(other, 1, 1, 0) if mode is SyncMode.tensor else DevicePlace(other, 1, (b"",))
+    place = SharedMemoryLocation(other, 1, 1, 0) if mode is SyncMode.tensor else DeviceMemoryLocation(other, 1, (b"",))
     receiver = receiver_of(replace(spec(mode, 1, tmp_path), rank=1))
     with pytest.raises(RunError, match=f"cluster.sync_mode={mode} .*rollout rank 0 .*broadcast"):
         receiver.receive(BucketHandle(1, (), 10, place))
@@ -212,7 +212,7 @@ def test_receiver_reads_the_senders_memory_without_a_copy(
     mode: SyncMode, tmp_path: Path, threads: ThreadPoolExecutor
 ) -> None:
     with opened(spec(mode, 1, tmp_path), threads) as (sender, (receiver,)):
-        room = sender.room()
+        room = sender.next_slot()
         handle = sender.send(pack_into(room, BUCKETS[0]))
         arrived = receiver.receive(handle)
         assert arrived.data.nbytes == handle.nbytes < room.nbytes
@@ -227,12 +227,12 @@ def test_device_memory_is_freed_when_all_buckets_are_released(tmp_path: Path) ->
     slots = []
     for taken in (0, 0, 1, 2):
         sender.release(taken)
-        slots.append(weakref.ref(sender.room().untyped_storage()))
-        sender.send(pack_into(sender.room(), BUCKETS[0]))
+        slots.append(weakref.ref(sender.next_slot().untyped_storage()))
+        sender.send(pack_into(sender.next_slot(), BUCKETS[0]))
     assert all(slot() is not None for slot in slots)
     sender.release(4)
     assert all(slot() is None for slot in slots)
-    assert sender.room().numel() == 64_000
+    assert sender.next_slot().numel() == 64_000
 
 
 def rebuilt(*arguments: Any) -> Tensor:
@@ -246,7 +246,7 @@ def test_ipc_memory_is_opened_on_the_receivers_device_without_an_event(tmp_path:
     assert names.index("event_sync_required") == EVENT_SYNC_REQUIRED
     given = list(range(100, 100 + len(names)))
     receiver = IpcReceiver(replace(spec(SyncMode.ipc, 1, tmp_path), rank=1), torch.device("cuda", 3))
-    place = DevicePlace(transport.host_identity(), os.getpid(), (pickle.dumps((rebuilt, given)),))
+    place = DeviceMemoryLocation(transport.host_identity(), os.getpid(), (pickle.dumps((rebuilt, given)),))
     found = receiver.receive(BucketHandle(1, (), 10, place)).flat.tolist()
     given[STORAGE_DEVICE], given[EVENT_SYNC_REQUIRED] = 3, 0
     assert found == given

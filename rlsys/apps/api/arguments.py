@@ -58,7 +58,7 @@ class RunSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class ArgumentSettings:
     """Settings that follow from one argument of the API."""
 
     argument: str
@@ -69,7 +69,7 @@ class Given:
     """True if the settings are valid only during the run."""
 
 
-def compose_settings(config: str, given: Sequence[Given], overrides: Sequence[str]) -> RunSettings:
+def compose_settings(config: str, given: Sequence[ArgumentSettings], overrides: Sequence[str]) -> RunSettings:
     """Combine the settings of all arguments with the user's overrides. Raises UserError for a key set by both."""
     for override in overrides:
         for argument in (known.argument for known in given for key in known.values if _sets(override, key)):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import rlsys.apps.api.arguments as arguments
-from rlsys.apps.api.arguments import Data, Devices, Given, RunSettings, note
+from rlsys.apps.api.arguments import ArgumentSettings, Data, Devices, RunSettings, note
 from rlsys.apps.api.retrievers import SearchBackend, WithoutSearch
 from rlsys.apps.api.training_result import TrainingResult
 from rlsys.apps.running import finish
@@ -87,9 +87,9 @@ class SearchR1Trainer:
                 key="rl_algorithm",
             )
         self._given = [
-            Given("output_dir", {"output_dir": str(output_dir)}),
-            Given("devices", arguments.of_devices(devices)),
-            Given("reward_config", arguments.of_reward(reward_config)),
+            ArgumentSettings("output_dir", {"output_dir": str(output_dir)}),
+            ArgumentSettings("devices", arguments.of_devices(devices)),
+            ArgumentSettings("reward_config", arguments.of_reward(reward_config)),
             *_unless_none("name", "name", name),
             *_unless_none("rl_algorithm", "algorithm", rl_algorithm),
             *_unless_none("max_search_turns", "task.max_turns", max_search_turns),
@@ -127,9 +127,9 @@ class SearchR1Trainer:
             note(f"{files.dropped} questions of train_data are also in eval_data and are not trained on.")
         given = [
             *self._given,
-            Given("train_data", {"task.train_path": str(files.train)}),
-            Given("eval_data", {"task.eval_path": str(files.heldout)}),
-            Given("resume", {"resume": resume}),
+            ArgumentSettings("train_data", {"task.train_path": str(files.train)}),
+            ArgumentSettings("eval_data", {"task.eval_path": str(files.heldout)}),
+            ArgumentSettings("resume", {"resume": resume}),
             *_unless_none("num_iterations", "trainer.steps", num_iterations),
         ]
         # Check the settings before a model is downloaded or a server starts.
@@ -141,22 +141,22 @@ class SearchR1Trainer:
                     f"train_data has only {batch_size} questions: each step takes all of them instead of "
                     f"{known.trainer.prompts_per_step}; set batch_size to take fewer."
                 )
-        given.append(Given("batch_size", arguments.of_batch(batch_size, known.trainer.mini_batches)))
-        given.append(Given("model_name", {"model.path": str(arguments.model_folder(self.model_name))}))
+        given.append(ArgumentSettings("batch_size", arguments.of_batch(batch_size, known.trainer.mini_batches)))
+        given.append(ArgumentSettings("model_name", {"model.path": str(arguments.model_folder(self.model_name))}))
         validate(self._config_of(given)[1], ignored=("search", "task.invalid_message"))
         with self.search_backend.serving(self.output_dir / "logs") as search:
-            settings, config = self._config_of([*given, Given("search_backend", search, passing=True)])
+            settings, config = self._config_of([*given, ArgumentSettings("search_backend", search, passing=True)])
             validate(config)
             run_dir, summary = _trained(config)
         return TrainingResult(run_dir, summary, settings, self.search_backend)
 
-    def _config_of(self, given: Sequence[Given]) -> tuple[RunSettings, RunConfig]:
+    def _config_of(self, given: Sequence[ArgumentSettings]) -> tuple[RunSettings, RunConfig]:
         settings = arguments.compose_settings(self._config, given, self._overrides)
         return settings, load_config(settings.config, settings.overrides)
 
 
-def _unless_none(argument: str, key: str, value: Any) -> list[Given]:
-    return [] if value is None else [Given(argument, {key: value})]
+def _unless_none(argument: str, key: str, value: Any) -> list[ArgumentSettings]:
+    return [] if value is None else [ArgumentSettings(argument, {key: value})]
 
 
 def _trained(config: RunConfig) -> tuple[Path, dict[str, Any]]:

@@ -4,10 +4,10 @@ The episode is the one of training (`rlsys.rollout.agent.episode.Episode`), with
 report events. Questions are independent and may run concurrently. Closing the event stream ends the episode, and the engine
 drops its request.
 
-Events of a question, in order: `Asked`; per turn `TextPiece`s, one `Acted`, after a search one `Found`, and one `Observed`;
-finally `EpisodeEnded`. If the question cannot be completed, `Failed` replaces the rest. The texts of `TextPiece` and
-`Observed`, concatenated, are the response as the policy sees it, plus the start of a turn that timed out. They are not
-escaped.
+Events of a question, in order: `QuestionAccepted`; per turn `TextPiece`s, one `TurnEnded`, after a search one
+`SearchFinished`, and one `ObservationAdded`; finally `EpisodeEnded`. If the question cannot be completed, `Failed`
+replaces the rest. The texts of `TextPiece` and `ObservationAdded`, concatenated, are the response as the policy sees
+it, plus the start of a turn that timed out. They are not escaped.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class QuestionAccepted:
     """The question was accepted; `prompt` is its prompt before the tokenizer's chat template."""
 
     question: str
@@ -82,7 +82,7 @@ class TextPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class Acted:
+class TurnEnded:
     """A turn is over."""
 
     turn: int
@@ -106,20 +106,20 @@ class FoundPassage:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchFinished:
     """A search has finished."""
 
     turn: int
     query: str
     passages: tuple[FoundPassage, ...]
-    """Whole passages, best first; the policy may receive less of them, see `Observed`."""
+    """Whole passages, best first; the policy may receive less of them, see `ObservationAdded`."""
     error: str
     """Reason of a failed search; empty on success."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class ObservationAdded:
     """The observation `text` was appended to the turn, verbatim."""
 
     turn: int
@@ -156,13 +156,22 @@ class Failed:
         return cls(str(problem), code_of(problem), problem.key if isinstance(problem, UserError) else "")
 
 
-Event = Asked | TextPiece | Acted | Found | Observed | EpisodeEnded | Failed
+Event = QuestionAccepted | TextPiece | TurnEnded | SearchFinished | ObservationAdded | EpisodeEnded | Failed
+_EVENT_NAMES: Mapping[type, str] = {
+    QuestionAccepted: "asked",
+    TextPiece: "text",
+    TurnEnded: "acted",
+    SearchFinished: "found",
+    ObservationAdded: "observed",
+    EpisodeEnded: "ended",
+    Failed: "failed",
+}
+"""Event -> its name in JSON."""
 
 
 def as_dict(event: Event) -> dict[str, Any]:
     """Return the event in JSON types, with its kind, such as "text", under `event`."""
-    names: dict[type, str] = {TextPiece: "text", EpisodeEnded: "ended"}
-    return {"event": names.get(type(event), type(event).__name__.lower()), **asdict(event)}
+    return {"event": _EVENT_NAMES[type(event)], **asdict(event)}
 
 
 class Segments:
@@ -305,7 +314,7 @@ class Conversation:
         except UserError as problem:
             yield Failed.of(problem)
             return
-        yield Asked(text.strip(), question.prompt)
+        yield QuestionAccepted(text.strip(), question.prompt)
         sampling = self._sampling if temperature is None else replace(self._sampling, temperature=temperature)
         events: asyncio.Queue[Event | None] = asyncio.Queue()
         play = _Play(*self._tools, sampling, question, events.put_nowait)
@@ -387,16 +396,18 @@ class _Play:
                 self._report_text(segments.feed(text[len(reported) :]))
                 reported = text
 
-        def heard(token_ids: list[int]) -> None:
+        def on_tokens(token_ids: list[int]) -> None:
             # The decoder writes U+FFFD for an incomplete character.
             report(self._tools.rules.cut(self._codec.decode(token_ids)).rstrip("\ufffd"))
 
-        generation = await self._generator.generate(input_ids, sampling, rid, heard)
+        generation = await self._generator.generate(input_ids, sampling, rid, on_tokens)
         turn = self._tools.rules.parse(self._codec.decode(generation.token_ids))
         report(turn.text)
         self._report_text(segments.end())
         seconds = perf_counter() - started
-        self._report(Acted(self._turn, turn.action.value, turn.tool, turn.content, len(generation.token_ids), seconds))
+        self._report(
+            TurnEnded(self._turn, turn.action.value, turn.tool, turn.content, len(generation.token_ids), seconds)
+        )
         return generation
 
     async def search(self, query: str) -> SearchResult:
@@ -407,7 +418,7 @@ class _Play:
         # By convention of the corpus, the first line is the title, mostly in quotes.
         parts = (passage.contents.partition("\n") for passage in result.passages)
         passages = tuple(FoundPassage(title.strip().strip('"'), text) for title, _, text in parts)
-        self._report(Found(self._turn, query, passages, result.error, perf_counter() - started))
+        self._report(SearchFinished(self._turn, query, passages, result.error, perf_counter() - started))
         return result
 
     def _report_text(self, pieces: Iterable[tuple[Kind, str]]) -> None:
@@ -419,4 +430,4 @@ class _Play:
         progress = self._episode.progress()
         if progress is not None and len(progress.turns) > self._observed:
             self._observed = len(progress.turns)
-            self._report(Observed(self._observed - 1, progress.turns[-1].observation))
+            self._report(ObservationAdded(self._observed - 1, progress.turns[-1].observation))

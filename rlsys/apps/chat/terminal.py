@@ -35,7 +35,7 @@ _FINISHES = {
     chat.TIME_LIMIT: "no answer: time limit reached",
     "aborted": "no answer: the engine aborted the request",
 }
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 
 
 async def ask(model: Model, settings: ChatSettings, engine: EngineName, question: str | None, *, as_json: bool) -> None:
@@ -79,15 +79,15 @@ class TextScreen:
     def show(self, event: Event) -> None:
         """Print the event."""
         match event:
-            case chat.Asked(question=question) if self._echo:
+            case chat.QuestionAccepted(question=question) if self._echo:
                 self._line(f"> {question}", "bold")
             case chat.TextPiece(kind=kind, text=text):
                 self._write(text, STYLES[kind])
-            case chat.Found(error=error) if error:
+            case chat.SearchFinished(error=error) if error:
                 self._line(f"[the search failed: {error}]", _WRONG)
-            case chat.Acted() | chat.Found() | chat.Asked():
+            case chat.TurnEnded() | chat.SearchFinished() | chat.QuestionAccepted():
                 pass
-            case chat.Observed(text=text):
+            case chat.ObservationAdded(text=text):
                 self._write(text, _OBSERVED)
             case chat.EpisodeEnded():
                 self._end(event)
@@ -191,9 +191,9 @@ async def _read(descriptor: int) -> bytes:
     try:
         loop.add_reader(descriptor, ready.set)
     except PermissionError:  # A regular file, which is always ready.
-        return os.read(descriptor, _MOST_BYTES)
+        return os.read(descriptor, _MAX_BYTES)
     try:
         await ready.wait()
     finally:
         loop.remove_reader(descriptor)
-    return os.read(descriptor, _MOST_BYTES)
+    return os.read(descriptor, _MAX_BYTES)

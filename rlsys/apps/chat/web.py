@@ -34,7 +34,7 @@ from rlsys.errors import RunError, UserError
 from rlsys.search.address import bind, is_foreign, is_trusted, own_names
 from rlsys.search.connections import PAGE_CONNECTIONS, LimitedConfig, LimitedServer
 
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 """Largest request body, in bytes."""
 _BODY_S = 10.0
 """Timeout for receiving a request body."""
@@ -90,14 +90,14 @@ def create_app(opened: Opened, names: frozenset[str]) -> FastAPI:
             async with asyncio.timeout(_BODY_S):
                 async for part in request.stream():
                     body += part
-                    if len(body) > _MOST_BYTES:
+                    if len(body) > _MAX_BYTES:
                         break
         except TimeoutError:
             return _error(408, f"The request did not arrive within {_BODY_S:g} s: ask again.")
         except ClientDisconnect:  # Not a server error; the client does not receive the response.
             return _error(400, "The request is incomplete: ask again.")
-        if len(body) > _MOST_BYTES:
-            return _error(413, f"The request is longer than {_MOST_BYTES} bytes: ask a shorter question.")
+        if len(body) > _MAX_BYTES:
+            return _error(413, f"The request is longer than {_MAX_BYTES} bytes: ask a shorter question.")
         try:
             asking = Asking.model_validate_json(bytes(body))
         except ValidationError as problem:

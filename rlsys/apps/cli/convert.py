@@ -22,7 +22,7 @@ from rlsys.errors import UserError
 
 if TYPE_CHECKING:
     from rlsys.apps.convert.verify import Comparison
-    from rlsys.weights.convert.conversion import Outcome
+    from rlsys.weights.convert.conversion import ConversionResult
     from rlsys.weights.convert.model_folder import Info
 
 _HELP = "Convert, compare and describe models. The formats are Hugging Face and Megatron."
@@ -165,7 +165,7 @@ def _bar(verb: str) -> Iterator[Callable[[int, int], None] | None]:
         yield show
 
 
-def _report(outcome: Outcome, out: Path) -> None:
+def _report(outcome: ConversionResult, out: Path) -> None:
     for note in outcome.notes:
         typer.echo(note, err=True)
     kept = f", {outcome.kept} of them kept from an earlier attempt" if outcome.kept else ""

@@ -53,10 +53,10 @@ def command(
     for name, value in {"limit": limit, "samples": samples, "temperature": temperature}.items():
         if value is not None:
             setattr(config.eval, name, value)
-    from rlsys.apps.evaluation.evaluation_inputs import Baseline, EngineName, How, find_inputs, named
+    from rlsys.apps.evaluation.evaluation_inputs import Baseline, EngineName, EvaluationMethod, find_inputs, named
 
-    how = How(named("--engine", engine, EngineName), named("--baseline", baseline, Baseline))
-    inputs = run_to_end(find_inputs(config, how.baseline, names, data_dir, model, hf))
+    method = EvaluationMethod(named("--engine", engine, EngineName), named("--baseline", baseline, Baseline))
+    inputs = run_to_end(find_inputs(config, method.baseline, names, data_dir, model, hf))
     from rlsys.apps.evaluation.execution import evaluate_into_folder
 
-    evaluate_into_folder(inputs, how, shown, out)
+    evaluate_into_folder(inputs, method, shown, out)

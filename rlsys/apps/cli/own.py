@@ -57,7 +57,7 @@ _CONFIG = "Config with all other settings; by default Search-R1's published 3B r
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class OwnOptions:
     """Arguments of `rlsys own`; see its help."""
 
     documents: Path
@@ -99,7 +99,7 @@ def command(
     """Build an index, split the questions, train, evaluate and report; run it again to continue after an interruption."""
     from rlsys.apps.api.trainer import EXPERIMENT
 
-    given = {name: value for name, value in locals().items() if name in Wish.__dataclass_fields__}
+    given = {name: value for name, value in locals().items() if name in OwnOptions.__dataclass_fields__}
     given |= {"config": config or EXPERIMENT, "overrides": tuple(overrides or ()), "tools": tuple(tool or ())}
     if devices is not None:
         given["devices"] = int(devices) if devices.isdecimal() else devices
@@ -107,7 +107,7 @@ def command(
         from rlsys.observe.environment import detect
 
         given["devices"] = detect().cuda_devices or "cpu"
-    for words in commands(Wish(**given)):
+    for words in commands(OwnOptions(**given)):
         _run(words)
 
 
@@ -133,30 +133,30 @@ def _run(words: Words) -> None:
         raise (Interrupted if status == 130 else RunError)(sentence)
 
 
-def commands(wish: Wish) -> Iterator[Words]:
+def commands(options: OwnOptions) -> Iterator[Words]:
     """Yield the command lines to run, in order; each must have run before the next is taken.
 
     Checks everything before the first one: raises UserError for inputs or settings that do not work here, RunError for a
     model that cannot be downloaded.
     """
-    wish = _checked(wish)
-    corpus = wish.out / _CORPUS
-    yield "search", "ingest", str(wish.documents), "--out", str(corpus)
-    index = wish.out / f"index-{_digest(sha256_of(corpus), wish.kind, str(wish.encoder))}"
-    yield "search", "index", str(corpus), str(index), "--kind", wish.kind, *_flag("--encoder", wish.encoder)
-    tools = [word for tool in wish.tools for word in ("--tool", tool)]
-    prepare = ("data", "prepare", "own", *_flag("--prompt", wish.prompt), *tools)
-    questions, chosen = wish.out / _QUESTIONS, wish.out / _CHOSEN
-    yield *prepare, str(wish.questions), "--out", str(questions)
-    how, contents = _flag("--holdout", wish.holdout), [sha256_of(questions), *_flag("--holdout", wish.holdout)]
-    if wish.heldout is not None:
-        yield *prepare, str(wish.heldout), "--out", str(chosen), "--split", "test"
+    options = _checked(options)
+    corpus = options.out / _CORPUS
+    yield "search", "ingest", str(options.documents), "--out", str(corpus)
+    index = options.out / f"index-{_digest(sha256_of(corpus), options.kind, str(options.encoder))}"
+    yield "search", "index", str(corpus), str(index), "--kind", options.kind, *_flag("--encoder", options.encoder)
+    tools = [word for tool in options.tools for word in ("--tool", tool)]
+    prepare = ("data", "prepare", "own", *_flag("--prompt", options.prompt), *tools)
+    questions, chosen = options.out / _QUESTIONS, options.out / _CHOSEN
+    yield *prepare, str(options.questions), "--out", str(questions)
+    how, contents = _flag("--holdout", options.holdout), [sha256_of(questions), *_flag("--holdout", options.holdout)]
+    if options.heldout is not None:
+        yield *prepare, str(options.heldout), "--out", str(chosen), "--split", "test"
         how, contents = _flag("--chosen", chosen), [sha256_of(questions), sha256_of(chosen)]
-    train, heldout = (wish.out / f"{side}-{_digest(*contents)}.jsonl" for side in ("train", "heldout"))
+    train, heldout = (options.out / f"{side}-{_digest(*contents)}.jsonl" for side in ("train", "heldout"))
     yield "data", "split", str(questions), "--train", str(train), "--heldout", str(heldout), *how
-    settings = _settings(wish, index, train, heldout)
+    settings = _settings(options, index, train, heldout)
     config = load_config(settings.config, settings.overrides)
-    note = wish.out / f"{config.name}.txt"
+    note = options.out / f"{config.name}.txt"
     if not _is_finished(note, config):
         yield "train", "-c", settings.config, "--folder-to", str(note), *settings.overrides
     ended = _ended(note)
@@ -174,26 +174,26 @@ def _flag(name: str, value: object) -> Words:
     return () if value is None else (name, str(value))
 
 
-def _settings(wish: Wish, index: Path, train: Path, heldout: Path) -> RunSettings:
+def _settings(options: OwnOptions, index: Path, train: Path, heldout: Path) -> RunSettings:
     """Return the settings of training and evaluation; the files must exist, because names contain their hashes."""
-    from rlsys.apps.api.arguments import Given, compose_settings, fitting_batch, of_batch, of_devices
+    from rlsys.apps.api.arguments import ArgumentSettings, compose_settings, fitting_batch, of_batch, of_devices
 
     name = f"own-{_digest(index.name, sha256_of(train), sha256_of(heldout))}"
     searched: dict[str, Any] = {"search.index": str(index), "search.url": None, "search.replicas": []}
     given = [
-        Given("--devices", of_devices(wish.devices)),
-        Given("--tool", {"task.tools": wish.tools} if wish.tools else {}),
-        Given("--steps", {} if wish.steps is None else {"trainer.steps": wish.steps}),
-        Given("--out", {"name": name, "output_dir": str(wish.out / "runs"), "resume": "auto"}),
-        Given("--model", {"model.path": str(wish.model)}),
-        Given("QUESTIONS", {"task.train_path": str(train), "task.eval_path": str(heldout)}),
-        Given("DOCUMENTS", searched),
+        ArgumentSettings("--devices", of_devices(options.devices)),
+        ArgumentSettings("--tool", {"task.tools": options.tools} if options.tools else {}),
+        ArgumentSettings("--steps", {} if options.steps is None else {"trainer.steps": options.steps}),
+        ArgumentSettings("--out", {"name": name, "output_dir": str(options.out / "runs"), "resume": "auto"}),
+        ArgumentSettings("--model", {"model.path": str(options.model)}),
+        ArgumentSettings("QUESTIONS", {"task.train_path": str(train), "task.eval_path": str(heldout)}),
+        ArgumentSettings("DOCUMENTS", searched),
     ]
-    config = load_config(wish.config, compose_settings(wish.config, given, wish.overrides).overrides)
+    config = load_config(options.config, compose_settings(options.config, given, options.overrides).overrides)
     lines = train.read_bytes().count(b"\n")
-    batch = fitting_batch(config, wish.overrides, lines) if wish.batch is None else wish.batch
-    given.append(Given("--batch", of_batch(batch, config.trainer.mini_batches)))
-    return compose_settings(wish.config, given, wish.overrides)
+    batch = fitting_batch(config, options.overrides, lines) if options.batch is None else options.batch
+    given.append(ArgumentSettings("--batch", of_batch(batch, config.trainer.mini_batches)))
+    return compose_settings(options.config, given, options.overrides)
 
 
 def _digest(*parts: str) -> str:
@@ -226,38 +226,39 @@ def _but_resume(config: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key != "resume"}
 
 
-def _checked(wish: Wish) -> Wish:
-    """Check everything and return `wish` with its model's folder. Raises UserError; removes temporary files."""
+def _checked(options: OwnOptions) -> OwnOptions:
+    """Check everything and return `options` with its model's folder. Raises UserError; removes temporary files."""
     from rlsys.apps.api.arguments import model_folder
 
-    if wish.heldout is not None and wish.holdout is not None:
+    if options.heldout is not None and options.holdout is not None:
         raise UserError(
-            f"--holdout {wish.holdout} and --heldout {wish.heldout} both set the held-out questions: give only one of them.",
+            f"--holdout {options.holdout} and --heldout {options.heldout} both set the held-out questions: give only one "
+            "of them.",
             code="conflict",
             key="--holdout",
         )
-    _require_documents(wish.documents, wish.out / _CORPUS)
-    if wish.kind not in ("dense", "bm25", "hybrid"):
+    _require_documents(options.documents, options.out / _CORPUS)
+    if options.kind not in ("dense", "bm25", "hybrid"):
         raise UserError(
-            f"--kind {wish.kind} is not supported: give one of dense, bm25, hybrid.",
+            f"--kind {options.kind} is not supported: give one of dense, bm25, hybrid.",
             code="unknown",
             key="--kind",
         )
-    if wish.kind != "bm25":
+    if options.kind != "bm25":
         from rlsys.search.encoders.spec import resolve_folder
 
-        resolve_folder(wish.encoder or "minilm")
-    elif wish.encoder is not None:
+        resolve_folder(options.encoder or "minilm")
+    elif options.encoder is not None:
         raise UserError(
-            f"--encoder {wish.encoder} has no effect with --kind bm25: leave one of them out.",
+            f"--encoder {options.encoder} has no effect with --kind bm25: leave one of them out.",
             code="conflict",
             key="--encoder",
         )
-    if not Path(wish.model).expanduser().is_dir():
-        _require_sound(wish, knows_model=False)
-    wish = replace(wish, model=model_folder(wish.model))
-    _require_sound(wish, knows_model=True)
-    return wish
+    if not Path(options.model).expanduser().is_dir():
+        _require_sound(options, knows_model=False)
+    options = replace(options, model=model_folder(options.model))
+    _require_sound(options, knows_model=True)
+    return options
 
 
 def _require_documents(documents: Path, corpus: Path) -> None:
@@ -279,16 +280,16 @@ def _require_documents(documents: Path, corpus: Path) -> None:
     )
 
 
-def _require_sound(wish: Wish, *, knows_model: bool) -> None:
+def _require_sound(options: OwnOptions, *, knows_model: bool) -> None:
     """Raise UserError for a config that cannot run here, checked with placeholder inputs. Creates its output_dir."""
     from rlsys.orchestrator.run import ready_to_start
 
-    with _scratch_beside(wish.out) as folder:
-        train, heldout = _planned_sides(wish, folder)
+    with _scratch_beside(options.out) as folder:
+        train, heldout = _planned_sides(options, folder)
         index = folder / "index"
         index.mkdir()
         (index / "manifest.json").write_text("{}", encoding="utf-8")  # Enough to pass as an index.
-        settings = _settings(replace(wish, out=folder), index, train, heldout)
+        settings = _settings(replace(options, out=folder), index, train, heldout)
         config = load_config(settings.config, settings.overrides)
         validate(config, ignored=() if knows_model else ("model.path",))
         ready_to_start(config, lambda _: None)
@@ -310,10 +311,10 @@ def _scratch_beside(out: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _planned_sides(wish: Wish, folder: Path) -> tuple[Path, Path]:
+def _planned_sides(options: OwnOptions, folder: Path) -> tuple[Path, Path]:
     """Write training and held-out questions to `folder`, as `data prepare own` and `data split` would; return the files."""
-    about = described(wish.tools)
-    template = tool_template(about) if wish.prompt is None else own_template(wish.prompt, about)
+    about = described(options.tools)
+    template = tool_template(about) if options.prompt is None else own_template(options.prompt, about)
 
     def rows(file: Path, argument: str, side: str) -> tuple[list[Any], list[str]]:
         if not file.is_file():
@@ -334,13 +335,13 @@ def _planned_sides(wish: Wish, folder: Path) -> tuple[Path, Path]:
         read = [row for _, row in read_rows(made.path)]
         return read, [row["question"] for row in read]
 
-    trained, texts = rows(wish.questions, "QUESTIONS", "train")
-    if wish.heldout is None:
-        trained, held = divide(trained, split(texts, wish.holdout, 0, str(wish.questions)))
+    trained, texts = rows(options.questions, "QUESTIONS", "train")
+    if options.heldout is None:
+        trained, held = divide(trained, split(texts, options.holdout, 0, str(options.questions)))
     else:
-        held, wanted = rows(wish.heldout, "--heldout", "test")
-        trained, _ = divide(trained, apart(texts, wanted, str(wish.questions), str(wish.heldout)))
+        held, wanted = rows(options.heldout, "--heldout", "test")
+        trained, _ = divide(trained, apart(texts, wanted, str(options.questions), str(options.heldout)))
     sides = folder / "train.jsonl", folder / "heldout.jsonl"
     for side, kept in zip(sides, (trained, held), strict=True):
-        side.write_text("".join(json_line(row, str(wish.questions)) for row in kept), encoding="utf-8")
+        side.write_text("".join(json_line(row, str(options.questions)) for row in kept), encoding="utf-8")
     return sides

@@ -108,24 +108,24 @@ def launch(
 
 
 def _launch(task: LaunchTask, role: Role, cluster: str | None) -> int:
-    from rlsys.cluster.launch.ray_node import patience
+    from rlsys.cluster.launch.ray_node import health_check_timeouts
     from rlsys.cluster.local_ray import require_token
 
     # Ray reads these variables once, at import.
-    os.environ.update(patience(os.environ))
+    os.environ.update(health_check_timeouts(os.environ))
     if cluster is None and role.rank == 0:
         os.environ.update(require_token(os.environ, make=True))
 
     # Imported late: Ray takes seconds to load.
-    from rlsys.cluster.launch.head import lead, lead_cluster
-    from rlsys.cluster.launch.ray_node import work
+    from rlsys.cluster.launch.head import run_head, run_on_cluster
+    from rlsys.cluster.launch.ray_node import join_head
 
     def notify(text: str) -> None:
         with suppress(OSError):  # The terminal may have been closed.
             typer.echo(f"launch: {text}", err=True)
 
     if cluster is not None:
-        return run_to_end(lead_cluster(task, role, cluster, notify))
+        return run_to_end(run_on_cluster(task, role, cluster, notify))
     if role.rank == 0:
-        return run_to_end(lead(task, role, notify))
-    return run_to_end(work(role, task.config, task.wait_s, notify)).status
+        return run_to_end(run_head(task, role, notify))
+    return run_to_end(join_head(role, task.config, task.wait_s, notify)).status

@@ -22,7 +22,7 @@ from rlsys.config.schema import Device, Dtype, Layers, ModelConfig, ParallelConf
 from rlsys.errors import UserError
 from rlsys.trainer import mesh
 from rlsys.trainer.batches import MicroBatch
-from rlsys.weights.convert.model_folder import HfSide, Side, open_side
+from rlsys.weights.convert.model_folder import HfModel, StoredModel, open_model
 from rlsys.weights.hf_io import TensorSpec
 from rlsys.weights.transport import checksum, dtype_name
 from rlsys.weights.weight_map import read_architecture
@@ -92,14 +92,14 @@ def verify(
     receives bytes read and total bytes of both.
     """
     config = None if hf is None else Path(hf)
-    sides = open_side(Path(first), config), open_side(Path(second), config)
+    sides = open_model(Path(first), config), open_model(Path(second), config)
     specs = sides[0].specs(), sides[1].specs()
     for side in sides:
         side.check_repeated()
     sizes = [sum(spec.nbytes for spec in of_side.values()) for of_side in specs]
     done = 0
 
-    def checksums(side: Side) -> dict[str, str]:
+    def checksums(side: StoredModel) -> dict[str, str]:
         nonlocal done
         sums = {}
         for name, tensor in side.tensors():
@@ -136,18 +136,18 @@ def _differences(
             yield TensorDifference(name, "bytes", sums[0][name], sums[1][name])
 
 
-def _not_computed(sides: Iterable[Side]) -> str:
+def _not_computed(sides: Iterable[StoredModel]) -> str:
     """Return a sentence if Megatron's model does not support a checkpoint's config; else an empty string."""
     try:
         for side in sides:
-            if not isinstance(side, HfSide):
+            if not isinstance(side, HfModel):
                 read_architecture(side.model)
     except UserError as error:
         return f"Logits were not compared: {error}"
     return ""
 
 
-def _too_large(side: Side) -> str:
+def _too_large(side: StoredModel) -> str:
     """Return a sentence if the model does not fit into memory in float32; else an empty string."""
     numbers = sum(spec.nbytes // spec.dtype.itemsize for spec in side.specs().values())
     needed = int(numbers * 4 * 1.3)  # 4 bytes per weight, plus 30 % for activations.
@@ -159,7 +159,7 @@ def _too_large(side: Side) -> str:
     )
 
 
-def _check_logits(first: Side, second: Side) -> LogitsCheck:
+def _check_logits(first: StoredModel, second: StoredModel) -> LogitsCheck:
     """Compare the logits, with one model in memory at a time."""
     tokens = prompts(first)
     logits, others = logits_of(first, tokens), logits_of(second, tokens)
@@ -168,7 +168,7 @@ def _check_logits(first: Side, second: Side) -> LogitsCheck:
     return LogitsCheck(len(logits), float(logits.abs().max()), difference, agreement)
 
 
-def prompts(side: Side) -> np.ndarray[Any, np.dtype[np.int64]]:
+def prompts(side: StoredModel) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return random tokens [prompts, length] of the vocabulary, including its first and last."""
     vocab = side.architecture.vocab
     length = min(LENGTH, side.architecture.max_positions)
@@ -177,15 +177,15 @@ def prompts(side: Side) -> np.ndarray[Any, np.dtype[np.int64]]:
     return tokens
 
 
-def logits_of(side: Side, tokens: np.ndarray[Any, Any]) -> Tensor:
+def logits_of(side: StoredModel, tokens: np.ndarray[Any, Any]) -> Tensor:
     """Return the logits that predict all but the first token of each row: [n, vocabulary], of a critic [n, 1]."""
-    logits = _by_transformers(side, tokens) if isinstance(side, HfSide) else _by_megatron(side, tokens)
+    logits = _by_transformers(side, tokens) if isinstance(side, HfModel) else _by_megatron(side, tokens)
     gc.collect()
     return logits
 
 
 @torch.no_grad()
-def _by_transformers(side: Side, tokens: np.ndarray[Any, Any]) -> Tensor:
+def _by_transformers(side: StoredModel, tokens: np.ndarray[Any, Any]) -> Tensor:
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
     kind = AutoModelForTokenClassification if side.values else AutoModelForCausalLM
@@ -195,7 +195,7 @@ def _by_transformers(side: Side, tokens: np.ndarray[Any, Any]) -> Tensor:
     return torch.cat(rows)
 
 
-def _by_megatron(side: Side, tokens: np.ndarray[Any, Any]) -> Tensor:
+def _by_megatron(side: StoredModel, tokens: np.ndarray[Any, Any]) -> Tensor:
     from rlsys.trainer.export import shard_loader
     from rlsys.trainer.forward import forward
 
@@ -209,7 +209,7 @@ def _by_megatron(side: Side, tokens: np.ndarray[Any, Any]) -> Tensor:
 
 
 @contextmanager
-def _whole_model(side: Side) -> Iterator[Any]:
+def _whole_model(side: StoredModel) -> Iterator[Any]:
     """Yield Megatron's model on one device, unsharded, with uninitialised weights."""
     from rlsys.trainer.model.stage_model import PolicyModel, ValueModel
 

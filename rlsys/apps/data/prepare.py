@@ -27,10 +27,10 @@ REPOSITORY = "RUC-NLPIR/FlashRAG_datasets"
 """Data set repository of the public sets on the Hugging Face Hub; files are `<name>/<split>.jsonl`."""
 QUESTION_FIELDS = ("question", "query", "problem")
 ANSWER_FIELDS = ("golden_answers", "answers", "answer", "solutions", "target")
-HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 500
+HELD_OUT_SHARE, MAX_HELD_OUT = 0.1, 500
 """Default size of the held-out side: this share of the questions, at most this many."""
 _TABLES = {".csv": ",", ".tsv": "\t"}
-_MOST_SHOWN = 10
+_MAX_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +192,8 @@ def _checked(source: Path, limit: int | None, made: Callable[[int, Any], Questio
         found += 1
         yield question
     if bad:
-        more = [f"and {len(bad) - _MOST_SHOWN} more rows."] if len(bad) > _MOST_SHOWN else []
-        raise in_one(bad[:_MOST_SHOWN], *more)
+        more = [f"and {len(bad) - _MAX_SHOWN} more rows."] if len(bad) > _MAX_SHOWN else []
+        raise in_one(bad[:_MAX_SHOWN], *more)
 
 
 def _question_and_answers(
@@ -305,7 +305,7 @@ def split(texts: Sequence[str], count: int | None, seed: int, name: str) -> list
     Raises UserError, with `name` for the source, if a side would be empty.
     """
     different = sorted(set(map(_key, texts)), key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest())
-    wanted = count if count is not None else min(MOST_HELD_OUT, max(1, round(HELD_OUT_SHARE * len(different))))
+    wanted = count if count is not None else min(MAX_HELD_OUT, max(1, round(HELD_OUT_SHARE * len(different))))
     if not 1 <= wanted < len(different):
         raise UserError(
             f"{name} has {len(different)} distinct questions, so holding out {wanted} would leave one of the two files empty: give "

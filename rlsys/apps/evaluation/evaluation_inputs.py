@@ -56,7 +56,7 @@ class EngineName(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class How:
+class EvaluationMethod:
     """Engine and prompts of an evaluation; samples and temperature are in `eval` of the config."""
 
     engine: EngineName = EngineName.sglang

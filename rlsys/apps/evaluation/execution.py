@@ -28,7 +28,7 @@ from rlsys.apps.evaluation.evaluation_inputs import (
     Baseline,
     EngineName,
     EvaluationInputs,
-    How,
+    EvaluationMethod,
     as_hf,
     questions_of,
 )
@@ -45,8 +45,8 @@ from rlsys.orchestrator.search_server import serving
 from rlsys.rollout.agent.episode import (
     EpisodeTools,
     Generation,
-    Heard,
     Observer,
+    OnTokens,
     SearchTool,
     Streaming,
     TurnSampling,
@@ -143,48 +143,49 @@ async def with_passages(
 async def run_evaluation(
     config: RunConfig,
     questions: Sequence[Question],
-    how: How,
+    method: EvaluationMethod,
     report: Callable[[str], None] = lambda _: None,
     note: Callable[[Answered], None] = lambda _: None,
 ) -> Evaluation:
     """Evaluate the model of a valid `config` on `questions`, with its search server, started if necessary.
 
     `report` receives the progress, `note` each answer as it arrives. Raises UserError for settings that the engine does not
-    support and for a question without the text that `how` needs, RunError if a needed search server does not respond.
+    support and for a question without the text that `method` needs, RunError if a needed search server does not
+    respond.
     """
-    require_texts(how.baseline, questions)
-    limited = limits_of(how.baseline, config)
-    if how.baseline not in SEARCHING:
-        return await _run(limited, questions, how, report, note)
+    require_texts(method.baseline, questions)
+    limited = limits_of(method.baseline, config)
+    if method.baseline not in SEARCHING:
+        return await _run(limited, questions, method, report, note)
     with serving(config.search, config.cluster.threads, Path(config.output_dir)) as search:
         search.wait_healthy()
         await search.require()
-        return await _run(replace(limited, search=search.search), questions, how, report, note)
+        return await _run(replace(limited, search=search.search), questions, method, report, note)
 
 
 async def _run(
     config: RunConfig,
     questions: Sequence[Question],
-    how: How,
+    method: EvaluationMethod,
     report: Callable[[str], None],
     note: Callable[[Answered], None],
 ) -> Evaluation:
-    if how.baseline is Baseline.rag:
+    if method.baseline is Baseline.rag:
         report(f"searching for {len(questions)} questions")
         codec = Codec(AutoTokenizer.from_pretrained(config.model.path))
         async with open_tool(config.search) as search:
             questions = await with_passages(questions, search, codec, config)
     else:
-        questions = [prompted(how.baseline, question, config.task.tags) for question in questions]
-    report(f"starting {how.engine}")
-    async with asking(config, how.engine) as ask:
+        questions = [prompted(method.baseline, question, config.task.tags) for question in questions]
+    report(f"starting {method.engine}")
+    async with asking(config, method.engine) as ask:
         options: dict[str, Any] = {"samples": config.eval.samples, "temperature": config.eval.temperature, "note": note}
         most, score = config.rollout.max_episodes, heldout_score(config)
         with status.reported_to(lambda _stage, text: report(text)):
             return await evaluate(questions, ask, most, score=score, **options)
 
 
-def evaluate_into_folder(inputs: EvaluationInputs, how: How, shown: int, out: Path | None) -> None:
+def evaluate_into_folder(inputs: EvaluationInputs, method: EvaluationMethod, shown: int, out: Path | None) -> None:
     """Evaluate, write the results to `out` or a new folder, with `shown` right and wrong samples, and print the table."""
     config = inputs.config
     questions = questions_of(inputs.sources, config)
@@ -196,8 +197,8 @@ def evaluate_into_folder(inputs: EvaluationInputs, how: How, shown: int, out: Pa
             as_hf(inputs.model, folder) as path,
         ):
             here = replace(config, output_dir=str(folder), model=replace(config.model, path=str(path)))
-            evaluation = run_to_end(run_evaluation(here, questions, how, status.update, note))
-        settings = settings_of(inputs, how, started, time.time())
+            evaluation = run_to_end(run_evaluation(here, questions, method, status.update, note))
+        settings = settings_of(inputs, method, started, time.time())
         sets = write_results(evaluation, folder, settings, shown, config.trainer.seed)
     Console().print(render_table(sets))
     where = f"The results are in {folder / RESULTS}; {ANSWERS} next to it has all answers, {PAGE} is a page of samples."
@@ -344,9 +345,9 @@ class _Request:
     input_ids: list[int]
     sampling: TurnSampling
     draws: torch.Generator
-    heard: Heard | None
+    on_tokens: OnTokens | None
     loop: asyncio.AbstractEventLoop
-    """Event loop in which `heard` is called."""
+    """Event loop in which `on_tokens` is called."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: Literal["", "stop", "length", "abort"] = ""
@@ -372,9 +373,9 @@ class TransformersGenerator:
         self._turn = asyncio.Lock()
 
     async def generate(
-        self, input_ids: list[int], sampling: TurnSampling, rid: str, heard: Heard | None = None
+        self, input_ids: list[int], sampling: TurnSampling, rid: str, on_tokens: OnTokens | None = None
     ) -> Generation:
-        """Continue `input_ids`; calls `heard` after every token. Raises ValueError for top_p or top_k sampling."""
+        """Continue `input_ids`; calls `on_tokens` after every token. Raises ValueError for top_p or top_k sampling."""
         if sampling.top_p != 1 or sampling.top_k != -1:
             raise ValueError(
                 f"{rid}: top_p={sampling.top_p} and top_k={sampling.top_k} are not supported: this generator samples from the "
@@ -382,7 +383,7 @@ class TransformersGenerator:
             )
         digest = hashlib.sha256(f"{self._seed}:{rid}".encode()).digest()
         draws = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-        request = _Request(input_ids, sampling, draws, heard, asyncio.get_running_loop())
+        request = _Request(input_ids, sampling, draws, on_tokens, asyncio.get_running_loop())
         self._waiting.append(request)
         try:
             async with self._turn:  # The holder of the lock decodes for all waiting requests, its own first.
@@ -441,8 +442,8 @@ class TransformersGenerator:
             return
         request.token_ids.append(token)
         request.logprobs.append(logprob)
-        if request.heard is not None:
-            request.loop.call_soon_threadsafe(request.heard, list(request.token_ids))
+        if request.on_tokens is not None:
+            request.loop.call_soon_threadsafe(request.on_tokens, list(request.token_ids))
         text = self._tokenizer.decode(request.token_ids)
         if token in self._ends or any(stop in text for stop in request.sampling.stop):
             request.finish = "stop"

@@ -27,7 +27,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlsys.apps.evaluation.evaluation_inputs import EvaluationInputs, How, title_of
+from rlsys.apps.evaluation.evaluation_inputs import EvaluationInputs, EvaluationMethod, title_of
 from rlsys.config.compose import as_dict
 from rlsys.files import json_safe, sha256_of, write_atomically
 from rlsys.observe.environment import environment
@@ -203,7 +203,7 @@ def write_results(
     return sets
 
 
-def settings_of(inputs: EvaluationInputs, how: How, started: float, ended: float) -> dict[str, Any]:
+def settings_of(inputs: EvaluationInputs, method: EvaluationMethod, started: float, ended: float) -> dict[str, Any]:
     """Return the `settings` for results.json; `started` and `ended` are in seconds since the epoch."""
     model, asked = inputs.model, inputs.config.eval
     return {
@@ -213,7 +213,7 @@ def settings_of(inputs: EvaluationInputs, how: How, started: float, ended: float
         "step": model.step,
         "data": [{"set": of.label, "path": str(of.path), "sha256": sha256_of(of.path)} for of in inputs.sources],
         "limit": asked.limit,
-        **asdict(how),
+        **asdict(method),
         "samples": asked.samples,
         "temperature": asked.temperature,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(started)),

@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlsys.cluster.launch.ray_node import FOLDER_VARIABLE, RayNode, ray_node, rlsys_command, tell_ending
+from rlsys.cluster.launch.ray_node import FOLDER_VARIABLE, RayNode, ray_node, rlsys_command, write_ending
 from rlsys.cluster.launch.role import LaunchTask, Notify, Role, search_settings, serving_positions
 from rlsys.cluster.local_ray import RANK, address_here, answers, promised_port, rays_own
-from rlsys.cluster.runtime import LOOK_S as MACHINES_LOOK_S
+from rlsys.cluster.runtime import POLL_S as MACHINES_POLL_S
 from rlsys.cluster.runtime import SEES_ALL_GPUS, Machine, answer, joined, lost, machines, remote_shell
 from rlsys.cluster.worker_group import GATHERED, Rank, RankDied, RankSilent, SyncHost, WorkerGroup
 from rlsys.errors import RunError, UserError
@@ -40,17 +40,17 @@ from rlsys.search.address import TOKEN_VARIABLE
 from rlsys.search.server_process import SearchServer, child_environment
 
 _LOOPBACK = "127.0.0.1"
-LOOK_S = 1.0  # Poll interval for the machines and the run.
+POLL_S = 1.0  # Poll interval for the machines and the run.
 START_S = 120.0  # Timeout for starting an agent.
 GATHER_TIMEOUT_S = 10.0  # Timeout for reading a machine's logs.
 PREFLIGHT_S = 180.0  # Timeout for one machine's preflight.
 CALL_TIMEOUT_S = 60.0  # Timeout for short calls to an agent.
-MOST_BYTES = 4 * 1024**2  # Maximum log bytes in one response.
+MAX_BYTES = 4 * 1024**2  # Maximum log bytes in one response.
 _OF_THE_HEAD = ("search", "task.")
 """Prefixes of findings about things that only the head or the search machines need."""
 
 
-async def lead(task: LaunchTask, role: Role, notify: Notify) -> int:
+async def run_head(task: LaunchTask, role: Role, notify: Notify) -> int:
     """Start Ray on this machine, wait for the others, run `task`, and return its exit status.
 
     Raises RunError naming machines that do not join in time or are lost. Raises UserError if `role.host` is another machine
@@ -59,7 +59,7 @@ async def lead(task: LaunchTask, role: Role, notify: Notify) -> int:
     only_here = role.nodes == 1 and role.host in ("", "localhost", _LOOPBACK)
     outer = "" if only_here else address_here(role.host)
     host = outer if role.nodes > 1 else _LOOPBACK
-    if answers(host, role.port, LOOK_S):
+    if answers(host, role.port, POLL_S):
         raise UserError(
             f"--head: port {role.port} of {host} is already in use: stop the program that uses it, or give another port.",
             code="in_use",
@@ -73,15 +73,15 @@ async def lead(task: LaunchTask, role: Role, notify: Notify) -> int:
         # Ray's client server is not used here, but Ray exits if its default port is taken.
         arguments += ["--ray-client-server-port", str(unused.getsockname()[1])]
         with ray_node(arguments, task.config, f"{RANK}0", alone=role.nodes == 1) as node:
-            while not await asyncio.to_thread(answers, host, role.port, LOOK_S):
+            while not await asyncio.to_thread(answers, host, role.port, POLL_S):
                 node.require_alive()
                 if time.monotonic() > until:
                     raise RunError(f"Ray was not ready at {host}:{role.port} in time: raise --wait.")
-                await asyncio.sleep(LOOK_S / 4)
-            return await lead_cluster(task, role, f"{host}:{role.port}", notify, until, node)
+                await asyncio.sleep(POLL_S / 4)
+            return await run_on_cluster(task, role, f"{host}:{role.port}", notify, until, node)
 
 
-async def lead_cluster(
+async def run_on_cluster(
     task: LaunchTask, role: Role, address: str, notify: Notify, until: float | None = None, node: RayNode | None = None
 ) -> int:
     """Run `task` on the Ray cluster at `address` once all machines have joined, and return its exit status.
@@ -92,15 +92,15 @@ async def lead_cluster(
     until = time.monotonic() + task.wait_s if until is None else until
     with joined(address), tempfile.TemporaryDirectory(prefix="rlsys-logs-", ignore_cleanup_errors=True) as logs:
         there = await _assemble(role, address, task.wait_s, until, node, notify)
-        crew = Crew(task, there, Path(logs), node, notify)
+        nodes = ClusterNodes(task, there, Path(logs), node, notify)
         try:
-            await crew.agents.build(NodeAgent, [()] * len(there), START_S)
-            return await _run(crew, address)
+            await nodes.agents.build(NodeAgent, [()] * len(there), START_S)
+            return await _run(nodes, address)
         finally:
-            crew.agents.kill()
+            nodes.agents.kill()
 
 
-class Crew:
+class ClusterNodes:
     """All machines of a launch, each with its agent."""
 
     def __init__(
@@ -147,14 +147,14 @@ class Crew:
         except (RankDied, RankSilent):
             self.require(position)
 
-    async def dismiss(self, status: int, sentence: str) -> None:
+    async def send_ending(self, status: int, sentence: str) -> None:
         """Send the run's ending to all machines, best effort."""
 
-        async def tell(position: int) -> None:
+        async def send(position: int) -> None:
             with suppress(RunError):
                 await self.agents.call_rank(position, "close", status, sentence, timeout_s=GATHER_TIMEOUT_S)
 
-        await asyncio.gather(*map(tell, range(len(self.machines))))
+        await asyncio.gather(*map(send, range(len(self.machines))))
 
 
 async def _assemble(
@@ -192,18 +192,18 @@ async def _assemble(
                 f"({len(there)} of {role.nodes} machines have joined): start `rlsys launch` on every machine, check its "
                 "output there, or raise --wait."
             )
-        await asyncio.sleep(MACHINES_LOOK_S)
+        await asyncio.sleep(MACHINES_POLL_S)
 
 
-async def _run(crew: Crew, address: str) -> int:
-    task, status, sentence = crew.task, 1, "the head stopped on an error"
+async def _run(nodes: ClusterNodes, address: str) -> int:
+    task, status, sentence = nodes.task, 1, "the head stopped on an error"
     try:
         settings = [f"cluster.address={address}"]
-        serving = serving_positions(task.config, [(machine.rank, machine.host) for machine in crew.machines])
-        status = await _preflight(crew, settings) if task.preflight else 0
+        serving = serving_positions(task.config, [(machine.rank, machine.host) for machine in nodes.machines])
+        status = await _preflight(nodes, settings) if task.preflight else 0
         if status == 0:
-            settings += await _searching(crew, serving)
-            status = await _train(crew, settings)
+            settings += await _searching(nodes, serving)
+            status = await _train(nodes, settings)
         sentence = "the run has ended" if status == 0 else f"the run has ended with status {status}"
     except asyncio.CancelledError:
         status, sentence = 130, "the run was interrupted"
@@ -212,29 +212,29 @@ async def _run(crew: Crew, address: str) -> int:
         sentence = str(error).partition("\n")[0]
         raise
     finally:
-        await crew.logs.gather(GATHER_TIMEOUT_S)
-        await crew.dismiss(status, sentence)
+        await nodes.logs.gather(GATHER_TIMEOUT_S)
+        await nodes.send_ending(status, sentence)
     return status
 
 
-async def _searching(crew: Crew, serving: Sequence[int]) -> list[str]:
+async def _searching(nodes: ClusterNodes, serving: Sequence[int]) -> list[str]:
     """Start search servers on the machines at positions `serving`, and return the overrides that select them.
 
     The servers require the token from the environment, or else a new one.
     """
     if not serving:
         return []
-    cluster, search = crew.task.config.cluster, crew.task.config.search
+    cluster, search = nodes.task.config.cluster, nodes.task.config.search
     # The run is a child of this process, inherits the token, and passes it to its workers.
     token = os.environ.setdefault(search.token_env or TOKEN_VARIABLE, secrets.token_urlsafe(32))
 
     async def serve(position: int) -> str:
-        machine, port = crew.machines[position], cluster.search.port
-        crew.notify(f"{machine.name} serves {search.index} at {machine.address}:{port}")
+        machine, port = nodes.machines[position], cluster.search.port
+        nodes.notify(f"{machine.name} serves {search.index} at {machine.address}:{port}")
         limit = search.start_timeout_s
         how = {"host": machine.address, "port": port, "device": cluster.search.device, "threads": cluster.threads}
         arguments = (search.index, how | {"topk": search.topk, "token": token}, limit)
-        url: str = await crew.call(position, "serve", *arguments, timeout_s=limit + CALL_TIMEOUT_S)
+        url: str = await nodes.call(position, "serve", *arguments, timeout_s=limit + CALL_TIMEOUT_S)
         return url
 
     async with asyncio.TaskGroup() as starts:
@@ -242,44 +242,44 @@ async def _searching(crew: Crew, serving: Sequence[int]) -> list[str]:
     return search_settings(search, [url.result() for url in urls])
 
 
-async def _preflight(crew: Crew, settings: Sequence[str]) -> int:
+async def _preflight(nodes: ClusterNodes, settings: Sequence[str]) -> int:
     """Run the preflight on all machines, report every failed check, and return 0 if the run can start."""
-    crew.notify("the preflight runs on every machine")
-    doctor = crew.task.arguments(["doctor", "--launched", "--for"], settings)
+    nodes.notify("the preflight runs on every machine")
+    doctor = nodes.task.arguments(["doctor", "--launched", "--for"], settings)
 
     async def look_there(position: int) -> bool:
         try:
             limit = PREFLIGHT_S + CALL_TIMEOUT_S
-            wrong = await crew.call(position, "examine", doctor, PREFLIGHT_S, timeout_s=limit)
+            wrong = await nodes.call(position, "examine", doctor, PREFLIGHT_S, timeout_s=limit)
         except RunError as problem:
-            await crew.require_all()
+            await nodes.require_all()
             wrong = [str(problem)]
         for finding in wrong:
-            crew.notify(f"{crew.machines[position].name} failed the preflight: {finding}")
+            nodes.notify(f"{nodes.machines[position].name} failed the preflight: {finding}")
         return not wrong
 
     # The head's own preflight prints the full table of `rlsys doctor`.
     async with rlsys_command(doctor) as here:
         status = await here.wait()
-    there = await asyncio.gather(*map(look_there, range(1, len(crew.machines))))
+    there = await asyncio.gather(*map(look_there, range(1, len(nodes.machines))))
     return status or (0 if all(there) else 2)
 
 
-async def _train(crew: Crew, settings: Sequence[str]) -> int:
+async def _train(nodes: ClusterNodes, settings: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="rlsys-launch-") as scratch:
         folder = Path(scratch) / "folder"
-        crew.notify("the run starts")
-        arguments = crew.task.arguments(["train", "--config-name"], settings)
+        nodes.notify("the run starts")
+        arguments = nodes.task.arguments(["train", "--config-name"], settings)
         async with rlsys_command([*arguments, "--folder-to", str(folder)]) as train:
-            await _watch(crew, train, folder)
+            await _watch(nodes, train, folder)
             status = await train.wait()
     if status:
         # The cause may be a lost machine that Ray has not declared dead yet.
-        crew.require(*await crew.logs.gather(GATHER_TIMEOUT_S))
+        nodes.require(*await nodes.logs.gather(GATHER_TIMEOUT_S))
     return status
 
 
-async def _watch(crew: Crew, train: Process, folder: Path) -> None:
+async def _watch(nodes: ClusterNodes, train: Process, folder: Path) -> None:
     """Gather logs until the run ends, into the run's folder as soon as it is known.
 
     Raises RunError if a machine is lost or Ray on this machine exits.
@@ -288,15 +288,15 @@ async def _watch(crew: Crew, train: Process, folder: Path) -> None:
     known = False
     try:
         while not ended.done():
-            await crew.require_all()
+            await nodes.require_all()
             if not known and folder.is_file():
                 known = True
                 logs = Path(folder.read_text()) / "logs"
-                crew.logs.move_to(logs / GATHERED)
-                for position in range(len(crew.machines)):
-                    await crew.call(position, "follow", str(logs), timeout_s=CALL_TIMEOUT_S)
-            await crew.logs.gather(GATHER_TIMEOUT_S)
-            await asyncio.wait({ended}, timeout=LOOK_S)
+                nodes.logs.move_to(logs / GATHERED)
+                for position in range(len(nodes.machines)):
+                    await nodes.call(position, "follow", str(logs), timeout_s=CALL_TIMEOUT_S)
+            await nodes.logs.gather(GATHER_TIMEOUT_S)
+            await asyncio.wait({ended}, timeout=POLL_S)
     finally:
         ended.cancel()
 
@@ -356,7 +356,7 @@ class NodeAgent:
         if not (Path(logs) / GATHERED).is_dir():
             self._logs["workers"] = Path(logs)
 
-    def read(self, since: Mapping[str, int], most_bytes: int = MOST_BYTES) -> list[LogChunk]:
+    def read(self, since: Mapping[str, int], most_bytes: int = MAX_BYTES) -> list[LogChunk]:
         """Read log content past the byte offsets `since`, at most `most_bytes` per call; empty when all is read."""
         chunks: list[LogChunk] = []
         for kind, folder in self._logs.items():
@@ -377,7 +377,7 @@ class NodeAgent:
     def close(self, status: int, sentence: str) -> None:
         """Send this machine's launcher the run's ending first, then stop the search server, which takes longer."""
         if folder := os.environ.get(FOLDER_VARIABLE):
-            tell_ending(Path(folder), status, sentence)
+            write_ending(Path(folder), status, sentence)
         if self._server is not None:
             self._server.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -425,5 +425,5 @@ class GatheredLogs:
                     log.write(chunk.data)
                 self._read[agent][chunk.name] = chunk.start + len(chunk.data)
             # Stop at a partial response: a log that grows constantly would otherwise never end the loop.
-            more = sum(len(chunk.data) for chunk in chunks) >= MOST_BYTES
+            more = sum(len(chunk.data) for chunk in chunks) >= MAX_BYTES
         return True

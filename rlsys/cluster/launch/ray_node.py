@@ -32,14 +32,14 @@ from rlsys.search.server_process import child_environment
 FOLDER_VARIABLE = "RLSYS_NODE_FOLDER"  # Environment variable with the folder, for processes that Ray starts.
 STOP_S = 10.0  # Timeout for Ray to exit on SIGTERM.
 PATIENCE_S = 60.0  # Timeout for a command to exit on SIGTERM; a run closes its workers and files first.
-LOOK_S = 1.0  # Poll interval for the head.
+POLL_S = 1.0  # Poll interval for the head.
 LOST_S = 20.0  # Silence after which the head counts as lost.
-FAREWELL_S = 90.0
+ENDING_GRACE_S = 90.0
 """Grace period after SIGTERM on a machine that is not the head. Slurm signals all machines at once, and the head still
 needs this one to close the run."""
 _END, _OUTPUT = "end.json", "ray-start.log"
 _LOG_LINES = 15
-_PATIENCE = {
+_HEALTH_CHECKS = {
     "RAY_health_check_initial_delay_ms": "5000",
     "RAY_health_check_period_ms": "2000",
     "RAY_health_check_timeout_ms": "5000",
@@ -88,7 +88,7 @@ class RayNode:
         return Ending(**json.loads(file.read_text())) if file.is_file() else None
 
 
-def tell_ending(folder: Path, status: int, sentence: str) -> None:
+def write_ending(folder: Path, status: int, sentence: str) -> None:
     """Write the run's ending to `folder`, where `RayNode.ending` reads it."""
     write_atomically(folder / _END, json.dumps({"status": status, "sentence": sentence}) + "\n")
 
@@ -121,7 +121,7 @@ def ray_node(arguments: Sequence[str], config: RunConfig, resource: str, *, alon
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=child_environment() | patience(os.environ) | told,
+                env=child_environment() | health_check_timeouts(os.environ) | told,
                 process_group=0,
             )
         yield RayNode(process, folder)
@@ -137,9 +137,9 @@ def _slots(config: RunConfig) -> list[str]:
     return ["--num-cpus", str(number), "--object-store-memory", str(512 * 1024**2)]  # Default: a share of host memory.
 
 
-def patience(environment: Mapping[str, str]) -> dict[str, str]:
+def health_check_timeouts(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of Ray's timeouts for silent peers, except those already in `environment`."""
-    return {name: value for name, value in _PATIENCE.items() if name not in environment}
+    return {name: value for name, value in _HEALTH_CHECKS.items() if name not in environment}
 
 
 @asynccontextmanager
@@ -163,7 +163,7 @@ async def rlsys_command(arguments: Sequence[str]) -> AsyncIterator[Process]:
             await process.wait()
 
 
-async def work(role: Role, config: RunConfig, wait_s: float, notify: Notify) -> Ending:
+async def join_head(role: Role, config: RunConfig, wait_s: float, notify: Notify) -> Ending:
     """Join the head's cluster, stay until the run ends, and return its ending.
 
     Raises RunError if the head does not answer within `wait_s` seconds or is lost, and UserError without Ray's token.
@@ -175,7 +175,7 @@ async def work(role: Role, config: RunConfig, wait_s: float, notify: Notify) -> 
     os.environ.update(require_token(os.environ, make=False))
     with ray_node(joining, config, f"{RANK}{role.rank}", alone=False) as node:
         notify(f"node {role.rank} joins the head as {address}")
-        ending = await _stay(role, node, notify)
+        ending = await _wait_for_ending(role, node, notify)
     notify(f"node {role.rank} leaves: {ending.sentence}")
     return ending
 
@@ -187,7 +187,7 @@ async def _await_head(role: Role, wait_s: float) -> str:
         problem = "nothing listens there"
         try:
             address = await asyncio.to_thread(address_towards, role.host)
-            if await asyncio.to_thread(answers, role.host, role.port, LOOK_S):
+            if await asyncio.to_thread(answers, role.host, role.port, POLL_S):
                 return address
         except OSError as error:  # The host name may resolve later, as a pod's does.
             problem = str(error)
@@ -196,13 +196,13 @@ async def _await_head(role: Role, wait_s: float) -> str:
                 f"node {role.rank} waited {wait_s:.0f} s for the head at {role.host}:{role.port} ({problem}): start "
                 "`rlsys launch --rank 0` there, and check that this machine can reach it."
             )
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
 
 
-async def _stay(role: Role, node: RayNode, notify: Notify) -> Ending:
+async def _wait_for_ending(role: Role, node: RayNode, notify: Notify) -> Ending:
     """Wait for the run's ending from the head; raise RunError if the head is lost.
 
-    The first SIGTERM leaves `FAREWELL_S` for the ending to arrive; the second cancels at once.
+    The first SIGTERM leaves `ENDING_GRACE_S` for the ending to arrive; the second cancels at once.
     """
     heard, leave, task = time.monotonic(), float("inf"), asyncio.current_task()
     assert task is not None
@@ -212,8 +212,8 @@ async def _stay(role: Role, node: RayNode, notify: Notify) -> Ending:
         if leave < float("inf"):
             task.cancel()
             return
-        leave = time.monotonic() + FAREWELL_S
-        notify(f"node {role.rank} waits up to {FAREWELL_S:.0f} s for the head to end the run, then leaves")
+        leave = time.monotonic() + ENDING_GRACE_S
+        notify(f"node {role.rank} waits up to {ENDING_GRACE_S:.0f} s for the head to end the run, then leaves")
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked)
     while True:
@@ -221,7 +221,7 @@ async def _stay(role: Role, node: RayNode, notify: Notify) -> Ending:
             return ending
         if time.monotonic() > leave:
             raise asyncio.CancelledError
-        if await asyncio.to_thread(answers, role.host, role.port, LOOK_S):
+        if await asyncio.to_thread(answers, role.host, role.port, POLL_S):
             heard = time.monotonic()
         elif time.monotonic() - heard > LOST_S:
             raise RunError(
@@ -229,4 +229,4 @@ async def _stay(role: Role, node: RayNode, notify: Notify) -> Ending:
                 f"of the run on node {role.rank} have been stopped."
             )
         node.require_alive()
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)

@@ -7,8 +7,8 @@ present. The largest of three phases is added to them; the phases never overlap:
 - the optimiser's step;
 - the weight sync.
 
-A layer is a list of `Step`s in forward order. A step `keeps` bytes until its own backward pass, needs `backward` more
-during that pass, and `forward` bytes while it runs without gradients. The numbers follow from the tensors that each
+A layer is a list of `LayerStep`s in forward order. A step `keeps` bytes until its own backward pass, needs `backward`
+more during that pass, and `forward` bytes while it runs without gradients. The numbers follow from the tensors that each
 operation saves for its gradient. A storage counts once, however many operations save views of it, until the last of them
 releases it.
 
@@ -170,7 +170,7 @@ class GroupMemory:
     total: float  # Peak of all parts together; at most the sum of `parts`.
 
 
-class Step(NamedTuple):
+class LayerStep(NamedTuple):
     """Bytes of one operation or a few consecutive ones; see the module's docstring."""
 
     keeps: float
@@ -433,12 +433,12 @@ def _engine(config: RunConfig, model: Architecture) -> GroupMemory:
     return GroupMemory({name: size for name, size in parts.items() if size}, sum(parts.values()))
 
 
-def _layer_steps(rank: StageRank) -> list[Step]:
+def _layer_steps(rank: StageRank) -> list[LayerStep]:
     """Return the steps of one layer: norm, attention, norm, and MLP or experts."""
     return [_norm(rank), *_attention(rank), _norm(rank), *(_experts if rank.model.experts else _mlp)(rank)]
 
 
-def _norm(rank: StageRank) -> Step:
+def _norm(rank: StageRank) -> LayerStep:
     """RMSNorm of the residual stream. Counts the input, which the norm keeps, and the output, which the next layer keeps.
 
     Transformer Engine's `_LayerNormLinear` saves input, output (with sequence parallelism the rank's own share) and
@@ -448,10 +448,10 @@ def _norm(rank: StageRank) -> Step:
     stream = rank.stream
     if rank.fused_norm:
         # Backward: gradients of the output, the input, and the residual connection around the norm.
-        return Step(2 * stream + 4 * rank.normed, 3 * stream, stream)
+        return LayerStep(2 * stream + 4 * rank.normed, 3 * stream, stream)
     # Float32 input and its product with 1/rms, and the output. Backward: four gradient terms and the residual's gradient.
     float32 = 4 * rank.normed * rank.model.hidden
-    return Step(2 * float32 + stream, 4 * float32 + stream, 2 * float32)
+    return LayerStep(2 * float32 + stream, 4 * float32 + stream, 2 * float32)
 
 
 def _column(rank: StageRank, width: int) -> float:
@@ -474,18 +474,18 @@ def _row(rank: StageRank, width: int) -> float:
     return (rank.tokens * width + width * rank.model.hidden) * rank.item + rank.gathered + rank.stream
 
 
-def _attention(rank: StageRank) -> list[Step]:
+def _attention(rank: StageRank) -> list[LayerStep]:
     """Attention from the normed input to the residual sum. The next norm counts that sum."""
     query, key = rank.tokens * rank.item * rank.query, rank.tokens * rank.item * rank.key
     return [
-        Step(0, _column(rank, rank.query + 2 * rank.key), 2 * (query + 2 * key)),
+        LayerStep(0, _column(rank, rank.query + 2 * rank.key), 2 * (query + 2 * key)),
         *([_qk_norm(rank)] if rank.model.qk_norm else []),
         _rotate(rank, query, key),
         *(_attend_engine if rank.engine else _attend)(rank, query, key),
     ]
 
 
-def _rotate(rank: StageRank, query: int, key: int) -> Step:
+def _rotate(rank: StageRank, query: int, key: int) -> LayerStep:
     """Rotary positions; `query` and `key` in bytes.
 
     Megatron keeps sine and cosine tables. Its backward pass holds four terms of the query's gradient and the gradients of
@@ -494,11 +494,11 @@ def _rotate(rank: StageRank, query: int, key: int) -> Step:
     """
     mixed = query + 2 * key
     if rank.fused_rope:
-        return Step(0, 2 * mixed + rank.stream, mixed + 2 * query + key)
-    return Step(4 * rank.width * rank.model.head_dim * rank.item, 4 * query + 2 * key, mixed + 4 * query)
+        return LayerStep(0, 2 * mixed + rank.stream, mixed + 2 * query + key)
+    return LayerStep(4 * rank.width * rank.model.head_dim * rank.item, 4 * query + 2 * key, mixed + 4 * query)
 
 
-def _attend(rank: StageRank, query: int, key: int) -> list[Step]:
+def _attend(rank: StageRank, query: int, key: int) -> list[LayerStep]:
     """Attention of local layers with torch's kernels, and the output projection; `query` and `key` in bytes.
 
     Rotated queries and keys are new tensors. Values are a view of the QKV projection's output and keep all of it alive.
@@ -506,15 +506,15 @@ def _attend(rank: StageRank, query: int, key: int) -> list[Step]:
     """
     mixed, sums = query + 2 * key, 4 * rank.tokens * rank.heads
     joined = query if rank.packed else 0
-    project = Step(joined, _row(rank, rank.query), joined + rank.tokens * rank.model.hidden * rank.item)
+    project = LayerStep(joined, _row(rank, rank.query), joined + rank.tokens * rank.model.hidden * rank.item)
     if rank.parallel.cp > 1:
         return [_attend_gathered(rank, query, key), project]
     # Gradients of the output and of the inputs; packed, the latter both per sequence and concatenated.
     gradients = query + (2 if joined else 1) * mixed + rank.stream
-    return [Step(mixed + query + key + query + sums, gradients, mixed + 3 * query + key), project]
+    return [LayerStep(mixed + query + key + query + sums, gradients, mixed + 3 * query + key), project]
 
 
-def _attend_gathered(rank: StageRank, query: int, key: int) -> Step:
+def _attend_gathered(rank: StageRank, query: int, key: int) -> LayerStep:
     """Attention of `_attend` under context parallelism, which gathers the keys and values of all ranks.
 
     A sequence is cut into n = 2 cp chunks, of which rank r has chunks r and n - 1 - r. Unless r = 0, both need masks:
@@ -527,10 +527,10 @@ def _attend_gathered(rank: StageRank, query: int, key: int) -> Step:
     whole, chunks = 2 * key * cp, 2 * cp
     pairs = rank.tokens * cp * rank.longest * (chunks + 1) / chunks**2 if rank.masks else 0
     keeps = query + whole + query + 4 * rank.tokens * rank.heads + pairs * rank.item
-    return Step(keeps, query + 2 * whole, 2 * whole + 3 * query)
+    return LayerStep(keeps, query + 2 * whole, 2 * whole + 3 * query)
 
 
-def _attend_engine(rank: StageRank, query: int, key: int) -> list[Step]:
+def _attend_engine(rank: StageRank, query: int, key: int) -> list[LayerStep]:
     """Transformer Engine's attention, and the output projection; `query` and `key` in bytes.
 
     Saved are queries, keys, values, the output, and one float32 per softmax row (`FusedAttnFunc`, `FlashAttention`). The
@@ -544,37 +544,37 @@ def _attend_engine(rank: StageRank, query: int, key: int) -> list[Step]:
     ring = query + 8 * key if rank.parallel.cp > 1 else 0
     keeps = mixed + query + 4 * rank.tokens * rank.heads
     return [
-        Step(keeps, query + mixed + rank.stream + ring, 2 * mixed + query),
-        Step(0, _row(rank, rank.query), rank.tokens * rank.model.hidden * rank.item),
+        LayerStep(keeps, query + mixed + rank.stream + ring, 2 * mixed + query),
+        LayerStep(0, _row(rank, rank.query), rank.tokens * rank.model.hidden * rank.item),
     ]
 
 
-def _qk_norm(rank: StageRank) -> Step:
+def _qk_norm(rank: StageRank) -> LayerStep:
     """Per-head norms of queries and keys; queries are copied first."""
     query, key = rank.tokens * rank.query, rank.tokens * rank.key
     if not rank.fused_norm:
         # Like `_norm`; the float32 conversion copies only if the model's dtype differs.
         copies = 4 * (query + key) if rank.item < 4 else query * rank.item
-        return Step(copies + 4 * (query + key), 16 * query, 8 * query + query * rank.item)
+        return LayerStep(copies + 4 * (query + key), 16 * query, 8 * query + query * rank.item)
     # Transformer Engine's `ops.RMSNorm` also copies the strided keys, and keeps a float32 1/rms per head.
     keys = key * rank.item + 4 * (query + key) / rank.model.head_dim if rank.engine else 0
-    return Step(query * rank.item + keys, 3 * query * rank.item, 3 * query * rank.item)
+    return LayerStep(query * rank.item + keys, 3 * query * rank.item, 3 * query * rank.item)
 
 
-def _mlp(rank: StageRank) -> list[Step]:
+def _mlp(rank: StageRank) -> list[LayerStep]:
     out = rank.tokens * rank.model.hidden * rank.item
     ffn = rank.tokens * rank.ffn * rank.item
     # Kept: gate and up; unless fused, silu(gate) and a copy of up for their product; the product.
     apart = 0 if rank.fused_swiglu else 2 * ffn
     return [
-        Step(0, _column(rank, 2 * rank.ffn), out + 2 * ffn),
+        LayerStep(0, _column(rank, 2 * rank.ffn), out + 2 * ffn),
         # Gradients of gate and up, and of the product that they are computed from.
-        Step(2 * ffn + apart, 3 * ffn + rank.stream, 3 * ffn + apart),
-        Step(ffn, _row(rank, rank.ffn), out + ffn),
+        LayerStep(2 * ffn + apart, 3 * ffn + rank.stream, 3 * ffn + apart),
+        LayerStep(ffn, _row(rank, rank.ffn), out + ffn),
     ]
 
 
-def _experts(rank: StageRank) -> list[Step]:
+def _experts(rank: StageRank) -> list[LayerStep]:
     """Megatron-core's MoELayer: router, dispatch, experts, combine.
 
     The product of gate and up is kept before and after weighting by the router probability, unless `fused_swiglu`
@@ -593,7 +593,7 @@ def _experts(rank: StageRank) -> list[Step]:
     # `_GroupedLinear.backward` holds the gradients of all experts' weights at once.
     weights = model.experts // ep * 2 * model.expert_ffn * model.hidden * rank.item if engine else 0
     return [
-        Step(router, 2 * router + 2 * stream, router),
-        Step(sent + places, 2 * sent + stream, 2 * sent),
-        Step(3 * ffn + apart, max(2 * sent, sent + 3 * ffn + weights) + stream, passing + sent, passing),
+        LayerStep(router, 2 * router + 2 * stream, router),
+        LayerStep(sent + places, 2 * sent + stream, 2 * sent),
+        LayerStep(3 * ffn + apart, max(2 * sent, sent + 3 * ffn + weights) + stream, passing + sent, passing),
     ]

@@ -33,7 +33,7 @@ from rlsys.config.problems import Problem
 from rlsys.config.schema import Device, Layers, RunConfig, SearchConfig, SyncMode
 from rlsys.data.question import Question, read_questions
 from rlsys.errors import UserError
-from rlsys.observe.environment import lacking
+from rlsys.observe.environment import unmet_requirements
 from rlsys.search.address import DEFAULT_PORT
 from rlsys.search.index.folder import read_manifest
 from rlsys.weights.hf_io import INDEX, HfReader
@@ -255,7 +255,7 @@ def _device_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> It
     if on_gpus:
         # First, because torch itself allocates GPU memory when it looks.
         yield from _gpu_findings(config, wanted, machine)
-    problems = list(lacking(config, machine.capabilities))
+    problems = list(unmet_requirements(config, machine.capabilities))
     yield from _problem_findings(problems) or [ok("capabilities", "everything that the settings need is installed")]
     if on_gpus and machine.capabilities.nccl:
         reach = "connections between GPUs and machines are only tested when the run starts"

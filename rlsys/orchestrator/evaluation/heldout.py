@@ -18,7 +18,7 @@ from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.errors import UserError
 from rlsys.observe import status
 from rlsys.orchestrator.evaluation.scores import AnswerScores, scores_of
-from rlsys.orchestrator.rewards.reward import Reader
+from rlsys.orchestrator.rewards.reward import EpisodeParser
 from rlsys.rollout.tools.interface import tool_tags
 
 STAGE = "rollout.evaluation"
@@ -178,8 +178,8 @@ def plain_score(trajectory: Trajectory, question: Question) -> AnswerScores:
 
 def heldout_score(config: RunConfig) -> Callable[[Trajectory, Question], AnswerScores]:
     """Return the scoring function for a run, which extracts the answer as `compat.answer_over_prompt` sets."""
-    reader = Reader(config.task.tags, config.compat, tool_tags(config.task.tools))
-    return lambda trajectory, question: scores_of(reader.read(question, trajectory).answer, question.answers)
+    parser = EpisodeParser(config.task.tags, config.compat, tool_tags(config.task.tools))
+    return lambda trajectory, question: scores_of(parser.read(question, trajectory).answer, question.answers)
 
 
 async def evaluate(

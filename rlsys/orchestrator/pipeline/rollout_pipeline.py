@@ -39,16 +39,16 @@ from rlsys.errors import RunError
 from rlsys.observe import status
 from rlsys.orchestrator.pipeline.scheduler import (
     GIVEN_BACK,
+    DropReason,
+    GroupStage,
     PromptGroup,
-    Reason,
     SchedulerState,
-    Stage,
     StalenessScheduler,
 )
 from rlsys.rollout.agent.tokens import EpisodeProgress
 from rlsys.weights.checkpoint.state_file import KEY
 
-MOST_LOSSES = 3
+MAX_LOSSES = 3
 """Losses after which a prompt is no longer returned to the source: it may be killing the engines.
 
 The next epoch tries it once; each further loss ends it for that epoch."""
@@ -56,7 +56,7 @@ SCORES = {"inference": "log-probs", "critic": "values"}
 """Scoring group -> name of its scores in status lines."""
 
 
-class Loss(StrEnum):
+class LostReason(StrEnum):
     """Reason for giving up a group."""
 
     engine_died = "engine_died"
@@ -68,7 +68,7 @@ class Loss(StrEnum):
 class GroupLost(RunError):
     """One group failed while the run can continue: the pipeline drops it and usually retries its prompt."""
 
-    def __init__(self, uid: str, reason: Loss, detail: str) -> None:
+    def __init__(self, uid: str, reason: LostReason, detail: str) -> None:
         super().__init__(f"the prompt group of question {uid} is lost ({reason}): {detail}.")
         self.uid = uid
         self.reason = reason
@@ -86,15 +86,15 @@ class GroupGenerator(Protocol):
         """Tools that all episodes in flight wait for, for the status line; empty if some generate, or if unknown."""
 
     async def run_group(
-        self, question: Question, prompt_group: int, begun: Sequence[EpisodeProgress] = ()
+        self, question: Question, prompt_group: int, progress: Sequence[EpisodeProgress] = ()
     ) -> list[Trajectory]:
-        """Return all episodes of `question`, resuming the partial episodes in `begun`.
+        """Return all episodes of `question`, resuming the partial episodes in `progress`.
 
         Raises GroupLost if the group fails. Cancellation ends its episodes and frees their slots.
         """
 
     async def in_flight(self) -> Mapping[int, tuple[EpisodeProgress, ...]]:
-        """Prompt group number -> progress of its unfinished generation, to pass to a later `run_group` as `begun`."""
+        """Prompt group number -> progress of its unfinished generation, to pass to a later `run_group`."""
 
 
 class SampleScorer(Protocol):
@@ -124,7 +124,7 @@ class Prompts(Protocol):
 class Devices(Protocol):
     """Moves colocated groups on and off the devices that they share."""
 
-    async def need(self, *groups: str) -> None:
+    async def onload(self, *groups: str) -> None:
         """Bring `groups` onto the devices, after other groups have left them; no-op for groups that are there."""
 
 
@@ -142,11 +142,11 @@ class Handlers:
 class ScoreBatchSize:
     """Bounds on the number of groups that the scorer takes at a time."""
 
-    least: float
+    min_groups: float
     """The scorer blocks until so many are rewarded, or until nothing rolls out and no group may be admitted.
 
     Infinity always waits for the latter."""
-    most: int
+    max_groups: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +156,9 @@ class PipelineState:
     scheduler: SchedulerState = field(metadata={KEY: "ledger"})
     losses: Mapping[str, int]
     """Question id -> number of times that its group was lost."""
-    begun: Mapping[int, tuple[EpisodeProgress, ...]]
+    progress: Mapping[int, tuple[EpisodeProgress, ...]] = field(metadata={KEY: "begun"})
     """Partial episodes of rolling groups; complete ones of groups being rewarded."""
-    rolled: Mapping[int, Group]
+    rewarded: Mapping[int, Group] = field(metadata={KEY: "rolled"})
     """Rewarded groups, in scoring order."""
     scored: Mapping[int, Group]
     """Scored groups, in the order in which they are taken."""
@@ -199,12 +199,12 @@ class RolloutPipeline:
         """Tasks that have not ended. A cancelled task outlives its prompt group's stage `rolling`."""
         self._rewarding: dict[PromptGroup, Sequence[Trajectory]] = {}
         """Groups in `_rolling` with all episodes done -> their trajectories."""
-        self._begun: dict[PromptGroup, Sequence[EpisodeProgress]] = {}
+        self._resumed_from: dict[PromptGroup, Sequence[EpisodeProgress]] = {}
         """Partial episodes that each task resumed from."""
-        self._again: OrderedDict[PromptGroup, Sequence[EpisodeProgress]] = OrderedDict()
+        self._to_resume: OrderedDict[PromptGroup, Sequence[EpisodeProgress]] = OrderedDict()
         """Rolling groups of a resumed state without a task yet -> partial episodes to resume from."""
         # Not a dict: finding the first key of a dict slows down with the number of keys removed before it.
-        self._rolled: OrderedDict[PromptGroup, Group] = OrderedDict()
+        self._rewarded: OrderedDict[PromptGroup, Group] = OrderedDict()
         self._scoring: Sequence[tuple[PromptGroup, Group]] = ()
         self._scored: list[_Scored] = []
         self._losses: Counter[str] = Counter()
@@ -213,41 +213,47 @@ class RolloutPipeline:
         if state is not None:
             self._resume(state)
 
-    def state(self, begun: Mapping[int, Sequence[EpisodeProgress]]) -> PipelineState:
-        """Return the current state; `begun` is a recent result of the generator's `in_flight`.
+    def state(self, progress: Mapping[int, Sequence[EpisodeProgress]]) -> PipelineState:
+        """Return the current state; `progress` is a recent result of the generator's `in_flight`.
 
-        Groups may have been admitted, rewarded or dropped since that call. Their current stage counts; `begun` is used
-        only for groups whose episodes still run. Raises RuntimeError during a step.
+        Groups may have been admitted, rewarded or dropped since that call. Their current stage counts; `progress` is
+        used only for groups whose episodes still run. Raises RuntimeError during a step.
         """
         scheduler = self.scheduler.state()
-        rolling = [prompt_group for prompt_group in self.scheduler.outstanding if prompt_group.stage is Stage.rolling]
+        rolling = [
+            prompt_group for prompt_group in self.scheduler.outstanding if prompt_group.stage is GroupStage.rolling
+        ]
         known = {
             prompt_group.number: tuple(
                 self._rewarding.get(prompt_group)
-                or begun.get(prompt_group.number)
-                or self._begun.get(prompt_group)
-                or self._again.get(prompt_group, ())
+                or progress.get(prompt_group.number)
+                or self._resumed_from.get(prompt_group)
+                or self._to_resume.get(prompt_group, ())
             )
             for prompt_group in rolling
         }
-        waiting = [*self._scoring, *self._rolled.items()]
+        waiting = [*self._scoring, *self._rewarded.items()]
         return PipelineState(
             scheduler=scheduler,
             losses=dict(self._losses),
-            begun={number: episodes for number, episodes in known.items() if episodes},
-            rolled={prompt_group.number: group for prompt_group, group in waiting if prompt_group.stage is Stage.ready},
-            scored={one.number: one.group for one in sorted(self._scored) if one.prompt_group.stage is Stage.ready},
+            progress={number: episodes for number, episodes in known.items() if episodes},
+            rewarded={
+                prompt_group.number: group for prompt_group, group in waiting if prompt_group.stage is GroupStage.ready
+            },
+            scored={
+                one.number: one.group for one in sorted(self._scored) if one.prompt_group.stage is GroupStage.ready
+            },
         )
 
     async def run(self) -> None:
         """Generate and score until `stop`. On any exit, drop outstanding groups and return their prompts."""
-        self._sweep()  # A resumed run may have a lower `trainer.steps`.
+        self._drop_unschedulable()  # A resumed run may have a lower `trainer.steps`.
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._roll_all(tasks))
                 tasks.create_task(self._score_all())
         finally:
-            self._end((prompt_group, Reason.end) for prompt_group in self.scheduler.outstanding)
+            self._drop_and_cancel((prompt_group, DropReason.end) for prompt_group in self.scheduler.outstanding)
             status.show("waits for the end of the run", "rollout", *self._scoring_stages.values())
 
     async def take(self, most: int, *stages: str) -> list[Group]:
@@ -257,18 +263,18 @@ class RolloutPipeline:
         """
         groups: list[Group] = []
         while not groups:
-            await self._until(
+            await self._wait_until(
                 lambda: self._stopping or bool(self._scored),
-                lambda: status.show(f"waits for {self._behind()}", *stages),
+                lambda: status.show(f"waits for {self._awaited_stage()}", *stages),
             )
             if self._stopping:
                 raise RuntimeError("No group can be taken: the pipeline has been stopped.")
             while self._scored and len(groups) < most:
                 first = heappop(self._scored)
-                if first.prompt_group.stage is Stage.ready:
+                if first.prompt_group.stage is GroupStage.ready:
                     self.scheduler.take(first.prompt_group)
                     groups.append(first.group)
-        self._sweep()
+        self._drop_unschedulable()
         return groups
 
     def close_step(self) -> None:
@@ -293,16 +299,16 @@ class RolloutPipeline:
     def stop(self) -> None:
         """End `run`. A step in progress is never closed; its prompts return to the source too."""
         self._stopping = True
-        self._end((prompt_group, Reason.end) for prompt_group in self.scheduler.outstanding)
+        self._drop_and_cancel((prompt_group, DropReason.end) for prompt_group in self.scheduler.outstanding)
 
     def _resume(self, state: PipelineState) -> None:
         self.scheduler.resume(state.scheduler)
         prompt_groups = {prompt_group.number: prompt_group for prompt_group in self.scheduler.outstanding}
         self._losses.update(state.losses)
         for prompt_group in prompt_groups.values():
-            if prompt_group.stage is Stage.rolling:
-                self._again[prompt_group] = state.begun.get(prompt_group.number, ())
-        self._rolled.update((prompt_groups[number], group) for number, group in state.rolled.items())
+            if prompt_group.stage is GroupStage.rolling:
+                self._to_resume[prompt_group] = state.progress.get(prompt_group.number, ())
+        self._rewarded.update((prompt_groups[number], group) for number, group in state.rewarded.items())
         self._scored = [
             _Scored(prompt_groups[number].oldest, number, prompt_groups[number], group)
             for number, group in state.scored.items()
@@ -310,53 +316,55 @@ class RolloutPipeline:
 
     async def _roll_all(self, tasks: asyncio.TaskGroup) -> None:
         while True:
-            await self._until(lambda: self._stopping or self._may_roll(), self._show_rollouts)
+            await self._wait_until(lambda: self._stopping or self._may_roll(), self._show_rollouts)
             if self._stopping:
                 return
-            await self._devices.need("rollout")
+            await self._devices.onload("rollout")
             if self._may_roll():
-                if self._again:
-                    prompt_group, begun = self._again.popitem(last=False)
+                if self._to_resume:
+                    prompt_group, progress = self._to_resume.popitem(last=False)
                 else:
-                    prompt_group, begun = self.scheduler.admit(self.prompts.next()), ()
-                self._begun[prompt_group] = begun
-                self._rolling[prompt_group] = task = tasks.create_task(self._roll(prompt_group, begun))
+                    prompt_group, progress = self.scheduler.admit(self.prompts.next()), ()
+                self._resumed_from[prompt_group] = progress
+                self._rolling[prompt_group] = task = tasks.create_task(self._roll(prompt_group, progress))
                 # A callback, not a `finally` in `_roll`: a task cancelled before it starts never runs its body.
-                task.add_done_callback(partial(self._ended, prompt_group))
+                task.add_done_callback(partial(self._forget_task, prompt_group))
 
-    async def _roll(self, prompt_group: PromptGroup, begun: Sequence[EpisodeProgress]) -> None:
+    async def _roll(self, prompt_group: PromptGroup, progress: Sequence[EpisodeProgress]) -> None:
         group = None
         try:
-            trajectories = await self._generator.run_group(prompt_group.question, prompt_group.number, begun)
+            trajectories = await self._generator.run_group(prompt_group.question, prompt_group.number, progress)
             self._rewarding[prompt_group] = trajectories
             self._changed.set()
-            if prompt_group.stage is Stage.rolling:
+            if prompt_group.stage is GroupStage.rolling:
                 group = await self._handlers.reward(prompt_group.question, trajectories)
         except GroupLost:
             pass
-        if prompt_group.stage is not Stage.rolling:
+        if prompt_group.stage is not GroupStage.rolling:
             return
         if group is None:
-            self._drop(prompt_group, Reason.lost)
+            self._drop(prompt_group, DropReason.lost)
         elif reason := self.scheduler.finish_rolling(prompt_group, group.oldest_version, group.has_spread):
             self._drop(prompt_group, reason)
         else:
-            self._rolled[prompt_group] = group
-        self._sweep()
+            self._rewarded[prompt_group] = group
+        self._drop_unschedulable()
 
-    def _ended(self, prompt_group: PromptGroup, _: asyncio.Task[None]) -> None:
-        del self._rolling[prompt_group], self._begun[prompt_group]
+    def _forget_task(self, prompt_group: PromptGroup, _: asyncio.Task[None]) -> None:
+        del self._rolling[prompt_group], self._resumed_from[prompt_group]
         self._rewarding.pop(prompt_group, None)
         self._changed.set()
 
     async def _score_all(self) -> None:
         while True:
             status.show("waits for rollouts", *self._scoring_stages.values())
-            await self._until(lambda: self._stopping or self._worth_scoring())
+            await self._wait_until(lambda: self._stopping or self._may_score())
             if self._stopping:
                 return
-            await self._devices.need(*self._scorer.groups)
-            batch = [self._rolled.popitem(last=False) for _ in range(min(len(self._rolled), self._batch_size.most))]
+            await self._devices.onload(*self._scorer.groups)
+            batch = [
+                self._rewarded.popitem(last=False) for _ in range(min(len(self._rewarded), self._batch_size.max_groups))
+            ]
             if batch:
                 self._scoring = batch
                 await self._score(batch)
@@ -370,7 +378,7 @@ class RolloutPipeline:
         samples = iter([one.with_scores(scores) for one, scores in zip(asked, found, strict=True)])
         for prompt_group, group in batch:
             scored = replace(group, samples=tuple(islice(samples, len(group.samples))))
-            if prompt_group.stage is Stage.ready:
+            if prompt_group.stage is GroupStage.ready:
                 finished = self._handlers.finish(scored)
                 heappush(self._scored, _Scored(prompt_group.oldest, prompt_group.number, prompt_group, finished))
         self._changed.set()
@@ -378,13 +386,13 @@ class RolloutPipeline:
     def _may_roll(self) -> bool:
         # With no engine left, still start one group: `run_group` then raises the error that ends the run.
         room = max(1, self._generator.capacity) - (len(self._rolling) - len(self._rewarding))
-        return not self._stopping and room > 0 and (bool(self._again) or self.scheduler.may_admit())
+        return not self._stopping and room > 0 and (bool(self._to_resume) or self.scheduler.may_admit())
 
-    def _worth_scoring(self) -> bool:
-        if len(self._rolled) >= self._batch_size.least:
+    def _may_score(self) -> bool:
+        if len(self._rewarded) >= self._batch_size.min_groups:
             return True
-        rolling = self._rolling or self._again
-        return bool(self._rolled) and not rolling and not self.scheduler.may_admit()
+        rolling = self._rolling or self._to_resume
+        return bool(self._rewarded) and not rolling and not self.scheduler.may_admit()
 
     def _show_rollouts(self) -> None:
         generating = len(self._rolling) - len(self._rewarding)
@@ -397,17 +405,17 @@ class RolloutPipeline:
             trained = self.scheduler.version > self.scheduler.published
             status.show("waits for weight sync" if trained else "waits for training", "rollout")
 
-    def _behind(self) -> str:
+    def _awaited_stage(self) -> str:
         """Stage blocking the next trainable group."""
         if self._scoring:
             return " and ".join(self._scoring_stages) or "scores"
         return "rewards" if self._rolling and len(self._rolling) == len(self._rewarding) else "rollouts"
 
-    def _sweep(self) -> None:
+    def _drop_unschedulable(self) -> None:
         """Drop unschedulable groups."""
-        self._end(self.scheduler.unschedulable())
+        self._drop_and_cancel(self.scheduler.unschedulable())
 
-    def _end(self, found: Iterable[tuple[PromptGroup, Reason]]) -> None:
+    def _drop_and_cancel(self, found: Iterable[tuple[PromptGroup, DropReason]]) -> None:
         """Drop prompt groups and cancel their running episodes."""
         for prompt_group, reason in found:
             self._drop(prompt_group, reason)
@@ -415,18 +423,18 @@ class RolloutPipeline:
                 self._rolling[prompt_group].cancel()
         self._changed.set()
 
-    def _drop(self, prompt_group: PromptGroup, reason: Reason) -> None:
+    def _drop(self, prompt_group: PromptGroup, reason: DropReason) -> None:
         self.scheduler.drop(prompt_group, reason)
-        self._rolled.pop(prompt_group, None)
-        self._again.pop(prompt_group, None)
-        if reason is Reason.lost:
+        self._rewarded.pop(prompt_group, None)
+        self._to_resume.pop(prompt_group, None)
+        if reason is DropReason.lost:
             self._losses[prompt_group.question.uid] += 1
-            if self._losses[prompt_group.question.uid] >= MOST_LOSSES:
+            if self._losses[prompt_group.question.uid] >= MAX_LOSSES:
                 return
         if reason in GIVEN_BACK:
             self.prompts.give_back(prompt_group.question)
 
-    async def _until(self, holds: Callable[[], bool], show: Callable[[], None] = lambda: None) -> None:
+    async def _wait_until(self, holds: Callable[[], bool], show: Callable[[], None] = lambda: None) -> None:
         """Block until `holds()`, calling `show` before each wait.
 
         `holds` may become true only when `_changed` is set, which wakes all waiters.

@@ -41,7 +41,7 @@ from rlsys.data.question import Question
 from rlsys.errors import RunError
 
 
-class Stage(StrEnum):
+class GroupStage(StrEnum):
     """Stage of a prompt group."""
 
     rolling = "rolling"
@@ -54,7 +54,7 @@ class Stage(StrEnum):
     dropped = "dropped"
 
 
-class Reason(StrEnum):
+class DropReason(StrEnum):
     """Reason for dropping a prompt group."""
 
     stale = "stale"
@@ -69,7 +69,7 @@ class Reason(StrEnum):
     """The run ended before the group's step was closed."""
 
 
-GIVEN_BACK = frozenset({Reason.stale, Reason.surplus, Reason.lost, Reason.end})
+GIVEN_BACK = frozenset({DropReason.stale, DropReason.surplus, DropReason.lost, DropReason.end})
 """Reasons that return the prompt to the source: the prompt itself is sound."""
 
 
@@ -81,7 +81,7 @@ class PromptGroup:
     question: Question
     oldest: int
     """Version of the oldest token; a lower bound until the group is ready."""
-    stage: Stage = Stage.rolling
+    stage: GroupStage = GroupStage.rolling
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class SchedulerState:
     """Prompt groups admitted so far; also the next group's number."""
     replaced: int
     """Groups already dropped as `no_spread` for the next step."""
-    dropped: Mapping[Reason, int]
+    dropped: Mapping[DropReason, int]
     rolling: tuple[PromptGroupState, ...]
     """Rolling groups, sorted by number."""
     ready: tuple[PromptGroupState, ...]
@@ -111,14 +111,14 @@ class SchedulerState:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class GroupOutcome:
     """Outcome of a prompt group."""
 
     number: int
     uid: str
     """Id of the question."""
-    end: Stage | Reason
-    """`Stage.trained`, or the reason for the drop."""
+    outcome: GroupStage | DropReason
+    """`GroupStage.trained`, or the reason for the drop."""
 
 
 class StalenessScheduler:
@@ -149,14 +149,14 @@ class StalenessScheduler:
         self.version = 0
         """Weight version of the actor: the number of closed steps."""
         self.published = 0
-        self.dropped: Counter[Reason] = Counter()
+        self.dropped: Counter[DropReason] = Counter()
         self._max_replaced = max_replaced
         self._steps = steps
         self._replaced = 0
         self._admitted = 0
         self._rolling, self._ready = _VersionBuckets(), _VersionBuckets()
         self._taken: dict[int, PromptGroup] = {}
-        self._ended: list[Ended] = []
+        self._ended: list[GroupOutcome] = []
 
     def state(self) -> SchedulerState:
         """Return the state for `resume` in a scheduler with the same settings. Raises RuntimeError during a step."""
@@ -182,13 +182,13 @@ class StalenessScheduler:
         self._admitted, self._replaced = state.admitted, state.replaced
         self.dropped = Counter(state.dropped)
         for stage, buckets, saved in (
-            (Stage.rolling, self._rolling, state.rolling),
-            (Stage.ready, self._ready, state.ready),
+            (GroupStage.rolling, self._rolling, state.rolling),
+            (GroupStage.ready, self._ready, state.ready),
         ):
             for one in saved:
                 buckets.add(PromptGroup(one.number, one.question, one.oldest, stage))
 
-    def ended(self) -> list[Ended]:
+    def ended(self) -> list[GroupOutcome]:
         """Return, in order, and forget the groups ended since the last call. `state` omits them: call this first."""
         ended, self._ended = self._ended, []
         return ended
@@ -205,7 +205,7 @@ class StalenessScheduler:
         return self._rolling.count + self._ready.count + len(self._taken)
 
     @property
-    def lacking(self) -> int:
+    def groups_missing(self) -> int:
         """Number of groups that the current step still has to take."""
         return self.groups_per_step - len(self._taken)
 
@@ -227,13 +227,13 @@ class StalenessScheduler:
         self._rolling.add(prompt_group)
         return prompt_group
 
-    def finish_rolling(self, prompt_group: PromptGroup, oldest: int | None, has_spread: bool) -> Reason | None:
+    def finish_rolling(self, prompt_group: PromptGroup, oldest: int | None, has_spread: bool) -> DropReason | None:
         """Mark a rolling group as ready and return None, or return the reason for which the caller must drop it.
 
         `oldest` is the version of its oldest token, None if unknown. Raises RunError if a token is older than the
         version published at admission: no engine had such weights any more.
         """
-        self._require(prompt_group, Stage.rolling)
+        self._require(prompt_group, GroupStage.rolling)
         oldest = prompt_group.oldest if oldest is None else oldest
         if oldest < prompt_group.oldest:
             raise RunError(
@@ -241,23 +241,23 @@ class StalenessScheduler:
                 f"the policy, although it had activated version {prompt_group.oldest} before the request."
             )
         if not has_spread and self._replaced < self._max_replaced:
-            return Reason.no_spread
+            return DropReason.no_spread
         self._rolling.remove(prompt_group)
-        prompt_group.oldest, prompt_group.stage = oldest, Stage.ready
+        prompt_group.oldest, prompt_group.stage = oldest, GroupStage.ready
         self._ready.add(prompt_group)
         return None
 
-    def unschedulable(self) -> list[tuple[PromptGroup, Reason]]:
+    def unschedulable(self) -> list[tuple[PromptGroup, DropReason]]:
         """Return the prompt groups that no step can train, each with the reason to drop it.
 
         Places go to ready groups, oldest first, within a version in the order in which they became ready. A ready group
         without a place is unschedulable. So is a rolling group if ready groups as old or older leave it no place.
         """
-        found: list[tuple[PromptGroup, Reason]] = []
+        found: list[tuple[PromptGroup, DropReason]] = []
         placed = 0
         for oldest in sorted({*self._rolling.by_oldest, *self._ready.by_oldest}):
             places = max(self._places(oldest), 0)
-            reason = Reason.surplus if places else Reason.stale
+            reason = DropReason.surplus if places else DropReason.stale
             ready = self._ready.by_oldest.get(oldest, {})
             excess = max(placed + len(ready) - places, 0)
             found += [(prompt_group, reason) for prompt_group in islice(reversed(ready.values()), excess)]
@@ -269,8 +269,8 @@ class StalenessScheduler:
 
     def take(self, prompt_group: PromptGroup) -> None:
         """Add a ready group to the current step. Raises RuntimeError if the step is full or the group is too old."""
-        self._require(prompt_group, Stage.ready)
-        if not self.lacking:
+        self._require(prompt_group, GroupStage.ready)
+        if not self.groups_missing:
             raise RuntimeError(f"Step {self.version} has its {self.groups_per_step} groups already.")
         if self.version - prompt_group.oldest > self.max_staleness:
             raise RuntimeError(
@@ -278,30 +278,30 @@ class StalenessScheduler:
                 f"max_staleness={self.max_staleness}."
             )
         self._ready.remove(prompt_group)
-        prompt_group.stage = Stage.taken
+        prompt_group.stage = GroupStage.taken
         self._taken[prompt_group.number] = prompt_group
 
-    def drop(self, prompt_group: PromptGroup, reason: Reason) -> None:
+    def drop(self, prompt_group: PromptGroup, reason: DropReason) -> None:
         """Drop an outstanding prompt group."""
-        self._require(prompt_group, Stage.rolling, Stage.ready, Stage.taken)
-        if prompt_group.stage is Stage.rolling:
+        self._require(prompt_group, GroupStage.rolling, GroupStage.ready, GroupStage.taken)
+        if prompt_group.stage is GroupStage.rolling:
             self._rolling.remove(prompt_group)
-        elif prompt_group.stage is Stage.ready:
+        elif prompt_group.stage is GroupStage.ready:
             self._ready.remove(prompt_group)
         else:
             del self._taken[prompt_group.number]
-        prompt_group.stage = Stage.dropped
-        self._ended.append(Ended(prompt_group.number, prompt_group.question.uid, reason))
+        prompt_group.stage = GroupStage.dropped
+        self._ended.append(GroupOutcome(prompt_group.number, prompt_group.question.uid, reason))
         self.dropped[reason] += 1
-        self._replaced += reason is Reason.no_spread
+        self._replaced += reason is DropReason.no_spread
 
     def close_step(self) -> None:
         """Mark the taken groups as trained and advance the version. Raises RuntimeError if the step is not full."""
-        if self.lacking:
-            raise RuntimeError(f"Step {self.version} cannot be closed: it lacks {self.lacking} groups.")
+        if self.groups_missing:
+            raise RuntimeError(f"Step {self.version} cannot be closed: it lacks {self.groups_missing} groups.")
         for prompt_group in self._taken.values():
-            prompt_group.stage = Stage.trained
-            self._ended.append(Ended(prompt_group.number, prompt_group.question.uid, Stage.trained))
+            prompt_group.stage = GroupStage.trained
+            self._ended.append(GroupOutcome(prompt_group.number, prompt_group.question.uid, GroupStage.trained))
         self._taken = {}
         self._replaced = 0
         self.version += 1
@@ -325,7 +325,7 @@ class StalenessScheduler:
             end = min(end, self._steps)
         return (end - self.version) * self.groups_per_step - len(self._taken)
 
-    def _require(self, prompt_group: PromptGroup, *stages: Stage) -> None:
+    def _require(self, prompt_group: PromptGroup, *stages: GroupStage) -> None:
         if prompt_group.stage not in stages:
             raise RuntimeError(
                 f"Prompt group {prompt_group.number} of question {prompt_group.question.uid} is {prompt_group.stage}, not {' or '.join(stages)}."

@@ -30,7 +30,7 @@ from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
 class LearnerGroup(Protocol):
     """Actor or critic."""
 
-    def enough(self, samples: Sequence[Sample]) -> bool:
+    def fills_micro_batches(self, samples: Sequence[Sample]) -> bool:
         """Return True if a call with `samples` keeps every rank and pipeline stage busy."""
 
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
@@ -113,7 +113,7 @@ async def learn(
         while missing > 0:
             groups = await _worth_a_call(take, [*learners.values()], missing, cut)
             status.show("waits for its devices", *learners)
-            await devices.need(*learners)
+            await devices.onload(*learners)
             status.show(f"trains on {status.count(len(groups), 'group')}", *learners)
             samples = [sample for group in groups for sample in group.samples]
             last = len(groups) == missing
@@ -145,6 +145,6 @@ async def _worth_a_call(
         more = await take(missing - len(held))
         held += more
         samples += [sample for group in more for sample in group.samples]
-        if cut.whole is None and all(learner.enough(samples) for learner in learners):
+        if cut.whole is None and all(learner.fills_micro_batches(samples) for learner in learners):
             break
     return held if cut.whole is None else cut.whole(held)

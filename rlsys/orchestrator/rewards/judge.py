@@ -213,7 +213,7 @@ class Verdicts:
 class ChatEndpoint:
     """Client of an OpenAI-compatible chat endpoint, for one event loop; call `close` at the end.
 
-        retried      time-out, connection error, 408, 409, 425, 429, 5xx, and a body that is no chat completion, is
+        retried      time-out, connection error, 408, 409, 425, 429, 5xx, and a body that is not a chat completion, is
                      compressed or exceeds 4 MiB
         not retried  other statuses: RunError at once
 
@@ -249,14 +249,14 @@ class ChatEndpoint:
         retrying = AsyncRetrying(
             stop=stop_after_attempt(self._tries),
             wait=_pause_s,
-            retry=retry_if_exception_type(_Again),
+            retry=retry_if_exception_type(_RetryableError),
             sleep=asyncio.sleep,
             reraise=True,
         )
         async with self._places:
             try:
                 return await retrying(self._try, body)
-            except _Again as error:
+            except _RetryableError as error:
                 raise RunError(
                     f"the judge at {self._url} gave no answer in {self._tries} attempts, the last time because of "
                     f"{error}: check that it runs, raise reward.judge.retries, or remove judge from reward.terms."
@@ -284,23 +284,23 @@ class ChatEndpoint:
                 finally:
                     await response.aclose()
         except TimeoutError:
-            raise _Again(f"no answer within {self._timeout_s:g} s") from None
+            raise _RetryableError(f"no answer within {self._timeout_s:g} s") from None
         except httpx.RequestError as error:
-            raise _Again(f"{type(error).__name__} {error}".strip()) from error
+            raise _RetryableError(f"{type(error).__name__} {error}".strip()) from error
         except BodyError as error:
-            raise _Again(f"status {response.status_code} with an unusable response: {error}") from None
+            raise _RetryableError(f"status {response.status_code} with an unusable response: {error}") from None
         status = response.status_code
         said = f"status {status} ({_beginning(content)})"
         if status in _BUSY or response.is_server_error:
             retry_after = response.headers.get("retry-after", "").strip()  # In seconds; dates are ignored.
-            raise _Again(said, min(_MAX_RETRY_AFTER_S, float(retry_after)) if retry_after.isdecimal() else 0.0)
+            raise _RetryableError(said, min(_MAX_RETRY_AFTER_S, float(retry_after)) if retry_after.isdecimal() else 0.0)
         if not response.is_success:
             hint = _HINTS.get(status, "check the settings under reward.judge")
             raise RunError(f"the judge at {self._url} responded with {said}: {hint}.")
         return _reply(content)
 
 
-class _Again(Exception):
+class _RetryableError(Exception):
     """Failed try that may succeed when repeated."""
 
     def __init__(self, reason: str, after_s: float = 0.0) -> None:
@@ -327,16 +327,16 @@ def _reply(content: bytes) -> str:
     try:
         said = json.loads(content)["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        raise _Again(f"an answer that is not a chat completion ({_beginning(content)})") from None
+        raise _RetryableError(f"an answer that is not a chat completion ({_beginning(content)})") from None
     if said is not None and not isinstance(said, str):
-        raise _Again(f"an answer whose content is {type(said).__name__}, not text")
+        raise _RetryableError(f"an answer whose content is {type(said).__name__}, not text")
     return said or ""
 
 
 def _pause_s(state: RetryCallState) -> float:
     """Pause before the next try: the back-off, at least the Retry-After."""
     error = state.outcome.exception() if state.outcome else None
-    return max(_PAUSE(state), error.after_s if isinstance(error, _Again) else 0.0)
+    return max(_PAUSE(state), error.after_s if isinstance(error, _RetryableError) else 0.0)
 
 
 def _beginning(content: bytes) -> str:

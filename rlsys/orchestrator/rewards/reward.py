@@ -20,7 +20,7 @@ invalid-action message is no answer. Only `compat.answer_over_prompt` extracts t
 
 A user-defined term is a function `package.module.function` of (question, trajectory). It returns a number for the
 episode, or one number per turn. Plain functions run in threads and async ones on an event loop of their own, so they
-never block the driver. An error, or a call longer than `reward.own_timeout_s`, raises RunError naming the term. A
+never block the driver. An error, or a call longer than `reward.custom_timeout_s`, raises RunError naming the term. A
 function that never returns does not keep the process alive. Formulas and sources are in docs/rewards.md.
 """
 
@@ -83,7 +83,7 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ParsedEpisode:
     """Episode with the facts that terms need."""
 
     question: Question
@@ -110,10 +110,10 @@ class Reading:
         return [float(value_of(turn)) for turn in self.trajectory.turns] or [0.0]
 
 
-PureTerm = Callable[[Reading], Sequence[float]]
+PureTerm = Callable[[ParsedEpisode], Sequence[float]]
 
 
-class Reader:
+class EpisodeParser:
     """Extracts answer and structure from episodes. Stateless; `read` accepts any text."""
 
     def __init__(self, tags: TagsConfig, compat: CompatConfig, tools: Mapping[str, str]) -> None:
@@ -126,11 +126,11 @@ class Reader:
         answer = re.escape(tags.answer)
         self._answer = re.compile(f"<{answer}>(.*?)</{answer}>", re.DOTALL)
 
-    def read(self, question: Question, trajectory: Trajectory) -> Reading:
+    def read(self, question: Question, trajectory: Trajectory) -> ParsedEpisode:
         """Return the facts of `trajectory` that terms need."""
         turns = trajectory.turns
         found = (number for number, turn in enumerate(turns) if self._retrieved(turn, question.answers))
-        return Reading(
+        return ParsedEpisode(
             question,
             trajectory,
             answer=self._last_match(question, trajectory) if self._over_prompt else trajectory.answer,
@@ -178,12 +178,12 @@ def pure_terms(config: RewardConfig, task: TaskConfig) -> Mapping[str, PureTerm]
         "correct_answer": _of_answer(exact_match),
         "sub_em": _of_answer(sub_exact_match),
         "f1": _of_answer(f1),
-        "format": lambda reading: reading.at_end(_format_score(reading, config)),
-        "retrieval": lambda reading: [float(slot == reading.found_in) for slot in range(reading.slots)],
-        "search_penalty": lambda reading: reading.each_turn(_searched),
-        "invalid_format": lambda reading: reading.at_end(float(not reading.well_formed)),
-        "invalid_turns": lambda reading: reading.each_turn(lambda turn: turn.action is Action.INVALID),
-        "overlong": lambda reading: reading.at_end(_overlong(reading, config, task)),
+        "format": lambda episode: episode.at_end(_format_score(episode, config)),
+        "retrieval": lambda episode: [float(slot == episode.found_in) for slot in range(episode.slots)],
+        "search_penalty": lambda episode: episode.each_turn(_searched),
+        "invalid_format": lambda episode: episode.at_end(float(not episode.well_formed)),
+        "invalid_turns": lambda episode: episode.each_turn(lambda turn: turn.action is Action.INVALID),
+        "overlong": lambda episode: episode.at_end(_overlong(episode, config, task)),
     }
 
 
@@ -195,9 +195,9 @@ def overlong_penalty(length: int, limit: int, buffer: int) -> float:
 def _of_answer(measure: Callable[[str, Sequence[str]], float]) -> PureTerm:
     """Return a term that compares the answer with the accepted ones; 0 without an answer."""
 
-    def term(reading: Reading) -> list[float]:
-        answer = reading.answer
-        return reading.at_end(0.0 if answer is None else float(measure(answer, reading.question.answers)))
+    def term(episode: ParsedEpisode) -> list[float]:
+        answer = episode.answer
+        return episode.at_end(0.0 if answer is None else float(measure(answer, episode.question.answers)))
 
     return term
 
@@ -208,28 +208,28 @@ def _judge(config: JudgeConfig, transport: httpx.AsyncBaseTransport | None) -> J
     return Judge(config, transport)
 
 
-def _judged_by(judge: Judge) -> Callable[[Reading], Awaitable[Sequence[float]]]:
+def _judged_by(judge: Judge) -> Callable[[ParsedEpisode], Awaitable[Sequence[float]]]:
     """Return the term that calls `judge`."""
 
-    async def term(reading: Reading) -> list[float]:
-        return reading.at_end(await judge.grade(reading.question, reading.answer))
+    async def term(episode: ParsedEpisode) -> list[float]:
+        return episode.at_end(await judge.grade(episode.question, episode.answer))
 
     return term
 
 
-def _format_score(reading: Reading, config: RewardConfig) -> float:
+def _format_score(episode: ParsedEpisode, config: RewardConfig) -> float:
     """Search-R1's qa_em_format score, with `structure_score`, `final_score` and `retrieval_score` from `config`."""
-    if reading.answer is not None and exact_match(reading.answer, reading.question.answers):
-        return 1.0 if reading.well_formed else 1.0 - config.structure_score
-    if reading.well_formed:
-        return config.structure_score + config.retrieval_score * (reading.found_in is not None)
-    return config.final_score if reading.answer is not None else 0.0
+    if episode.answer is not None and exact_match(episode.answer, episode.question.answers):
+        return 1.0 if episode.well_formed else 1.0 - config.structure_score
+    if episode.well_formed:
+        return config.structure_score + config.retrieval_score * (episode.found_in is not None)
+    return config.final_score if episode.answer is not None else 0.0
 
 
-def _overlong(reading: Reading, config: RewardConfig, task: TaskConfig) -> float:
-    prompt, limit = reading.trajectory.prompt_length, config.overlong_limit
+def _overlong(episode: ParsedEpisode, config: RewardConfig, task: TaskConfig) -> float:
+    prompt, limit = episode.trajectory.prompt_length, config.overlong_limit
     limit = task.max_total_tokens - prompt if limit is None else limit
-    return overlong_penalty(len(reading.trajectory.tokens) - prompt, limit, config.overlong_buffer)
+    return overlong_penalty(len(episode.trajectory.tokens) - prompt, limit, config.overlong_buffer)
 
 
 def _searched(turn: Turn) -> bool:
@@ -258,13 +258,13 @@ class Rewards:
             raise UserError(sentences, code=problems[0].code, key=problems[0].key)
         self._config = config
         self._weights = weights_of(config)
-        self._reader = Reader(task.tags, compat, tool_tags(task.tools))
+        self._parser = EpisodeParser(task.tags, compat, tool_tags(task.tools))
         self._judge = _judge(config.judge, transport) if JUDGE in self._weights else None
-        self._calls = Calls(config.own_timeout_s) if any("." in name for name in self._weights) else None
-        known: dict[str, Callable[[Reading], Sequence[float] | Awaitable[Sequence[float]]]] = {
+        self._calls = TimedCalls(config.custom_timeout_s) if any("." in name for name in self._weights) else None
+        known: dict[str, Callable[[ParsedEpisode], Sequence[float] | Awaitable[Sequence[float]]]] = {
             **pure_terms(config, task),
             **({JUDGE: _judged_by(self._judge)} if self._judge else {}),
-            **({name: OwnTerm(name, self._calls) for name in self._weights if "." in name} if self._calls else {}),
+            **({name: CustomTerm(name, self._calls) for name in self._weights if "." in name} if self._calls else {}),
         }
         self._terms = {name: known[name] for name in self._weights}
 
@@ -273,17 +273,17 @@ class Rewards:
 
         Raises RunError if the judge does not respond or a user-defined term fails.
         """
-        reading = self._reader.read(question, trajectory)
+        episode = self._parser.read(question, trajectory)
         values = {}
         for name, term in self._terms.items():
-            given = term(reading)
-            values[name] = self._bounded(name, reading, await given if isinstance(given, Awaitable) else given)
+            given = term(episode)
+            values[name] = self._bounded(name, episode, await given if isinstance(given, Awaitable) else given)
         parts = {name: math.fsum(of_turns) for name, of_turns in values.items()}
         return Scored(
             reward=math.fsum(self._weights[name] * part for name, part in parts.items()),
             turn_rewards=tuple(
                 math.fsum(self._weights[name] * of_turns[slot] for name, of_turns in values.items())
-                for slot in range(reading.slots)
+                for slot in range(episode.slots)
             ),
             parts=parts,
         )
@@ -299,10 +299,10 @@ class Rewards:
         if self._judge:
             await self._judge.close()
 
-    def _bounded(self, name: str, reading: Reading, values: Sequence[float]) -> Sequence[float]:
+    def _bounded(self, name: str, episode: ParsedEpisode, values: Sequence[float]) -> Sequence[float]:
         """Return `values`, capped at `many_answers_score` for an answer term of an episode with too many answers."""
         most = self._config.max_answer_tags
-        if most is None or name not in ANSWER_TERMS or reading.answer_tags <= most:
+        if most is None or name not in ANSWER_TERMS or episode.answer_tags <= most:
             return values
         return [*values[:-1], min(values[-1], self._config.many_answers_score)]
 
@@ -311,7 +311,7 @@ class OverdueError(Exception):
     """A user-defined function exceeded its time-out."""
 
 
-class Calls:
+class TimedCalls:
     """Calls user-defined functions from one event loop, each with time-out `timeout_s`. Call `close` at the end."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -340,22 +340,22 @@ class Calls:
         self._loop.abandon()
 
 
-class OwnTerm:
+class CustomTerm:
     """User-defined term `name`."""
 
-    def __init__(self, name: str, calls: Calls) -> None:
+    def __init__(self, name: str, calls: TimedCalls) -> None:
         self._name = name
         self._function = load_term(name)
         self._calls = calls
 
-    async def __call__(self, reading: Reading) -> Sequence[float]:
+    async def __call__(self, episode: ParsedEpisode) -> Sequence[float]:
         """Return the function's values [slots]. Raises RunError if it raises, times out or returns anything else."""
-        where = f"reward.terms.{self._name}, called for sample {reading.trajectory.sample} of {reading.question.uid},"
+        where = f"reward.terms.{self._name}, called for sample {episode.trajectory.sample} of {episode.question.uid},"
         try:
-            result = await self._calls.result_of(self._function, reading.question, reading.trajectory)
+            result = await self._calls.result_of(self._function, episode.question, episode.trajectory)
         except OverdueError:
             raise RunError(
-                f"{where} had not returned after reward.own_timeout_s={self._calls.timeout_s:g} s: fix it, or raise "
+                f"{where} had not returned after reward.custom_timeout_s={self._calls.timeout_s:g} s: fix it, or raise "
                 "that limit."
             ) from None
         except Exception as error:
@@ -364,14 +364,14 @@ class OwnTerm:
             values = np.asarray(result, dtype=np.float64)
         except (TypeError, ValueError):
             values = np.full(1, np.nan)
-        wanted, turns = "", len(reading.trajectory.turns)
+        wanted, turns = "", len(episode.trajectory.turns)
         if isinstance(result, str | bytes) or values.ndim > 1 or not np.isfinite(values).all():
             wanted = "return a finite number, or one per turn"
-        elif values.ndim == 1 and len(values) not in (turns, reading.slots):
+        elif values.ndim == 1 and len(values) not in (turns, episode.slots):
             wanted = f"return one number, or one for each of the {turns} turns"
         if wanted:
             raise RunError(f"{where} returned {repr(result)[:_QUOTED_CHARS]}: {wanted}.")
-        return reading.at_end(float(values)) if values.ndim == 0 else values.tolist() or [0.0]
+        return episode.at_end(float(values)) if values.ndim == 0 else values.tolist() or [0.0]
 
 
 async def _wait(result: Awaitable[Any]) -> Any:

@@ -30,7 +30,7 @@ function beside(runs, chosen) {
     ["version lag beyond numerics, rms", number, drifts((found) => found.beyond_numerics)],
     ["sampler, mean at most", number, drifts((found) => (cut ? -found.sampler.least : null))],
     ["re-tokenised turns, mean sum of d", signed, drifts((found) => found.turns_changed.mean)],
-    ["tokens changed by re-tokenisation", share, (run) => (run.audit?.total?.drawn ? differing(run.audit.total) : null)],
+    ["tokens changed by re-tokenisation", share, (run) => (run.audit?.total?.sampled ? differing(run.audit.total) : null)],
   ].filter(([, , pick]) => runs.some((run) => Number.isFinite(pick(run))));
   const head = runs.map(named);
   return rows.length > 0 && h("section", {}, h("h2", {}, "Side by side"),
@@ -87,7 +87,7 @@ function fill(runs, run) {
 const PLACES = { tag: "in or beside a tag", unicode: "beside non-ASCII", digit: "beside digits", space: "beside white space", other: "elsewhere", broken: "invalid UTF-8" };
 
 function differing(one) {
-  return one.drawn ? one.drawn_differing / one.drawn : 0;
+  return one.sampled ? one.sampled_differing / one.sampled : 0;
 }
 
 function audit(run) {
@@ -95,16 +95,16 @@ function audit(run) {
   const head = h("h2", {}, "Re-tokenisation");
   if (!found || found.problem) return h("section", {}, head, h("p", { class: "note" }, found?.problem ?? "No token audit: no trajectory was kept, or the run is still active. `rlsys audit tokens` makes one."));
   const rate = (one) => share(differing(one));
-  const counts = (one) => [number(one.drawn), number(one.drawn_differing), rate(one), number(one.stretches)];
+  const counts = (one) => [number(one.sampled), number(one.sampled_differing), rate(one), number(one.stretches)];
   return h("section", {}, head,
-    h("p", {}, h("b", {}, rate(found.total)), ` of ${plural(found.total.drawn, "sampled token")} change when their text is re-tokenised`, found.mode === "append" ? "; the run trains on the sampled tokens (token_mode append), so this is only what would change." : ".",
+    h("p", {}, h("b", {}, rate(found.total)), ` of ${plural(found.total.sampled, "sampled token")} change when their text is re-tokenised`, found.mode === "append" ? "; the run trains on the sampled tokens (token_mode append), so this is only what would change." : ".",
       ` This affects ${share(found.affected.tokens)} of trained tokens, ${share(found.affected.turns)} of turns and ${share(found.affected.trajectories)} of trajectories.`),
     h("div", { class: "two" },
       h("div", {}, h("h3", {}, "By turn"), table(["turn", "sampled", "differing", "share", "stretches"], [...Object.entries(found.by_turn).map(([turn, one]) => [String(Number(turn) + 1), ...counts(one)]), ["all", ...counts(found.total)]], { label: "Differing tokens by turn" })),
-      h("div", {}, h("h3", {}, "By kind of place"), namedBars(Object.entries(found.by_place).map(([place, one]) => ({ name: PLACES[place] ?? place, value: one.drawn_differing })), { label: "Differing tokens by place" }))),
+      h("div", {}, h("h3", {}, "By kind of place"), namedBars(Object.entries(found.by_place).map(([place, one]) => ({ name: PLACES[place] ?? place, value: one.sampled_differing })), { label: "Differing tokens by place" }))),
     bias(found),
     found.examples.length > 0 && h("details", {}, h("summary", {}, h("h3", {}, "Examples")), table(["sampled", "re-tokenised", "place", "times", "around", "log-ratio", "where"], found.examples.map((one) => [
-      pieces(one.drawn), pieces(one.again), one.place, number(one.count), around(one.before, one.drawn.join(""), one.after), number(one.log_ratio), where(run, one)]), { label: "Examples of differing tokens", text: true })));
+      pieces(one.sampled), pieces(one.retokenised), one.place, number(one.count), around(one.before, one.sampled.join(""), one.after), number(one.log_ratio), where(run, one)]), { label: "Examples of differing tokens", text: true })));
 }
 
 function pieces(texts) {

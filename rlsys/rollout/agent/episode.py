@@ -41,7 +41,7 @@ T = TypeVar("T")
 Number = TypeVar("Number", bound=np.generic)
 CANCEL_GRACE_S = 1.0
 """Time for a cancelled call to end; afterwards it is abandoned."""
-MOST_CHARS = 100_000
+MAX_CHARS = 100_000
 """Length at which a tool's result is cut before any processing."""
 SEARCH = "search"
 """Name of the search in `EpisodeTools.awaited`; the other names are tools."""
@@ -50,7 +50,7 @@ _CHARS_A_TOKEN = 8
 _LOOK_AHEAD = 1024
 """Characters after a token beyond which nothing can change it: four of the longest tokens in use, and any forgery."""
 
-Heard = Callable[[list[int]], None]
+OnTokens = Callable[[list[int]], None]
 """Callback that receives all tokens of a turn so far, each time more arrive."""
 
 
@@ -106,9 +106,9 @@ class Streaming(Protocol):
     """A `Generator` that streams tokens."""
 
     async def generate(
-        self, input_ids: list[int], sampling: TurnSampling, rid: str, heard: Heard | None = None
+        self, input_ids: list[int], sampling: TurnSampling, rid: str, on_tokens: OnTokens | None = None
     ) -> Generation:
-        """Continue `input_ids` as `Generator.generate`; calls `heard` in the event loop as tokens arrive."""
+        """Continue `input_ids` as `Generator.generate`; calls `on_tokens` in the event loop as tokens arrive."""
 
 
 class SearchTool(Protocol):
@@ -482,14 +482,14 @@ class Episode:
         self._turns[-1] = replace(self._turns[-1], observation=observation, tool_s=seconds, tool_error=error)
         return True
 
-    async def _call(self, turn: Parsed) -> Called:
+    async def _call(self, turn: Parsed) -> ToolResult:
         """Run the search or tool call of `turn`; return the text of its observation and the error."""
         if turn.tool:
             text, error = await call_tool(self._tools.custom[turn.tool], turn.content)
-            return Called(render_call(turn.tool, text, error), error)
+            return ToolResult(render_call(turn.tool, text, error), error)
         assert self._tools.search is not None, "the rules parse no search where there is none"
         result = await self._tools.search.search(turn.content)
-        return Called(render_search([passage.contents for passage in result.passages], result.error), result.error)
+        return ToolResult(render_search([passage.contents for passage in result.passages], result.error), result.error)
 
 
 def _joined(parts: Iterable[Sequence[float]], dtype: type[Number]) -> NDArray[Number]:
@@ -585,7 +585,7 @@ def common_wait(activities: Sequence[EngineActivity]) -> str:
     return " and ".join(sorted({name for each in activities for name, waiting in each.awaited.items() if waiting}))
 
 
-class Called(NamedTuple):
+class ToolResult(NamedTuple):
     """Outcome of a tool call."""
 
     text: str
@@ -593,25 +593,25 @@ class Called(NamedTuple):
     """Reason of the failure, on one line; empty on success."""
 
 
-async def call_tool(tool: Tool, text: str) -> Called:
+async def call_tool(tool: Tool, text: str) -> ToolResult:
     """Call `tool` with `text` under its timeout. Failures are returned, not raised."""
-    late = Called("", f"no answer within {tool.timeout_s:g} s")
+    late = ToolResult("", f"no answer within {tool.timeout_s:g} s")
     return await within(_attempt(tool, text), timeout_s=tool.timeout_s) or late
 
 
-async def _attempt(tool: Tool, text: str) -> Called:
+async def _attempt(tool: Tool, text: str) -> ToolResult:
     try:
         answer = await tool.call(text)
     except ToolError as error:
-        return Called("", _reason(error) or "it gives no reason")
+        return ToolResult("", _reason(error) or "it gives no reason")
     except asyncio.CancelledError:  # Raised by the tool itself: on a timeout nobody awaits this task.
-        return Called("", "it was cancelled")
+        return ToolResult("", "it was cancelled")
     # User code: the policy reads its error, and `exit()` in it must not end the worker.
     except (Exception, SystemExit) as error:  # noqa: BLE001
-        return Called("", f"{type(error).__name__}: {_reason(error)}".rstrip(": "))
+        return ToolResult("", f"{type(error).__name__}: {_reason(error)}".rstrip(": "))
     if not isinstance(answer, str):
-        return Called("", f"it returned {type(answer).__name__}, not text")
-    return Called(_encodable(answer))
+        return ToolResult("", f"it returned {type(answer).__name__}, not text")
+    return ToolResult(_encodable(answer))
 
 
 def _reason(error: BaseException) -> str:
@@ -623,8 +623,8 @@ def _reason(error: BaseException) -> str:
 
 
 def _encodable(text: str) -> str:
-    """Return `text` cut to `MOST_CHARS`, with lone surrogates replaced, which no tokenizer accepts."""
-    return text[:MOST_CHARS].encode("utf-8", "replace").decode("utf-8")
+    """Return `text` cut to `MAX_CHARS`, with lone surrogates replaced, which no tokenizer accepts."""
+    return text[:MAX_CHARS].encode("utf-8", "replace").decode("utf-8")
 
 
 async def within(call: Coroutine[Any, Any, T] | asyncio.Future[T], *, timeout_s: float | None = None) -> T | None:

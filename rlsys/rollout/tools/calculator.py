@@ -16,9 +16,9 @@ from fractions import Fraction
 
 from rlsys.rollout.tools.interface import ToolError
 
-MOST_CHARS = 400
+MAX_CHARS = 400
 """Length limit of an expression; also bounds its nesting."""
-MOST_BITS = 1024
+MAX_BITS = 1024
 """Size limit of numerator and denominator: 308 decimal digits each."""
 DIGITS = 12
 """Significant digits of a result that is not an integer."""
@@ -52,8 +52,8 @@ class Calculator:
 def value_of(text: str) -> Fraction:
     """Return the exact value of an expression. Raises ToolError for anything else, for x / 0, and beyond the limits."""
     expression = text.translate(_WRITTEN).strip()
-    if len(expression) > MOST_CHARS:
-        raise ToolError(f"the expression is longer than {MOST_CHARS} characters")
+    if len(expression) > MAX_CHARS:
+        raise ToolError(f"the expression is longer than {MAX_CHARS} characters")
     if not _ALLOWED.fullmatch(expression):
         raise ToolError("only numbers, + - * / // % ** and parentheses can be used")
     try:
@@ -95,7 +95,7 @@ def _as_written(literal: str) -> Fraction:
     except InvalidOperation:  # The exponent alone exceeds all bounds.
         raise ToolError(_TOO_LARGE) from None
     # Check the exponent first: a short one can stand for any number of digits.
-    if number and abs(number.adjusted()) > MOST_BITS:
+    if number and abs(number.adjusted()) > MAX_BITS:
         raise ToolError(_TOO_LARGE)
     return _bounded(Fraction(number)) if number else Fraction(0)
 
@@ -104,7 +104,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     """Return `base` ** `exponent`; checks the size of the result before computing it."""
     if exponent.denominator == 1:
         bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-        if bits > 1 and abs(exponent.numerator) * (bits - 1) > MOST_BITS:
+        if bits > 1 and abs(exponent.numerator) * (bits - 1) > MAX_BITS:
             raise ToolError(_TOO_LARGE)
         # Raises ZeroDivisionError for a negative power of 0.
         return _bounded(Fraction(base**exponent.numerator))
@@ -117,6 +117,6 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
 
 
 def _bounded(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MOST_BITS:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise ToolError(_TOO_LARGE)
     return value

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlsys.algorithms.kl import Sampled, TopKKl, join_parts, logit_gradient, shares
+from rlsys.algorithms.kl import SampledLogprobs, TopKKl, join_parts, logit_gradient, shares
 from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
 from rlsys.config.derived import sums_over_vocabulary
 
@@ -200,7 +200,7 @@ class Divergence:
         if pick_tokens is None or pick_logprobs is None:
             raise ValueError("A KL over the top k needs pick_tokens and pick_logprobs.")
         picked = (pick_tokens == targets[:, None]).any(dim=-1)
-        sampled = Sampled(logprobs, old_logprobs, ref_logprobs, picked)
+        sampled = SampledLogprobs(logprobs, old_logprobs, ref_logprobs, picked)
         return self.top_k(logprobs_at(logits, pick_tokens, shard, temperature), pick_logprobs, sampled)
 
 

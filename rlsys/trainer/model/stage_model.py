@@ -31,7 +31,7 @@ from torch.nn.functional import linear
 
 from rlsys.config.schema import ModelConfig, ParallelConfig
 from rlsys.observe.environment import detect
-from rlsys.trainer.mesh import Place
+from rlsys.trainer.mesh import MeshCoordinates
 from rlsys.trainer.model.layers import block_spec, choose_layers, kernel_settings, transformer_config
 from rlsys.trainer.model.logprobs import VocabShard
 from rlsys.weights.checkpoint import sharded
@@ -116,24 +116,26 @@ class StageModel:
 
     _MODULE: ClassVar[type[TargetModel]]
 
-    def __init__(self, architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, place: Place) -> None:
+    def __init__(
+        self, architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, coords: MeshCoordinates
+    ) -> None:
         """Build the model with undefined weights. Raises UserError if the parallel sizes do not fit the model."""
-        self.architecture, self.place = architecture, place
+        self.architecture, self.coords = architecture, coords
         self.weights = WeightMap(architecture, values=self._MODULE is TargetValuesModel)
-        self.layers = stage_layers(architecture.layers, parallel.pp, parallel.pp_layers)[place.pp]
-        self.experts = expert_block(architecture.experts, place.ep_size, place.ep)
+        self.layers = stage_layers(architecture.layers, parallel.pp, parallel.pp_layers)[coords.pp]
+        self.experts = expert_block(architecture.experts, coords.ep_size, coords.ep)
         here = detect()
         layers = choose_layers(model.layers, here)
         kernels = kernel_settings(model, layers, here)
         self.config = transformer_config(architecture, model, parallel, kernels)
-        vocab = architecture.padded_vocab(place.tp_size)
+        vocab = architecture.padded_vocab(coords.tp_size)
         module = self._MODULE(
             config=self.config,
             transformer_layer_spec=block_spec(self.config, layers),
             vocab_size=vocab,
             max_sequence_length=architecture.max_positions,
-            pre_process=place.pp == 0,
-            post_process=place.pp == place.pp_size - 1,
+            pre_process=coords.pp == 0,
+            post_process=coords.pp == coords.pp_size - 1,
             parallel_output=True,
             share_embeddings_and_output_weights=architecture.tied,
             position_embedding_type="rope",
@@ -143,11 +145,11 @@ class StageModel:
         module.rotary_pos_emb.inv_freq.copy_(inverse_frequencies(architecture))
         self.module = module.cuda() if torch.cuda.is_available() else module
         self.device = next(self.module.parameters()).device
-        columns = vocab // place.tp_size
+        columns = vocab // coords.tp_size
         self.vocab_shard = VocabShard(
-            group=parallel_state.get_tensor_model_parallel_group() if place.tp_size > 1 else None,
-            start=columns * place.tp,
-            valid=min(max(architecture.vocab - columns * place.tp, 0), columns),
+            group=parallel_state.get_tensor_model_parallel_group() if coords.tp_size > 1 else None,
+            start=columns * coords.tp,
+            valid=min(max(architecture.vocab - columns * coords.tp, 0), columns),
         )
         """Vocabulary shard of this process's logits."""
         self.parameters: dict[str, torch.nn.Parameter] = {}

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from rlsys.errors import UserError
-from rlsys.weights.checkpoint.store import is_complete, read_about
+from rlsys.weights.checkpoint.store import is_complete, read_checkpoint_info
 from rlsys.weights.hf_io import map_bytes, unreadable
 from rlsys.weights.transport import checksum
 from rlsys.weights.weight_map import VOCAB_MULTIPLE, Cut, Entry, WeightMap, chunk_layers
@@ -268,7 +268,7 @@ class Inert:
 
 
 @dataclass(frozen=True, slots=True)
-class OnDisk:
+class TensorOnDisk:
     """Location and layout of a tensor in a file."""
 
     file: Path
@@ -277,7 +277,7 @@ class OnDisk:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def rows(self, start: int, stop: int) -> OnDisk:
+    def rows(self, start: int, stop: int) -> TensorOnDisk:
         """Return the location of rows `start` to `stop` (exclusive)."""
         skipped = start * self.stride[0] * self.dtype.itemsize
         return replace(self, offset=self.offset + skipped, shape=(stop - start, *self.shape[1:]))
@@ -311,7 +311,7 @@ class OnDisk:
 
 def find_tensors(
     file: Path, stream: IO[bytes], start: int = 0, is_inert: Callable[[str], bool] = lambda _: False
-) -> tuple[Any, Callable[[Tensor], OnDisk]]:
+) -> tuple[Any, Callable[[Tensor], TensorOnDisk]]:
     """Load a `torch.save` stream without tensor data; return it and a function that locates such a tensor on disk.
 
     `stream` begins `start` bytes into `file`. Globals whose full name satisfies `is_inert` load as `Inert`. Raises
@@ -347,7 +347,7 @@ def find_tensors(
             key=str(file),
         ) from error
 
-    def locate(tensor: Tensor) -> OnDisk:
+    def locate(tensor: Tensor) -> TensorOnDisk:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise UserError(
                 f"{file} has a sparse or quantised tensor, which is not supported: give another checkpoint.",
@@ -356,7 +356,7 @@ def find_tensors(
             )
         storage: Any = tensor.untyped_storage()
         offset = start + storage._checkpoint_offset + tensor.storage_offset() * tensor.dtype.itemsize
-        return OnDisk(file, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        return TensorOnDisk(file, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     return loaded, locate
 
@@ -407,7 +407,7 @@ def key_of(name: str, mixture: bool) -> str:
     return _LAYERS + (rest if mixture and rest.startswith("pre_mlp") else _NORMS.get(rest, rest))
 
 
-_MOST_PIECES = 1 << 20
+_MAX_PIECES = 1 << 20
 """Limit on weight pieces (one per layer, expert and cut): above any real model, low enough to enumerate."""
 _METADATA_BYTES = 1 << 30  # Size limit of `.metadata`, far above that of any real model.
 
@@ -461,7 +461,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         tp = max((len(cut) for name, cut in pieces.items() if name.endswith("linear_proj.weight")), default=1)
         layout = f"whole tensors, saved under tp {tp} in {len(list(folder.glob('*.distcp')))} files"
         named = re.fullmatch(r"iter_(\d+)", folder.name)
-        step = read_about(folder).step if is_complete(folder) else int(named[1]) if named else None
+        step = read_checkpoint_info(folder).step if is_complete(folder) else int(named[1]) if named else None
         super().__init__(folder, step, layout, stored, pieces)
 
     def files(self) -> list[Path]:
@@ -484,7 +484,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         """Return rows `start` to `stop` (exclusive) of a weight with at least one dimension."""
         stored = self._stored[name]
         shape = (stop - start, *stored.shapes[0][1:])
-        found: list[tuple[tuple[int, ...], OnDisk]] = []
+        found: list[tuple[tuple[int, ...], TensorOnDisk]] = []
         for piece in self._pieces[name]:
             first, rows = piece.at[0], piece.sizes[len(piece.within)]
             begin, end = max(start - first, 0), min(stop - first, rows)
@@ -505,7 +505,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
             whole[region].copy_(place.read())
         return whole
 
-    def _locate(self, name: str, piece: _Piece, dtype: torch.dtype) -> OnDisk:
+    def _locate(self, name: str, piece: _Piece, dtype: torch.dtype) -> TensorOnDisk:
         file = piece.file
         if not file.is_file():
             raise UserError(
@@ -635,8 +635,8 @@ def _index(folder: Path, found: metadata.Metadata) -> tuple[dict[str, StoredWeig
         plain = _WRAPPERS.sub("", key)
         axes = bool(_STACKED_LAYERS.match(plain)) + bool(_STACKED_EXPERTS.search(plain))
         count += sum(max(prod(tuple(chunk.sizes)[:axes]), 0) for chunk in tensor.chunks)
-        if count > _MOST_PIECES:
-            raise ValueError(f"{key} is the last of more than {_MOST_PIECES} weights")
+        if count > _MAX_PIECES:
+            raise ValueError(f"{key} is the last of more than {_MAX_PIECES} weights")
         half = next((half for ending, half in _HALVES.items() if plain.endswith(ending)), None)
         rows, *others = tuple(tensor.size)[axes:] or (1,)
         shape = tuple(tensor.size)[axes:] if half is None else (2 * rows, *others)
@@ -680,7 +680,7 @@ class _Rank(NamedTuple):
 class _RankFile(NamedTuple):
     """Content of one rank's file."""
 
-    models: tuple[dict[str, OnDisk], ...]  # One for each virtual stage, in order.
+    models: tuple[dict[str, TensorOnDisk], ...]  # One for each virtual stage, in order.
     sizes: dict[str, int]  # TP, PP and EP size of the saving run, as far as its settings are stored.
     step: int | None
 
@@ -815,7 +815,7 @@ def _grid(folder: Path, files: dict[_Rank, _RankFile]) -> _Grid:
     )
 
 
-def _assemble(files: dict[_Rank, _RankFile], grid: _Grid) -> dict[str, list[OnDisk]]:
+def _assemble(files: dict[_Rank, _RankFile], grid: _Grid) -> dict[str, list[TensorOnDisk]]:
     """Return the tensor-parallel shards of every weight, in rank order, by its name with global numbers."""
     virtual = max(len(file.models) for file in files.values())
     # [pipeline rank][virtual stage] -> (rank, model) of each tensor and expert rank.
@@ -830,7 +830,7 @@ def _assemble(files: dict[_Rank, _RankFile], grid: _Grid) -> dict[str, list[OnDi
         [1 + _last(_LAYER, (name for _, model in chunk for name in model)) for chunk in stage] for stage in chunks
     ]
     held_by = _holders(grid)
-    pieces: dict[str, list[OnDisk]] = {}
+    pieces: dict[str, list[TensorOnDisk]] = {}
     for stage, held in zip(chunks, chunk_layers(sum(map(sum, counts)), counts), strict=True):
         for chunk, layers in zip(stage, held, strict=True):
             for rank, model in chunk:

@@ -64,7 +64,7 @@ from rlsys.weights.checkpoint.megatron_reader import (
     read_metadata,
     saved,
 )
-from rlsys.weights.checkpoint.store import COMPLETE, About, is_complete, read_about
+from rlsys.weights.checkpoint.store import COMPLETE, CheckpointInfo, is_complete, read_checkpoint_info
 from rlsys.weights.weight_map import aligned
 
 Shard: TypeAlias = "ShardedTensor | ShardedObject"
@@ -72,7 +72,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WriteStats:
     """Amount that one process wrote for one save."""
 
     bytes: int
@@ -80,12 +80,12 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class CheckpointContent:
     """State to save in one folder."""
 
     folder: Path
     state: dict[str, Any]  # Megatron sharded state dict of this process.
-    about: About  # Without the layout, which the writer fills in.
+    info: CheckpointInfo  # Without the layout, which the writer fills in.
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class _Job:
     """One process's planned share of one folder, copied and thus independent of the model."""
 
     folder: Path
-    about: About
+    info: CheckpointInfo
     files: Mapping[str, bytes]  # Files other than tensor files that this process writes, by name.
     writer: FileSystemWriter
     planner: SavePlanner
@@ -115,7 +115,7 @@ class CheckpointWriter:
         """True while this process's files are being written."""
         return self._writing is not None and not self._writing.done()
 
-    def begin(self, contents: Sequence[Content]) -> None:
+    def begin(self, contents: Sequence[CheckpointContent]) -> None:
         """Finish the previous save, copy `contents`, and start writing them to a file system shared by all ranks.
 
         Raises what `finish` raises, and UserError if a folder already holds a complete checkpoint.
@@ -138,17 +138,17 @@ class CheckpointWriter:
         ]
         self._writing = self._thread.submit(self._write, self._jobs)
 
-    def finish(self) -> Written:
+    def finish(self) -> WriteStats:
         """Block until the pending save, if any, is complete. Raises RunError on all ranks if one cannot write."""
         jobs, writing, self._jobs, self._writing = self._jobs, self._writing, (), None
         if writing is None:
-            return Written(0, 0.0)
+            return WriteStats(0, 0.0)
         results = _agree(jobs[-1].folder, writing.result)
         for number, job in enumerate(jobs):
             _agree(job.folder, partial(_complete, job, [of_rank[number] for of_rank in results]))
         sharded = sum(result.size_in_bytes for of_job in results[dist.get_rank()] for result in of_job)
         other = sum(len(data) for job in jobs for data in job.files.values())
-        return Written(sharded + other, self._seconds)
+        return WriteStats(sharded + other, self._seconds)
 
     def _write(self, jobs: Sequence[_Job]) -> list[list[WriteResult]]:
         """Write this process's files. Runs on the thread."""
@@ -183,7 +183,7 @@ def _stage(shards: Sequence[Shard]) -> None:
         shard.data = copy
 
 
-def _plan(content: Content, shards: Sequence[Shard], common: dict[str, Any]) -> _Job:
+def _plan(content: CheckpointContent, shards: Sequence[Shard], common: dict[str, Any]) -> _Job:
     """Agree with all ranks on the items that each one writes; `common` is the state replicated on every rank."""
     by_key: dict[str, list[Shard]] = {}
     for shard in shards:
@@ -202,8 +202,8 @@ def _plan(content: Content, shards: Sequence[Shard], common: dict[str, Any]) -> 
     files = {_generators_file(rank): _capture_generators()}
     if rank == 0:
         files[COMMON] = saved(common)
-    about = replace(content.about, layout=_parallel_layout())
-    return _Job(content.folder, about, files, writer, planner, plan, metadata)
+    info = replace(content.info, layout=_parallel_layout())
+    return _Job(content.folder, info, files, writer, planner, plan, metadata)
 
 
 def _complete(job: _Job, results: list[list[WriteResult]]) -> None:
@@ -213,7 +213,7 @@ def _complete(job: _Job, results: list[list[WriteResult]]) -> None:
     job.writer.finish(job.metadata, results)
     save_config(CheckpointingConfig("torch_dist"), str(job.folder))
     unnamed = job.folder / f".{COMPLETE}.partial"
-    _write_file(unnamed, job.about.to_json().encode())
+    _write_file(unnamed, job.info.to_json().encode())
     unnamed.replace(job.folder / COMPLETE)
 
 
@@ -278,7 +278,7 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 def load(folder: str | Path, sharded_state: dict[str, Any]) -> dict[str, Any]:
     """Fill `sharded_state` from a checkpoint and return it (collective). Raises UserError."""
     folder = Path(folder)
-    read_about(folder)
+    read_checkpoint_info(folder)
     require_sound(folder)
     try:
         state, unused, lacking = dist_checkpointing.load(sharded_state, str(folder), strict=StrictHandling.RETURN_ALL)
@@ -315,11 +315,11 @@ def require_sound(folder: Path) -> None:
     """
     for name in (BACKEND, COMMON, METADATA):
         if not (folder / name).is_file():
-            raise _unsound(folder / name, "is missing", "not_found")
+            raise _damaged(folder / name, "is missing", "not_found")
     try:
         json.loads((folder / BACKEND).read_text())
     except (ValueError, RecursionError):
-        raise _unsound(folder / BACKEND, "is damaged", "malformed") from None
+        raise _damaged(folder / BACKEND, "is damaged", "malformed") from None
     found = read_metadata(folder / METADATA)
     _require_whole(folder, found)
     with (folder / COMMON).open("rb") as stream:
@@ -354,12 +354,12 @@ def _require_whole(folder: Path, found: Metadata) -> None:
     for name, end in ends.items():
         file = folder / name
         if not file.is_file():
-            raise _unsound(file, "is missing", "not_found")
+            raise _damaged(file, "is missing", "not_found")
         if file.stat().st_size < end:
-            raise _unsound(file, f"is truncated to {file.stat().st_size} bytes", "malformed")
+            raise _damaged(file, f"is truncated to {file.stat().st_size} bytes", "malformed")
 
 
-def _unsound(file: Path, what: str, code: Code) -> UserError:
+def _damaged(file: Path, what: str, code: Code) -> UserError:
     return UserError(f"{file} {what}: take an earlier checkpoint.", code=code, key=str(file))
 
 

@@ -28,7 +28,7 @@ _HIDDEN = re.compile(r"\.(global_step_\d+)\.(partial|deleted|replaced)")
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedCheckpoint:
     """One checkpoint."""
 
     step: int
@@ -36,14 +36,14 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class RetentionPolicy:
     """Retention rules. A checkpoint stays if any rule keeps it; the newest always stays."""
 
     last: int | None  # Number of newest checkpoints to keep; None keeps all.
     every: int | None  # Keep steps that are multiples of this; None: no such rule.
     best: bool  # Keep the checkpoint with the highest score.
 
-    def kept(self, steps: Sequence[int], score_of: Callable[[int], float | None]) -> set[int]:
+    def steps_to_keep(self, steps: Sequence[int], score_of: Callable[[int], float | None]) -> set[int]:
         """Return the steps to keep.
 
         `score_of` returns None for a step that was not evaluated; ties go to the newest.
@@ -66,12 +66,14 @@ class CheckpointStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def saved(self) -> list[Saved]:
+    def saved(self) -> list[SavedCheckpoint]:
         """Return the published checkpoints, newest last."""
         if not self.folder.is_dir():
             return []
         found = [(_NAME.fullmatch(path.name), path) for path in self.folder.iterdir() if path.is_dir()]
-        return sorted((Saved(int(name[1]), path) for name, path in found if name), key=lambda saved: saved.step)
+        return sorted(
+            (SavedCheckpoint(int(name[1]), path) for name, path in found if name), key=lambda saved: saved.step
+        )
 
     def begin(self, step: int) -> Path:
         """Create and return an empty hidden folder for the checkpoint of `step`, after `recover`."""
@@ -98,13 +100,15 @@ class CheckpointStore:
         _remove(old)
         return final
 
-    def prune(self, keep: Keep, score_of: Callable[[int], float | None], spared: Collection[int] = ()) -> None:
+    def prune(
+        self, keep: RetentionPolicy, score_of: Callable[[int], float | None], spared: Collection[int] = ()
+    ) -> None:
         """Delete checkpoints that neither `keep` nor `spared` (steps) retains.
 
         Best effort: a folder that cannot be deleted stays hidden until `recover` retries.
         """
         saved = self.saved()
-        stay = keep.kept([checkpoint.step for checkpoint in saved], score_of) | {*spared}
+        stay = keep.steps_to_keep([checkpoint.step for checkpoint in saved], score_of) | {*spared}
         for checkpoint in saved:
             if checkpoint.step not in stay:
                 # Rename first: a kill during deletion must not leave half a checkpoint under its public name.
@@ -190,7 +194,7 @@ def _sync(path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class CheckpointInfo:
     """Description of a checkpoint, stored in its `complete.json`."""
 
     step: int  # Optimiser steps taken.
@@ -201,7 +205,7 @@ class About:
     """Parallel sizes of the group that saved its random generators; None if none were saved."""
 
     def to_json(self) -> str:
-        """Return the JSON that `read_about` reads."""
+        """Return the JSON that `read_checkpoint_info` reads."""
         return json.dumps(asdict(self))
 
 
@@ -210,7 +214,7 @@ def is_complete(folder: str | Path) -> bool:
     return (Path(folder) / COMPLETE).is_file()
 
 
-def read_about(folder: str | Path) -> About:
+def read_checkpoint_info(folder: str | Path) -> CheckpointInfo:
     """Read the description of the complete checkpoint in `folder`, ignoring unknown fields. Raises UserError."""
     if not is_complete(folder):
         raise UserError(
@@ -221,12 +225,14 @@ def read_about(folder: str | Path) -> About:
     file = Path(folder) / COMPLETE
     try:
         said = json.loads(file.read_text())
-        about = About(**{field.name: said[field.name] for field in fields(About) if field.name in said})
+        info = CheckpointInfo(
+            **{field.name: said[field.name] for field in fields(CheckpointInfo) if field.name in said}
+        )
     except (ValueError, TypeError, RecursionError) as error:
         raise _damaged(file, error) from error
-    if type(about.step) is not int:
-        raise _damaged(file, f"its step is {about.step}")
-    return about
+    if type(info.step) is not int:
+        raise _damaged(file, f"its step is {info.step}")
+    return info
 
 
 def _damaged(file: Path, reason: object) -> UserError:

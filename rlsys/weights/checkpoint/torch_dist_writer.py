@@ -28,7 +28,7 @@ from torch.utils.serialization import config
 from rlsys.config.schema import ParallelConfig
 from rlsys.errors import RunError, UserError
 from rlsys.weights.checkpoint.megatron_reader import BACKEND, COMMON, LAYER_STATE, METADATA, key_of, saved
-from rlsys.weights.checkpoint.store import COMPLETE, About
+from rlsys.weights.checkpoint.store import COMPLETE, CheckpointInfo
 from rlsys.weights.weight_map import ALIGNMENT, Cut, Entry, Rule, WeightMap, expert_block, packed, stage_layers
 
 _OPTIONS: Any = config
@@ -94,8 +94,8 @@ class TorchDistWriter:
                     chunks.append([entry.name, at, list(chunk.shape), start, stream.tell() - start])
         return {"file": job.name, "chunks": chunks}
 
-    def finish(self, folder: Path, receipts: Sequence[Mapping[str, Any]], about: About) -> None:
-        """Complete the checkpoint with its metadata and `about`.
+    def finish(self, folder: Path, receipts: Sequence[Mapping[str, Any]], info: CheckpointInfo) -> None:
+        """Complete the checkpoint with its metadata and `info`.
 
         Raises ValueError if a receipt is missing, RunError if a file cannot be written.
         """
@@ -108,7 +108,7 @@ class TorchDistWriter:
             COMMON: saved({}),
             METADATA: pickle.dumps(self._metadata(receipts, len(state))),
             BACKEND: json.dumps(_BACKEND).encode(),
-            COMPLETE: about.to_json().encode(),
+            COMPLETE: info.to_json().encode(),
         }
         for name, content in contents.items():
             with _appearing(folder / name) as file:

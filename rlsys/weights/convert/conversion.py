@@ -43,7 +43,7 @@ from rlsys.config.schema import ParallelConfig
 from rlsys.errors import Interrupted, RunError, UserError
 from rlsys.files import LOCK, working_folder
 from rlsys.weights.checkpoint.megatron_reader import MegatronCheckpoint, open_checkpoint
-from rlsys.weights.checkpoint.store import About
+from rlsys.weights.checkpoint.store import CheckpointInfo
 from rlsys.weights.checkpoint.torch_dist_writer import TorchDistWriter
 from rlsys.weights.convert.model_folder import (
     MODEL,
@@ -52,13 +52,13 @@ from rlsys.weights.convert.model_folder import (
     bytes_in,
     cast,
     check_hf,
-    chosen,
     companions,
     copy_companions,
+    dominant_dtype,
+    dtype_named,
     fingerprint,
     is_critic,
     model_of,
-    most,
 )
 from rlsys.weights.hf_io import INDEX, SINGLE, HfReader, TensorSpec, file_bytes, write_safetensors
 from rlsys.weights.transport import dtype_name
@@ -67,8 +67,8 @@ from rlsys.weights.weight_map import Entry, WeightMap, packed
 SHARD_BYTES = 5 * 1000**3  # Default size limit of one safetensors file, as in Hugging Face.
 OnBytes = Callable[[int, int], None]
 """Progress callback (bytes written, bytes in all); its first call has the bytes kept from an earlier attempt."""
-GOES_ON = "run the same command again to continue."
-_LOOK_EVERY_S = 0.2
+RERUN_HINT = "run the same command again to continue."
+_POLL_S = 0.2
 _JOURNAL, _FOLDER = "journal.json", "folder"
 _WORTH_BYTES = 4 * 10**9  # Bytes that a process writes in about the time another takes to start.
 
@@ -98,7 +98,7 @@ class Conversion(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ConversionResult:
     """Result of `run`."""
 
     files: int
@@ -107,7 +107,9 @@ class Outcome:
     notes: tuple[str, ...]  # Sentences for the user.
 
 
-def run(conversion: Conversion, out: Path, processes: int | None = None, show: OnBytes | None = None) -> Outcome:
+def run(
+    conversion: Conversion, out: Path, processes: int | None = None, show: OnBytes | None = None
+) -> ConversionResult:
     """Convert to the folder `out`, which must not exist.
 
     At most `processes` write (None: up to one per core, fewer for small models). Raises UserError for invalid input,
@@ -116,29 +118,31 @@ def run(conversion: Conversion, out: Path, processes: int | None = None, show: O
     if processes is not None and processes < 1:
         raise UserError(f"processes is {processes}: give 1 or more.", code="out_of_range", key="processes")
     try:
-        with claim(out) as draft:
+        with locked_draft(out) as draft:
             same = draft.begin(conversion.recipe())
-            outcome = _finished(conversion, draft, processes, show)
+            outcome = _write_missing(conversion, draft, processes, show)
             draft.publish()
     except KeyboardInterrupt:
-        raise Interrupted(f"Interrupted; {GOES_ON}") from None
+        raise Interrupted(f"Interrupted; {RERUN_HINT}") from None
     except OSError as error:
         reason = error.strerror or str(error)
-        raise RunError(f"{error.filename or out} cannot be read or written ({reason}); {GOES_ON}") from error
+        raise RunError(f"{error.filename or out} cannot be read or written ({reason}); {RERUN_HINT}") from error
     anew = () if same else (f"The unfinished output of another conversion to {out} was deleted.",)
     return replace(outcome, notes=(*anew, *outcome.notes))
 
 
-def _finished(conversion: Conversion, draft: ConversionDraft, processes: int | None, show: OnBytes | None) -> Outcome:
+def _write_missing(
+    conversion: Conversion, draft: ConversionDraft, processes: int | None, show: OnBytes | None
+) -> ConversionResult:
     """Write the missing files of the draft."""
     jobs = conversion.jobs(draft.folder)
     waiting = [job for job in jobs if job.name not in draft.finished()]
     total = sum(job.nbytes for job in jobs)
-    worth = min(len(os.sched_getaffinity(0)), 1 + sum(job.nbytes for job in waiting) // _WORTH_BYTES)
-    crowd = min(processes or worth, len(waiting))
+    default_workers = min(len(os.sched_getaffinity(0)), 1 + sum(job.nbytes for job in waiting) // _WORTH_BYTES)
+    workers = min(processes or default_workers, len(waiting))
     with _shown(draft.folder, total, show):
-        if crowd > 1:
-            _together(conversion, draft, waiting, crowd)
+        if workers > 1:
+            _write_in_parallel(conversion, draft, waiting, workers)
         else:
             threads = torch.get_num_threads()
             torch.set_num_threads(1)
@@ -148,13 +152,13 @@ def _finished(conversion: Conversion, draft: ConversionDraft, processes: int | N
             finally:
                 torch.set_num_threads(threads)
     notes = conversion.finish(draft.folder, draft.finished())
-    return Outcome(len(jobs), len(jobs) - len(waiting), total, tuple(notes))
+    return ConversionResult(len(jobs), len(jobs) - len(waiting), total, tuple(notes))
 
 
-def _together(conversion: Conversion, draft: ConversionDraft, jobs: Sequence[Job], crowd: int) -> None:
+def _write_in_parallel(conversion: Conversion, draft: ConversionDraft, jobs: Sequence[Job], workers: int) -> None:
     context = multiprocessing.get_context("spawn")
     there, here = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(crowd, context, _begin_process, (there,))
+    pool = ProcessPoolExecutor(workers, context, _begin_process, (there,))
     try:
         # Largest first, so that no process starts a large file at the end.
         ordered = sorted(jobs, key=lambda job: -job.nbytes)
@@ -174,7 +178,7 @@ def _receipt_of(future: Future[Any]) -> Any:
         raise
     except Exception as error:
         raise RunError(
-            f"A worker process of the conversion died (out of memory? use fewer processes); {GOES_ON}"
+            f"A worker process of the conversion died (out of memory? use fewer processes); {RERUN_HINT}"
         ) from error
 
 
@@ -203,7 +207,7 @@ def _shown(folder: Path, total: int, show: OnBytes | None) -> Iterator[None]:
         looks = True
         while looks:
             show(min(bytes_in(folder), total), total)
-            looks = not end.wait(_LOOK_EVERY_S)
+            looks = not end.wait(_POLL_S)
 
     watcher = threading.Thread(target=look, daemon=True)
     watcher.start()
@@ -216,7 +220,7 @@ def _shown(folder: Path, total: int, show: OnBytes | None) -> Iterator[None]:
 
 
 class ConversionDraft:
-    """The unfinished output of a conversion and its journal; made by `claim`."""
+    """The unfinished output of a conversion and its journal; made by `locked_draft`."""
 
     def __init__(self, out: Path, home: Path) -> None:
         self._out, self._home = out, home
@@ -235,7 +239,7 @@ class ConversionDraft:
         if not same:
             shutil.rmtree(self.folder, ignore_errors=True)
             self._journal = fresh
-        # Journal before folder: `claim` rejects a folder without one.
+        # Journal before folder: `locked_draft` rejects a folder without one.
         self._write()
         self.folder.mkdir(exist_ok=True)
         self._drop_unfinished()
@@ -253,7 +257,7 @@ class ConversionDraft:
 
     def publish(self) -> None:
         """Rename the finished folder to `out`. Raises UserError if `out` exists by now."""
-        _refuse(self._out)
+        _require_absent(self._out)
         self.folder.rename(self._out)
         (self._home / _JOURNAL).unlink()
 
@@ -298,12 +302,12 @@ class ConversionDraft:
 
 
 @contextmanager
-def claim(out: Path) -> Iterator[ConversionDraft]:
+def locked_draft(out: Path) -> Iterator[ConversionDraft]:
     """Lock and yield the draft of `out`, including files of an earlier attempt. Raises UserError."""
     with ExitStack() as stack:
         home = out.with_name(f".{out.name}.partial")
         try:
-            _refuse(out)
+            _require_absent(out)
             found = {path.name for path in home.iterdir()} if home.is_dir() else set()
             # A conversion writes the journal before creating the folder and deletes it after renaming the folder.
             if found - {LOCK, _JOURNAL, _FOLDER, f".{_JOURNAL}"} or (_FOLDER in found and _JOURNAL not in found):
@@ -326,7 +330,7 @@ def claim(out: Path) -> Iterator[ConversionDraft]:
         yield draft
 
 
-def _refuse(out: Path) -> None:
+def _require_absent(out: Path) -> None:
     if out.exists() or out.is_symlink():
         raise UserError(
             f"{out} exists already: give a new folder, or remove this one first.", code="exists", key=str(out)
@@ -342,7 +346,7 @@ def megatron_to_hf(
     shard_bytes: int = SHARD_BYTES,
     processes: int | None = None,
     show: OnBytes | None = None,
-) -> Outcome:
+) -> ConversionResult:
     """Convert a Megatron checkpoint to the new Hugging Face folder `out`.
 
     See `run` for `processes`, `show` and errors. `original` is the Hugging Face folder that training started from, for
@@ -357,11 +361,13 @@ def megatron_to_hf(
     weights = WeightMap(architecture_in(model), values=values)
     opened.check(weights)
     opened.check_copies(weights)
-    return run(ToHf(opened, weights, values, model, chosen(dtype), shard_bytes), Path(out), processes, show)
+    return run(
+        MegatronToHf(opened, weights, values, model, dtype_named(dtype), shard_bytes), Path(out), processes, show
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class SafetensorsFile:
     """One safetensors file."""
 
     name: str
@@ -370,7 +376,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class ToHf:
+class MegatronToHf:
     """Conversion of a Megatron checkpoint to a Hugging Face folder; see `Conversion`."""
 
     checkpoint: MegatronCheckpoint
@@ -381,9 +387,9 @@ class ToHf:
     shard_bytes: int
 
     @cached_property
-    def shards(self) -> dict[str, Shard]:
+    def output_files(self) -> dict[str, SafetensorsFile]:
         """The files by name."""
-        return {shard.name: shard for shard in self._plan()}
+        return {file.name: file for file in self._plan()}
 
     def recipe(self) -> Mapping[str, Any]:
         return {
@@ -395,25 +401,25 @@ class ToHf:
         }
 
     def jobs(self, folder: Path) -> Sequence[Job]:  # noqa: ARG002
-        return [Job(shard.name, file_bytes(shard.specs)) for shard in self.shards.values()]
+        return [Job(file.name, file_bytes(file.specs)) for file in self.output_files.values()]
 
     def write(self, name: str, folder: Path) -> None:
-        shard = self.shards[name]
-        parts = (part for entry in shard.entries for part in self.checkpoint.parts(entry, self.weights))
-        write_safetensors(folder / name, shard.specs, ((hf, cast(hf, tensor, self.dtype)) for hf, tensor in parts))
+        file = self.output_files[name]
+        parts = (part for entry in file.entries for part in self.checkpoint.parts(entry, self.weights))
+        write_safetensors(folder / name, file.specs, ((hf, cast(hf, tensor, self.dtype)) for hf, tensor in parts))
 
     def finish(self, folder: Path, receipts: Mapping[str, Any]) -> Sequence[str]:  # noqa: ARG002
-        specs = [spec for shard in self.shards.values() for spec in shard.specs]
-        if len(self.shards) > 1:
-            file_of = {spec.name: shard.name for shard in self.shards.values() for spec in shard.specs}
+        specs = [spec for file in self.output_files.values() for spec in file.specs]
+        if len(self.output_files) > 1:
+            file_of = {spec.name: file.name for file in self.output_files.values() for spec in file.specs}
             total = {"total_size": sum(spec.nbytes for spec in specs)}
             index = {"metadata": total, "weight_map": dict(sorted(file_of.items()))}
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         notes = copy_companions(self.original, folder)
-        adjust_config(folder, most(specs), self.values)
+        adjust_config(folder, dominant_dtype(specs), self.values)
         return notes
 
-    def _plan(self) -> Iterator[Shard]:
+    def _plan(self) -> Iterator[SafetensorsFile]:
         pairs = []
         for entry in self.weights.entries():
             dtype, shapes = self.dtype or self.checkpoint.dtype(entry), entry.rule.shapes
@@ -423,7 +429,9 @@ class ToHf:
         for number, held in enumerate(runs, 1):
             name = SINGLE if len(runs) == 1 else f"model-{number:05d}-of-{len(runs):05d}.safetensors"
             held.sort(key=lambda pair: -pair[1][0].dtype.itemsize)
-            yield Shard(name, tuple(entry for entry, _ in held), tuple(spec for _, specs in held for spec in specs))
+            yield SafetensorsFile(
+                name, tuple(entry for entry, _ in held), tuple(spec for _, specs in held for spec in specs)
+            )
 
 
 def hf_to_megatron(
@@ -435,7 +443,7 @@ def hf_to_megatron(
     values: bool = False,
     processes: int | None = None,
     show: OnBytes | None = None,
-) -> Outcome:
+) -> ConversionResult:
     """Convert the Hugging Face folder `source` to the new Megatron checkpoint `out`.
 
     See `run` for `processes`, `show` and errors. The result loads under any TP, PP and EP; ranks of the layout
@@ -449,12 +457,12 @@ def hf_to_megatron(
     weights = WeightMap(architecture_in(source), values=values)
     reader = HfReader(source)
     check_hf(reader, weights, source, values)
-    made = ToMegatron(source, reader, weights, values, parallel, chosen(dtype))
+    made = HfToMegatron(source, reader, weights, values, parallel, dtype_named(dtype))
     return run(made, Path(out), processes, show)
 
 
 @dataclass(frozen=True)
-class ToMegatron:
+class HfToMegatron:
     """Conversion of a Hugging Face folder to a Megatron checkpoint; see `Conversion`."""
 
     source: Path
@@ -485,7 +493,7 @@ class ToMegatron:
     def finish(self, folder: Path, receipts: Mapping[str, Any]) -> Sequence[str]:
         notes = copy_companions(self.source, folder / MODEL)
         # Last, because it marks the checkpoint as complete.
-        self._writer.finish(folder, [receipts[file.name] for file in self._writer.files], About(step=0))
+        self._writer.finish(folder, [receipts[file.name] for file in self._writer.files], CheckpointInfo(step=0))
         return notes
 
     @cached_property
@@ -504,7 +512,7 @@ class ToMegatron:
                 code="mismatch",
                 key=entry.hf[0],
             )
-        return found.pop() if found else most(self.reader.spec(name) for name in self.reader.names())
+        return found.pop() if found else dominant_dtype(self.reader.spec(name) for name in self.reader.names())
 
     def _parts(self, entry: Entry) -> list[Tensor]:
         dtype, names = self._dtype(entry), self.reader.names()

@@ -1,7 +1,7 @@
 """Reads the models that conversion and comparison work on.
 
 Covers the files of a Hugging Face folder other than weights (config, tokenizer, generation config, chat template), and
-`Side`, one interface to Hugging Face folders and Megatron checkpoints.
+`StoredModel`, one interface to Hugging Face folders and Megatron checkpoints.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ WRITTEN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 """Target dtypes of a conversion, by name."""
 
 
-def chosen(name: str | None) -> torch.dtype | None:
+def dtype_named(name: str | None) -> torch.dtype | None:
     """Return the dtype called `name`; None (keep each tensor's dtype) for None.
 
     Raises UserError for an unknown name.
@@ -177,7 +177,7 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return made
 
 
-def most(specs: Iterable[TensorSpec]) -> torch.dtype:
+def dominant_dtype(specs: Iterable[TensorSpec]) -> torch.dtype:
     """Return the dtype with the most bytes, which the config gives as the model's dtype."""
     counts: Counter[torch.dtype] = Counter()
     for spec in specs:
@@ -201,7 +201,7 @@ def bytes_in(folder: Path) -> int:
     return total
 
 
-class Side(Protocol):
+class StoredModel(Protocol):
     """A model to compare or describe, in either format."""
 
     folder: Path
@@ -224,19 +224,19 @@ def is_hf(folder: Path) -> bool:
     return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
 
 
-def open_side(folder: Path, hf: Path | None) -> Side:
+def open_model(folder: Path, hf: Path | None) -> StoredModel:
     """Open a folder of either format; `hf` supplies the config of a Megatron checkpoint without one.
 
     Raises UserError.
     """
     if is_hf(folder):
-        return HfSide(folder)
+        return HfModel(folder)
     checkpoint = open_checkpoint(folder)
-    return MegatronSide(checkpoint, model_of(checkpoint.folder, hf))
+    return MegatronModel(checkpoint, model_of(checkpoint.folder, hf))
 
 
-class HfSide:
-    """A Hugging Face folder as a `Side`."""
+class HfModel:
+    """A Hugging Face folder as a `StoredModel`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = self.model = folder
@@ -257,8 +257,8 @@ class HfSide:
         return ((name, self._reader.get(name)) for name in self._names)
 
 
-class MegatronSide:
-    """A Megatron checkpoint as a `Side`."""
+class MegatronModel:
+    """A Megatron checkpoint as a `StoredModel`."""
 
     def __init__(self, checkpoint: MegatronCheckpoint, model: Path) -> None:
         """Raises UserError if the checkpoint does not fit the config in `model`."""
@@ -332,7 +332,7 @@ def _of_megatron(folder: Path, hf: Path | None) -> Info:
         stored = checkpoint.names().values()
         counted, architecture = _counted((weight.dtype, shape) for weight in stored for shape in weight.shapes), None
     else:
-        side = MegatronSide(checkpoint, model)
+        side = MegatronModel(checkpoint, model)
         counted = _counted((spec.dtype, spec.shape) for spec in side.specs().values())
         architecture = asdict(side.architecture)
     return Info(

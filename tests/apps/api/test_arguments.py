@@ -1,4 +1,4 @@
-"""The API's arguments as settings that a person would type for `rlsys train`, and questions as files that a run reads."""
+"""Tests of the API's arguments: the settings and question files of a run that they become."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from rlsys.apps.api.arguments import (
+    ArgumentSettings,
     Files,
-    Given,
     compose_settings,
-    of_batch,
     of_devices,
     of_reward,
     quoted,
@@ -38,7 +37,7 @@ NUMBER = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 @given(TEXT | ODD | NUMBER | st.booleans() | st.none() | st.lists(NUMBER | ODD, max_size=3))
 @example("\\${")
 @example("a\\\\${b}\\")
-def test_any_value_comes_back_from_hydra_and_omegaconf_as_it_was(value: Any) -> None:
+def test_any_quoted_value_survives_hydra_and_omegaconf(value: Any) -> None:
     parsed = OverridesParser.create().parse_override(f"key={quoted(value)}").value()
     found = OmegaConf.to_container(OmegaConf.create({"key": parsed}), resolve=True)
     assert isinstance(found, dict)
@@ -55,14 +54,14 @@ def test_any_value_comes_back_from_hydra_and_omegaconf_as_it_was(value: Any) -> 
         ("cluster.placement.actor", "++cluster.placement={actor: 0-3}"),
     ],
 )
-def test_a_setting_that_is_given_twice_is_refused_also_by_a_section_around_it(key: str, override: str) -> None:
+def test_a_setting_given_twice_is_refused_also_within_a_section(key: str, override: str) -> None:
     with refused("conflict", "mine"):
-        compose_settings("x", [Given("mine", {key: 1})], [override])
+        compose_settings("x", [ArgumentSettings("mine", {key: 1})], [override])
 
 
-def test_settings_of_one_run_alone_are_not_handed_on() -> None:
-    search = Given("search_backend", {"search.url": "http://a:1", "search.token_env": "T"}, passing=True)
-    made = compose_settings("x", [Given("name", {"name": "n"}), search], ["search.timeout_s=77"])
+def test_settings_of_a_single_run_are_not_passed_on() -> None:
+    search = ArgumentSettings("search_backend", {"search.url": "http://a:1", "search.token_env": "T"}, passing=True)
+    made = compose_settings("x", [ArgumentSettings("name", {"name": "n"}), search], ["search.timeout_s=77"])
     assert made.lasting == ("name=n", "search.timeout_s=77")
     assert made.overrides == ("name=n", "search.url='http://a:1'", "search.token_env=T", "search.timeout_s=77")
 
@@ -76,25 +75,19 @@ def test_settings_of_one_run_alone_are_not_handed_on() -> None:
         (16, "0-7", "8-9", "10-15"),
     ],
 )
-def test_devices_are_dealt_to_the_groups(devices: Any, actor: str, inference: str, rollout: str) -> None:
+def test_devices_are_divided_among_the_groups(devices: Any, actor: str, inference: str, rollout: str) -> None:
     config = load_config("searchr1_qwen2.5_3b_1node", [f"{k}={quoted(v)}" for k, v in of_devices(devices).items()])
     assert config.cluster.placement == {"actor": actor, "inference": inference, "rollout": rollout}
     assert (config.trainer.schedule.kind == "sequential") == (config.cluster.mode == "colocated")
 
 
 @pytest.mark.parametrize("devices", [0, True, [0, 0], [-1], ["0"], "gpu"])
-def test_devices_that_are_none_are_refused(devices: Any) -> None:
+def test_invalid_devices_are_refused(devices: Any) -> None:
     with refused("out_of_range", "devices"):
         of_devices(devices)
 
 
-@pytest.mark.parametrize("batch", [8.0, True, 0])
-def test_a_batch_that_is_no_count_is_refused(batch: Any) -> None:
-    with refused("out_of_range", "batch_size"):
-        of_batch(batch, 4)
-
-
-def test_a_reward_has_terms_and_keys() -> None:
+def test_a_reward_may_hold_terms_and_settings() -> None:
     given_ = {"exact_match": 1.0, "format": 0.5, "structure_score": 0.3, "tests.support.tiny_models.even_tokens": 0.1}
     overrides = [f"{k}={quoted(v)}" for k, v in of_reward(given_ | {"judge": {"retries": 2}}).items()]
     reward = load_config("searchr1_tiny_cpu", overrides).reward
@@ -112,7 +105,7 @@ def test_a_reward_has_terms_and_keys() -> None:
         ({"judge": {"uri": "x"}}, "unknown", ": judge.uri"),
     ],
 )
-def test_a_reward_that_is_none_is_refused(reward: Any, code: Code, key: str) -> None:
+def test_an_invalid_reward_is_refused(reward: Any, code: Code, key: str) -> None:
     with refused(code, "reward_config" + key):
         of_reward(reward)
 
@@ -127,7 +120,7 @@ def jsonl(path: Path, *rows: Any) -> Path:
     return path
 
 
-def test_questions_come_back_whole(tmp_path: Path) -> None:
+def test_questions_survive_being_written_and_read(tmp_path: Path) -> None:
     given = Question("x:1", "My own prompt", ("a", "b"), "mine", {"hops": 2}, "raw?")
     (found,) = read_questions(read_data([given], "train_data").path(tmp_path))
     assert (found.prompt, found.answers, found.data_source, dict(found.extra), found.text) == (
@@ -135,14 +128,14 @@ def test_questions_come_back_whole(tmp_path: Path) -> None:
     )  # fmt: skip
 
 
-def test_a_file_that_a_run_reads_is_used_as_it_is(tmp_path: Path) -> None:
+def test_a_file_in_the_runs_format_is_used_unchanged(tmp_path: Path) -> None:
     train = jsonl(tmp_path / "t.jsonl", HAMLET, SEARCH_R1)
     other = jsonl(tmp_path / "h.jsonl", {**SEARCH_R1, "prompt": "Another?"})
     assert training_files(train, str(other), None, 0, tmp_path / "files") == Files(train, other, 2)
     assert not (tmp_path / "files").exists()
 
 
-def test_a_file_of_own_names_and_a_table_are_written_anew(tmp_path: Path) -> None:
+def test_own_field_names_and_tables_are_converted_to_a_new_file(tmp_path: Path) -> None:
     table = tmp_path / "q.csv"
     table.write_text("question,answer\nwho wrote Hamlet,Shakespeare\n")
     for source in (jsonl(tmp_path / "own.jsonl", OWN), table):
@@ -152,7 +145,7 @@ def test_a_file_of_own_names_and_a_table_are_written_anew(tmp_path: Path) -> Non
         assert path.parent == tmp_path / "files"
 
 
-def test_the_same_questions_are_the_same_file(tmp_path: Path) -> None:
+def test_the_same_questions_are_written_to_the_same_file(tmp_path: Path) -> None:
     rows = [{"question": f"what is {n}", "answers": [str(n)]} for n in range(20)]
     first = training_files(rows, None, 5, 0, tmp_path)
     assert training_files(list(rows), None, 5, 0, tmp_path) == first
@@ -172,9 +165,7 @@ def test_the_same_questions_are_the_same_file(tmp_path: Path) -> None:
         (Path(__file__).parent, "not_found", str(Path(__file__).parent)),
     ],
 )
-def test_a_row_without_a_question_is_refused_by_its_place(
-    tmp_path: Path, data: Any, code: Code | None, key: str
-) -> None:
+def test_a_bad_row_is_refused_with_its_position(tmp_path: Path, data: Any, code: Code | None, key: str) -> None:
     with pytest.raises(UserError) as caught:
         training_files(data, None, None, 0, tmp_path)
     assert code in (None, caught.value.code)
@@ -182,7 +173,7 @@ def test_a_row_without_a_question_is_refused_by_its_place(
     assert not list(tmp_path.iterdir())
 
 
-def test_scalars_and_arrays_of_a_data_frames_rows_are_what_they_hold(tmp_path: Path) -> None:
+def test_numpy_values_of_a_data_frame_are_written_as_plain_values(tmp_path: Path) -> None:
     row = {"question": "who?", "answers": np.array(["a", "b"]), "id": np.int64(3), "score": np.float32(0.5)}
     path = read_data([row], "train_data").path(tmp_path)
     assert json.loads(path.read_text()) == {

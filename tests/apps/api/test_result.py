@@ -1,4 +1,4 @@
-"""Results of a training and an evaluation, read from files that may be damaged."""
+"""Tests of the results of a training and an evaluation, read from whole and from damaged files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def evaluated(tmp_path: Path) -> EvaluationResult:
 
 
 def test_a_whole_run_has_its_history_and_its_report(trained: TrainingResult) -> None:
-    (trained.run_dir / "run.json").write_text("{")  # Not of the history's concern.
+    (trained.run_dir / "run.json").write_text("{")  # The history does not read it.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rows = trained.history
@@ -53,7 +53,7 @@ def test_a_whole_run_has_its_history_and_its_report(trained: TrainingResult) -> 
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"step": "two"}'])
-def test_a_damaged_row_of_the_history_is_named(trained: TrainingResult, line: str) -> None:
+def test_a_damaged_row_of_the_history_is_skipped_with_a_warning(trained: TrainingResult, line: str) -> None:
     file = trained.run_dir / "metrics.jsonl"
     first, _, third = file.read_text().splitlines()
     file.write_text("\n".join([first, line, third]) + "\n")
@@ -64,9 +64,7 @@ def test_a_damaged_row_of_the_history_is_named(trained: TrainingResult, line: st
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGES.keys() - {*OBJECTS}))
-def test_a_file_of_which_nothing_can_be_read_is_refused(
-    damage: str, trained: TrainingResult, evaluated: EvaluationResult
-) -> None:
+def test_an_unreadable_file_is_refused(damage: str, trained: TrainingResult, evaluated: EvaluationResult) -> None:
     asked: list[tuple[Path, Callable[[], Any]]] = [
         (trained.run_dir / "metrics.jsonl", lambda: trained.history),
         (evaluated.folder / "results.json", lambda: evaluated.em),
@@ -80,7 +78,7 @@ def test_a_file_of_which_nothing_can_be_read_is_refused(
         assert caught.value.key == str(file)
 
 
-def test_an_evaluation_is_read_and_a_figure_that_is_not_there_is_named(evaluated: EvaluationResult) -> None:
+def test_an_evaluation_is_read_and_a_missing_figure_is_refused(evaluated: EvaluationResult) -> None:
     assert (evaluated.em, evaluated.f1, evaluated.questions) == (0.25, 0.5, 4)
     assert str(evaluated).startswith("EM 0.250, F1 0.500, 1.50 searches per question, 4 questions; see ")
     assert [row["uid"] for row in evaluated.answers] == ["a\u2028b", "c"]
@@ -90,7 +88,9 @@ def test_an_evaluation_is_read_and_a_figure_that_is_not_there_is_named(evaluated
             _ = evaluated.em
 
 
-def test_own_settings_of_the_search_are_handed_on(trained: TrainingResult, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_settings_of_the_run_are_passed_on_to_its_evaluation(
+    trained: TrainingResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[str, ...]] = []
     monkeypatch.setattr(training_result, "_rlsys", lambda *words: asked.append(words))
     trained.evaluate(limit=3)

@@ -1,4 +1,4 @@
-"""Retrievers: what is refused at once, what is started, and that it is gone afterwards."""
+"""Tests of retrievers: their indexes, their servers, and wrong arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOCUMENTS: list[str | dict[str, Any]] = [
 ]
 
 
-def test_own_documents_are_found(tmp_path: Path) -> None:
+def test_documents_are_indexed_and_found(tmp_path: Path) -> None:
     bm25 = BM25Retriever.from_documents(DOCUMENTS, tmp_path / "index", top_k=1)
     with bm25.serving(tmp_path) as settings:
         assert (settings["search.index"], settings["search.topk"]) == (str(bm25.index_path), 1)
@@ -34,7 +34,7 @@ def test_own_documents_are_found(tmp_path: Path) -> None:
     assert "Bamako" in mali["contents"]
 
 
-def test_documents_are_cut_and_an_index_of_them_is_found_again(tmp_path: Path) -> None:
+def test_documents_are_chunked_and_an_existing_index_is_reused(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.txt").write_text("one two three four five six seven")
     index = tmp_path / "index"
@@ -56,7 +56,7 @@ def test_documents_are_cut_and_an_index_of_them_is_found_again(tmp_path: Path) -
     }  # fmt: skip
 
 
-def test_a_dense_index_is_of_its_encoder(tmp_path: Path) -> None:
+def test_a_dense_index_is_opened_only_with_its_encoder(tmp_path: Path) -> None:
     retriever = DenseRetriever.from_documents(DOCUMENTS, tmp_path / "index", top_k=2)
     for same in (retriever, DenseRetriever(tmp_path / "index", "minilm", top_k=2)):
         with same.serving(tmp_path) as settings:
@@ -73,24 +73,24 @@ def test_a_dense_index_is_of_its_encoder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "key", "make"),
     [
-        ("malformed", "localhost", lambda _: HttpRetriever("localhost")),
         ("out_of_range", "top_k", lambda _: HttpRetriever("http://localhost:8000", top_k=0)),
         ("wrong_type", "replicas", lambda _: HttpRetriever("http://a:1", replicas="http://b:1")),
-        ("unknown", "provider", lambda _: WebSearch("altavista")),
         ("malformed", "device", lambda index: DenseRetriever.from_documents(DOCUMENTS, index, device="gpu0")),
         ("out_of_range", "chunk_size", lambda index: BM25Retriever.from_documents(DOCUMENTS, index, chunk_size="x")),
         ("wrong_type", "documents", lambda index: BM25Retriever.from_documents(7, index)),
         ("wrong_type", "document 2", lambda index: BM25Retriever.from_documents(["a", 2], index)),
     ],
 )
-def test_a_mistake_is_refused_at_once(code: Code, key: str, make: Callable[[Path], object], tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused_at_once(
+    code: Code, key: str, make: Callable[[Path], object], tmp_path: Path
+) -> None:
     with refused(code, key):
         make(tmp_path / "index")
     assert not list(tmp_path.iterdir())
 
 
-def test_the_web_is_served_for_a_run_and_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SERPER_API_KEY", "nobody's")
+def test_the_web_search_server_ends_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERPER_API_KEY", "a-key")
     monkeypatch.setenv("RLSYS_SEARCH_TOKEN", "secret")
     with WebSearch("serper", endpoint="http://127.0.0.1:9", top_k=2).serving(tmp_path) as settings:
         assert settings["search.token_env"] == "RLSYS_SEARCH_TOKEN"

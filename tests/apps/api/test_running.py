@@ -1,4 +1,4 @@
-"""Coroutines and commands that scripts and notebooks run: they end, fail and are interrupted, and leave no handler."""
+"""Tests of coroutines and commands run from scripts and notebooks: results, errors, interrupts and signal handlers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rlsys.errors import RunError, UserError
 
 @contextmanager
 def interrupted(ready: Callable[[], bool], function: str) -> Iterator[None]:
-    """A block that Ctrl-C ends, once `ready` says so and the block is within `function`."""
+    """Interrupt the block by Ctrl-C once `ready()` is true and `function` is on the stack."""
     main, over = threading.get_ident(), threading.Event()
 
     def interrupt() -> None:
@@ -57,7 +57,7 @@ async def number() -> int:
     return 7
 
 
-def test_a_script_gets_the_value_or_the_error_and_its_own_handlers_back() -> None:
+def test_a_script_gets_the_value_or_error_and_its_signal_handlers_are_restored() -> None:
     def mine(*_: object) -> None:
         return
 
@@ -71,14 +71,14 @@ def test_a_script_gets_the_value_or_the_error_and_its_own_handlers_back() -> Non
         signal.signal(signal.SIGTERM, before)
 
 
-async def test_a_notebook_whose_loop_runs_gets_the_value_or_the_error() -> None:
+async def test_a_notebook_gets_the_value_or_error_within_its_running_loop() -> None:
     assert finish(number()) == 7
     with pytest.raises(RunError, match=r"the engine died\."):
         finish(fail())
 
 
 @pytest.mark.parametrize("in_loop", [False, True])
-def test_an_interrupt_ends_the_work_first(in_loop: bool) -> None:
+def test_an_interrupt_waits_for_the_cleanup_of_the_work(in_loop: bool) -> None:
     begun, closed = threading.Event(), []
 
     async def work() -> None:
@@ -90,7 +90,7 @@ def test_an_interrupt_ends_the_work_first(in_loop: bool) -> None:
             closed.append(True)
 
     def cell() -> None:
-        # As a notebook's kernel has it: the loop's own thread, with Python's handler of Ctrl-C.
+        # As in a notebook's kernel: within a running loop, with Python's handler of Ctrl-C.
         loop = asyncio.new_event_loop()
         loop.call_soon(finish, work())
         try:
@@ -104,17 +104,15 @@ def test_an_interrupt_ends_the_work_first(in_loop: bool) -> None:
 
 
 def stand_in(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a shell script in the place of Python, which would run a command of rlsys."""
+    """Replace the Python that runs commands of rlsys by a shell script."""
     python = folder / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
 
 
-def test_an_interrupt_ends_the_command_first_which_has_time_to_close(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More than the quarter of a second that Python itself waits for a child."""
+def test_an_interrupt_waits_for_the_cleanup_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing takes longer than the quarter of a second that Python itself waits for a child."""
     begun, done = tmp_path / "begun", tmp_path / "done"
     closing = f"trap 'sleep 0.5; touch {done}; exit 1' INT; touch {begun}; while :; do sleep 0.05; done"
     stand_in(closing, tmp_path, monkeypatch)
@@ -127,7 +125,7 @@ def test_an_interrupt_ends_the_command_first_which_has_time_to_close(
     ("said", "status", "code"),
     [("The disk is full. [no_room]", 2, "no_room"), ("Usage: OPTIONS", 2, "malformed"), ("The disk is full.", 1, None)],
 )
-def test_a_failure_is_what_the_command_says(
+def test_a_failed_command_raises_its_error_with_its_code(
     said: str, status: int, code: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-"""The trainer: its settings are those of the command line, and the example of ten lines runs."""
+"""Tests of the Python trainer: its settings equal the command line's, wrong ones are refused, and the example runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SERVER = HttpRetriever("http://127.0.0.1:8000")
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
-    """Configs that would have been trained; no run is started."""
+    """Configs that the trainer was to train; no run is started."""
     configs: list[RunConfig] = []
 
     def note(config: RunConfig) -> tuple[Path, dict[str, Any]]:
@@ -45,7 +45,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     return configs
 
 
-def test_the_settings_are_what_one_types_for_the_command_line(asked: list[RunConfig], tmp_path: Path) -> None:
+def test_arguments_equal_the_settings_of_the_command_line(asked: list[RunConfig], tmp_path: Path) -> None:
     trainer = SearchR1Trainer(
         POLICY, SERVER, "rloo", {"f1": 1.0}, 1, "cpu", config="searchr1_tiny_cpu", output_dir=tmp_path,
         overrides=["task.max_prompt_tokens=300"],
@@ -63,7 +63,7 @@ def test_the_settings_are_what_one_types_for_the_command_line(asked: list[RunCon
     assert [load_config(words[3], words[4:])] == asked
 
 
-def test_without_more_said_it_is_the_published_run(asked: list[RunConfig], tmp_path: Path) -> None:
+def test_the_defaults_are_the_published_run(asked: list[RunConfig], tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE | {"max_position_embeddings": 32768}))
     rows = [{"question": f"what is {n}", "answers": [str(n)]} for n in range(600)]
@@ -74,7 +74,7 @@ def test_without_more_said_it_is_the_published_run(asked: list[RunConfig], tmp_p
     assert asked == [published]
 
 
-def test_few_questions_are_a_step_of_their_own_and_none_is_on_both_sides(
+def test_a_small_data_set_makes_smaller_steps_and_held_out_questions_are_not_trained(
     asked: list[RunConfig], tmp_path: Path
 ) -> None:
     trainer = SearchR1Trainer(POLICY, SERVER, devices="cpu", config="searchr1_tiny_cpu", output_dir=tmp_path)
@@ -96,7 +96,7 @@ def test_few_questions_are_a_step_of_their_own_and_none_is_on_both_sides(
         ("conflict", "num_iterations", {"overrides": ["trainer.steps=2"]}),
     ],
 )
-def test_an_argument_that_cannot_be_is_refused(
+def test_a_wrong_argument_is_refused(
     code: Code, key: str, given: dict[str, Any], asked: list[RunConfig], tmp_path: Path
 ) -> None:
     with refused(code, key):
@@ -110,7 +110,7 @@ def unwanted(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize(("override", "model"), [("actor.lrate=1", "Qwen/Small"), ("trainer.steps=-1", POLICY)])
-def test_settings_that_cannot_be_are_refused_before_a_download_or_a_server(
+def test_wrong_settings_are_refused_before_a_download_or_a_server_start(
     override: str, model: str | Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unwanted)
@@ -119,7 +119,7 @@ def test_settings_that_cannot_be_are_refused_before_a_download_or_a_server(
         SearchR1Trainer(model, SERVER, output_dir=tmp_path, overrides=[override]).train(ROWS)
 
 
-def test_a_server_that_is_down_and_a_model_of_an_unknown_family_are_named_before_the_run_begins(
+def test_a_dead_server_and_an_unknown_model_family_fail_before_the_run_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train(model: Path, **more: Any) -> None:
@@ -139,7 +139,7 @@ def test_a_server_that_is_down_and_a_model_of_an_unknown_family_are_named_before
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["questions"]
 
 
-def test_a_model_is_a_folder_or_a_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_a_folder_or_a_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: object, **__: object) -> str:
         raise LocalEntryNotFoundError("no network")
 
@@ -169,8 +169,8 @@ asyncio.run(cell())
 
 @pytest.mark.slow
 @pytest.mark.engine
-def test_ten_lines_train_and_evaluate_even_where_a_loop_runs(tmp_path: Path) -> None:
-    """In a script without a guard of its main module and within a running loop, as in a notebook."""
+def test_the_ten_line_example_trains_and_evaluates_in_a_running_loop(tmp_path: Path) -> None:
+    """The script has no main guard and runs within a loop, as a notebook does."""
     script = tmp_path / "cell.py"
     script.write_text(NOTEBOOK.format(outputs=str(tmp_path / "my outputs")))
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Events of an answer, against the episode that `run_episode` plays with the same engine and search, and their texts."""
+"""Tests of a conversation's events against the episode that `run_episode` plays with the same engine and search."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.apps.chat.conversation import (
-    Acted,
-    Asked,
     Conversation,
     EpisodeEnded,
     Event,
     Failed,
-    Found,
-    FoundPassage,
     Kind,
-    Observed,
+    ObservationAdded,
+    SearchFinished,
     Segments,
     TextPiece,
+    TurnEnded,
 )
 from rlsys.config.schema import TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.rollout.agent.episode import EpisodeTools, TurnSampling, run_episode
-from tests.support.chat import ANSWERS, PASSAGE, SEARCHES, Script, Shelf, codec, conversation, task
+from tests.support.chat import ANSWERS, SEARCHES, Script, Shelf, codec, conversation, task
 
 QUESTION = "What is the capital of France?"
 
@@ -38,11 +36,11 @@ async def all_of(asked: Conversation, text: str = QUESTION, temperature: float |
 
 
 def response(events: list[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, TextPiece | Observed))
+    return "".join(event.text for event in events if isinstance(event, TextPiece | ObservationAdded))
 
 
 async def trained(turns: tuple[str, ...], search: Shelf, tasks: TaskConfig) -> tuple[Script, Trajectory]:
-    """The episode that training would play, and its engine."""
+    """Play the episode as training does; return its engine and trajectory."""
     script = Script(codec(), turns)
     tools = EpisodeTools(script, search, script.codec, tasks)
     sampling = TurnSampling(0.0, stop=("</search>", "</answer>"))
@@ -58,7 +56,7 @@ async def trained(turns: tuple[str, ...], search: Shelf, tasks: TaskConfig) -> t
         ((SEARCHES, SEARCHES, SEARCHES), ""),
     ],
 )
-async def test_the_events_tell_the_episode_of_training(turns: tuple[str, ...], failure: str) -> None:
+async def test_events_match_the_episode_that_training_plays(turns: tuple[str, ...], failure: str) -> None:
     script, search, same_search = Script(codec(), turns), Shelf(error=failure), Shelf(error=failure)
     events = await all_of(conversation(script, search))
     again, played = await trained(turns, same_search, task())
@@ -66,29 +64,29 @@ async def test_the_events_tell_the_episode_of_training(turns: tuple[str, ...], f
     assert script.sampled == again.sampled
     assert search.queries == same_search.queries
     assert response(events) == played.response
-    assert not any("\ufffd" in event.text for event in events if isinstance(event, TextPiece)), "half a character waits"
+    assert not any("\ufffd" in event.text for event in events if isinstance(event, TextPiece)), "no character is split"
     ended = events[-1]
     assert isinstance(ended, EpisodeEnded)
     assert (ended.answer, ended.finish, ended.searches) == (played.answer, played.finish, played.searches)
     assert ended.tokens == sum(turn.generated_tokens for turn in played.turns)
-    acted = [event for event in events if isinstance(event, Acted)]
+    acted = [event for event in events if isinstance(event, TurnEnded)]
     assert [(one.action, one.content) for one in acted] == [(t.action, t.content) for t in played.turns]
-    assert {event.error for event in events if isinstance(event, Found)} == {failure}
-    observed = [event.text for event in events if isinstance(event, Observed)]
+    assert {event.error for event in events if isinstance(event, SearchFinished)} == {failure}
+    observed = [event.text for event in events if isinstance(event, ObservationAdded)]
     assert observed == [turn.observation for turn in played.turns if turn.observation]
 
 
-async def test_an_observation_that_fills_the_last_room_is_told() -> None:
+async def test_an_observation_that_fills_the_token_limit_is_reported() -> None:
     turns = (SEARCHES, ANSWERS)
     whole, _ = await trained(turns, Shelf(), task())
     tight = task(max_total_tokens=len(whole.inputs[1]) - 3)
     events = await all_of(conversation(Script(codec(), turns), Shelf(), tight))
     _, played = await trained(turns, Shelf(), tight)
     assert response(events) == played.response
-    assert (played.finish, type(events[-2])) == (Finish.TOKEN_LIMIT, Observed)
+    assert (played.finish, type(events[-2])) == (Finish.TOKEN_LIMIT, ObservationAdded)
 
 
-async def test_an_episode_that_runs_out_of_time_says_so() -> None:
+async def test_an_episode_ends_at_its_time_limit() -> None:
     script = Script(codec(), (SEARCHES, ANSWERS), halt_after=8)
     asked = Conversation(script, Shelf(), script.codec, task(), TurnSampling(0.0), lambda text: text, timeout_s=0.1)
     ended = (await all_of(asked))[-1]
@@ -96,26 +94,10 @@ async def test_an_episode_that_runs_out_of_time_says_so() -> None:
     assert (ended.answer, ended.finish) == (None, "time_limit")
 
 
-async def test_events_come_in_order_and_as_they_happen() -> None:
-    script = Script(codec(), (SEARCHES, ANSWERS))
-    events = await all_of(conversation(script, Shelf()))
-    order = [type(event) for event in events if not isinstance(event, TextPiece)]
-    assert order == [Asked, Acted, Found, Observed, Acted, EpisodeEnded]
-    assert events[0] == Asked(QUESTION, f"Question: {QUESTION}\n")
-    found = next(event for event in events if isinstance(event, Found))
-    assert (found.query, found.error) == ("capital of France", "")
-    assert found.passages == (FoundPassage("Paris", PASSAGE.partition("\n")[2]),)
-    texts = [event for event in events if isinstance(event, TextPiece)]
-    assert len(texts) > 8, "it streams"
-    kinds = {kind: "".join(one.text for one in texts if one.kind is kind and one.turn == 0) for kind in Kind}
-    assert kinds[Kind.search] == "<search> capital of France </search>"
-    assert kinds[Kind.thought] == "<think>I need it.</think>"
-
-
 @pytest.mark.parametrize(
     ("text", "code", "key"), [(" \n", "empty", "question"), ("why " * 100, "out_of_range", "task.max_prompt_tokens")]
 )
-async def test_a_question_that_cannot_be_asked_fails_and_the_next_is_answered(text: str, code: str, key: str) -> None:
+async def test_an_invalid_question_fails_and_the_next_is_answered(text: str, code: str, key: str) -> None:
     asked = conversation(Script(codec(), (ANSWERS,)), Shelf())
     (failed,) = await all_of(asked, text)
     assert isinstance(failed, Failed)
@@ -130,7 +112,7 @@ BITS = st.sampled_from(
 
 
 def pieces(parts: list[str]) -> list[tuple[Kind, str]]:
-    """The pieces of all `parts`, with neighbours of one kind as one piece."""
+    """Return the pieces of all `parts`, with neighbours of one kind joined."""
     segments = Segments(TAGS)
     found = [piece for part in parts for piece in segments.feed(part)]
     found += segments.end()
@@ -140,16 +122,8 @@ def pieces(parts: list[str]) -> list[tuple[Kind, str]]:
 
 @settings(max_examples=50)
 @given(st.lists(BITS, max_size=12).map("".join), st.lists(st.integers(0, 60), max_size=8))
-def test_the_pieces_do_not_depend_on_the_cuts_of_the_text(text: str, cuts: list[int]) -> None:
+def test_pieces_do_not_depend_on_where_the_text_is_split(text: str, cuts: list[int]) -> None:
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     parts = [text[start:end] for start, end in pairwise(places)]
     assert pieces(parts) == pieces(list(text)) == pieces([text])
     assert "".join(piece for _, piece in pieces(parts)) == text
-
-
-def test_only_an_end_that_may_become_a_tag_is_held_back() -> None:
-    segments = Segments(TAGS)
-    assert list(segments.feed("a <sea")) == [(Kind.text, "a ")]
-    assert list(segments.feed("ring")) == [(Kind.text, "<searing")]
-    assert list(segments.feed("</")) == []
-    assert list(segments.end()) == [(Kind.text, "</")]

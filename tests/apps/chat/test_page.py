@@ -1,4 +1,4 @@
-"""The page in a real browser: what it shows, what it does not run, and its stop button."""
+"""Tests of the chat page in a real browser: its answers, hostile text, and its stop button."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def url() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("size", "dark"), [(DESKTOP, False), (PHONE, True)])
-def test_questions_one_after_the_other_and_nothing_hostile_runs(
+def test_questions_are_answered_and_hostile_text_is_not_run(
     look: Look, url: str, size: tuple[int, int], dark: bool
 ) -> None:
     looked = look(url, size, dark)
@@ -52,7 +52,7 @@ def test_questions_one_after_the_other_and_nothing_hostile_runs(
     assert all(address.startswith((url, "data:")) for address in looked.requests)
 
 
-def test_stop_ends_the_answer_and_the_next_one_begins(look: Look) -> None:
+def test_stop_ends_an_answer_and_the_next_can_begin(look: Look) -> None:
     script = Script(codec(), (SEARCHES, ANSWERS), halt_after=8)
     with page_of(script, Shelf()) as url:
         page = look(url).page

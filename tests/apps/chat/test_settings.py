@@ -1,4 +1,4 @@
-"""Settings of a conversation: of the model's run, of a config, or Search-R1's."""
+"""Tests of a chat's settings: from the model's run, from a config of unknown origin, or the defaults of Search-R1."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALCULATOR = "rlsys.rollout.tools.calculator.Calculator"
 
 
 def save(place: Path, tree: dict[str, Any], **changes: dict[str, Any]) -> None:
-    """Write a config of a run to `place`, with changes of each group."""
+    """Write a run's config to `place`, with changes to groups."""
     place.mkdir(parents=True, exist_ok=True)
     changed = tree | {group: tree[group] | values for group, values in changes.items()}
     (place / "config.yaml").write_text(json.dumps(changed))  # JSON is YAML.
@@ -31,7 +31,7 @@ def save(place: Path, tree: dict[str, Any], **changes: dict[str, Any]) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> dict[str, Any]:
-    """The config of a run that had an index, and rows to be trained on."""
+    """The config of a run with an index and training rows."""
     config = as_dict(load_config("searchr1_tiny_cpu"))
     index = tmp_path / "index"
     index.mkdir()
@@ -56,14 +56,14 @@ def settings(folder: Path, **wanted: Any) -> ChatSettings:
     return settings_of(Model(folder / "hf", None), ChatOptions(**wanted))
 
 
-def test_a_model_is_asked_as_its_run_says_and_a_checkpoint_as_it_says_itself(run: Path, tree: dict[str, Any]) -> None:
+def test_settings_come_from_the_models_run_or_its_checkpoint(run: Path, tree: dict[str, Any]) -> None:
     found = settings(run)
     config = found.config
     assert (config.task.max_turns, config.task.invalid_message) == (7, "No.")
     assert config.rollout.sampling.stop == ["</search>"]
     assert (config.search.topk, config.search.index) == (5, str(run.parent / "index"))
     assert config.search.url is None, "the run's own server is gone"
-    assert config.search.cassette.path is None, "what is asked now was not recorded"
+    assert config.search.cassette.path is None, "new questions were not recorded"
     assert found.prompt("how far") == "Q: how far?\nA:"
     assert str(run / "config.yaml") in " ".join(found.notes)
     saved = run / "checkpoints" / "global_step_3"
@@ -71,8 +71,8 @@ def test_a_model_is_asked_as_its_run_says_and_a_checkpoint_as_it_says_itself(run
     assert settings_of(Model(saved / "actor", run), ChatOptions()).config.task.max_turns == 3
 
 
-def test_a_prompt_of_ones_own_is_that_of_prepared_rows(run: Path, tree: dict[str, Any]) -> None:
-    """`rlsys data prepare own --prompt FILE --tool ...` makes the rows that a model was trained on."""
+def test_an_own_prompt_equals_that_of_prepared_rows(run: Path, tree: dict[str, Any]) -> None:
+    """Training rows come from `rlsys data prepare own --prompt FILE --tool ...`."""
     save(run, tree, task={"tools": [CALCULATOR]})
     for text in ("{tools} Ask: {question}!", "You can calculate. Ask: {question}"):
         (run / "own.txt").write_text(text)
@@ -84,8 +84,8 @@ def test_a_prompt_of_ones_own_is_that_of_prepared_rows(run: Path, tree: dict[str
         settings(run, prompt=run / "own.txt")
 
 
-def test_a_folder_from_anywhere_is_not_believed(tree: dict[str, Any], tmp_path: Path) -> None:
-    """A Hugging Face folder that brings a config of its own, which a checkpoint of a run would have there."""
+def test_the_config_of_a_foreign_folder_is_not_used(tree: dict[str, Any], tmp_path: Path) -> None:
+    """A Hugging Face folder may hold a config at the place where a checkpoint has one."""
     hub = tmp_path / "a" / "b" / "c" / "hub"
     save(hub / "data", tree, search={"url": "http://evil.example", "index": None}, task={"tools": ["a.B"]})
     found = settings_of(Model(hub, None), ChatOptions(max_turns=0))
@@ -93,7 +93,7 @@ def test_a_folder_from_anywhere_is_not_believed(tree: dict[str, Any], tmp_path: 
 
 
 @pytest.mark.parametrize("in_its_run", [False, True])
-def test_tokens_and_tools_of_a_found_config_are_named_and_not_trusted(
+def test_tokens_and_tools_of_a_found_config_are_reported_and_not_trusted(
     run: Path, tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_its_run: bool
 ) -> None:
     monkeypatch.setenv("SECRET_KEY", "s")
@@ -112,7 +112,7 @@ def test_tokens_and_tools_of_a_found_config_are_named_and_not_trusted(
     assert asked.config.search.token_env is None
 
 
-def test_keys_of_another_version_are_left_out_and_named(run: Path, tree: dict[str, Any]) -> None:
+def test_unknown_keys_of_another_version_are_left_out_and_reported(run: Path, tree: dict[str, Any]) -> None:
     tree["search"]["cassette"]["speed"] = 2
     save(run, tree, task={"eval_limit": 3})
     found = settings(run)
@@ -121,7 +121,7 @@ def test_keys_of_another_version_are_left_out_and_named(run: Path, tree: dict[st
     assert set(left_out) == {"search.cassette.speed", "task.eval_limit"}
 
 
-def test_a_file_that_is_no_config_of_a_run_is_refused(run: Path, tree: dict[str, Any]) -> None:
+def test_an_invalid_config_of_a_run_is_refused(run: Path, tree: dict[str, Any]) -> None:
     for text in ("{", "[]", "a: 1", "task: 3\nsearch: {}\nrollout: {sampling: {}}"):
         (run / "config.yaml").write_text(text)
         with refused("malformed", run / "config.yaml"):
@@ -141,7 +141,7 @@ def test_a_file_that_is_no_config_of_a_run_is_refused(run: Path, tree: dict[str,
         (["A Who am I?", "B where is it?", "A Why?"], None),
     ],
 )
-def test_the_template_is_read_off_rows(tmp_path: Path, prompts: list[str], expected: str | None) -> None:
+def test_the_prompt_template_is_inferred_from_rows(tmp_path: Path, prompts: list[str], expected: str | None) -> None:
     write_rows(tmp_path / "rows.jsonl", prompts, RAW)
     found = template_of(tmp_path / "rows.jsonl")
     assert (found and found("how far")) == expected

@@ -1,4 +1,4 @@
-"""Output for a terminal, a pipe and a program; and questions one after the other."""
+"""Tests of a chat in a terminal, a pipe and a program: output, control characters, and a sequence of questions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import pytest
 from rich.console import Console
 
-from rlsys.apps.chat.conversation import Asked, EpisodeEnded, Failed, Kind, Observed, TextPiece
+from rlsys.apps.chat.conversation import EpisodeEnded, Failed, Kind, ObservationAdded, QuestionAccepted, TextPiece
 from rlsys.apps.chat.terminal import JsonScreen, TextScreen, lines_of, session
 from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import Generation
@@ -27,7 +27,7 @@ async def these(*questions: str) -> AsyncIterator[str]:
         yield question
 
 
-async def test_a_pipe_gets_the_response_as_it_is() -> None:
+async def test_a_pipe_gets_the_response_unchanged() -> None:
     screen = TextScreen(Console(file=(out := io.StringIO()), color_system=None, width=20), echo=True)
     assert await session(conversation(Script(codec(), (SEARCHES, ANSWERS)), Shelf()), these("Who?"), screen) == 0
     text = out.getvalue()
@@ -37,13 +37,13 @@ async def test_a_pipe_gets_the_response_as_it_is() -> None:
     assert "\x1b" not in text
 
 
-def test_nothing_acts_on_a_terminal() -> None:
+def test_control_characters_are_escaped() -> None:
     out = io.StringIO()
     screen = TextScreen(Console(file=out, color_system=None, width=20), echo=True)
     for event in (
-        Asked(HOSTILE, ""),
+        QuestionAccepted(HOSTILE, ""),
         TextPiece(0, Kind.text, HOSTILE),
-        Observed(0, HOSTILE),
+        ObservationAdded(0, HOSTILE),
         EpisodeEnded(HOSTILE, "answer", 0, 0, 1, 0.1),
         Failed(HOSTILE),
     ):
@@ -52,13 +52,13 @@ def test_nothing_acts_on_a_terminal() -> None:
     assert not set(out.getvalue()) & {"\x1b", "\x07", "\u202e", "\x9b", "\udc80"}
 
 
-def test_characters_that_an_encoding_lacks_are_spelled_out() -> None:
+def test_characters_that_the_encoding_lacks_are_escaped() -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
-    TextScreen(Console(file=out, color_system=None), echo=True).show(Asked("東 é", ""))
+    TextScreen(Console(file=out, color_system=None), echo=True).show(QuestionAccepted("東 é", ""))
     assert out.buffer.getvalue() == b"> \\u6771 \xe9\n"  # type: ignore[attr-defined]
 
 
-async def test_an_engine_that_dies_is_shown_and_raised() -> None:
+async def test_a_dead_engine_is_reported_and_raised() -> None:
     class Dead(Script):
         async def generate(self, *_: object) -> Generation:  # type: ignore[override]
             raise RunError("The engine has died.")
@@ -71,7 +71,7 @@ async def test_an_engine_that_dies_is_shown_and_raised() -> None:
     assert (last["event"], last["reason"], last["code"]) == ("failed", "The engine has died.", None)
 
 
-async def test_questions_one_after_the_other_go_on_after_a_bad_one() -> None:
+async def test_a_session_continues_after_a_bad_question() -> None:
     out = io.StringIO()
     asked = conversation(Script(codec(), (ANSWERS,)), Shelf())
     invited: list[int] = []
@@ -81,7 +81,7 @@ async def test_questions_one_after_the_other_go_on_after_a_bad_one() -> None:
     assert (failed, len(invited)) == (1, 4)
 
 
-async def test_ctrl_c_stops_the_answer_and_not_the_session() -> None:
+async def test_ctrl_c_stops_the_answer_but_not_the_session() -> None:
     out = io.StringIO()
     script = Script(codec(), (SEARCHES, ANSWERS), halt_after=6)
     going = asyncio.create_task(session(conversation(script, Shelf()), these("Who?", ""), JsonScreen(out)))
@@ -95,7 +95,7 @@ async def test_ctrl_c_stops_the_answer_and_not_the_session() -> None:
     assert script.cancelled == 1
 
 
-async def test_lines_come_when_they_are_written() -> None:
+async def test_lines_are_read_as_soon_as_they_are_written() -> None:
     reading, writing = os.pipe()
     lines = lines_of(reading)
     first = asyncio.ensure_future(anext(lines))

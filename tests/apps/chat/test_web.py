@@ -1,4 +1,4 @@
-"""The routes of the page: events as they come, what is refused, and who leaves."""
+"""Tests of the chat's web server: streamed events, refused requests, and clients that leave."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_question_is_answered_event_by_event(url: str) -> None:
         (b'{"question": "%s"}' % (b"x" * (1 << 16)), 413, "bytes"),
     ],
 )
-def test_a_bad_request_is_refused_by_what_is_wrong(url: str, body: bytes, status: int, named: str) -> None:
+def test_a_bad_request_is_refused_with_its_reason(url: str, body: bytes, status: int, named: str) -> None:
     answer = ask(url, content=body)
     assert answer.status_code == status
     assert named in answer.json()["detail"]
@@ -80,7 +80,7 @@ def test_only_the_page_itself_may_ask(url: str, headers: dict[str, str], status:
         (KeyError("x"), None, "KeyError"),
     ],
 )
-def test_whatever_breaks_ends_the_answer_with_what_it_was(problem: Exception, code: str | None, named: str) -> None:
+def test_any_error_ends_the_answer_with_its_reason(problem: Exception, code: str | None, named: str) -> None:
     class Broken(Script):
         async def generate(self, *_: object) -> Generation:  # type: ignore[override]
             raise problem
@@ -91,8 +91,8 @@ def test_whatever_breaks_ends_the_answer_with_what_it_was(problem: Exception, co
     assert named in last["reason"]
 
 
-async def test_a_client_that_leaves_while_an_event_is_sent_ends_the_episode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server holds an event, when it hears that the client has gone; no garbage collector closes its source."""
+async def test_the_episode_ends_when_the_client_leaves_during_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client leaves while the server sends an event; no garbage collector closes the source of events."""
     stream, held = web._stream, list[Any]()
     monkeypatch.setattr(web, "_stream", lambda *given: held.append(stream(*given)) or held[-1])
     script = Script(codec(), (SEARCHES, ANSWERS), halt_after=8)
@@ -104,7 +104,7 @@ async def test_a_client_that_leaves_while_an_event_is_sent_ends_the_episode(monk
         if (request := next(requests, None)) is not None:
             return request
         await sending.wait()
-        await script.halted.wait()  # There are further events by now.
+        await script.halted.wait()  # Further events are waiting by now.
         for _ in range(100):
             await asyncio.sleep(0)
         left.set()
@@ -114,7 +114,7 @@ async def test_a_client_that_leaves_while_an_event_is_sent_ends_the_episode(monk
         if message["type"] == "http.response.body":
             sending.set()
             await left.wait()
-            for _ in range(100):  # Until everybody has heard of it.
+            for _ in range(100):  # Lets all tasks run.
                 await asyncio.sleep(0)
 
     headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]

@@ -1,4 +1,4 @@
-"""`rlsys own`: the commands it stands for, what another call leaves out, and mistakes, told before anything is made."""
+"""Tests of `rlsys own`: the commands it runs, the ones a repeated call skips, and mistakes found before any work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typer import Exit
 from typer.testing import CliRunner
 
 from rlsys.apps.cli.main import app
-from rlsys.apps.cli.own import Wish, Words, _run, commands
+from rlsys.apps.cli.own import OwnOptions, Words, _run, commands
 from rlsys.config.compose import load_config
 from rlsys.errors import UserError
 from rlsys.observe.status import Progress
@@ -22,28 +22,28 @@ from rlsys.orchestrator.run_logger import RunLogger
 from tests.support.tiny_models import POLICY
 
 HUB = "Some/Model"
-"""A name that would be downloaded."""
+"""Name of a model that would be downloaded."""
 
 
 class World:
-    """Documents and questions, and a stand-in for the commands that take a machine: what they would leave is written."""
+    """Documents and questions, and a stand-in for the expensive commands, which writes their results at once."""
 
     def __init__(self, folder: Path) -> None:
         self.killed = False
-        """True for trainings that are killed soon after they have begun."""
+        """True if a training is killed soon after its start."""
         self.docs, self.questions, self.out = folder / "docs", folder / "q.csv", folder / "own"
         self.docs.mkdir()
         (self.docs / "a.txt").write_text("Kenya: capital Nairobi.")
         self.questions.write_text("question,answer\n" + "".join(f"what is {n}?,{n}\n" for n in range(20)))
 
-    def wish(self, **more: object) -> Wish:
+    def wish(self, **more: object) -> OwnOptions:
         given = {"kind": "bm25", "devices": "cpu", "config": "searchr1_tiny_cpu", "holdout": 4} | more
         quiet = ("tracking.wandb=false", "tracking.tensorboard=false")
         given["overrides"] = (*quiet, *given.get("overrides", ()))  # type: ignore[misc]
-        return Wish(self.docs, self.questions, POLICY, self.out, **given)  # type: ignore[arg-type]
+        return OwnOptions(self.docs, self.questions, POLICY, self.out, **given)  # type: ignore[arg-type]
 
-    def run(self, wish: Wish) -> list[Words]:
-        """All commands; the cheap ones are run."""
+    def run(self, wish: OwnOptions) -> list[Words]:
+        """Run all commands, the expensive ones by a stand-in, and return them."""
         done = []
         for words in commands(wish):
             done.append(words)
@@ -79,7 +79,7 @@ class World:
 
 
 class Downloaded(Exception):
-    """The Hub was asked."""
+    """Raised when the Hub is asked."""
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def names(done: list[Words]) -> list[str]:
     return [" ".join(words[:2]) if words[0] in ("search", "data") else words[0] for words in done]
 
 
-def test_from_documents_to_a_report(world: World) -> None:
+def test_documents_and_questions_lead_to_a_report(world: World) -> None:
     done = world.run(world.wish(steps=3, overrides=("trainer.seed=5",)))
     assert names(done) == [
         "search ingest", "search index", "data prepare", "data split", "train", "eval", "report",
@@ -103,14 +103,14 @@ def test_from_documents_to_a_report(world: World) -> None:
     settings = done[4][5:]
     config = load_config("searchr1_tiny_cpu", settings)
     assert (config.trainer.steps, config.trainer.seed) == (3, 5)
-    assert config.trainer.prompts_per_step == 16, "no more than there are to train on"
+    assert config.trainer.prompts_per_step == 16, "no more than the training questions"
     assert Path(config.task.train_path).read_text().count("\n") == 16
     assert Path(config.task.eval_path).read_text().count("\n") == 4
     assert (Path(config.search.index or "") / "manifest.json").is_file()
-    assert done[5][-len(settings) :] == settings, "evaluated as it was trained"
+    assert done[5][-len(settings) :] == settings, "the evaluation has the settings of the training"
 
 
-def test_a_run_that_was_broken_off_goes_on_and_finished_work_is_not_done_again(world: World) -> None:
+def test_an_interrupted_run_continues_without_repeating_finished_work(world: World) -> None:
     world.killed = True
     with pytest.raises(KeyboardInterrupt):
         world.run(world.wish())
@@ -121,17 +121,17 @@ def test_a_run_that_was_broken_off_goes_on_and_finished_work_is_not_done_again(w
     assert names(world.run(world.wish()))[4:] == ["report"]
 
 
-def test_a_run_that_went_on_or_is_asked_otherwise_is_evaluated_again(world: World) -> None:
+def test_a_continued_run_or_other_settings_are_evaluated_again(world: World) -> None:
     asked = []
     for more in ({"steps": 2}, {"steps": 4}, {"steps": 4, "overrides": ("eval.limit=3",)}):
         (words,) = [words for words in world.run(world.wish(**more)) if words[0] == "eval"]
         asked.append(Path(words[words.index("--out") + 1]))
-    assert len({folder.parent for folder in asked}) == 1, "one run, which went on"
+    assert len({folder.parent for folder in asked}) == 1, "one run, which was continued"
     assert len(set(asked)) == 3
     assert [folder.name.rpartition("-")[0][-1] for folder in asked] == ["2", "4", "4"], "the steps of each checkpoint"
 
 
-def test_other_settings_documents_or_questions_train_again(world: World) -> None:
+def test_other_settings_documents_or_questions_start_another_training(world: World) -> None:
     trained = [world.run(world.wish())[4], world.run(world.wish(overrides=("algorithm.clip_high=0.3",)))[4]]
     (world.docs / "b.txt").write_text("Mali: capital Bamako.")
     trained.append(world.run(world.wish())[4])
@@ -139,7 +139,7 @@ def test_other_settings_documents_or_questions_train_again(world: World) -> None
     trained.append(world.run(world.wish())[4])
     assert {words[0] for words in trained} == {"train"}
     names = [next(word for word in words if word.startswith("name=")) for words in trained]
-    assert len(set(names)) == 3, "of each set of documents and questions"
+    assert len(set(names)) == 3, "one for each set of documents and questions"
 
 
 def test_own_heldout_questions_prompt_and_tools_are_passed_on(world: World, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_own_heldout_questions_prompt_and_tools_are_passed_on(world: World, tmp_
     assert words[3:5] == ("--tool", tools[0])
 
 
-def test_a_command_that_fails_ends_it_as_it_ended(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_command_ends_with_its_exit_status(capfd: pytest.CaptureFixture[str]) -> None:
     _run(("data", "--help"))
     assert "$ rlsys data --help" in capfd.readouterr().out
     with pytest.raises(Exit) as ended:
@@ -170,7 +170,7 @@ def test_a_command_that_fails_ends_it_as_it_ended(capfd: pytest.CaptureFixture[s
 
 
 def refusal(world: World, model: str | Path = HUB, **more: object) -> UserError:
-    """The error that refuses a wish and leaves everything as it was."""
+    """Return the error that refuses a wish; checks that no file has changed."""
     before = set(world.docs.parent.rglob("*"))
     with pytest.raises(UserError) as caught:
         next(commands(replace(world.wish(**more), model=model)))
@@ -193,15 +193,12 @@ def of_questions(text: str) -> Callable[[World], object]:
         (of_questions("question,answer\nwhat?,1\nwho?,2\n"), "out_of_range", "q.csv"),
         (lambda world: world.out.write_text("a file"), "denied", "--out"),
         ({"overrides": ("trainer.stps=3",)}, None, "trainer.stps"),
-        ({"overrides": ("trainer.steps=2",), "steps": 1}, "conflict", "--steps"),
         ({"encoder": "minilm"}, "conflict", "--encoder"),
         ({"heldout": Path("no.csv")}, "conflict", "--holdout"),
         ({"overrides": ("task.max_turn_tokens=9999",)}, None, "task.max_total_tokens"),
-        ({"tools": ("nosuch.Tool",)}, None, "nosuch"),
-        ({"kind": "dense", "encoder": "no/such"}, None, "no/such"),
     ],
 )
-def test_what_cannot_be_used_is_refused_before_anything_is_made(
+def test_unusable_inputs_are_refused_before_any_file_is_written(
     world: World, change: Callable[[World], object] | dict[str, object], code: str | None, key: str
 ) -> None:
     more = change if isinstance(change, dict) else {}
@@ -212,9 +209,7 @@ def test_what_cannot_be_used_is_refused_before_anything_is_made(
     assert key in f"{problem.key} {problem}"
 
 
-def test_a_model_is_downloaded_once_all_else_is_sound_and_is_checked_then(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_is_downloaded_only_after_all_other_checks(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     wish = replace(world.wish(), model=HUB)
     with pytest.raises(Downloaded, match=HUB):
         next(commands(wish))
@@ -227,7 +222,7 @@ def test_a_model_is_downloaded_once_all_else_is_sound_and_is_checked_then(
     assert f"model.path={POLICY}" in train
 
 
-def test_a_run_that_cannot_be_read_goes_on(world: World) -> None:
+def test_a_run_with_damaged_files_is_continued(world: World) -> None:
     first = world.run(world.wish())
     run_dir = Path(first[-1][1])
     damages: list[tuple[str, Callable[[Path], object]]] = [
@@ -237,6 +232,6 @@ def test_a_run_that_cannot_be_read_goes_on(world: World) -> None:
     for name, damage in damages:
         damage(run_dir / name)
         again = world.run(world.wish())
-        assert names(again)[4:] == ["train", "report"], "what is evaluated stays so"
+        assert names(again)[4:] == ["train", "report"], "the evaluation is not repeated"
         assert again[4] == first[4]
         assert again[-1] == ("report", str(run_dir))

@@ -1,4 +1,4 @@
-"""Two models are the same where their bytes are, and what differs is named."""
+"""Tests of `verify`: equal models, changed or missing tensors, and configs that change the logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from rlsys.apps.convert.verify import TensorDifference, prompts, verify
 from rlsys.config.schema import ParallelConfig
 from rlsys.weights.convert.conversion import hf_to_megatron
-from rlsys.weights.convert.model_folder import info, open_side
+from rlsys.weights.convert.model_folder import open_model
 from tests.support.hf_models import json_of, make_model, reconfigured, rewritten, tensors_of
 
 
@@ -19,7 +19,7 @@ from tests.support.hf_models import json_of, make_model, reconfigured, rewritten
     ("family", "dtype", "critic"),
     [("qwen3-moe", torch.bfloat16, False), ("llama", torch.float32, True)],
 )
-def test_megatrons_model_computes_what_transformers_does(
+def test_the_megatron_model_computes_the_logits_of_transformers(
     family: str, dtype: torch.dtype, critic: bool, tmp_path: Path
 ) -> None:
     model = make_model(tmp_path / "model", family, dtype, critic)
@@ -29,10 +29,10 @@ def test_megatrons_model_computes_what_transformers_does(
     assert verdict.logits is not None
     assert verdict.logits.agreement > 0.9
     assert verdict.logits.largest > 0.1
-    assert {0, 99} <= set(prompts(open_side(model, None)).ravel()), "tokens of the whole vocabulary"
+    assert {0, 99} <= set(prompts(open_model(model, None)).ravel()), "tokens of the whole vocabulary"
 
 
-def test_a_changed_number_is_found_and_what_it_computes(tmp_path: Path) -> None:
+def test_a_changed_number_is_found_in_bytes_and_logits(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "qwen2")
     name = "model.layers.1.self_attn.v_proj.bias"
     changed = tensors_of(model)[name].clone()
@@ -51,7 +51,7 @@ def test_a_changed_number_is_found_and_what_it_computes(tmp_path: Path) -> None:
 
 
 def test_wrong_rotary_scaling_is_found_by_logits_alone(tmp_path: Path) -> None:
-    """The bytes are the same: the config is not."""
+    """The bytes are equal, the configs are not."""
     model, other = (make_model(tmp_path / name, "llama") for name in ("model", "other"))
     rope = json_of(model / "config.json")["rope_parameters"]
     assert isinstance(rope, dict)
@@ -62,7 +62,7 @@ def test_wrong_rotary_scaling_is_found_by_logits_alone(tmp_path: Path) -> None:
     assert verify(model, other, logits=False).same
 
 
-def test_dtypes_shapes_and_missing_tensors_are_named(tmp_path: Path) -> None:
+def test_other_dtypes_and_missing_tensors_are_named(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "qwen2")
     hf_to_megatron(model, tmp_path / "mg", dtype="float32", processes=1)
     verdict = verify(model, tmp_path / "mg")
@@ -76,7 +76,7 @@ def test_dtypes_shapes_and_missing_tensors_are_named(tmp_path: Path) -> None:
     assert verdict.note
 
 
-def test_too_little_memory_skips_logits_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_skips_the_logits_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model(tmp_path / "model")
     free = psutil.virtual_memory()._replace(available=1000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
@@ -84,20 +84,3 @@ def test_too_little_memory_skips_logits_and_says_so(tmp_path: Path, monkeypatch:
     assert verdict.same
     assert verdict.logits is None
     assert verdict.note
-
-
-def test_info_says_what_is_there(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "qwen3-moe", shard_size="40KB")
-    tensors = tensors_of(model).values()
-    hf_to_megatron(model, tmp_path / "mg", parallel=ParallelConfig(pp=3), processes=1)
-    of_hf, of_megatron = info(model), info(tmp_path / "mg")
-    assert (of_hf.format, of_hf.step) == ("hugging face", None)
-    assert (of_megatron.format, of_megatron.step) == ("torch_dist", 0)
-    assert of_hf.parameters == sum(tensor.numel() for tensor in tensors)
-    assert of_hf.nbytes == sum(tensor.nbytes for tensor in tensors) < of_hf.folder_bytes
-    assert of_hf.dtypes == {"bfloat16": of_hf.parameters}
-    for key in ("parameters", "nbytes", "dtypes", "architecture", "critic"):
-        assert getattr(of_megatron, key) == getattr(of_hf, key), key
-    assert of_hf.architecture is not None
-    assert of_hf.architecture["experts"] == 4
-    assert "tokenizer.json" in of_hf.also

@@ -1,4 +1,4 @@
-"""Downloads from a local server that speaks the Hub's protocol, with every fault that they must survive."""
+"""Tests of downloads from a local server that speaks the Hub's protocol, with dropped, corrupted and changed files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fake() -> Iterator[FakeHub]:
 
 
 class Bench:
-    """A downloader on a folder with a space in its name, with its waits written down in place of waited."""
+    """A downloader to a folder with a space in its name; it records its pauses and does not wait."""
 
     def __init__(self, fake: FakeHub, tmp_path: Path) -> None:
         self.hub = Hub(fake.url, TOKEN)
@@ -50,7 +50,7 @@ class Bench:
 
 @pytest.fixture
 def bench(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    """With blocks as small as these files are, and without the waits of huggingface_hub."""
+    """A bench with small blocks and without the pauses of huggingface_hub."""
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 10)
     monkeypatch.setattr("huggingface_hub.file_download.time", SimpleNamespace(sleep=lambda _: None))
     return Bench(fake, tmp_path)
@@ -64,7 +64,7 @@ def test_pieces_are_joined_and_checked(fake: FakeHub, bench: Bench) -> None:
     assert fake.authorised == [True, True]
 
 
-def test_small_files_are_checked_by_gits_checksum(fake: FakeHub, bench: Bench) -> None:
+def test_small_files_are_checked_by_their_git_checksum(fake: FakeHub, bench: Bench) -> None:
     target = Target("docs/README.md", bench.hub.find("a/set", ["README.md"]))
     assert bench.downloader.fetch(target, bench.advance).read_bytes() == b"small"
     (bench.folder / "docs" / "README.md").unlink()
@@ -73,14 +73,14 @@ def test_small_files_are_checked_by_gits_checksum(fake: FakeHub, bench: Bench) -
         bench.downloader.fetch(target, bench.advance)
 
 
-def test_a_dropped_connection_goes_on_where_it_broke(fake: FakeHub, bench: Bench) -> None:
+def test_a_download_continues_after_a_dropped_connection(fake: FakeHub, bench: Bench) -> None:
     fake.faults = [100, 200, None, 400]
     assert bench.fetch() == WHOLE
     assert [asked for _, asked in fake.asked] == ["", "bytes=100-", "bytes=300-", "", "bytes=400-"]
     assert (bench.told, bench.waits) == (4000, [])
 
 
-def test_a_new_process_goes_on_where_the_old_one_ended(fake: FakeHub, bench: Bench, tmp_path: Path) -> None:
+def test_a_new_process_continues_an_unfinished_download(fake: FakeHub, bench: Bench, tmp_path: Path) -> None:
     fake.faults = [None, 100, *["503"] * 6]
     with pytest.raises(RunError, match="503"):
         bench.fetch()
@@ -95,15 +95,13 @@ def test_a_new_process_goes_on_where_the_old_one_ended(fake: FakeHub, bench: Ben
 
 
 @pytest.mark.parametrize("faults", [["corrupt"], [100, "no ranges"], [100, "shifted"]])
-def test_a_corrupted_body_and_a_server_without_ranges_are_read_once_more(
-    fake: FakeHub, bench: Bench, faults: list[object]
-) -> None:
+def test_a_corrupted_body_or_wrong_range_is_downloaded_again(fake: FakeHub, bench: Bench, faults: list[object]) -> None:
     fake.faults = faults
     assert bench.fetch() == WHOLE
     assert bench.told == 4000
 
 
-def test_a_changed_file_starts_from_zero(fake: FakeHub, bench: Bench, tmp_path: Path) -> None:
+def test_a_changed_file_is_downloaded_from_its_start(fake: FakeHub, bench: Bench, tmp_path: Path) -> None:
     fake.faults = [100, *["503"] * 6]
     with pytest.raises(RunError):
         bench.fetch()
@@ -115,7 +113,7 @@ def test_a_changed_file_starts_from_zero(fake: FakeHub, bench: Bench, tmp_path: 
 
 
 @pytest.mark.parametrize("content", [WHOLE[:-1], b"!" + WHOLE[1:]])
-def test_a_file_in_the_way_is_checked_and_not_touched(fake: FakeHub, bench: Bench, content: bytes) -> None:
+def test_an_existing_file_is_checked_and_not_overwritten(fake: FakeHub, bench: Bench, content: bytes) -> None:
     bench.folder.mkdir()
     bench.path.write_bytes(content)
     with refused("exists", bench.path):
@@ -126,7 +124,7 @@ def test_a_file_in_the_way_is_checked_and_not_touched(fake: FakeHub, bench: Benc
     assert fake.asked == []
 
 
-def test_only_one_download_works_on_a_folder(bench: Bench) -> None:
+def test_a_second_download_to_a_folder_is_refused(bench: Bench) -> None:
     (bench.folder / ".downloads").mkdir(parents=True)
     with (bench.folder / ".downloads" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -144,7 +142,7 @@ def test_only_one_download_works_on_a_folder(bench: Bench) -> None:
         ("a b", "part_aa", "main", "malformed"),
     ],
 )
-def test_a_name_that_the_hub_does_not_have_is_refused(
+def test_an_unknown_data_set_file_or_revision_is_refused(
     bench: Bench, dataset: str, pattern: str, revision: str, code: Code
 ) -> None:
     with refused(code) as caught:
@@ -152,7 +150,7 @@ def test_a_name_that_the_hub_does_not_have_is_refused(
     assert caught.value.key.startswith(dataset)
 
 
-def test_a_gated_set_one_without_checksums_and_more_than_was_announced_are_refused(fake: FakeHub, bench: Bench) -> None:
+def test_gated_sets_missing_checksums_and_oversized_files_are_refused(fake: FakeHub, bench: Bench) -> None:
     fake.faults = ["endless"]
     with pytest.raises(RunError, match="part_aa"):
         bench.fetch()
@@ -164,7 +162,7 @@ def test_a_gated_set_one_without_checksums_and_more_than_was_announced_are_refus
         bench.hub.find("a/set", ["part_aa"])
 
 
-def test_space_is_asked_for_first_and_a_folder_that_can_be_written(tmp_path: Path, bench: Bench) -> None:
+def test_too_little_space_and_an_unwritable_folder_are_refused(tmp_path: Path, bench: Bench) -> None:
     require_space(tmp_path / "not" / "there yet", 1)
     with refused("no_room", tmp_path / "not"):
         require_space(tmp_path / "not", 10**15)

@@ -1,4 +1,4 @@
-"""Prepared questions: nothing is left out in silence, and held-out ones are the same whatever the order."""
+"""Tests of preparing questions: conversion, merging, prompts with tools, and the split into training and held-out."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def jsonl(path: Path, *rows: Any) -> Path:
     return path
 
 
-def test_a_public_row_becomes_a_row_of_search_r1_in_a_file_that_is_recorded_by_its_hash(tmp_path: Path) -> None:
+def test_a_public_row_becomes_a_row_of_search_r1_and_the_file_is_recorded_by_hash(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS, HAMLET)
     made = prepare_file(source, "nq", "test", tmp_path / "nq.jsonl", limit=2)
     first, second = (json.loads(line) for line in made.path.read_text().splitlines())
@@ -54,7 +54,7 @@ def test_a_public_row_becomes_a_row_of_search_r1_in_a_file_that_is_recorded_by_i
     }
 
 
-def test_every_bad_row_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+def test_all_bad_rows_are_reported_and_nothing_is_written(tmp_path: Path) -> None:
     bad = [{"question": "Who?"}, {"question": " ", "golden_answers": ["x"]}, [1], {**PARIS, "golden_answers": [""]}]
     source = jsonl(tmp_path / "raw.jsonl", HAMLET, *bad, PARIS)
     with refused("missing", f"{source}, line 2") as caught:
@@ -65,7 +65,7 @@ def test_every_bad_row_is_named_and_nothing_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "tsv", "parquet"])
-def test_own_files_of_every_kind_say_the_same(kind: str, tmp_path: Path) -> None:
+def test_own_files_of_every_format_give_the_same_questions(kind: str, tmp_path: Path) -> None:
     rows = [{"query": "Größte Stadt, von allen?", "answer": "Tokio"}, {"query": "Who?", "answer": 'a "b"'}]
     file = tmp_path / f"mine.{kind}"
     if kind == "jsonl":
@@ -81,13 +81,13 @@ def test_own_files_of_every_kind_say_the_same(kind: str, tmp_path: Path) -> None
     ]  # fmt: skip
 
 
-def test_fields_of_other_names_are_told(tmp_path: Path) -> None:
+def test_field_names_can_be_given(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "mine.jsonl", {"q": "Who?", "gold": ["me", "I"]})
     made = prepare_file(file, "mine", "train", tmp_path / "out.jsonl", question="q", answers="gold")
     assert read_questions(made.path)[0].answers == ("me", "I")
 
 
-def test_merged_rows_are_all_there_once_with_an_index_of_their_own(tmp_path: Path) -> None:
+def test_merged_files_hold_every_row_once_with_a_new_index(tmp_path: Path) -> None:
     one = prepare_file(jsonl(tmp_path / "a.jsonl", HAMLET, PARIS), "nq", "train", tmp_path / "nq.jsonl")
     two = prepare_file(jsonl(tmp_path / "b.jsonl", PARIS), "hotpotqa", "train", tmp_path / "hotpotqa.jsonl")
     for seed in (None, 3):
@@ -106,7 +106,7 @@ def prepare(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["prepare", *map(str, arguments)])
 
 
-def test_the_command_takes_local_files_in_their_usual_places(tmp_path: Path) -> None:
+def test_the_command_finds_local_files_in_the_layout_of_the_hub(tmp_path: Path) -> None:
     jsonl(tmp_path / "flashrag" / "nq" / "train.jsonl", HAMLET)
     jsonl(tmp_path / "flashrag" / "nq" / "test.jsonl", PARIS)
     done = prepare("nq", "--from", tmp_path / "flashrag", "--split", "train", "--split", "test", "--out", tmp_path)
@@ -133,7 +133,7 @@ CALCULATOR = "rlsys.rollout.tools.calculator.Calculator"
 
 
 def own(tmp_path: Path, *arguments: object) -> list[str]:
-    """The prompts that `prepare own` makes of two questions."""
+    """Return the prompts that `prepare own` makes of two questions."""
     source, out = jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS), tmp_path / "own.jsonl"
     done = prepare("own", source, "--out", out, *arguments)
     if done.exception:
@@ -141,7 +141,7 @@ def own(tmp_path: Path, *arguments: object) -> list[str]:
     return [one.prompt for one in read_questions(out)]
 
 
-def test_a_tool_is_told_of_behind_the_search_or_in_its_place(tmp_path: Path) -> None:
+def test_a_tool_is_described_after_the_search_or_in_its_place(tmp_path: Path) -> None:
     said = described([CALCULATOR])
     before, after = search_prompt("who wrote Hamlet").split("If you find no")
     assert own(tmp_path, "--tool", CALCULATOR)[0] == f"{before}{said} If you find no{after}"
@@ -159,9 +159,7 @@ def test_a_tool_is_told_of_behind_the_search_or_in_its_place(tmp_path: Path) -> 
         (b"{tools} {question}", ["--tool", "no_such.Tool"], "no_such"),
     ],
 )
-def test_a_prompt_that_cannot_be_used_is_refused(
-    tmp_path: Path, content: bytes, arguments: list[str], named: str
-) -> None:
+def test_an_unusable_prompt_is_refused(tmp_path: Path, content: bytes, arguments: list[str], named: str) -> None:
     file = tmp_path / "prompt.txt"
     file.write_bytes(content)
     with pytest.raises(UserError) as caught:
@@ -173,14 +171,9 @@ def test_a_prompt_that_cannot_be_used_is_refused(
 WORDS = st.lists(st.text("ab C", min_size=1, max_size=4).filter(str.strip), min_size=2, max_size=30)
 
 
-def write(file: Path, *texts: str) -> Path:
-    file.write_text("".join(json.dumps({"question": text, "golden_answers": ["a"]}) + "\n" for text in texts))
-    return file
-
-
 @settings(max_examples=50)
 @given(WORDS, st.integers(0, 3), st.randoms(use_true_random=False))
-def test_the_same_question_is_on_one_side_in_any_order(texts: list[str], seed: int, random: Random) -> None:
+def test_equal_questions_are_on_the_same_side_in_any_order(texts: list[str], seed: int, random: Random) -> None:
     different = {" ".join(text.split()).casefold() for text in texts}
     if len(different) < 2:
         return
@@ -196,7 +189,7 @@ def test_the_same_question_is_on_one_side_in_any_order(texts: list[str], seed: i
 
 
 @pytest.mark.parametrize(("many", "held"), [(2, 1), (40, 4), (9000, 500)])
-def test_a_tenth_is_held_out_and_500_at_most(many: int, held: int) -> None:
+def test_a_tenth_and_at_most_500_questions_are_held_out(many: int, held: int) -> None:
     assert sum(split([f"question {number}" for number in range(many)], None, 0, "x")) == held
 
 
@@ -206,10 +199,9 @@ def test_a_side_without_questions_is_refused(texts: list[str], count: int | None
         split(texts, count, 0, "mine.jsonl")
 
 
-def test_rows_are_written_as_they_were(tmp_path: Path) -> None:
+def test_a_split_keeps_rows_and_their_order(tmp_path: Path) -> None:
     rows = [{"question": f"Wer ist {n}?", "golden_answers": ["ö"], "more": {"n": n}} for n in range(10)]
-    source = tmp_path / "all.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = jsonl(tmp_path / "all.jsonl", *rows)
     train, heldout = tmp_path / "a" / "train.jsonl", tmp_path / "heldout.jsonl"
     assert split_file(source, train, heldout, 3) == (7, 3)
     parts = [[json.loads(line) for line in file.read_text().splitlines()] for file in (train, heldout)]
@@ -221,16 +213,16 @@ def test_rows_are_written_as_they_were(tmp_path: Path) -> None:
     ("train", "heldout", "code"),
     [("all.jsonl", "h.jsonl", "conflict"), ("t.jsonl", "t.jsonl", "conflict"), ("t.csv", "h.jsonl", "unsupported")],
 )
-def test_files_in_each_others_way_are_refused(tmp_path: Path, train: str, heldout: str, code: Code) -> None:
-    source = write(tmp_path / "all.jsonl", "a")
+def test_a_split_onto_its_own_files_is_refused(tmp_path: Path, train: str, heldout: str, code: Code) -> None:
+    source = jsonl(tmp_path / "all.jsonl", HAMLET)
     with refused(code, tmp_path / train):
         split_file(source, tmp_path / train, tmp_path / heldout)
     assert source.read_text().startswith("{")
 
 
-def test_chosen_questions_are_held_out_and_not_trained_on(tmp_path: Path) -> None:
-    source = write(tmp_path / "all.jsonl", *(f"q {n}" for n in range(5)))
-    chosen = write(tmp_path / "chosen.jsonl", " Q  3", "other")
+def test_chosen_questions_are_held_out_and_removed_from_training(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "all.jsonl", *(PARIS | {"question": f"q {n}"} for n in range(5)))
+    chosen = jsonl(tmp_path / "chosen.jsonl", PARIS | {"question": " Q  3"}, PARIS)
     train, heldout = tmp_path / "train.jsonl", tmp_path / "heldout.jsonl"
     assert split_file(source, train, heldout, chosen=chosen) == (4, 2)
     assert [json.loads(line)["question"] for line in train.read_text().splitlines()] == ["q 0", "q 1", "q 2", "q 4"]

@@ -1,4 +1,4 @@
-"""Prompts and limits of each baseline, and whole evaluations of the tiny policy with both engines."""
+"""Tests of an evaluation's execution: prompts and limits of each baseline, and evaluations of the tiny policy."""
 
 from __future__ import annotations
 
@@ -10,14 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from rlsys.apps.evaluation.evaluation_inputs import Baseline, EngineName, How
-from rlsys.apps.evaluation.execution import (
-    limits_of,
-    prompted,
-    require_its_weights,
-    run_evaluation,
-    with_passages,
-)
+from rlsys.apps.evaluation.evaluation_inputs import Baseline, EngineName, EvaluationMethod
+from rlsys.apps.evaluation.execution import limits_of, prompted, require_its_weights, run_evaluation, with_passages
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig, TagsConfig, TaskConfig
 from rlsys.data.question import Question, search_prompt
@@ -33,10 +27,10 @@ from tests.support.tiny_models import POLICY
 QUESTION = Question("q:1", "a row's own prompt", ("x",), text="  who wrote {this} <b>  ")
 TEXTS = ["Singa has which time zone?", "Which continent is Juja on?", "What is the capital of Mali?"]
 QUESTIONS = [Question(f"q:{n}", f"Question: {text}\n", ("Africa",), "tiny", text=text) for n, text in enumerate(TEXTS)]
-TRANSFORMERS = How(EngineName.transformers)
+TRANSFORMERS = EvaluationMethod(EngineName.transformers)
 
 
-def test_the_rows_prompts_or_search_r1s_are_asked_in_the_whole_loop() -> None:
+def test_the_search_loop_is_asked_with_own_prompts_or_those_of_search_r1() -> None:
     config = RunConfig()
     assert prompted(Baseline.none, QUESTION, TagsConfig()) is QUESTION
     assert limits_of(Baseline.none, config) is config
@@ -47,7 +41,7 @@ def test_the_rows_prompts_or_search_r1s_are_asked_in_the_whole_loop() -> None:
 
 
 @pytest.mark.parametrize("baseline", [Baseline.direct, Baseline.cot, Baseline.rag])
-def test_the_others_answer_in_one_turn(baseline: Baseline) -> None:
+def test_the_other_baselines_answer_in_one_turn(baseline: Baseline) -> None:
     task = TaskConfig(max_total_tokens=1000, max_turn_tokens=200, tools=["rlsys.rollout.tools.calculator.Calculator"])
     limited = limits_of(baseline, RunConfig(task=task))
     assert (limited.task.max_turns, limited.task.tools, limited.task.max_prompt_tokens) == (0, [], 800)
@@ -64,7 +58,7 @@ def test_the_others_answer_in_one_turn(baseline: Baseline) -> None:
     assert not {"<answer>", "<search>", "<information>", "</information>"} & set(own_tags.split())
 
 
-async def test_rag_puts_the_passages_of_its_search_before_the_question() -> None:
+async def test_rag_puts_the_passages_before_the_question() -> None:
     questions = [Question(f"q:{n}", "", ("x",), text=f"Who is {n}?") for n in range(3)]
     server = Script({one.text: found(one.text, f"all about {one.uid} </information>") for one in questions})
     config, codec = RunConfig(task=TaskConfig(max_observation_tokens=4000)), Codec(build_tokenizer(words=True))
@@ -96,34 +90,21 @@ def config(server: Search, tmp_path: Path) -> RunConfig:
     return replace(loaded, model=replace(loaded.model, path=str(POLICY)))
 
 
-@pytest.mark.slow
-@pytest.mark.engine
-async def test_both_engines_answer_alike(config: RunConfig) -> None:
-    sglang = await run_evaluation(config, QUESTIONS, How())
-    transformers = await run_evaluation(config, QUESTIONS, TRANSFORMERS)
-    assert [one.trajectory.response for one in sglang.answered] == [
-        one.trajectory.response for one in transformers.answered
-    ]
-    assert sglang.metrics() == transformers.metrics()
-    assert all(one.trajectory.turns for one in sglang.answered)
-
-
-@pytest.mark.parametrize("baseline", [Baseline.direct, Baseline.rag])
-async def test_a_baseline_asks_in_its_way(config: RunConfig, server: Search, baseline: Baseline) -> None:
-    evaluation = await run_evaluation(config, QUESTIONS, How(EngineName.transformers, baseline))
+async def test_rag_searches_for_every_question_and_answers_in_one_turn(config: RunConfig, server: Search) -> None:
+    evaluation = await run_evaluation(config, QUESTIONS, EvaluationMethod(EngineName.transformers, Baseline.rag))
     for one in evaluation.answered:
         assert one.question.prompt.startswith("Answer the given question")
         assert len(one.trajectory.turns) == 1
-    assert set(TEXTS) & set(server.asked) == (set(TEXTS) if baseline is Baseline.rag else set())
+    assert set(TEXTS) <= set(server.asked)
 
 
-async def test_transformers_refuses_to_draw_from_a_part_of_the_vocabulary(config: RunConfig) -> None:
+async def test_transformers_refuses_top_p_sampling(config: RunConfig) -> None:
     config.compat.sampled_validation, config.rollout.sampling.top_p = True, 0.9
     with refused("unsupported", "compat.sampled_validation"):
         await run_evaluation(config, QUESTIONS, TRANSFORMERS)
 
 
-def test_weights_of_another_model_are_refused_before_sglang_makes_them_up(tmp_path: Path) -> None:
+def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
     require_its_weights(POLICY)
     folder = shutil.copytree(POLICY, tmp_path / "other")
     weights = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Figures, files and page of held-out questions, worked out by hand; and the scores of Search-R1's code."""
+"""Tests of the figures, files and page of held-out questions, and of the scores of Search-R1's code."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def ask(question: Question, _sample: int, _temperature: float) -> Trajecto
     return EPISODES[question.uid]
 
 
-async def test_figures_by_hand() -> None:
+async def test_figures_of_four_questions() -> None:
     evaluation = await evaluate(QUESTIONS, ask, concurrency=2, step=7)
     row = evaluation.row()
     assert row.pop("figures") == {
@@ -73,7 +73,7 @@ async def test_figures_by_hand() -> None:
     assert {key: figures[key] for key in figures if "/" in key} == {"em/b": 1.0, "em/a": 0.0}
 
 
-async def test_answers_keep_the_order_of_the_questions_and_the_concurrency() -> None:
+async def test_answers_keep_the_order_of_questions_within_the_concurrency() -> None:
     running = most = 0
     ended: list[str] = []
     said: list[str] = []
@@ -95,7 +95,7 @@ async def test_answers_keep_the_order_of_the_questions_and_the_concurrency() -> 
     assert said == [f"evaluates {number}/4 questions" for number in (0, 1, 2, 3, 4)]
 
 
-async def test_every_question_is_asked_as_often_as_wanted_and_every_answer_noted() -> None:
+async def test_every_question_is_asked_for_each_sample_and_every_answer_noted() -> None:
     calls: list[tuple[str, int, float]] = []
     noted: list[Answered] = []
 
@@ -119,7 +119,7 @@ FIRST = [
 SECOND = [answered(asked(5, "Lyon", source="2wikimultihopqa"), "Lyon")]
 
 
-def test_every_set_has_its_figures_and_weighs_alike_in_the_average() -> None:
+def test_every_set_has_its_figures_and_equal_weight_in_the_average() -> None:
     sets = summarise(Evaluation(0, (*FIRST, *SECOND)))
     first, second = sets
     assert (first.name, first.questions, first.answers) == ("nq", 4, 4)
@@ -138,7 +138,7 @@ def test_every_set_has_its_figures_and_weighs_alike_in_the_average() -> None:
     assert (mean.questions, mean.answers) == (5, 5)
 
 
-def test_several_answers_to_a_question_are_averaged_before_they_are_counted() -> None:
+def test_several_answers_to_a_question_count_as_one_mean() -> None:
     answers = [
         answered(question, said, sample)
         for question, row in ((asked(1, "a1"), ["a1", "x", "a1", "x"]), (asked(2, "b2"), ["x", "x", "x", "x"]))
@@ -155,7 +155,7 @@ def config(path: Path = Path("none"), **compat: object) -> RunConfig:
     return RunConfig(task=TaskConfig(eval_path=str(path)), compat=CompatConfig(**compat))  # type: ignore[arg-type]
 
 
-def test_only_under_the_quirk_the_rest_after_the_last_whole_batch_is_left_out(tmp_path: Path) -> None:
+def test_the_last_partial_batch_is_left_out_only_under_the_quirk(tmp_path: Path) -> None:
     file = tmp_path / "heldout.jsonl"
     file.write_text("".join(json.dumps({"question": f"Q{n}?", "golden_answers": ["a"]}) + "\n" for n in range(7)))
     assert len(heldout_questions(config(file))) == 7
@@ -174,7 +174,7 @@ def test_only_under_the_quirk_the_rest_after_the_last_whole_batch_is_left_out(tm
     ],
 )
 def test_the_prompts_example_counts_only_under_the_quirk(written: str, gold: str, plain: float, quirky: float) -> None:
-    """An episode without an answer has "given" the prompt's example where the whole text is read."""
+    """The quirk reads the whole text, so an episode without an answer "gives" the example of the prompt."""
     prompt = "put it between <answer> and </answer>, like <answer> Beijing </answer>. Question: ...?"
     about, done = question(gold, prompt=prompt), episode(written, task=task_of(max_turns=0))
     assert heldout_score(config())(done, about).em == plain
@@ -198,7 +198,7 @@ EVALUATION = Evaluation(
 )
 
 
-def test_the_files_say_what_was_asked_and_answered(tmp_path: Path) -> None:
+def test_the_result_files_hold_questions_answers_and_figures(tmp_path: Path) -> None:
     with noting(tmp_path) as note:
         note(EVALUATION.answered[0])
         assert json.loads((tmp_path / PARTIAL).read_text())["uid"] == "q:1", "before the evaluation ends"
@@ -236,12 +236,12 @@ def page_of(*answers: Answered, shown: int = 20) -> str:
 
 
 def with_text(text: str) -> Answered:
-    """An answer with `text` in every place that somebody else fills."""
+    """Return an answer with `text` in every field that untrusted sources fill."""
     found = turn(Action.SEARCH, text, text, error=text, text=text)
     return answered(Question(text, text, (text, "x"), text, {"hops": text}, text), text, 0, found)
 
 
-def test_no_text_of_others_becomes_markup() -> None:
+def test_untrusted_text_never_becomes_markup() -> None:
     tame = page_of(with_text("tame"))
     assert f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">' in tame
     assert POLICY.startswith("default-src 'none'")
@@ -254,13 +254,3 @@ def test_no_text_of_others_becomes_markup() -> None:
         assert not {"\x1b", "\u202e", "\ud800"} & set(page)
         if evil.isprintable():
             assert evil in unescape(page), "it is shown as text"
-
-
-def test_the_page_is_of_the_answers() -> None:
-    answers = [answered(asked(n, "x", source="nq"), "x" if n % 3 == 0 else "y") for n in range(30)]
-    answers += [answered(asked(40, "x", source="own"), None)]
-    page = page_of(*answers, shown=4)
-    articles = sorted(re.findall(r'<article class="([^"]+)"', page))
-    assert articles == ["right set-0"] * 4 + ["wrong set-0"] * 4 + ["wrong set-1"]
-    assert page_of(*answers, shown=4) == page
-    assert "9 of 31" in page

@@ -1,4 +1,4 @@
-"""Inputs of an evaluation: sets of questions, models and checkpoints, and the problems of a config that matter to it."""
+"""Tests of an evaluation's inputs: question sets, models and checkpoints, and config problems that matter to it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEAD = "http://127.0.0.1:9"
 
 
 def write_set(file: Path, *sources: str) -> Path:
-    """A row for each of `sources`."""
+    """Write a row for each of `sources`."""
     file.parent.mkdir(parents=True, exist_ok=True)
     rows = [
         {"question": f"Who is {n}?", "golden_answers": ["x"], "data_source": name} for n, name in enumerate(sources)
@@ -42,7 +42,7 @@ def write_set(file: Path, *sources: str) -> Path:
     return file
 
 
-def test_the_reported_split_is_asked_whatever_else_is_there(tmp_path: Path) -> None:
+def test_the_reported_split_of_each_set_is_evaluated(tmp_path: Path) -> None:
     for split in ("train", "dev", "test"):
         write_set(tmp_path / "nq" / f"{split}.jsonl", "nq")
         write_set(tmp_path / "hotpotqa" / f"{split}.jsonl", "hotpotqa")
@@ -55,14 +55,14 @@ def test_missing_unknown_and_repeated_sets_are_refused(tmp_path: Path) -> None:
     with refused("not_found", "--data") as caught:
         find_sources(["hotpotqa", "nq", "musique"], tmp_path)
     commands = f"`rlsys data prepare hotpotqa --out {tmp_path} && rlsys data prepare musique --out {tmp_path}`"
-    assert commands in str(caught.value), "all that are missing at once"
+    assert commands in str(caught.value), "all missing sets are named at once"
     with refused("unknown", "--data"):
         find_sources(["triviqa"], tmp_path)
     with refused("conflict", "--data"):
         find_sources(["nq", str(file)], tmp_path)
 
 
-def test_questions_of_two_files_of_one_name_have_ids_of_their_own(tmp_path: Path) -> None:
+def test_questions_of_files_with_the_same_name_have_different_ids(tmp_path: Path) -> None:
     write_set(tmp_path / "nq" / "test.jsonl", "nq", "nq")
     write_set(tmp_path / "popqa" / "test.jsonl", "popqa", "")
     questions = questions_of(find_sources(["nq", "popqa"], tmp_path), RunConfig())
@@ -93,20 +93,20 @@ def find(path: Path, hf: Path | None = None) -> Model:
     return find_model(path, hf, f"--model {path}")
 
 
-def test_the_runs_config_says_the_original(saved: Path, tmp_path: Path) -> None:
+def test_the_original_model_is_read_from_the_runs_config(saved: Path, tmp_path: Path) -> None:
     expected = Model(saved / "actor", tmp_path / "original", 12)
     assert find(saved / "actor") == find(saved) == expected
     other = hf_folder(tmp_path / "other")
     assert find(saved, other).original == other
 
 
-def test_a_checkpoint_that_is_not_whole_is_refused(saved: Path) -> None:
+def test_an_incomplete_checkpoint_is_refused(saved: Path) -> None:
     (saved / "actor" / "shard.bin").write_bytes(b"123")
     with pytest.raises(UserError, match=r"shard\.bin"):
         find(saved / "actor")
 
 
-def test_a_folder_without_its_original_or_with_one_too_many_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_a_missing_or_superfluous_original_is_refused(saved: Path, tmp_path: Path) -> None:
     bare, original = tmp_path / "bare", tmp_path / "original"
     bare.mkdir()
     with refused("missing", "--hf"):
@@ -120,8 +120,8 @@ def test_a_folder_without_its_original_or_with_one_too_many_is_refused(saved: Pa
         find(tmp_path / "nowhere")
 
 
-def test_a_checkpoint_is_converted_for_as_long_as_it_takes(tmp_path: Path) -> None:
-    """The converted folder goes again; the checkpoint says its original itself."""
+def test_a_checkpoint_is_converted_temporarily(tmp_path: Path) -> None:
+    """The converted folder is removed at the end, also after an error."""
     hf_to_megatron(POLICY, tmp_path / "megatron", processes=1)
     assert find(tmp_path / "megatron").original == tmp_path / "megatron" / "hf"
     work = tmp_path / "work"
@@ -138,15 +138,15 @@ def test_a_checkpoint_is_converted_for_as_long_as_it_takes(tmp_path: Path) -> No
     ("kinds", "speaks"),
     [('["GPT2LMHeadModel"]', True), ("null", True), ('["BertForMaskedLM"]', False), ("3", False)],
 )
-def test_a_model_that_says_no_text_is_refused(tmp_path: Path, kinds: str, speaks: bool) -> None:
+def test_a_model_without_a_language_model_head_is_refused(tmp_path: Path, kinds: str, speaks: bool) -> None:
     folder = hf_folder(tmp_path / "model")
     (folder / "config.json").write_text(f'{{"architectures": {kinds}}}')
     with nullcontext() if speaks else refused("unsupported", folder), as_hf(find(folder), tmp_path) as path:
         assert path == folder
 
 
-def test_a_critic_is_not_evaluated_as_a_policy(tmp_path: Path) -> None:
-    """One word away from the actor, and every engine would load it with an output layer made up."""
+def test_a_critic_is_refused_as_a_policy(tmp_path: Path) -> None:
+    """Any engine would load it, with a random output layer."""
     hf_to_megatron(POLICY, tmp_path / "critic", values=True, processes=1)
     megatron_to_hf(tmp_path / "critic", tmp_path / "hf", POLICY, processes=1)
     (tmp_path / "work").mkdir()
@@ -157,14 +157,14 @@ def test_a_critic_is_not_evaluated_as_a_policy(tmp_path: Path) -> None:
 
 @pytest.fixture
 def own(tmp_path: Path) -> str:
-    """A file of questions, which nobody reads here."""
+    """A file of questions, which is not read here."""
     file = tmp_path / "own.jsonl"
     file.write_text("{}\n")
     return str(file)
 
 
 def config_of(*overrides: str) -> RunConfig:
-    """The config of a run that has neither questions nor a model nor an index."""
+    """Return the config of a run without questions, model and index."""
     nothing = ["task.train_path=none", "task.eval_path=none", "model.path=none", "search.index=none"]
     return load_config("searchr1_tiny_cpu", [*nothing, *overrides])
 
@@ -176,22 +176,22 @@ async def want(
 
 
 async def problems_of(config: RunConfig, *names: str, **flags: object) -> list[str]:
-    """The beginnings of all sentences that refuse it."""
+    """Return the first word of each message that refuses the inputs."""
     with pytest.raises(UserError) as caught:
         await want(config, *names, **flags)  # type: ignore[arg-type]
     return [line.partition(" ")[0] for line in str(caught.value).splitlines()]
 
 
-async def test_training_files_and_values_that_flags_replace_may_be_missing(own: str) -> None:
+async def test_missing_files_that_flags_replace_are_no_problem(own: str) -> None:
     config = config_of("search.topk=0")
     before = copy.deepcopy(config)
     wanted = await want(config, own)
     assert [source.path for source in wanted.sources] == [Path(own)]
     assert (wanted.model.folder, wanted.config.model.path) == (POLICY, str(POLICY))
-    assert config == before, "the caller's config is his own"
+    assert config == before, "the caller's config is unchanged"
 
 
-async def test_all_problems_that_matter_are_told_at_once(own: str) -> None:
+async def test_all_relevant_problems_are_reported_at_once(own: str) -> None:
     assert await problems_of(config_of(), model=None) == ["model.path=none", "task.eval_path=none"]
     broken, rag = config_of("search.topk=0"), Baseline.rag
     assert await problems_of(broken, own, baseline=rag) == ["search.topk=0", "search.index=none"]
@@ -200,7 +200,7 @@ async def test_all_problems_that_matter_are_told_at_once(own: str) -> None:
     await want(off, own, baseline=Baseline.none)
 
 
-async def test_a_server_is_asked_unless_its_settings_are_wrong(own: str) -> None:
+async def test_the_server_is_checked_after_the_settings(own: str) -> None:
     with pytest.raises(RunError, match=DEAD):
         await want(config_of(f"search.url={DEAD}"), own, baseline=Baseline.search)
     wrong = config_of(f"search.url={DEAD}", "search.topk=0")

@@ -1,4 +1,4 @@
-"""The batched generator against `generate` of Hugging Face, one prompt at a time, with the tiny policy."""
+"""Tests of the batched generator against `generate` of Hugging Face, one prompt at a time, with the tiny policy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def model() -> Qwen2ForCausalLM:
 def reference(
     model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, prompt: list[int], *stop: str
 ) -> tuple[list[int], list[float]]:
-    """Tokens and log-probs of Hugging Face's own greedy search."""
+    """Return tokens and log-probs of Hugging Face's own greedy search."""
     found = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -67,13 +67,13 @@ async def generate_all(
     )
 
 
-async def test_a_batch_says_what_hugging_face_says_alone(
+async def test_a_batch_generates_what_hugging_face_generates_for_each_prompt(
     model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast
 ) -> None:
     prompts = [words(prompt)["input_ids"] for prompt in PROMPTS]
     assert len({len(prompt) for prompt in prompts}) > 2
     tokens, _ = reference(model, words, prompts[1])
-    stop = (words.decode(tokens[2:4]), "never said")  # Stands in the middle of one answer, and so ends it.
+    stop = (words.decode(tokens[2:4]), "never said")  # The first is in the middle of one answer and ends it.
     sampling, ends = TurnSampling(0.0, stop=stop, max_new_tokens=NEW_TOKENS), set()
     for prompt, got in zip(prompts, await generate_all(generator_of(batch=3), prompts, sampling), strict=True):
         tokens, logprobs = reference(model, words, prompt, *stop)
@@ -85,7 +85,7 @@ async def test_a_batch_says_what_hugging_face_says_alone(
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-async def test_further_end_tokens_of_either_config_end_too(
+async def test_end_tokens_of_both_configs_end_an_answer(
     model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, file: str, tmp_path: Path
 ) -> None:
     """Chat models have several; the engine stops at each of them."""
@@ -99,8 +99,10 @@ async def test_further_end_tokens_of_either_config_end_too(
     assert (got.token_ids, got.finish) == (said[: said.index(end) + 1], "stop")
 
 
-async def test_tokens_are_drawn_as_the_model_says(model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast) -> None:
-    """Frequencies over many requests against the distribution at that temperature, and its log-probs."""
+async def test_tokens_are_drawn_from_the_models_distribution(
+    model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast
+) -> None:
+    """Compares frequencies over many requests with the model's distribution, and the log-probs too."""
     prompt, temperature, draws = words(PROMPTS[0])["input_ids"], 1.7, 400
     with torch.no_grad():
         logits = model(torch.tensor([prompt])).logits[0, -1].double()
@@ -115,7 +117,7 @@ async def test_tokens_are_drawn_as_the_model_says(model: Qwen2ForCausalLM, words
         assert one.logprobs[0] == pytest.approx(float(expected[one.token_ids[0]].log()), abs=1e-4)
 
 
-async def test_a_drawn_answer_depends_on_its_request_alone(words: PreTrainedTokenizerFast) -> None:
+async def test_a_drawn_answer_does_not_depend_on_its_batch(words: PreTrainedTokenizerFast) -> None:
     prompts, sampling = [words(prompt)["input_ids"] for prompt in PROMPTS], TurnSampling(1.0, max_new_tokens=8)
 
     async def drawn(batch: int, seed: int = 0) -> list[list[int]]:
@@ -126,8 +128,8 @@ async def test_a_drawn_answer_depends_on_its_request_alone(words: PreTrainedToke
     assert await drawn(16, seed=1) != alone
 
 
-def test_weights_that_are_missing_or_of_another_shape_and_files_cut_short_are_refused(tmp_path: Path) -> None:
-    """Transformers would draw them at random, and the answers with them."""
+def test_missing_misshaped_and_truncated_weights_are_refused(tmp_path: Path) -> None:
+    """Transformers would initialise them at random."""
     folder, name = shutil.copytree(POLICY, tmp_path / "model"), "model.norm.weight"
     weights = load_file(folder / "model.safetensors")
     norm = weights.pop(name)
@@ -146,7 +148,7 @@ def test_weights_that_are_missing_or_of_another_shape_and_files_cut_short_are_re
 async def test_a_cancelled_request_does_not_disturb_the_others(
     model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, leaves: str
 ) -> None:
-    """Neither the one that decodes for both nor the one that waits; who stays hears every token of its own answer."""
+    """`leaves` is the request that decodes for both, or the one that waits."""
     generator, prompt = generator_of(), words(PROMPTS[0])["input_ids"]
     sampling = TurnSampling(0.0, max_new_tokens=NEW_TOKENS)
     heard: dict[str, list[list[int]]] = {"first": [], "second": []}

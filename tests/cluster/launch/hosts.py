@@ -1,8 +1,8 @@
-"""Two hosts on one machine, each a set of namespaces with an address of its own, and `rlsys launch` on them.
+"""Two hosts on one machine, each a set of namespaces with its own address, and `rlsys launch` on them.
 
-A host has its own network, host name, process numbers, /tmp and /dev/shm; the rest of the file system is both's, as on a
-cluster with a common disk. Nothing leaves the cable between them. A host's processes end with its first, which ends when
-this process closes or dies.
+A host has its own network, host name, process numbers, /tmp and /dev/shm; the rest of the file system is shared, as on a
+cluster with a common disk. No packet leaves the cable between them. A host's processes end with its first one, which ends
+when this process closes it or dies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from examples.searchr1.tiny.demo import prepare_world
 from tests.support.paths import PROJECT
 
 _INIT = "import signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); print('up', flush=True); sys.stdin.read()"
-"""The first process of a host: it lets orphans go, and ends once nobody holds its input."""
+"""Program of a host's first process: it reaps orphans, and ends when its input is closed."""
 _ALONE = ("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
 _SETTINGS = [
     "eval.interval=0",
@@ -40,7 +40,7 @@ _SETTINGS = [
     "cluster.placement={actor: '0-1', inference: '2', rollout: '3'}",
     "rollout.engine.kv_cache_tokens=16384",
 ]
-"""The actor on the first machine, the others on the second."""
+"""Settings with the actor on the first machine and the other groups on the second."""
 
 
 @dataclass
@@ -62,11 +62,11 @@ class Host:
             )
 
     def run(self, *command: str) -> str:
-        """What a command there prints. Raises CalledProcessError if it fails."""
+        """Run a command there and return its output. Raises CalledProcessError if it fails."""
         return subprocess.run([*self._enter(), *command], check=True, capture_output=True, text=True).stdout
 
     def processes(self) -> list[psutil.Process]:
-        """All that runs there but the host's first process."""
+        """Return the processes there, without the host's first."""
         namespace = os.readlink(f"/proc/{self._first.pid}/ns/pid")
         found = []
         for process in psutil.process_iter():
@@ -76,16 +76,10 @@ class Host:
         return found
 
     def cut_off(self, other: Host) -> None:
-        """Lose all packets between the two, which go to nobody's card from now on; connections stay as they are."""
+        """Lose all packets between the two hosts: they go to an address without a card. Connections stay open."""
         for here, there in ((self, other), (other, self)):
-            nobody = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", "eth0")
-            here.run("ip", "neighbour", "replace", there.address, *nobody)
-
-    def power_off(self, other: Host) -> None:
-        """End everything there at once, without a word to the other."""
-        self.cut_off(other)
-        self._first.kill()
-        self._first.wait(60)
+            nowhere = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", "eth0")
+            here.run("ip", "neighbour", "replace", there.address, *nowhere)
 
     def _enter(self) -> list[str]:
         return ["nsenter", "-t", str(self._first.pid), "--net", "--mount", "--uts", "--pid"]
@@ -93,7 +87,7 @@ class Host:
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[list[Host]]:
-    """Hosts named node-0 and node-1; `folder` is theirs in common. Skips where namespaces are not allowed."""
+    """Start hosts named node-0 and node-1 that share `folder`. Skips if namespaces are not allowed."""
     probe = subprocess.run(
         [*_ALONE, "sh", "-c", "ip link add left type veth peer name right"], capture_output=True, text=True, check=False
     )
@@ -108,7 +102,7 @@ def two_hosts(folder: Path) -> Iterator[list[Host]]:
 
 
 def _set_up(name: str, folder: Path) -> str:
-    """A script that gives a host its name, its own /dev/shm, and its own /tmp with what both have in it."""
+    """Return a script that gives a host its name, its own /dev/shm, and its own /tmp with the shared folders."""
     own = folder / "private" / name
     own.mkdir(parents=True)
     both = {path.resolve() for path in (folder, PROJECT, Path(sys.prefix), Path(sys.base_prefix))}
@@ -125,7 +119,7 @@ def _set_up(name: str, folder: Path) -> str:
 
 @contextmanager
 def _first_process(set_up: str) -> Iterator[psutil.Process]:
-    """A process in namespaces of its own, with everything that it and others start in them."""
+    """Start a process in its own namespaces; at the end, all processes in them end."""
     wrapper = subprocess.Popen(
         [*_ALONE, "sh", "-c", f'{set_up} && exec {sys.executable} -S -c "{_INIT}"'],
         stdin=subprocess.PIPE,
@@ -136,7 +130,7 @@ def _first_process(set_up: str) -> Iterator[psutil.Process]:
     try:
         assert wrapper.stdout.readline() == b"up\n"
         (first,) = psutil.Process(wrapper.pid).children()
-        with open(f"/proc/{first.pid}/ns/net"):  # Else the cable would go with the last process of one host.
+        with open(f"/proc/{first.pid}/ns/net"):  # Keeps the cable until both hosts have ended.
             yield first
     finally:
         wrapper.stdin.close()
@@ -154,7 +148,7 @@ def _in(process: psutil.Process, script: str) -> None:
 
 
 class Launched:
-    """The launcher of one of two hosts, while it runs and afterwards. `home` is by default this user's."""
+    """The launcher on one of two hosts. `home` is by default this user's."""
 
     def __init__(
         self, hosts: Sequence[Host], rank: int, folder: Path, *arguments: str, home: Path | None = None
@@ -171,7 +165,7 @@ class Launched:
         )
 
     def wait(self) -> int:
-        """Its exit status."""
+        """Wait for the end and return the exit status."""
         try:
             return self._process.wait(540)
         except subprocess.TimeoutExpired:
@@ -179,22 +173,22 @@ class Launched:
             raise AssertionError(f"still running:\n{self.said()}") from None
 
     def signal(self, number: int) -> None:
-        """Send a signal to the launcher itself, which is below the command that enters the host."""
+        """Send a signal to the launcher, a child of the command that enters the host."""
         (launcher,) = psutil.Process(self._process.pid).children()
         launcher.send_signal(number)
 
     def said(self) -> str:
-        """All that it has printed."""
+        """Return its output so far."""
         return self.log.read_text(errors="replace")
 
     def leaves_nothing(self) -> bool:
-        """Whether no process and none of its folders are left on its host."""
+        """Wait until no process is left on its host; return True if none of its folders is left either."""
         wait_until(lambda: not self.host.processes(), self)
         return "rlsys-" not in self.host.run("ls", "/tmp")
 
 
 def wait_until(condition: Callable[[], object], *launched: Launched) -> None:
-    """Return once `condition` holds. Raises AssertionError, with what the launchers said, if it does not in time."""
+    """Return once `condition` holds. Raises AssertionError with the launchers' output if it does not in time."""
     until = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < until, "\n".join(one.said() for one in launched)

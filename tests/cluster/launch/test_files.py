@@ -1,4 +1,4 @@
-"""The files of launch/: what they run is a command that is there, and fits the config that they name."""
+"""Tests of the files in launch/: they run a valid command, and request the machines of their config."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ exit 7
 
 
 def parsed(words: list[str]) -> dict[str, Any]:
-    """What `rlsys launch` takes `words` for."""
+    """Return the parameters that `rlsys launch` reads from `words`."""
     app = typer.Typer()
     app.command()(command)
     return typer.main.get_command(app).make_context("launch", words).params
 
 
-def test_slurms_file_runs_the_launcher_once_a_machine_and_passes_its_status_on(tmp_path: Path) -> None:
+def test_slurm_file_runs_the_launcher_on_each_machine_and_returns_its_status(tmp_path: Path) -> None:
     for name, script in (("srun", SRUN), ("python", "#!/bin/sh\nexit 0\n")):
         (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
@@ -40,7 +40,7 @@ def test_slurms_file_runs_the_launcher_once_a_machine_and_passes_its_status_on(t
     settings = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "PYTHON": python}
 
     def given(*words: str, **more: str) -> list[str]:
-        """What srun is given."""
+        """Return the arguments of srun."""
         done = subprocess.run(["bash", str(SBATCH), *words], cwd=tmp_path, env=kept | settings | more, check=False)
         assert done.returncode == 7
         return (tmp_path / "srun.words").read_text().splitlines()
@@ -53,7 +53,7 @@ def test_slurms_file_runs_the_launcher_once_a_machine_and_passes_its_status_on(t
     config = load_config(params["config_name"], params["overrides"])
     check_searching(config)
     assert (config.search.index, params["wait"]) == ("/a b", 600)
-    # The file's own number of machines is that of its own config.
+    # The file requests the machines of the config that it names.
     assert f"#SBATCH --nodes={config.cluster.nodes}\n" in SBATCH.read_text()
     assert f"#SBATCH --gpus-per-node={config.cluster.devices_per_node}\n" in SBATCH.read_text()
     words = given("searchr1_tiny_cpu", "trainer.steps=3", WAIT_S="9")
@@ -62,7 +62,7 @@ def test_slurms_file_runs_the_launcher_once_a_machine_and_passes_its_status_on(t
     assert found == ("searchr1_tiny_cpu", ["trainer.steps=3"], 9)
 
 
-def test_the_kubernetes_job_has_the_machines_that_its_config_needs() -> None:
+def test_kubernetes_job_has_the_machines_that_its_config_needs() -> None:
     job = yaml.safe_load(RAYJOB.read_text())
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     words = shlex.split(job["spec"]["entrypoint"])
@@ -72,7 +72,7 @@ def test_the_kubernetes_job_has_the_machines_that_its_config_needs() -> None:
     config = load_config(params["config_name"], params["overrides"])
     check_searching(config)
     cluster = job["spec"]["rayClusterSpec"]
-    assert cluster["authOptions"] == {"mode": "token"}, "all pods see the dashboard, at which code can be run"
+    assert cluster["authOptions"] == {"mode": "token"}, "all pods reach the dashboard, which can run code"
     (workers,) = cluster["workerGroupSpecs"]
     assert 1 + workers["replicas"] == config.cluster.nodes
     for group in (cluster["headGroupSpec"], workers):

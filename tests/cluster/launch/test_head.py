@@ -1,4 +1,4 @@
-"""The first machine: who has come, who is missing or lost, and logs that are copied as they grow, each byte once."""
+"""Tests of the first machine of a launch: missing and lost machines, logs that are copied as they grow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from rlsys.cluster.launch import head
-from rlsys.cluster.launch.head import Crew, GatheredLogs, NodeAgent
+from rlsys.cluster.launch.head import ClusterNodes, GatheredLogs, NodeAgent
 from rlsys.cluster.launch.ray_node import FOLDER_VARIABLE
 from rlsys.cluster.launch.role import Role
 from rlsys.cluster.local_ray import rays_own
@@ -30,11 +30,11 @@ def machine(rank: int, host: str) -> Machine:
     return Machine(rank, True, host, f"10.0.0.{rank}", f"{rank + 1:056x}", f"node-{rank}", {})
 
 
-async def test_machines_that_do_not_come_are_named_and_ranks_given_twice_refused(
+async def test_missing_machines_are_named_and_duplicate_ranks_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def assembled(*there: Machine) -> Coroutine[Any, Any, list[Machine]]:
-        """`there` when all of a run of three machines have come, with no time to wait for more."""
+        """Assemble a run of three machines of which `there` have come, without waiting for more."""
         monkeypatch.setattr(head, "machines", lambda: list(there))
         return head._assemble(ROLE, "a:6379", 60.0, 0.0, None, print)
 
@@ -46,10 +46,10 @@ async def test_machines_that_do_not_come_are_named_and_ranks_given_twice_refused
         await assembled(a, b, machine(1, "c"))
 
 
-async def test_machines_that_are_lost_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_lost_machines_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(head, "remote_shell", lambda *_: None)
     a, b = machine(0, "a"), machine(1, "b")
-    crew = Crew(None, [a, b], tmp_path, None, print)  # type: ignore[arg-type]
+    crew = ClusterNodes(None, [a, b], tmp_path, None, print)  # type: ignore[arg-type]
     monkeypatch.setattr(head, "lost", lambda _known: [])
     await crew.require_all()
     monkeypatch.setattr(head, "lost", lambda known: known[1:])
@@ -57,13 +57,13 @@ async def test_machines_that_are_lost_are_named(monkeypatch: pytest.MonkeyPatch,
         await crew.require_all()
 
 
-async def test_a_port_of_the_head_that_is_taken_is_refused() -> None:
+async def test_taken_port_of_the_head_is_refused() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken, refused("in_use", "--head"):
-        await head.lead(None, Role(0, 1, "127.0.0.1", taken.getsockname()[1]), print)  # type: ignore[arg-type]
+        await head.run_head(None, Role(0, 1, "127.0.0.1", taken.getsockname()[1]), print)  # type: ignore[arg-type]
 
 
 def called(*agents: NodeAgent, silent: int = -1) -> Mock:
-    """Stands for a group of agents, of which one may not answer."""
+    """Return a mock of a group of agents, one of which may be silent."""
 
     async def call_rank(index: int, method: str, *args: Any, timeout_s: float) -> Any:
         if index == silent and timeout_s:
@@ -81,7 +81,7 @@ def ray_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return logs
 
 
-async def test_logs_grow_move_and_begin_anew(ray_logs: Path, tmp_path: Path) -> None:
+async def test_logs_are_copied_once_as_they_grow_move_and_restart(ray_logs: Path, tmp_path: Path) -> None:
     gathering = GatheredLogs(called(NodeAgent()), [3], tmp_path / "first")
     (ray_logs / "raylet.out").write_bytes(b"one\n")
     (ray_logs / "events").mkdir()
@@ -101,16 +101,14 @@ async def test_logs_grow_move_and_begin_anew(ray_logs: Path, tmp_path: Path) -> 
     (ray_logs / "raylet.out").write_bytes(b"new\n")
     await gathering.gather(1)
     assert (there / "raylet.out").read_bytes() == b"one\ntwo\nnew\n"
-    # A resumed run has those of its earlier lives beside its own.
+    # A resumed run keeps the logs of its earlier lives beside its own.
     resumed = GatheredLogs(called(NodeAgent()), [3], tmp_path / "second")
     await resumed.gather(1)
     resumed.move_to(tmp_path / "run" / "logs" / "nodes")
     assert len(list((tmp_path / "run" / "logs" / "nodes").glob("*/3/ray/raylet.out"))) == 2
 
 
-async def test_logs_of_workers_come_from_machines_that_have_another_folder_and_answer(
-    ray_logs: Path, tmp_path: Path
-) -> None:
+async def test_logs_of_workers_are_copied_from_machines_with_another_folder(ray_logs: Path, tmp_path: Path) -> None:
     shared, own = tmp_path / "shared", tmp_path / "own"
     for folder in (shared, own):
         folder.mkdir()
@@ -126,7 +124,7 @@ async def test_logs_of_workers_come_from_machines_that_have_another_folder_and_a
     assert found == {"0/ray/a.log", "1/ray/a.log", "1/workers/actor-1.log"}
 
 
-def test_the_end_is_told_before_the_search_server_takes_its_time(tmp_path: Path) -> None:
+def test_end_is_written_before_the_search_server_is_closed(tmp_path: Path) -> None:
     agent, told = NodeAgent(), []
     agent._server = Mock()
     agent._server.close.side_effect = lambda: told.append((tmp_path / "ray" / "end.json").read_text())
@@ -135,8 +133,9 @@ def test_the_end_is_told_before_the_search_server_takes_its_time(tmp_path: Path)
     assert not list((tmp_path / "ray").glob("rlsys-node-*"))
 
 
-def test_a_machine_says_what_is_wrong_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search and the questions are for the head to look at."""
+def test_machine_reports_its_findings_except_search_and_questions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     findings = [wrong(what, "it is not there", "get it") for what in ("model.path", "search server", "task.eval_path")]
     doctor = tmp_path / "doctor"
     doctor.write_text(f"#!/bin/sh\necho '{json.dumps(as_data('a_run', [ok('config', 'good'), *findings]))}'\nexit 2\n")

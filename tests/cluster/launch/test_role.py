@@ -1,4 +1,4 @@
-"""A machine's role, from flags or from the environment, and the machines that serve searches."""
+"""Tests of a machine's role, from flags or the environment, and of the machines that serve searches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SLURM = {"SLURM_NODEID": "2", "SLURM_NNODES": "4", "SLURM_JOB_NODELIST": "gpu[09
         (SLURM, {"rank": 0}, Role(0, 4, "gpu09", 6379, ("gpu09", "gpu10", "gpu11", "big"))),
     ],
 )  # fmt: skip
-def test_flags_go_before_the_environment(
+def test_role_follows_flags_then_the_environment(
     environment: Mapping[str, str], flags: Mapping[str, Any], expected: Role
 ) -> None:
     assert find_role(environment, 1, **flags) == expected
@@ -59,14 +59,14 @@ def test_flags_go_before_the_environment(
         ({}, 2, {"rank": 0, "head": "a:0"}, "out_of_range", "--head"),
     ],
 )
-def test_a_role_that_does_not_fit_is_refused(
+def test_inconsistent_role_is_refused(
     environment: Mapping[str, str], wanted: int, flags: Mapping[str, Any], code: Code, key: str
 ) -> None:
     with refused(code, key):
         find_role(environment, wanted, **flags)
 
 
-def test_slurms_short_form_is_spelt_out() -> None:
+def test_slurm_node_list_is_expanded() -> None:
     assert list(expand_hosts("a,b-3")) == ["a", "b-3"]
     assert list(expand_hosts("n[008-010,2]x,m")) == ["n008x", "n009x", "n010x", "n2x", "m"]
     assert list(expand_hosts("r[1-2]n[5,7]")) == ["r1n5", "r1n7", "r2n5", "r2n7"]
@@ -82,9 +82,9 @@ def run_of(nodes: list[str], **search: object) -> RunConfig:
     )
 
 
-def test_servers_are_on_machines_of_a_rank_or_a_host_name() -> None:
+def test_search_machines_are_named_by_rank_or_host_name() -> None:
     assert serving_positions(run_of(["12", "gpu-b", "gpu-a"]), HOSTS) == [2, 1, 0]
-    assert serving_positions(run_of(["1"]), HOSTS) == [1], "a rank goes before a host of that name"
+    assert serving_positions(run_of(["1"]), HOSTS) == [1], "a rank has priority over a host of that name"
     played = run_of(["0"], cassette=CassetteConfig(path="calls.jsonl"))
     assert serving_positions(played, HOSTS) == [], "a played cassette needs no server"
     with refused("unknown", "cluster.search.nodes"):
@@ -94,7 +94,7 @@ def test_servers_are_on_machines_of_a_rank_or_a_host_name() -> None:
         check_searching(run_of(["0"], url="http://a:1"))
 
 
-def test_the_settings_are_what_the_config_then_says() -> None:
+def test_search_settings_compose_to_the_servers_and_their_token() -> None:
     urls = ["http://a:1", "http://b:2", "http://[fd00::1]:3"]
     settings = search_settings(SearchConfig(), urls, {"RLSYS_SEARCH_TOKEN": "s3cret"})
     search = load_config("searchr1_tiny_cpu", settings).search

@@ -1,4 +1,4 @@
-"""Signals to a launcher, and a head that is silent, lost or not there yet."""
+"""Tests of signals to a launcher, and of a head that is silent, lost or absent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def test_the_loss_of_the_terminal_is_an_interruption_but_under_nohup() -> None:
+def test_sighup_interrupts_the_run_except_under_nohup() -> None:
     closed = []
 
     async def work(wait_s: float) -> str:
@@ -51,14 +51,14 @@ def test_the_loss_of_the_terminal_is_an_interruption_but_under_nohup() -> None:
 
 @pytest.fixture
 def node() -> Mock:
-    """Stands for a Ray on the machine, of which nobody says that the run has ended."""
+    """Return a mock of a Ray node whose run has not ended."""
     made = Mock(spec=RayNode)
     made.ending.return_value = None
     return made
 
 
 @pytest.mark.parametrize("then", ["head", "time", "again"])
-async def test_sigterm_leaves_when_the_head_says_so_or_in_time_or_at_the_second(
+async def test_launcher_leaves_after_sigterm_and_the_heads_end_a_time_out_or_a_second_signal(
     then: str, node: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def until(condition: Callable[[], object]) -> None:
@@ -66,14 +66,14 @@ async def test_sigterm_leaves_when_the_head_says_so_or_in_time_or_at_the_second(
             while not condition():
                 await asyncio.sleep(0.01)
 
-    monkeypatch.setattr(worker, "LOOK_S", 0.02)
+    monkeypatch.setattr(worker, "POLL_S", 0.02)
     monkeypatch.setattr(worker, "LOST_S", 600.0)
-    monkeypatch.setattr(worker, "FAREWELL_S", 0.2 if then == "time" else 600.0)
+    monkeypatch.setattr(worker, "ENDING_GRACE_S", 0.2 if then == "time" else 600.0)
     said: list[str] = []
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Another test may have left asyncio's own.
     with closing(socket.create_server(("127.0.0.1", 0))) as head:
         role = Role(1, 2, "127.0.0.1", head.getsockname()[1])
-        stay = asyncio.create_task(worker._stay(role, node, said.append))
+        stay = asyncio.create_task(worker._wait_for_ending(role, node, said.append))
         await until(lambda: signal.getsignal(signal.SIGTERM) != signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
         await until(lambda: said)
@@ -90,25 +90,25 @@ async def test_sigterm_leaves_when_the_head_says_so_or_in_time_or_at_the_second(
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
 
 
-async def test_a_head_that_is_silent_or_does_not_come_is_named(node: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "LOOK_S", 0.02)
+async def test_silent_or_absent_head_is_named(node: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "POLL_S", 0.02)
     monkeypatch.setattr(worker, "LOST_S", 0.1)
-    with promised_port() as nobody:
-        role = Role(1, 2, "127.0.0.1", nobody.getsockname()[1])
+    with promised_port() as closed:
+        role = Role(1, 2, "127.0.0.1", closed.getsockname()[1])
         named = f"127.0.0.1:{role.port} is lost"
         with pytest.raises(RunError, match=named):
-            await asyncio.wait_for(worker._stay(role, node, print), 60)
+            await asyncio.wait_for(worker._wait_for_ending(role, node, print), 60)
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
         with pytest.raises(RunError, match=f"node 1 .*127.0.0.1:{role.port}"):
             await asyncio.wait_for(worker._await_head(role, wait_s=0.05), 60)
 
 
-def test_a_ray_that_has_ended_is_quoted_and_other_tokens_are_explained(tmp_path: Path) -> None:
+def test_log_of_an_ended_ray_is_quoted_and_a_wrong_token_explained(tmp_path: Path) -> None:
     (tmp_path / "ray-start.log").write_text("first\nInvalidAuthToken")
     ended = subprocess.Popen(["sh", "-c", "exit 3"])
     ended.wait()
     with pytest.raises(RunError, match=r"(?s)status 3.*RAY_AUTH_TOKEN.*InvalidAuthToken"):
         RayNode(ended, tmp_path).require_alive()
     assert RayNode(ended, tmp_path).ending() is None
-    worker.tell_ending(tmp_path, 3, "it is over")
+    worker.write_ending(tmp_path, 3, "it is over")
     assert RayNode(ended, tmp_path).ending() == Ending(3, "it is over")

@@ -1,4 +1,4 @@
-"""What the probes read of a real machine: nvidia-smi's text, ports, disks, servers, Ray."""
+"""Tests of the probes of a machine: nvidia-smi's output, disks and search servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GPU-aaa, 13, /opt/a,b, c, 5
 """
 
 
-def test_cards_and_those_on_them_are_read() -> None:
+def test_cards_and_their_processes_are_read() -> None:
     seen = read_gpus(CARDS, TENANTS, None)
     assert seen.driver == "580.82.07"
     assert [(card.index, round(card.total_gib, 1)) for card in seen.cards] == [(0, 79.6), (1, 79.6)]
@@ -34,7 +34,7 @@ def test_cards_and_those_on_them_are_read() -> None:
 
 
 @pytest.mark.parametrize(("visible", "indices"), [("", []), ("1,0", [1, 0]), ("GPU-b", [1]), ("0,-1,1", [0])])
-def test_visible_cards_are_those_that_cuda_would_take(visible: str, indices: list[int]) -> None:
+def test_visible_cards_are_those_that_cuda_takes(visible: str, indices: list[int]) -> None:
     assert [card.index for card in read_gpus(CARDS, "", visible).cards] == indices
 
 
@@ -46,7 +46,7 @@ def test_visible_cards_are_those_that_cuda_would_take(visible: str, indices: lis
         ("exec sleep 600\n", "driver"),
     ],
 )
-def test_a_driver_that_is_absent_broken_or_silent_gives_no_answer(
+def test_absent_broken_or_silent_driver_is_unseen(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str, said: str
 ) -> None:
     if script:
@@ -58,7 +58,7 @@ def test_a_driver_that_is_absent_broken_or_silent_gives_no_answer(
         ThisMachine().gpus()
 
 
-def test_the_disk_of_a_folder_that_is_not_there_is_that_of_its_parent(tmp_path: Path) -> None:
+def test_disk_of_a_missing_folder_is_that_of_its_parent(tmp_path: Path) -> None:
     disk = ThisMachine().disk(tmp_path / "a" / "b")
     assert disk.folder == tmp_path
     assert 0 < disk.free_gib < disk.total_gib
@@ -67,9 +67,9 @@ def test_the_disk_of_a_folder_that_is_not_there_is_that_of_its_parent(tmp_path: 
         ThisMachine().disk(tmp_path / "file")
 
 
-def test_each_search_server_is_asked_and_each_says_its_own() -> None:
-    with search_server() as good, promised_port() as nobody:
-        other = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+def test_each_search_server_is_asked_and_reported() -> None:
+    with search_server() as good, promised_port() as closed:
+        other = f"http://127.0.0.1:{closed.getsockname()[1]}"
         first, second = ThisMachine().search(SearchConfig(url=good.url, replicas=[other], topk=1, timeout_s=60), "Who?")
     assert (first.url, first.passages, first.error, good.asked) == (good.url, 1, "", ["Who?"])
     assert (second.url, second.passages, bool(second.error)) == (other, 0, True)

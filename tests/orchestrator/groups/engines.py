@@ -1,7 +1,7 @@
-"""Engines' workers as the driver meets them through Ray, scripted, on any event loop.
+"""Scripted workers of rollout engines, called as through Ray, on any event loop.
 
-A call goes on in the worker when the driver no longer waits for it; a worker that is killed, or dies, fails
-all calls that wait; one that is silent, or stuck in a call, leaves them waiting.
+A call continues in the worker after the driver has stopped waiting for it. The calls of a worker that dies or is killed
+fail; those of a silent one stay pending.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ NEVER = float("inf")
 
 
 class Worker:
-    """One engine's process: what runs in it, and what it was asked."""
+    """Process of one engine, with its running groups and a log of its calls."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.alive = True
         self.silent = False
         self.unreachable = False
-        """Whether nobody hears of its end."""
+        """True if its death goes unnoticed."""
         self.killed = False
         self.switching = False
         self.version = -1
@@ -46,16 +46,16 @@ class Worker:
         self.running: dict[str, int] = {}
         """Key -> episodes."""
         self.begun: dict[str, tuple[EpisodeProgress, ...]] = {}
-        """Key -> what it was given of a group."""
+        """Key -> progress that the call of a group resumed from."""
         self.activity = EngineActivity(False, {})
         self.most_episodes = 0
         self.log: list[tuple[str, tuple[Any, ...]]] = []
         self.pending: dict[asyncio.Future[Any], str | None] = {}
-        """Calls without an answer yet -> key of the group, if it is one."""
+        """Pending call -> key of its group, None for other calls."""
         self.timers: dict[asyncio.Future[Any], asyncio.TimerHandle] = {}
 
     def end(self) -> None:
-        """Die."""
+        """End the process."""
         self.alive = False
         self.running.clear()
         death = RankDied(f"rollout rank {self.number} died before it could answer.", self.number)
@@ -63,12 +63,12 @@ class Worker:
             self.answer(call, death)
 
     def finish(self, key: str) -> None:
-        """Return a group that is under way."""
+        """End a running group without episodes."""
         for call in [call for call, running in self.pending.items() if running == key]:
             self.answer(call, [])
 
     def answer(self, call: asyncio.Future[Any], answer: Any) -> None:
-        """End a call, with an exception if the answer is one."""
+        """Answer a call; raise the answer if it is an exception."""
         self.running.pop(self.pending.pop(call, None) or "", None)
         timer = self.timers.pop(call, None)
         if timer is not None:
@@ -76,13 +76,13 @@ class Worker:
         if not call.done():
             if isinstance(answer, BaseException):
                 call.set_exception(answer)
-                call.exception()  # nobody need be waiting any more
+                call.exception()  # The caller may be gone.
             else:
                 call.set_result(answer)
 
 
 class Engines:
-    """As much of a WorkerGroup as EnginePool uses."""
+    """The methods of WorkerGroup that EnginePool uses."""
 
     def __init__(
         self,
@@ -90,14 +90,14 @@ class Engines:
         seconds: Callable[[str, tuple[Any, ...]], float] = lambda *_: 1.0,
         failures: dict[str, Exception] | None = None,
     ) -> None:
-        """`seconds(method, arguments)` is how long a call takes; `failures` is what a method raises."""
+        """A call takes `seconds(method, arguments)`; `failures` maps methods to the exceptions that they raise."""
         self.ranks = [Worker(number) for number in range(count)]
         self.starts: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
-        """Question -> (engine, time) of every try."""
+        """Question -> (engine, time) of every attempt."""
         self.answered_by: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-        """Question -> (engine, its version) of every try at an answer."""
+        """Question -> (engine, its version) of every attempt at an answer."""
         self.published = -1
-        """No group of rollouts may begin with an older version."""
+        """Oldest version with which rollouts may begin."""
         self.breaches: list[str] = []
         self._seconds = seconds
         self._failures = failures or {}
@@ -139,7 +139,7 @@ class Engines:
         return f"The last lines of engine {index}"
 
     def die(self, index: int) -> None:
-        """The process of an engine is gone, before the driver knows."""
+        """End the process of an engine without telling the driver."""
         self.ranks[index].end()
 
     def _plain(self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]) -> None:
@@ -173,7 +173,7 @@ class Engines:
         worker.most_episodes = max(worker.most_episodes, sum(worker.running.values()))
 
     def _in_flight(self, worker: Worker, call: asyncio.Future[Any], _: str, args: tuple[Any, ...]) -> None:
-        """Each group has the episodes that it was given, and by now the first."""
+        """Report for each group the episodes that it resumed from, and the first as done."""
         found = {}
         for key in worker.running.keys() & worker.begun.keys() & set(args[0]):
             first = trajectory(uid=key.partition("~")[0], sample=0)
@@ -191,7 +191,7 @@ class Engines:
         self._plain(worker, call, method, args)
 
     def _finish_update(self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]) -> None:
-        """Lets groups finish, as an engine does that must not change weights under them."""
+        """Switch once no group runs, as with `on_update=finish`."""
         if worker.switching:
             self.breaches.append(f"engine {worker.number} was told to switch while it did")
         if worker.staged not in (args[0], None):
@@ -223,12 +223,12 @@ class Engines:
 
 
 def episodes(question: Question, samples: int) -> list[Trajectory]:
-    """The trajectories of a whole group."""
+    """Return the trajectories of a whole group."""
     return [trajectory(uid=question.uid, sample=number) for number in range(samples)]
 
 
 def make(engines: Engines, slots: int = 8) -> tuple[EnginePool, Tracer]:
-    """A group of two questions at a time on each engine."""
+    """Return a pool whose engines have room for `slots` episodes each, and its tracer."""
     config = RunConfig(
         rollout=RolloutConfig(max_episodes=slots, episode_timeout_s=TIMEOUT_S),
         algorithm=AlgorithmConfig(n_samples=SAMPLES),
@@ -238,23 +238,18 @@ def make(engines: Engines, slots: int = 8) -> tuple[EnginePool, Tracer]:
 
 
 def taking(**seconds: float) -> Callable[[str, tuple[Any, ...]], float]:
-    """Seconds that each method takes; others take none."""
+    """Return durations by method; other methods take no time."""
     return lambda method, _: seconds.get(method, 0.0)
 
 
-async def at(time: float, do: Callable[..., Any], *args: Any) -> Any:
-    await asyncio.sleep(time - now())
-    return do(*args)
-
-
 async def settle() -> None:
-    """Let all tasks go as far as they can without time passing."""
+    """Let all tasks run as far as they can without time passing."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
 async def ask(group: EnginePool, count: int) -> list[Any]:
-    """`count` questions at once: of each, (what came, when)."""
+    """Ask `count` questions at once; return the (outcome, time) of each."""
 
     async def one(number: int) -> Any:
         try:

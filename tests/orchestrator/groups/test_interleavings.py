@@ -1,4 +1,4 @@
-"""Seeded runs in which everything happens at once: every group comes back, or says why not, and nothing hangs."""
+"""Test of the engine pool in seeded runs with deaths, silence, cancellations, updates and evaluations at once."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rlsys.orchestrator.engine_pool import (
     PING_TIMEOUT_S,
     NoEngineLeft,
     NoneSetAside,
-    Reserved,
+    ReservedEngines,
 )
-from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, Loss
+from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, LostReason
 from tests.orchestrator.groups.engines import NEVER, SAMPLES, TIMEOUT_S, Engines, make
 from tests.support.trajectories import question
 from tests.support.virtual_time import now, run_virtually
 
 
 class Chaos:
-    """A seeded run: questions, evaluations aside, deaths, silence, groups that get stuck, cancellations, updates."""
+    """A seeded run: questions, evaluations, deaths, silence, groups that hang, cancellations, updates."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -72,10 +72,10 @@ class Chaos:
             assert not any(worker.alive for worker in ran_on)
         else:
             assert uid in self.stuck
-            assert uid not in [key.partition("~")[0] for key in ran_on[-1].running], "its episodes were ended"
+            assert uid not in [key.partition("~")[0] for key in ran_on[-1].running], "its episodes have ended"
 
     async def _evaluate(self, number: int) -> None:
-        """Reserve, ask, and end in one of many ways."""
+        """Run an evaluation, and cancel some."""
         await asyncio.sleep(self.random.uniform(0, 3000))
         evaluating = asyncio.ensure_future(self._ask_aside(number))
         if self.random.random() < 0.2:
@@ -104,9 +104,9 @@ class Chaos:
                     one.cancel()
                 await asyncio.gather(*asking, return_exceptions=True)
             asked = [one for n in range(12) for one in self.engines.answered_by[f"q:{1000 * number + n}"]]
-            assert {engine for engine, _ in asked} <= aside, "on those alone"
+            assert {engine for engine, _ in asked} <= aside, "only engines that are set aside answer"
 
-    async def _answer(self, reserved: Reserved, number: int) -> None:
+    async def _answer(self, reserved: ReservedEngines, number: int) -> None:
         try:
             answer = await reserved.answer(question(number))
         except GroupLost as loss:
@@ -136,7 +136,7 @@ class Chaos:
             assert not any(worker.alive for worker in self.engines.ranks)
 
     async def run(self) -> None:
-        """All of it, and then whether what is left works as a new group would."""
+        """Run everything, then check that the remaining engines have all their slots again."""
         async with asyncio.TaskGroup() as tasks:
             for number in range(30):
                 tasks.create_task(self._ask(number))
@@ -153,16 +153,16 @@ class Chaos:
         assert max(worker.most_episodes for worker in self.engines.ranks) <= fits
         assert not self.outcomes["end"] or not any(worker.alive for worker in self.engines.ranks)
         answering = [worker for worker in self.engines.ranks if worker.alive and not worker.silent]
-        assert not any(worker.running for worker in answering), "episodes that nobody waits for"
+        assert not any(worker.running for worker in answering), "episodes whose caller is gone still run"
         if answering:
             figures = await self.group.metrics()
             assert figures["rollout/requeued_groups"] == sum("attempt" in span.args for span in tries)
-            lost = sum(counts[kind] for counts in (self.outcomes, self.answers) for kind in Loss)
+            lost = sum(counts[kind] for counts in (self.outcomes, self.answers) for kind in LostReason)
             assert figures["rollout/lost_groups"] == lost
             await self._refill()
 
     async def _refill(self) -> None:
-        """Every living engine has all its slots: as many groups as fit begin at once."""
+        """Check that as many groups as fit begin at once."""
         begun, capacity = now(), self.group.capacity
         self.stuck.clear()
         asked = [asyncio.ensure_future(self.group.run_group(question(100 + n), 100 + n)) for n in range(capacity)]
@@ -172,7 +172,7 @@ class Chaos:
         assert firsts == [begun] * capacity
 
 
-def test_any_interleaving_of_deaths_silence_cancellations_and_updates() -> None:
+def test_every_group_ends_in_any_interleaving_of_deaths_cancellations_and_updates() -> None:
     outcomes: Counter[str] = Counter()
     evaluations: Counter[str] = Counter()
 

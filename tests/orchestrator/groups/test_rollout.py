@@ -1,4 +1,4 @@
-"""Engines that die, hang and switch weights under a virtual clock: every group comes back, or says why not."""
+"""Tests of the engine pool under a virtual clock: deaths, cancellation, weight switches, evaluations, progress."""
 
 from __future__ import annotations
 
@@ -13,54 +13,39 @@ from rlsys.orchestrator.engine_pool import (
     IN_FLIGHT_TIMEOUT_S,
     EnginePool,
     NoEngineLeft,
-    NoneSetAside,
     Orphans,
-    Reserved,
+    ReservedEngines,
     Router,
 )
 from rlsys.rollout.agent.episode import EngineActivity
 from rlsys.rollout.agent.tokens import EpisodeProgress
-from tests.orchestrator.groups.engines import NEVER, SAMPLES, Engines, ask, at, make, settle, taking
+from tests.orchestrator.groups.engines import NEVER, SAMPLES, Engines, ask, make, settle, taking
 from tests.support.trajectories import question, trajectory
 from tests.support.virtual_time import now, virtually
 
 
-def test_a_key_goes_to_the_least_loaded_engine_and_outlives_one_and_no_more() -> None:
+def test_key_goes_to_the_least_loaded_engine_and_survives_one_death() -> None:
     router = Router(3, slots=4)
     assert [router.assign(key, 2) for key in "abcd"] == [0, 1, 2, 0]
     router.release("c")
     assert router.assign("e", 2) == 2, "the least loaded, not the next in turn"
     router.close(1)
-    assert router.assign("f", 3) is None, "too large for what is left"
+    assert router.assign("f", 3) is None, "the other engines have too little room"
     router.reopen(1)
     assert router.died(0) == Orphans(("a", "d"), {})
     assert [router.assign(key, 2) for key in "ad"] == [1, 2]
     orphans = router.died(2)
-    assert (orphans.again, [*orphans.lost]) == (("e",), ["d"])
+    assert (orphans.retry, [*orphans.lost]) == (("e",), ["d"])
     assert router.died(2) == Orphans((), {}), "an engine dies once"
     router.release("a")
     assert router.assign("a", 2) == 1
-    assert router.died(1).again == ("b", "a"), "a key that was released is new"
+    assert router.died(1).retry == ("b", "a"), "a key that was released is new"
     with pytest.raises(NoEngineLeft):
         router.assign("e")
 
 
-def test_engines_that_are_set_aside_take_what_is_meant_for_them_alone() -> None:
-    router = Router(2)
-    router.set_aside(0)
-    assert [router.assign(key) for key in "ab"] == [1, 1]
-    assert router.assign("c", aside=True) == 0
-    router.set_aside(1)
-    assert router.assign("d") is None
-    router.put_back(0)
-    assert (router.assign("d"), router.assign("e", aside=True)) == (0, 1)
-    router.died(1)
-    with pytest.raises(NoneSetAside):
-        router.assign("f", aside=True)
-
-
 @virtually
-async def test_every_living_engine_has_a_transport_of_its_own() -> None:
+async def test_every_living_engine_opens_its_own_transport() -> None:
     engines = Engines(3)
     group, _ = make(engines)
     engines.die(1)
@@ -72,23 +57,24 @@ async def test_every_living_engine_has_a_transport_of_its_own() -> None:
 
 @pytest.mark.parametrize(("takes", "until"), [(3.0, 8.0), (NEVER, 5.0 + ABORT_TIMEOUT_S)])
 @virtually
-async def test_a_cancelled_group_is_aborted_on_its_engine_before_its_slot_is_free(takes: float, until: float) -> None:
+async def test_cancelled_group_is_aborted_on_its_engine_before_its_slot_is_free(takes: float, until: float) -> None:
     engines = Engines(1, taking(run_group=100, abort_group=takes))
     group, _ = make(engines, slots=SAMPLES)
     first = asyncio.ensure_future(group.run_group(question(0), 0))
     following = asyncio.ensure_future(group.run_group(question(1), 1))
-    await at(5, first.cancel)
+    await asyncio.sleep(5)
+    first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
     assert now() == until
     await following
-    (_, run), (abort, aborted), *_ = engines.ranks[0].log
-    assert (abort, aborted) == ("abort_group", (run[2],)), "the key of the group that was begun"
+    (_, run), aborted, *_ = engines.ranks[0].log
+    assert aborted == ("abort_group", (run[2],)), "the key of the cancelled group"
     assert engines.starts["q:1"] == [(0, until)]
 
 
 @virtually
-async def test_an_engine_takes_groups_again_as_soon_as_it_has_switched() -> None:
+async def test_engine_takes_groups_again_once_it_has_switched_itself() -> None:
     engines = Engines(2, taking(run_group=10, finish_update=1))
     group, tracer = make(engines)
     first = asyncio.ensure_future(ask(group, 1))  # on engine 0, until 10
@@ -98,23 +84,21 @@ async def test_an_engine_takes_groups_again_as_soon_as_it_has_switched() -> None
     switch = asyncio.ensure_future(group.finish_update(7, "digest"))
     later = asyncio.ensure_future(group.run_group(question(9), 9))
     await asyncio.gather(first, later)
-    assert engines.starts["q:9"] == [(1, 6)], "engine 1 had nothing to wait for"
+    assert engines.starts["q:9"] == [(1, 6)], "engine 1 had no group to finish"
     await switch
     assert now() == 16
     assert engines.breaches == []
-    for worker in engines.ranks:
-        sync = [call for call in worker.log if call[0] not in ("run_group", "metrics")]
-        assert sync == [
-            ("begin_update", (7,)),
-            ("load_bucket", ("handle",)),
-            ("finish_update", (7, "digest")),
-        ]
+    assert [call for call in engines.ranks[0].log if call[0] != "run_group"] == [
+        ("begin_update", (7,)),
+        ("load_bucket", ("handle",)),
+        ("finish_update", (7, "digest")),
+    ]
     versions = {str(span.args["question"]): span.args.get("version") for span in tracer.drain()}
     assert versions == {"q:0": None, "q:9": 7}
 
 
 @virtually
-async def test_an_error_of_a_worker_ends_the_update() -> None:
+async def test_error_of_one_engine_ends_the_update_at_once() -> None:
     refusal = RunError("The engine refused a weight update.")
     engines = Engines(2, taking(finish_update=1), failures={"finish_update": refusal})
     group, _ = make(engines)
@@ -122,32 +106,32 @@ async def test_an_error_of_a_worker_ends_the_update() -> None:
     with pytest.raises(RunError) as caught:
         await group.finish_update(1, "")
     assert caught.value is refusal
-    assert now() == 1, "the other's answer is not waited for"
+    assert now() == 1, "the silent engine is not waited for"
     assert group.living == (0, 1)
     await group.run_group(question(0), 0)
     assert engines.starts["q:0"] == [(0, 1)]
 
 
 @virtually
-async def test_rollouts_wait_for_what_no_engine_that_rolls_can_do_without() -> None:
+async def test_rollouts_wait_for_the_tools_that_every_engine_waits_for() -> None:
     engines = Engines(2)
     group, _ = make(engines)
     for first, second, waits_for in (("search", "search", "search"), ("search", "sum", "search and sum"), ("", "", "")):
         engines.ranks[0].activity = EngineActivity(not first, {first: 3} if first else {})
         engines.ranks[1].activity = EngineActivity(False, {second: 1} if second else {})
-        await group.look()
+        await group.refresh_activity()
         assert group.waits_for == waits_for
 
 
 async def update(group: EnginePool, version: int) -> None:
-    """A whole update, as `WeightSync` does it."""
+    """Update the pool as `WeightSync` does."""
     await group.begin_update(version)
     await group.load_bucket(version)
     await group.finish_update(version, f"digest {version}")
 
 
-async def hold(group: EnginePool, until: float, engines: int = 1) -> Reserved:
-    """An evaluation that asks nothing and ends then."""
+async def hold(group: EnginePool, until: float, engines: int = 1) -> ReservedEngines:
+    """Run an evaluation that asks nothing and ends at `until`."""
     async with group.reserve(engines) as reserved:
         await asyncio.sleep(until - now())
     return reserved
@@ -160,7 +144,7 @@ def updates_of(engines: Engines, index: int) -> list[tuple[str, Any]]:
 
 
 @virtually
-async def test_a_switch_passes_over_the_engine_and_is_made_up_for_at_the_end() -> None:
+async def test_reserved_engine_skips_a_switch_and_makes_it_when_it_is_put_back() -> None:
     engines = Engines(2, taking(run_group=10, answer=30, finish_update=3))
     group, _ = make(engines)
     await update(group, 1)
@@ -182,7 +166,7 @@ async def test_a_switch_passes_over_the_engine_and_is_made_up_for_at_the_end() -
 
 
 @virtually
-async def test_an_engine_whose_staged_version_is_superseded_waits_for_the_next() -> None:
+async def test_engine_whose_staged_version_is_superseded_waits_for_the_next() -> None:
     engines = Engines(2, taking(run_group=10))
     group, _ = make(engines)
     holding = asyncio.ensure_future(hold(group, until=20))
@@ -192,10 +176,10 @@ async def test_an_engine_whose_staged_version_is_superseded_waits_for_the_next()
     await group.begin_update(2)
     await group.load_bucket(2)
     await holding
-    assert now() == 20, "nothing to wait for"
+    assert now() == 20, "there is no version to switch to"
     await ask(group, 3)
     assert {engines.starts[f"q:{number}"][0][0] for number in range(3)} == {1}
-    # An evaluation that now begins has the engine that is not behind.
+    # The next evaluation gets the engine that has the new version.
     again = await hold(group, until=now() + 1)
     assert again.version == 1
     await group.finish_update(2, "digest 2")
@@ -203,22 +187,20 @@ async def test_an_engine_whose_staged_version_is_superseded_waits_for_the_next()
     await ask(group, 2)
     assert engines.starts["q:0"][-1][0] == 0
     assert engines.breaches == []
-    assert updates_of(engines, 0) == [
-        ("begin_update", 1), ("begin_update", 2), ("finish_update", 2),
-    ]  # fmt: skip
+    assert updates_of(engines, 0) == [("begin_update", 1), ("begin_update", 2), ("finish_update", 2)]
 
 
 def ended(number: int, *samples: int) -> tuple[EpisodeProgress, ...]:
     return tuple(trajectory(uid=f"q:{number}", sample=sample) for sample in samples)
 
 
-def what(begun: dict[int, tuple[EpisodeProgress, ...]]) -> dict[int, list[tuple[str, int]]]:
-    """By prompt group: question and sample of each episode."""
+def episodes_of(begun: dict[int, tuple[EpisodeProgress, ...]]) -> dict[int, list[tuple[str, int]]]:
+    """Return the question and sample of each episode, by prompt group."""
     return {prompt_group: [(one.question_uid, one.sample) for one in found] for prompt_group, found in begun.items()}
 
 
 @virtually
-async def test_engines_tell_of_what_runs_and_what_waits_keeps_what_it_had() -> None:
+async def test_running_groups_report_progress_and_queued_ones_keep_theirs() -> None:
     engines = Engines(1, taking(run_group=10))
     group, _ = make(engines, slots=2 * SAMPLES)
     given = {0: (), 1: ended(1, 2), 2: ended(2, 1, 3), 3: ()}
@@ -227,13 +209,13 @@ async def test_engines_tell_of_what_runs_and_what_waits_keeps_what_it_had() -> N
     ]
     evaluation = asyncio.ensure_future(group.answer(question(9)))
     await asyncio.sleep(1)
-    assert what(await group.in_flight()) == {
+    assert episodes_of(await group.in_flight()) == {
         70: [("q:0", 0)],
         71: [("q:1", 0), ("q:1", 2)],
-        72: [("q:2", 1), ("q:2", 3)],  # in line
+        72: [("q:2", 1), ("q:2", 3)],  # queued
     }
     await asyncio.sleep(10)
-    assert what(await group.in_flight()) == {
+    assert episodes_of(await group.in_flight()) == {
         72: [("q:2", 0), ("q:2", 1), ("q:2", 3)],
         73: [("q:3", 0)],
     }
@@ -242,19 +224,21 @@ async def test_engines_tell_of_what_runs_and_what_waits_keeps_what_it_had() -> N
 
 
 @virtually
-async def test_an_engine_that_dies_or_does_not_answer_costs_only_what_was_begun_on_it() -> None:
+async def test_progress_on_a_dead_or_silent_engine_is_that_of_the_call() -> None:
     engines = Engines(3, taking(run_group=200))
     group, _ = make(engines)
     asked = [asyncio.ensure_future(group.run_group(question(number), number, ended(number, 3))) for number in range(3)]
     await settle()
     engines.die(0)
     engines.ranks[2].silent = True
-    found = what(await group.in_flight())
-    # Engine 0's group has moved to engine 1 meanwhile, which was asked before.
+    found = episodes_of(await group.in_flight())
+    # Engine 1 had already reported when the group of engine 0 moved to it.
     assert found == {0: [("q:0", 3)], 1: [("q:1", 0), ("q:1", 3)], 2: [("q:2", 3)]}
     assert now() == IN_FLIGHT_TIMEOUT_S
     given = [begun for worker in engines.ranks for key, begun in worker.begun.items() if key.startswith("q:0")]
-    assert [[one.sample for one in begun] for begun in given] == [[3], [3]], "the second engine is given the same"
+    assert [[one.sample for one in begun] for begun in given] == [[3], [3]], (
+        "the second engine resumes from the same progress"
+    )
     for one in asked:
         one.cancel()
     await asyncio.wait(asked)

@@ -1,4 +1,4 @@
-"""Two phases, one bucket ahead of the readers, and nobody computes while its weights change."""
+"""Tests of weight sync: push and switch, one bucket ahead of the receivers, and no scoring during an update."""
 
 from __future__ import annotations
 
@@ -17,88 +17,7 @@ from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.orchestrator.worker_groups import InferenceGroup
 from rlsys.trainer.batches import BatchSharder
-from rlsys.weights.transport import BucketHandle, TransportSpec, pack_into, unpack
-from tests.support.ports import free_port
-from tests.support.tensors import raw, some_tensors
-from tests.support.transport_ends import receiver_of, sender_of
-
-
-def cluster(mode: SyncMode = SyncMode.tensor, timeout_s: float = 120.0) -> ClusterConfig:
-    return ClusterConfig(device=Device.cpu, sync_mode=mode, sync_bucket_bytes=64_000, call_timeout_s=timeout_s)
-
-
-class Source:
-    """The actor's group, of one process that hands out tensors that are made up."""
-
-    name = "actor"
-    version = 0
-
-    def __init__(self) -> None:
-        self.ranks = [SimpleNamespace(name="actor rank 0")]
-
-    async def free_address(self, _timeout_s: float) -> tuple[str, int]:
-        return "127.0.0.1", free_port()
-
-    async def call(self, method: str, *args: Any) -> list[Any]:
-        return [await asyncio.to_thread(getattr(self, method), *args)]
-
-    def open_export(self, spec: TransportSpec) -> float:
-        self._sender = sender_of(spec)
-        return 2.0
-
-    def begin_export(self) -> None:
-        self._left = iter(some_tensors(self.version))
-
-    def next_handle(self, taken: int) -> BucketHandle | None:
-        self._sender.release(taken)
-        tensors = next(self._left, None)
-        return tensors and self._sender.send(pack_into(self._sender.room(), tensors))
-
-    def end_export(self, taken: int) -> str:
-        self._sender.release(taken)
-        return "digest"
-
-
-class Reader:
-    """A group of one process that takes weights, and keeps each bucket for a while."""
-
-    living = (0,)
-
-    def __init__(self, name: str, slowness_s: float) -> None:
-        self.workers: Any = SimpleNamespace(name=name, ranks=[SimpleNamespace(name=f"{name} rank 0")])
-        self._slowness_s = slowness_s
-        self.held: dict[str, Any] = {}
-
-    async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
-        self._receiver = await asyncio.to_thread(receiver_of, *specs)
-
-    async def begin_update(self, _version: int) -> None:
-        self.held.clear()
-
-    async def load_bucket(self, handle: BucketHandle) -> None:
-        bucket = await asyncio.to_thread(self._receiver.receive, handle)
-        await asyncio.sleep(self._slowness_s)
-        self.held |= {record.name: raw(tensor) for record, tensor in unpack(bucket)}
-        self._receiver.release()
-
-    async def finish_update(self, _version: int, digest: str) -> None:
-        assert digest == "digest"
-
-
-@pytest.mark.parametrize("mode", list(SyncMode), ids=str)
-async def test_a_slow_reader_gets_every_bit(mode: SyncMode, tmp_path: Path) -> None:
-    source, quick, slow = Source(), Reader("inference", 0.0), Reader("rollout", 0.01)
-    sync = WeightSync(source, [slow], cluster(mode), tmp_path, Tracer("driver"), [quick])  # type: ignore[arg-type]
-    await sync.open()
-    for source.version in (1, 2):
-        report = await sync.send(source.version)
-        sent = {name: raw(tensor) for bucket in some_tensors(source.version) for name, tensor in bucket}
-        assert quick.held == slow.held == sent
-        assert report.sent_bytes >= sum(len(data) for _, _, data in sent.values())
-    assert [report.version for report in sync.reports] == [1, 2]
-    assert not list(tmp_path.rglob("bucket*"))
-    sync.close()
-    assert not (tmp_path / "weights").exists()
+from rlsys.weights.transport import BucketHandle, TransportSpec
 
 
 def handle(number: int, nbytes: int = 100) -> BucketHandle:
@@ -107,7 +26,7 @@ def handle(number: int, nbytes: int = 100) -> BucketHandle:
 
 @dataclass
 class Actor:
-    """A worker group that hands out `buckets` handles and writes down what happens."""
+    """A sender that hands out `buckets` handles and logs its calls."""
 
     events: list[str]
     name: str = "actor"
@@ -139,7 +58,7 @@ class Actor:
 
 @dataclass
 class Receivers:
-    """A group that takes a little longer than the actor."""
+    """A receiving group that takes longer for a bucket than the actor, and logs its calls."""
 
     name: str
     events: list[str]
@@ -178,24 +97,24 @@ def events() -> list[str]:
 
 def make(events: list[str], tmp_path: Path, timeout_s: float = 120.0) -> tuple[WeightSync, Actor, Receivers, Receivers]:
     actor, rollout, inference = Actor(events), Receivers("rollout", events), Receivers("inference", events)
-    settings = cluster(SyncMode.broadcast, timeout_s)
+    settings = ClusterConfig(device=Device.cpu, sync_mode=SyncMode.broadcast, call_timeout_s=timeout_s)
 
-    async def need(*names: str) -> None:
+    async def onload(*names: str) -> None:
         events.append(f"need {' '.join(names)}")
 
     def activated(version: int) -> None:
         events.append(f"all have {version}")
 
-    sync = WeightSync(actor, [rollout], settings, tmp_path, Tracer("driver"), [inference], need, activated)  # type: ignore[arg-type]
+    sync = WeightSync(actor, [rollout], settings, tmp_path, Tracer("driver"), [inference], onload, activated)  # type: ignore[arg-type]
     return sync, actor, rollout, inference
 
 
-async def test_the_next_bucket_is_gathered_while_the_last_is_read_and_no_earlier(
+async def test_next_bucket_is_gathered_while_the_last_is_received_and_no_earlier(
     events: list[str], tmp_path: Path
 ) -> None:
     sync, *_ = make(events, tmp_path)
     await sync.open()
-    await sync.push(7)
+    assert (await sync.push(7)).sent_bytes == 300
     assert [event for event in events if "inference" not in event] == [
         "rollout begins 7",
         "gather 1, 0 taken",
@@ -209,7 +128,7 @@ async def test_the_next_bucket_is_gathered_while_the_last_is_read_and_no_earlier
     ]
 
 
-async def test_a_transfer_waits_for_the_switch_before_it(events: list[str], tmp_path: Path) -> None:
+async def test_transfer_waits_for_the_previous_switch(events: list[str], tmp_path: Path) -> None:
     sync, _, rollout, _ = make(events, tmp_path)
     rollout.may_finish.clear()
     await sync.push(1)
@@ -224,9 +143,14 @@ async def test_a_transfer_waits_for_the_switch_before_it(events: list[str], tmp_
     assert events.index("rollout uses 1 digest") < events.index("rollout begins 2")
     await sync.activate(2)
     assert [report.version for report in sync.reports] == [1, 2]
+    (tmp_path / "weights").mkdir()
+    sync.close()
+    assert not (tmp_path / "weights").exists()
 
 
-async def test_a_switch_that_fails_or_does_not_end_stops_the_next_transfer(events: list[str], tmp_path: Path) -> None:
+async def test_next_transfer_fails_after_a_switch_that_failed_or_does_not_end(
+    events: list[str], tmp_path: Path
+) -> None:
     sync, _, rollout, _ = make(events, tmp_path, timeout_s=0.1)
     await sync.push(1)
     with pytest.raises(RunError, match="version 1"):
@@ -238,7 +162,9 @@ async def test_a_switch_that_fails_or_does_not_end_stops_the_next_transfer(event
         await sync.push(2)
 
 
-async def test_every_living_process_has_its_place_and_a_death_opens_anew(events: list[str], tmp_path: Path) -> None:
+async def test_transport_has_a_rank_per_living_process_and_reopens_after_a_death(
+    events: list[str], tmp_path: Path
+) -> None:
     sync, actor, rollout, inference = make(events, tmp_path)
     await sync.open()
     names = ("actor rank 0", "inference rank 0", "inference rank 1", "rollout rank 0", "rollout rank 1")
@@ -251,11 +177,11 @@ async def test_every_living_process_has_its_place_and_a_death_opens_anew(events:
     await sync.send(2)
     assert [(one.rank, one.name) for one in rollout.opened[1]] == [(3, "rollout rank 1")]
     assert actor.specs[1].members == (*names[:3], "rollout rank 1")
-    assert events.count("gather 1, 0 taken") == 2, "a new transport counts from the start"
+    assert events.count("gather 1, 0 taken") == 2, "a new transport counts its buckets from the start"
 
 
 class Workers:
-    """The inference group's processes: each call takes its time."""
+    """The inference group's processes, which log the begin and end of each call."""
 
     def __init__(self, events: list[str]) -> None:
         self.ranks = [SimpleNamespace(name="inference rank 0")]
@@ -283,7 +209,7 @@ def inference(events: list[str], monkeypatch: pytest.MonkeyPatch) -> InferenceGr
     return InferenceGroup(workers, sharder, Tracer("inference"))
 
 
-async def test_nothing_is_computed_from_the_beginning_of_an_update_to_its_end(
+async def test_scoring_waits_from_the_begin_to_the_end_of_an_update(
     inference: InferenceGroup, events: list[str]
 ) -> None:
     async def update() -> None:
@@ -300,7 +226,7 @@ async def test_nothing_is_computed_from_the_beginning_of_an_update_to_its_end(
 
 
 @pytest.mark.parametrize("where", ["begin_update", "finish_update"])
-async def test_an_update_that_fails_leaves_nobody_waiting(
+async def test_scoring_continues_after_an_update_that_failed(
     inference: InferenceGroup, where: str, events: list[str]
 ) -> None:
     workers: Any = inference.workers
@@ -316,7 +242,7 @@ async def test_an_update_that_fails_leaves_nobody_waiting(
     assert events[-1] == "< compute"
 
 
-async def test_groups_come_onto_their_devices_before_they_are_asked(events: list[str], tmp_path: Path) -> None:
+async def test_groups_are_brought_onto_their_devices_before_they_are_called(events: list[str], tmp_path: Path) -> None:
     sync, *_ = make(events, tmp_path)
     await sync.open()
     await sync.send(3)

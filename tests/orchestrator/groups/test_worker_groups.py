@@ -1,4 +1,4 @@
-"""Groups of processes: which there are, their answers by sample, and their turns on shared devices."""
+"""Tests of worker groups: which exist, the order of their scores, and how they share devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _run(algorithm: AlgorithmConfig, **placed: str) -> RunConfig:
     )
 
 
-def test_a_critic_is_one_of_the_groups_where_values_are_learned() -> None:
+def test_critic_is_a_group_if_the_baseline_is_a_critic() -> None:
     without = holdings(_run(AlgorithmConfig()))
     assert without == {"rollout": [(3, 4), (5, 6)], "inference": [(2,)], "actor": [(0,), (1,)]}
     assert holdings(_run(PPO, critic="7,8")) == {**without, "critic": [(7,), (8,)]}
@@ -44,12 +44,12 @@ LENGTHS = (9, 7, 5, 5, 3, 2, 2)
 
 
 def samples() -> list[Sample]:
-    """Sample i holds the tokens 100 i, 100 i + 1, ...; every other one is trained."""
+    """Return samples of which number i holds the tokens 100 i, 100 i + 1, ...; every other one is trained."""
     return [sample([100 * i + t for t in range(n)], [t % 2 == 1 for t in range(n)]) for i, n in enumerate(LENGTHS)]
 
 
 def answer(batch: MicroBatch, full: bool) -> LogProbs:
-    """Made from the tokens that it speaks of."""
+    """Return log-probs, and with `full` those of a reference and picks, that follow from the tokens."""
     policy = np.where(batch.loss_mask, -batch.tokens, 0).astype(np.float32)
     if not full:
         return LogProbs(policy, None)
@@ -58,8 +58,8 @@ def answer(batch: MicroBatch, full: bool) -> LogProbs:
 
 
 @pytest.mark.parametrize(("packed", "full", "count"), [(False, True, 7), (True, False, 7), (True, True, 1)])
-def test_scores_come_back_in_the_order_of_the_samples(packed: bool, full: bool, count: int) -> None:
-    """One sample leaves a rank with micro-batches that only fill up."""
+def test_scores_are_in_the_order_of_the_samples(packed: bool, full: bool, count: int) -> None:
+    """One sample leaves a rank with empty micro-batches only."""
     asked = samples()[:count]
     sharder = BatchSharder(ParallelConfig(pp=2), processes=4, budget_tokens=16, pad_id=0, packed=packed)
     plan, batches = sharder.shard(asked)
@@ -84,12 +84,12 @@ NAMES = ("actor", "inference", "rollout")
 
 
 class SwitchError(Exception):
-    """The failure of a member."""
+    """Failure of a resident."""
 
 
 @dataclass
 class Device:
-    """A device that knows whose memory it holds, as the members themselves move it."""
+    """A device that logs which residents hold memory on it; moves may fail."""
 
     rng: random.Random
     on_it: set[str] = field(default_factory=set)
@@ -97,7 +97,7 @@ class Device:
     log: list[str] = field(default_factory=list)
     most: int = 0
 
-    def tenant(self, name: str) -> tuple[Switch, Switch]:
+    def resident(self, name: str) -> tuple[Switch, Switch]:
         async def leave() -> None:
             self.log.append(f"-{name}")
             self.usable.discard(name)
@@ -119,19 +119,19 @@ class Device:
             raise SwitchError(name)
 
 
-def test_never_more_than_is_needed_whatever_fails_or_is_cut_off() -> None:
+def test_residents_release_memory_before_others_take_it_in_random_runs() -> None:
     for seed in range(100):
         run_virtually(_random_needs(random.Random(seed)))
 
 
 async def _random_needs(rng: random.Random) -> None:
     device = Device(rng)
-    residence = OffloadManager({name: device.tenant(name) for name in NAMES}, Tracer("driver"))
+    manager = OffloadManager({name: device.resident(name) for name in NAMES}, Tracer("driver"))
     for name in NAMES:
         device.on_it.add(name)
         while True:
             try:
-                await residence.built(name)
+                await manager.built(name)
                 break
             except SwitchError:
                 assert device.on_it == {name}
@@ -141,13 +141,13 @@ async def _random_needs(rng: random.Random) -> None:
         seen = len(device.log)
         try:
             async with asyncio.timeout(rng.choice([1.5, 4.5, 100.0])):
-                await residence.need(*names)
+                await manager.onload(*names)
         except (SwitchError, TimeoutError):
             pass
         else:
             assert device.on_it == device.usable == set(names)
-        assert device.on_it <= residence.holding, "memory that is held is known"
-        assert residence.ready <= device.usable
+        assert device.on_it <= manager.holding, "the manager knows who holds memory"
+        assert manager.ready <= device.usable
         moves = device.log[seen:]
         entries = [move for move in moves if move.startswith("+")]
         assert moves == [move for move in moves if move.startswith("-")] + entries, "releases come first"

@@ -1,4 +1,4 @@
-"""The part of a simulated run that a seed decides: its sizes, its rules, all durations and what goes wrong."""
+"""The script of a simulated run, decided by a seed: sizes, rules, durations and faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STAGES = ("roll", "abort", "reward", "score", "train", "apply", "update", "devic
 
 @dataclass
 class Script:
-    """A run: its sizes, its rules, and what happens to it."""
+    """Sizes and rules of a run, and the faults that happen in it."""
 
     rng: random.Random
     sizes: tuple[int, ...] = (2,)
@@ -29,17 +29,17 @@ class Script:
     max_replaced: int = 0
     whole: bool = False
     mixed: bool = False
-    """`on_update=continue`: episodes go on with new weights; else they finish on the old ones."""
+    """`on_update=continue`: episodes continue with new weights; otherwise they finish with the old ones."""
     least: float = 1
     most: int = 2
-    """Groups in a bite of the scorer."""
-    enough: int = 1
+    """Bounds on the groups of a score batch."""
+    fills_micro_batches: int = 1
     """Samples worth a call of the learner."""
     questions: int = 5
     engines: int = 1
     slots: int = 4
     turns: int = 3
-    """Most turns of an episode; each has the version that its engine then has."""
+    """Most turns of an episode; each has the version of its engine at that time."""
     critic: bool = False
     """There is a critic: it scores beside the inference group and learns beside the actor."""
     warmup: int = 0
@@ -47,17 +47,17 @@ class Script:
     flat: float = 0.0
     """Share of groups without spread."""
     scale_s: dict[str, float] = field(default_factory=dict)
-    """Seconds that each stage takes, about."""
+    """Stage -> typical seconds."""
     deaths: Sequence[tuple[float, int]] = ()
     """Time and engine of each death."""
     poisoned: frozenset[str] = frozenset()
     """Questions whose groups are always lost."""
     ending: str = "finish"
-    """Or a worker fails (`fail`), somebody stops the pipeline (`stop`), or the whole run is cancelled (`cancel`)."""
+    """`finish`; or a worker fails (`fail`), the pipeline is stopped (`stop`), or the whole run is cancelled (`cancel`)."""
     end_at: float = 0.0
     """Time at which it is stopped or cancelled."""
     fails: tuple[str, int] = ("", 0)
-    """(worker, the number of the call that fails)"""
+    """(worker, number of the call that fails)"""
 
     def learning(self, step: int) -> tuple[str, ...]:
         """Groups that learn in `step`, counted from 1."""
@@ -86,7 +86,7 @@ class Script:
 
     @classmethod
     def seeded(cls, seed: int) -> Script:
-        """Any small run."""
+        """Return a random small run."""
         rng = random.Random(seed)
         pick, below = rng.choice, rng.random
         sizes = pick([1, 1, 2]) * (pick([1, 1, 2, 3]),)
@@ -109,7 +109,7 @@ class Script:
             mixed=below() < 0.5,
             least=math.inf if schedule == "sequential" else pick([1, 1, 2, 3]),
             most=sum(sizes) if schedule == "sequential" else rng.randint(1, 4),
-            enough=rng.randint(1, 6),
+            fills_micro_batches=rng.randint(1, 6),
             critic=critic,
             warmup=pick([0, 0, 1]) if critic else 0,
             questions=questions,
@@ -130,8 +130,8 @@ class Script:
                 script.fails = (pick(WORKERS), rng.randint(1, 6))
         return script
 
-    def duration_s(self, stage: str, count: int = 1) -> float:  # noqa: ARG002
-        """Seconds that it takes this time, for so many samples."""
+    def duration_s(self, stage: str) -> float:
+        """Return a random number of seconds for one call of `stage`."""
         scale, luck = self.scale_s[stage], self.rng.random()
         if luck < 0.2:
             return 0.0
@@ -139,9 +139,9 @@ class Script:
             return scale
         return 30 * scale if luck > 0.97 else scale * self.rng.random()
 
-    async def pause(self, stage: str, count: int = 1) -> None:
-        """Take that long; nought may be some turns of the loop, or none."""
-        duration_s = self.duration_s(stage, count)
+    async def pause(self, stage: str) -> None:
+        """Sleep for a call of `stage`; 0 s may be some turns of the event loop, or none."""
+        duration_s = self.duration_s(stage)
         if duration_s:
             await asyncio.sleep(duration_s)
             return

@@ -1,8 +1,8 @@
 """Whole runs of the pipeline under a virtual clock: real scheduler, pipeline, learner's loop, prompt source and router.
 
-`simulate(seed)` scripts the workers by the seed (`workers`), drives the run as the driver does, and holds the
-properties (`watched.Property`) against it; it raises `Breach` where one does not hold. `simulate_lives(seed)` has the
-run saved at some moment between two steps and killed, then or later, once or twice, and resumed from what was saved.
+`simulate(seed)` scripts the workers by the seed (`workers`), drives the run as the driver does, and checks the
+properties (`watched.Property`); it raises `Breach` if one does not hold. `simulate_lives(seed)` saves the run between
+two steps, kills it at that moment or later, and resumes it from the saved state, once or twice.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from rlsys.data.question import PromptSource, SourceState
 from rlsys.errors import root_cause
 from rlsys.observe import status
 from rlsys.orchestrator.pipeline.rollout_pipeline import (
-    MOST_LOSSES,
+    MAX_LOSSES,
     Handlers,
     PipelineState,
     RolloutPipeline,
     ScoreBatchSize,
 )
-from rlsys.orchestrator.pipeline.scheduler import Reason, StalenessScheduler
+from rlsys.orchestrator.pipeline.scheduler import DropReason, StalenessScheduler
 from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn
 from tests.orchestrator.pipeline.script import Script
 from tests.orchestrator.pipeline.watched import LEARNERS, Breach, Failure, Property, Record, watched
@@ -32,12 +32,12 @@ from tests.support.trajectories import question
 from tests.support.virtual_time import EndlessError, HangError, run_virtually
 
 MOST_TURNS = 20_000
-"""Turns of the loop. A run takes some hundred, the longest of 3,000 a thousand."""
+"""Limit of turns of the event loop. A run takes some hundred, the longest of 3,000 seeds a thousand."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Classes that a run is built from; a planted bug takes the place of one."""
+    """Classes that a run is built from; a planted bug replaces one."""
 
     scheduler: type[StalenessScheduler] = StalenessScheduler
     pipeline: type[RolloutPipeline] = RolloutPipeline
@@ -49,16 +49,16 @@ class Moment:
     """The moment at which a run is saved, and killed."""
 
     steps: int
-    """So many are closed."""
+    """Number of closed steps."""
     published: bool
-    """The new version is on its way to the engines, or there."""
+    """True if the new version has been sent to the engines."""
     killed_after_s: float
-    """Not before the run has ended, if it ends earlier."""
+    """Seconds between the save and the kill; the run may end earlier."""
 
 
 @dataclass(frozen=True)
 class State:
-    """The state that a file of the run would hold."""
+    """State of a run as a checkpoint holds it."""
 
     pipeline: PipelineState
     prompts: SourceState
@@ -66,20 +66,20 @@ class State:
 
 @dataclass(frozen=True)
 class Saved:
-    """The remains of a run that was killed: its state, and everything seen until it was saved."""
+    """Remains of a killed run: its saved state, and the record until the save."""
 
     state: State
     record: Record
 
 
 class Simulation:
-    """One life of a run: from its beginning or from what an earlier life has saved."""
+    """One life of a run, from its beginning or from the state that an earlier life saved."""
 
     def __init__(self, script: Script, parts: Parts, saved: Saved | None = None, moment: Moment | None = None) -> None:
         self.script = script
         self.record = record = saved.record.resumed() if saved else Record(script)
         self.saved: Saved | None = None
-        """The state that this life has saved."""
+        """State that this life has saved, if any."""
         self._moment, self._killed = moment, False
         self.questions = [question(number) for number in range(script.questions)]
         self.prompts = parts.prompts(self.questions, 0, saved.state.prompts if saved else None)
@@ -107,11 +107,11 @@ class Simulation:
         )
 
     def state(self) -> State:
-        """With nothing said by the engines."""
+        """Return the state without any report of the engines."""
         return State(self.pipeline.state({}), self.prompts.state())
 
     async def drive(self) -> None:
-        """The driver: see `rlsys.train`."""
+        """Drive the run as `rlsys.train` does."""
         script, loop = self.script, asyncio.get_running_loop()
         self._life = asyncio.current_task()
         for time, engine in script.deaths:
@@ -143,7 +143,7 @@ class Simulation:
                 learners = {name: self.learners[name] for name in script.learning(step)}
                 await learn(self.pipeline, learners, self.devices, cut)
                 await self._save_if_due(step, published=False)
-                await self.devices.need("actor", "inference")
+                await self.devices.onload("actor", "inference")
                 await script.pause("update")
                 if switched is not None:
                     await switched
@@ -165,12 +165,12 @@ class Simulation:
         asyncio.get_running_loop().call_later(moment.killed_after_s, self._kill)
 
     def _kill(self) -> None:
-        """The process is gone: what its tasks still do counts for nothing."""
+        """End the process: later actions of its tasks no longer count."""
         self.record.over = self._killed = True
         self._life.cancel()
 
     async def _switch(self, version: int) -> None:
-        await self.devices.need("rollout")
+        await self.devices.onload("rollout")
         await self.engines.switch(version)
         self.pipeline.publish(version)
 
@@ -188,7 +188,7 @@ class Simulation:
         self.pipeline.stop()
 
     def check_idle(self) -> None:
-        """Everybody waits, and time is about to move on: nobody waits for what is there."""
+        """Check, when all tasks wait and time is about to advance, that no stage waits for something that is there."""
         record, waits = self.record, self.record.states
         if record.over or not waits:
             return
@@ -204,14 +204,14 @@ class Simulation:
         record.hold(Property.waiting, not scorer_waits or not enough, f"the scorer waits for {record.unscored}")
 
     def check_end(self) -> None:
-        """The run has ended: what was asked is accounted for."""
+        """Check at the end of the run that every prompt is accounted for."""
         record, script = self.record, self.script
         record.hold(Property.once, not record.open, f"{record.open} are neither trained nor dropped")
         if script.ending == "finish":
             record.hold(Property.step, record.version == script.steps, f"{record.version} steps were closed")
         counted = Counter(reason for _, reason in record.dropped)
         record.hold(Property.once, self.scheduler.dropped == counted, f"counted {self.scheduler.dropped}")
-        ended = [(one.number, one.end) for one in [*record.told, *self.scheduler.ended()]]
+        ended = [(one.number, one.outcome) for one in [*record.told, *self.scheduler.ended()]]
         record.hold(Property.once, ended == [*record.ended.items()], f"the scheduler tells of {ended}")
         fresh = PromptSource(self.questions, seed=0)
         asked = Counter(fresh.next().uid for _ in range(self.prompts.position))
@@ -219,14 +219,14 @@ class Simulation:
         record.hold(Property.conserved, asked == found, f"asked {asked}, found {found}")
 
     def _for_good(self) -> Counter[str]:
-        """Prompts that were dropped and are not asked again."""
-        count: Counter[str] = Counter(one.uid for one, reason in self.record.dropped if reason is Reason.no_spread)
-        losses = Counter(one.uid for one, reason in self.record.dropped if reason is Reason.lost)
-        return count + Counter({uid: max(0, lost - MOST_LOSSES + 1) for uid, lost in losses.items()})
+        """Count the prompts that were dropped and will not be asked again."""
+        count: Counter[str] = Counter(one.uid for one, reason in self.record.dropped if reason is DropReason.no_spread)
+        losses = Counter(one.uid for one, reason in self.record.dropped if reason is DropReason.lost)
+        return count + Counter({uid: max(0, lost - MAX_LOSSES + 1) for uid, lost in losses.items()})
 
 
 def _live(simulation: Simulation) -> None:
-    """Run it to its end, or until it is killed. A failure of a worker must come out, and no other error may."""
+    """Run the simulation to its end or kill. Only the error of a failing worker may escape, and it must."""
     script, record = simulation.script, simulation.record
     try:
         run_virtually(simulation.drive(), MOST_TURNS, simulation.check_idle)
@@ -244,7 +244,7 @@ def _live(simulation: Simulation) -> None:
 
 
 def simulate(seed: int, parts: Parts = Parts()) -> Simulation:
-    """The run that `seed` scripts. Raises Breach."""
+    """Run what `seed` scripts. Raises Breach."""
     simulation = Simulation(Script.seeded(seed), parts)
     _live(simulation)
     simulation.check_end()
@@ -254,9 +254,9 @@ def simulate(seed: int, parts: Parts = Parts()) -> Simulation:
 def simulate_lives(
     seed: int, parts: Parts = Parts(), through: Callable[[State], State] = lambda state: state
 ) -> list[Simulation]:
-    """The run that `seed` scripts, killed once or twice and resumed from `through` of its state; all its lives.
+    """Run what `seed` scripts, kill it once or twice and resume it from `through(state)`; return all its lives.
 
-    The last may be given fewer steps. Raises Breach.
+    The last life may have fewer steps. Raises Breach.
     """
     script, rng = Script.seeded(seed), random.Random(f"lives {seed}")
     script.ending, script.fails = "finish", ("", 0)
@@ -280,7 +280,7 @@ def simulate_lives(
 
 
 def breach_of(live: Callable[[int, Parts], object], seed: int, parts: Parts) -> Property | None:
-    """The property that `live`, one of the two above, sees broken by `parts`."""
+    """Return the property that `parts` break in `live(seed, parts)`, None if they break none."""
     try:
         live(seed, parts)
     except Breach as breach:

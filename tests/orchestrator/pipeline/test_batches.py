@@ -1,4 +1,4 @@
-"""Samples dealt to ranks and micro-batches: invariants on any lengths, plans by hand, costs counted by torch."""
+"""Tests of dealing samples to ranks and micro-batches: invariants, plans by hand, and the cost of a sequence."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rlsys.data.trajectory import Sample
 from rlsys.trainer.batches import (
     BatchSharder,
     Flops,
-    Frame,
+    MicroBatchSpec,
     Plan,
-    Size,
+    SampleSize,
     columns_of,
-    fills,
+    fills_stages,
     flops_of,
     plan_micro_batches,
 )
@@ -32,14 +32,14 @@ from tests.support.trajectories import sample
 FEW = settings(max_examples=50)
 FLOPS = Flops(per_token=50.0, per_target=20.0, per_square=1.0)
 SIZES = st.lists(
-    st.integers(2, 300).flatmap(lambda tokens: st.builds(Size, st.just(tokens), st.integers(0, tokens - 1))),
+    st.integers(2, 300).flatmap(lambda tokens: st.builds(SampleSize, st.just(tokens), st.integers(0, tokens - 1))),
     max_size=60,
 )
 MULTIPLES = st.sampled_from([(1, 1), (2, 1), (4, 1), (8, 1), (4, 4), (16, 8)])
 """Multiples of a row, and of each of its sequences."""
 FRAME = MULTIPLES.flatmap(
     lambda multiples: st.builds(
-        Frame,
+        MicroBatchSpec,
         budget_tokens=st.integers(1, 1200),
         packed=st.booleans(),
         ranks=st.integers(1, 5),
@@ -50,8 +50,8 @@ FRAME = MULTIPLES.flatmap(
 )
 
 
-def area(sizes: list[Size], batch: list[int], frame: Frame) -> int:
-    """Tokens that `batch` takes, padding included."""
+def area(sizes: list[SampleSize], batch: list[int], frame: MicroBatchSpec) -> int:
+    """Return the tokens that `batch` takes, padding included."""
     lengths = [sizes[index].tokens for index in batch]
     rooms = [length + -length % frame.room_multiple for length in lengths]
     width = sum(rooms) if frame.packed else max(lengths, default=0)
@@ -60,8 +60,8 @@ def area(sizes: list[Size], batch: list[int], frame: Frame) -> int:
     return width if frame.packed else len(batch) * width
 
 
-def cost(sizes: list[Size], batch: list[int], frame: Frame) -> float:
-    """Operations of `batch`: in a rectangle every row is as long as the longest."""
+def cost(sizes: list[SampleSize], batch: list[int], frame: MicroBatchSpec) -> float:
+    """Return the operations of `batch`; in a rectangle every row is as long as the longest."""
     if not frame.packed and batch:
         width = area(sizes, batch, frame) // len(batch)
         return sum(50.0 * width + width**2 + 20.0 * sizes[index].targets for index in batch)
@@ -70,10 +70,11 @@ def cost(sizes: list[Size], batch: list[int], frame: Frame) -> float:
 
 @settings(max_examples=100)
 @given(SIZES, FRAME)
-def test_any_plan_has_every_sample_once_within_the_budget_and_is_even(sizes: list[Size], frame: Frame) -> None:
-    """Ranks have equally many micro-batches and fill every stage if they can; only a single sample exceeds the budget.
-
-    The loads of two ranks differ by one sample, or one rectangle, at most.
+def test_plan_has_every_sample_once_within_the_budget_and_is_balanced(
+    sizes: list[SampleSize], frame: MicroBatchSpec
+) -> None:
+    """Ranks have equally many micro-batches, enough to fill every stage if possible. Only a single sample may exceed the
+    budget. The loads of two ranks differ by at most one sample, or one rectangle.
     """
     plan = plan_micro_batches(sizes, FLOPS, frame)
     dealt = [[index for batch in batches for index in batch] for batches in plan]
@@ -83,10 +84,10 @@ def test_any_plan_has_every_sample_once_within_the_budget_and_is_even(sizes: lis
     for batches, samples in zip(plan, dealt, strict=True):
         assert all(area(sizes, batch, frame) <= frame.budget_tokens or len(batch) == 1 for batch in batches)
         filled = sum(map(bool, batches))
-        assert filled == min(len(batches), len(samples)), "empty though there was something to split"
+        assert filled == min(len(batches), len(samples)), "a micro-batch is empty although another could be split"
         assert filled >= min(frame.stages, len(samples))
     if not frame.packed and len(sizes) >= frame.ranks * frame.stages:
-        assert fills(plan, frame.stages)
+        assert fills_stages(plan, frame.stages)
     loads = [sum(cost(sizes, batch, frame) for batch in batches) for batches in plan]
     pieces = [[index] for index in range(len(sizes))] if frame.packed else chain(*plan)
     assert max(loads) - min(loads) <= max((cost(sizes, piece, frame) for piece in pieces), default=0.0)
@@ -95,37 +96,32 @@ def test_any_plan_has_every_sample_once_within_the_budget_and_is_even(sizes: lis
 @pytest.mark.parametrize(
     ("lengths", "frame", "plan"),
     [
-        ([], Frame(10, packed=True, ranks=2), [[], []]),
-        ([5], Frame(10, packed=False, ranks=2), [[[0]], [[]]]),
-        # The first alone exceeds the budget.
-        ([30, 2, 2], Frame(10, packed=True), [[[0], [1, 2]]]),
+        ([5], MicroBatchSpec(10, packed=False, ranks=2), [[[0]], [[]]]),
         # Rectangles of width 4 and 3; packed, 6 + 4 and 5 + 3 + 2 fill two rows.
-        ([4, 3, 4, 1], Frame(8, packed=False), [[[0, 2], [1, 3]]]),
-        ([6, 5, 4, 3, 2], Frame(10, packed=True), [[[0, 2], [1, 3, 4]]]),
-        # 5 + 5 fit into 11, but not into the 8 that are left of it in fours.
-        ([5, 5], Frame(11, packed=True, multiple_of=4), [[[0], [1]]]),
-        # One micro-batch would do; two stages want two.
-        ([4, 3, 2, 1], Frame(99, packed=True, stages=2), [[[1, 2, 3], [0]]]),
+        ([4, 3, 4, 1], MicroBatchSpec(8, packed=False), [[[0, 2], [1, 3]]]),
+        ([6, 5, 4, 3, 2], MicroBatchSpec(10, packed=True), [[[0, 2], [1, 3, 4]]]),
+        # One micro-batch would be enough, but there are two stages.
+        ([4, 3, 2, 1], MicroBatchSpec(99, packed=True, stages=2), [[[1, 2, 3], [0]]]),
     ],
 )
-def test_plans_by_hand(lengths: list[int], frame: Frame, plan: Plan) -> None:
-    assert plan_micro_batches([Size(length, 0) for length in lengths], Flops(1.0), frame) == plan
+def test_plan_is_the_one_worked_out_by_hand(lengths: list[int], frame: MicroBatchSpec, plan: Plan) -> None:
+    assert plan_micro_batches([SampleSize(length, 0) for length in lengths], Flops(1.0), frame) == plan
 
 
 @given(st.integers(1, 5), st.lists(st.integers(1, 4), min_size=1, max_size=5))
 @FEW
-def test_context_parallel_ranks_share_all_tokens_and_have_the_same_work(cp: int, sizes: list[int]) -> None:
+def test_context_parallel_ranks_share_all_tokens_and_work_equally(cp: int, sizes: list[int]) -> None:
     boundaries = np.cumsum([0, *(2 * cp * size for size in sizes)])
     shares = [columns_of(boundaries, cp, rank) for rank in range(cp)]
     assert sorted(np.concatenate(shares)) == list(range(boundaries[-1]))
     begins = np.repeat(boundaries[:-1], np.diff(boundaries))
-    seen = np.arange(boundaries[-1]) - begins + 1  # tokens that each attends to
-    assert len({int(seen[share].sum()) for share in shares}) == 1
+    attended = np.arange(boundaries[-1]) - begins + 1
+    assert len({int(attended[share].sum()) for share in shares}) == 1
     assert len({len(share) for share in shares}) == 1
     assert all((np.diff(share) > 0).all() for share in shares)
 
 
-def test_a_context_parallel_rank_has_an_early_and_a_late_chunk_of_every_sequence() -> None:
+def test_context_parallel_rank_has_an_early_and_a_late_chunk_of_every_sequence() -> None:
     assert_array_equal(columns_of([0, 8, 12], cp=2, rank=0), [0, 1, 6, 7, 8, 11])
     assert_array_equal(columns_of([0, 8, 12], cp=2, rank=1), [2, 3, 4, 5, 9, 10])
     with pytest.raises(ValueError, match=r"\[8, 6\]"):
@@ -136,7 +132,7 @@ LENGTHS = (9, 7, 5, 5, 3, 2, 2)
 
 
 def samples(*lengths: int) -> list[Sample]:
-    """Sample i holds only the token i + 1."""
+    """Return samples of these lengths; sample i holds only the token i + 1."""
     return [sample([i + 1] * n, [False] + [True] * (n - 1), old=[0.0] * n) for i, n in enumerate(lengths)]
 
 
@@ -144,18 +140,16 @@ def samples(*lengths: int) -> list[Sample]:
     ("parallel", "packed", "fp8", "budget", "multiple"),
     [
         (ParallelConfig(tp=2, pp=2, sequence_parallel=True), False, False, 16, 2),
-        (ParallelConfig(tp=2, pp=2, sequence_parallel=True), True, False, 16, 2),
         (ParallelConfig(tp=2, cp=2, sequence_parallel=True), True, False, 30, 8),
-        (ParallelConfig(tp=2, sequence_parallel=True), False, True, 128, 32),
         (ParallelConfig(tp=2, cp=2, sequence_parallel=True), True, True, 128, 64),
     ],
 )
-def test_every_sample_is_dealt_once_in_rows_that_can_be_cut(
+def test_every_sample_is_dealt_once_in_rows_that_ranks_can_cut(
     parallel: ParallelConfig, packed: bool, fp8: bool, budget: int, multiple: int
 ) -> None:
-    """Rows are cut by sequence and context parallelism, and shares of fp8 are of 16 tokens; sequences are cut by cp."""
-    of_one = parallel.tp * parallel.pp * parallel.cp
-    sharder = BatchSharder(parallel, processes=2 * of_one, budget_tokens=budget, pad_id=0, packed=packed, fp8=fp8)
+    """Sequence and context parallelism cut rows, with fp8 into shares of 16 tokens; cp also cuts each sequence."""
+    replica = parallel.tp * parallel.pp * parallel.cp
+    sharder = BatchSharder(parallel, processes=2 * replica, budget_tokens=budget, pad_id=0, packed=packed, fp8=fp8)
     plan, batches = sharder.shard(samples(*LENGTHS))
     assert len(batches) == 2, "data-parallel ranks"
     found = {}
@@ -172,12 +166,12 @@ def test_every_sample_is_dealt_once_in_rows_that_can_be_cut(
     }
 
 
-def test_enough_is_a_sample_for_every_stage_of_every_rank() -> None:
+def test_enough_means_a_sample_for_every_stage_of_every_rank() -> None:
     sharder = BatchSharder(ParallelConfig(pp=2), processes=4, budget_tokens=100, pad_id=0, packed=True)
-    assert [sharder.enough(samples(*[5] * count)) for count in range(6)] == [False] * 4 + [True] * 2
+    assert [sharder.fills_micro_batches(samples(*[5] * count)) for count in range(6)] == [False] * 4 + [True] * 2
 
 
-def test_a_rest_is_filled_up_so_that_all_ranks_do_the_same() -> None:
+def test_rank_without_a_sample_gets_an_empty_micro_batch() -> None:
     sharder = BatchSharder(ParallelConfig(), processes=2, budget_tokens=100, pad_id=7, packed=True)
     plan, batches = sharder.shard(samples(4))
     assert plan == [[[0]], [[]]]
@@ -186,14 +180,14 @@ def test_a_rest_is_filled_up_so_that_all_ranks_do_the_same() -> None:
     assert np.all(batches[1][0].tokens == 7)
 
 
-def test_the_load_of_micro_batches_by_hand() -> None:
+def test_load_counts_padding_to_the_longest_row() -> None:
     # Rectangles of 9 + 7, of 5 + 5 + 3 and of 2 + 2 tokens as wide as their longest, rounded up to 2 tokens.
     padded = BatchSharder(ParallelConfig(tp=2, sequence_parallel=True), 2, 20, pad_id=0, packed=False)
     _, batches = padded.shard(samples(*LENGTHS))
     assert padded.load(batches) == {"micro_batches": 3, "tokens": 33, "room": 2 * 10 + 3 * 6 + 2 * 2, "budget": 60}
 
 
-def test_a_sequence_costs_the_operations_of_a_forward_pass_of_transformers() -> None:
+def test_cost_of_a_sequence_is_that_of_a_forward_pass_of_transformers() -> None:
     config = Qwen3Config(
         vocab_size=70,
         hidden_size=48,
@@ -208,7 +202,7 @@ def test_a_sequence_costs_the_operations_of_a_forward_pass_of_transformers() -> 
     for tokens in (1, 64):
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             model(torch.zeros(1, tokens, dtype=torch.long))
-        # The rotary table: an outer product of positions and frequencies, once for the whole model.
+        # Subtract the rotary table, an outer product of positions and frequencies, computed once for the model.
         counted = sum(counter.get_flop_counts()["Global"].values()) - 2 * tokens * config.head_dim // 2
-        # Eager attention computes the half above the diagonal too, and masks it.
+        # Eager attention also computes the half above the diagonal, and masks it.
         assert flops.of(tokens, targets=tokens) + flops.per_square * tokens**2 == counted

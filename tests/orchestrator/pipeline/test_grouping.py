@@ -1,4 +1,4 @@
-"""Rewards, advantages, what a mini-batch adds to them, and weights of late tokens, worked out by hand or in loops."""
+"""Tests of group handling between the stages: rewards, advantages, scaling over a mini-batch, correction weights."""
 
 from __future__ import annotations
 
@@ -22,17 +22,8 @@ from rlsys.config.algorithm import (
     KlEstimator,
     KlPlace,
 )
-from rlsys.config.schema import CompatConfig
 from rlsys.data.question import Question
-from rlsys.data.trajectory import (
-    Group,
-    Sample,
-    Scores,
-    Trajectory,
-    response_tokens,
-    trained_tokens,
-    value_mask,
-)
+from rlsys.data.trajectory import Group, Sample, Scores, Trajectory, response_tokens, trained_tokens
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.pipeline.grouping import finish, mean_kl, over_mini_batch, turns_of
 from rlsys.orchestrator.rewards.reward import Scored, reward_group
@@ -41,12 +32,12 @@ from tests.support.virtual_time import now, run_virtually
 
 GRPO = AlgorithmConfig(kl_coef=0.0)
 TRUNCATE = CorrectionConfig(CorrectionKind.truncate, CorrectionLevel.token, high=2.0)
-# Prompt, a turn, an observation, a turn that ends the episode: two turns of two tokens and of one.
+# Prompt, a turn of two tokens, an observation of two, a turn of one.
 TURNS = [-1, 0, 0, -1, -1, 1]
 MASK = [turn >= 0 for turn in TURNS]
 
 
-def test_a_group_is_rewarded_at_once_and_keeps_what_was_said_of_each_episode() -> None:
+def test_episodes_of_a_group_are_rewarded_at_the_same_time_and_in_order() -> None:
     episodes = [trajectory(range(6), MASK, sample=number) for number in range(3)]
     given = [Scored(0.5 * n, (0.2 * n, 0.3 * n), {"exact_match": float(n)}) for n in range(3)]
 
@@ -59,13 +50,13 @@ def test_a_group_is_rewarded_at_once_and_keeps_what_was_said_of_each_episode() -
         return await reward_group(question(1), episodes, score, Tracer("driver")), now()
 
     group, seconds = run_virtually(timed())
-    assert seconds == 30, "the slowest alone"
+    assert seconds == 30, "as long as the slowest"
     assert [one.trajectory for one in group.samples] == episodes
     assert [Scored(one.reward, one.turn_rewards, one.parts) for one in group.samples] == given
 
 
 def of_rewards(*rewards: float) -> Group:
-    """A group of scored samples; one token of each is trained."""
+    """Return a group of scored samples, each with one trained token."""
     return Group(
         question(1),
         tuple(rewarded(trajectory(), one).with_scores(Scores(np.zeros(2, np.float32))) for one in rewards),
@@ -73,11 +64,11 @@ def of_rewards(*rewards: float) -> Group:
 
 
 def advantages(group: Group) -> list[float]:
-    """Those of the last token of each sample."""
+    """Return the advantage of each sample's last token."""
     return [float(sample.advantages[-1]) for sample in group.samples]
 
 
-def test_a_mini_batch_is_scaled_by_the_spread_of_all_its_groups() -> None:
+def test_mini_batch_is_scaled_by_the_spread_of_all_its_groups() -> None:
     config = replace(GRPO, advantage_scale=AdvantageScale.batch)
     rewards = [(1, 0), (1, 0, 0, 0), (1, 1, 1), (0, 1, 1, 1, 0)]
     groups = [finish(of_rewards(*one), config, KlController(0.0)) for one in rewards]
@@ -90,34 +81,32 @@ def test_a_mini_batch_is_scaled_by_the_spread_of_all_its_groups() -> None:
 
 
 def of_turns() -> Sample:
-    """A sample whose turns have earned 1 and 2."""
+    """Return a sample whose turns have earned 1 and 2."""
     one = trajectory(range(6), MASK, turn_of_token=TURNS)
     return Sample(one, 3.0, (1.0, 2.0), {}, np.zeros(6, np.float32))
 
 
-def test_turns_answer_for_their_own_rewards_and_later_ones() -> None:
+def test_turn_credit_sums_the_rewards_of_the_turn_and_later_ones() -> None:
     config = replace(GRPO, credit=Credit.turn, baseline=AdvantageBaseline.none, advantage_scale=AdvantageScale.none)
     sample = of_turns().with_scores(Scores(np.zeros(6, np.float32)))
     finished = finish(Group(question(1), (sample,)), config, KlController(0.0))
     assert_array_equal(finished.samples[0].advantages, [0, 3, 3, 0, 0, 2])
 
 
-def test_observations_that_take_part_belong_to_the_turn_before_them() -> None:
+def test_observation_tokens_belong_to_the_turn_before_them() -> None:
     one = trajectory(range(6), MASK, turn_of_token=TURNS)
     assert_array_equal(turns_of(one, trained_tokens), TURNS)
     assert_array_equal(turns_of(one, response_tokens), [-1, 0, 0, 0, 0, 1])
     three = trajectory(range(6), [False, True] * 3, turn_of_token=[-1, 0, -1, 1, -1, 2])
     assert_array_equal(turns_of(three, response_tokens), [-1, 0, 0, 1, 1, 2])
-    # Nothing of the first turn is trained, as when its tokens run into the prompt's.
+    # No token of the first turn is trained.
     late = trajectory(range(4), [False, False, False, True], turn_of_token=[-1, -1, -1, 1])
     assert_array_equal(turns_of(late, response_tokens), [-1, 0, 0, 1])
-    assert value_mask(CompatConfig(observations_in_values=True)) is response_tokens
 
 
-@pytest.mark.parametrize("in_reward", [False, True])
-@pytest.mark.parametrize("quirk", [False, True])
-def test_with_a_critic_penalties_and_values_enter_where_they_stand(quirk: bool, in_reward: bool) -> None:
-    """Without a discount, the return of a token is the sum of what is still to come."""
+@pytest.mark.parametrize(("observations", "in_reward"), [(False, True), (True, False)])
+def test_critic_returns_sum_later_rewards_and_penalties(observations: bool, in_reward: bool) -> None:
+    """`observations` have values too (`compat.observations_in_values`). There is no discount."""
     random = np.random.default_rng(5)
     old, reference, values = (random.normal(size=6).astype(np.float32) for _ in range(3))
     config = replace(
@@ -131,22 +120,22 @@ def test_with_a_critic_penalties_and_values_enter_where_they_stand(quirk: bool, 
         kl_estimator=KlEstimator.k1,
     )
     sample = of_turns().with_scores(Scores(old, reference, values=values))
-    mask_of = response_tokens if quirk else trained_tokens
+    mask_of = response_tokens if observations else trained_tokens
     (found,) = finish(Group(question(1), (sample,)), config, KlController(0.25), mask_of).samples
-    # The first turn's reward stands on its last token, which with the quirk is the observation's.
-    rewards = np.array([0, 0, 0, 0, 1, 2] if quirk else [0, 0, 1, 0, 0, 2], dtype=float)
+    # The first turn's reward is on its last token, or on the last one of its observation.
+    rewards = np.array([0, 0, 0, 0, 1, 2] if observations else [0, 0, 1, 0, 0, 2], dtype=float)
     divergence = np.where(MASK, old.astype(float) - reference, 0.0)
     if in_reward:
         rewards -= 0.25 * divergence
-    part = np.arange(6) > 0 if quirk else np.array(MASK)
-    to_come = np.cumsum(rewards[::-1])[::-1]
+    part = np.arange(6) > 0 if observations else np.array(MASK)
+    later = np.cumsum(rewards[::-1])[::-1]
     assert found.returns is not None
-    assert_allclose(found.returns, np.where(part, to_come, 0.0), rtol=1e-5, atol=1e-5)
-    assert_allclose(found.advantages, np.where(part, to_come - values, 0.0), rtol=1e-5, atol=1e-5)
+    assert_allclose(found.returns, np.where(part, later, 0.0), rtol=1e-5, atol=1e-5)
+    assert_allclose(found.advantages, np.where(part, later - values, 0.0), rtol=1e-5, atol=1e-5)
     assert found.kl_sum == (pytest.approx(float(divergence.sum())) if in_reward else None)
 
 
-def test_the_mean_kl_weighs_episodes_alike() -> None:
+def test_mean_kl_weighs_episodes_alike() -> None:
     long, short = trajectory(range(5)), trajectory(range(2))
     untrained = trajectory(range(3), [False] * 3)
     samples = [replace(rewarded(one, 0.0), kl_sum=kl) for one, kl in ((long, 2.0), (short, 0.25), (untrained, 0.0))]
@@ -156,39 +145,38 @@ def test_the_mean_kl_weighs_episodes_alike() -> None:
 
 
 def sampled_and_scored(old: list[float], rollout: list[float]) -> Sample:
+    """Return a sample with these probabilities of its tokens."""
     one = trajectory(range(len(old)), rollout_logprobs=np.log(rollout).tolist())
     return rewarded(one, 1.0).with_scores(Scores(np.log(old).astype(np.float32)))
 
 
-def test_every_sample_of_a_group_gets_its_weights_and_keeps_the_rest() -> None:
-    nothing = float("nan")
+def test_every_sample_of_a_group_gets_its_correction_weights() -> None:
+    unknown = float("nan")
     # The first token is untrained; ratios 1.5 and 3, then 0.5 and none.
     samples = (
         sampled_and_scored([0.9, 0.6, 0.6], [0.1, 0.4, 0.2]),
-        sampled_and_scored([0.9, 0.2, 0.5], [0.1, 0.4, nothing]),
+        sampled_and_scored([0.9, 0.2, 0.5], [0.1, 0.4, unknown]),
     )
     weighed = finish(Group(question(1), samples), replace(GRPO, correction=TRUNCATE), KlController(0.0))
     for sample, before, expected in zip(weighed.samples, samples, ([1, 1.5, 2], [1, 0.5, 1]), strict=True):
         assert sample.weights is not None
         assert_allclose(sample.weights, expected, rtol=1e-6)
         assert sample.trajectory is before.trajectory
-        assert sample.old_logprobs is before.old_logprobs
     assert finish(Group(question(1), samples), GRPO, KlController(0.0)).samples[0].weights is None
 
 
 @pytest.mark.parametrize(
     ("episodes", "spread"),
     [
-        # Reward, and its parts.
+        # (reward, its parts) of each episode.
         ([(1.0, {"exact_match": 1.0, "overlong": 0.0}), (0.5, {"exact_match": 1.0, "overlong": 0.5})], False),
-        ([(0.0, {"exact_match": 0.0}), (-5.0, {"exact_match": 0.0})], False),
-        # Equal on the whole: one is right and long, the other wrong and short.
+        # Equal rewards: one answer is right and long, the other wrong and short.
         ([(0.0, {"exact_match": 1.0, "overlong": 1.0}), (0.0, {"exact_match": 0.0, "overlong": 0.0})], True),
         ([(1.0, {"mine.own": 1.0}), (0.0, {"mine.own": 0.0})], True),
         ([(1.0, {"search_penalty": 1.0}), (1.0, {"search_penalty": 1.0})], False),
     ],
 )
-def test_a_group_has_spread_where_answers_earned_different_amounts(
+def test_group_has_spread_if_its_answers_earned_different_amounts(
     episodes: list[tuple[float, dict[str, float]]], spread: bool
 ) -> None:
     samples = tuple(replace(rewarded(trajectory(), reward), parts=parts) for reward, parts in episodes)

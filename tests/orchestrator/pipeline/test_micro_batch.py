@@ -1,4 +1,4 @@
-"""Padding, packing, alignment and masks, worked out by hand."""
+"""Tests of micro-batches: padding, packing, alignment and masks, worked out by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHORT = sample(
 )
 
 
-def test_packed_sequences_are_padded_one_by_one_where_each_is_cut() -> None:
+def test_each_packed_sequence_is_padded_if_it_is_cut_over_ranks() -> None:
     batch = collate([LONG, SHORT], pad_id=9, multiple_of=8, packed=True, room_multiple=4)
     assert_array_equal(batch.tokens, [[11, 12, 13, 14, 15, 9, 9, 9, 21, 22, 23, 9, 9, 9, 9, 9]])
     assert_array_equal(batch.loss_mask, [[0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0]])
@@ -42,7 +42,7 @@ def test_packed_sequences_are_padded_one_by_one_where_each_is_cut() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_mask_of_ones_own_says_what_the_targets_are(packed: bool) -> None:
+def test_targets_follow_a_given_mask(packed: bool) -> None:
     batch = collate([LONG, SHORT], pad_id=0, packed=packed, mask_of=response_tokens)
     assert_array_equal(batch.targets, [12, 13, 14, 15, 22, 23])
     assert_array_equal(batch.trained_lengths, [4, 2])
@@ -50,21 +50,18 @@ def test_a_mask_of_ones_own_says_what_the_targets_are(packed: bool) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_trained_first_token_is_refused(packed: bool) -> None:
-    """Packed, it would be predicted by the last token of another sequence."""
+def test_trained_first_token_is_refused(packed: bool) -> None:
+    """The last token of another sequence would predict it in a packed row."""
     headless = sample([7, 8], [True, True])
     with pytest.raises(ValueError, match="first token"):
         collate([SHORT, headless], pad_id=0, packed=packed)
-
-
-PADDED = ([0, 0, 2, 0, 2, 0, 0, 0], [0, -1.5, -1.5, 0, 0, 0, 0, 0])
 
 
 def test_rows_are_padded_on_the_right_and_packed_sequences_at_the_end() -> None:
     padded = collate([LONG, SHORT], pad_id=9, multiple_of=4)
     assert_array_equal(padded.tokens, [[11, 12, 13, 14, 15, 9, 9, 9], [21, 22, 23, 9, 9, 9, 9, 9]])
     assert_array_equal(padded.loss_mask, [[0, 0, 1, 0, 1, 0, 0, 0], [0, 1, 1, 0, 0, 0, 0, 0]])
-    assert_array_equal(padded.advantages, PADDED)
+    assert_array_equal(padded.advantages, [[0, 0, 2, 0, 2, 0, 0, 0], [0, -1.5, -1.5, 0, 0, 0, 0, 0]])
     assert padded.old_logprobs is not None
     assert_array_equal(padded.old_logprobs, [[0, 0, -0.5, 0, -1.5, 0, 0, 0], [0, -3, -4, 0, 0, 0, 0, 0]])
     assert_array_equal(padded.sequence_numbers, [[0] * 5 + [-1] * 3, [1] * 3 + [-1] * 5])
@@ -80,11 +77,11 @@ def test_rows_are_padded_on_the_right_and_packed_sequences_at_the_end() -> None:
         assert (batch.trained_tokens, batch.lengths.tolist(), batch.trained_lengths.tolist()) == (4, [5, 3], [2, 2])
         assert_array_equal(batch.targets, [13, 15, 22, 23])
         assert_array_equal(batch.spread(np.array([0.5, 0.25])) == 0.25, batch.sequence_numbers == 1)
-    assert collate([LONG, sample([1, 2], [False, True])], pad_id=0).old_logprobs is None, "one sample lacks them"
+    assert collate([LONG, sample([1, 2], [False, True])], pad_id=0).old_logprobs is None, "one sample has none"
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_advantages_of_each_token_are_weighted_where_it_is_trained(packed: bool) -> None:
+def test_advantages_of_trained_tokens_are_weighted(packed: bool) -> None:
     weights = np.array([np.nan, np.inf, 0.5, np.nan, 0.0], dtype=np.float32)
     advantages = np.array([np.nan, 7, 3, np.inf, -4], dtype=np.float32)
     batch = collate([replace(LONG, weights=weights, advantages=advantages), SHORT], pad_id=0, packed=packed)
@@ -94,9 +91,9 @@ def test_advantages_of_each_token_are_weighted_where_it_is_trained(packed: bool)
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_values_and_picks_are_laid_out_as_tokens_and_targets_are(packed: bool) -> None:
+def test_values_are_laid_out_as_tokens_and_picks_as_targets(packed: bool) -> None:
     def scored(one: Sample, first: float) -> Sample:
-        """The picks of a trained token are made from it."""
+        """Return `one` with values from `first` on, and picks that follow from its trained tokens."""
         values = np.arange(first, first + len(one.trajectory.tokens), dtype=np.float32)
         trained = one.trajectory.tokens[one.trajectory.loss_mask]
         picks = TopkLogprobs(np.stack([trained, trained + 100], 1), -np.stack([trained] * 2, 1) / 2)

@@ -1,4 +1,4 @@
-"""Runs that are killed and resumed, over seeded interleavings."""
+"""Tests of runs that are killed and resumed, over seeded interleavings."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SEEDS = 250
 
 
 @pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 8))])
-def test_every_property_holds_over_all_lives_of_a_run(block: int) -> None:
-    """On a failure, `simulate_lives(seed)` is the run again. `python -m bench.interleavings` takes more seeds."""
+def test_every_property_holds_across_kills_and_resumes(block: int) -> None:
+    """`simulate_lives(seed)` repeats a run that failed. `python -m bench.interleavings` takes more seeds."""
     for seed in range(SEEDS * block, SEEDS * (block + 1)):
         try:
             simulate_lives(seed)
@@ -30,14 +30,13 @@ def test_every_property_holds_over_all_lives_of_a_run(block: int) -> None:
 
 
 @pytest.mark.parametrize(("broken", "planted"), PLANTED_IN_RESUMING)
-def test_a_bug_planted_on_purpose_is_found_out(broken: Property, planted: Callable[[], Parts]) -> None:
-    """The property is seen to be broken within 1,000 seeds."""
+def test_planted_bug_is_found(broken: Property, planted: Callable[[], Parts]) -> None:
     parts = planted()
     assert broken in (breach_of(simulate_lives, seed, parts) for seed in range(1000))
 
 
-def test_the_state_of_what_has_resumed_a_state_is_that_state(tmp_path: Path) -> None:
-    """Also after it went through a file, with which runs go on too. What is saved has something of everything."""
+def test_resumed_run_has_the_state_that_was_saved(tmp_path: Path) -> None:
+    """The state goes through a file, and over all seeds every field of it is filled."""
     seen: set[str] = set()
 
     def through_a_file(state: State) -> State:
@@ -53,9 +52,9 @@ def test_the_state_of_what_has_resumed_a_state_is_that_state(tmp_path: Path) -> 
             loaded = through_a_file(state)
             assert same(Simulation(life.script, Parts(), replace(life.saved, state=loaded)).state(), state)
             found = {
-                **{name: getattr(state.pipeline, name) for name in ("losses", "begun", "rolled", "scored")},
+                **{name: getattr(state.pipeline, name) for name in ("losses", "progress", "rewarded", "scored")},
                 **{name: getattr(state.pipeline.scheduler, name) for name in ("rolling", "ready", "replaced")},
                 "given_back": state.prompts.given_back,
             }
             seen |= {name for name, value in found.items() if value}
-    assert seen == {"losses", "begun", "rolled", "scored", "rolling", "ready", "replaced", "given_back"}
+    assert seen == {"losses", "progress", "rewarded", "scored", "rolling", "ready", "replaced", "given_back"}

@@ -1,4 +1,4 @@
-"""The scheduler against a model that deals out places one by one."""
+"""Tests of the staleness scheduler against a model that deals out places one by one."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rlsys.errors import RunError
-from rlsys.orchestrator.pipeline.scheduler import Ended, PromptGroup, Reason, Stage, StalenessScheduler
+from rlsys.orchestrator.pipeline.scheduler import DropReason, GroupOutcome, GroupStage, PromptGroup, StalenessScheduler
 from tests.support.trajectories import question
 
 
 @pytest.mark.parametrize(
     ("groups", "oversample", "spare"), [(4, 1.0, 0), (4, 1.25, 1), (3, 1.5, 2), (10, 1.1, 1), (110, 1.1, 11)]
 )
-def test_spares_are_rounded_up_from_what_was_written(groups: int, oversample: float, spare: int) -> None:
+def test_spare_groups_are_rounded_up_from_the_exact_decimal(groups: int, oversample: float, spare: int) -> None:
     assert StalenessScheduler(groups, 0, oversample).spare == spare
 
 
-def test_a_stale_group_is_not_taken_even_if_nobody_has_dropped_it() -> None:
+def test_stale_group_that_was_not_dropped_cannot_be_taken() -> None:
     scheduler = StalenessScheduler(groups_per_step=1, max_staleness=0, oversample=2)
     first, second = scheduler.admit(question(1)), scheduler.admit(question(2))
     for group in (second, first):
@@ -40,11 +40,11 @@ class Modelled:
     real: PromptGroup
     oldest: int
     ready: int | None = None
-    """Its place among those that became ready."""
+    """Order in which it became ready, None if it rolls."""
 
 
-class LedgerMachine(RuleBasedStateMachine):
-    """Any calls in any order. The model knows steps with places, and deals them out one by one."""
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random calls in random order. The model keeps the places of each step and deals them out one by one."""
 
     @initialize(
         groups=st.integers(1, 4),
@@ -56,34 +56,34 @@ class LedgerMachine(RuleBasedStateMachine):
     def begin(self, groups: int, staleness: int, spare: int, replaced: int, steps: int | None) -> None:
         self.groups, self.staleness, self.spare, self.most_replaced = groups, staleness, spare, replaced
         self.steps = steps
-        self.scheduler = self.new_ledger()
-        self.ended: list[Ended] = []
+        self.scheduler = self.new_scheduler()
+        self.ended: list[GroupOutcome] = []
         self.version = self.published = self.replaced = self.clock = 0
         self.open: list[Modelled] = []
         self.taken: list[Modelled] = []
-        self.dropped: Counter[Reason] = Counter()
+        self.dropped: Counter[DropReason] = Counter()
 
-    def new_ledger(self) -> StalenessScheduler:
+    def new_scheduler(self) -> StalenessScheduler:
         return StalenessScheduler(
             self.groups, self.staleness, 1 + self.spare / self.groups, self.most_replaced, self.steps
         )
 
     def free(self) -> Counter[int]:
-        """Step -> its free places, far ahead."""
+        """Return the free places of each step, 20 steps ahead."""
         end = self.version + 20 if self.steps is None else self.steps
         free = Counter(dict.fromkeys(range(self.version, end), self.groups))
         free[self.version] -= len(self.taken)
         return +free
 
     def last(self, oldest: int) -> int:
-        """The last step that may train a group of that age."""
+        """Return the last step that may train a group of that version."""
         return oldest + self.staleness
 
-    def unschedulable(self) -> dict[PromptGroup, Reason]:
-        """Give each ready group the first free place, the oldest first; see for whom none is left."""
+    def unschedulable(self) -> dict[PromptGroup, DropReason]:
+        """Give each ready group the first free place, oldest first; return the groups without one."""
         free, found = self.free(), {}
         reasons = {
-            one: Reason.surplus if any(step <= self.last(one.oldest) for step in free) else Reason.stale
+            one: DropReason.surplus if any(step <= self.last(one.oldest) for step in free) else DropReason.stale
             for one in self.open
         }
         ages = sorted({one.oldest for one in self.open})
@@ -99,19 +99,19 @@ class LedgerMachine(RuleBasedStateMachine):
         return found
 
     def free_for_new(self) -> int:
-        """Places for groups of the published version, once every ready group has the first free one."""
+        """Return the places left for new groups once every ready group has the first free one."""
         free = sorted(self.free().elements())
         return len([step for step in free[len(self.of(ready=True)) :] if step <= self.last(self.published)])
 
     def of(self, *, ready: bool) -> list[Modelled]:
         return [one for one in self.open if (one.ready is not None) == ready]
 
-    def forget(self, one: Modelled, reason: Reason) -> None:
+    def forget(self, one: Modelled, reason: DropReason) -> None:
         self.scheduler.drop(one.real, reason)
-        self.ended.append(Ended(one.real.number, one.real.question.uid, reason))
+        self.ended.append(GroupOutcome(one.real.number, one.real.question.uid, reason))
         (self.taken if one in self.taken else self.open).remove(one)
         self.dropped[reason] += 1
-        self.replaced += reason is Reason.no_spread
+        self.replaced += reason is DropReason.no_spread
 
     @precondition(lambda self: self.scheduler.may_admit())
     @rule(most=st.integers(1, 20))
@@ -131,7 +131,7 @@ class LedgerMachine(RuleBasedStateMachine):
         oldest = one.oldest if newer is None else min(one.oldest + newer, self.version)
         replaced = not has_spread and self.replaced < self.most_replaced
         reason = self.scheduler.finish_rolling(one.real, None if newer is None else oldest, has_spread)
-        assert reason is (Reason.no_spread if replaced else None)
+        assert reason is (DropReason.no_spread if replaced else None)
         if reason is None:
             self.clock += 1
             one.oldest, one.ready = oldest, self.clock
@@ -139,7 +139,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.forget(one, reason)
 
     @rule()
-    def drop_the_doomed(self) -> None:
+    def drop_unschedulable(self) -> None:
         unschedulable = self.scheduler.unschedulable()
         assert dict(unschedulable) == self.unschedulable()
         assert len(dict(unschedulable)) == len(unschedulable)
@@ -160,8 +160,8 @@ class LedgerMachine(RuleBasedStateMachine):
             self.taken.append(one)
 
     @precondition(lambda self: self.open or self.taken)
-    @rule(number=st.integers(0, 99), reason=st.sampled_from([Reason.lost, Reason.end]))
-    def lose(self, number: int, reason: Reason) -> None:
+    @rule(number=st.integers(0, 99), reason=st.sampled_from([DropReason.lost, DropReason.end]))
+    def lose(self, number: int, reason: DropReason) -> None:
         held = self.open + self.taken
         self.forget(held[number % len(held)], reason)
 
@@ -172,8 +172,8 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.scheduler.close_step()
             return
         self.scheduler.close_step()
-        assert {one.real.stage for one in self.taken} == {Stage.trained}
-        self.ended += [Ended(one.real.number, one.real.question.uid, Stage.trained) for one in self.taken]
+        assert {one.real.stage for one in self.taken} == {GroupStage.trained}
+        self.ended += [GroupOutcome(one.real.number, one.real.question.uid, GroupStage.trained) for one in self.taken]
         self.taken, self.replaced = [], 0
         self.version += 1
 
@@ -187,7 +187,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.scheduler.publish(self.published)
 
     @rule()
-    def tell_of_the_ends(self) -> None:
+    def report_ended(self) -> None:
         assert self.scheduler.ended() == self.ended
         self.ended = []
 
@@ -200,39 +200,35 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.taken)
     @rule()
     def save_and_resume(self) -> None:
-        """Another scheduler in its place, of the same state, decides the same from here on."""
-        self.tell_of_the_ends()
+        """Replace the scheduler by another that resumes its state; both must decide alike from here on."""
+        self.report_ended()
         state = self.scheduler.state()
-        self.scheduler = self.new_ledger()
+        self.scheduler = self.new_scheduler()
         self.scheduler.resume(state)
         assert self.scheduler.state() == state
         prompt_groups = {prompt_group.number: prompt_group for prompt_group in self.scheduler.outstanding}
         assert len(prompt_groups) == len(self.open)
         for one in self.open:
             before, one.real = one.real, prompt_groups[one.real.number]
-            assert (one.real.question, one.real.oldest, one.real.stage) == (
-                before.question,
-                one.oldest,
-                before.stage,
-            )
+            assert (one.real.question, one.real.oldest, one.real.stage) == (before.question, one.oldest, before.stage)
 
     @invariant()
-    def books_agree(self) -> None:
+    def state_agrees(self) -> None:
         held = sorted([one.real for one in self.open + self.taken], key=lambda prompt_group: prompt_group.number)
         assert self.scheduler.outstanding == held
         assert self.scheduler.outstanding_count == len(held)
         assert len(held) <= (self.staleness + 1) * self.groups + self.spare
-        assert self.scheduler.lacking == self.groups - len(self.taken)
+        assert self.scheduler.groups_missing == self.groups - len(self.taken)
         assert (self.scheduler.version, self.scheduler.published) == (self.version, self.published)
         assert self.scheduler.dropped == self.dropped
 
     @invariant()
-    def admission_agrees_once_the_doomed_are_gone(self) -> None:
+    def admission_agrees_without_unschedulable_groups(self) -> None:
         if not self.unschedulable():
             free = self.free_for_new()
             may_admit = free > 0 and len(self.of(ready=False)) < free + self.spare
             assert self.scheduler.may_admit() == may_admit
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=50)
-test_any_calls_in_any_order = LedgerMachine.TestCase
+SchedulerMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=50)
+test_random_calls_agree_with_the_model = SchedulerMachine.TestCase

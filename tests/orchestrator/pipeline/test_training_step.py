@@ -1,4 +1,4 @@
-"""The order in which learners accumulate and step, and the mini-batches that a config asks for."""
+"""Tests of a training step: the order in which learners accumulate and step, and the mini-batches of a config."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class OneAtATime:
 
 
 class Logged:
-    """A learner that writes down what it is told; its devices are always there."""
+    """A learner that logs its calls, and devices that are always there."""
 
     def __init__(self, events: list[Event]) -> None:
         self._events = events
         self.seen: list[str] = []
 
-    def enough(self, _: Sequence[Sample]) -> bool:
+    def fills_micro_batches(self, _: Sequence[Sample]) -> bool:
         return True
 
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
@@ -56,11 +56,11 @@ class Logged:
         self._events.append(("applied", len(self.seen)))
         return {"lr": 1.0}
 
-    async def need(self, *names: str) -> None: ...
+    async def onload(self, *names: str) -> None: ...
 
 
 def run(cut: MiniBatches) -> list[Event]:
-    """A step on groups of one sample each."""
+    """Train a step on groups of one sample each; return the events in order."""
     events: list[Event] = []
     learner, one = Logged(events), trajectory(range(3), [False, True, True])
     uids = [f"q:{number}" for number in range(sum(cut.sizes))]
@@ -72,7 +72,7 @@ def run(cut: MiniBatches) -> list[Event]:
     return events
 
 
-def test_each_mini_batch_is_stepped_on_as_soon_as_its_last_group_is_there() -> None:
+def test_mini_batch_is_stepped_on_once_its_last_group_has_come() -> None:
     one = ("scored", 1)
     assert run(MiniBatches([2, 1])) == [
         *(one, ("accumulated", 1), one, ("accumulated the last", 1), ("applied", 2)),
@@ -81,8 +81,8 @@ def test_each_mini_batch_is_stepped_on_as_soon_as_its_last_group_is_there() -> N
     ]
 
 
-def test_a_learner_that_also_scores_does_not_step_before_the_last_score() -> None:
-    """Else values of the second mini-batch would be of one critic or the other, by who is faster."""
+def test_critic_does_not_step_before_the_last_score_of_the_step() -> None:
+    """All values of a step are of one critic, also with several mini-batches."""
     events = run(MiniBatches([3, 3], scored_first=True))
     first_step = events.index(("applied", 3))
     assert events[:first_step].count(("scored", 1)) == 6
@@ -90,21 +90,34 @@ def test_a_learner_that_also_scores_does_not_step_before_the_last_score() -> Non
     assert events[-3:] == [("accumulated the last", 3), ("applied", 6), ("closed", 0)]
 
 
+async def test_actor_and_critic_learn_at_the_same_time() -> None:
+    both = asyncio.Barrier(2)
+
+    class Waits(Logged):
+        async def accumulate(self, *_: Any) -> None:
+            await both.wait()
+
+    group = Group(question(1), (rewarded(trajectory(), 1.0),))
+    pipeline = cast(RolloutPipeline, cast(Any, OneAtATime([group], [])))
+    learners = {"actor": Waits([]), "critic": Waits([])}
+    await asyncio.wait_for(learn(pipeline, learners, learners["actor"], MiniBatches([1])), 60)
+
+
 @hypothesis_settings(max_examples=50)
 @given(st.integers(1, 2000), st.data())
-def test_every_group_is_in_one_mini_batch_and_the_larger_ones_are_spread_over_the_step(groups: int, data: Any) -> None:
+def test_mini_batches_share_all_groups_and_the_larger_ones_are_spread_out(groups: int, data: Any) -> None:
     count = data.draw(st.integers(1, groups))
     config = RunConfig(trainer=TrainerConfig(prompts_per_step=groups, mini_batches=count))
     sizes = mini_batches(config).sizes
     assert (len(sizes), sum(sizes)) == (count, groups)
     assert {*sizes} <= {groups // count, -(-groups // count)}
-    # Of the first so many mini-batches, none runs ahead of its share of the groups, or is a whole one behind it.
+    # No prefix of the mini-batches has more than its share of the groups, or a whole group less.
     for number, taken in enumerate(accumulate(sizes), start=1):
         assert taken <= Fraction(number * groups, count) < taken + 1
-    assert score_batch_size(config).most == max(sizes)
+    assert score_batch_size(config).max_groups == max(sizes)
 
 
-def test_the_critic_warms_up_alone() -> None:
+def test_critic_learns_alone_during_its_warm_up() -> None:
     critic = CriticConfig(warmup_steps=2)
     config = RunConfig(algorithm=AlgorithmConfig(baseline=AdvantageBaseline.critic), critic=critic)
     assert [learning(config, step) for step in (2, 3)] == [("critic",), ("actor", "critic")]

@@ -1,6 +1,6 @@
-"""Properties that a simulated run is held to while it runs, and the record that they are read from.
+"""Properties that are checked while a simulated run runs, and the record that they are checked against.
 
-The record is kept apart from the scheduler's own books: it sees prompt groups come and go, and what workers are given.
+The record is independent of the scheduler's own state: it logs prompt groups and the calls of the workers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from enum import StrEnum
 from functools import cache
 
 from rlsys.data.question import Question
-from rlsys.orchestrator.pipeline.scheduler import Ended, PromptGroup, Reason, SchedulerState, Stage, StalenessScheduler
+from rlsys.orchestrator.pipeline.scheduler import (
+    DropReason,
+    GroupOutcome,
+    GroupStage,
+    PromptGroup,
+    SchedulerState,
+    StalenessScheduler,
+)
 from rlsys.rollout.agent.tokens import EpisodeProgress
 from tests.orchestrator.pipeline.script import Script
 
@@ -57,47 +64,48 @@ class Failure(Exception):
 
 
 class Record:
-    """Everything that happened so far."""
+    """Log of a run, checked at every entry."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.version = 0
         self.running = self.rewarded_now = 0
-        """Groups that are being generated, and rewarded, those that wind down included."""
+        """Groups being generated and groups being rewarded, including cancelled ones that have not ended."""
         self.prompt_groups: dict[int, PromptGroup] = {}
         self.open: set[int] = set()
         self.taken: list[int] = []
-        """By the step under way."""
+        """Groups of the current step."""
         self.trained: list[Question] = []
-        """In steps that were closed."""
-        self.dropped: list[tuple[Question, Reason]] = []
+        """Questions of closed steps."""
+        self.dropped: list[tuple[Question, DropReason]] = []
         self.begun: dict[int, tuple[EpisodeProgress, ...]] = {}
-        """Prompt group -> what a run that is resumed now has to go on from; all episodes once they are done."""
+        """Prompt group -> episodes that a run resumed now must continue from; all of them once they are done."""
         self._all_done: set[int] = set()
         self.again: list[int] = []
-        """Prompt groups that rolled when the run was saved; those that have been begun again have `gone_on`."""
+        """Prompt groups that rolled when the run was saved and have not been begun again."""
         self.gone_on: set[int] = set()
+        """Prompt groups that have been begun again."""
         self.unscored: dict[int, None] = {}
-        """In the order in which they became ready."""
+        """Ready groups that have not been scored, in the order in which they became ready."""
         self.offered: set[int] = set()
-        """Scored, and not taken or dropped yet."""
+        """Groups that are scored but not taken or dropped."""
         self.states: dict[str, str] = {}
-        """Stage -> what it says that it does."""
+        """Stage -> its last status line."""
         self.resident: Callable[[], Collection[str]] = lambda: GROUPS
-        """Groups that are on the devices."""
+        """Worker groups that are on the devices."""
         self.over = False
-        """The pipeline has ended; what goes on elsewhere no longer counts."""
+        """True once the pipeline has ended; later actions of the workers no longer count."""
         self.failed = False
         self.broken: Breach | None = None
-        """The first; what follows from it is no breach of its own."""
+        """First breach; later ones follow from it."""
         self.ended: dict[int, str] = {}
-        """Prompt group -> `trained`, or why it was dropped; in this order."""
-        self.told: list[Ended] = []
-        """The ends that the schedulers of earlier lives have told of."""
+        """Prompt group -> `trained` or the reason of its drop, in order."""
+        self.told: list[GroupOutcome] = []
+        """Ends that the schedulers of earlier lives reported."""
         self._ready: dict[int, None] = {}
-        """Prompt groups that are open, scored or not."""
+        """Ready prompt groups, scored or not."""
         self._replaced = 0
-        """In the step under way."""
+        """Replaced groups of the current step."""
         self._scored: set[tuple[int, int]] = set()
         self._accumulated: set[tuple[str, int, int]] = set()
         """(learner, prompt group, sample)"""
@@ -106,39 +114,39 @@ class Record:
         self._worker_calls: Counter[str] = Counter()
 
     def hold(self, named: Property, holds: object, detail: object = "") -> None:
-        """Raise the first breach unless it holds."""
+        """Raise the run's first breach unless `holds`."""
         if not holds:
             self.over = True
             self.broken = self.broken or Breach(named, str(detail))
             raise self.broken
 
     def fail_if_due(self, worker: str) -> None:
-        """Raise the failure that the script has for this call."""
+        """Raise Failure if the script has one for this call."""
         self._worker_calls[worker] += 1
         if self.script.fails == (worker, self._worker_calls[worker]):
             self.over = self.failed = True
             raise Failure(worker)
 
     def resumed(self) -> Record:
-        """The record of a run that goes on from here."""
+        """Return the record of a run that resumes at this moment."""
         later = deepcopy(self, {id(self.script): self.script})
         later.again = sorted(self.open - self._ready.keys())
         later.begun = {number: self.begun[number] for number in later.again if number in self.begun}
         later.running = later.rewarded_now = 0
         later._all_done = set()
         later.states, later._working, later.resident = {}, set(), lambda: GROUPS
-        # What was being scored is scored again.
+        # Groups that were being scored are scored again.
         later.unscored = {number: None for number in self._ready if number not in self.offered}
         later._scored = {(number, sample) for number, sample in self._scored if number not in later.unscored}
         return later
 
     def resume(self, prompt_groups: Sequence[PromptGroup]) -> None:
-        """The scheduler has these prompt groups again."""
+        """Log that the scheduler has resumed `prompt_groups`."""
         self.hold(Property.resumed, {one.number for one in prompt_groups} == self.open)
         self.prompt_groups.update((one.number, one) for one in prompt_groups)
 
     def begin_group(self, number: int, begun: Sequence[EpisodeProgress]) -> None:
-        """Episodes of a prompt group are asked for, with what was begun of them."""
+        """Log a call for the episodes of a prompt group, some of which were `begun` before."""
         self.hold(Property.resumed, not self.again or number == self.again[0], f"{number} before {self.again}")
         self.hold(Property.resumed, _facts(begun) == _facts(self.begun.get(number, ())), f"{number} from {begun}")
         if self.again:
@@ -148,18 +156,18 @@ class Record:
         self.begin("rollout")
 
     def tell(self, begun: Mapping[int, tuple[EpisodeProgress, ...]]) -> None:
-        """An engine says what is begun on it. A group may run on there after another engine has answered."""
+        """Log the progress that an engine reports. A group may still run there after another engine has answered."""
         self.begun |= {number: found for number, found in begun.items() if number not in self._all_done}
 
     def begin(self, stage: str) -> None:
-        """A worker begins."""
+        """Log that a worker begins."""
         if self.script.sequential and not self.over:
             self._check_sequence(stage)
         if stage != "rollout":
             self._working.add(stage)
 
     def end(self, stage: str) -> None:
-        """A worker has ended."""
+        """Log that a worker has ended."""
         if stage == "rollout":
             self.running -= 1
         else:
@@ -174,7 +182,7 @@ class Record:
 
     @contextmanager
     def rewarding(self, number: int, episodes: Sequence[EpisodeProgress]) -> Iterator[None]:
-        """All episodes of the prompt group are done; they are being rewarded."""
+        """Log that the episodes of a prompt group are being rewarded, all of which are done."""
         self.begun[number] = tuple(episodes)
         self._all_done.add(number)
         self.rewarded_now += 1
@@ -187,7 +195,7 @@ class Record:
         self._ready[prompt_group.number] = self.unscored[prompt_group.number] = None
 
     def ask(self, number: int, sample: int) -> None:
-        """The scorer is given a sample."""
+        """Log a sample that the scorer is given."""
         self.hold(Property.dropped, number not in self.ended, number)
         self.hold(Property.once, (number, sample) not in self._scored, (number, sample))
         first = next(iter(self.unscored)) if number in self.unscored else number
@@ -202,10 +210,10 @@ class Record:
         del self._ready[prompt_group.number]
         self.taken.append(prompt_group.number)
 
-    def drop(self, prompt_group: PromptGroup, reason: Reason) -> None:
+    def drop(self, prompt_group: PromptGroup, reason: DropReason) -> None:
         self._end(prompt_group, reason)
         self.dropped.append((prompt_group.question, reason))
-        self._replaced += reason is Reason.no_spread
+        self._replaced += reason is DropReason.no_spread
         self.hold(Property.replaced, self._replaced <= self.script.max_replaced)
         self.offered.discard(prompt_group.number)
         for numbers in (self.unscored, self._ready):
@@ -214,7 +222,7 @@ class Record:
             self.again.remove(prompt_group.number)
 
     def train(self, learner: str, number: int, sample: int, versions: Sequence[int]) -> None:
-        """A learner is given a sample, with the versions of its trained tokens."""
+        """Log a sample that a learner is given, with the versions of its trained tokens."""
         if not self.over:
             self.hold(Property.step, learner in self.script.learning(self.version + 1), learner)
             self.hold(Property.dropped, self.ended.get(number, "trained") == "trained", number)
@@ -226,13 +234,13 @@ class Record:
         self._updates[learner][-1].add(number)
 
     def update(self, learner: str) -> None:
-        """A learner's optimiser steps."""
+        """Log an optimiser step."""
         updates = self._updates[learner]
         self.hold(Property.step, self.over or len(updates[-1]) == self.script.sizes[len(updates) - 1], updates)
         updates.append(set())
 
     def close(self) -> None:
-        """The step under way is closed."""
+        """Log that the current step is closed."""
         self.hold(Property.step, self.over or len(self.taken) == self.script.groups_per_step)
         for learner in self.script.learning(self.version + 1):
             trained = {number for name, number, _ in self._accumulated if name == learner}
@@ -245,7 +253,7 @@ class Record:
         self.version += 1
 
     def leave(self, stage: str) -> None:
-        """A group leaves the devices."""
+        """Log that a worker group leaves the devices."""
         works = stage in self._working or (stage == "rollout" and self.running)
         self.hold(Property.sequence, self.over or not works, f"{stage} leaves the devices while it works")
 
@@ -255,8 +263,8 @@ class Record:
         self.open.remove(prompt_group.number)
 
     def _most_admitted(self) -> int:
-        """Derived in docs/pipeline.md: what may be admitted between two publications, and what was replaced."""
-        replaced = sum(reason in (Reason.no_spread, Reason.lost) for _, reason in self.dropped)
+        """Return the bound on admissions that docs/pipeline.md derives."""
+        replaced = sum(reason in (DropReason.no_spread, DropReason.lost) for _, reason in self.dropped)
         most, spare = self.script.most_outstanding, self.script.spare
         return (self.version + 1) * (most * (2 + spare) + spare) + replaced
 
@@ -267,19 +275,19 @@ class Record:
         self.hold(Property.sequence, not others, f"{stage} begins while {others} work")
         if stage == "rollout":
             return
-        ready = {number for number in self.open if self.prompt_groups[number].stage is Stage.ready} | {*self.taken}
+        ready = {number for number in self.open if self.prompt_groups[number].stage is GroupStage.ready} | {*self.taken}
         self.hold(Property.sequence, not self.running and not self.rewarded_now, f"{stage} begins beside rollouts")
         self.hold(Property.sequence, len(ready) == self.script.groups_per_step, f"{stage} begins with {ready}")
         self.hold(Property.sequence, stage not in LEARNERS or not self.unscored, f"{self.unscored} are not scored")
 
 
 def _facts(begun: Sequence[EpisodeProgress]) -> list[tuple[type[EpisodeProgress], int, list[int]]]:
-    """Facts that tell begun episodes apart."""
+    """Return facts that identify partial episodes."""
     return [(type(one), one.sample, one.versions.tolist()) for one in begun]
 
 
 class _Watched(StalenessScheduler):
-    """Writes down what is done."""
+    """Scheduler that logs its calls."""
 
     record: Record
 
@@ -292,7 +300,7 @@ class _Watched(StalenessScheduler):
         self.record.admit(prompt_group)
         return prompt_group
 
-    def finish_rolling(self, prompt_group: PromptGroup, oldest: int | None, has_spread: bool) -> Reason | None:
+    def finish_rolling(self, prompt_group: PromptGroup, oldest: int | None, has_spread: bool) -> DropReason | None:
         reason = super().finish_rolling(prompt_group, oldest, has_spread)
         if reason is None:
             self.record.ready(prompt_group)
@@ -302,7 +310,7 @@ class _Watched(StalenessScheduler):
         super().take(prompt_group)
         self.record.take(prompt_group)
 
-    def drop(self, prompt_group: PromptGroup, reason: Reason) -> None:
+    def drop(self, prompt_group: PromptGroup, reason: DropReason) -> None:
         super().drop(prompt_group, reason)
         self.record.drop(prompt_group, reason)
 
@@ -318,5 +326,5 @@ class _Watched(StalenessScheduler):
 
 @cache
 def watched(scheduler: type[StalenessScheduler]) -> type[_Watched]:
-    """`scheduler`, its calls written down in its `record`."""
+    """Return a subclass of `scheduler` that logs its calls in `record`."""
     return type(f"Watched{scheduler.__name__}", (_Watched, scheduler), {})

@@ -1,7 +1,7 @@
-"""Workers that a seed scripts, for simulations of the pipeline: engines, rewards, scorer, learners, devices.
+"""Workers of a simulated run, scripted by a seed: engines, rewards, scorer, learners, devices.
 
-They sleep for seeded times, many of them equal or nought, and some very long; answer twice, late or never;
-die, and take new weights in while they generate. What they see that must not be raises `Breach`.
+They sleep for seeded times, many of them equal or 0 and some very long; answer twice, late or never; die; and take new
+weights while they generate. They raise `Breach` if they are called as they must not be.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Floats, Group, Sample, Scores, Trajectory
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.engine_pool import Router
-from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, Loss
+from rlsys.orchestrator.pipeline.rollout_pipeline import GroupLost, LostReason
 from rlsys.orchestrator.worker_groups import OffloadManager
 from rlsys.rollout.agent.episode import EngineDied
 from rlsys.rollout.agent.tokens import EpisodeProgress, PartialEpisode
@@ -28,18 +28,18 @@ from tests.support.trajectories import rewarded, trajectory
 
 
 def number_of(sample: Sample) -> int:
-    """The prompt group that the sample comes from."""
+    """Return the number of the sample's prompt group."""
     return int(sample.trajectory.response)
 
 
 def mark(sample: Sample) -> Floats:
-    """Log-probs that belong to this sample alone."""
+    """Return log-probs that identify the sample."""
     return np.full(len(sample.trajectory.tokens), -(10 * number_of(sample) + sample.trajectory.sample), np.float32)
 
 
 @lru_cache(1000)
 def whole_episode(uid: str, number: int, sample: int, versions: tuple[int, ...]) -> Trajectory:
-    """An episode with a token for each of `versions`; it carries the number of its prompt group."""
+    """Return an episode with a token for each of `versions`; its response is the number of its prompt group."""
     finish = Finish.ANSWER if versions else Finish.ABORTED
     of_tokens = (-1, *versions)
     one = trajectory([1] * len(of_tokens), uid=uid, sample=sample, finish=finish, version=of_tokens)
@@ -64,21 +64,21 @@ class _Engine:
 
 @dataclass(eq=False)
 class _Play:
-    """A group on an engine; `versions` are those of the turns that it has begun here."""
+    """A group on an engine; `versions` are those of the turns begun on this engine."""
 
     number: int
     question: Question
     engine: _Engine
     turns: int
     lengths: Sequence[int]
-    """Turns of each episode here; one that had ended before has none."""
+    """Turns of each episode on this engine; an episode that had ended before has none."""
     before: Mapping[int, EpisodeProgress]
-    """Sample -> what was begun of it elsewhere."""
+    """Sample -> progress from another engine."""
     versions: list[int] = field(default_factory=list)
     aborted: bool = False
 
     def begun(self) -> tuple[EpisodeProgress, ...]:
-        """Episodes that have ended or have whole turns; the last turn is under way."""
+        """Return the episodes that have ended or have whole turns; the last turn is in progress."""
         whole = max(0, len(self.versions) - 1)
         found: list[EpisodeProgress] = []
         for sample, length in enumerate(self.lengths):
@@ -92,14 +92,14 @@ class _Play:
         return tuple(found)
 
     def trajectories(self) -> list[Trajectory]:
-        """Some episodes end early; one that is aborted at once has no token that was sampled."""
+        """Return all episodes; some end early, and one that is aborted at once has no sampled token."""
         return [
             whole_episode(self.question.uid, self.number, sample, self._versions(sample, len(self.versions)))
             for sample in range(len(self.lengths))
         ]
 
     def _versions(self, sample: int, turns: int) -> tuple[int, ...]:
-        """Those of an episode's turns, the earlier ones elsewhere, then the first `turns` here."""
+        """Return the versions of an episode's turns: those before, then the first `turns` on this engine."""
         before = self.before[sample].versions.tolist() if sample in self.before else []
         here = self.versions[: min(turns, self.lengths[sample])]
         return (*(version for version in before if version >= 0), *here)
@@ -124,13 +124,13 @@ class Engines(_Worker):
 
     @property
     def capacity(self) -> int:
-        """Groups that the living engines have room for."""
+        """Number of groups that the living engines have room for."""
         return self.script.room * len(self.router.living)
 
     async def run_group(
         self, question: Question, number: int, begun: Sequence[EpisodeProgress] = ()
     ) -> list[Trajectory]:
-        """All episodes of `question`. May wind down slowly if cancelled, or return its answer all the same."""
+        """Return all episodes of `question`. If cancelled, may end slowly, or still return its answer."""
         self.record.begin_group(number, begun)
         play = None
         try:
@@ -158,7 +158,7 @@ class Engines(_Worker):
             self._changed.set()
 
     async def in_flight(self) -> Mapping[int, tuple[EpisodeProgress, ...]]:
-        """Each engine is asked in its turn."""
+        """Ask the engines one after the other for their progress."""
         found: dict[int, tuple[EpisodeProgress, ...]] = {}
         for engine in self._engines:
             await self.script.pause("save")
@@ -168,22 +168,22 @@ class Engines(_Worker):
         return found
 
     async def switch(self, version: int) -> None:
-        """Every engine takes `version`, each at its own time."""
+        """Switch every engine to `version`, each at its own time."""
         async with asyncio.TaskGroup() as tasks:
             for engine in self._engines:
                 tasks.create_task(self._switch(engine, version))
 
     def kill(self, number: int) -> None:
-        """An engine dies, unless it is the last. Its groups may have gone on to an answer that comes late."""
+        """Kill an engine unless it is the last. Its groups may still answer, too late."""
         if len(self.router.living) == 1 or number not in self.router.living:
             return
         engine = self._engines[number]
         engine.alive = False
         orphans = self.router.died(number)
-        for key in orphans.again:
+        for key in orphans.retry:
             self._fail(int(key), EngineDied(f"engine {number}"))
         for key, reason in orphans.lost.items():
-            self._fail(int(key), GroupLost(key, Loss.engine_died, reason))
+            self._fail(int(key), GroupLost(key, LostReason.engine_died, reason))
         if self.script.rng.random() < 0.5:
             for play in [*engine.plays]:
                 self._end(play)
@@ -222,16 +222,16 @@ class Engines(_Worker):
             play.engine.held_back.append(play)
             return
         play.versions.append(play.engine.version)
-        go_on = self._play_turn if len(play.versions) < play.turns else self._deliver
-        asyncio.get_running_loop().call_later(self.script.duration_s("roll"), go_on, play)
+        then = self._play_turn if len(play.versions) < play.turns else self._deliver
+        asyncio.get_running_loop().call_later(self.script.duration_s("roll"), then, play)
 
     def _deliver(self, play: _Play) -> None:
-        """The answer of `play` to whoever waits for its key now: of two tries, the first to answer is heard."""
+        """Answer the call that waits for the key of `play`; of two attempts the first answer counts."""
         if play.aborted:
             return
         self._end(play)
         if play.question.uid in self.script.poisoned:
-            self._fail(play.number, GroupLost(play.question.uid, Loss.timeout, "poisoned"))
+            self._fail(play.number, GroupLost(play.question.uid, LostReason.timeout, "poisoned"))
         elif play.number in self._answers and not self._answers[play.number].done():
             self._answers[play.number].set_result(play.trajectories())
 
@@ -271,12 +271,12 @@ class Scorer(_Worker):
         return ("inference", "critic") if self.script.critic else ("inference",)
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
-        """Log-probs and values that belong to each sample alone."""
+        """Return log-probs and values that identify each sample."""
         self.record.begin("inference")
         self.record.hold(Property.unschedulable, samples, "the scorer is called for nothing")
         for sample in samples:
             self.record.ask(number_of(sample), sample.trajectory.sample)
-        await self.script.pause("score", len(samples))
+        await self.script.pause("score")
         self.record.fail_if_due("score")
         self.record.end("inference")
         return [Scores(mark(one), values=-mark(one) if self.script.critic else None) for one in samples]
@@ -288,11 +288,11 @@ class Learner:
     def __init__(self, name: str, script: Script, record: Record) -> None:
         self.name, self.script, self.record = name, script, record
 
-    def enough(self, samples: Sequence[Sample]) -> bool:
-        return len(samples) >= self.script.enough
+    def fills_micro_batches(self, samples: Sequence[Sample]) -> bool:
+        return len(samples) >= self.script.fills_micro_batches
 
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:  # noqa: ARG002
-        """Check everything about samples that are trained."""
+        """Check all properties of samples that are trained."""
         self.record.begin(self.name)
         for sample in samples:
             number, one = number_of(sample), sample.trajectory
@@ -304,7 +304,7 @@ class Learner:
             split = len({*versions}) > 1 and number not in self.record.gone_on
             self.record.hold(Property.update, self.script.mixed or not split, f"{number} is split")
             self.record.train(self.name, number, one.sample, versions)
-        await self.script.pause("train", len(samples))
+        await self.script.pause("train")
         self.record.fail_if_due("train")
         self.record.end(self.name)
 
@@ -318,23 +318,23 @@ class Learner:
 
 
 class Devices:
-    """Enough for all groups, though it may take a while to see that; in sequence, the real residence over fewer."""
+    """Devices with room for all worker groups; in sequence, the real offload manager over fewer."""
 
     def __init__(self, script: Script, record: Record) -> None:
         self.script, self.record = script, record
         self.pending: Counter[str] = Counter()
-        """Groups that are waited for."""
-        self._residence = None
+        """Worker groups that are waited for."""
+        self._offload = None
         if script.sequential:
             members = {name: (partial(self._leave, name), self._enter) for name in GROUPS}
-            self._residence = OffloadManager(members, Tracer("devices", clock=lambda: 0))
-            record.resident = lambda: self._residence.ready
+            self._offload = OffloadManager(members, Tracer("devices", clock=lambda: 0))
+            record.resident = lambda: self._offload.ready
 
-    async def need(self, *groups: str) -> None:
+    async def onload(self, *groups: str) -> None:
         self.record.fail_if_due("need")
         self.pending.update(groups)
-        if self._residence:
-            await self._residence.need(*groups)
+        if self._offload:
+            await self._offload.onload(*groups)
         elif self.script.rng.random() < 0.1:
             await self.script.pause("devices")
         self.pending.subtract(groups)
@@ -351,7 +351,7 @@ class Handling(_Worker):
     """The handling of groups between the stages."""
 
     async def reward(self, question: Question, trajectories: Sequence[Trajectory]) -> Group:
-        """Rewards, which are all equal in some groups. May take long, and wind down slowly if cancelled."""
+        """Reward episodes, in some groups all alike. May take long, and end slowly if cancelled."""
         flat = self.script.rng.random() < self.script.flat
         samples = tuple(rewarded(one, 0.0 if flat else float(one.sample)) for one in trajectories)
         with self.record.rewarding(number_of(samples[0]), trajectories):

@@ -1,4 +1,4 @@
-"""A chat endpoint that says what it is told to say, and notes when it was asked."""
+"""Scripted chat endpoint that logs its requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def status(code: int, text: str = "busy", **headers: str) -> httpx.Response:
 
 @dataclass
 class Chat:
-    """Gives `replies` in turn, the last one for ever; text is wrapped as a completion, an error is raised."""
+    """Returns `replies` in turn, then the last one again; text becomes a completion, an exception is raised."""
 
     replies: Sequence[str | httpx.Response | Exception] = ("yes",)
     takes_s: float = 0.0
@@ -52,7 +52,7 @@ class Chat:
         if isinstance(reply, Exception):
             raise reply
         reply = completion(reply) if isinstance(reply, str) else reply
-        # One that has been read already, as those made here are, cannot be streamed.
+        # A response that has been read cannot be streamed.
         return httpx.Response(reply.status_code, headers=reply.headers, stream=reply.stream)
 
 

@@ -1,4 +1,4 @@
-"""Terms of a user, good and bad ones."""
+"""User-defined reward terms for tests, valid and invalid ones."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ async def in_time(_question: Question, _trajectory: Trajectory) -> float:
 
 
 def meets_another(_question: Question, _trajectory: Trajectory) -> float:
-    """Returns once two threads are in it."""
+    """Return once two threads have called it; 1 in a daemon thread, which does not keep the process alive."""
     BARRIER.wait()
-    return threading.current_thread() is not threading.main_thread()
+    return threading.current_thread().daemon
 
 
 def one_argument(_question: Question) -> float:

@@ -1,4 +1,4 @@
-"""Agreement of an answer with the accepted ones, by hand and against SQuAD's measure written out slowly."""
+"""Tests of the agreement of an answer with the accepted ones, by hand and against SQuAD's measure."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ TEXTS = WORDS.map(" ".join) | st.text(max_size=12)
         ("“Curly” — naïve", "“curly” — naïve"),
     ],
 )
-def test_normalisation_by_hand(text: str, expected: str) -> None:
+def test_answer_is_normalised(text: str, expected: str) -> None:
     assert normalize(text) == expected
 
 
 def squad_f1(prediction: str, answer: str) -> float:
-    """Precision and recall, one word crossed off after the other."""
+    """Return F1 by crossing off one word after the other."""
     predicted, accepted = normalize(prediction).split(), normalize(answer).split()
     left, shared = list(accepted), 0
     for word in predicted:
@@ -45,7 +45,7 @@ def squad_f1(prediction: str, answer: str) -> float:
 
 @settings(max_examples=50)
 @given(TEXTS, st.lists(TEXTS, max_size=4))
-def test_f1_is_squads_and_an_exact_match_is_one_by_every_measure(prediction: str, answers: list[str]) -> None:
+def test_f1_is_that_of_squad_and_an_exact_match_has_full_score(prediction: str, answers: list[str]) -> None:
     expected = max((squad_f1(prediction, answer) for answer in answers), default=0.0)
     assert f1(prediction, answers) == pytest.approx(expected, abs=1e-12)
     assert exact_match(prediction, answers) == (normalize(prediction) in [normalize(answer) for answer in answers])
@@ -64,6 +64,6 @@ def test_f1_is_squads_and_an_exact_match_is_one_by_every_measure(prediction: str
         ("a", ["the"], True),
     ],
 )
-def test_cover_match_by_hand(prediction: str, answers: list[str], expected: bool) -> None:
+def test_substring_match_compares_normalised_text(prediction: str, answers: list[str], expected: bool) -> None:
     assert sub_exact_match(prediction, answers) is expected
-    assert not contains("whatever was found", ["", "the", "..."]), "an answer of nothing is in no text"
+    assert not contains("whatever was found", ["", "the", "..."]), "an empty answer is in no text"

@@ -1,4 +1,4 @@
-"""Problems of the settings, each with its code and key, before anything starts; and the examples of docs/rewards.md."""
+"""Tests of the check of reward settings before a run, and of the examples in docs/rewards.md."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rlsys.config.schema import CompatConfig, JudgeConfig, RewardConfig
 from rlsys.orchestrator.rewards.reward import JUDGE, Rewards, check_terms, pure_terms
 from tests.support.paths import PROJECT
 from tests.support.refusals import refused
-from tests.support.written_episodes import TASK, episode, question, task_of, terms, think
+from tests.support.written_episodes import TASK, task_of, terms
 
 OWN = "tests.orchestrator.rewards.own_terms"
 
 
 def problems(config: RewardConfig, **task: Any) -> list[tuple[str, str]]:
-    """Code and key of each."""
+    """Return the code and key of each problem."""
     return [(problem.code, problem.key) for problem in check_terms(config, task_of(**task))]
 
 
@@ -29,7 +29,7 @@ def judged(**settings: Any) -> RewardConfig:
     return RewardConfig(terms={"judge": 1.0}, judge=JudgeConfig(**(good | settings)))
 
 
-def test_the_defaults_every_term_and_a_judge_that_is_not_used_are_fine() -> None:
+def test_defaults_and_every_term_have_no_problem_nor_has_an_unused_judge() -> None:
     assert problems(RewardConfig()) == []
     for name in pure_terms(RewardConfig(), TASK):
         assert problems(terms(**{name: -0.5})) == []
@@ -42,7 +42,6 @@ def test_the_defaults_every_term_and_a_judge_that_is_not_used_are_fine() -> None
     ("config", "code", "key"),
     [
         (terms(exactmatch=1.0), "unknown", "reward.terms.exactmatch"),
-        (terms(xyz=1.0), "unknown", "reward.terms.xyz"),
         (terms(f1=float("-inf")), "out_of_range", "reward.terms.f1"),
         (terms(exact_match=1.0, search_penalty=0.1), "out_of_range", "reward.terms.search_penalty"),
         (terms(exact_match=0.0), "empty", "reward.terms"),
@@ -56,7 +55,7 @@ def test_the_defaults_every_term_and_a_judge_that_is_not_used_are_fine() -> None
         (judged(cache_path="no/such/folder/verdicts.jsonl"), "not_found", "reward.judge.cache_path"),
     ],
 )
-def test_a_problem_has_a_code_and_names_its_key(config: RewardConfig, code: Any, key: str) -> None:
+def test_invalid_setting_is_refused_with_its_key(config: RewardConfig, code: Any, key: str) -> None:
     assert problems(config) == [(code, key)]
     with refused(code, key):
         Rewards(config, TASK, CompatConfig())
@@ -65,7 +64,7 @@ def test_a_problem_has_a_code_and_names_its_key(config: RewardConfig, code: Any,
 @pytest.mark.parametrize(
     ("limit", "buffer", "fine"), [(100, 100, True), (100, 101, False), (None, 600, True), (None, 601, False)]
 )
-def test_an_overlong_buffer_fits_its_limit(limit: int | None, buffer: int, fine: bool) -> None:
+def test_overlong_buffer_may_not_exceed_its_limit(limit: int | None, buffer: int, fine: bool) -> None:
     config = RewardConfig(terms={"overlong": -1.0}, overlong_limit=limit, overlong_buffer=buffer)
     found = problems(config, max_total_tokens=1000, max_prompt_tokens=400)
     assert found == [("conflict", "reward.overlong_buffer")] * (not fine)
@@ -76,35 +75,15 @@ EXAMPLES = re.findall(r"```yaml\n(.*?)```", DOCS, re.DOTALL)
 (MODULE,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
 
 
-@pytest.fixture
-def my_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example_of_the_document_is_valid(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_rewards.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-
-
-def config_of(example: str) -> RewardConfig:
     config = typed(yaml.safe_load(example)["reward"], RewardConfig)
     assert isinstance(config, RewardConfig)
-    return config
+    assert list(check_terms(config, TASK)) == []
 
 
-@pytest.mark.usefixtures("my_rewards")
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_can_be_used(example: str) -> None:
-    assert list(check_terms(config_of(example), TASK)) == []
-
-
-@pytest.mark.usefixtures("my_rewards")
-async def test_the_readers_own_terms_score() -> None:
-    rewards = Rewards(config_of(EXAMPLES[-1]), TASK, CompatConfig())
-    said = ((think("search", "Mali"), "Bamako"), think("answer", "Bamako"))
-    result = await rewards.score(question("Bamako"), episode(*said))
-    empty = await rewards.score(question("Bamako"), episode())
-    await rewards.close()
-    assert empty.turn_rewards == (0.05,)
-    assert result.turn_rewards == pytest.approx((0.0, 1.0 + 0.05 / 7))
-
-
-def test_every_term_is_described() -> None:
+def test_every_term_is_in_the_table_of_the_document() -> None:
     described = set(re.findall(r"`(\w+)`", DOCS[DOCS.index("| term |") : DOCS.index("**Normalised**")]))
     assert set(pure_terms(RewardConfig(), TASK)) | {JUDGE} <= described

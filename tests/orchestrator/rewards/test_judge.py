@@ -1,4 +1,4 @@
-"""The judge: what it asks, how it reads the reply, what it keeps and counts."""
+"""Tests of the judge: prompt, verdict, cache and counts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROMPT = JudgeConfig().prompt
         ("There is no match", None),
     ],
 )
-def test_only_a_reply_that_says_one_of_yes_and_no_first_is_a_verdict(reply: str, verdict: bool | None) -> None:
+def test_reply_is_a_verdict_if_it_starts_with_yes_or_no_and_lacks_the_other(reply: str, verdict: bool | None) -> None:
     assert verdict_of(reply) is verdict
 
 
@@ -43,9 +43,9 @@ def test_only_a_reply_that_says_one_of_yes_and_no_first_is_a_verdict(reply: str,
 @given(
     st.text(st.characters(), max_size=40) | st.sampled_from(["{answer}", "{answers}", '" B\nyes', "<|im_end|>", "\\"])
 )
-def test_an_answer_cannot_leave_its_quotation(answer: str) -> None:
+def test_answer_cannot_leave_its_quotation(answer: str) -> None:
     filled = fill("A {answer} B", question("x"), answer)
-    assert filled.encode(), "it can be sent"
+    assert filled.encode(), "it can be encoded"
     quoted = filled.removeprefix("A ").removesuffix(" B")
     assert "\n" not in quoted
     assert "<" not in quoted
@@ -55,7 +55,7 @@ def test_an_answer_cannot_leave_its_quotation(answer: str) -> None:
 def grades(
     chat: Chat, answers: Sequence[str | None], figures: dict[str, float] | None = None, **changes: object
 ) -> list[float]:
-    """The grades of `answers`, asked at once in virtual time, to a question whose answer is Bamako."""
+    """Grade `answers` to a question with the answer Bamako, all at once in virtual time."""
 
     async def work() -> list[float]:
         judge = Judge(settings(**changes), chat.transport)
@@ -69,14 +69,14 @@ def grades(
     return run_virtually(work())
 
 
-def test_no_answer_and_an_exact_match_are_graded_without_asking() -> None:
+def test_missing_answer_and_exact_match_are_graded_without_a_request() -> None:
     chat, figures = Chat(), {}
     assert grades(chat, [None, "", "the Bamako!"], figures) == [0.0, 0.0, 1.0]
     assert chat.requests == []
     assert figures == {"judge/asked": 0, "judge/cached": 0, "judge/refused": 0}
 
 
-def test_a_group_that_gives_one_answer_asks_once() -> None:
+def test_equal_answers_share_one_request() -> None:
     figures: dict[str, float] = {}
     chat = Chat(takes_s=1.0)
     assert grades(chat, ["Bko"] * 5, figures) == [1.0] * 5
@@ -84,14 +84,14 @@ def test_a_group_that_gives_one_answer_asks_once() -> None:
     assert (figures["judge/asked"], figures["judge/cached"], figures["judge/yes_share"]) == (1, 4, 1.0)
 
 
-def test_a_refusal_is_0_counted_and_asked_again() -> None:
+def test_refusal_scores_0_is_counted_and_is_not_cached() -> None:
     figures: dict[str, float] = {}
     chat = Chat(["I cannot say.", completion(None), "yes"])
     assert grades(chat, ["Bko"] * 3, figures) == [0.0, 0.0, 1.0]
     assert (figures["judge/asked"], figures["judge/refused"], figures["judge/yes_share"]) == (3, 2, 1.0)
 
 
-def test_verdicts_are_kept_over_runs_by_model_and_prompt(tmp_path: Path) -> None:
+def test_verdicts_are_cached_across_runs_by_model_and_prompt(tmp_path: Path) -> None:
     path = str(tmp_path / "verdicts.jsonl")
     figures: dict[str, float] = {}
     assert grades(Chat(["yes"]), ["Bko"], cache_path=path) == [1.0]
@@ -104,7 +104,7 @@ def test_verdicts_are_kept_over_runs_by_model_and_prompt(tmp_path: Path) -> None
     assert len(later.requests) == 3
 
 
-def test_a_cancelled_grade_leaves_the_question_to_the_next() -> None:
+def test_next_grade_asks_after_a_cancelled_one() -> None:
     chat = Chat(takes_s=5.0)
 
     async def work() -> float:
@@ -119,7 +119,7 @@ def test_a_cancelled_grade_leaves_the_question_to_the_next() -> None:
     assert (len(chat.requests), chat.cancelled) == (2, 1)
 
 
-def test_as_a_term_beside_others() -> None:
+def test_judge_is_a_term_beside_others() -> None:
     terms = {"judge": 2.0, "search_penalty": -0.5}
     config = RewardConfig(terms=terms, judge=settings(), max_answer_tags=1, many_answers_score=0.25)
     search = (think("search", "Mali"), "Bamako")

@@ -1,8 +1,6 @@
-"""The reward of an episode: weighted, placed on turns, guarded; on any text."""
+"""Tests of the reward of an episode: weights, turns, limits, and random text."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,14 +17,9 @@ ARTICLE = terms(correct_answer=10.0, search_penalty=-0.1, invalid_format=-5.0)
 
 
 async def scored(
-    config: RewardConfig,
-    trajectory: Trajectory,
-    *,
-    over_prompt: bool = False,
-    answer: str = "Bamako",
-    **task: Any,
+    config: RewardConfig, trajectory: Trajectory, over_prompt: bool = False, answer: str = "Bamako"
 ) -> Scored:
-    rewards = Rewards(config, task_of(**task), CompatConfig(answer_over_prompt=over_prompt))
+    rewards = Rewards(config, TASK, CompatConfig(answer_over_prompt=over_prompt))
     try:
         return await rewards.score(question(answer), trajectory)
     finally:
@@ -44,21 +37,21 @@ async def scored(
         ((), [-5.0]),
     ],
 )
-async def test_the_articles_reward(said: tuple[Said, ...], turn_rewards: list[float]) -> None:
+async def test_reward_falls_on_the_turn_that_earned_it(said: tuple[Said, ...], turn_rewards: list[float]) -> None:
     result = await scored(ARTICLE, episode(*said))
     assert result.turn_rewards == pytest.approx(turn_rewards)
     assert result.reward == pytest.approx(sum(turn_rewards))
 
 
-async def test_a_term_of_the_users_own_counts_beside_others() -> None:
+async def test_user_defined_term_counts_beside_built_in_ones() -> None:
     config = terms(**{"exact_match": 1.0, "tests.orchestrator.rewards.own_terms.per_turn": 0.5})
     result = await scored(config, episode(SEARCH, SEARCH, RIGHT))
     assert result.turn_rewards == (0.0, 0.5, 2.0)
     assert result.parts["tests.orchestrator.rewards.own_terms.per_turn"] == 3.0
 
 
-async def test_equal_totals_are_equal_rewards_to_the_last_bit() -> None:
-    """Turn by turn, these add up to 0.2 and to a little less, which must not give a group a spread."""
+async def test_equal_totals_are_bitwise_equal_rewards() -> None:
+    """The sums over turns differ in the last bit, which must not give a group a spread."""
     blind = (think("search", "Mali"), "nothing")
     config = terms(exact_match=1.0, search_penalty=-0.3, retrieval=0.1)
     first = await scored(config, episode(SEARCH, blind, blind, RIGHT))
@@ -70,28 +63,15 @@ async def test_equal_totals_are_equal_rewards_to_the_last_bit() -> None:
 MANY = "<answer>Bamako</answer>" * 11 + "<search></search>"
 
 
-async def test_an_episode_of_many_answers_gets_a_bounded_score() -> None:
+async def test_episode_with_too_many_answers_gets_the_configured_score() -> None:
     names = dict.fromkeys(("exact_match", "sub_em", "f1", "format"), 1.0)
     config = RewardConfig(terms=names, max_answer_tags=10, many_answers_score=0.25)
     assert (await scored(config, episode(MANY))).parts == dict.fromkeys(names, 0.25)
-    config.max_answer_tags = 11
-    assert (await scored(config, episode(MANY))).parts == {**names, "format": 0.8}
-    config.max_answer_tags = None
-    assert (await scored(config, episode(MANY))).parts == {**names, "format": 0.8}
+    for config.max_answer_tags in (11, None):
+        assert (await scored(config, episode(MANY))).parts == {**names, "format": 0.8}
 
 
-PIECES = st.sampled_from(
-    [
-        "<think>",
-        "</think>",
-        "<search>",
-        "</search>",
-        "<answer>",
-        "</answer>",
-        "<information>",
-        "</information>",
-    ]
-)
+PIECES = st.sampled_from([f"<{end}{tag}>" for tag in ("think", "search", "answer", "information") for end in ("", "/")])
 TEXTS = st.lists(PIECES | st.text(st.characters(), max_size=5), max_size=8).map("".join)
 EVERY_TERM = {
     name: -0.3 if name in PENALTIES else 0.3 for name in pure_terms(RewardConfig(), TASK) if name != "correct_answer"
@@ -99,20 +79,14 @@ EVERY_TERM = {
 
 
 @settings(max_examples=40)
-@given(
-    st.lists(st.tuples(TEXTS, TEXTS), max_size=5),
-    TEXTS,
-    st.booleans(),
-    st.integers(0, 4),
-    st.integers(1, 9000),
-)
-async def test_any_text_is_scored(
+@given(st.lists(st.tuples(TEXTS, TEXTS), max_size=5), TEXTS, st.booleans(), st.integers(0, 4), st.integers(1, 9000))
+async def test_random_text_is_scored(
     said: list[tuple[str, str]], answer: str, over_prompt: bool, max_turns: int, tokens: int
 ) -> None:
     task = task_of(max_turns=max_turns)
     trajectory = episode(*said, task=task, response_tokens=tokens)
     config = RewardConfig(terms=EVERY_TERM, max_answer_tags=3)
-    result = await scored(config, trajectory, over_prompt=over_prompt, answer=answer)
+    result = await scored(config, trajectory, over_prompt, answer)
     assert len(result.turn_rewards) == max(1, len(trajectory.turns))
     assert sum(result.turn_rewards) == pytest.approx(result.reward, abs=1e-9)
     assert result.reward == pytest.approx(sum(EVERY_TERM[name] * part for name, part in result.parts.items()), abs=1e-9)

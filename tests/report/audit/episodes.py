@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from rlsys.config.schema import TokenMode
-from rlsys.observe.kept import Kept, Pieces
+from rlsys.observe.kept import Pieces, TrajectoryRecord
 from rlsys.rollout.agent.tokens import Codec, SampledTurn, open_context
 from tests.support.bpe import build_tokenizer
 from tests.support.made_run import Maker, Size
@@ -51,7 +51,7 @@ def played(
     limit: int = 10_000,
     uid: str = "q",
     step: int = POLICY + 1,
-) -> Kept:
+) -> TrajectoryRecord:
     """An episode of `turns` (drawn ids, observation), each of one version, by default the trained one."""
     context = open_context(mode, CODEC, prompt)
     of_turns = []
@@ -87,7 +87,7 @@ def played(
     )
 
 
-def with_differences(by_version: dict[int, float]) -> Kept:
+def with_differences(by_version: dict[int, float]) -> TrajectoryRecord:
     """An episode with a turn of each version, whose log-probs differ by the value of `by_version`."""
     turn = (CODEC.encode("Paris"), "\n")
     one = played("x", [turn] * len(by_version), versions=list(by_version))

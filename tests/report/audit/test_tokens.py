@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 from rlsys.apps.cli.runs import audit as app
 from rlsys.config.schema import TokenMode
 from rlsys.errors import Code, UserError
-from rlsys.observe.kept import Kept, kept_file, write_kept
+from rlsys.observe.kept import TrajectoryRecord, trajectory_file, write_trajectories
 from rlsys.report.token_audit import OtherTokeniser, as_json, audit, spans_of, stretches
 from tests.report.audit.episodes import CODEC, TOKENIZER, by_letter, drawn_logprob, played, trained_logprob
 from tests.support.bpe import build_tokenizer
@@ -71,8 +71,8 @@ def test_counts_and_log_ratios_equal_those_by_bytes(prompt: str, turns: list[tup
     counts, ratios = of_bytes(prompt, turns)
     total = found.total
     assert counts == [
-        total.drawn,
-        total.drawn_differing,
+        total.sampled,
+        total.sampled_differing,
         total.trained,
         total.trained_differing,
         total.stretches,
@@ -97,14 +97,14 @@ def test_figures_are_consistent_for_any_drawn_tokens(
     one = played(prompt, turns, eos=eos)
     found = audit([one], CODEC, RETOKENIZE)
     total = found.total
-    assert total.drawn == sum(len(ids) for ids, _ in turns)
-    assert total.drawn - total.drawn_differing == total.trained - total.trained_differing
+    assert total.sampled == sum(len(ids) for ids, _ in turns)
+    assert total.sampled - total.sampled_differing == total.trained - total.trained_differing
     assert total.trained == int((one.loss_mask & (one.versions >= 0)).sum())
     assert found.bias is not None
     as_drawn = int((np.isfinite(one.rollout_logprobs)).sum())
     assert found.bias.same.count <= as_drawn, "tokens in a crossing stretch may be left out"
     assert sum(one.stretches for one in found.by_place.values()) == total.stretches
-    assert sum(one.drawn_differing for one in found.by_place.values()) == total.drawn_differing
+    assert sum(one.sampled_differing for one in found.by_place.values()) == total.sampled_differing
     assert (total.stretches > 0) == (found.affected["trajectories"] == 1.0)
 
 
@@ -112,7 +112,7 @@ def test_append_mode_reports_differences_without_bias() -> None:
     prompt, drawn = "question: ", by_letter("</search>")
     here = audit([played(prompt, [(drawn, "\n\n")], APPEND)], CODEC, APPEND)
     there = audit([played(prompt, [(drawn, "\n\n")], RETOKENIZE)], CODEC, RETOKENIZE)
-    assert here.total.drawn_differing == there.total.drawn_differing > 0
+    assert here.total.sampled_differing == there.total.sampled_differing > 0
     assert here.bias is None
     assert here.after_change == 0
 
@@ -139,7 +139,7 @@ def test_turns_are_counted_by_number_and_examples_by_frequency() -> None:
     found = audit(iter(episodes), CODEC, RETOKENIZE)
     assert {number: one.turns for number, one in found.by_turn.items()} == {0: 2, 1: 1}
     assert found.examples[0].count == 2
-    assert "".join(found.examples[0].drawn) in "Paris"
+    assert "".join(found.examples[0].sampled) in "Paris"
 
 
 @pytest.mark.parametrize("mode", TokenMode)
@@ -162,10 +162,10 @@ def test_stretches_do_not_split_characters_or_shared_white_space() -> None:
     """Tokens of one character have the same span in a tokenizer's offsets, and empty pieces in texts."""
     assert spans_of(["a", "", "é", "b", ""], 3) == [(3, 4), (4, 5), (4, 5), (5, 6), (6, 6)]
     found = stretches([(0, 1), (1, 2), (1, 2), (2, 3)], [(0, 1), (1, 2), (2, 3)], (0, 3))
-    assert [one.drawn for one in found] == [(0, 1), (1, 3), (3, 4)]
-    assert [one.again for one in found] == [(0, 1), (1, 2), (2, 3)]
+    assert [one.sampled for one in found] == [(0, 1), (1, 3), (3, 4)]
+    assert [one.retokenised for one in found] == [(0, 1), (1, 2), (2, 3)]
     found = stretches([(0, 2), (2, 5)], [(0, 3), (2, 5)], (0, 5))
-    assert [(one.drawn, one.again) for one in found] == [((0, 2), (0, 2))]
+    assert [(one.sampled, one.retokenised) for one in found] == [((0, 2), (0, 2))]
 
 
 Run = Callable[..., Path]
@@ -182,20 +182,20 @@ def tokenizer(tmp_path: Path) -> Path:
 def run(tmp_path: Path, tokenizer: Path) -> Run:
     """Makes a run's folder with the given trajectories of step 4."""
 
-    def make(kept: Sequence[Kept], model: str = str(tokenizer), mode: str = "retokenize") -> Path:
+    def make(kept: Sequence[TrajectoryRecord], model: str = str(tokenizer), mode: str = "retokenize") -> Path:
         folder = tmp_path / "run"
         folder.mkdir()
         config = {"model": {"path": model}, "task": {"token_mode": mode}}
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
         (folder / "metrics.jsonl").write_text('{"step": 4}\n')
         if kept:
-            write_kept(folder, 4, kept)
+            write_trajectories(folder, 4, kept)
         return folder
 
     return make
 
 
-def episodes(*texts: str, mode: TokenMode = TokenMode.retokenize) -> list[Kept]:
+def episodes(*texts: str, mode: TokenMode = TokenMode.retokenize) -> list[TrajectoryRecord]:
     return [played("x", [(by_letter(text), "\n")], mode, uid=str(number)) for number, text in enumerate(texts)]
 
 
@@ -215,7 +215,7 @@ def test_printed_figures_are_right_and_contain_no_control_characters(run: Run) -
     total = audit(kept, CODEC, TokenMode.retokenize).total
     result = ask(run(kept))
     assert result.exit_code == 0, result.exception
-    assert f"{total.drawn_differing} of {total.drawn}" in " ".join(result.stdout.split())
+    assert f"{total.sampled_differing} of {total.sampled}" in " ".join(result.stdout.split())
     assert "\x1b" not in result.stdout
     assert "[bold]" in result.stdout
     assert result.stderr == "", "other missing files must not be reported"
@@ -224,10 +224,10 @@ def test_printed_figures_are_right_and_contain_no_control_characters(run: Run) -
 def test_json_output_is_the_audit_without_damaged_steps(run: Run) -> None:
     kept = episodes("Paris </search>", "東京", mode=TokenMode.append)
     folder = run(kept, mode="append")
-    kept_file(folder, 5).write_bytes(b"no gzip")
+    trajectory_file(folder, 5).write_bytes(b"no gzip")
     result = ask(folder, "--json")
     assert json.loads(result.stdout) == json.loads(json.dumps(as_json(audit(kept, CODEC, TokenMode.append))))
-    assert kept_file(folder, 5).name in result.stderr
+    assert trajectory_file(folder, 5).name in result.stderr
 
 
 def test_folder_that_cannot_be_audited_is_refused(run: Run, tmp_path: Path) -> None:

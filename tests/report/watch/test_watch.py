@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rlsys.observe.run_folder import open_run
 from rlsys.observe.status import WAIT_PREFIX
-from rlsys.report.run_model import QUIET_S, SILENT_S, Phase, RunLife, life_of
+from rlsys.report.run_model import QUIET_S, SILENT_S, Phase, RunLiveness, liveness_of
 from rlsys.report.watch import REST, LiveRun, create_app, exposition
 from tests.support.growing_run import EVIL, add_evaluation, add_step, write_run, write_status
 
@@ -228,16 +228,16 @@ STATUS = {"step": 3, "steps": 9, "at": 1000.0, "ended": None, "pid": 7, "host": 
 def test_phase_of_a_run_follows_its_status(
     status: dict[str, Any] | None, now: float, living: set[int], phase: Phase
 ) -> None:
-    assert life_of(status, False, now, "here", living.__contains__).phase is phase
+    assert liveness_of(status, False, now, "here", living.__contains__).phase is phase
     if status is None:
-        assert life_of(None, True, now, "here", living.__contains__).phase is Phase.finished, "it has a summary"
+        assert liveness_of(None, True, now, "here", living.__contains__).phase is Phase.finished, "it has a summary"
 
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def samples(run: Path, phase: Phase, now: float) -> Samples:
-    text = exposition(open_run(run), RunLife(phase, ""), now).decode()
+    text = exposition(open_run(run), RunLiveness(phase, ""), now).decode()
     return {
         (one.name, tuple(sorted(one.labels.items()))): one.value
         for family in text_string_to_metric_families(text)

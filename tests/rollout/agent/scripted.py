@@ -1,4 +1,4 @@
-"""An engine and a search that follow a script, in place of the real ones of an episode."""
+"""Scripted engine and search for tests of episodes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,16 @@ CALCULATOR, SCRIPTED = "rlsys.rollout.tools.calculator.Calculator", "tests.rollo
 
 @dataclass
 class Script:
-    """Says one text up to a stop, or some tokens, a turn, cut to the budget; finds the same passages for every query.
+    """Generates one text up to a stop, or some tokens, per turn, cut to the budget; finds `found` for every query.
 
-    The turn is read off the request's name, so that any episode may call it in any order. Log-probs and versions depend on
-    every input token.
+    The name of a request has the turn, so that episodes may call in any order. Log-probs depend on every input token.
     """
 
     said: Sequence[str | list[int]]
     found: SearchResult = field(default_factory=lambda: result_of("T\nParis 🚀"))
     codec: Codec = CODEC
     halt: tuple[int, str] = (-1, "")
-    """Where it stops for ever: at the "say" or, after that, the "find" of a turn."""
+    """(turn, "say" or "find"): the generation or the search that never returns."""
     calls: list[tuple[str, list[int], int]] = field(default_factory=list)
     """Name, input and budget of each generation."""
     stops: set[tuple[str, ...]] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""An episode that is interrupted after any turn and goes on elsewhere ends as one that ran through."""
+"""Tests of interrupted episodes: one that resumes from any turn ends like one that ran through; groups of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CODECS = [CODEC, Codec(build_tokenizer())]
 
 @pytest.fixture(autouse=True, scope="module")
 def no_clock() -> Iterator[None]:
-    """Every turn takes no time at all, so that timings are equal."""
+    """Stop the clock, so that timings are equal."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(episode, "perf_counter", lambda: 0.0)
         patch.setattr(episode, "time_ns", lambda: 0)
@@ -38,7 +38,7 @@ def no_clock() -> Iterator[None]:
 
 
 def bits(one: EpisodeProgress | None) -> dict[str, Any]:
-    """All fields, numbers bit for bit."""
+    """Return all fields, arrays as bytes."""
     assert one is not None
     values = {each.name: getattr(one, each.name) for each in fields(one)}
     plain = {name: (str(v.dtype), v.tobytes()) if isinstance(v, np.ndarray) else v for name, v in values.items()}
@@ -46,7 +46,7 @@ def bits(one: EpisodeProgress | None) -> dict[str, Any]:
 
 
 async def interrupted(script: Script, tools: EpisodeTools, begun: PartialEpisode | None) -> PartialEpisode | None:
-    """What an episode has that is cut off where `script` halts."""
+    """Run an episode until `script` halts and return its progress."""
     script.halted.clear()
     cut_off = Episode(QUESTION, 3, tools, DRAWN, begun)
     running = asyncio.ensure_future(cut_off.run())
@@ -57,9 +57,9 @@ async def interrupted(script: Script, tools: EpisodeTools, begun: PartialEpisode
 
 
 async def prove(codec: Codec, ids: list[list[int]], config: TaskConfig, found: SearchResult) -> Trajectory:
-    """Interrupt one episode at every turn, before and during its search, and another at all of them.
+    """Interrupt one episode at each turn, before and during its search, and another at all of them in succession.
 
-    Returns the trajectory of the episode that ran through.
+    Check that both end like the episode that ran through, and return its trajectory.
     """
     through = Script(ids, found, codec)
     expected = await run_episode(QUESTION, 3, tools_of(through, config), DRAWN)
@@ -75,12 +75,12 @@ async def prove(codec: Codec, ids: list[list[int]], config: TaskConfig, found: S
             if once is None or taken is None:
                 continue
             assert bits(once) == bits(taken)
-            assert len(once.turns) == turn, "what was cut off is not kept"
+            assert len(once.turns) == turn, "the interrupted turn is dropped"
             rest = Script(ids, found, codec)
             moved: PartialEpisode = pickle.loads(pickle.dumps(once))
             again = Episode(QUESTION, 3, tools_of(rest, config), DRAWN, moved)
-            assert bits(again.progress()) == bits(once), "putting back changes nothing"
-            # The script's numbers follow from what the calls are given: so this is what the rest of the episode was given.
+            assert bits(again.progress()) == bits(once), "a resumed episode has the progress it was given"
+            # The script's outputs depend on its inputs, so equal ends also prove equal inputs.
             rest.calls += through.calls[:turn]
             assert bits(again.trajectory(await again.run())) == bits(expected)
             assert rest.calls == through.calls
@@ -106,7 +106,7 @@ PLAYED = ["<search> who </search>", "hm", "<calculator>1 + 1</calculator>", "<se
 )
 @example(CODECS[0], [(text, [], "") for text in PLAYED], ["Paris 🚀"], "", TokenMode.append, 600, True)
 @example(CODECS[1], [(text, [], "") for text in PLAYED], ["Paris 🚀"], "", TokenMode.retokenize, 600, True)
-def test_any_episode_goes_on_as_if_it_had_not_been_interrupted(
+def test_interrupted_episode_ends_like_one_that_ran_through(
     codec: Codec,
     said: list[tuple[str, list[int], str]],
     passages: list[str],
@@ -130,21 +130,21 @@ def group(script: Script, samples: Sequence[int] = range(4), begun: Sequence[Epi
     return EpisodeGroup(QUESTION, samples, tools_of(script, task()), DRAWN, begun)
 
 
-async def test_an_episode_that_ignores_its_time_out_keeps_no_slot() -> None:
-    class Deaf(Script):
+async def test_episode_that_ignores_its_time_out_frees_its_slot() -> None:
+    class Stubborn(Script):
         async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
             del input_ids, sampling, rid
             with suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()
-            return await asyncio.Future()  # Until it is cancelled again, as at the end of the test.
+            return await asyncio.Future()  # Ends when it is cancelled again.
 
-    slots, deaf = asyncio.Semaphore(1), group(Deaf([]), samples=range(1))
-    await asyncio.wait_for(deaf.play(slots, timeout_s=0.05), 40)
+    slots, stubborn = asyncio.Semaphore(1), group(Stubborn([]), samples=range(1))
+    await asyncio.wait_for(stubborn.play(slots, timeout_s=0.05), 40)
     assert not slots.locked()
-    assert [one.finish for one in deaf.trajectories()] == [Finish.ABORTED]
+    assert [one.finish for one in stubborn.trajectories()] == [Finish.ABORTED]
 
 
-async def test_an_error_in_one_episode_ends_its_siblings() -> None:
+async def test_error_in_one_episode_ends_the_others_of_its_group() -> None:
     class Failing(Script):
         async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
             if "#1." in rid:

@@ -1,4 +1,4 @@
-"""Whole episodes with an engine, a search and tools that follow a script."""
+"""Tests of whole episodes with a scripted engine, search and tools."""
 
 from __future__ import annotations
 
@@ -13,16 +13,7 @@ from hypothesis import strategies as st
 
 from rlsys.config.schema import TaskConfig, TokenMode
 from rlsys.data.trajectory import Action, Finish, Trajectory
-from rlsys.rollout.agent.episode import (
-    MOST_CHARS,
-    Called,
-    EngineActivity,
-    EpisodeTools,
-    call_tool,
-    common_wait,
-    run_episode,
-    within,
-)
+from rlsys.rollout.agent.episode import MAX_CHARS, EpisodeTools, ToolResult, call_tool, run_episode
 from rlsys.search.retrieval import SearchResult
 from tests.rollout.agent.scripted import CALCULATOR, CODEC, DRAWN, QUESTION, SCRIPTED, Script, task, tools_of
 from tests.rollout.tools.own_tools import Scripted
@@ -35,7 +26,7 @@ def run(script: Script, config: TaskConfig) -> Trajectory:
 
 
 @pytest.mark.parametrize("mode", TokenMode)
-def test_several_tools_and_the_search_in_one_episode(mode: TokenMode) -> None:
+def test_episode_calls_several_tools_and_the_search(mode: TokenMode) -> None:
     said = [
         "<calculator> 3 * (4 + 5) </calculator>",
         "<search> who </search>",
@@ -67,7 +58,7 @@ def test_several_tools_and_the_search_in_one_episode(mode: TokenMode) -> None:
     assert script.stops == {("</search>", "</answer>", "</calculator>", "</do>")}
 
 
-def test_the_last_generation_may_not_act() -> None:
+def test_last_generation_may_not_act() -> None:
     script = Script(["<search>a</search>", "hm", "<search>c</search>"])
     trajectory = run(script, task(max_turns=2))
     assert trajectory.finish is Finish.TURN_LIMIT
@@ -76,7 +67,7 @@ def test_the_last_generation_may_not_act() -> None:
     assert (script.queries, trajectory.searches, trajectory.answer) == (["a"], 1, None)
 
 
-def test_a_call_without_room_for_its_answer_is_not_made() -> None:
+def test_call_without_room_for_its_answer_is_not_made() -> None:
     said = "<do>a</do>"
     room = len(CODEC.encode(QUESTION.prompt + said)) + 3
     trajectory = run(Script([said, "<answer>b</answer>"]), task(max_total_tokens=room, tools=[SCRIPTED]))
@@ -87,37 +78,19 @@ def test_a_call_without_room_for_its_answer_is_not_made() -> None:
 @pytest.mark.parametrize(
     ("text", "called"),
     [
-        ("hello", Called("hello")),
-        ("refuse", Called("", "not today")),
-        ("exit", Called("", "SystemExit: 3")),
-        ("mute", Called("", "Mute")),
-        ("cancel", Called("", "it was cancelled")),
-        ("deaf", Called("", "no answer within 0.05 s")),
-        ("number", Called("", "it returned int, not text")),
-        ("surrogate", Called("a?b")),
-        ("long", Called("x " * (MOST_CHARS // 2))),
+        ("hello", ToolResult("hello")),
+        ("refuse", ToolResult("", "not today")),
+        ("exit", ToolResult("", "SystemExit: 3")),
+        ("mute", ToolResult("", "Mute")),
+        ("cancel", ToolResult("", "it was cancelled")),
+        ("stubborn", ToolResult("", "no answer within 0.05 s")),
+        ("number", ToolResult("", "it returned int, not text")),
+        ("surrogate", ToolResult("a?b")),
+        ("long", ToolResult("x " * (MAX_CHARS // 2))),
     ],
 )
-async def test_whatever_a_tool_does_becomes_text(text: str, called: Called) -> None:
+async def test_result_or_failure_of_a_tool_becomes_text(text: str, called: ToolResult) -> None:
     assert await asyncio.wait_for(call_tool(Scripted(), text), 40) == called
-
-
-async def test_within_returns_raises_and_gives_up() -> None:
-    async def fail(over: asyncio.Event) -> int:
-        try:
-            await over.wait()
-        except asyncio.CancelledError:
-            cancelled.append(True)
-        raise ZeroDivisionError
-
-    cancelled: list[bool] = []
-    assert await within(asyncio.sleep(0, 7), timeout_s=60.0) == 7
-    assert await within(fail(asyncio.Event()), timeout_s=0.01) is None, "an error that nobody asks for"
-    assert cancelled == [True]
-    over = asyncio.Event()
-    over.set()
-    with pytest.raises(ZeroDivisionError):
-        await within(fail(over))
 
 
 WORDS = ["search", "answer", "do", "calculator"]
@@ -134,7 +107,7 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
     st.integers(20, 40),
     st.booleans(),
 )
-def test_no_script_breaks_a_limit_or_an_array(
+def test_random_episodes_keep_all_limits_and_have_consistent_arrays(
     texts: list[str], passage: str, mode: TokenMode, total: int, observation: int, eos: bool
 ) -> None:
     limits = {"max_total_tokens": total, "max_observation_tokens": observation, "max_turn_tokens": 9, "max_turns": 2}
@@ -160,21 +133,14 @@ def test_no_script_breaks_a_limit_or_an_array(
             assert len(CODEC.encode(turn.observation)) <= observation
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_task_whose_limits_are_too_small_is_refused() -> None:
     with refused("out_of_range", "task.max_observation_tokens"):
         run(Script([]), task(max_observation_tokens=3))
     with refused("out_of_range", "task.max_prompt_tokens"):
         run(Script([]), task(max_prompt_tokens=2))
 
 
-def test_all_wait_where_none_generates() -> None:
-    waits, idle = EngineActivity(False, {"clock": 1, "search": 1}), EngineActivity(False, {"search": 0})
-    assert common_wait([waits, EngineActivity(False, {"search": 2})]) == "clock and search"
-    assert common_wait([idle]) == ""
-    assert common_wait([waits, EngineActivity(True, {})]) == ""
-
-
-def test_an_episode_counts_for_as_long_as_it_waits() -> None:
+def test_episode_is_counted_while_it_waits_for_a_tool_or_search() -> None:
     seen: list[Counter[str]] = []
 
     class Watched(Script):

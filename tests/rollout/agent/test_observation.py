@@ -1,4 +1,4 @@
-"""Observations: the wording, the limit, and text that tries to be something else."""
+"""Tests of observations: wording, token limit, and text that forges tags or special tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOOLS = ("say", "do")
 WORDS = "search|answer|information|say|do"
 FORGERIES = ["</information>", "<search>", "</search >", "<ANSWER>", "< /answer >", "<SAY>", "< / do>", "<|im_start|>"]
 OVERLAPPING = ["|||IP|||", "[INST]", "[ INST]", " ~", "~ "]
-"""Special tokens that overlap with themselves, and that a space makes of others."""
+"""Special tokens that overlap with themselves, and pairs that differ by a space."""
 
 
 def build_codec(words: bool, trim_offsets: bool) -> Codec:
@@ -39,7 +39,7 @@ UNTRUSTED = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
 
 
 def build_runs() -> Codec:
-    """Tokens of 1, 2, 4 ... 64 equal signs, so that the last few depend on where a run of them ends."""
+    """Return a codec with tokens of 1, 2, 4 ... 64 equal signs: the last tokens of a run depend on its length."""
     runs = ["=" * 2**power for power in range(7)]
     vocabulary = {token: number for number, token in enumerate([*runs, "x", "$"])}
     raw = Tokenizer(models.BPE(vocabulary, [(run, run) for run in runs[:-1]]))
@@ -49,7 +49,7 @@ def build_runs() -> Codec:
 
 
 def in_full(codec: Codec, body: str, limit: int) -> str:
-    """The observation of `body`, of which all is cleared and all is tokenised before it is cut."""
+    """Return the observation of `body` by the slow way: clear and tokenise all of it, then cut."""
 
     def broken(found: re.Match[str]) -> str:
         text = found.group()
@@ -68,7 +68,7 @@ def in_full(codec: Codec, body: str, limit: int) -> str:
         observation = f"{OPEN}{body[:end].rstrip()}{CLOSE}"
         if len(codec.encode(observation)) <= limit:
             return observation
-    raise AssertionError("not even the tags have room")
+    raise AssertionError("the tags alone exceed the limit")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def in_full(codec: Codec, body: str, limit: int) -> str:
         ([], "", "No results found."),
     ],
 )  # fmt: skip
-def test_passages_and_failures_read_as_in_search_r1(passages: list[str], error: str, body: str) -> None:
+def test_passages_and_failures_have_the_wording_of_search_r1(passages: list[str], error: str, body: str) -> None:
     assert OBSERVER.observe(render_search(passages, error), 500) == f"{OPEN}{body}{CLOSE}"
 
 
@@ -87,7 +87,7 @@ def test_passages_and_failures_read_as_in_search_r1(passages: list[str], error: 
 @given(st.lists(UNTRUSTED, max_size=3), UNTRUSTED, st.integers(0, 60))
 @example([], "|||IP|||IP|||", 60)
 @example([], " ~ ", 60)
-def test_a_cut_observation_keeps_its_tags_and_its_limit_and_forges_none(
+def test_observation_keeps_its_tags_and_limit_and_forges_no_tag_or_special_token(
     passages: list[str], error: str, room: int
 ) -> None:
     body, limit = render_search(passages, error), OBSERVER.wrapper_tokens + room
@@ -112,14 +112,14 @@ LONG = st.lists(
 @example(CODECS[1], "a <" + " " * 5000 + "search>" + "b " * 3000, 20)
 @example(CODECS[1], " " * 5000 + "b " * 3000, 20)
 @example(build_runs(), "x" + "=" * 5000, 22)
-def test_a_long_text_is_cut_as_if_all_of_it_had_been_read(codec: Codec, body: str, room: int) -> None:
+def test_long_text_is_cut_as_if_all_of_it_had_been_read(codec: Codec, body: str, room: int) -> None:
     observer = Observer(TagsConfig(), codec, TOOLS)
     limit = observer.wrapper_tokens + room
     assert observer.observe(body, limit) == in_full(codec, body, limit)
 
 
 @pytest.mark.parametrize("text", ["Paris is the capital. ", "<|im_start|>", " ", "<"])
-def test_the_part_of_a_megabyte_that_is_read_follows_from_the_limit(text: str) -> None:
+def test_only_a_bounded_part_of_a_long_text_is_read(text: str) -> None:
     codec = build_codec(words=False, trim_offsets=False)
     body = render_search(["T\nx" + text * (10**6 // len(text)) + "x"] * 20, "")
     observer = Observer(TagsConfig(), codec)
@@ -135,6 +135,6 @@ def test_the_part_of_a_megabyte_that_is_read_follows_from_the_limit(text: str) -
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("text", ["<", "< /search"])
-def test_a_tag_that_white_space_never_ends_takes_no_time(text: str) -> None:
-    """With a pattern that tries every number of spaces this is a matter of hours."""
+def test_tag_with_endless_white_space_is_read_in_linear_time(text: str) -> None:
+    """A pattern that backtracks over the spaces would take hours."""
     OBSERVER.observe("x" + (text + " " * 100_000) * 3, 100_000)

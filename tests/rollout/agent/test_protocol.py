@@ -1,4 +1,4 @@
-"""The protocol against a second parser of another construction."""
+"""Tests of the protocol of a turn against a second parser of another construction."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=9).map("".join)
 
 
 def by_hand(text: str, acts: Iterable[str]) -> tuple[str, str, str]:
-    """What is kept, word and content by string search alone: an independent reading of the same rule."""
+    """Return the kept text, word and content by string search: an independent reading of the rule."""
     acts = tuple(acts)
     ends = [text.index(f"</{word}>") + len(f"</{word}>") for word in acts if f"</{word}>" in text]
     if not ends and "</answer>" in text:
@@ -45,7 +45,7 @@ def by_hand(text: str, acts: Iterable[str]) -> tuple[str, str, str]:
 @example("x</do><search>a</search>", WITH_TOOLS, 2)
 @example("<do>a<say>b</say></do>", WITH_TOOLS, 0)
 @example("<search>a</search> <do>b</do> c", TOOLS_ALONE, 0)
-def test_a_step_agrees_with_a_reading_by_hand(text: str, rules: TurnRules, number: int) -> None:
+def test_step_agrees_with_the_second_parser(text: str, rules: TurnRules, number: int) -> None:
     tools = {} if rules is PLAIN else TOOLS
     kept, word, content = by_hand(text, tools if rules is TOOLS_ALONE else ["search", *tools])
     turn, finish = rules.step(number, text)
@@ -54,7 +54,7 @@ def test_a_step_agrees_with_a_reading_by_hand(text: str, rules: TurnRules, numbe
     assert finish is (Finish.ANSWER if word == "answer" else Finish.TURN_LIMIT if number >= 2 else None)
 
 
-def test_tags_are_words_of_the_task_and_not_patterns() -> None:
+def test_tags_are_taken_literally_from_the_task() -> None:
     tags = TagsConfig(search="s.+", answer="done")
     rules = TurnRules(TaskConfig(train_path="", eval_path="", tags=tags))
     assert rules.parse("<s.+>q</s.+>").content == "q"

@@ -1,7 +1,7 @@
-"""Token book-keeping against an independent account in bytes, on a tokenizer whose merges cross tags.
+"""Tests of token records against an independent account in bytes, on a tokenizer whose merges cross tags.
 
-The engine here gives every token a log-prob that is a hash of the whole prefix. A log-prob that is kept
-therefore proves that the prefix is, token by token, the one that the engine saw.
+The engine of these tests gives every token a hash of the whole prefix as its log-prob. A log-prob that is kept therefore
+proves that the prefix is, token by token, the one that the engine saw.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CODEC = Codec(TOKENIZER)
 
 PIECES = ["<search>", "</search>", "東京", "🚀", "é", "naïve", " ", "\n\n", ">", "Paris", "Doc 1(Title: ", "x"]
 TEXTS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=5).map("".join)
-PLAIN_IDS = st.integers(3, len(TOKENIZER) - 1)  # Special ones come first.
+PLAIN_IDS = st.integers(3, len(TOKENIZER) - 1)  # Special tokens come first.
 CANONICAL = TEXTS.map(CODEC.encode)
 BY_CHARACTER = TEXTS.map(lambda text: [token for letter in text for token in CODEC.encode(letter)])
 OUTPUTS = st.one_of(CANONICAL, BY_CHARACTER, st.lists(PLAIN_IDS, max_size=6))
@@ -38,9 +38,9 @@ class Said(NamedTuple):
 
     output: list[int]
     versions: list[int]
-    """Of each token; they never fall along an episode."""
+    """Version of each token; never decreasing along an episode."""
     observation: str
-    """What follows, if anything."""
+    """Text after the turn, empty for none."""
 
 
 @st.composite
@@ -54,7 +54,7 @@ def episodes(draw: st.DrawFn) -> list[Said]:
 
 
 def hashed(prefix: Sequence[int]) -> float:
-    """A log-prob that only this prefix has."""
+    """Return a log-prob that identifies the prefix."""
     return -(hash(tuple(prefix)) % 1_000_003) / 1e6
 
 
@@ -64,7 +64,7 @@ def sampled_by(inputs: list[int], output: list[int], versions: Sequence[int] | N
 
 
 def play(mode: TokenMode, prompt: str, turns: Sequence[Said], eos: bool) -> tuple[TokenRecord, list[list[int]]]:
-    """Generate and observe in turn; also the engine's input of each turn."""
+    """Play the turns; return the record and the engine's input of each turn."""
     context, inputs = open_context(mode, CODEC, prompt), []
     for output, versions, observation in turns:
         inputs.append(context.input_ids())
@@ -74,7 +74,7 @@ def play(mode: TokenMode, prompt: str, turns: Sequence[Said], eos: bool) -> tupl
 
 
 def bytes_of(token: int) -> bytes:
-    """A token's bytes by GPT-2's table from characters to bytes, written anew."""
+    """Return a token's bytes by GPT-2's table of characters."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(rest)}
@@ -83,7 +83,7 @@ def bytes_of(token: int) -> bytes:
 
 @settings(max_examples=50)
 @given(st.sampled_from(TokenMode), TEXTS, episodes(), st.booleans())
-def test_a_logprob_is_kept_exactly_where_the_engine_saw_the_same_prefix(
+def test_log_prob_is_kept_exactly_where_the_engine_saw_the_same_prefix(
     mode: TokenMode, prompt: str, turns: list[Said], eos: bool
 ) -> None:
     record, inputs = play(mode, prompt, turns, eos)
@@ -105,9 +105,7 @@ def test_a_logprob_is_kept_exactly_where_the_engine_saw_the_same_prefix(
 
 @settings(max_examples=50)
 @given(TEXTS, episodes(), st.booleans())
-def test_append_trains_what_was_sampled_with_the_version_of_every_token(
-    prompt: str, turns: list[Said], eos: bool
-) -> None:
+def test_append_trains_the_sampled_tokens_with_their_versions(prompt: str, turns: list[Said], eos: bool) -> None:
     record, _ = play(TokenMode.append, prompt, turns, eos)
     tokens = CODEC.encode(prompt)
     turn_of_token = [-1] * len(tokens)
@@ -127,13 +125,13 @@ def test_append_trains_what_was_sampled_with_the_version_of_every_token(
 
 @settings(max_examples=50)
 @given(TEXTS, episodes())
-def test_retokenize_trains_the_tokens_whose_bytes_one_turn_generated_with_no_later_version(
+def test_retokenize_trains_tokens_of_a_single_turn_with_no_version_later_than_the_true_one(
     prompt: str, turns: list[Said]
 ) -> None:
     record, inputs = play(TokenMode.retokenize, prompt, turns, eos=False)
     tokens = record.tokens.tolist()
-    # By byte of the whole text: its turn, and the version of the sampled token that it comes from. Ill-formed
-    # output is decoded to other bytes than were sampled; of those only the turn's latest version is known.
+    # For each byte of the whole text: its turn, and the version of the sampled token that it comes from. Ill-formed
+    # output decodes to other bytes than were sampled; the version of these is at most the turn's latest.
     owner, true = [-1] * len(prompt.encode()), [-1] * len(prompt.encode())
     text = prompt
     for number, (output, versions, observation) in enumerate(turns):
@@ -170,7 +168,7 @@ SOME = st.lists(st.integers(0, 4), max_size=24)
 
 
 def longest_common(first: list[int], second: list[int]) -> int:
-    """By the textbook's table."""
+    """Return the length of a longest common subsequence by dynamic programming."""
     row = [0] * (len(second) + 1)
     for one in first:
         new = [0]
@@ -182,20 +180,18 @@ def longest_common(first: list[int], second: list[int]) -> int:
 
 @settings(max_examples=50)
 @given(SOME, SOME)
-def test_differing_tokens_are_those_outside_a_longest_common_subsequence(
-    sampled: list[int], trained: list[int]
-) -> None:
+def test_differing_tokens_are_outside_a_longest_common_subsequence(sampled: list[int], trained: list[int]) -> None:
     assert _count_differing(sampled, trained) == len(trained) - longest_common(sampled, trained)
 
 
-def test_a_collapsed_policy_is_counted_too() -> None:
-    """Thousands of repeated tokens, which a recursive search for blocks does not get through in hours."""
+def test_differing_tokens_of_a_collapsed_policy_are_counted_fast() -> None:
+    """A recursive search for blocks would take hours on thousands of repeated tokens."""
     assert _count_differing([1, 2] * 2000, [1, 2, 3] * 1300) == 1300
     assert _count_differing([1] * 3000 + [2], ([1] * 9 + [3]) * 300) == 300
 
 
 @pytest.mark.parametrize("mode", TokenMode)
-def test_an_added_eos_is_trained_and_a_sampled_one_is_not_doubled(mode: TokenMode) -> None:
+def test_added_eos_is_trained_and_a_sampled_one_is_not_doubled(mode: TokenMode) -> None:
     def said(*more: int, eos: bool) -> TokenRecord:
         output = [*CODEC.encode("Paris"), *more]
         return play(mode, "x", [Said(output, [0] * len(output), "")], eos)[0]
@@ -219,7 +215,7 @@ def test_append_cuts_after_the_token_that_completes_the_tag() -> None:
     assert context.input_ids() == [*CODEC.encode("x"), *kept, closing]
 
 
-def test_offsets_without_white_space_never_train_an_observation() -> None:
+def test_observation_is_not_trained_if_offsets_lack_white_space() -> None:
     codec = Codec(build_tokenizer(words=True, trim_offsets=True))
     context = open_context(TokenMode.retokenize, codec, "q:")
     context.add_observation("\n\n <information>x</information>  ")
@@ -231,7 +227,7 @@ def test_offsets_without_white_space_never_train_an_observation() -> None:
     assert trained in "Paris"
 
 
-def test_prompts_take_the_chat_template_once_where_there_is_one() -> None:
+def test_prompt_takes_the_chat_template_once_if_there_is_one() -> None:
     tokenizer: PreTrainedTokenizerFast = build_tokenizer()
     assert Codec(tokenizer).prompt("Why?") == "Why?"
     tokenizer.chat_template = (
@@ -242,7 +238,7 @@ def test_prompts_take_the_chat_template_once_where_there_is_one() -> None:
     assert Codec(tokenizer).prompt("Why?") == Codec(tokenizer).prompt(templated) == templated
 
 
-def test_a_tokenizer_without_offsets_or_an_end_is_refused() -> None:
+def test_tokenizer_without_offsets_or_end_token_is_refused() -> None:
     tokenizer = build_tokenizer()
     tokenizer.name_or_path = "some/model"
     tokenizer.eos_token = None

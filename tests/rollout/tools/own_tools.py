@@ -1,4 +1,4 @@
-"""Tools as a user writes them."""
+"""User-defined tools for tests."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rlsys.rollout.tools.interface import ToolError
 
 
 class Mute(Exception):
-    """Cannot even say what is wrong."""
+    """Error whose text raises another error."""
 
     def __str__(self) -> str:
         raise RuntimeError("nor can this")
 
 
 class Echo:
-    """Says what it is told, louder."""
+    """Returns its text in capitals."""
 
     name = "echo"
     tag = "say"
@@ -29,7 +29,7 @@ class Echo:
 
 
 class Scripted:
-    """Does what its text says; as a tool may."""
+    """Behaves as its text says."""
 
     name = "scripted"
     tag = "do"
@@ -46,10 +46,10 @@ class Scripted:
                 raise Mute
             case "cancel":
                 raise asyncio.CancelledError
-            case "deaf":
+            case "stubborn":
                 with suppress(asyncio.CancelledError):
                     await asyncio.Event().wait()
-                await asyncio.Event().wait()  # Until it is cancelled again, as at the end of a test.
+                await asyncio.Event().wait()  # Ends when it is cancelled again.
             case "number":
                 return 7
             case "surrogate":

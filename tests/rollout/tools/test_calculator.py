@@ -1,20 +1,15 @@
-"""The calculator against Python's own arithmetic, and against text that is none."""
+"""Tests of the calculator: values of expressions, and text that is none."""
 
 from __future__ import annotations
 
 import math
-from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.rollout.tools.calculator import MOST_CHARS, Calculator, spelled, value_of
+from rlsys.rollout.tools.calculator import MAX_CHARS, Calculator, spelled, value_of
 from rlsys.rollout.tools.interface import ToolError
-
-
-def test_what_is_written_is_taken_digit_by_digit() -> None:
-    assert value_of("(1.5 - 0.25) * (1e20 + 1) / 3") == Fraction("125000000000000000001.25") / 3
 
 
 @pytest.mark.parametrize(
@@ -31,10 +26,10 @@ def test_what_is_written_is_taken_digit_by_digit() -> None:
         ("10 ** 300", "1" + "0" * 300),
         ("0e99999999999999999", "0"),
         (" (1 +\n\t2)\r\n* 3 ", "9"),
-        ("-" * (MOST_CHARS - 1) + "1", "-1"),
+        ("-" * (MAX_CHARS - 1) + "1", "-1"),
     ],
 )
-async def test_an_expression_has_a_value(text: str, said: str) -> None:
+async def test_expression_has_its_value(text: str, said: str) -> None:
     found = await Calculator().call(text)
     assert found == said or math.isclose(float(found), float(said), rel_tol=1e-11)
     assert len(found) <= len(said)
@@ -52,17 +47,17 @@ async def test_an_expression_has_a_value(text: str, said: str) -> None:
         "",
         "٣ + ٤",
         "(" * 300 + "1" + ")" * 50,
-        "1" + " " * MOST_CHARS + "+ 1",
+        "1" + " " * MAX_CHARS + "+ 1",
     ],
 )
-def test_anything_else_is_refused_to_the_policy(text: str) -> None:
+def test_other_text_is_a_tool_error(text: str) -> None:
     with pytest.raises(ToolError):
         value_of(text)
 
 
 @settings(max_examples=50)
 @given(st.text("0123456789.+-*/%() eE^\n\t", max_size=40))
-def test_any_text_has_a_value_or_a_reason(text: str) -> None:
+def test_random_text_has_a_short_value_or_a_tool_error(text: str) -> None:
     try:
         found = spelled(value_of(text))
     except ToolError:

@@ -1,4 +1,4 @@
-"""Tools by their dotted names, and classes that are none."""
+"""Tests of loading tools by their dotted names, and of classes that are no tools."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def task(*tools: str) -> TaskConfig:
     return TaskConfig(train_path="", eval_path="", tools=list(tools))
 
 
-def test_tools_are_found_made_in_order_and_described() -> None:
+def test_tools_are_made_in_order_and_described() -> None:
     assert [type(one) for one in open_tools(task(ECHO, CALCULATOR))] == [own_tools.Echo, Calculator]
     assert tool_tags([ECHO, CALCULATOR]) == {"echo": "say", "calculator": "calculator"}
     assert list(check_tools(task(ECHO, f"{HERE}.Scripted", CALCULATOR))) == []
@@ -38,7 +38,7 @@ def test_tools_are_found_made_in_order_and_described() -> None:
         ("unknown", f"{HERE}.asyncio", "asyncio"),
     ],
 )
-def test_a_path_without_a_class_is_refused(code: Code, path: str, why: str) -> None:
+def test_path_without_a_class_is_refused(code: Code, path: str, why: str) -> None:
     with refused(code, "task.tools") as caught:
         open_tools(task(path, CALCULATOR, f"{HERE}.Missing"))
     sentence, other = str(caught.value).splitlines()
@@ -62,7 +62,6 @@ def breaks(_self: object) -> None:
     ("code", "changes", "why"),
     [
         ("user_code", {"tag": "a b"}, "tag='a b'"),
-        ("user_code", {"name": None}, "name=None"),
         ("user_code", {"timeout_s": float("inf")}, "timeout_s=inf"),
         ("user_code", {"description": " "}, "description=' '"),
         ("user_code", {"call": lambda _self, text: text}, "async"),
@@ -75,7 +74,7 @@ def breaks(_self: object) -> None:
         ("conflict", {"name": "calculator"}, f"{CALCULATOR} has the name calculator"),
     ],
 )
-def test_a_class_that_is_no_tool_or_clashes_is_refused_with_its_reason(
+def test_class_that_is_no_tool_or_clashes_with_another_is_refused(
     monkeypatch: pytest.MonkeyPatch, code: Code, changes: dict[str, Any], why: str
 ) -> None:
     monkeypatch.setattr(own_tools, "Made", type("Made", (own_tools.Echo,), changes), raising=False)

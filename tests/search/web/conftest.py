@@ -1,4 +1,4 @@
-"""A fake web, and clocks that need no waiting."""
+"""Fixtures of the web tests: a fake web, and clocks that need no waiting."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def web(served: FakeWeb) -> FakeWeb:
 
 @pytest.fixture(autouse=True)
 def _patient_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may take long to read a page."""
+    """Give readers of pages time enough on a busy machine."""
     monkeypatch.setattr(web_search, "_JOB_TIMEOUT_S", 300.0)
 
 
 def local(web: FakeWeb, *more_ports: int) -> Policy:
-    """The policy that permits this machine, at the port of `web` and at `more_ports`."""
+    """Return a policy that permits this machine at the port of `web` and at `more_ports`."""
     return Policy(frozenset({port_of(web), *more_ports}), frozenset({LOOPBACK}))
 
 
@@ -47,7 +47,7 @@ def port_of(web: FakeWeb) -> int:
 
 
 class Clock:
-    """Time that passes only when somebody sleeps."""
+    """Clock that advances only by `sleep`."""
 
     def __init__(self) -> None:
         self.time_s = 1000.0

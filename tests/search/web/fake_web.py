@@ -1,4 +1,4 @@
-"""A web of one server on a real socket: a search provider, in Serper's format, and pages that misbehave."""
+"""Fake web of one server on a real socket: a search provider in Serper's format, and pages that misbehave."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CSE_ID = "engine-9876543210"
 KEYS = ("GOOGLE_API_KEY", "SERPAPI_API_KEY", "SERPER_API_KEY", "BRAVE_API_KEY", "BING_API_KEY")
 ENVIRON = {**dict.fromkeys(KEYS, KEY), "GOOGLE_CSE_ID": CSE_ID}
 RESULTS = 200
-"""Those of any query."""
+"""Number of results of any query."""
 ARTICLE = "".join(
     f"<p>{text}</p>"
     for text in (
@@ -33,20 +33,20 @@ HTML = f"<html><head><title>Old  Towns</title></head><body><article>{ARTICLE}</a
 
 
 class FakeWeb:
-    """What was asked, and what the next answers are instead of results."""
+    """Server that records its requests; `script` sets the next answers."""
 
     def __init__(self) -> None:
         self.base = ""
         self.script: list[Callable[[], Response]] = []
-        """Answers of providers that come first, in order."""
+        """Answers that providers give first, in order, in place of results."""
         self.asked: list[dict[str, Any]] = []
         """Parameters, or the body, of requests to providers, and the headers that hold a key."""
         self.fetched: list[str] = []
         self.headers: list[Mapping[str, str]] = []
-        """Of the requests for pages."""
+        """Headers of the requests for pages."""
 
     def forget(self) -> None:
-        """Be as new for the next test."""
+        """Clear the records and the script."""
         for seen in (self.script, self.asked, self.fetched, self.headers):
             seen.clear()
 
@@ -55,7 +55,7 @@ class FakeWeb:
         return Starlette(routes=[Route("/page/{name:path}", self._page), search])
 
     def item(self, index: int) -> tuple[str, str, str]:
-        """Title, URL and snippet of result `index`, from 0."""
+        """Return title, URL and snippet of result `index`, from 0."""
         return f"Title {index}", f"{self.base}/page/r{index}", f"Snippet {index} & more."
 
     async def _search(self, request: Request) -> Response:
@@ -83,18 +83,18 @@ class FakeWeb:
 
 
 def redirect_to(url: str) -> str:
-    """The path of a page that redirects to `url`."""
+    """Return the path of a page that redirects to `url`."""
     return f"/page/to/{url.encode().hex()}"
 
 
 @cache
 def gzipped(size: int) -> bytes:
-    """`size` zeros, compressed a thousandfold."""
+    """Return `size` zeros, compressed a thousandfold."""
     return gzip.compress(bytes(size))
 
 
 def never_ending() -> Response:
-    """A byte at a time, often enough that no read takes long, without an end."""
+    """Return a response that sends a byte every 10 ms and never ends."""
 
     async def drip() -> AsyncIterator[bytes]:
         while True:

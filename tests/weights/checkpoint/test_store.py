@@ -14,7 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.weights.checkpoint.store import About, CheckpointStore, Keep, check, read_about, step_of
+from rlsys.weights.checkpoint.store import (
+    CheckpointInfo,
+    CheckpointStore,
+    RetentionPolicy,
+    check,
+    read_checkpoint_info,
+    step_of,
+)
 from tests.support.refusals import refused
 
 
@@ -74,7 +81,7 @@ def test_kill_at_any_moment_leaves_a_whole_checkpoint(
     def work() -> None:
         save(store, 2, "new")
         save(store, 3)
-        store.prune(Keep(1, None, False), lambda _: None)
+        store.prune(RetentionPolicy(1, None, False), lambda _: None)
 
     for which in count(1):
         store = CheckpointStore(tmp_path / str(which))
@@ -117,20 +124,22 @@ def test_missing_or_damaged_file_is_refused_by_its_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["{", "[" * 100_000, '{"step": "x"}', '{"step": null}', "{}"], ids=range(5))
 def test_missing_or_damaged_complete_json_is_refused(damage: str, tmp_path: Path) -> None:
     with refused("not_found", tmp_path):
-        read_about(tmp_path)
+        read_checkpoint_info(tmp_path)
     (tmp_path / "complete.json").write_text(damage)
     with refused("malformed", tmp_path / "complete.json"):
-        read_about(tmp_path)
+        read_checkpoint_info(tmp_path)
 
 
 def test_complete_json_of_any_version_is_read(tmp_path: Path) -> None:
-    about, file = About(step=3, optimizer=True, layout={"tp": 2}), tmp_path / "complete.json"
+    about, file = CheckpointInfo(step=3, optimizer=True, layout={"tp": 2}), tmp_path / "complete.json"
     file.write_text(about.to_json())
-    assert read_about(tmp_path) == about
+    assert read_checkpoint_info(tmp_path) == about
     file.write_text('{"step": 5, "optimizer": true, "dtype": "bfloat16", "extra": {}}')
-    assert read_about(tmp_path) == About(step=5, optimizer=True)
+    assert read_checkpoint_info(tmp_path) == CheckpointInfo(step=5, optimizer=True)
     file.write_text('{"step": 0}')
-    assert read_about(tmp_path) == About(step=0, optimizer=False, version=0, master=False, layout=None)
+    assert read_checkpoint_info(tmp_path) == CheckpointInfo(
+        step=0, optimizer=False, version=0, master=False, layout=None
+    )
 
 
 def test_pruning_spares_the_policys_checkpoints_and_foreign_files(tmp_path: Path) -> None:
@@ -140,7 +149,7 @@ def test_pruning_spares_the_policys_checkpoints_and_foreign_files(tmp_path: Path
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "global_step_3_copy").mkdir()
     scores = {2: 0.5, 6: 0.9, 7: 0.9}
-    store.prune(Keep(last=2, every=4, best=True), scores.get, spared={1})
+    store.prune(RetentionPolicy(last=2, every=4, best=True), scores.get, spared={1})
     assert [one.step for one in store.saved()] == [1, 4, 7, 8, 9, 10]
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert (tmp_path / "global_step_3_copy").is_dir()
@@ -157,7 +166,7 @@ def test_pruning_spares_the_policys_checkpoints_and_foreign_files(tmp_path: Path
 def test_last_regular_and_best_checkpoints_are_kept(
     steps: set[int], last: int | None, every: int | None, best: bool, scores: dict[int, float]
 ) -> None:
-    kept = Keep(last, every, best).kept(sorted(steps), scores.get)
+    kept = RetentionPolicy(last, every, best).steps_to_keep(sorted(steps), scores.get)
     known = {step: scores[step] for step in steps if step in scores}
     for step in steps:
         newer = sum(other > step for other in steps)

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint import save as save_by_torch
 
 from rlsys.config.schema import ParallelConfig
 from rlsys.errors import RunError
-from rlsys.weights.checkpoint.megatron_reader import OnDisk, name_of, open_checkpoint
-from rlsys.weights.checkpoint.store import About
+from rlsys.weights.checkpoint.megatron_reader import TensorOnDisk, name_of, open_checkpoint
+from rlsys.weights.checkpoint.store import CheckpointInfo
 from rlsys.weights.checkpoint.torch_dist_writer import FileJob, TorchDistWriter
 from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
 from rlsys.weights.hf_io import HfReader
@@ -46,7 +46,7 @@ def written(writer: TorchDistWriter, folder: Path, hf: Path, jobs: list[FileJob]
     def parts_of(entry: Entry) -> list[Tensor]:
         return [reader.get(name) for name in entry.hf]
 
-    writer.finish(folder, [writer.write(folder, job, parts_of) for job in jobs], About(step=5))
+    writer.finish(folder, [writer.write(folder, job, parts_of) for job in jobs], CheckpointInfo(step=5))
     return folder
 
 
@@ -122,7 +122,7 @@ def test_tensor_is_read_from_any_offset(
     with TemporaryDirectory() as folder:
         file = Path(folder) / "file"
         file.write_bytes(b"x" * offset + bytes(expected.flatten().view(torch.uint8).tolist()))
-        place = OnDisk(file, offset, tuple(sizes), expected.stride(), dtype)
+        place = TensorOnDisk(file, offset, tuple(sizes), expected.stride(), dtype)
         assert torch.equal(place.read(), expected)
         start, stop = sorted(min(row, sizes[0]) for row in rows)
         some = place.rows(start, stop).read()

@@ -106,7 +106,7 @@ def _load_compute_save(group: Group, folder: str, kind: Kind, cut: Cut) -> None:
     )
     learner.load(f"{folder}/converted")
     found = forward(learner._model, [probe()], lambda output, _: output.float().numpy())
-    if found and learner.place.dp == 0:
+    if found and learner.coords.dp == 0:
         np.save(f"{folder}/columns-{group.rank}.npy", found[0])
     learner.begin_save(f"{folder}/saved")
     learner.finish_save()

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from rlsys.errors import Interrupted, RunError, UserError
-from rlsys.weights.convert.conversion import Job, _begin_process, _receipt_of, claim, run
+from rlsys.weights.convert.conversion import Job, _begin_process, _receipt_of, locked_draft, run
 from tests.support.megatron_processes import forks
 from tests.support.refusals import refused
 
@@ -233,6 +233,6 @@ def test_unwritable_destination_and_zero_processes_are_refused(letters: Letters,
 
 
 def test_second_conversion_to_the_same_destination_is_refused(letters: Letters, tmp_path: Path) -> None:
-    with claim(tmp_path / "out"), refused("in_use", tmp_path / ".out.partial"):
+    with locked_draft(tmp_path / "out"), refused("in_use", tmp_path / ".out.partial"):
         run(letters, tmp_path / "out", 1)
     assert run(letters, tmp_path / "out", 1).files == COUNT
