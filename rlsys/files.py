@@ -100,7 +100,7 @@ def limited_lines(file: BinaryIO | BufferedIOBase) -> Iterator[bytes]:
     """Yield the lines of `file`. Raises OSError at a line longer than `LINE_BYTES`."""
     while line := file.readline(LINE_BYTES + 1):
         if len(line) > LINE_BYTES:
-            raise OSError(errno.EFBIG, f"A line of it has more than {LINE_BYTES} bytes")
+            raise OSError(errno.EFBIG, f"One of its lines has more than {LINE_BYTES} bytes")
         yield line
 
 

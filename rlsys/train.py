@@ -105,7 +105,7 @@ async def evaluate(run: Run, step: int) -> None:
 
 def collapsed(alarm: Alarm, checkpoint: Path | None) -> RunError:
     """Error that stops a collapsing run; raise it once `checkpoint` is written."""
-    return RunError(f"{alarm} The run has ended, as guards.action=stop says; its checkpoint is {checkpoint}.")
+    return RunError(f"{alarm} guards.action=stop ended the run; its last checkpoint is {checkpoint}.")
 
 
 def due(step: int, interval: int) -> bool:

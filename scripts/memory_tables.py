@@ -50,7 +50,7 @@ def shape_of(model_path: str) -> Path:
             return found
     known = ", ".join(sorted(path.name for path in SHAPES.iterdir()))
     raise UserError(
-        f"model.path is {model_path}, whose shape is not among {known}; add {folder}/config.json.",
+        f"model.path is {model_path}, whose shape is not among {known}: add {folder}/config.json.",
         code="unknown",
         key="model.path",
     )

@@ -9,9 +9,9 @@ fail() {
 }
 
 python=${PYTHON:-python3.11}
-command -v "$python" >/dev/null 2>&1 || fail "$python is not installed; install Python 3.11, or set PYTHON=/path/to/python3.11."
-"$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || fail "$python is not Python 3.11, which the pinned packages need; set PYTHON=/path/to/python3.11."
-"$python" -c 'import venv, ensurepip' 2>/dev/null || fail "$python has no venv module; install it (Debian and Ubuntu: apt install python3.11-venv)."
+command -v "$python" >/dev/null 2>&1 || fail "$python is not installed: install Python 3.11, or set PYTHON=/path/to/python3.11."
+"$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || fail "$python is not Python 3.11, which the pinned packages need: set PYTHON=/path/to/python3.11."
+"$python" -c 'import venv, ensurepip' 2>/dev/null || fail "$python has no venv module: install it (Debian and Ubuntu: apt install python3.11-venv)."
 
 stamp=.venv/.set-up-for
 wanted=$(cat requirements/*.txt scripts/setup.sh setup.py pyproject.toml | cksum)
@@ -35,12 +35,12 @@ if .venv/bin/python -c "import urllib.request as u; u.urlopen('$cpu_index/torch/
 else
     pip install "$torch"
 fi
-.venv/bin/python -W ignore -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || fail "pip installed a CUDA build of torch; remove .venv, make $cpu_index reachable or point pip at a CPU build, and try again."
+.venv/bin/python -W ignore -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || fail "pip installed a CUDA build of torch: remove .venv, make $cpu_index reachable or point pip at a CPU build, and try again."
 
 echo "setup: installing the other packages (about 3 GB)"
 pip install -r requirements/cpu.txt -r requirements/dev.txt
 pip install --no-deps -r requirements/cpu-nodeps.txt
 pip install --no-deps --no-build-isolation --editable .
-.venv/bin/python -W ignore -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || fail "a package replaced torch with a CUDA build; remove .venv and try again."
+.venv/bin/python -W ignore -c 'import sys, torch; sys.exit(torch.version.cuda is not None)' || fail "a package replaced torch with a CUDA build: remove .venv and try again."
 echo "$wanted" >"$stamp"
 echo "setup: done"

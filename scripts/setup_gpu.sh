@@ -53,20 +53,20 @@ is_fit() {
 }
 
 if [ -x "$VENV/bin/python" ]; then
-    is_fit "$VENV/bin/python" || fail "$VENV does not have Python 3.12, which the pinned packages need; remove it, or set VENV=/path."
+    is_fit "$VENV/bin/python" || fail "$VENV does not have Python 3.12, which the pinned packages need: remove it, or set VENV=/path."
 else
-    command -v "$PYTHON" >/dev/null 2>&1 || fail "$PYTHON is not installed; install Python 3.12, or set PYTHON=/path/to/python3.12."
-    is_fit "$PYTHON" || fail "$PYTHON is not Python 3.12, which the pinned packages need; set PYTHON=/path/to/python3.12."
-    "$PYTHON" -c 'import venv, ensurepip' 2>/dev/null || fail "$PYTHON has no venv module; install it (Debian and Ubuntu: apt install python3.12-venv)."
-    "$PYTHON" -c 'import os, sys, sysconfig as s; sys.exit(not os.path.isfile(s.get_path("include") + "/Python.h"))' || fail "$PYTHON has no headers; install them (Debian and Ubuntu: apt install python3.12-dev)."
+    command -v "$PYTHON" >/dev/null 2>&1 || fail "$PYTHON is not installed: install Python 3.12, or set PYTHON=/path/to/python3.12."
+    is_fit "$PYTHON" || fail "$PYTHON is not Python 3.12, which the pinned packages need: set PYTHON=/path/to/python3.12."
+    "$PYTHON" -c 'import venv, ensurepip' 2>/dev/null || fail "$PYTHON has no venv module: install it (Debian and Ubuntu: apt install python3.12-venv)."
+    "$PYTHON" -c 'import os, sys, sysconfig as s; sys.exit(not os.path.isfile(s.get_path("include") + "/Python.h"))' || fail "$PYTHON has no headers: install them (Debian and Ubuntu: apt install python3.12-dev)."
 fi
 
 # torch's build looks in the same places.
 nvcc=${CUDA_HOME:+$CUDA_HOME/bin/}nvcc
-command -v "$nvcc" >/dev/null 2>&1 || fail "$nvcc is not installed, and Transformer Engine is compiled with it; install the CUDA toolkit, and add its bin folder to PATH or set CUDA_HOME=/usr/local/cuda."
+command -v "$nvcc" >/dev/null 2>&1 || fail "$nvcc is not installed, and Transformer Engine is compiled with it: install the CUDA toolkit, and add its bin folder to PATH or set CUDA_HOME=/usr/local/cuda."
 wanted=$(sed -n 's/^nvidia-cuda-runtime==\([0-9]*\).*/\1/p' requirements/gpu.txt)
 found=$("$nvcc" --version | sed -n 's/.*release \([0-9]*\)\..*/\1/p')
-[ "$found" = "$wanted" ] || fail "$nvcc belongs to CUDA ${found:-of unknown version}, and torch is built for CUDA $wanted; install that toolkit, or set CUDA_HOME=/usr/local/cuda-$wanted."
+[ "$found" = "$wanted" ] || fail "$nvcc belongs to CUDA ${found:-of unknown version}, and torch is built for CUDA $wanted: install that toolkit, or set CUDA_HOME=/usr/local/cuda-$wanted."
 
 [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
 export NVTE_FRAMEWORK=pytorch MAX_JOBS="${MAX_JOBS:-8}" PATH="$VENV/bin:$PATH"

@@ -85,7 +85,7 @@ sort_words() {
         esac
         before=""
     done
-    if [[ -n $before ]]; then fail "$before is a flag with a value: give it one"; fi
+    if [[ -n $before ]]; then fail "$before needs a value: give one"; fi
 }
 
 # Set PYTHON to an interpreter with rlsys and change to the repository; exit if there is none.

@@ -196,7 +196,7 @@ def _check(episode: RewardedEpisode) -> None:
     turns = episode.turn_of_token[episode.turn_of_token >= 0]
     if not np.isfinite(episode.turn_rewards).all():
         raise ValueError(
-            f"An episode's rewards must be finite, got {list(episode.turn_rewards)}; check the reward function."
+            f"An episode's rewards must be finite, got {list(episode.turn_rewards)}: check the reward function."
         )
     if (np.diff(turns) < 0).any() or (turns >= len(episode.turn_rewards)).any():
         raise ValueError(
@@ -211,13 +211,13 @@ def _check(episode: RewardedEpisode) -> None:
                 f"An episode's {name} must be aligned with its {len(episode.turn_of_token)} tokens, got {given.shape}."
             )
         if not np.isfinite(given[episode.turn_of_token >= 0]).all():
-            raise ValueError(f"An episode's {name} must be finite on trained tokens; check their source.")
+            raise ValueError(f"An episode's {name} must be finite on trained tokens: check their source.")
 
 
 def _values(episode: RewardedEpisode) -> Floats:
     """[trained] values of the critic."""
     if episode.values is None:
-        raise ValueError("algorithm.baseline=critic needs values, but an episode has none; score it with the critic.")
+        raise ValueError("algorithm.baseline=critic needs values, but an episode has none: score it with the critic.")
     return episode.values[episode.turn_of_token >= 0].astype(np.float64)
 
 

@@ -140,7 +140,7 @@ def _log_ratios(old_logprobs: Floats, rollout_logprobs: Floats, mask: Mask) -> t
             f"{rollout_logprobs.shape} sampled and a mask of {mask.shape}."
         )
     if not np.isfinite(old_logprobs[mask]).all():
-        raise ValueError("A trained token's recomputed log-prob is not finite; check the inference group.")
+        raise ValueError("A trained token's recomputed log-prob is not finite: check the inference group.")
     known = mask & np.isfinite(rollout_logprobs)
     log_ratios = np.zeros(mask.shape, dtype=np.float64)
     # In float64 and only on known tokens: equal log-probs give exactly 0, and NaN is never read.

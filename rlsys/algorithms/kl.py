@@ -214,7 +214,7 @@ class KlController:
         if self.target is None:
             return
         if not math.isfinite(mean_kl):
-            raise ValueError(f"A step's mean KL must be finite, got {mean_kl}; check the reference's log-probs.")
+            raise ValueError(f"A step's mean KL must be finite, got {mean_kl}: check the reference's log-probs.")
         if LARGEST_ERROR * episodes >= self.horizon:
             raise ValueError(
                 f"algorithm.kl_horizon={self.horizon} is at most a fifth of a step's {episodes} episodes, so one step "

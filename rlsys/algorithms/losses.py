@@ -194,7 +194,7 @@ def policy_loss(config: AlgorithmConfig) -> LossFunction:
     loss other than ppo.
     """
     if config.kl_coef > 0 and config.kl_in is KlPlace.loss and config.kl_estimator is K1:
-        raise ValueError("kl_estimator=k1 in the loss has no gradient on average; take another, or kl_in=reward.")
+        raise ValueError("kl_estimator=k1 in the loss has no gradient on average: take another, or kl_in=reward.")
     if config.dual_clip is not None and config.policy_loss is not PolicyLoss.ppo:
         raise ValueError(
             f"dual_clip is {config.dual_clip} but policy_loss={config.policy_loss} has no dual clip: set it to null."

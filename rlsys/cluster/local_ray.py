@@ -138,7 +138,7 @@ def _require_file(file: Path, *, make: bool) -> None:
     except OSError as problem:
         raise UserError(
             f"Ray's token {file} cannot be {'created' if make else 'read'} ({problem.strerror}): "
-            + ("make the folder writable" if make else "copy the head's token there, readable by you alone")
+            + ("make the folder writable" if make else "copy the head's token there, readable only by you")
             + f", or set {_TOKEN}.",
             code="not_found" if isinstance(problem, FileNotFoundError) else "denied",
             key=str(file),
@@ -246,8 +246,8 @@ def address_here(host: str) -> str:
         return here[0]
     if not named and not all(address.startswith(_LOOPBACK) for address in meant):
         raise UserError(
-            f"--head {host} is {', '.join(meant)}, and this machine of rank 0 has {', '.join(own)}: give one of "
-            "these on every machine, or start rank 0 on that one.",
+            f"--head {host} is {', '.join(meant)}, but this machine of rank 0 has {', '.join(own)}: give one of its "
+            f"addresses as --head on every machine, or start rank 0 on {host}.",
             code="mismatch",
             key="--head",
         )

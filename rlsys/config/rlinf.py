@@ -371,11 +371,13 @@ def _warm_up(draft: _Draft, steps: int | None) -> None:
     total = None if steps is None else steps * draft.given.get("algorithm.n_minibatches", 1)
     if spread is not None and total:
         if draft.given.get("actor.lr_sched.lr_decay_style", "constant") != "constant" and spread != total:
-            return draft.refuse(key, f"the rate falls over the {total} optimiser steps of the run; write null")
+            return draft.refuse(key, f"the learning rate falls over the {total} optimiser steps of the run; write null")
         fraction *= spread / total
         if fraction > 1:
             return draft.refuse(
-                key, f"the rate would still rise when the run ends, after {total} optimiser steps; write null for those"
+                key,
+                f"the learning rate would still rise when the run ends, after {total} optimiser steps; write null to use "
+                "that number",
             )
     draft.put("actor.optimizer.warmup_fraction", fraction, "actor.lr_sched.lr_warmup_fraction")
     return None

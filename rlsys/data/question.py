@@ -115,7 +115,7 @@ def _unreadable(file: Path, what: str) -> UserError:
 def question_of(file: Path, line: int, row: Any) -> Question:
     """Build the question from a row in any of the three formats. Raises UserError naming `file`, `line` and field."""
     if not isinstance(row, Mapping):
-        raise _unreadable(file, f", line {line} is not an object: write one JSON object a line.")
+        raise _unreadable(file, f", line {line} is not an object: write one JSON object per line.")
     extra = row.get("extra_info") or {}
     if not isinstance(extra, Mapping):
         raise _unreadable(file, f', line {line}: "extra_info" must be an object, or be left out.')
@@ -123,7 +123,9 @@ def question_of(file: Path, line: int, row: Any) -> Question:
         json.dumps(extra)
     except (TypeError, ValueError) as problem:
         raise _unreadable(
-            file, f', line {line}: "extra_info" holds what JSON cannot ({problem}): leave it out, or write it as text.'
+            file,
+            f', line {line}: "extra_info" holds a value that JSON cannot represent ({problem}): leave it out, or write '
+            "it as text.",
         ) from problem
     raw = row.get("question") or extra.get("question")
     text = raw if isinstance(raw, str) else ""

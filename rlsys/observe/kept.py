@@ -256,7 +256,7 @@ def read_step_trajectories(run_dir: Path, step: int, problem: Callable[[str], No
             except ValueError:
                 problem(f"{name}, row {number} is damaged: left out.")
     except (OSError, EOFError, zlib.error) as damage:
-        problem(f"{name} is damaged ({damage}): the rest of it is left out.")
+        problem(f"{name} is damaged ({damage}): its remaining rows are left out.")
 
 
 def trajectory_lines(file: Path) -> Iterator[bytes]:

@@ -89,11 +89,11 @@ class RunFolder:
 def open_run(path: Path) -> RunFolder:
     """Read the run at `path`. Raises UserError if the folder is no run."""
     if not path.is_dir():
-        sentence = f"{path} is no folder: give the folder of a run, such as {_like(path.parent)}."
+        sentence = f"{path} is not a folder: give the folder of a run, such as {_like(path.parent)}."
         raise UserError(sentence, code="not_found", key=str(path))
     if not any((path / name).is_file() for name in (CONFIG, records.METRICS)):
         raise UserError(
-            f"{path} is no run: it has neither {CONFIG} nor {records.METRICS}; give the folder of a run, such as {_like(path)}.",
+            f"{path} is not a run: it has neither {CONFIG} nor {records.METRICS}; give the folder of a run, such as {_like(path)}.",
             code="malformed",
             key=str(path),
         )

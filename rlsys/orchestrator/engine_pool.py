@@ -400,7 +400,7 @@ class EngineCalls:
         self.workers.kill_rank(engine)
         orphans = self._router.died(engine)
         _log.warning(
-            "rollout engine %d is dead, %d live: %d of its groups run again, %d are lost. %s",
+            "rollout engine %d is dead, %d live: %d of its prompt groups are run again, %d are dropped. %s",
             engine, len(self._router.living), len(orphans.retry), len(orphans.lost), why,
         )  # fmt: skip
         self.dead[engine].set_result(why)
@@ -654,7 +654,7 @@ class Router:
         if not self._loads:
             raise NoEngineLeft("every rollout engine has died.")
         if aside and not self.aside:
-            raise NoneSetAside("every rollout engine that was set aside has died.")
+            raise NoneSetAside("every rollout engine that was reserved for evaluation has died.")
         takers = (one for one in self._loads if one not in self._closed and (one in self._aside) is aside)
         engine = min(takers, key=self.load, default=None)
         if engine is None or not self._has_room(engine, size):
@@ -696,7 +696,7 @@ class Router:
             del self._assignments[key]
             if key in self._died_under:
                 first = self._died_under.pop(key)
-                lost[key] = f"engines {first} and {engine} both died under it"
+                lost[key] = f"engines {first} and {engine} both died while generating it"
             else:
                 self._died_under[key] = engine
                 retry.append(key)

@@ -55,7 +55,7 @@ class Evaluator:
 
     async def _ask_aside(self, step: int, set_aside: asyncio.Future[None]) -> None:
         if self._config.eval.engines is None:
-            raise RuntimeError("An evaluation aside needs eval.engines.")
+            raise RuntimeError("An evaluation during training needs eval.engines.")
         self._awaited.add(step)
         try:
             async with self._engines.reserve(self._config.eval.engines) as engines:

@@ -129,7 +129,7 @@ def folder_of(config: RunConfig, origin: Origin | None) -> Path:
         try:
             _copy_history(origin, run_dir)
         except OSError as problem:
-            raise RunError(f"{run_dir} cannot have the history of {origin.run_dir}: {problem}.") from problem
+            raise RunError(f"The history of {origin.run_dir} cannot be copied to {run_dir}: {problem}.") from problem
     return run_dir
 
 
@@ -239,8 +239,8 @@ def _refuse_differences(config: RunConfig, before: Mapping[str, Any], questions_
     path = config.task.train_path
     if _QUESTIONS not in allowed and (now := sha256_of(path)) != questions_sha256:
         raise UserError(
-            f"{_QUESTIONS}={path} is another file than when {folder} was saved (its SHA-256 was {questions_sha256[:12]}, "
-            f"and is {now[:12]}): restore the old file, or allow this one with 'checkpoint.may_differ=[{_QUESTIONS}]'.",
+            f"{_QUESTIONS}={path} has changed since {folder} was saved (its SHA-256 was {questions_sha256[:12]} and is "
+            f"{now[:12]}): restore the old file, or allow this one with 'checkpoint.may_differ=[{_QUESTIONS}]'.",
             code="mismatch",
             key=_QUESTIONS,
         )

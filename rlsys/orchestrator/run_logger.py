@@ -233,7 +233,7 @@ class RunLogger:
         by_hop = "".join(f", {hop}-hop {em:.3f}" for hop, em in evaluation.em_by_hop.items())
         self.progress.console.print(
             f"step {evaluation.step}: {whose}held-out EM {evaluation.em:.3f}{by_hop}, "
-            f"{evaluation.searches:.2f} searches a question"
+            f"{evaluation.searches:.2f} searches per question"
         )
 
     def samples(self, groups: Sequence[Group]) -> None:

@@ -125,7 +125,7 @@ class Saver:
             try:
                 await asyncio.to_thread(self._store.prune, self._keep, self._score_of, frozenset(self.awaited))
             except OSError as problem:
-                logger.warning("Older checkpoints could not be deleted (%s); they stay.", problem)
+                logger.warning("Older checkpoints could not be deleted (%s) and remain on disk.", problem)
 
     async def _give_up(self, parts: Sequence[CheckpointedGroup]) -> None:
         """Delete the files of a failed checkpoint to free disk space. Best effort."""

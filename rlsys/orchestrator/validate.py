@@ -147,7 +147,7 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "cluster.sync_bucket_bytes",
             f"cluster.sync_bucket_bytes={config.cluster.sync_bucket_bytes} is below the {largest} bytes of the model's "
-            "largest tensor: raise it to that at least.",
+            f"largest tensor: raise it to at least {largest}.",
             "mismatch",
         )
 
@@ -157,7 +157,7 @@ def _batches(config: RunConfig) -> Iterator[Problem]:
     if trainer.mini_batches > trainer.prompts_per_step >= 1:
         yield Problem.of(
             f"trainer.mini_batches={trainer.mini_batches} is above trainer.prompts_per_step={trainer.prompts_per_step}, "
-            "and each mini-batch needs a question: lower it to that at most."
+            f"and each mini-batch needs a question: lower it to at most {trainer.prompts_per_step}."
         )
     if task.max_prompt_tokens + task.max_turn_tokens > task.max_total_tokens:
         yield Problem.of(
@@ -169,7 +169,7 @@ def _batches(config: RunConfig) -> Iterator[Problem]:
         if budget < task.max_total_tokens:
             yield Problem.of(
                 f"{group}.micro_batch_tokens={budget} cannot hold one episode of task.max_total_tokens="
-                f"{task.max_total_tokens}: raise it to that at least."
+                f"{task.max_total_tokens}: raise it to at least {task.max_total_tokens}."
             )
 
 
@@ -327,7 +327,7 @@ def _checkpoints(config: RunConfig) -> Iterator[Problem]:
     if unknown:
         yield Problem(
             "checkpoint.may_differ",
-            f"checkpoint.may_differ names {unknown[0]}, which is no key: see docs/configuration.md.",
+            f"checkpoint.may_differ names {unknown[0]}, which is not a key: see docs/configuration.md.",
             "unknown",
         )
 
@@ -337,15 +337,15 @@ def _sync(config: RunConfig) -> Iterator[Problem]:
     waits = isinstance(schedule, AsyncSchedule) and schedule.on_update is OnUpdate.finish
     if cluster.mode is Mode.colocated and schedule.kind != "sequential":
         yield Problem.of(
-            f"trainer.schedule.kind={schedule.kind} overlaps stages, but with cluster.mode=colocated they take turns "
-            "on the same devices: set trainer.schedule.kind=sequential, or place the groups apart."
+            f"trainer.schedule.kind={schedule.kind} overlaps stages, but cluster.mode=colocated runs one stage at "
+            "a time on shared devices: set trainer.schedule.kind=sequential, or place the groups apart."
         )
     yield from ipc_problems(config)
     if waits and cluster.call_timeout_s <= config.rollout.episode_timeout_s:
         yield Problem.of(
             f"cluster.call_timeout_s={cluster.call_timeout_s} must be above rollout.episode_timeout_s="
-            f"{config.rollout.episode_timeout_s}, because with trainer.schedule.on_update=finish a switch of weights "
-            "waits for episodes: raise it, or use on_update=continue."
+            f"{config.rollout.episode_timeout_s}, because with trainer.schedule.on_update=finish the activation of "
+            "weights waits for episodes: raise it, or use on_update=continue."
         )
     if cluster.sync_mode is SyncMode.broadcast and cluster.mode is Mode.colocated and cluster.device is Device.gpu:
         yield Problem.of(

@@ -152,7 +152,7 @@ class WeightSync:
             await self._onload(self._sender.name, *(receiver.workers.name for receiver in self._immediate))
         with status.stage(f"takes version {version}", *(f"{one.workers.name}.weights" for one in self._immediate)):
             if not self._switched.is_set():
-                status.show("waits for the last switch", "sync")
+                status.show("waits for the previous activation", "sync")
             await self._last_switch(version)
             if self._living_members() != self._members:
                 await self.open()
@@ -168,7 +168,7 @@ class WeightSync:
         report = SyncReport(version, digest, sent_bytes, self._copy_gb_s, seconds)
         self._transferred = report
         self._switched.clear()
-        status.show("waits for the switch", "sync")
+        status.show("waits for activation", "sync")
         return report
 
     async def activate(self, version: int) -> SyncReport:
@@ -179,7 +179,7 @@ class WeightSync:
         if self._onload:
             await self._onload(*(receiver.workers.name for receiver in self._deferred))
         started = time.perf_counter()
-        status.show(f"switches the engines to version {version}", "sync")
+        status.show(f"activates version {version}", "sync")
         try:
             with self._tracer.span("sync.switch", step=version):
                 await asyncio.gather(*(receiver.finish_update(version, held.digest) for receiver in self._deferred))
@@ -223,12 +223,12 @@ class WeightSync:
         except TimeoutError:
             assert self._transferred is not None
             raise RunError(
-                f"waited {limit:.0f} s to send version {version}: version {self._transferred.version} is not in "
-                "use by all rollout engines yet."
+                f"waited {limit:.0f} s to send version {version}: version {self._transferred.version} is not "
+                "active in all rollout engines yet."
             ) from None
         if self._transferred is not None:
             raise RunError(
-                f"Version {version} cannot be sent: the switch to version {self._transferred.version} failed."
+                f"Version {version} cannot be sent: the activation of version {self._transferred.version} failed."
             )
 
     async def _send_buckets(self) -> tuple[int, str]:

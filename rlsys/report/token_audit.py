@@ -132,7 +132,7 @@ def tokenised(one: TrajectoryRecord, codec: Codec, mode: TokenMode) -> Retokenis
     if not np.array_equal(as_trained[:shared], one.token_ids[:shared]):
         raise OtherTokeniser(
             f"Step {one.step}, question {one.question_uid}, sample {one.sample} has tokens that differ from this "
-            "tokeniser's for the same text"
+            "tokenizer's for the same text"
         )
     return RetokenisedText(text, ids, encoded.spans, turns, limit)
 
@@ -349,7 +349,7 @@ def audit_run(run: RunFolder, tokenizer: Path | None = None) -> TokenAudit:
         return audit(chain((first,), kept), _open_codec(folder), TokenMode(mode))
     except OtherTokeniser as problem:
         raise UserError(
-            f"{problem}: {given} is not the tokeniser of {run.path}; give the folder of the model that the run started from: "
+            f"{problem}: {given} is not the tokenizer of {run.path}; give the folder of the model that the run started from: "
             f"rlsys audit tokens {run.path} --tokenizer DIR.",
             code="mismatch",
             key=key,
@@ -602,8 +602,8 @@ def sentences(found: TokenAudit) -> Iterator[str]:
         yield "task.token_mode=append trains on the sampled tokens: this is what re-tokenisation would change."
     yield (
         f"{found.trajectories:,} trajectories, {total.turns:,} turns: re-tokenisation changes "
-        f"{total.sampled_differing:,} of {total.sampled:,} sampled tokens ({_share(total.sampled_differing, total.sampled)}); of its "
-        f"{total.trained:,} tokens, {total.trained_differing:,} "
+        f"{total.sampled_differing:,} of {total.sampled:,} sampled tokens ({_share(total.sampled_differing, total.sampled)}); of "
+        f"{total.trained:,} re-tokenised tokens, {total.trained_differing:,} "
         f"({_share(total.trained_differing, total.trained)}) were not sampled."
     )
     if found.bias is not None:

@@ -65,7 +65,7 @@ def serve_run(path: Path, host: str, port: int, report: Callable[[str], None]) -
         try:
             sock.listen(config.backlog)
         except OSError as error:
-            sentence = f"cannot serve at {address}:{number} ({error}): choose another port."
+            sentence = f"Cannot serve at {address}:{number} ({error}): choose another port."
             raise UserError(sentence, code="in_use", key=f"{address}:{number}") from None
         shown = socket.gethostname() if reached.is_unspecified else f"[{address}]" if ":" in address else address
         report(f"{path} is shown at http://{shown}:{number} until Ctrl-C.")

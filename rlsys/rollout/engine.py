@@ -116,7 +116,7 @@ class Engine:
         """`memory_saver` makes `sleep` free device memory; no effect on a CPU."""
         self._model_path = model_path
         self._name = f"The engine on {model_path}"
-        self._asleep_reason = f"{self._name} is asleep; wake it first."
+        self._asleep_reason = f"{self._name} is asleep: wake it first."
         self._config = config
         self._device = device
         self._seed = seed
@@ -158,7 +158,7 @@ class Engine:
         if task.max_total_tokens > self._context_tokens:
             raise UserError(
                 f"task.max_total_tokens={task.max_total_tokens} is more than the {self._context_tokens} tokens that the "
-                f"model at {self._model_path} and rollout.engine.kv_cache_tokens allow; lower it.",
+                f"model at {self._model_path} and rollout.engine.kv_cache_tokens allow: lower it.",
                 code="out_of_range",
                 key="task.max_total_tokens",
             )
@@ -226,7 +226,7 @@ class Engine:
         """Open an update to `version` and discard staged buckets. Raises RunError during a weight switch."""
         if not self._not_switching.is_set():
             raise RunError(
-                f"The update to version {version} began during another weight switch; finish that one first."
+                f"The update to version {version} began during another weight switch: finish that one first."
             )
         self._update = StagedVersion(version, self._layout, self._hasher)
         self._update_began = perf_counter()
@@ -246,8 +246,8 @@ class Engine:
             if isinstance(bucket.data, Tensor):
                 fix += ", or stage in host memory with cluster.sync_mode=tensor"
             self._fail_update(
-                f"the engine's GPU ran out of memory beside weights and KV cache, after {update.nbytes} bytes of version "
-                f"{update.version}; {fix} ({error})"
+                f"the engine's GPU ran out of memory next to weights and KV cache, after {update.nbytes} bytes of version "
+                f"{update.version}: {fix} ({error})"
             )
 
     async def finish_update(self, version: int, expected_digest: str) -> None:
@@ -276,7 +276,7 @@ class Engine:
         self.counts.update_s += seconds
         self.counts.update_bytes += update.nbytes
         _log.info(
-            "version %d: %d bytes in %.3f s, of it %.3f s paused; verified", version, update.nbytes, seconds, pause_s
+            "version %d: %d bytes in %.3f s, paused for %.3f s; verified", version, update.nbytes, seconds, pause_s
         )
 
     async def sleep(self) -> None:
@@ -289,8 +289,8 @@ class Engine:
                 return
             if self._requests or not self._not_switching.is_set():
                 raise RunError(
-                    f"{self._name} cannot sleep while {self.running} requests run or its weights are switched; wait for "
-                    "the end of both."
+                    f"{self._name} cannot sleep while {self.running} requests run or its weights are switched: wait until "
+                    "both have ended."
                 )
             self._asleep = True  # Before the first await, so that no request slips in.
             async with self._staging:  # Wait for a bucket in flight, which stages on the device.
@@ -441,7 +441,7 @@ class Engine:
     def _open_update(self) -> StagedVersion:
         if self._update is None:
             raise RunError(
-                self._failure or "The engine received weights without an open update; call begin_update first."
+                self._failure or "The engine received weights without an open update: call begin_update first."
             )
         return self._update
 
@@ -855,7 +855,7 @@ class RolloutWorker:
     async def load_bucket(self, handle: BucketHandle) -> None:
         """Receive a bucket from the transport; see `Engine.load_bucket`."""
         if self._receiver is None:
-            raise RunError("The rollout worker received weights without a transport; call open_transport first.")
+            raise RunError("The rollout worker received weights without a transport: call open_transport first.")
         async with self._receiving:
             bucket = await asyncio.to_thread(self._receiver.receive, handle)
             await self.engine.load_bucket(bucket)  # Copies: the receiver reuses the bytes.

@@ -83,7 +83,7 @@ class Header:
         """Raise UserError if `topk` differs from the recorded one."""
         if self.topk != topk:
             problem = f"the cassette {path} was recorded with search.topk={self.topk}, not {topk}"
-            reason = f"{problem}: set it to that, or record another cassette."
+            reason = f"{problem}: set search.topk={self.topk}, or record another cassette."
             raise UserError(reason, code="mismatch", key="search.topk")
 
 
@@ -134,7 +134,7 @@ class Cassette:
                     torn += 1
         cassette.latencies_s.sort()
         if torn:
-            _log.warning("%s: %d torn line(s) left out, cut off by a kill or a full disk", path, torn)
+            _log.warning("%s: %d incomplete line(s) left out, cut off by a kill or a full disk", path, torn)
         return cassette
 
     def add(self, call: RecordedCall) -> None:
@@ -159,7 +159,7 @@ class Cassette:
             if not 0 <= latency_s < math.inf:
                 raise ValueError(f"latency_s={latency_s}")  # noqa: TRY301  one message for every malformed line
         except (AttributeError, KeyError, TypeError, ValueError) as problem:
-            reason = f"line {number} of {path} is not a search call ({problem!r}): record the cassette anew."
+            reason = f"line {number} of {path} is not a search call ({problem!r}): record the cassette again."
             raise UserError(reason, code="malformed", key=str(path)) from None
         self.latencies_s.append(latency_s)
         if error or passages is not None:
@@ -203,7 +203,7 @@ class CassetteFile:
         written.require_topk(header.topk, path)
         if keys := differences(written.server, header.server):
             recorded, serves = (listed(server, keys) for server in (written.server, header.server))
-            problem = f"the cassette {path} was recorded from a server of {recorded}, search.url serves {serves}"
+            problem = f"the cassette {path} was recorded from a server of {recorded}, but search.url serves {serves}"
             raise UserError(f"{problem}: record another cassette.", code="mismatch", key=str(path))
         self._file = os.open(path, os.O_RDWR | os.O_APPEND)
         with self._alone():
@@ -269,8 +269,8 @@ class CassetteTool(AbstractAsyncContextManager["CassetteTool"]):
         if (server is None) != (mode == "replay"):
             raise ValueError(f"mode {mode} with server {server}: give a server to record or extend, none to replay")
         if mode == "record" and path.exists():
-            problem = f"search.cassette.mode=record would mix with what {path} holds"
-            raise UserError(f"{problem}: delete it or use mode=extend.", code="exists", key=str(path))
+            problem = f"search.cassette.mode=record needs a new file, but {path} exists"
+            raise UserError(f"{problem}: delete it, or use search.cassette.mode=extend.", code="exists", key=str(path))
         self.counts = Counts()
         self._path, self._mode, self._latency_scale, self._server = path, mode, latency_scale, server
         self._asked: Counter[str] = Counter()

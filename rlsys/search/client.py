@@ -161,7 +161,7 @@ class Replicas:
         if others and replica.state is not ReplicaState.foreign:
             replica.state = ReplicaState.foreign
             here, there = (listed(server, others) for server in (serves, self._reference))
-            reason = "the search server %s is not asked any more: it serves %s, the others serve %s"
+            reason = "the search server %s is no longer used: it serves %s, but the others serve %s"
             _log.error(reason, replica.url, here, there)
         elif not others and replica.state is not ReplicaState.healthy:
             self._trust(replica)
@@ -180,7 +180,7 @@ class Replicas:
         if replica.state is ReplicaState.healthy:
             replica.state = ReplicaState.suspect
             replica.suspicions += 1
-            _log.warning("the search server %s is set aside until it answers again", replica.url)
+            _log.warning("the search server %s is not used until it answers again", replica.url)
 
     def _trust(self, replica: Replica) -> None:
         replica.state = ReplicaState.healthy
@@ -308,8 +308,8 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
     ) -> None:
         self.urls = _addresses([urls] if isinstance(urls, str) else urls)
         if hedge_after_s is not None and not (len(self.urls) > 1 and 0 < hedge_after_s < timeout_s):
-            problem = f"search.hedge_after_s={hedge_after_s:g} is of no use with {len(self.urls)} search url(s)"
-            remedy = "give two urls or more and a time between 0 and timeout_s, or leave it null"
+            problem = f"search.hedge_after_s={hedge_after_s:g} has no effect with {len(self.urls)} search URL(s)"
+            remedy = "give two or more URLs and a time between 0 and timeout_s, or null"
             reason = f"{problem} and timeout_s={timeout_s:g}: {remedy}."
             raise UserError(reason, code="conflict", key="search.hedge_after_s")
         if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token != ""):
@@ -334,7 +334,7 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
             except BatcherClosed:
                 result = SearchResult(error="the search client is closed", failure=Failure.closed)
             except QueueFull:
-                result = SearchResult(error=f"{_MAX_PENDING} searches wait already", failure=Failure.unavailable)
+                result = SearchResult(error=f"{_MAX_PENDING} searches are already waiting", failure=Failure.unavailable)
         self.counts.searches += 1
         if result.failure is not None:
             self.counts.failures[result.failure] += 1
@@ -357,8 +357,8 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
         for url, health in others:
             if keys := differences(served(first), served(health)):
                 here, there = (listed(server, keys) for server in (first, health))
-                problem = f"the search servers serve different things, {first_url} {here} and {url} {there}"
-                raise UserError(f"{problem}: give only urls of replicas of one index.", code="mismatch", key=url)
+                problem = f"the search servers serve different indexes, {first_url} {here} and {url} {there}"
+                raise UserError(f"{problem}: give only URLs of replicas of one index.", code="mismatch", key=url)
         return first
 
     async def close(self) -> None:

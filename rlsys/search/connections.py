@@ -74,7 +74,7 @@ class LimitedHttp(HttpToolsProtocol):
         assert isinstance(config, LimitedConfig)
         self._all = config.connections
         self._head_bytes = 0  # received for this request, minus its body and the body's allowance (BODY_SHARE)
-        self._refusal = (400, "this is no HTTP request")
+        self._refusal = (400, "this is not an HTTP request")
         self.reads_body = False
         """True between a complete head and a complete body; the application limits the time of the body."""
 
@@ -102,7 +102,7 @@ class LimitedHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start a request. A client may pipeline one request behind the current one, no more."""
         if self.pipeline:
-            self._fail(400, "too many requests were sent before their answers: wait for each")
+            self._fail(400, "too many requests were sent without waiting: wait for the answer to each")
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:

@@ -154,13 +154,13 @@ class JsonLines:
             parsed = orjson.loads(self._data[start:end])
         except orjson.JSONDecodeError as error:
             raise UserError(
-                f"{self.where(row)} is not JSON ({error}): write one JSON object a line.",
+                f"{self.where(row)} is not JSON ({error}): write one JSON object per line.",
                 code="malformed",
                 key=str(self.path),
             ) from None
         if not isinstance(parsed, dict):
             raise UserError(
-                f"{self.where(row)} is not an object: write one JSON object a line.",
+                f"{self.where(row)} is not an object: write one JSON object per line.",
                 code="malformed",
                 key=str(self.path),
             )
@@ -223,7 +223,7 @@ def _write_offsets(source: BinaryIO, write: OnArray, path: Path, size: int, what
             write(waiting[:settled])
             waiting, rows, done = waiting[settled:], rows + settled, done + len(block)
     if not text_end:
-        raise UserError(f"{what} {path} is empty: it needs one JSON object a line.", code="empty", key=str(path))
+        raise UserError(f"{what} {path} is empty: it needs one JSON object per line.", code="empty", key=str(path))
     write(waiting[:1] if waiting.size else np.array([done], dtype=_OFFSET))
     return {"rows": rows, "sha256": digest.hexdigest()}
 

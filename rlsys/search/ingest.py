@@ -140,7 +140,7 @@ def find_files(sources: Iterable[Path], out: Path) -> Iterator[File | Skipped]:
                 f"{source} is both a source and the output: write to another file.", code="conflict", key=str(source)
             )
         elif source.suffix.lower() not in _KINDS:
-            trouble = f"source {source} is of no kind that can be read ({', '.join(_KINDS)})"
+            trouble = f"source {source} has an unsupported type (supported: {', '.join(_KINDS)})"
             raise UserError(
                 f"{trouble}: convert it, or rename it if it is one of them.", code="unsupported", key=str(source)
             )
@@ -162,7 +162,7 @@ def _walk(folder: Path, root: Path, out: Path) -> Iterator[File | Skipped]:
         elif path.resolve() == out:
             yield Skipped(name, "the output")
         elif path.suffix.lower() not in _KINDS:
-            yield Skipped(name, f"unknown kind {path.suffix or 'without a suffix'}")
+            yield Skipped(name, f"unknown type {path.suffix or '(no suffix)'}")
         else:
             yield File(path, name)
 
@@ -191,7 +191,7 @@ def _text_document(file: File, kind: str) -> Document | Skipped:
     if b"\0" in data:
         reason = f"{file.path} is binary (byte {data.index(0)} is zero)"
         raise UserError(
-            f"{reason}: take it out of the folder, or save it as UTF-8.", code="malformed", key=str(file.path)
+            f"{reason}: remove it from the folder, or save it as UTF-8.", code="malformed", key=str(file.path)
         )
     text, title = _decode(data, file.path, str(file.path)).replace("\r\n", "\n"), Path(file.name).stem
     if not text.strip():
@@ -222,7 +222,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 yield number, orjson.loads(_decode(line.removeprefix(codecs.BOM_UTF8), path, where))
             except orjson.JSONDecodeError as problem:
                 raise UserError(
-                    f"{where} is not JSON ({problem}): mend the line.", code="malformed", key=str(path)
+                    f"{where} is not JSON ({problem}): correct the line.", code="malformed", key=str(path)
                 ) from problem
 
 
@@ -512,7 +512,7 @@ class Chunking:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise UserError(f"size {self.size} holds no word: give 1 or more.", code="out_of_range", key="size")
+            raise UserError(f"size {self.size} is out of range: give 1 or more.", code="out_of_range", key="size")
         if not 0 <= self.overlap < self.size:
             raise UserError(
                 f"overlap {self.overlap} must be 0 or more, and less than size {self.size}.",
@@ -536,7 +536,7 @@ class Summary:
         """Raise UserError because `sources` gave no passage."""
         reasons = Counter(entry.reason for entry in self.skipped)
         passed = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common())
-        told = f" (passed over: {passed})" if passed else ""
+        told = f" (skipped: {passed})" if passed else ""
         kinds = "give text, Markdown, jsonl or parquet files"
         raise UserError(
             f"{', '.join(map(str, sources))} holds no document{told}: {kinds}.",
@@ -550,7 +550,7 @@ class Summary:
             ("documents", f"{self.documents:,}"),
             ("passages", f"{self.passages:,}"),
             ("duplicates left out", f"{self.duplicates:,}"),
-            ("words a passage", f"mean {self.words / max(1, self.passages):.1f}, most {self.longest:,}"),
+            ("words per passage", f"mean {self.words / max(1, self.passages):.1f}, most {self.longest:,}"),
         ]
         for reason, count in Counter(entry.reason for entry in self.skipped).most_common():
             names = [entry.name for entry in self.skipped if entry.reason == reason][:3]
@@ -671,9 +671,9 @@ def _line(document: Document, passage_id: str | int, contents: str) -> bytes:
     try:
         return orjson.dumps(passage, default=_plain, option=orjson.OPT_APPEND_NEWLINE)
     except TypeError as problem:
-        trouble = f"{document.where} holds what JSON cannot ({problem})"
+        trouble = f"{document.where} holds a value that JSON cannot represent ({problem})"
         raise UserError(
-            f"{trouble}: take that field out of the row.", code="unsupported", key=document.source
+            f"{trouble}: remove that field from the row.", code="unsupported", key=document.source
         ) from problem
 
 

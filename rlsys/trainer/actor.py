@@ -329,9 +329,9 @@ class Actor(Learner, WeightSender):
 
     def _check(self, batch: MicroBatch) -> None:
         if batch.old_logprobs is None:
-            raise ValueError("A micro-batch without old_logprobs cannot be trained; recompute them first.")
+            raise ValueError("A micro-batch without old_logprobs cannot be trained: recompute them first.")
         if self._objective.divergence is not None and batch.ref_logprobs is None:
-            raise ValueError("A micro-batch without ref_logprobs has no divergence; compute them first.")
+            raise ValueError("A micro-batch without ref_logprobs has no divergence: compute them first.")
 
     def _divisor_of(self, batch: MicroBatch) -> int:
         objective = self._objective
@@ -452,7 +452,7 @@ class Critic(Learner):
 
     def _check(self, batch: MicroBatch) -> None:
         if batch.values is None or batch.returns is None:
-            raise ValueError("A micro-batch without values and returns cannot be trained; compute them first.")
+            raise ValueError("A micro-batch without values and returns cannot be trained: compute them first.")
 
     def _divisor_of(self, batch: MicroBatch) -> int:
         return batch.trained_tokens

@@ -96,7 +96,7 @@ def retarget(module: ModuleType, required: frozenset[str]) -> None:
     missing = sorted(required - changed)
     if missing:
         raise UnsupportedMegatron(
-            f"{module.__name__} lacks {', '.join(missing)}, or they do not use CUDA; install megatron-core 0.16.1."
+            f"{module.__name__} lacks {', '.join(missing)}, or they do not use CUDA: install megatron-core 0.16.1."
         )
 
 
@@ -104,7 +104,7 @@ def _share_the_cpu_generator(random: ModuleType) -> None:
     """Use torch's CPU generator as Megatron's device generator; a CPU has only this one."""
     missing = [name for name in _RNG_STATE_FUNCTIONS if not hasattr(random, name)]
     if missing:
-        raise UnsupportedMegatron(f"{random.__name__} has no {missing[0]}; install megatron-core 0.16.1.")
+        raise UnsupportedMegatron(f"{random.__name__} has no {missing[0]}: install megatron-core 0.16.1.")
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[attr-defined]
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ def _count_on_the_host(dispatcher: ModuleType) -> None:
         (dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"),
     ):
         if not hasattr(scope, name):
-            raise UnsupportedMegatron(f"{scope.__name__} has no {name}; install megatron-core 0.16.1.")
+            raise UnsupportedMegatron(f"{scope.__name__} has no {name}: install megatron-core 0.16.1.")
 
     def on_host(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

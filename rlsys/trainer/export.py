@@ -198,7 +198,7 @@ class WeightSender(ABC):
         if self._sender is not None:
             self._sender.release(taken)
         if self._running is None:
-            raise RuntimeError("A bucket was requested without an export; call begin_export first.")
+            raise RuntimeError("A bucket was requested without an export: call begin_export first.")
         return self._running
 
 

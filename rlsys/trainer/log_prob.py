@@ -313,7 +313,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
     def load_bucket(self, handle: BucketHandle) -> None:
         """Receive the bucket of a handle over the transport; see `take_bucket`."""
         if self._receiver is None:
-            raise RuntimeError("A bucket handle arrived before open_transport; call open_transport first.")
+            raise RuntimeError("A bucket handle arrived before open_transport: call open_transport first.")
         self.take_bucket(self._receiver.receive(handle))
         self._receiver.release()
 
@@ -321,7 +321,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
         """Load the bucket's tensors of the new version. Raises ChecksumError if a tensor differs from the one sent."""
         self._require("take weights")
         if self._update is None:
-            raise RuntimeError("A bucket arrived outside of an update; call begin_update first.")
+            raise RuntimeError("A bucket arrived outside of an update: call begin_update first.")
         here = {record.name for record in bucket.records}
         for record, tensor in unpack(bucket):
             # A tensor that waits for its parameter's other tensors must outlive the bucket's memory.
@@ -338,7 +338,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
         self._require("end an update")
         update, self._update = self._update, None
         if update is None:
-            raise RuntimeError("finish_update was called without an update; call begin_update first.")
+            raise RuntimeError("finish_update was called without an update: call begin_update first.")
         missing = update.missing()
         if missing:
             raise ChecksumError(f"Version {version} lacks {len(missing)} tensors, the first is {missing[0]}.")

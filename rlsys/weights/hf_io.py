@@ -94,7 +94,7 @@ class HfReader:
         files = sorted(folder.glob("*.safetensors"))
         if not files and not index.is_file():
             raise UserError(
-                f"{folder} holds no safetensors; give a folder with a Hugging Face checkpoint.",
+                f"{folder} holds no safetensors: give a folder with a Hugging Face checkpoint.",
                 code="empty" if folder.is_dir() else "not_found",
                 key=str(folder),
             )
@@ -128,7 +128,7 @@ class HfReader:
             raise unreadable(stored.file, error) from error
         except ValueError as error:
             raise UserError(
-                f"{stored.file} became shorter while in use; download it again.", code="malformed", key=str(stored.file)
+                f"{stored.file} became shorter while in use: download it again.", code="malformed", key=str(stored.file)
             ) from error
         if stored.offset % spec.dtype.itemsize:
             flat = flat.clone()
@@ -152,7 +152,7 @@ def check_repeated(reader: HfReader, weights: WeightMap, source: str | Path) -> 
         if again in reader.names() and checksum("", reader.get(again)) != checksum("", reader.get(name)):
             raise UserError(
                 f"{source} holds different values in {again} and {name}, but its config.json ties the two "
-                f"(tie_word_embeddings), so {again} would be lost; correct the config, or use weights and config of "
+                f"(tie_word_embeddings), so {again} would be lost: correct the config, or use weights and config of "
                 "the same model.",
                 code="mismatch",
                 key=again,
@@ -206,7 +206,7 @@ def _once(found: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
     for name, tensor in (named for item in found for named in _by_expert(*item)):
         if name in stored:
             raise UserError(
-                f"{stored[name].file} and {tensor.file} both hold {name}, and nothing says which one is valid; move "
+                f"{stored[name].file} and {tensor.file} both hold {name}, and nothing says which one is valid: move "
                 "away the file that does not belong to the model.",
                 code="conflict",
                 key=name,
@@ -235,7 +235,7 @@ def _indexed(folder: Path, index: Path) -> Iterator[tuple[str, _Stored]]:
     file_of = _weight_map(index)
     if (folder / SINGLE).is_file() and SINGLE not in file_of.values():
         raise UserError(
-            f"{folder} has both {SINGLE} and an {INDEX} that does not name it, and programs differ in which they read; "
+            f"{folder} has both {SINGLE} and an {INDEX} that does not name it, and programs differ in which they read: "
             "move away the one that does not belong to the model.",
             code="conflict",
             key=str(folder),
@@ -245,14 +245,14 @@ def _indexed(folder: Path, index: Path) -> Iterator[tuple[str, _Stored]]:
         if file not in headers:
             if not (folder / file).exists():
                 raise UserError(
-                    f"{folder / file}, named in {INDEX}, is missing; complete the checkpoint.",
+                    f"{folder / file}, named in {INDEX}, is missing: complete the checkpoint.",
                     code="not_found",
                     key=str(folder / file),
                 )
             headers[file] = _read_header(folder / file)
         if name not in headers[file]:
             raise UserError(
-                f"{folder / file} lacks {name}, although {INDEX} lists it there; download both again.",
+                f"{folder / file} lacks {name}, although {INDEX} lists it there: download both again.",
                 code="mismatch",
                 key=str(folder / file),
             )
@@ -267,11 +267,11 @@ def _weight_map(index: Path) -> dict[str, str]:
     except OSError as error:
         raise unreadable(index, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{index} is damaged; download it again.", code="malformed", key=str(index)) from None
+        raise UserError(f"{index} is damaged: download it again.", code="malformed", key=str(index)) from None
     for name, file in files.items():
         if not isinstance(file, str) or Path(file).name != file:
             raise UserError(
-                f"{index} places {name} in {file}, which is not a plain file name; download it again.",
+                f"{index} places {name} in {file}, which is not a plain file name: download it again.",
                 code="unsafe",
                 key=str(index),
             )
@@ -312,7 +312,7 @@ def _stored(path: Path, start: int, name: str, entry: Mapping[str, Any]) -> _Sto
 
 def _broken(file: Path, reason: object) -> UserError:
     return UserError(
-        f"{file} is not a whole safetensors file ({reason}); download it again.", code="malformed", key=str(file)
+        f"{file} is not a whole safetensors file ({reason}): download it again.", code="malformed", key=str(file)
     )
 
 
@@ -320,7 +320,7 @@ def unreadable(file: Path, error: OSError) -> UserError:
     """Return the UserError for a file that the operating system cannot read."""
     kinds: dict[type[OSError], Code] = {FileNotFoundError: "not_found", PermissionError: "denied"}
     return UserError(
-        f"{file} cannot be read ({error.strerror}); make it readable, or download it again.",
+        f"{file} cannot be read ({error.strerror}): make it readable, or download it again.",
         code=kinds.get(type(error), "malformed"),
         key=str(file),
     )

@@ -488,7 +488,7 @@ class SharedReceiver(Receiver):
         assert isinstance(location, SharedMemoryLocation)
         if location.host != self._host:
             raise RunError(
-                f"cluster.sync_mode=tensor needs the actor and {self._spec.name} on one host; use broadcast."
+                f"cluster.sync_mode=tensor needs the actor and {self._spec.name} on one host: use cluster.sync_mode=broadcast."
             )
         self._map(location)
         return Bucket(self._memory[location.offset : location.offset + handle.nbytes], handle.records)
@@ -571,7 +571,9 @@ class DiskReceiver(Receiver):
             while rest and (count := source.readinto(rest)):
                 rest = rest[count:]
         if rest:
-            raise RunError(f"{self._spec.name} found {file} {len(rest)} bytes short; is the disk full?")
+            raise RunError(
+                f"{self._spec.name} found {file} {len(rest)} bytes too short: check that its disk is not full."
+            )
         return bucket
 
     def close(self) -> None:
@@ -584,7 +586,7 @@ class DiskReceiver(Receiver):
             if time.monotonic() > until:
                 raise RunError(
                     f"{self._spec.name} waited {limit:g} s for {file}: {self._spec.members[0]} exited, or the hosts do "
-                    "not share output_dir, which cluster.sync_mode=disk needs; use broadcast."
+                    "not share output_dir, which cluster.sync_mode=disk needs; use cluster.sync_mode=broadcast."
                 )
             time.sleep(_FILE_POLL_S)
 
@@ -745,7 +747,7 @@ def _join(spec: TransportSpec) -> dist.TCPStore:
         while missing := [name for rank, name in enumerate(spec.members) if not store.check([f"here/{rank}"])]:
             if time.monotonic() > until:
                 raise RunError(
-                    f"{' and '.join(missing)} did not join the weight transport within {spec.timeout_s:g} s; look at "
+                    f"{' and '.join(missing)} did not join the weight transport within {spec.timeout_s:g} s: look at "
                     "its log."
                 )
             time.sleep(_MEMBER_POLL_S)
@@ -809,7 +811,7 @@ class IpcSender(Sender):
             handles = tuple(_shared_once(bucket.flat) for _ in self._spec.members[1:])
         except RuntimeError as problem:
             raise RunError(
-                f"{self._spec.name} cannot share the memory of its GPU ({problem}); unset PYTORCH_CUDA_ALLOC_CONF, or "
+                f"{self._spec.name} cannot share the memory of its GPU ({problem}): unset PYTORCH_CUDA_ALLOC_CONF, or "
                 "use cluster.sync_mode=tensor."
             ) from problem
         location = DeviceMemoryLocation(self._host, os.getpid(), handles)
@@ -842,7 +844,9 @@ class IpcReceiver(Receiver):
         assert isinstance(location, DeviceMemoryLocation)
         self.release()
         if location.host != self._host:
-            raise RunError(f"cluster.sync_mode=ipc needs the actor and {self._spec.name} on one host; use broadcast.")
+            raise RunError(
+                f"cluster.sync_mode=ipc needs the actor and {self._spec.name} on one host: use cluster.sync_mode=broadcast."
+            )
         try:
             self._memory = _map_handle(location.handles[self._spec.rank - 1], self._device)
         except (RuntimeError, OSError, EOFError) as problem:
@@ -889,7 +893,7 @@ def _device_of(spec: TransportSpec) -> torch.device:
     """Return this process's GPU. Raises RunError if it has none."""
     if spec.device is not Device.gpu or not torch.cuda.is_available():
         raise RunError(
-            f"cluster.sync_mode=ipc sends weights through GPU memory, but {spec.name} sees no GPU; use "
+            f"cluster.sync_mode=ipc sends weights through GPU memory, but {spec.name} sees no GPU: use "
             "cluster.sync_mode=tensor."
         )
     return torch.device("cuda", torch.cuda.current_device())

@@ -163,7 +163,7 @@ def read_architecture(path: str | Path, folder: Path = FAMILIES, *, weights_only
     file = Path(path) / "config.json"
     if not file.is_file():
         raise UserError(
-            f"model.path is {path}, which has no config.json; give a Hugging Face model folder.",
+            f"model.path is {path}, which has no config.json: give a Hugging Face model folder.",
             code="not_found",
             key="model.path",
         )
@@ -171,7 +171,7 @@ def read_architecture(path: str | Path, folder: Path = FAMILIES, *, weights_only
         config = json.loads(file.read_text())
     except (ValueError, RecursionError) as problem:
         raise UserError(
-            f"{file} is not JSON ({problem}); copy it from the original model.", code="malformed", key=str(file)
+            f"{file} is not JSON ({problem}): copy it from the original model.", code="malformed", key=str(file)
         ) from problem
     try:
         return architecture_of(config if isinstance(config, dict) else {}, folder, weights_only=weights_only)
@@ -190,7 +190,7 @@ def architecture_of(config: Any, folder: Path = FAMILIES, *, weights_only: bool 
     if kind not in family_names(folder):
         choices = ", ".join(family_names(folder))
         raise UserError(
-            f"model_type is {kind}, which is not supported; use one of {choices}.", code="unsupported", key="model_type"
+            f"model_type is {kind}, which is not supported: use one of {choices}.", code="unsupported", key="model_type"
         )
     family = _family(kind, folder)
     for key, rule in family["only"].items():
@@ -208,7 +208,7 @@ def architecture_of(config: Any, folder: Path = FAMILIES, *, weights_only: bool 
         heads = str(family["config"]["heads"])
         raise UserError(
             f"{heads} is {values['heads']}, which does not fit {values['kv_heads']} key-value heads and a width of "
-            f"{values['hidden']}; copy config.json from the original model.",
+            f"{values['hidden']}: copy config.json from the original model.",
             code="mismatch",
             key=heads,
         )
@@ -226,7 +226,7 @@ def _rope(keys: Mapping[str, Any]) -> dict[str, Any]:
         if found := keys.get(name):
             if not isinstance(found, Mapping):
                 raise UserError(
-                    f"{name} is {_written(found)}; give an object, as the original model does.",
+                    f"{name} is {_written(found)}: give an object, as the original model does.",
                     code="wrong_type",
                     key=name,
                 )
@@ -257,12 +257,12 @@ def _read(keys: Mapping[str, Any], source: Any, kind: type) -> Any:
         else:
             return kind(value)
         raise UserError(
-            f"{name} is {_written(value)}; give {wanted}, as the original model does.", code=code, key=str(name)
+            f"{name} is {_written(value)}: give {wanted}, as the original model does.", code=code, key=str(name)
         )
     if sources[-1] is None:
         return None
     raise UserError(
-        f"{sources[0]} is missing; copy config.json from the original model.", code="missing", key=str(sources[0])
+        f"{sources[0]} is missing: copy config.json from the original model.", code="missing", key=str(sources[0])
     )
 
 
@@ -286,7 +286,7 @@ def _family(name: str, folder: Path) -> dict[str, Any]:
     family = {name: {key: x for key, x in entries.items() if x is not None} for name, entries in merged.items()}
     unknown = [*own, *_unknown_words(family)]
     if unknown:
-        raise ValueError(f"{file} has the unknown entry {unknown[0]}; see rlsys/weights/weight_map.py.")
+        raise ValueError(f"{file} has the unknown entry {unknown[0]}: see rlsys/weights/weight_map.py.")
     return family
 
 
@@ -331,14 +331,14 @@ def stage_layers(layers: int, pp: int, pp_layers: Sequence[int] | None = None) -
     if pp_layers is None:
         if layers % pp:
             raise UserError(
-                f"pp is {pp}, which does not divide the model's {layers} layers; set pp_layers to {pp} counts.",
+                f"pp is {pp}, which does not divide the model's {layers} layers: set pp_layers to {pp} counts.",
                 code="mismatch",
                 key="pp",
             )
         pp_layers = [layers // pp] * pp
     if len(pp_layers) != pp or sum(pp_layers) != layers or min(pp_layers) < 1:
         raise UserError(
-            f"pp_layers is {list(pp_layers)}; give {pp} counts of at least 1 that add up to {layers} layers.",
+            f"pp_layers is {list(pp_layers)}: give {pp} counts of at least 1 that add up to {layers} layers.",
             code="out_of_range",
             key="pp_layers",
         )
@@ -363,10 +363,10 @@ def chunk_layers(layers: int, counts: Sequence[Sequence[int]]) -> list[list[rang
 def expert_block(experts: int, ep: int, ep_rank: int) -> range:
     """Return the global numbers of a layer's experts on one expert-parallel rank. Raises UserError."""
     if not experts and ep > 1:
-        raise UserError(f"ep is {ep}, but the model has no experts; set it to 1.", code="mismatch", key="ep")
+        raise UserError(f"ep is {ep}, but the model has no experts: set it to 1.", code="mismatch", key="ep")
     if experts % ep:
         raise UserError(
-            f"ep is {ep}, which does not divide the model's {experts} experts; lower ep.", code="mismatch", key="ep"
+            f"ep is {ep}, which does not divide the model's {experts} experts: lower ep.", code="mismatch", key="ep"
         )
     held = experts // ep
     return range(held * ep_rank, held * (ep_rank + 1))
@@ -473,7 +473,7 @@ class WeightMap:
         missing = sorted(expected - found)
         if missing:
             raise UserError(
-                f"The checkpoint lacks {len(missing)} tensors, first {missing[0]}; give a complete one.",
+                f"The checkpoint lacks {len(missing)} tensors, first {missing[0]}: give a complete one.",
                 code="mismatch",
                 key=missing[0],
             )
@@ -482,7 +482,7 @@ class WeightMap:
         if unknown:
             raise UserError(
                 f"The checkpoint has {len(unknown)} tensors that a {self.architecture.family} model does "
-                f"not have, first {unknown[0]}; use the config.json of the checkpoint's model.",
+                f"not have, first {unknown[0]}: use the config.json of the checkpoint's model.",
                 code="mismatch",
                 key=unknown[0],
             )
@@ -547,7 +547,7 @@ def _piece(whole: Tensor, cut: Cut, tp_rank: int, tp_size: int) -> Tensor:
     dimension = 1 if cut is Cut.COLUMNS else 0
     if whole.shape[dimension] % tp_size:
         raise UserError(
-            f"tp is {tp_size}, which does not divide a tensor dimension of {whole.shape[dimension]}; lower tp.",
+            f"tp is {tp_size}, which does not divide a tensor dimension of {whole.shape[dimension]}: lower tp.",
             code="mismatch",
             key="tp",
         )

@@ -103,7 +103,7 @@ def test_help_shows_the_flags_of_the_command(tmp_path: Path) -> None:
         ("run_main_searchr1_multi_node.sh", ["no where/mine.yaml"], "no where/mine.yaml does not exist"),
         ("run_main_searchr1_multi_node.sh", ["searchr1_tiny_cpu", "2"], '"2" is not a setting'),
         ("train_ppo.sh", ["nq"], '"nq" is not a setting'),
-        ("train_ppo.sh", ["--config-dir"], "--config-dir is a flag with a value"),
+        ("train_ppo.sh", ["--config-dir"], "--config-dir needs a value"),
         ("train_grpo.sh", ["--dry-run", "model.path=/no model"], "model.path=/no model"),
     ],
 )

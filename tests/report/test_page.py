@@ -129,7 +129,7 @@ def test_several_runs_are_compared(run: RunFolder, tmp_path: Path, look: Look) -
     expect(page.get_by_role("region", name="Runs side by side")).to_contain_text("second")
     differing = page.get_by_role("region", name="Settings that differ").locator("tbody tr")
     assert [row.split("\n")[0] for row in differing.all_inner_texts()] == [
-        "trainer.seed\tnot there\t7",
+        "trainer.seed\tabsent\t7",
         "trainer.steps\t3\t4",
     ]
     page.get_by_role("button", name="second").click()

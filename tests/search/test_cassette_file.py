@@ -39,7 +39,7 @@ def test_only_a_torn_last_line_is_lost(data: st.DataObject, tmp_path: Path, capl
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         assert Cassette.read(path).answers == {query: found(query) for query in kept}
-    assert ("1 torn line" in caplog.text) == (cut not in ends and cut + 1 not in ends)
+    assert ("1 incomplete line" in caplog.text) == (cut not in ends and cut + 1 not in ends)
 
     file = CassetteFile(path, Header(3))
     file.append(RecordedCall("Togo", found("Togo"), 2.0).line(with_passages=True))

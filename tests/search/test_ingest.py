@@ -74,7 +74,7 @@ def test_a_folder_of_mixed_files_is_read_and_skipped_files_are_reported(tmp_path
     assert {(entry.name, entry.reason) for entry in summary.skipped} == {
         (".git", "hidden"),
         ("c.jsonl line 2", "empty text"),
-        ("e.pdf", "unknown kind .pdf"),
+        ("e.pdf", "unknown type .pdf"),
         ("empty.md", "empty"),
         ("only headings.md", "no text below its headings"),
     }

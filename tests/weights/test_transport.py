@@ -194,7 +194,7 @@ def test_missing_or_short_bucket_file_is_named_after_the_timeout(tmp_path: Path)
     with pytest.raises(RunError, match=r"rollout rank 0 .*bucket-000001: actor rank 0"):
         receiver.receive(missing)
     (tmp_path / "bucket-000001").write_bytes(b"1234567")
-    with pytest.raises(RunError, match="bucket-000001 3 bytes short"):
+    with pytest.raises(RunError, match="bucket-000001 3 bytes too short"):
         receiver.receive(missing)
 
 

@@ -246,7 +246,7 @@ def model_folder(name: str | Path) -> Path:
         errors.GatedRepoError: ("denied", "is gated: request access on its page, then set HF_TOKEN."),
         errors.RepositoryNotFoundError: (
             "not_found",
-            "is no local folder, and on the Hub it does not exist or is private: check the name, or set HF_TOKEN.",
+            "is not a local folder, and it does not exist on the Hub or is private: check the name, or set HF_TOKEN.",
         ),
     }
     try:
@@ -257,8 +257,8 @@ def model_folder(name: str | Path) -> Path:
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as problem:
         reason = next(iter(str(problem).strip().splitlines()), type(problem).__name__)
         raise RunError(
-            f"model {name} is no local folder and cannot be downloaded ({reason}): check the network, set HF_ENDPOINT to a "
-            "mirror, or give a folder."
+            f"model {name} is not a local folder and cannot be downloaded ({reason}): check the network, set HF_ENDPOINT "
+            "to a mirror, or give a folder."
         ) from problem
 
 

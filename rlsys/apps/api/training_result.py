@@ -76,7 +76,7 @@ class EvaluationResult:
     def __str__(self) -> str:
         searches = self._averaged("searches")
         return (
-            f"EM {self.em:.3f}, F1 {self.f1:.3f}, {searches:.2f} searches per question, {self.questions} questions; "
+            f"EM {self.em:.3f}, F1 {self.f1:.3f}, {searches:.2f} searches per question, {self.questions} questions: "
             f"see {self.folder}"
         )
 

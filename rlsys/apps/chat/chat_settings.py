@@ -111,11 +111,12 @@ def _config(origin: Path | None, options: ChatOptions, notes: list[str]) -> RunC
     tools = ", ".join(config.task.tools)
     if tools and not any(_is_run(folder) for folder in list(origin.parents)[:_UP]):
         notes.append(
-            f"Its tools are left out, because it is not within a run's folder: {tools}; give a config with -c."
+            f"The config's tools are ignored, because it is outside a run's folder: {tools}. To use them, give a config "
+            "with -c."
         )
         return replace(config, task=replace(config.task, tools=[]))
     if tools:
-        notes.append(f"Its tools are used; they run code on this machine: {tools}.")
+        notes.append(f"The run's tools are used; they run code on this machine: {tools}.")
     return config
 
 
@@ -148,7 +149,9 @@ def _with_run(here: RunConfig, file: Path, notes: list[str]) -> RunConfig:
         ) from problem
     if merged.search.token_env is not None:
         name = merged.search.token_env
-        notes.append(f"Its search.token_env={name} is ignored, so no token is sent; give a trusted config with -c.")
+        notes.append(
+            f"The run's search.token_env={name} is ignored, so no token is sent: give a trusted config with -c."
+        )
     return replace(merged, search=replace(merged.search, token_env=None))
 
 
@@ -218,7 +221,7 @@ def _trained_prompt(task: TaskConfig, notes: list[str]) -> Callable[[str], str]:
     if template is not None:
         return template
     why = f"{task.train_path} does not exist here" if file is None else f"The prompts of {file} share no template"
-    notes.append(f"{why}, so Search-R1's prompt is used; give another with --prompt.")
+    notes.append(f"{why}, so Search-R1's prompt is used: give another with --prompt.")
     return search_prompt
 
 

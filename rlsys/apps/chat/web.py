@@ -183,7 +183,7 @@ def _refusal(request: Request, names: frozenset[str]) -> str:
     """Return the reason to reject a request; empty to accept it."""
     host = request.headers.get("host", "")
     if not is_trusted(host, names):
-        return f"This server has no name {host!r}: open it by its address or this machine's name."
+        return f"Host {host!r} is not a name of this server: use its IP address or this machine's name."
     headers = dict(request.scope["headers"])
     foreign = is_foreign(headers.get(b"origin"), headers.get(b"host"))
     return "Requests from other pages are rejected: open this server's own page." if foreign else ""

@@ -20,7 +20,7 @@ _CONFIG = "Config with prompt, limits and search; by default that of the run tha
 _INDEX = "Index folder made by `rlsys search index`, served for the chat."
 _ENGINE = "sglang (the default on a GPU) or transformers (the default on a CPU)."
 _PROMPT = "Text file with {question} in it, used instead of the prompt of training."
-_TURNS = "Most searches per answer; by default as in training."
+_TURNS = "Maximum number of searches per answer; by default as in training."
 _HOST = "Address to listen on; by default only this machine can reach it."
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rlsys.weights.convert.conversion import ConversionResult
     from rlsys.weights.convert.model_folder import Info
 
-_HELP = "Convert, compare and describe models. Formats: Hugging Face and Megatron."
+_HELP = "Convert, compare and describe models. The formats are Hugging Face and Megatron."
 app = typer.Typer(help=_HELP, no_args_is_help=True)
 
 Out = Annotated[Path, Argument(help="Folder to write; it must not exist.")]
@@ -64,7 +64,9 @@ def mg2hf(
 def hf2mg(
     src: Annotated[Path, Argument(help="Hugging Face folder.")],
     dst: Out,
-    tp: Annotated[int, Option(help="Tensor parallel size of the checkpoint's layout; it loads with any other.")] = 1,
+    tp: Annotated[
+        int, Option(help="Tensor parallel size of the checkpoint's layout; it can be loaded with any other.")
+    ] = 1,
     pp: Annotated[int, Option(help="Pipeline parallel size of the layout.")] = 1,
     pp_layers: Annotated[str | None, Option(help="Layers of each stage if uneven, such as 10,9,9.")] = None,
     ep: Annotated[int, Option(help="Expert parallel size of the layout.")] = 1,
@@ -75,7 +77,7 @@ def hf2mg(
     """Convert Hugging Face to Megatron. An interrupted conversion continues."""
     if pp_layers is not None and not re.fullmatch(r"\d+(,\d+)*", pp_layers):
         raise UserError(
-            f"--pp-layers is {pp_layers}; give one number per stage, such as 10,9,9.",
+            f"--pp-layers is {pp_layers}: give one number per stage, such as 10,9,9.",
             code="malformed",
             key="--pp-layers",
         )
@@ -136,7 +138,7 @@ def parse_size(text: str) -> int:
     size = int(float(number) * (1024 if binary else 1000) ** " KMG".index(prefix or " "))
     if not size:
         raise UserError(
-            f"--shard-size is {text}; give a size such as 500MB or 5GB.", code="malformed", key="--shard-size"
+            f"--shard-size is {text}: give a size such as 500MB or 5GB.", code="malformed", key="--shard-size"
         )
     return size
 
@@ -205,6 +207,6 @@ def _print_info(found: Info) -> None:
         "weights": f"{found.nbytes / 1e9:.2f} GB of {found.folder_bytes / 1e9:.2f} GB in the folder",
         "dtypes": ", ".join(f"{name} ({count:,})" for name, count in found.dtypes.items()),
     }
-    architecture = {"architecture": "unknown; give --hf"} if found.architecture is None else found.architecture
+    architecture = {"architecture": "unknown: give --hf"} if found.architecture is None else found.architecture
     rows |= {key: str(value) for key, value in architecture.items()}
     print_pairs(rows | {"also": ", ".join(found.also)})

@@ -15,7 +15,7 @@ from rlsys.errors import RunError, UserError
 from rlsys.rollout.tools.interface import described
 
 app = typer.Typer(help="Prepare questions to train and evaluate on.", no_args_is_help=True)
-prepare = typer.Typer(help="Make files of questions. Downloads, converts and checks them.", no_args_is_help=True)
+prepare = typer.Typer(help="Download, convert and check question files.", no_args_is_help=True)
 app.add_typer(prepare, name="prepare")
 
 _DATA = Path("data")
@@ -50,16 +50,18 @@ def _command(name: str) -> Callable[..., None]:
 
 
 for _name, _set in SETS.items():
-    prepare.command(_name, help=f"{_name}: {', '.join(_set.splits)}; {_set.hops} hop questions.")(_command(_name))
+    prepare.command(
+        _name, help=f"Splits: {', '.join(_set.splits)}; {'one' if _set.hops == 'one' else 'multi'}-hop questions."
+    )(_command(_name))
 
 
-@prepare.command("all", help="The evaluated split of all seven sets.")
+@prepare.command("all", help="Prepare the evaluation split of all sets.")
 def every(out: Folder = _DATA, source: Source = None, revision: Revision = "main", limit: Limit = None) -> None:
     """Prepare all sets."""
     _prepare_sets(list(SETS.values()), out, None, source, revision, limit)
 
 
-@prepare.command("own", help="A file of your own. Takes jsonl, parquet, csv or tsv with questions and answers.")
+@prepare.command("own", help="Prepare your own questions and answers. The file can be jsonl, parquet, csv or tsv.")
 def own(
     file: Annotated[Path, Argument(help="File to prepare.")],
     out: File,

@@ -18,11 +18,11 @@ _DATA = (
     "config."
 )
 _BASELINE = (
-    "none: the rows' own prompts; direct: answer at once; cot: chain of thought; rag: passages in the prompt; "
+    "none: the prompts in the data; direct: answer at once; cot: chain of thought; rag: passages in the prompt; "
     "search: search loop with Search-R1's prompt, for a model not trained with it."
 )
 _SAMPLES = "Answers per question, for pass@k; by default eval.samples."
-_SHOWN = "Number of right answers, and of wrong ones, per set on the samples page."
+_SHOWN = "Number of right answers, and number of wrong answers, per set on the samples page."
 
 
 def command(
@@ -33,7 +33,9 @@ def command(
     hf: OriginalFolder = None,
     data: Annotated[list[str] | None, Option(help=_DATA)] = None,
     data_dir: Annotated[Path, Option(help="Folder of the sets made by `rlsys data prepare`.")] = Path("data"),
-    limit: Annotated[int | None, Option(min=1, help="Most questions per set; by default eval.limit.")] = None,
+    limit: Annotated[
+        int | None, Option(min=1, help="Maximum number of questions per set; by default eval.limit.")
+    ] = None,
     baseline: Annotated[str, Option(help=_BASELINE)] = "none",
     engine: Annotated[str, Option(help="sglang or transformers.")] = "sglang",
     samples: Annotated[int | None, Option(help=_SAMPLES)] = None,

@@ -24,8 +24,10 @@ app = typer.Typer(help=_HELP, no_args_is_help=True, add_completion=False, pretty
 app.command("train", help="Train a policy with the settings of a config.")(training.train)
 app.command("launch", help="Train on several machines. Run the same command on each of them.")(training.launch)
 app.command("eval", help="Evaluate a model on question sets.")(evaluate.command)
-app.command("chat", help="Ask a model questions. Shows its thoughts, searches and answers.")(chat.command)
-app.command("own", help="Train on your own documents and questions. Then evaluates and reports.")(own.command)
+app.command("chat", help="Ask a model questions. The answers show its thoughts and searches.")(chat.command)
+app.command("own", help="Train on your own documents and questions. The run ends with an evaluation and a report.")(
+    own.command
+)
 app.command("report", help="Write a report page. Several runs are shown side by side.")(runs.report)
 app.command("watch", help="Serve the live page of a run. Metrics for Prometheus are at /metrics.")(runs.watch)
 app.add_typer(runs.audit, name="audit")

@@ -51,7 +51,7 @@ _QUESTIONS_HELP = "Questions and answers: jsonl, parquet, csv or tsv (see `data 
 _HOLDOUT = "Number of QUESTIONS to hold out; by default a tenth, at most 500."
 _PROMPT = "File with your own prompt, with {question} in it; by default Search-R1's."
 _TOOL = "Tool besides the search, as package.module.Class; may be repeated."
-_DEVICES = "cpu, or number of GPUs; by default all of this machine, or the placement of -c."
+_DEVICES = "cpu, or number of GPUs; by default all GPUs of this machine; with -c, the config's placement."
 _BATCH = "Questions per step; by default the config's, at most all questions."
 _CONFIG = "Config with all other settings; by default Search-R1's published 3B run on one node."
 
@@ -318,7 +318,7 @@ def _planned_sides(options: OwnOptions, folder: Path) -> tuple[Path, Path]:
 
     def rows(file: Path, argument: str, side: str) -> tuple[list[Any], list[str]]:
         if not file.is_file():
-            what = "is no file" if file.exists() else "does not exist"
+            what = "is not a file" if file.exists() else "does not exist"
             raise UserError(
                 f"{argument} {file} {what}: give questions and answers as jsonl, parquet, csv or tsv.",
                 code="not_found",

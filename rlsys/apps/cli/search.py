@@ -11,7 +11,7 @@ from typer import Argument, Option
 from rlsys.apps.cli.options import print_pairs
 from rlsys.errors import Interrupted
 
-_HELP = "Build and serve a search index. Also makes passages and describes recorded searches."
+_HELP = "Build and serve a search index. Other commands make passages and describe recorded searches."
 app = typer.Typer(help=_HELP, no_args_is_help=True)
 _PLAIN = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 """Settings of commands whose flags the search server parses itself."""
@@ -19,8 +19,12 @@ _ENCODER: dict[str, Any] = {"rich_help_panel": "Encoder"}
 _FAISS: dict[str, Any] = {"rich_help_panel": "FAISS"}
 _BM25: dict[str, Any] = {"rich_help_panel": "BM25"}
 _SERVER: dict[str, Any] = {"rich_help_panel": "Elasticsearch, OpenSearch"}
-_NORMALIZE = Option("--normalize/--no-normalize", help="Normalise vectors; by default as the family does.", **_ENCODER)
-_KEEP = Option("--keep-embeddings/--drop-embeddings", help="Keep them to build another FAISS type later.", **_FAISS)
+_NORMALIZE = Option(
+    "--normalize/--no-normalize", help="Normalise vectors; by default as the encoder family does.", **_ENCODER
+)
+_KEEP = Option(
+    "--keep-embeddings/--drop-embeddings", help="Keep the vectors to build another FAISS type later.", **_FAISS
+)
 _DTYPE = "float32, float16 or bfloat16 (faster on a CPU with AMX)."
 _DUPLICATES = "Leave out passages that repeat an earlier one."
 _Text = str | None
@@ -33,7 +37,9 @@ def index(
     corpus: Annotated[Path, Argument(help="Passages: jsonl of {id, contents}.")],
     out: Annotated[Path, Argument(help="Folder to write the index to.")],
     kind: Annotated[str, Option(help="dense, bm25, hybrid, elasticsearch or opensearch.")] = "dense",
-    replace: Annotated[bool, Option("--replace", help="Replace an existing index of other inputs.")] = False,
+    replace: Annotated[
+        bool, Option("--replace", help="Replace an existing index that was built from other inputs.")
+    ] = False,
     encoder: Annotated[_Text, Option(help="minilm (the default), or a Hugging Face encoder.", **_ENCODER)] = None,
     family: Annotated[
         _Text, Option(help="Encoder family, if unclear from its name: e5, bge, dpr, ...", **_ENCODER)
@@ -49,9 +55,9 @@ def index(
     dtype: Annotated[_Text, Option(help=_DTYPE, **_ENCODER)] = None,
     workers: Annotated[_Count, Option(help="Number of encoding processes (1).", **_ENCODER)] = None,
     faiss_type: Annotated[_Text, Option(help="Flat (exact, the default), HNSW64, IVF4096,PQ64, ...", **_FAISS)] = None,
-    nprobe: Annotated[_Count, Option(help="Lists of an IVF index that a query visits.", **_FAISS)] = None,
+    nprobe: Annotated[_Count, Option(help="Number of IVF lists that a query visits.", **_FAISS)] = None,
     ef_search: Annotated[_Count, Option(help="Breadth of a search in HNSW (128).", **_FAISS)] = None,
-    max_train_rows: Annotated[_Count, Option(help="Most vectors to train FAISS on.", **_FAISS)] = None,
+    max_train_rows: Annotated[_Count, Option(help="Maximum number of vectors to train FAISS on.", **_FAISS)] = None,
     embeddings_dtype: Annotated[_Text, Option(help="float32, or float16 for half the disk.", **_FAISS)] = None,
     keep_embeddings: Annotated[bool | None, _KEEP] = None,
     k1: Annotated[_Number, Option(help="Term frequency saturation (0.9).", **_BM25)] = None,
@@ -68,7 +74,7 @@ def index(
     try:
         built = make_index(kind, corpus, out, recipe(kind, settings), replace=replace)
     except KeyboardInterrupt:
-        raise Interrupted("Interrupted; the same command continues.") from None
+        raise Interrupted("Interrupted: run the same command again to continue.") from None
     typer.echo(f"{out}: {'built' if built else 'already complete'}")
 
 
@@ -76,7 +82,7 @@ def index(
 def ingest(
     sources: Annotated[list[Path], Argument(help="Files or folders: text, markdown, jsonl, parquet.")],
     out: Annotated[Path, Option(help="Corpus to write: jsonl of {id, contents}.")],
-    size: Annotated[int, Option(help="Most words per passage (tokens with --tokenizer).")] = 100,
+    size: Annotated[int, Option(help="Maximum number of words per passage (tokens with --tokenizer).")] = 100,
     overlap: Annotated[int, Option(help="Words repeated from the previous passage.")] = 0,
     tokenizer: Annotated[str, Option(help="Encoder whose tokens are counted instead of words.")] = "",
     text_field: Annotated[str, Option(help="Field with the text; by default the first usual name.")] = "",

@@ -22,7 +22,7 @@ from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
 from rlsys.orchestrator.validate import find_problems, validate
 
-_FOLDER = "File to write the path of the run's folder to, as soon as it is known."
+_FOLDER = "Write the path of the run's folder to this file when the run starts."
 _NODES = "Number of machines; by default from the environment, else cluster.nodes."
 _HEAD = "Address of the machine of rank 0; by default from the environment."
 _CLUSTER = "Use the running Ray cluster at this address (auto: the current one) instead of starting one."

@@ -143,9 +143,7 @@ def _require_other(out: Path, *sources: Path) -> None:
         )
     for source in sources:
         if source.resolve() == out.resolve():
-            raise UserError(
-                f"{source} is both input and output: give another output file.", code="conflict", key=str(source)
-            )
+            raise UserError(f"{source} is also the output: give another output file.", code="conflict", key=str(source))
 
 
 def _write(path: Path, questions: Iterable[Question]) -> tuple[int, str]:
@@ -257,7 +255,9 @@ def split_file(
     for out in (train, heldout):
         _require_other(out, source, *([] if chosen is None else [chosen]))
     if train.resolve() == heldout.resolve():
-        raise UserError(f"{train} is given for both sides: give two files.", code="conflict", key=str(train))
+        raise UserError(
+            f"--train and --heldout are the same file, {train}: give two files.", code="conflict", key=str(train)
+        )
     rows, texts = _read(source)
     if chosen is None:
         trained, held = divide(rows, split(texts, count, seed, str(source)))
@@ -308,8 +308,8 @@ def split(texts: Sequence[str], count: int | None, seed: int, name: str) -> list
     wanted = count if count is not None else min(MAX_HELD_OUT, max(1, round(HELD_OUT_SHARE * len(different))))
     if not 1 <= wanted < len(different):
         raise UserError(
-            f"{name} has {len(different)} distinct questions, so holding out {wanted} would leave a side empty: give more "
-            "questions, another number, or a file of held-out questions.",
+            f"{name} has {len(different)} distinct questions, so holding out {wanted} would leave one of the two files empty: give "
+            "more questions, another number, or a file of held-out questions.",
             code="out_of_range",
             key=name,
         )

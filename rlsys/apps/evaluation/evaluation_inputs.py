@@ -101,7 +101,7 @@ async def find_inputs(
     if baseline not in SEARCHING:
         ignored.append("search")
     elif baseline is not Baseline.none and not config.search.enabled:
-        sentence = f"--baseline {baseline} needs search, but search.enabled=false: set it to true, or leave it out."
+        sentence = f"--baseline {baseline} needs search: set search.enabled=true, or leave --baseline out."
         problems.append(UserError(sentence, code="conflict", key="--baseline"))
     in_config = [problem for problem in find_problems(config) if not is_about(problem, *ignored)]
     problems += map(as_error, in_config)
@@ -173,7 +173,7 @@ def find_model(path: Path, hf: Path | None, given: str) -> Model:
     if (path / CONFIG).is_file():
         if hf is not None:
             raise UserError(
-                f"--hf is only for a Megatron checkpoint, but {path} is a Hugging Face folder: leave it out.",
+                f"--hf is only for a Megatron checkpoint, but {path} is a Hugging Face folder: leave --hf out.",
                 code="conflict",
                 key="--hf",
             )
@@ -204,8 +204,8 @@ def find_model(path: Path, hf: Path | None, given: str) -> Model:
     if not (original / CONFIG).is_file():
         whose = "--hf" if hf else f"The original of {path},"
         raise UserError(
-            f"{whose} {original} is not a Hugging Face folder ({CONFIG} is missing): give the one of the model that training "
-            "started from as --hf.",
+            f"{whose} {original} is not a Hugging Face folder ({CONFIG} is missing): give --hf with the folder of the "
+            "model that training started from.",
             code="mismatch",
             key=str(original),
         )

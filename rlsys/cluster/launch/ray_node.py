@@ -213,7 +213,7 @@ async def _wait_for_ending(role: Role, node: RayNode, notify: Notify) -> Ending:
             task.cancel()
             return
         leave = time.monotonic() + ENDING_GRACE_S
-        notify(f"node {role.rank} leaves when the head has closed the run, within {ENDING_GRACE_S:.0f} s")
+        notify(f"node {role.rank} waits up to {ENDING_GRACE_S:.0f} s for the head to end the run, then leaves")
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asked)
     while True:

@@ -114,8 +114,8 @@ def machine_problems(config: RunConfig, ranks: Mapping[str, Sequence[int]]) -> I
     highest = max(rank for held in ranks.values() for rank in held)
     if highest >= have:
         yield Problem.of(
-            f"cluster.placement names rank {highest}, but cluster.nodes={cluster.nodes} of cluster.devices_per_node="
-            f"{cluster.devices_per_node} have ranks 0 to {have - 1}: place the groups on those, or use more machines."
+            f"cluster.placement names rank {highest}, but cluster.nodes={cluster.nodes} with cluster.devices_per_node="
+            f"{cluster.devices_per_node} has ranks 0 to {have - 1}: place the groups on those, or use more machines."
         )
     tp, held, per_node = max(config.rollout.engine.tp, 1), sorted(ranks[ROLLOUT]), cluster.devices_per_node
     for start in range(0, len(held) - len(held) % tp, tp):
@@ -123,7 +123,7 @@ def machine_problems(config: RunConfig, ranks: Mapping[str, Sequence[int]]) -> I
         if len(machines) > 1:
             yield Problem.of(
                 f"cluster.placement.rollout puts one engine of rollout.engine.tp={tp} on ranks {held[start]} to "
-                f"{held[start + tp - 1]}, which are on {len(machines)} machines of cluster.devices_per_node={per_node}: "
+                f"{held[start + tp - 1]}, which are on {len(machines)} machines with cluster.devices_per_node={per_node}: "
                 "an engine must be on one machine; change the placement or rollout.engine.tp."
             )
             break
@@ -223,7 +223,7 @@ def search_node_problems(config: RunConfig) -> Iterator[Problem]:
         )
     if wanted and config.search.index is None and needs_server(config.search):
         yield Problem.of(
-            f"cluster.search.nodes={wanted} serve an index, but search.index is null: set it to the index folder."
+            f"cluster.search.nodes={wanted} serves an index, but search.index is null: set search.index to its folder."
         )
 
 

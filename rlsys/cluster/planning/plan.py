@@ -89,7 +89,7 @@ def render_plan(plan: dict[str, Any]) -> str:
         f"{plan['name']}: {plan['world_size']} {plan['device']} ranks",
         f"  model      {model['path']}, {model['parameters']:,} parameters, {model['dtype']}",
         f"  step       {batch['prompts_per_step']} prompts, {batch['episodes_per_step']} episodes, "
-        f"{' or '.join(map(str, batch['episodes_per_update']))} to an optimiser step",
+        f"{' or '.join(map(str, batch['episodes_per_update']))} per optimiser step",
         f"  schedule   {plan['schedule']['kind']}, staleness at most {plan['schedule']['max_staleness']}: "
         f"{plan['schedule']['overlap']}",
         f"  tokens     {plan['token_mode']}",

@@ -125,10 +125,11 @@ def verdict(name: str, findings: Sequence[Finding]) -> str:
     wrong = [finding.what for finding in findings if finding.state is FindingState.wrong]
     hidden = sum(finding.state is FindingState.unknown for finding in findings)
     if wrong:
-        things = "1 thing is" if len(wrong) == 1 else f"{len(wrong)} things are"
-        return f"{things} to be fixed before {name} can run: {', '.join(dict.fromkeys(wrong))}."
+        things = "1 problem" if len(wrong) == 1 else f"{len(wrong)} problems"
+        return f"{name} cannot run here yet; fix {things}: {', '.join(dict.fromkeys(wrong))}."
     if hidden:
-        return f"{name} can run as far as this machine can check; not checked (unknown): {hidden}."
+        checks = "1 check was" if hidden == 1 else f"{hidden} checks were"
+        return f"No problem found for {name}; {checks} not possible on this machine."
     return f"{name} can run here."
 
 
@@ -165,7 +166,7 @@ def examine(
     if machines > 1 and not launched:  # `rlsys launch` runs the checks on every machine.
         yield unknown(
             f"{machines - 1} other machine{'s' if machines > 2 else ''}",
-            "their GPUs, driver, versions and disk, and the paths of model and output_dir there are not checked",
+            "GPUs, driver, versions, disk and the paths of model and output_dir are not checked there",
             "run the same command on each",
         )
 
@@ -208,14 +209,14 @@ def _version_findings(device: Device, version: Callable[[str], str | None]) -> I
     # Other versions than the profile's pins may work, but are not tested.
     pins = [pin for file in files for pin in read_requirements(file)]
     other = [
-        f"no {pin.name}" if found is None else f"{pin.name} {found} for {str(pin.specifier).removeprefix('==')}"
+        f"no {pin.name}" if found is None else f"{pin.name} {found} instead of {str(pin.specifier).removeprefix('==')}"
         for pin, found in _unmet(pins, version)
     ]
     if not other:
         yield ok("tested versions", f"all {len(pins)} of {profile}")
         return
     shown = ", ".join(other[:_SHOWN]) + (f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else "")
-    told = f"{len(other)} of {len(pins)} are not those of {profile}: {shown}"
+    told = f"{len(other)} of {len(pins)} packages differ from {profile}: {shown}"
     yield note("tested versions", told, f"pip install -r {profile}")
 
 
@@ -247,7 +248,9 @@ def _device_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> It
     """Check the `wanted` devices of this machine, and the software that uses them."""
     on_gpus = config.cluster.device is Device.gpu
     if on_gpus and not wanted:
-        yield unknown("GPUs", "this machine provides none; those of other machines are not visible from here")
+        yield unknown(
+            "GPUs", "this machine provides none for the run, and those of other machines are not visible from here"
+        )
         return
     if on_gpus:
         # First, because torch itself allocates GPU memory when it looks.
@@ -271,7 +274,7 @@ def _gpu_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> Itera
         return
     names = ", ".join(sorted({card.name for card in seen.cards}))
     found = f"{len(seen.cards)} of {wanted}" + (f": {names}" if names else "")
-    fewer = "place the groups on fewer (cluster.placement), look at CUDA_VISIBLE_DEVICES, or use a machine with more"
+    fewer = "place the groups on fewer (cluster.placement), check CUDA_VISIBLE_DEVICES, or use a machine with more GPUs"
     yield _ok_or_wrong(len(seen.cards) >= wanted, "GPUs", found, fewer)
     # Only now: torch allocates GPU memory when it looks.
     here = machine.capabilities
@@ -311,7 +314,7 @@ def _gpu_memory(names: Sequence[str], needed: float, card_gib: float, stated_gib
         return ok("GPU memory", found)
     fixes = [f"raise {name}.parallel.tp or lower {name}.micro_batch_tokens" for name in names if name != "rollout"]
     fixes += ["lower rollout.engine.memory_fraction or raise rollout.engine.tp"] if "rollout" in names else []
-    return wrong("GPU memory", f"{found}, of which {USABLE:.0%} is usable", "; or ".join(fixes))
+    return wrong("GPU memory", f"{found}; the run can use {USABLE:.0%} of a GPU", "; or ".join(fixes))
 
 
 def _used_gpus(seen: Gpus, needed: float) -> Iterator[Finding]:
@@ -348,8 +351,8 @@ def _interface_findings(machine: ThisMachine) -> Iterator[Finding]:
     for variable in INTERFACE_VARIABLES:
         if value := machine.variable(variable) or "":
             good = any(map(lets_through, present))
-            found = value if good else f"{value} is none of this machine's interfaces: {', '.join(sorted(present))}"
-            yield _ok_or_wrong(good, variable, found, f"export {variable} with one of them, or unset it")
+            found = value if good else f"{value} is not an interface of this machine ({', '.join(sorted(present))})"
+            yield _ok_or_wrong(good, variable, found, f"export {variable} with one of its interfaces, or unset it")
 
 
 def _ray_findings(
@@ -361,7 +364,7 @@ def _ray_findings(
         good = len(seen.nodes) >= cluster.nodes
         found = f"{len(seen.nodes)} of {cluster.nodes} machines at {cluster.address}"
         found += "" if good else f": {', '.join(node.address for node in seen.nodes)}"
-        yield _ok_or_wrong(good, RAY, found, f"run `ray start --address={cluster.address}` on those missing")
+        yield _ok_or_wrong(good, RAY, found, f"run `ray start --address={cluster.address}` on the missing ones")
         yield _ray_devices(config, seen, ranks)
     elif isinstance(seen, Unseen):
         fix = "start it with `ray start --head` or `rlsys launch`, or set cluster.address=null"
@@ -373,7 +376,7 @@ def _ray_findings(
         yield unknown(RAY, f"cluster.address is null, but the run needs {cluster.nodes} machines", fix)
     else:
         found = f"port {RAY_PORT}, which a Ray head needs, is in use on this machine"
-        yield wrong(RAY, found, "stop what runs there (`ray stop`), or set cluster.address to it")
+        yield wrong(RAY, found, "stop the program that uses it (`ray stop`), or set cluster.address to that cluster")
 
 
 def _ray_devices(config: RunConfig, seen: RayCluster, ranks: int) -> Finding:
@@ -387,7 +390,7 @@ def _ray_devices(config: RunConfig, seen: RayCluster, ranks: int) -> Finding:
         return wrong(what, f"{total} of {ranks}: {each}", fix)
     if free < ranks:
         fix = "end the job that holds them (`ray list placement-groups` names it)"
-        return wrong(what, f"{total}, of which {free} are free and {ranks} are needed", fix)
+        return wrong(what, f"{free} of {total} are free, {ranks} are needed", fix)
     # With exactly cluster.nodes machines, each must have all of cluster.devices_per_node.
     needed = 0 if per_node is None or len(seen.nodes) > config.cluster.nodes else per_node
     if short := next((address for address, number in have.items() if number < needed), ""):
@@ -467,9 +470,11 @@ def _spill(machine: ThisMachine) -> Finding:
     if not disk.writable:
         return wrong(what, f"{disk.folder} is not writable by this user", "set TMPDIR to another folder")
     used = 1 - disk.free_gib / disk.total_gib if disk.total_gib else 1.0
-    found = f"{disk.free_gib:.1f} GiB free in {disk.folder}, which is {used:.0%} full"
+    found = f"{disk.free_gib:.1f} GiB free in {disk.folder}, {used:.0%} full"
     if used >= _FULL or disk.free_gib < _LOGS_GIB:
-        return wrong(what, f"{found}; Ray spills no objects to a disk {_FULL:.0%} full", "free some, or set TMPDIR")
+        return wrong(
+            what, f"{found}; Ray spills no objects to a disk that is {_FULL:.0%} full", "free some, or set TMPDIR"
+        )
     return ok(what, found)
 
 
@@ -548,7 +553,7 @@ def _weight_problems(folder: Path) -> Iterator[str]:
     for entry in weights.entries():
         for name, shape in zip(entry.hf, entry.rule.shapes, strict=True):
             if (found := reader.spec(name).shape) != shape:
-                yield f"{name} has shape {list(found)}, but config.json implies {list(shape)}: they are of two models"
+                yield f"{name} has shape {list(found)}, but config.json implies {list(shape)}: they belong to different models"
                 return
 
 
@@ -591,9 +596,9 @@ def search_findings(config: RunConfig, question: str, machines: int, machine: Th
     """
     search = config.search
     if not search.enabled:
-        yield ok(SERVER, "none is needed, search.enabled is false")
+        yield ok(SERVER, "not needed: search.enabled=false")
     elif not needs_server(search):
-        yield ok(SERVER, f"none is needed, searches are replayed from {search.cassette.path}")
+        yield ok(SERVER, f"not needed: searches are replayed from {search.cassette.path}")
     elif search.url is None:
         if search.index is not None:
             yield _index_there(config, Path(search.index))
@@ -632,7 +637,7 @@ def _index_there(config: RunConfig, folder: Path) -> Finding:
     serving = config.cluster.search.nodes
     if config.cluster.nodes > 1 and serving and not folder.exists():
         where = ", ".join(serving)
-        return unknown(SEARCH_INDEX, f"{folder} is not here; machine {where}, on which it is served, must have it")
+        return unknown(SEARCH_INDEX, f"{folder} is not on this machine; machine {where}, which serves it, must have it")
     try:
         manifest = read_manifest(folder)
     except UserError as problem:
@@ -658,4 +663,4 @@ def _later(config: RunConfig, machine: ThisMachine) -> Finding:
         return unknown(SERVER, f"{where}, which cannot be checked from here")
     free = machine.port_is_free(settings.port)
     found = where if free else f"{where}, which another program uses here"
-    return _ok_or_wrong(free, SERVER, found, "stop it, or set another cluster.search.port")
+    return _ok_or_wrong(free, SERVER, found, "stop that program, or set another cluster.search.port")

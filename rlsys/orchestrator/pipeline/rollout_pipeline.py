@@ -69,7 +69,7 @@ class GroupLost(RunError):
     """One group failed while the run can continue: the pipeline drops it and usually retries its prompt."""
 
     def __init__(self, uid: str, reason: LostReason, detail: str) -> None:
-        super().__init__(f"the group of question {uid} is lost ({reason}): {detail}.")
+        super().__init__(f"the prompt group of question {uid} is lost ({reason}): {detail}.")
         self.uid = uid
         self.reason = reason
 

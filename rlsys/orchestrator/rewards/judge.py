@@ -213,7 +213,7 @@ class Verdicts:
 class ChatEndpoint:
     """Client of an OpenAI-compatible chat endpoint, for one event loop; call `close` at the end.
 
-        retried      time-out, connection error, 408, 409, 425, 429, 5xx, and a body that is no chat completion, is
+        retried      time-out, connection error, 408, 409, 425, 429, 5xx, and a body that is not a chat completion, is
                      compressed or exceeds 4 MiB
         not retried  other statuses: RunError at once
 
@@ -258,8 +258,8 @@ class ChatEndpoint:
                 return await retrying(self._try, body)
             except _RetryableError as error:
                 raise RunError(
-                    f"the judge at {self._url} gave no answer in {self._tries} tries, the last time because of "
-                    f"{error}: see that it runs, raise reward.judge.retries, or take judge out of reward.terms."
+                    f"the judge at {self._url} gave no answer in {self._tries} attempts, the last time because of "
+                    f"{error}: check that it runs, raise reward.judge.retries, or remove judge from reward.terms."
                 ) from error
 
     async def close(self) -> None:
@@ -327,7 +327,7 @@ def _reply(content: bytes) -> str:
     try:
         said = json.loads(content)["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        raise _RetryableError(f"an answer that is no chat completion ({_beginning(content)})") from None
+        raise _RetryableError(f"an answer that is not a chat completion ({_beginning(content)})") from None
     if said is not None and not isinstance(said, str):
         raise _RetryableError(f"an answer whose content is {type(said).__name__}, not text")
     return said or ""

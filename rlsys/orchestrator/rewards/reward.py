@@ -511,10 +511,10 @@ def _overlong_problems(config: RewardConfig, task: TaskConfig) -> Iterator[UserE
     given = config.overlong_limit
     limit = task.max_total_tokens - task.max_prompt_tokens if given is None else given
     if config.overlong_buffer > limit:
-        meant = "which task.max_total_tokens less task.max_prompt_tokens leaves" if given is None else "its limit"
+        meant = "task.max_total_tokens less task.max_prompt_tokens" if given is None else "reward.overlong_limit"
         yield UserError(
-            f"reward.overlong_buffer={config.overlong_buffer} is larger than {limit}, {meant}, so that an empty "
-            "response would be too long: lower it.",
+            f"reward.overlong_buffer={config.overlong_buffer} is larger than {meant}, which is {limit}, so even an "
+            f"empty response would be too long: lower it to at most {limit}.",
             code="conflict",
             key="reward.overlong_buffer",
         )

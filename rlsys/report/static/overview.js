@@ -145,7 +145,7 @@ function compared(runs) {
 
 export function differences(runs, most = Infinity) {
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))].sort();
-  const text = (run, key) => (key in run.config ? JSON.stringify(run.config[key]) : "not there");
+  const text = (run, key) => (key in run.config ? JSON.stringify(run.config[key]) : "absent");
   const apart = keys.filter((key) => new Set(runs.map((run) => text(run, key))).size > 1);
   if (!apart.length) return h("p", { class: "soft" }, "None.");
   const found = table(["key", ...runs.map((run) => run.name)], apart.map((key) => [h("code", {}, key), ...runs.map((run) => h("code", {}, text(run, key)))]), { label: "Settings that differ", text: true, class: "keys" });

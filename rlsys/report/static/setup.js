@@ -24,7 +24,7 @@ function environments(runs) {
   const known = runs.filter((run) => run.lives.length);
   if (known.length < 2) return h("p", { class: "note" }, "Nothing to compare: at most one of the runs has a run.json.");
   const values = (life) => ({ commit: life.commit ? life.commit.slice(0, COMMIT) + (life.changed ? " with changes" : "") : "unknown", ...life.environment });
-  const text = (run, name) => (run.lives.length ? [...new Set(run.lives.map((life) => values(life)[name] ?? "not there"))].join(", then ") : "not known");
+  const text = (run, name) => (run.lives.length ? [...new Set(run.lives.map((life) => values(life)[name] ?? "absent"))].join(", then ") : "not known");
   const names = [...new Set(known.flatMap((run) => run.lives.flatMap((life) => Object.keys(values(life)))))];
   const apart = names.filter((name) => new Set(known.map((run) => text(run, name))).size > 1);
   if (!apart.length) return h("p", { class: "soft" }, "None: machine, versions and commit are the same.");

@@ -307,7 +307,7 @@ class EpisodeTools:
         if task.max_observation_tokens < self.observer.wrapper_tokens:
             raise UserError(
                 f"task.max_observation_tokens={task.max_observation_tokens} is below the "
-                f"{self.observer.wrapper_tokens} tokens of the tags alone; raise it.",
+                f"{self.observer.wrapper_tokens} tokens of the tags alone: raise it.",
                 code="out_of_range",
                 key="task.max_observation_tokens",
             )
@@ -352,7 +352,7 @@ class Episode:
         if length > tools.task.max_prompt_tokens:
             raise UserError(
                 f"Question {question.uid} has {length} tokens, more than task.max_prompt_tokens="
-                f"{tools.task.max_prompt_tokens}; raise the limit or drop the question.",
+                f"{tools.task.max_prompt_tokens}: raise the limit or drop the question.",
                 code="out_of_range",
                 key="task.max_prompt_tokens",
             )

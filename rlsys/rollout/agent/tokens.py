@@ -65,13 +65,13 @@ class Codec:
         name = getattr(tokenizer, "name_or_path", "")
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
-                f"The tokenizer of {name!r} gives no character offsets; use a fast tokenizer (tokenizer.json).",
+                f"The tokenizer of {name!r} gives no character offsets: use a fast tokenizer (tokenizer.json).",
                 code="unsupported",
                 key=name or "tokenizer",
             )
         if tokenizer.eos_token_id is None:
             raise UserError(
-                f"The tokenizer of {name!r} has no end-of-sequence token; set eos_token in its config.",
+                f"The tokenizer of {name!r} has no end-of-sequence token: set eos_token in its config.",
                 code="missing",
                 key=name or "tokenizer",
             )

@@ -70,7 +70,7 @@ def find_tool(path: str) -> type[Any]:
     if not inspect.isclass(found):
         raise _problem(f"{module_name} has no class {attribute}: define it, or correct the name.", "unknown")
     if wrong := next(_faults(found), None):
-        raise _problem(f"{path} {wrong}; see docs/tutorials/own-tool.md.", "user_code")
+        raise _problem(f"{path} {wrong}: see docs/tutorials/own-tool.md.", "user_code")
     return found
 
 
@@ -103,10 +103,10 @@ def _problems(task: TaskConfig) -> Iterator[UserError]:
             yield problem
             continue
         if tool.name in names:
-            sentence = f"{path} has the name {tool.name}, which {names[tool.name]} uses too: rename or remove one."
+            sentence = f"{path} and {names[tool.name]} both have the name {tool.name}: rename or remove one."
             yield _problem(sentence, "conflict")
         elif owner := taken.get(tool.tag.lower()):
-            yield _problem(f"{path} has the tag {tool.tag}, which {owner} uses: rename one.", "conflict")
+            yield _problem(f"{path} and {owner} both use the tag {tool.tag}: rename one.", "conflict")
         names.setdefault(tool.name, path)
         taken.setdefault(tool.tag.lower(), path)
 

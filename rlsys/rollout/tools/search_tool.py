@@ -47,7 +47,7 @@ def open_client(search: SearchConfig, *, topk: int) -> SearchClient:
     """Return a client of the configured servers. Raises UserError if there are none."""
     if search.url is None:
         raise UserError(
-            "search.url is null, so a rollout worker has no search server; start one and set search.url.",
+            "search.url is null, so a rollout worker has no search server: start one and set search.url.",
             code="missing",
             key="search.url",
         )

@@ -152,7 +152,7 @@ def load_model(
         ) from error
     lacking = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
     if lacking := {key for key in lacking if dispensable is None or dispensable not in key}:
-        problem = f"model {name!r} lacks {len(lacking)} weights, {min(lacking)} among them"
+        problem = f"model {name!r} lacks {len(lacking)} weights, such as {min(lacking)}"
         raise UserError(
             f"{problem}: check that {folder} holds the model that its config.json names.", code="mismatch", key=name
         )

@@ -196,7 +196,7 @@ def read_sentence_transformers(folder: Path) -> Family | None:
         kinds = {str(module["type"]).rsplit(".", 1)[-1]: folder / module["path"] for module in read_json(path)}
     except (TypeError, KeyError):
         raise UserError(
-            f"{path} is no list of modules: give the encoder's family.", code="malformed", key=str(path)
+            f"{path} is not a list of modules: give the encoder's family.", code="malformed", key=str(path)
         ) from None
     if "Pooling" not in kinds or kinds.keys() - {"Transformer", "Pooling", "Normalize"}:
         raise UserError(

@@ -150,8 +150,8 @@ class DenseIndex(NamedTuple):
         held = (vectors.rows, len(corpus), vectors.dimension)
         if held != (manifest.rows, manifest.rows, manifest.dimension):
             raise UserError(
-                f"{folder} holds {vectors.rows} vectors of {vectors.dimension} for {len(corpus)} passages, its "
-                f"manifest says {manifest.rows} of {manifest.dimension}: build the index again.",
+                f"{folder} holds {vectors.rows} vectors of {vectors.dimension} dimensions for {len(corpus)} passages, but "
+                f"its manifest says {manifest.rows} of {manifest.dimension}: build the index again.",
                 code="mismatch",
                 key=str(folder),
             )
@@ -222,7 +222,7 @@ class VectorRetriever:
 
 def _require_dimension(facts: EncoderFacts, dimension: int, held_by: str | Path, whose: str) -> None:
     if facts.dimension != dimension:
-        problem = f"encoder {facts.name!r} gives vectors of {facts.dimension}, {held_by} holds vectors of {dimension}"
+        problem = f"encoder {facts.name!r} gives vectors of {facts.dimension} dimensions, but {held_by} has {dimension}"
         raise UserError(f"{problem}: give the encoder {whose}.", code="mismatch", key=facts.name)
 
 
@@ -236,7 +236,7 @@ def _require_weights(facts: EncoderFacts, made: Manifest, folder: str | Path, *,
                 code="mismatch",
                 key=facts.name,
             )
-        _log.info("queries are encoded by %s, passages were by %s", facts.name, made.encoder)
+        _log.info("queries are encoded by %s, but the passages were encoded by %s", facts.name, made.encoder)
 
 
 def open_prebuilt(
@@ -262,7 +262,7 @@ def open_prebuilt(
     passages = Corpus.open(corpus)
     vectors = Vectors.open(index_file, options)
     if vectors.rows != len(passages):
-        problem = f"{index_file} holds {vectors.rows} vectors, {corpus} has {len(passages)} passages"
+        problem = f"{index_file} holds {vectors.rows} vectors, but {corpus} has {len(passages)} passages"
         raise UserError(
             f"{problem}: give the corpus that the index was built from, unchanged.", code="mismatch", key=str(corpus)
         )
@@ -578,7 +578,7 @@ def new_index(faiss_type: str, dimension: int) -> faiss.Index:
         index = faiss.index_factory(dimension, faiss_type, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
         problem = (
-            f"FAISS type {faiss_type!r} is not one for inner products of {dimension} dimensions ({_reason(error)})"
+            f"FAISS type {faiss_type!r} does not support inner products of {dimension} dimensions ({_reason(error)})"
         )
         remedy = "give a string of faiss.index_factory, such as Flat, HNSW64 or IVF1024,Flat"
         raise UserError(f"{problem}: {remedy}.", code="unknown", key="faiss_type") from None

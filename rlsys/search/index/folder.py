@@ -61,7 +61,7 @@ def read_manifest(folder: str | Path) -> dict[str, Any]:
         ) from None
     written = values.get("format", 1) if isinstance(values, dict) else None
     if written != FORMAT:
-        problem = f"{path} has format {written}, this version of rlsys reads {FORMAT}"
+        problem = f"{path} has format {written}, but this version of rlsys reads {FORMAT}"
         raise UserError(
             f"{problem}: build the index again, or serve it with the version that built it.",
             code="unsupported",
@@ -170,7 +170,9 @@ class IndexDraft:
 def refuse_foreign(out: Path) -> None:
     """Raise UserError if `out` exists and is neither an index nor an empty folder."""
     if out.exists() and not (out / MANIFEST_FILE).is_file() and (out.is_file() or any(out.iterdir())):
-        raise UserError(f"{out} is there and is no index: give an empty or a new folder.", code="exists", key=str(out))
+        raise UserError(
+            f"{out} exists and is not an index: give a new or an empty folder.", code="exists", key=str(out)
+        )
 
 
 @contextmanager
@@ -186,7 +188,7 @@ def claim_draft(out: Path) -> Iterator[IndexDraft]:
             stack.enter_context(working_folder(home))
         except BlockingIOError:
             raise UserError(
-                f"another process builds an index in {home}: wait for it, or end it.", code="in_use", key=str(home)
+                f"another process is building an index in {home}: wait for it, or end it.", code="in_use", key=str(home)
             ) from None
         except OSError as error:
             raise UserError(

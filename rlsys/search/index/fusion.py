@@ -111,7 +111,9 @@ class HybridRetriever:
         """Minimum of both sides."""
         first, second = (described.get("corpus_sha256") for described in self._described.values())
         if first is None or first != second:
-            problem = f"a hybrid needs two indexes of one corpus, these have the checksums {first} and {second}"
+            problem = (
+                f"a hybrid needs two indexes of one corpus, but these have the corpus checksums {first} and {second}"
+            )
             raise UserError(f"{problem}: build both from the same file.", code="mismatch", key="corpus_sha256")
 
     @classmethod

@@ -107,7 +107,7 @@ class WordSplitter:
         try:
             re.compile(self.pattern)
         except (re.error, OverflowError, RecursionError) as error:
-            reason = f"pattern {self.pattern!r} is no regular expression ({error}): build the index again."
+            reason = f"pattern {self.pattern!r} is not a regular expression ({error}): build the index again."
             raise UserError(reason, code="malformed", key="pattern") from None
 
     def function(self) -> Callable[[str], list[str]]:

@@ -112,7 +112,7 @@ def _refuse_other(out: Path, kind: str, corpus: Corpus, made: IndexRecipe) -> No
     for key, value in asked.items():
         if there.get(key) != value:
             problem = f"{out} holds an index whose {key} is {there.get(key)}, not {value}"
-            raise UserError(f"{problem}: give another folder, or --replace it.", code="exists", key=str(out))
+            raise UserError(f"{problem}: give another folder, or add --replace.", code="exists", key=str(out))
 
 
 @contextmanager

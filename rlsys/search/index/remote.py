@@ -372,7 +372,7 @@ def _load(client: EngineClient, manifest: RemoteManifest, corpus: Corpus, loaded
     if held != manifest.rows:
         loaded.unlink()
         problem = f"index {manifest.index!r} at {manifest.url} holds {held} passages after {manifest.rows} were loaded"
-        raise RunError(f"{problem}: something else writes to it; run the command again to load it anew")
+        raise RunError(f"{problem}: another program writes to it; run the command again to load it again")
 
 
 class RemoteRetriever:

@@ -298,9 +298,9 @@ async def _read_body(request: Request, limits: ServerLimits, held: _HeldBytes) -
     """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        raise RequestRefused(415, f"Content-Type {kind!r} is not JSON; send application/json")
+        raise RequestRefused(415, f"Content-Type {kind!r} is not JSON: send application/json")
     if (coding := request.headers.get("content-encoding", "identity").strip().lower()) != "identity":
-        raise RequestRefused(415, f"Content-Encoding {coding!r} is not supported; send the body as it is")
+        raise RequestRefused(415, f"Content-Encoding {coding!r} is not supported: send the body without encoding")
     body, size = bytearray(), 0
     try:
         async with asyncio.timeout(limits.body_timeout_s):
@@ -322,7 +322,7 @@ async def _read_body(request: Request, limits: ServerLimits, held: _HeldBytes) -
         # Only a shutdown cancels a request here; the server still sends this response.
         raise RequestRefused(503, "the server is shutting down") from None
     if size > limits.max_body_bytes:
-        raise RequestRefused(413, f"the body is too large; send at most {limits.max_body_bytes} bytes")
+        raise RequestRefused(413, f"the body is too large: send at most {limits.max_body_bytes} bytes")
     return body
 
 

@@ -94,7 +94,7 @@ def serve_web(arguments: Sequence[str] | None = None, program: str = "rlsys sear
     add("--passage-words", type=int, default=150, help="words of a page's passage (%(default)s)")
     add("--endpoint", help="URL of a compatible service, instead of the provider's")
     add("--requests-per-second", type=float, help="rate limit of the subscription")
-    add("--max-concurrent", type=int, default=16, help="most requests in flight (%(default)s)")
+    add("--max-concurrent", type=int, default=16, help="maximum number of requests in flight (%(default)s)")
     add("--device", help="device of the reranker: cpu, cuda or cuda:N")
     return _run(parser, arguments, "provider", _load_web)
 
@@ -115,7 +115,7 @@ def _run(
     """Parse the arguments and serve the result of `load`; the argument `subject` is the name in the log."""
     add = parser.add_argument
     add("--reranker", help="cross-encoder for /rerank: a Hugging Face folder or cached model")
-    add("--host", default=DEFAULT_HOST, help="address to listen on (%(default)s, this machine alone)")
+    add("--host", default=DEFAULT_HOST, help="address to listen on (%(default)s: only this machine can reach it)")
     add("--port", type=int, default=DEFAULT_PORT, help="(%(default)s)")
     add("--topk", type=int, default=DEFAULT_TOPK, help="passages per query, for requests without topk (%(default)s)")
     add("--token-file", type=Path, help=f"file with the bearer token; default: the variable {TOKEN_VARIABLE}")
@@ -173,7 +173,7 @@ def _load_index(given: argparse.Namespace) -> tuple[Retriever, PageSource | None
     made = {key: getattr(given, key) for key in _MADE if getattr(given, key) is not None}
     if given.index.is_file():
         if given.corpus is None or given.encoder is None:
-            problem = f"{given.index} is a FAISS file, which holds vectors alone"
+            problem = f"{given.index} is a FAISS file, which holds only vectors"
             remedy = "give --corpus, the passages that it was built from, and --encoder, the encoder that built it"
             key = "--corpus" if given.corpus is None else "--encoder"
             raise UserError(f"{problem}: {remedy}.", code="missing", key=key)
@@ -183,7 +183,7 @@ def _load_index(given: argparse.Namespace) -> tuple[Retriever, PageSource | None
     for key in (*made, *(["corpus"] if given.corpus else [])):
         flag = f"--{key.replace('_', '-')}"
         problem = f"{flag} is only for a bare FAISS file, and {given.index} is not a file"
-        reason = f"{problem}: leave it out, the manifest of an index folder records it."
+        reason = f"{problem}: leave it out, because the manifest of an index folder records it."
         raise UserError(reason, code="conflict", key=flag)
 
     deeper = {"depth": depth} if depth > DEPTH else {}
@@ -304,7 +304,7 @@ def read_token(file: str | Path | None, environment: Mapping[str, str] = os.envi
         text = environment.get(TOKEN_VARIABLE) if file is None else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         codes: dict[type[Exception], Code] = {UnicodeDecodeError: "malformed", PermissionError: "denied"}
-        reason = f"token file {file} cannot be read ({error}): give a text file with the token alone."
+        reason = f"token file {file} cannot be read ({error}): give a text file with only the token."
         raise UserError(reason, code=codes.get(type(error), "not_found"), key=str(file)) from None
     token = None if text is None else text.strip()
     if token is not None and not re.fullmatch("[!-~]+", token):

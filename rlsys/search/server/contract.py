@@ -76,8 +76,8 @@ class ServerLimits:
                 raise UserError(reason, code="out_of_range", key=field.name)
 
 
-_AS_MANY = Field(description="As many lists as queries.")
-_BEST = Field(description="Best documents of each query; null takes the server's default.")
+_AS_MANY = Field(description="One list for each query.")
+_BEST = Field(description="Number of best documents to return per query; null takes the server's default.")
 _is_whole = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 Count = Annotated[int, _is_whole]  # a JSON integer; `3.0` counts as one
 
@@ -88,9 +88,9 @@ class RetrieveRequest(BaseModel):
     model_config = _CLOSED
     shape: ClassVar[str] = '{"queries": [str], "topk": int or null, "return_scores": bool, "rerank": bool}'
     queries: Annotated[list[str], FailFast()]
-    topk: Count | None = Field(None, description="Passages of each query; null takes the server's default.")
+    topk: Count | None = Field(None, description="Number of passages per query; null takes the server's default.")
     return_scores: bool = False
-    rerank: bool = Field(False, description="Put the passages in the reranker's order; scores are its own.")
+    rerank: bool = Field(False, description="Return the passages in the reranker's order, with its scores.")
 
 
 class RerankRequest(BaseModel):

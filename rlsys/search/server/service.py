@@ -77,13 +77,15 @@ class Metrics(Collector):
         self._registry = registry = CollectorRegistry(auto_describe=True)
         ProcessCollector(registry=registry)
         registry.register(self)
-        self._requests = Counter("rlsys_search_requests", "Requests ended.", ["path", "status"], registry=registry)
+        self._requests = Counter(
+            "rlsys_search_requests", "Requests that have ended.", ["path", "status"], registry=registry
+        )
         seconds: dict[str, Any] = {"buckets": _SECONDS, "registry": registry}
         about = "Time from a request's headers to the end of its answer."
         self._request_seconds = Histogram("rlsys_search_request_seconds", about, ["path"], **seconds)
         about = "Time of a batch in a stage: prepare (queries are encoded), find, rerank, pages."
         self._stage_seconds = Histogram("rlsys_search_stage_seconds", about, ["stage"], **seconds)
-        about = "Queries of a batch."
+        about = "Number of queries in a batch."
         self.batch_queries = Histogram("rlsys_search_batch_queries", about, buckets=_SIZES, registry=registry)
 
     def request(self, path: str, status: int, seconds: float) -> None:

@@ -274,7 +274,9 @@ class Keys:
                 )
             if not (value.isascii() and value.isprintable()):
                 raise UserError(
-                    f"{name} holds characters that no key has: set it to the key alone.", code="malformed", key=name
+                    f"{name} has characters that cannot be in a key: set it to the key only.",
+                    code="malformed",
+                    key=name,
                 )
             found[credential.place][credential.name] = value
         return cls(found["header"], found["parameter"])

@@ -71,7 +71,7 @@ def choose_layers(layers: Layers, here: Capabilities) -> Layers:
     if layers is Layers.te and here.layers is not Layers.te:
         lacks = "there is no GPU" if here.transformer_engine else "transformer_engine is not installed"
         raise UserError(
-            f"model.layers is te but {lacks}; install what is missing or use local.",
+            f"model.layers is te but {lacks}: install what is missing or use local.",
             code="not_installed",
             key="model.layers",
         )
@@ -86,7 +86,7 @@ def kernel_settings(model: ModelConfig, layers: Layers, here: Capabilities) -> d
     te = layers is Layers.te
     if model.fp8 and not te:
         raise UserError(
-            "model.fp8 is true but the layers are not Transformer Engine's; set it to false.",
+            "model.fp8 is true but the layers are not Transformer Engine's: set it to false.",
             code="conflict",
             key="model.fp8",
         )
@@ -165,7 +165,7 @@ def _check_tp(architecture: Architecture, parallel: ParallelConfig) -> None:
     for key, size in cut.items():
         if size % tp:
             raise UserError(
-                f"tp is {tp}, which does not divide the model's {size} {key}; lower it.", code="mismatch", key="tp"
+                f"tp is {tp}, which does not divide the model's {size} {key}: lower it.", code="mismatch", key="tp"
             )
     if max(tp, kv_heads) % min(tp, kv_heads):
         raise UserError(

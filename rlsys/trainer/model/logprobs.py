@@ -241,7 +241,7 @@ def top_tokens(logits: Tensor, shard: VocabShard, temperature: float, k: int) ->
     merged = all_values[..., :candidates].transpose(0, 1).flatten(1)
     best, places = merged.topk(min(k, merged.shape[1]), dim=-1)
     if best.shape[1] < k or best.isneginf().any():
-        raise ValueError(f"k={k} exceeds the number of tokens in the vocabulary; lower k.")
+        raise ValueError(f"k={k} exceeds the number of tokens in the vocabulary: lower k.")
     return all_tokens.transpose(0, 1).flatten(1).gather(1, places), best - log_z[:, None]
 
 

@@ -72,7 +72,7 @@ def open_checkpoint(folder: str | Path) -> MegatronCheckpoint:
     if any(folder.glob("mp_rank_*")):
         return LegacyCheckpoint(folder)
     raise UserError(
-        f"{folder} holds no Megatron checkpoint; give a folder with {BACKEND} or mp_rank_00 in it, such as "
+        f"{folder} holds no Megatron checkpoint: give a folder with {BACKEND} or mp_rank_00 in it, such as "
         ".../global_step_N/actor or .../iter_0000100.",
         code="empty",
         key=str(folder),
@@ -81,14 +81,14 @@ def open_checkpoint(folder: str | Path) -> MegatronCheckpoint:
 
 def _resolve(folder: Path) -> Path:
     if not folder.is_dir():
-        raise UserError(f"{folder} is not there; give the folder of a checkpoint.", code="not_found", key=str(folder))
+        raise UserError(f"{folder} does not exist: give the folder of a checkpoint.", code="not_found", key=str(folder))
     note = folder / _LATEST
     if note.is_file():
         latest = note.read_text().strip()
         named = folder / (f"iter_{int(latest):07d}" if latest.isdecimal() else latest)
         if not named.is_dir() or named.parent != folder:
             raise UserError(
-                f"{note} names {latest}, but {named} is not there; give the folder of a checkpoint.",
+                f"{note} names {latest}, but {named} does not exist: give the folder of a checkpoint.",
                 code="not_found",
                 key=str(named),
             )
@@ -96,7 +96,7 @@ def _resolve(folder: Path) -> Path:
     saved = sorted(path for path in folder.glob("iter_*") if path.is_dir())
     if len(saved) > 1:
         raise UserError(
-            f"{folder} holds {len(saved)} checkpoints; give one, such as {saved[-1]}.",
+            f"{folder} holds {len(saved)} checkpoints: give one, such as {saved[-1]}.",
             code="out_of_range",
             key=str(folder),
         )
@@ -157,14 +157,14 @@ class MegatronCheckpoint(ABC):
         missing = [name for name in entries if name not in found]
         if missing:
             raise UserError(
-                f"{self.folder} lacks {len(missing)} weights of this model, first {missing[0]}; give the whole "
+                f"{self.folder} lacks {len(missing)} weights of this model, first {missing[0]}: give the whole "
                 "checkpoint of a model that fits the config.json.",
                 code="mismatch",
                 key=str(self.folder),
             )
         if unknown:
             raise UserError(
-                f"{self.folder} has {len(unknown)} weights that this model does not have, first {unknown[0]}; "
+                f"{self.folder} has {len(unknown)} weights that this model does not have, first {unknown[0]}: "
                 "give the config.json of the model that was trained.",
                 code="mismatch",
                 key=str(self.folder),
@@ -177,7 +177,7 @@ class MegatronCheckpoint(ABC):
             if entry.rule.cut is Cut.VOCAB and rows - vocab >= VOCAB_MULTIPLE * len(self._pieces[name]):
                 raise UserError(
                     f"{self.folder} has {rows} vocabulary rows in {name}, but the config.json says {vocab}, and the "
-                    "difference is too large for padding; give the config.json of the model that was trained (--hf).",
+                    "difference is too large for padding: give the config.json of the model that was trained (--hf).",
                     code="mismatch",
                     key=str(self.folder),
                 )
@@ -195,7 +195,7 @@ class MegatronCheckpoint(ABC):
             if copy.name in stored and sums(copy) != sums(original):
                 raise UserError(
                     f"{self.folder} holds different values in {copy.name} and {original.name}, but the config.json "
-                    f"ties the two (tie_word_embeddings), so {copy.name} would be lost; give the config.json of the "
+                    f"ties the two (tie_word_embeddings), so {copy.name} would be lost: give the config.json of the "
                     "model that was trained.",
                     code="mismatch",
                     key=str(self.folder),
@@ -228,7 +228,7 @@ class MegatronCheckpoint(ABC):
     def _misfit(self, entry: Entry, stored: StoredWeight) -> UserError:
         shapes = " and ".join(str(list(shape)) for shape in stored.shapes)
         return UserError(
-            f"{self.folder} has {entry.name} of shape {shapes}, which is not this model's; give the config.json of "
+            f"{self.folder} has {entry.name} of shape {shapes}, which is not this model's: give the config.json of "
             "the model that was trained, and the files of all its ranks.",
             code="mismatch",
             key=str(self.folder),
@@ -240,7 +240,7 @@ class MegatronCheckpoint(ABC):
             if name in self.names():
                 return name
         raise UserError(
-            f"{self.folder} lacks {entry.name}; give the whole checkpoint of this model.",
+            f"{self.folder} lacks {entry.name}: give the whole checkpoint of this model.",
             code="mismatch",
             key=str(self.folder),
         )
@@ -295,7 +295,7 @@ class TensorOnDisk:
         try:
             if self.file.stat().st_size < self.offset + nbytes:
                 raise UserError(
-                    f"{self.file} is truncated; complete the checkpoint, or copy it again.",
+                    f"{self.file} is truncated: complete the checkpoint, or copy it again.",
                     code="malformed",
                     key=str(self.file),
                 )
@@ -323,7 +323,7 @@ def find_tensors(
     stream.seek(0)
     if begins == old:
         raise UserError(
-            f"{file} is in the torch.save format from before torch 1.6, which is not supported; load it with torch and "
+            f"{file} is in the torch.save format from before torch 1.6, which is not supported: load it with torch and "
             "save it again.",
             code="unsupported",
             key=str(file),
@@ -333,7 +333,7 @@ def find_tensors(
         if refused := sorted(name for name in named if not is_inert(name)):
             raise UserError(
                 f"{file} asks for {refused[0]}, which no checkpoint of weights needs and which could run code, so the "
-                "file is not read; use a checkpoint from a source that you trust.",
+                "file is not read: use a checkpoint from a source that you trust.",
                 code="unsafe",
                 key=str(file),
             )
@@ -342,7 +342,7 @@ def find_tensors(
             loaded = torch.load(stream, map_location="meta", weights_only=True)
     except (RuntimeError, ValueError, EOFError, OSError, pickle.UnpicklingError, TypeError, KeyError) as error:
         raise UserError(
-            f"{file} is damaged or truncated; complete the checkpoint, or copy it again.",
+            f"{file} is damaged or truncated: complete the checkpoint, or copy it again.",
             code="malformed",
             key=str(file),
         ) from error
@@ -350,7 +350,7 @@ def find_tensors(
     def locate(tensor: Tensor) -> TensorOnDisk:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise UserError(
-                f"{file} has a sparse or quantised tensor, which is not supported; give another checkpoint.",
+                f"{file} has a sparse or quantised tensor, which is not supported: give another checkpoint.",
                 code="unsupported",
                 key=str(file),
             )
@@ -434,19 +434,19 @@ class TorchDistCheckpoint(MegatronCheckpoint):
             backend = json.loads((folder / BACKEND).read_text())["sharded_backend"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
-                f"{folder / BACKEND} is damaged; copy the checkpoint again.",
+                f"{folder / BACKEND} is damaged: copy the checkpoint again.",
                 code="malformed",
                 key=str(folder / BACKEND),
             ) from error
         if backend != "torch_dist":
             raise UserError(
-                f"{folder} was saved as {backend}, which is not supported; save it as torch_dist.",
+                f"{folder} was saved as {backend}, which is not supported: save it as torch_dist.",
                 code="unsupported",
                 key=str(folder),
             )
         if not (folder / METADATA).is_file():
             raise UserError(
-                f"{folder / METADATA} is not there; complete the checkpoint, or copy it again.",
+                f"{folder / METADATA} does not exist: complete the checkpoint, or copy it again.",
                 code="not_found",
                 key=str(folder / METADATA),
             )
@@ -493,7 +493,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
                 found.append(((first + begin - start, *piece.at[1:]), place))
         if sum(prod(place.shape) for _, place in found) != prod(shape):
             raise UserError(
-                f"{self.folder / METADATA} does not locate all of {name}; use another checkpoint.",
+                f"{self.folder / METADATA} does not locate all of {name}: use another checkpoint.",
                 code="malformed",
                 key=str(self.folder / METADATA),
             )
@@ -509,11 +509,11 @@ class TorchDistCheckpoint(MegatronCheckpoint):
         file = piece.file
         if not file.is_file():
             raise UserError(
-                f"{file}, which holds {name}, is not there; complete the checkpoint.", code="not_found", key=str(file)
+                f"{file}, which holds {name}, does not exist: complete the checkpoint.", code="not_found", key=str(file)
             )
         if file.stat().st_size < piece.start + piece.length:
             raise UserError(
-                f"{file}, which holds {name}, is truncated; complete the checkpoint, or copy it again.",
+                f"{file}, which holds {name}, is truncated: complete the checkpoint, or copy it again.",
                 code="malformed",
                 key=str(file),
             )
@@ -522,7 +522,7 @@ class TorchDistCheckpoint(MegatronCheckpoint):
             tensor, locate = find_tensors(file, view, piece.start)
         if not isinstance(tensor, Tensor) or tuple(tensor.shape) != piece.sizes or tensor.dtype != dtype:
             raise UserError(
-                f"{file} does not hold {name} as {METADATA} says; use another checkpoint.",
+                f"{file} does not hold {name} as {METADATA} says: use another checkpoint.",
                 code="mismatch",
                 key=str(file),
             )
@@ -583,7 +583,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return found
         raise UserError(
             f"{self._file} asks for {module}.{name}, which is not tensor metadata and could run code, so the file is "
-            "not read; use a checkpoint from a source that you trust.",
+            "not read: use a checkpoint from a source that you trust.",
             code="unsafe",
             key=str(self._file),
         )
@@ -607,7 +607,7 @@ def check_place(place: Any, key: str) -> None:
     file = place.relative_path
     if Path(file).name != file or getattr(place, "transform_descriptors", None):
         raise UserError(
-            f"{file} holds {key} outside the folder or in a transformed form, which is not supported; save it as plain "
+            f"{file} holds {key} outside the folder or in a transformed form, which is not supported: save it as plain "
             "torch_dist.",
             code="unsupported" if Path(file).name == file else "unsafe",
             key=file,
@@ -616,7 +616,7 @@ def check_place(place: Any, key: str) -> None:
 
 def _damaged(file: Path, reason: object) -> UserError:
     return UserError(
-        f"{file} is damaged or truncated ({reason}); take another checkpoint, or copy it again.",
+        f"{file} is damaged or truncated ({reason}): take another checkpoint, or copy it again.",
         code="malformed",
         key=str(file),
     )
@@ -714,7 +714,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
             if named := _RANK.fullmatch(path.name):
                 if not (path / _RANK_FILE).is_file():
                     raise UserError(
-                        f"{path / _RANK_FILE} is not there; complete the checkpoint, or copy it again.",
+                        f"{path / _RANK_FILE} does not exist: complete the checkpoint, or copy it again.",
                         code="not_found",
                         key=str(path / _RANK_FILE),
                     )
@@ -726,7 +726,7 @@ class LegacyCheckpoint(MegatronCheckpoint):
             stored[name] = StoredWeight(tuple(piece.shape for piece in pieces), pieces[0].dtype)
             if len({piece.dtype for piece in pieces}) > 1:
                 raise UserError(
-                    f"{folder} has {name} in different dtypes on different ranks; give a checkpoint of one run.",
+                    f"{folder} has {name} in different dtypes on different ranks: give a checkpoint of one run.",
                     code="mismatch",
                     key=str(folder),
                 )
@@ -742,11 +742,11 @@ def _read_file(file: Path) -> _RankFile:
     with file.open("rb") as stream:
         loaded, locate = find_tensors(file, stream, is_inert=lambda name: bool(_TOLERATED.fullmatch(name)))
     if not isinstance(loaded, dict):
-        raise UserError(f"{file} holds no Megatron checkpoint; give another folder.", code="malformed", key=str(file))
+        raise UserError(f"{file} holds no Megatron checkpoint: give another folder.", code="malformed", key=str(file))
     chunks = {int(named[1] or 0): value for key, value in loaded.items() if (named := _MODEL.fullmatch(str(key)))}
     if not chunks or sorted(chunks) != list(range(len(chunks))):
         raise UserError(
-            f"{file} holds {', '.join(map(str, loaded))}, but no model; give a checkpoint of a model.",
+            f"{file} holds {', '.join(map(str, loaded))}, but no model: give a checkpoint of a model.",
             code="malformed",
             key=str(file),
         )
@@ -754,13 +754,13 @@ def _read_file(file: Path) -> _RankFile:
     for _, chunk in sorted(chunks.items()):
         if not isinstance(chunk, dict) or not all(isinstance(name, str) for name in chunk):
             raise UserError(
-                f"{file} holds no weights by name where a model should be; give another checkpoint.",
+                f"{file} holds no weights by name where a model should be: give another checkpoint.",
                 code="malformed",
                 key=str(file),
             )
         if "language_model" in chunk:
             raise UserError(
-                f"{file} holds a Megatron model from before Megatron-core, which is not supported; convert it to "
+                f"{file} holds a Megatron model from before Megatron-core, which is not supported: convert it to "
                 "Megatron-core.",
                 code="unsupported",
                 key=str(file),
@@ -795,7 +795,7 @@ def _grid(folder: Path, files: dict[_Rank, _RankFile]) -> _Grid:
         if size > len(files):
             raise UserError(
                 f"{folder} has the files of {len(files)} ranks, too few for "
-                f"{_SIZES[axis]}={min(size, _SHOWN)}; complete the checkpoint, or copy it again.",
+                f"{_SIZES[axis]}={min(size, _SHOWN)}: complete the checkpoint, or copy it again.",
                 code="not_found",
                 key=str(folder),
             )
@@ -809,7 +809,7 @@ def _grid(folder: Path, files: dict[_Rank, _RankFile]) -> _Grid:
     name = f"mp_rank_{missing.tp:02d}" + (f"_{missing.pp:03d}" if pp > 1 else "")
     name += f"_{missing.ep:03d}" if ep > 1 else ""
     raise UserError(
-        f"{folder / name / _RANK_FILE} is not there; complete the checkpoint, or copy it again.",
+        f"{folder / name / _RANK_FILE} does not exist: complete the checkpoint, or copy it again.",
         code="not_found",
         key=str(folder / name / _RANK_FILE),
     )

@@ -168,7 +168,7 @@ def _open(folder: Path) -> None:
     if dist.get_rank() == 0:
         if is_complete(folder):
             raise UserError(
-                f"{folder} holds a checkpoint already; save to another folder.", code="exists", key=str(folder)
+                f"{folder} holds a checkpoint already: save to another folder.", code="exists", key=str(folder)
             )
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -300,7 +300,7 @@ def load(folder: str | Path, sharded_state: dict[str, Any]) -> dict[str, Any]:
 
 def _of_another_model(folder: Path, reason: str) -> UserError:
     return UserError(
-        f"{folder} holds a checkpoint of another model; give one of this model ({reason}).",
+        f"{folder} holds a checkpoint of another model: give one of this model ({reason}).",
         code="mismatch",
         key=str(folder),
     )
@@ -339,7 +339,7 @@ def require_sound(folder: Path) -> None:
             if LAYER_STATE in key and any(isinstance(leaf, Tensor) and leaf.numel() for leaf in tree_leaves(held)):
                 raise UserError(
                     f"{file} holds {key}, which Transformer Engine would unpickle and which could run code, so it is "
-                    "not read; use a checkpoint that was saved without FP8.",
+                    "not read: use a checkpoint that was saved without FP8.",
                     code="unsafe",
                     key=str(file),
                 )

@@ -109,12 +109,12 @@ def _encoded(value: Any, hint: Any, arrays: _Arrays) -> Any:
         # A union of several classes needs the class name.
         kind = type(value)
         if kind not in others:
-            raise TypeError(f"A {kind.__name__} stands where one of {others} should.")
+            raise TypeError(f"Expected one of {others}, got {kind.__name__}.")
         return {kind.__name__: _encoded(value, kind, arrays)}
     if origin is Any:
         return value
     if not isinstance(value, _SCALARS.get(origin, origin)):
-        raise TypeError(f"A {type(value).__name__} stands where a {origin.__name__} should.")
+        raise TypeError(f"Expected {origin.__name__}, got {type(value).__name__}.")
     if origin in _SCALARS:
         return origin(value)
     if origin is np.ndarray:
@@ -145,7 +145,7 @@ def _decoded(tree: Any, hint: Any, members: Mapping[str, NDArray[Any]]) -> Any:
         return tree
     if origin in _SCALARS:
         if type(tree) is not origin:
-            raise TypeError(f"{tree!r} stands where a {origin.__name__} should")
+            raise TypeError(f"expected {origin.__name__}, got {tree!r}")
         return tree
     if origin is np.ndarray:
         start, shape = tree["from"], tree["shape"]
@@ -155,7 +155,7 @@ def _decoded(tree: Any, hint: Any, members: Mapping[str, NDArray[Any]]) -> Any:
     if _is_record(origin):
         hints = _hints(origin)
         if tree.keys() != hints.keys():
-            raise TypeError(f"{sorted(tree.keys() ^ hints.keys())} are on one side only")
+            raise TypeError(f"{sorted(tree.keys() ^ hints.keys())} are missing or unknown")
         return origin(**{name: _decoded(tree[key], hint, members) for key, (name, hint) in hints.items()})
     if issubclass(origin, Mapping):
         key, item = inner

@@ -218,7 +218,7 @@ def read_checkpoint_info(folder: str | Path) -> CheckpointInfo:
     """Read the description of the complete checkpoint in `folder`, ignoring unknown fields. Raises UserError."""
     if not is_complete(folder):
         raise UserError(
-            f"{folder} holds no complete checkpoint; give a folder with {COMPLETE} in it.",
+            f"{folder} holds no complete checkpoint: give a folder with {COMPLETE} in it.",
             code="not_found",
             key=str(folder),
         )

@@ -142,7 +142,7 @@ class TorchDistWriter:
         size = shape[dimension]
         if size % pieces:
             raise UserError(
-                f"tp is {self._tp}, which does not divide {entry.name} of {list(shape)}; lower tp.",
+                f"tp is {self._tp}, which does not divide {entry.name} of {list(shape)}: lower tp.",
                 code="mismatch",
                 key="tp",
             )

@@ -116,7 +116,7 @@ def run(
     RunError if a file cannot be written, and Interrupted; calling again with the same arguments continues.
     """
     if processes is not None and processes < 1:
-        raise UserError(f"processes is {processes}; give 1 or more.", code="out_of_range", key="processes")
+        raise UserError(f"processes is {processes}: give 1 or more.", code="out_of_range", key="processes")
     try:
         with locked_draft(out) as draft:
             same = draft.begin(conversion.recipe())
@@ -289,7 +289,7 @@ class ConversionDraft:
             return {"recipe": journal["recipe"], "files": dict(journal["files"])}
         except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(
-                f"{path} is damaged; remove {self._home} to begin anew.", code="malformed", key=str(path)
+                f"{path} is damaged: remove {self._home} to start over.", code="malformed", key=str(path)
             ) from None
 
     def _write(self) -> None:
@@ -312,18 +312,18 @@ def locked_draft(out: Path) -> Iterator[ConversionDraft]:
             # A conversion writes the journal before creating the folder and deletes it after renaming the folder.
             if found - {LOCK, _JOURNAL, _FOLDER, f".{_JOURNAL}"} or (_FOLDER in found and _JOURNAL not in found):
                 raise UserError(
-                    f"{home} was not made by a conversion; move it away, or give another folder.",
+                    f"{home} was not made by a conversion: move it away, or give another folder.",
                     code="exists",
                     key=str(home),
                 )
             stack.enter_context(working_folder(home))
         except BlockingIOError:
             raise UserError(
-                f"Another process is converting in {home}; wait for it, or stop it.", code="in_use", key=str(home)
+                f"Another process is converting in {home}: wait for it, or stop it.", code="in_use", key=str(home)
             ) from None
         except OSError as error:
             raise UserError(
-                f"Nothing can be written to {out} ({error.strerror}); give another folder.", code="denied", key=str(out)
+                f"{out} is not writable ({error.strerror}): give another folder.", code="denied", key=str(out)
             ) from None
         draft = ConversionDraft(out, home)
         stack.callback(draft.abandon)
@@ -333,7 +333,7 @@ def locked_draft(out: Path) -> Iterator[ConversionDraft]:
 def _require_absent(out: Path) -> None:
     if out.exists() or out.is_symlink():
         raise UserError(
-            f"{out} exists already; give a folder that does not, or remove it first.", code="exists", key=str(out)
+            f"{out} exists already: give a new folder, or remove this one first.", code="exists", key=str(out)
         )
 
 
@@ -354,7 +354,7 @@ def megatron_to_hf(
     is given.
     """
     if shard_bytes < 1:
-        raise UserError(f"shard_bytes is {shard_bytes}; give 1 or more.", code="out_of_range", key="shard_bytes")
+        raise UserError(f"shard_bytes is {shard_bytes}: give 1 or more.", code="out_of_range", key="shard_bytes")
     opened = open_checkpoint(checkpoint)
     model = model_of(opened.folder, original)
     values = is_critic(opened)
@@ -453,7 +453,7 @@ def hf_to_megatron(
     source, parallel = Path(source), parallel or ParallelConfig()
     for key, size in (("tp", parallel.tp), ("pp", parallel.pp), ("ep", parallel.ep)):
         if size < 1:
-            raise UserError(f"{key} is {size}; give 1 or more.", code="out_of_range", key=key)
+            raise UserError(f"{key} is {size}: give 1 or more.", code="out_of_range", key=key)
     weights = WeightMap(architecture_in(source), values=values)
     reader = HfReader(source)
     check_hf(reader, weights, source, values)
@@ -508,7 +508,7 @@ class HfToMegatron:
         if len(found) > 1:
             raise UserError(
                 f"{self.source} has {', '.join(entry.hf)} in {' and '.join(sorted(map(dtype_name, found)))}, but "
-                "Megatron fuses them into one tensor; give a single dtype with --dtype.",
+                "Megatron fuses them into one tensor: give a single dtype with --dtype.",
                 code="mismatch",
                 key=entry.hf[0],
             )

@@ -54,7 +54,7 @@ def copy_companions(original: Path, folder: Path) -> list[str]:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(original / path, folder / path)
     if not any((original / name).is_file() for name in _TOKENIZERS):
-        return [f"{original} has no tokenizer, so the converted model has none; copy one into it before use."]
+        return [f"{original} has no tokenizer, so the converted model has none: copy one into it before use."]
     return []
 
 
@@ -63,14 +63,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(
-            f"{folder} has no {CONFIG}; give a Hugging Face model folder.", code="not_found", key=str(folder)
+            f"{folder} has no {CONFIG}: give a Hugging Face model folder.", code="not_found", key=str(folder)
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({error}); get it again.", code="malformed", key=str(path)) from None
+        raise UserError(f"{path} is damaged ({error}): get it again.", code="malformed", key=str(path)) from None
     if not isinstance(config, dict):
-        raise UserError(f"{path} holds no JSON object; get it again.", code="malformed", key=str(path))
+        raise UserError(f"{path} holds no JSON object: get it again.", code="malformed", key=str(path))
     return config
 
 
@@ -110,7 +110,7 @@ def model_of(checkpoint: Path, original: str | Path | None) -> Path:
     inside = checkpoint / MODEL
     if not (inside / CONFIG).is_file():
         raise UserError(
-            f"{checkpoint} has no {MODEL}/{CONFIG}; give its original Hugging Face folder with --hf.",
+            f"{checkpoint} has no {MODEL}/{CONFIG}: give its original Hugging Face folder with --hf.",
             code="missing",
             key="--hf",
         )
@@ -126,14 +126,14 @@ def is_critic(source: MegatronCheckpoint | HfReader) -> bool:
 def check_hf(reader: HfReader, weights: WeightMap, source: Path, values: bool) -> None:
     """Raise UserError unless `source` holds the tensors of the map; with `values`, the value head may be missing."""
     if not values and is_critic(reader):
-        raise UserError(f"{source} is a critic (it has {_HF_HEAD}); give --values.", code="missing", key="--values")
+        raise UserError(f"{source} is a critic (it has {_HF_HEAD}): give --values.", code="missing", key="--values")
     weights.check_hf_names(reader.names(), headless=values)
     for entry in weights.entries():
         for name, shape in zip(entry.hf, entry.rule.shapes, strict=True):
             if name in reader.names() and reader.spec(name).shape != tuple(shape):
                 raise UserError(
                     f"{source} has {name} of shape {list(reader.spec(name).shape)}, but its {CONFIG} implies "
-                    f"{list(shape)}; use weights and config of the same model.",
+                    f"{list(shape)}: use weights and config of the same model.",
                     code="mismatch",
                     key=name,
                 )
@@ -152,7 +152,7 @@ def dtype_named(name: str | None) -> torch.dtype | None:
     if name is None:
         return None
     if name not in WRITTEN:
-        raise UserError(f"dtype is {name}; give one of {', '.join(WRITTEN)}.", code="unknown", key="dtype")
+        raise UserError(f"dtype is {name}: give one of {', '.join(WRITTEN)}.", code="unknown", key="dtype")
     return WRITTEN[name]
 
 
@@ -162,7 +162,7 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
         return tensor
     if not tensor.is_floating_point():
         raise UserError(
-            f"{name} is {dtype_name(tensor.dtype)}, which --dtype cannot convert; omit --dtype, or use weights that "
+            f"{name} is {dtype_name(tensor.dtype)}, which --dtype cannot convert: omit --dtype, or use weights that "
             "are not quantised.",
             code="unsupported",
             key="--dtype",
@@ -170,7 +170,7 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     made = tensor.to(dtype)
     if torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and bool((made.isinf() & tensor.isfinite()).any()):
         raise UserError(
-            f"{name} has values outside the range of {dtype_name(dtype)}; give another --dtype.",
+            f"{name} has values outside the range of {dtype_name(dtype)}: give another --dtype.",
             code="out_of_range",
             key="--dtype",
         )

@@ -107,7 +107,7 @@ def test_tokens_and_tools_of_a_found_config_are_reported_and_not_trusted(
     notes = " ".join(found.notes)
     assert "The model searches http://search.example." in notes
     assert "search.token_env=SECRET_KEY is ignored, so no token is sent" in notes
-    assert ("Its tools are used" if in_its_run else "Its tools are left out") in notes
+    assert ("The run's tools are used" if in_its_run else "The config's tools are ignored") in notes
     asked = settings_of(model, ChatOptions(search_url="http://127.0.0.1:8000"))
     assert asked.config.search.token_env is None
 
