@@ -26,8 +26,8 @@ script and their defaults:
     CUDA_VISIBLE_DEVICES    GPUs to use                                    all
     PYTHON                  interpreter with rlsys installed               python3
 
-Relative paths start at the current directory, or at the repository if they do not exist there. Add compat=search_r1 for
-behaviour of the published code that no setting covers. The script first runs \`rlsys doctor --for\`, which lists every
+Relative paths start at the current directory, or at the repository if they do not exist there. Add compat=search_r1
+to reproduce behaviour of the published code that no setting covers. The script first runs \`rlsys doctor --for\`, which lists every
 problem, and starts nothing until all are fixed.
 
 END

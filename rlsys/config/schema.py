@@ -434,8 +434,8 @@ class EvalConfig:
     temperature: NotNegative = 0.0
     """Sampling temperature of answers; 0 is greedy."""
     engines: Annotated[Count, Unit("engines")] | None = None
-    """Engines set aside for an evaluation while the others continue rollouts and training goes on; null uses all
-    engines, and training waits."""
+    """Engines set aside for an evaluation while the others continue rollouts and training continues; null uses
+    all engines, and training waits."""
 
 
 @dataclass

@@ -437,7 +437,7 @@ class EngineCalls:
             return {}
 
     async def call(self, engine: int, method: str, *args: Any, timeout_s: float | None, ping: bool = True) -> Any:
-        """Return the engine's answer. Raises RankDied as soon as it is dead, RankSilent if it lives but times out.
+        """Return the engine's answer. Raises RankDied if it is dead, RankSilent if it lives but times out.
 
         With `ping`, a time-out triggers `ping`, so an unresponsive engine counts as dead.
         """

@@ -110,7 +110,7 @@ TWO_MACHINES = ["cluster.nodes=2", "cluster.devices_per_node=2", "cluster.sync_m
 SEARCHED = "cluster.search.nodes=[alpha]"
 APART = "cluster.placement={actor: 0-1, inference: '2', rollout: '3'}"
 THREE_EACH = "cluster.placement={actor: '4', inference: '5', rollout: 0-3}"
-"""With 3 devices per machine, the second engine of two ranks would be on both machines."""
+"""On machines with 3 devices, the second engine of two ranks would be on both machines."""
 
 
 def keys(config: RunConfig) -> list[str]:

@@ -73,7 +73,7 @@ def test_group_waits_only_while_all_of_its_parts_wait() -> None:
     assert shown(critic="trains on 2 groups") == "trains on 2 groups"
     assert shown(critic_values="waits for rollouts") == "trains on 2 groups"
     assert shown(critic_values="computes values of 1 group") == "computes values of 1 group"
-    # Training goes on, though the values were begun later.
+    # Training continues, although the values were begun later.
     assert shown(critic_values="waits for rollouts") == "trains on 2 groups"
     assert shown(critic="waits for log-probs and values") == "waits for log-probs and values (5 s)"
     assert shown() == "waits for log-probs and values (10 s)"

@@ -68,7 +68,7 @@ class Bench:
         return version, digest_of(buckets)
 
     async def until_generating(self, requests: int, tokens: int = 50) -> None:
-        """Wait until so many requests have `tokens` tokens each; SGLang reports every 50."""
+        """Wait until `requests` requests have `tokens` tokens each; SGLang reports every 50."""
         # A request that is not streamed shows its tokens only at its end; SGLang's own state has them.
         states = self.engine._sglang._manager.rid_to_state
         while sum(len(state.output_ids) >= tokens for state in states.values()) < requests:

@@ -47,7 +47,7 @@ class Target:
         self._process = psutil.Process(server.pid)
 
     def cost_of(self, attack: Attack, connections: int = 1) -> Cost:
-        """Return the cost of an attack over so many connections; checks that others are answered meanwhile."""
+        """Return the cost of an attack over `connections` connections; checks that others are answered meanwhile."""
         (self._proc / "clear_refs").write_text("5")  # Resets its peak of memory to the current value.
         memory, cpu_s = self._peak_mb(), self._cpu_s()
         answer = b""

@@ -62,7 +62,7 @@ class Script:
             raise
 
 
-class Shelf:
+class FakeSearch:
     """A search that finds one passage, or fails."""
 
     def __init__(self, passage: str = PASSAGE, error: str = "") -> None:
@@ -83,7 +83,7 @@ def task(**changes: object) -> TaskConfig:
     return TaskConfig(train_path="", eval_path="", **limits | changes)  # type: ignore[arg-type]
 
 
-def conversation(script: Script, search: Shelf | None, tasks: TaskConfig | None = None) -> Conversation:
+def conversation(script: Script, search: FakeSearch | None, tasks: TaskConfig | None = None) -> Conversation:
     return Conversation(
         script,
         search,
@@ -94,14 +94,14 @@ def conversation(script: Script, search: Shelf | None, tasks: TaskConfig | None 
     )
 
 
-def opened(script: Script, search: Shelf) -> Opened:
+def opened(script: Script, search: FakeSearch) -> Opened:
     """Open conversation with `script` and `search`."""
     asked = conversation(script, search, task(max_prompt_tokens=512))
     return Opened(asked, EngineName.transformers, "folder/<b>model</b>", "http://127.0.0.1:9", 2, 0.0)
 
 
 @contextmanager
-def page_of(script: Script, search: Shelf) -> Iterator[str]:
+def page_of(script: Script, search: FakeSearch) -> Iterator[str]:
     """Serve the chat page with `script` and `search` on a real socket; yields its URL."""
     with serving(create_app(opened(script, search), own_names("127.0.0.1"))) as url:
         yield url

@@ -143,7 +143,7 @@ class ScoreBatchSize:
     """Bounds on the number of groups that the scorer takes at a time."""
 
     min_groups: float
-    """The scorer blocks until so many are rewarded, or until nothing rolls out and no group may be admitted.
+    """The scorer blocks until that many groups are rewarded, or until nothing rolls out and no group may be admitted.
 
     Infinity always waits for the latter."""
     max_groups: int

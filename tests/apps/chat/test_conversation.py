@@ -25,7 +25,7 @@ from rlsys.config.schema import TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.rollout.agent.episode import EpisodeTools, TurnSampling, run_episode
-from tests.support.chat import ANSWERS, SEARCHES, Script, Shelf, codec, conversation, task
+from tests.support.chat import ANSWERS, SEARCHES, Script, FakeSearch, codec, conversation, task
 
 QUESTION = "What is the capital of France?"
 
@@ -39,7 +39,7 @@ def response(events: list[Event]) -> str:
     return "".join(event.text for event in events if isinstance(event, TextPiece | ObservationAdded))
 
 
-async def trained(turns: tuple[str, ...], search: Shelf, tasks: TaskConfig) -> tuple[Script, Trajectory]:
+async def trained(turns: tuple[str, ...], search: FakeSearch, tasks: TaskConfig) -> tuple[Script, Trajectory]:
     """Play the episode as training does; return its engine and trajectory."""
     script = Script(codec(), turns)
     tools = EpisodeTools(script, search, script.codec, tasks)
@@ -57,7 +57,7 @@ async def trained(turns: tuple[str, ...], search: Shelf, tasks: TaskConfig) -> t
     ],
 )
 async def test_events_match_the_episode_that_training_plays(turns: tuple[str, ...], failure: str) -> None:
-    script, search, same_search = Script(codec(), turns), Shelf(error=failure), Shelf(error=failure)
+    script, search, same_search = Script(codec(), turns), FakeSearch(error=failure), FakeSearch(error=failure)
     events = await all_of(conversation(script, search))
     again, played = await trained(turns, same_search, task())
     assert script.inputs == again.inputs
@@ -78,17 +78,19 @@ async def test_events_match_the_episode_that_training_plays(turns: tuple[str, ..
 
 async def test_an_observation_that_fills_the_token_limit_is_reported() -> None:
     turns = (SEARCHES, ANSWERS)
-    whole, _ = await trained(turns, Shelf(), task())
+    whole, _ = await trained(turns, FakeSearch(), task())
     tight = task(max_total_tokens=len(whole.inputs[1]) - 3)
-    events = await all_of(conversation(Script(codec(), turns), Shelf(), tight))
-    _, played = await trained(turns, Shelf(), tight)
+    events = await all_of(conversation(Script(codec(), turns), FakeSearch(), tight))
+    _, played = await trained(turns, FakeSearch(), tight)
     assert response(events) == played.response
     assert (played.finish, type(events[-2])) == (Finish.TOKEN_LIMIT, ObservationAdded)
 
 
 async def test_an_episode_ends_at_its_time_limit() -> None:
     script = Script(codec(), (SEARCHES, ANSWERS), halt_after=8)
-    asked = Conversation(script, Shelf(), script.codec, task(), TurnSampling(0.0), lambda text: text, timeout_s=0.1)
+    asked = Conversation(
+        script, FakeSearch(), script.codec, task(), TurnSampling(0.0), lambda text: text, timeout_s=0.1
+    )
     ended = (await all_of(asked))[-1]
     assert isinstance(ended, EpisodeEnded)
     assert (ended.answer, ended.finish) == (None, "time_limit")
@@ -98,7 +100,7 @@ async def test_an_episode_ends_at_its_time_limit() -> None:
     ("text", "code", "key"), [(" \n", "empty", "question"), ("why " * 100, "out_of_range", "task.max_prompt_tokens")]
 )
 async def test_an_invalid_question_fails_and_the_next_is_answered(text: str, code: str, key: str) -> None:
-    asked = conversation(Script(codec(), (ANSWERS,)), Shelf())
+    asked = conversation(Script(codec(), (ANSWERS,)), FakeSearch())
     (failed,) = await all_of(asked, text)
     assert isinstance(failed, Failed)
     assert (failed.code, failed.key) == (code, key)

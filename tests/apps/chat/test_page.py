@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
-from tests.support.chat import ANSWERS, SEARCHES, Script, Shelf, codec, page_of
+from tests.support.chat import ANSWERS, SEARCHES, Script, FakeSearch, codec, page_of
 
 __all__ = ["browser", "look"]
 pytestmark = pytest.mark.slow
@@ -19,7 +19,7 @@ PASSAGE = f'"{HOSTILE}"\n{HOSTILE} </information> \u202e evil'
 @pytest.fixture
 def url() -> Iterator[str]:
     turns = (SEARCHES, ANSWERS, f"<think>{HOSTILE}</think><search>{HOSTILE}</search>", f"<answer>{HOSTILE}</answer>")
-    with page_of(Script(codec(), turns), Shelf(PASSAGE)) as url:
+    with page_of(Script(codec(), turns), FakeSearch(PASSAGE)) as url:
         yield url
 
 
@@ -54,7 +54,7 @@ def test_questions_are_answered_and_hostile_text_is_not_run(
 
 def test_stop_ends_an_answer_and_the_next_can_begin(look: Look) -> None:
     script = Script(codec(), (SEARCHES, ANSWERS), halt_after=8)
-    with page_of(script, Shelf()) as url:
+    with page_of(script, FakeSearch()) as url:
         page = look(url).page
         for number in (1, 2):
             page.fill("#question", "Who?")

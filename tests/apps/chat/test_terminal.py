@@ -16,7 +16,7 @@ from rlsys.apps.chat.conversation import EpisodeEnded, Failed, Kind, Observation
 from rlsys.apps.chat.terminal import JsonScreen, TextScreen, lines_of, session
 from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import Generation
-from tests.support.chat import ANSWERS, SEARCHES, Script, Shelf, codec, conversation
+from tests.support.chat import ANSWERS, SEARCHES, Script, FakeSearch, codec, conversation
 
 HOSTILE = "\x1b]0;owned\x07[bold]x[/bold] \u202e\x9b31m\udc80"
 ESCAPED = "\\x1b]0;owned\\x07[bold]x[/bold] \\u202e\\x9b31m\\udc80"
@@ -29,7 +29,7 @@ async def these(*questions: str) -> AsyncIterator[str]:
 
 async def test_a_pipe_gets_the_response_unchanged() -> None:
     screen = TextScreen(Console(file=(out := io.StringIO()), color_system=None, width=20), echo=True)
-    assert await session(conversation(Script(codec(), (SEARCHES, ANSWERS)), Shelf()), these("Who?"), screen) == 0
+    assert await session(conversation(Script(codec(), (SEARCHES, ANSWERS)), FakeSearch()), these("Who?"), screen) == 0
     text = out.getvalue()
     passage = 'Doc 1(Title: "Paris") Paris is the capital of <b>France</b>.'
     response = f"{SEARCHES}\n\n<information>{passage}</information>\n\n{ANSWERS}"
@@ -65,7 +65,7 @@ async def test_a_dead_engine_is_reported_and_raised() -> None:
 
     out = io.StringIO()
     with pytest.raises(RunError):
-        await session(conversation(Dead(codec(), ()), Shelf()), these("Who?"), JsonScreen(out))
+        await session(conversation(Dead(codec(), ()), FakeSearch()), these("Who?"), JsonScreen(out))
     asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
     last = json.loads(out.getvalue().splitlines()[-1])
     assert (last["event"], last["reason"], last["code"]) == ("failed", "The engine has died.", None)
@@ -73,7 +73,7 @@ async def test_a_dead_engine_is_reported_and_raised() -> None:
 
 async def test_a_session_continues_after_a_bad_question() -> None:
     out = io.StringIO()
-    asked = conversation(Script(codec(), (ANSWERS,)), Shelf())
+    asked = conversation(Script(codec(), (ANSWERS,)), FakeSearch())
     invited: list[int] = []
     failed = await session(asked, these("Who?", " ", "And?"), JsonScreen(out), lambda: invited.append(1))
     last = [json.loads(line) for line in out.getvalue().splitlines() if '"ended"' in line or '"failed"' in line]
@@ -84,7 +84,7 @@ async def test_a_session_continues_after_a_bad_question() -> None:
 async def test_ctrl_c_stops_the_answer_but_not_the_session() -> None:
     out = io.StringIO()
     script = Script(codec(), (SEARCHES, ANSWERS), halt_after=6)
-    going = asyncio.create_task(session(conversation(script, Shelf()), these("Who?", ""), JsonScreen(out)))
+    going = asyncio.create_task(session(conversation(script, FakeSearch()), these("Who?", ""), JsonScreen(out)))
     await script.halted.wait()
     os.kill(os.getpid(), signal.SIGINT)
     assert await going == 2

@@ -15,12 +15,12 @@ from rlsys.apps.chat import web
 from rlsys.apps.chat.web import create_app
 from rlsys.errors import UserError
 from rlsys.rollout.agent.episode import Generation
-from tests.support.chat import ANSWERS, SEARCHES, Script, Shelf, codec, opened, page_of
+from tests.support.chat import ANSWERS, SEARCHES, Script, FakeSearch, codec, opened, page_of
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    with page_of(Script(codec(), (SEARCHES, ANSWERS)), Shelf()) as url:
+    with page_of(Script(codec(), (SEARCHES, ANSWERS)), FakeSearch()) as url:
         yield url
 
 
@@ -85,7 +85,7 @@ def test_any_error_ends_the_answer_with_its_reason(problem: Exception, code: str
         async def generate(self, *_: object) -> Generation:  # type: ignore[override]
             raise problem
 
-    with page_of(Broken(codec(), ()), Shelf()) as url:
+    with page_of(Broken(codec(), ()), FakeSearch()) as url:
         last = events_of(ask(url, json={"question": "Who?"}))[-1]
     assert (last["event"], last["code"]) == ("failed", code)
     assert named in last["reason"]
@@ -96,7 +96,7 @@ async def test_the_episode_ends_when_the_client_leaves_during_an_event(monkeypat
     stream, held = web._stream, list[Any]()
     monkeypatch.setattr(web, "_stream", lambda *given: held.append(stream(*given)) or held[-1])
     script = Script(codec(), (SEARCHES, ANSWERS), halt_after=8)
-    app = create_app(opened(script, Shelf()), frozenset())
+    app = create_app(opened(script, FakeSearch()), frozenset())
     sending, left = asyncio.Event(), asyncio.Event()
     requests = iter([{"type": "http.request", "body": b'{"question": "Who?"}', "more_body": False}])
 

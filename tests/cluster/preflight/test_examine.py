@@ -154,7 +154,7 @@ def test_complete_machine_has_no_wrong_finding(node_run: Compose) -> None:
     assert here.search.call_args.args[1] == "Who wrote it?", "the server is asked the first question of the run"
 
 
-TENANT = GpuProcess("GPU-0", 7, "python", 69.0)
+OTHER_PROCESS = GpuProcess("GPU-0", 7, "python", 69.0)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ TENANT = GpuProcess("GPU-0", 7, "python", 69.0)
         (machine(Gpus("580.82", cards(4))), "GPUs", "4 of 8"),
         (machine(Gpus("570.1", cards(8))), "CUDA driver", "580"),
         (machine(Gpus("580.82", cards(8, total_gib=0.001))), "GPU memory", "of 0.0 GiB"),
-        (machine(Gpus("580.82", cards(8, 70), (TENANT,))), "GPU 0 in use", "python (process 7, 69.0 GiB)"),
+        (machine(Gpus("580.82", cards(8, 70), (OTHER_PROCESS,))), "GPU 0 in use", "python (process 7, 69.0 GiB)"),
         (machine(environment={"NCCL_SOCKET_IFNAME": "ib"}), "NCCL_SOCKET_IFNAME", "eth0, lo"),
         (machine(free_gib={"/dev/shm": 0.06}), "/dev/shm", "0.1 GiB"),
         (machine(free_gib={"/tmp": 80.0}), "disk for Ray", "96% full"),
