@@ -25,7 +25,7 @@ from rlsys.config.schema import TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.rollout.agent.episode import EpisodeTools, TurnSampling, run_episode
-from tests.support.chat import ANSWERS, SEARCHES, Script, FakeSearch, codec, conversation, task
+from tests.support.chat import ANSWERS, SEARCHES, FakeSearch, Script, codec, conversation, task
 
 QUESTION = "What is the capital of France?"
 

@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.support.browser import DESKTOP, PHONE, Look, browser, look
-from tests.support.chat import ANSWERS, SEARCHES, Script, FakeSearch, codec, page_of
+from tests.support.chat import ANSWERS, SEARCHES, FakeSearch, Script, codec, page_of
 
 __all__ = ["browser", "look"]
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ from rlsys.apps.chat import web
 from rlsys.apps.chat.web import create_app
 from rlsys.errors import UserError
 from rlsys.rollout.agent.episode import Generation
-from tests.support.chat import ANSWERS, SEARCHES, Script, FakeSearch, codec, opened, page_of
+from tests.support.chat import ANSWERS, SEARCHES, FakeSearch, Script, codec, opened, page_of
 
 
 @pytest.fixture
