@@ -14,9 +14,9 @@ A server with an invalid response does not get the same request again. Client er
 retried. A request takes at most `(replicas + retries) * (timeout_s + hedge_after_s) + retries * 6` seconds, or
 `retries * 45` instead of the last term if servers send Retry-After.
 
-A healthy replica becomes suspect when a request to it is lost or `TURNED_AWAY` in a row are rejected as busy. It is
-healthy again after a successful probe or request. The wait before a probe doubles with each suspicion since its last
-answered search. A replica is foreign while its health describes another index than that of the others.
+A healthy replica becomes suspect when a request to it is lost, or when it rejects `TURNED_AWAY` requests in a row
+as busy. It is healthy again after a successful probe or request. The wait before a probe doubles with each suspicion
+since its last answered search. A replica is foreign while its health describes another index than that of the others.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def test_untrained_tokens_and_other_groups_change_no_bit(config: AlgorithmConfig
         assert alone[::-1] == found
 
 
-@pytest.mark.parametrize(("config", "reward"), zip(SETTINGS, cycle([0.1, -1e6 - 0.1]), strict=False))
+@pytest.mark.parametrize(("config", "reward"), list(zip(SETTINGS, cycle([0.1, -1e6 - 0.1]), strict=False)))
 def test_equal_rewards_give_zero_advantages_with_a_mean_baseline(config: AlgorithmConfig, reward: float) -> None:
     groups = [[episode([reward], [-1, 0, 0], values=[0.0] * 3)] * size for size in (1, 3, 7)]
     found = {value for group in advantages(groups, config) for own in group for value in own}

@@ -295,7 +295,7 @@ def test_damaged_file_is_one_problem_and_the_rest_is_read(folder: Path, name: st
     is_gone = damage == "removed" or (damage == "circle" and name == "eval/results.json")
     fine = name in (MAY_BE_MISSING if is_gone else TAKE_ANY_OBJECT if is_object else ())
     assert len(run.problems) == (0 if fine else 1)
-    assert all(told.startswith(name) and told.endswith(".") and "\n" not in told for told in run.problems)
+    assert all(one.startswith(name) and one.endswith(".") and "\n" not in one for one in run.problems)
     assert len(run.rows) == (0 if name == "metrics.jsonl" else 3)
     assert len(run.evaluations) == (1 if name == "evaluations/step_000003.json" else 2)
     assert measured == (["eval-1"] if name == "eval/results.json" and not is_object else ["eval", "eval-1"])

@@ -112,10 +112,10 @@ class Failing:
     id = "known there"
 
     def __init__(self, fails_at: str) -> None:
-        self.fails_at, self.told = fails_at, list[str]()
+        self.fails_at, self.calls = fails_at, list[str]()
 
     def log(self, *_: object, what: str = "log") -> None:
-        self.told.append(what)
+        self.calls.append(what)
         if what == self.fails_at:
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -123,9 +123,9 @@ class Failing:
         self.log(what="close")
 
 
-@pytest.mark.parametrize(("fails_at", "heard"), [("log", ["log"]), ("close", ["log", "log", "log", "log", "close"])])
+@pytest.mark.parametrize(("fails_at", "calls"), [("log", ["log"]), ("close", ["log", "log", "log", "log", "close"])])
 def test_failing_tracker_is_dropped_with_one_warning(
-    fails_at: str, heard: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fails_at: str, calls: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing, fine = Failing(fails_at), Failing("never")
     trackers = Trackers(LineLog(tmp_path / "metrics.jsonl"), {"wandb": lambda: failing, "tensorboard": lambda: fine})
@@ -135,15 +135,15 @@ def test_failing_tracker_is_dropped_with_one_warning(
     trackers.close()
     (line,) = warnings_in(caplog)
     assert "No space left on device" in line
-    assert (failing.told, fine.told) == (heard, [*["log"] * 4, "close"])
+    assert (failing.calls, fine.calls) == (calls, [*["log"] * 4, "close"])
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     assert trackers.ids["wandb"] == "known there", "a resumed run must continue its curves"
 
 
 @pytest.mark.slow
 def test_real_offline_wandb_run_is_replaced_on_resume(tmp_path: Path) -> None:
-    told, ids = [LoggedRow(1, {"loss": 1.0}, 1e9)], {}
-    for resumed in (None, ResumePoint(1, ids, 0, told)):
+    logged, ids = [LoggedRow(1, {"loss": 1.0}, 1e9)], {}
+    for resumed in (None, ResumePoint(1, ids, 0, logged)):
         tracker = WandbTracker(tmp_path, "run", TrackingConfig(), {}, resumed)
         tracker.log(2, {"loss": 2.0})
         tracker.close()

@@ -29,8 +29,8 @@ WAYS = {
 }
 
 
-def _trained(group: Group, layout: Layout, model: Path, way: OptimizerConfig, told: bool) -> dict[str, Any]:
-    """Results of `STEPS` steps of several calls each; with `told` the last call of a step is marked."""
+def _trained(group: Group, layout: Layout, model: Path, way: OptimizerConfig, marked: bool) -> dict[str, Any]:
+    """Results of `STEPS` steps of several calls each; with `marked` the last call of a step is marked as such."""
     actor = make_actor(group, model, layout.parallel, way, recompute=layout.recompute)
     actor.load_hf(model)
     wrapped = actor._wrapped
@@ -40,7 +40,7 @@ def _trained(group: Group, layout: Layout, model: Path, way: OptimizerConfig, to
         batches = reference.make_batches(4, seed=step)[actor.coords.dp :: actor.coords.dp_size]
         calls = [batches[:1], [], batches[1:]]
         for number, call in enumerate(calls, 1):
-            actor.accumulate(call, last=told and number == len(calls))
+            actor.accumulate(call, last=marked and number == len(calls))
             in_flight.append(sum(one.grad_reduce_handle is not None for one in buckets))
         norms.append(actor.apply().grad_norm)
     return {"norms": norms, "in_flight": in_flight, "weights": weights_of(actor), "buckets": len(buckets)}
@@ -50,8 +50,8 @@ def _in_group(group: Group, layout: Layout, model: Path) -> dict[str, Any]:
     small = functools.partial(adam.DistributedDataParallelConfig, bucket_size=SMALL_BUCKET)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adam, "DistributedDataParallelConfig", small)
-        results = {name: _trained(group, layout, model, way, told=True) for name, way in WAYS.items()}
-        return results | {"never-told": _trained(group, layout, model, WAYS["distributed-both"], told=False)}
+        results = {name: _trained(group, layout, model, way, marked=True) for name, way in WAYS.items()}
+        return results | {"unmarked": _trained(group, layout, model, WAYS["distributed-both"], marked=False)}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_overlapped_communication_changes_no_step(layout: Layout, tmp_path: Path
             torch.testing.assert_close(found["weights"][key], tensor, rtol=1e-5, atol=1e-6, msg=f"{way} {key}")
     # Sums are in flight after a step's last call, from the second step on: Megatron learns the order in the first.
     for way, found in [item for rank in ranks for item in rank.items()]:
-        overlaps = way not in ("plain", "never-told")
+        overlaps = way not in ("plain", "unmarked")
         assert found["in_flight"] == [0] * 5 + [found["buckets"] if overlaps else 0], way
     # Megatron puts the gradients of each later stage in one bucket.
     assert ranks[0]["sums"]["buckets"] > 1

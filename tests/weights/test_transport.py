@@ -172,9 +172,9 @@ def test_missing_members_are_named_after_the_timeout(tmp_path: Path, threads: Th
     """The member that comes may be late too, on a busy machine."""
     broadcast = spec(SyncMode.broadcast, 3, tmp_path, timeout_s=1.0)
     coming = threads.submit(open_receiver, replace(broadcast, rank=2))
-    with pytest.raises(RunError, match=r"rollout rank 0 and .*rollout rank 2") as told:
+    with pytest.raises(RunError, match=r"rollout rank 0 and .*rollout rank 2") as caught:
         open_sender(broadcast)
-    assert "actor rank 0" not in str(told.value)
+    assert "actor rank 0" not in str(caught.value)
     with pytest.raises(RunError, match=r"rollout rank [01]"):
         coming.result()
 

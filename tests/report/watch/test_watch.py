@@ -198,9 +198,9 @@ def test_run_of_a_killed_process_is_shown_as_ended(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     write_status(folder, pid=2**22 + 1, at=time.time() - QUIET_S - 1)  # Above the largest pid of Linux.
     run = LiveRun(folder)
-    told, (shown,) = run.status(), unpacked(run.data())["runs"]
-    assert told
-    assert told["ended"] == shown["status"]["ended"] == "failed: its process was killed"
+    status, (shown,) = run.status(), unpacked(run.data())["runs"]
+    assert status
+    assert status["ended"] == shown["status"]["ended"] == "failed: its process was killed"
     assert b'rlsys_run_phase{phase="gone"} 1.0' in run.metrics()
 
 
