@@ -233,7 +233,7 @@ def test_fitting_cluster_is_right_and_other_machines_are_unknown(node_run: Compo
     ("cluster", "what", "says"),
     [
         (RayCluster(CLUSTER.nodes[:1], {"GPU": 8.0}), "Ray", "1 of 2 machines"),
-        (RayCluster(CLUSTER.nodes, {"GPU": 4.0}), "Ray's GPUs", "4 are free"),
+        (RayCluster(CLUSTER.nodes, {"GPU": 4.0}), "Ray's GPUs", "4 of 16 are free"),
         (
             RayCluster((RayMachine("10.0.0.1", {"GPU": 12.0}), RayMachine("10.0.0.2", {"GPU": 4.0})), {"GPU": 16.0}),
             "Ray's GPUs",
