@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config.schema import GuardAction, RunConfig
-from rlsys.data.trajectory import Group
 from rlsys.errors import RunError
 from rlsys.observe import status
 from rlsys.observe.guards import Alarm
@@ -51,7 +50,7 @@ async def train(
     All files go to `run_dir`; `opened` opens the run.
     """
     done, steps = origin.state.step if origin else 0, config.trainer.steps
-    groups: Sequence[Group] = ()  # Stays empty if a finished run is resumed.
+    groups: Sequence[Any] = ()  # Stays empty if a finished run is resumed.
     async with opened(config, run_dir, origin) as run:
         await run.weights.push(version=done)
         await run.weights.activate(version=done)
