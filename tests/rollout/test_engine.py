@@ -28,6 +28,11 @@ async def test_greedy_tokens_and_logprobs_are_those_of_transformers(bench: Bench
         bench.assert_logprobs(ids, generation)
 
 
+async def test_the_processes_that_are_watched_are_the_scheduler_and_the_detokenizer(bench: Bench) -> None:
+    watched = bench.engine._sglang.processes()
+    assert sorted(process.cmdline()[0].rstrip() for process in watched) == ["sglang::detokenizer", "sglang::scheduler"]
+
+
 @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, -1), (0.6, 3)])
 async def test_sampled_logprobs_are_of_the_whole_vocabulary_at_the_temperature(
     bench: Bench, top_p: float, top_k: int
