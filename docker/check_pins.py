@@ -6,8 +6,9 @@
 What each pinned version requires is kept in `requires.json`, read from the metadata of its wheel for the platform of
 its set (of a source distribution, its PKG-INFO). Checked for each set, under that platform's markers: every
 requirement of every pinned package has a pin, and the pin is a version that it allows. Besides: the ranges of base.txt
-hold in both sets, what both sets must have alike is alike, and the Dockerfiles stand on the Python and the CUDA that
-the sets are for. Prints all that does not fit; the exit status is 1 then.
+hold in both sets, what both sets must have alike is alike, a pre-release is pinned only where one is asked for or nothing
+else exists, all headers, compilers and libraries of CUDA are of the set's version, and the Dockerfiles stand on the Python
+and the CUDA that the sets are for. Prints all that does not fit; the exit status is 1 then.
 """
 
 from __future__ import annotations
@@ -48,6 +49,13 @@ RECORD = HERE / "requires.json"
 INDEX = "https://pypi.org/simple/"
 ALIKE = ("megatron-core", "sglang", "ray", "transformers", "torch", "tokenizers")
 """Versions on which the two profiles agree, so that one's tests speak for the other."""
+ONLY_PRE_RELEASES = ("opentelemetry-exporter-prometheus",)
+"""Packages without any other version, pinned without a requirement that names a pre-release."""
+OF_CUDA = (
+    *("nvidia-cuda-cccl", "nvidia-cuda-crt", "nvidia-cuda-cupti", "nvidia-cuda-nvcc", "nvidia-cuda-nvrtc"),
+    *("nvidia-cuda-runtime", "nvidia-nvjitlink", "nvidia-nvtx", "nvidia-nvvm"),
+)
+"""Headers, compilers and libraries that are numbered as CUDA is. A newer compiler's headers refuse an older runtime's."""
 _GLIBC = range(39, 4, -1)
 """Of manylinux wheels, the newest first: Ubuntu 24.04 has 2.39."""
 
@@ -129,8 +137,12 @@ def find_problems(record: Mapping[str, Requires]) -> Iterator[str]:
     """A sentence for each thing that does not fit."""
     for pinned in SETS:
         yield from unfit(pinned, pins(pinned), record.get(pinned.name, {}))
+        yield from needless_pre_releases(pinned.name, pins(pinned), record.get(pinned.name, {}))
         yield from _base(pinned)
         yield from _dockerfile(pinned)
+        if pinned.cuda is not None:
+            yield from unlike_cuda(pinned.name, pinned.cuda, pins(pinned))
+            yield from _image_of_cuda(pinned)
     yield from _unlike()
 
 
@@ -178,6 +190,25 @@ def unfit(pinned: PinnedSet, versions: Mapping[str, Version], requires: Requires
                 if key not in pinned.alone and key not in unknown:
                     asked.append(key)
     yield from sorted(told)
+
+
+def needless_pre_releases(name: str, versions: Mapping[str, Version], requires: Requires) -> Iterator[str]:
+    """Pre-releases that no requirement names, though there are other versions."""
+    needs = [Requirement(text) for key, pin in versions.items() for text in requires.get(f"{key}=={pin}", ())]
+    asked = {canonicalize_name(need.name) for need in needs if need.specifier.prereleases}
+    for key, pin in versions.items():
+        if pin.is_prerelease and key not in asked and key not in ONLY_PRE_RELEASES:
+            yield f"{name}: {key}=={pin} is a pre-release that nothing asks for: pin a release."
+
+
+def unlike_cuda(name: str, cuda: str, versions: Mapping[str, Version]) -> Iterator[str]:
+    """Parts of CUDA of another version than `cuda`, which is MAJOR.MINOR; the runtime must be pinned."""
+    if "nvidia-cuda-runtime" not in versions:
+        yield f"{name}: nvidia-cuda-runtime is not pinned: pin that of CUDA {cuda}."
+    for key in OF_CUDA:
+        pin = versions.get(key)
+        if pin is not None and f"{pin.major}.{pin.minor}" != cuda:
+            yield f"{name}: {key}=={pin} is not of CUDA {cuda}, which torch is built for: pin {cuda}.x."
 
 
 def refreshed(pinned: PinnedSet, known: Requires) -> dict[str, list[str]]:
@@ -304,19 +335,18 @@ def _unlike() -> Iterator[str]:
 
 
 def _dockerfile(pinned: PinnedSet) -> Iterator[str]:
-    """The image's Python and CUDA, and apex, which must be NVIDIA's at a commit."""
-    text = (HERE / pinned.dockerfile).read_text()
-    said = re.search(r"^ARG PYTHON_VERSION=(\S+)", text, re.MULTILINE)
+    """The image's Python."""
+    said = re.search(r"^ARG PYTHON_VERSION=(\S+)", (HERE / pinned.dockerfile).read_text(), re.MULTILINE)
     if said is None or said[1] != pinned.python:
         yield f"docker/{pinned.dockerfile}: ARG PYTHON_VERSION is to be {pinned.python}, which the set is for."
-    if pinned.cuda is None:
-        return
+
+
+def _image_of_cuda(pinned: PinnedSet) -> Iterator[str]:
+    """The image's CUDA, and apex, which must be NVIDIA's at a commit."""
+    text = (HERE / pinned.dockerfile).read_text()
     cuda = re.search(r"^ARG CUDA_VERSION=(\d+\.\d+)", text, re.MULTILINE)
     if cuda is None or cuda[1] != pinned.cuda:
         yield f"docker/{pinned.dockerfile}: ARG CUDA_VERSION is to be {pinned.cuda}.x, which torch is built for."
-    runtime = pins(pinned).get("nvidia-cuda-runtime")
-    if runtime is None or f"{runtime.major}.{runtime.minor}" != pinned.cuda:
-        yield f"{pinned.name}: nvidia-cuda-runtime is pinned at {runtime}, and the image has CUDA {pinned.cuda}."
     if re.search(r"^ARG APEX_COMMIT=[0-9a-f]{40}$", text, re.MULTILINE) is None:
         yield f"docker/{pinned.dockerfile}: ARG APEX_COMMIT is to be a whole commit of NVIDIA's repository."
     if "apex" in pins(pinned):

@@ -60,6 +60,46 @@ def test_unknown_requirements_are_told_and_those_of_what_is_installed_alone_are_
     assert toy(check, {"a": "1"}, {"a==1": ["c"]}, alone=("a",)) == []
 
 
+def test_a_pre_release_is_pinned_only_where_one_is_asked_for(check: ModuleType) -> None:
+    """By hand: something names a pre-release of b and d, and a release of a and c."""
+    versions = {"a": "1rc1", "b": "2.0b3", "c": "3.dev1", "d": "4", "app": "1"}
+    requires = {"app==1": ["a>=0.9", "B>=2.0b1", "c", "d==4rc1"]}
+    told = list(check.needless_pre_releases("toy", {name: Version(text) for name, text in versions.items()}, requires))
+    assert [sentence.split()[1] for sentence in told] == ["a==1rc1", "c==3.dev1"]
+
+
+@pytest.mark.parametrize(
+    ("versions", "named"),
+    [
+        ({"nvidia-cuda-runtime": "13.0.96", "nvidia-cuda-nvcc": "13.0.88", "nvidia-cuda-runtime-cu12": "12.9.79"}, []),
+        ({"nvidia-cuda-runtime": "13.0.96", "nvidia-cuda-crt": "13.5.37"}, ["nvidia-cuda-crt==13.5.37"]),
+        ({"nvidia-cuda-runtime": "12.9.79"}, ["nvidia-cuda-runtime==12.9.79"]),
+        ({}, ["nvidia-cuda-runtime"]),
+    ],
+)
+def test_all_parts_of_cuda_are_of_one_version(check: ModuleType, versions: dict[str, str], named: list[str]) -> None:
+    told = check.unlike_cuda("toy", "13.0", {name: Version(text) for name, text in versions.items()})
+    assert [sentence.split()[1] for sentence in told] == named
+
+
+@pytest.mark.parametrize(
+    ("pattern", "instead"),
+    [
+        (r"CUDA_VERSION=13\.0", "CUDA_VERSION=13.2"),
+        (r"APEX_COMMIT=\w+", "APEX_COMMIT=main"),
+    ],
+)
+def test_an_image_that_does_not_fit_is_told(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pattern: str, instead: str
+) -> None:
+    for file in check.HERE.glob("Dockerfile.?pu"):
+        (tmp_path / file.name).write_text(re.sub(pattern, instead, file.read_text()))
+    record = check.json.loads(check.RECORD.read_text())
+    monkeypatch.setattr(check, "HERE", tmp_path)
+    (told,) = check.find_problems(record)
+    assert told.startswith("docker/Dockerfile.gpu: ")
+
+
 PYTHON = """#!/bin/sh
 case "$1 $2" in
     "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
