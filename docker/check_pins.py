@@ -342,11 +342,13 @@ def _dockerfile(pinned: PinnedSet) -> Iterator[str]:
 
 
 def _image_of_cuda(pinned: PinnedSet) -> Iterator[str]:
-    """The image's CUDA, and apex, which must be NVIDIA's at a commit."""
+    """The image's CUDA, without a cuDNN beside that of torch, and apex, which must be NVIDIA's at a commit."""
     text = (HERE / pinned.dockerfile).read_text()
     cuda = re.search(r"^ARG CUDA_VERSION=(\d+\.\d+)", text, re.MULTILINE)
     if cuda is None or cuda[1] != pinned.cuda:
         yield f"docker/{pinned.dockerfile}: ARG CUDA_VERSION is to be {pinned.cuda}.x, which torch is built for."
+    if re.search(r"^FROM \S*cudnn", text, re.MULTILINE):
+        yield f"docker/{pinned.dockerfile}: FROM is to name an image without cuDNN: torch brings its own (nvidia-cudnn-cu13)."
     if re.search(r"^ARG APEX_COMMIT=[0-9a-f]{40}$", text, re.MULTILINE) is None:
         yield f"docker/{pinned.dockerfile}: ARG APEX_COMMIT is to be a whole commit of NVIDIA's repository."
     if "apex" in pins(pinned):

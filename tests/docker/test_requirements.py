@@ -85,6 +85,7 @@ def test_all_parts_of_cuda_are_of_one_version(check: ModuleType, versions: dict[
 @pytest.mark.parametrize(
     ("pattern", "instead"),
     [
+        (r"-devel-ubuntu", "-cudnn-devel-ubuntu"),
         (r"CUDA_VERSION=13\.0", "CUDA_VERSION=13.2"),
         (r"APEX_COMMIT=\w+", "APEX_COMMIT=main"),
     ],
