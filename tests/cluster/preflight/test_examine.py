@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -83,6 +83,7 @@ def machine(
     cluster: RayCluster | Unseen = NOBODY,
     answers: Mapping[str, SearchAnswer] = {},
     differs: str = "",
+    cudnn: Sequence[Path] | Unseen = (),
 ) -> Mock:
     """Probes with set answers: a node of eight H100 where all is well, unless a test says otherwise.
 
@@ -95,6 +96,7 @@ def machine(
     made.port_is_free.return_value = True
     made.ray.return_value = cluster
     made.search_differs.return_value = differs
+    made.foreign_cudnn = Mock(side_effect=cudnn) if isinstance(cudnn, Unseen) else Mock(return_value=list(cudnn))
 
     def search(settings: SearchConfig, _question: str) -> tuple[SearchAnswer, ...]:
         urls = [url for url in [settings.url, *settings.replicas] if url]
@@ -152,6 +154,31 @@ def test_where_all_is_there_nothing_is_wrong(node_run: Compose) -> None:
     here = machine()
     assert wrong_things(node_run(), here) == {}
     assert here.search.call_args.args[1] == "Who wrote it?", "a server is asked a question of the run's own"
+
+
+@pytest.mark.parametrize(
+    ("here", "overrides", "named"),
+    [
+        (H100, [], ["cuDNN"]),
+        (H100, ["model.attention=fused"], ["cuDNN"]),
+        (H100, ["model.attention=flash"], []),
+        (H100, ["model.layers=local"], []),
+        (BARE_H100, [], []),
+    ],
+)
+def test_a_second_cudnn_is_wrong_for_what_uses_cudnn(
+    node_run: Compose, here: Capabilities, overrides: list[str], named: list[str]
+) -> None:
+    library = Path("/usr/lib/x86_64-linux-gnu/libcudnn_engines_tensor_ir.so.9")
+    wrong = wrong_things(node_run(*overrides), machine(here=here, cudnn=[library]))
+    assert list(wrong) == named
+    assert all(str(library) in finding.found and finding.fix for finding in wrong.values())
+    assert wrong_things(node_run(*overrides), machine(here=here)) == {}
+
+
+def test_a_cudnn_that_cannot_be_looked_up_is_unknown(node_run: Compose) -> None:
+    found = all_things(node_run(), machine(here=H100, cudnn=Unseen("ldconfig did not respond")))["cuDNN"]
+    assert found.state is FindingState.unknown
 
 
 TENANT = GpuProcess("GPU-0", 7, "python", 69.0)

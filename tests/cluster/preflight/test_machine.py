@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.cluster.local_ray import promised_port
-from rlsys.cluster.preflight.machine import ThisMachine, Unseen, read_gpus
+from rlsys.cluster.preflight.machine import ThisMachine, Unseen, foreign_cudnn, read_gpus
 from rlsys.config.schema import SearchConfig
 from tests.support.tiny import search_server
 
@@ -56,6 +56,57 @@ def test_a_driver_that_is_absent_broken_or_silent_gives_no_answer(
     monkeypatch.setattr("rlsys.cluster.preflight.machine._DRIVER_S", 0.2 if "sleep" in script else 300)
     with pytest.raises(Unseen, match=said):
         ThisMachine().gpus()
+
+
+GRAPH, ENGINES = "libcudnn_graph.so.9", "libcudnn_engines_tensor_ir.so.9"
+
+
+def library(folder: Path, name: str, version: str = "") -> Path:
+    """A library as a wheel has it, or with `version` as a Debian package has it: a link to the whole number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / name
+    if version:
+        (folder / f"{name.removesuffix('.9')}.{version}").touch()
+        file.symlink_to(f"{name.removesuffix('.9')}.{version}")
+    else:
+        file.touch()
+    return file
+
+
+def test_only_libraries_that_cudnn_would_load_from_another_version_are_named(tmp_path: Path) -> None:
+    """cuDNN 9.20.0 as its wheel, which has no `ENGINES`, in turn with a library elsewhere."""
+    own = library(tmp_path / "wheel", GRAPH).parent
+    cache = "12 libs found in cache `/etc/ld.so.cache'\n\tlibc.so.6 (libc6,x86-64) => /lib/libc.so.6\n"
+
+    def cached(file: Path) -> list[Path]:
+        return foreign_cudnn(own, "9.20.0.48", "", f"{cache}\t{file.name} (libc6,x86-64) => {file}\n")
+
+    def in_path(file: Path) -> list[Path]:
+        return foreign_cudnn(own, "9.20.0.48", f":{own}:/nowhere:{file.parent}", cache)
+
+    lacking = library(tmp_path / "a", ENGINES, "9.23.1")
+    assert cached(lacking) == in_path(lacking) == [lacking]
+    there = library(tmp_path / "b", GRAPH, "9.23.1")
+    assert (cached(there), in_path(there)) == ([], [there])
+    same = library(tmp_path / "c", ENGINES, "9.20.0")
+    assert cached(same) == in_path(same) == []
+    older = library(tmp_path / "d", "libcudnn_graph.so.8", "8.9.7")
+    assert cached(older) == in_path(older) == []
+
+
+def test_the_loaders_folders_and_its_cache_are_looked_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library(tmp_path / "cudnn" / "lib", GRAPH)
+    first, second = library(tmp_path / "a", GRAPH, "9.23.1"), library(tmp_path / "b", ENGINES, "9.23.1")
+    ldconfig = tmp_path / "ldconfig"
+    ldconfig.write_text(f'#!/bin/sh\n[ "$1" = -p ] && echo "\t{ENGINES} (libc6,x86-64) => {second}"\n')
+    ldconfig.chmod(0o755)
+    settings = {"PATH": tmp_path, "CUDNN_HOME": tmp_path / "cudnn", "LD_LIBRARY_PATH": first.parent}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(ThisMachine, "version", lambda _self, package: {"nvidia-cudnn-cu13": "9.20.0.48"}.get(package))
+    assert ThisMachine().foreign_cudnn() == [first, second]
+    monkeypatch.setattr(ThisMachine, "version", lambda *_: None)
+    assert ThisMachine().foreign_cudnn() == [], "torch is not that of the wheels"
 
 
 def test_the_disk_of_a_folder_that_is_not_there_is_that_of_its_parent(tmp_path: Path) -> None:
