@@ -30,10 +30,10 @@ from rlsys.cluster.planning.plan import BYTES, GIB, make_plan
 from rlsys.cluster.preflight.machine import Gpus, RayCluster, SearchAnswer, ThisMachine, Unseen
 from rlsys.config.derived import has_critic, has_reference, moves_reference, needs_server
 from rlsys.config.problems import Problem
-from rlsys.config.schema import Device, Layers, RunConfig, SearchConfig, SyncMode
+from rlsys.config.schema import Attention, Device, Layers, RunConfig, SearchConfig, SyncMode
 from rlsys.data.question import Question, read_questions
 from rlsys.errors import UserError
-from rlsys.observe.environment import unmet_requirements
+from rlsys.observe.environment import Capabilities, unmet_requirements
 from rlsys.search.address import DEFAULT_PORT
 from rlsys.search.index.folder import read_manifest
 from rlsys.weights.hf_io import INDEX, HfReader
@@ -257,6 +257,8 @@ def _device_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> It
         yield from _gpu_findings(config, wanted, machine)
     problems = list(unmet_requirements(config, machine.capabilities))
     yield from _problem_findings(problems) or [ok("capabilities", "everything that the settings need is installed")]
+    if on_gpus:
+        yield from _cudnn_findings(config, machine)
     if on_gpus and machine.capabilities.nccl:
         reach = "connections between GPUs and machines are only tested when the run starts"
         yield note("NCCL", f"in torch {machine.capabilities.torch}; {reach}")
@@ -283,13 +285,36 @@ def _gpu_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> Itera
         return
     # Plan with the actual GPU memory, and with the layers that `model.layers=auto` selects here.
     smallest = min(card.total_gib for card in seen.cards)
-    layers = here.layers if config.model.layers is Layers.auto else config.model.layers
+    layers = _layers(config, here)
     cluster = replace(config.cluster, device_memory_gib=smallest)
     real = replace(config, model=replace(config.model, layers=layers), cluster=cluster)
     if (plan := _plan(real)) is not None:
         groups, needed = fullest_device(real, plan)
         yield _gpu_memory(groups, needed, smallest, config.cluster.device_memory_gib)
         yield from _used_gpus(seen, needed)
+
+
+def _layers(config: RunConfig, here: Capabilities) -> Layers:
+    """Return the layers that `model.layers` selects on the GPUs of this machine."""
+    return here.layers if config.model.layers is Layers.auto else config.model.layers
+
+
+def _cudnn_findings(config: RunConfig, machine: ThisMachine) -> Iterator[Finding]:
+    """Check that Transformer Engine's attention finds one cuDNN; its libraries work only with those of their own version."""
+    uses_cudnn = config.model.attention in (Attention.auto, Attention.fused)
+    if not uses_cudnn or _layers(config, machine.capabilities) is not Layers.te:
+        return
+    try:
+        foreign = machine.foreign_cudnn()
+    except Unseen as problem:
+        yield unknown("cuDNN", str(problem))
+        return
+    shown = ", ".join(map(str, foreign[:_SHOWN])) + (
+        f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""
+    )
+    found = f"that of torch would load libraries of another version: {shown}" if foreign else "only that of torch"
+    fix = "take their folder out of LD_LIBRARY_PATH or uninstall that cuDNN, or set model.attention=flash"
+    yield _ok_or_wrong(not foreign, "cuDNN", found, fix)
 
 
 def _driver(driver: str, cuda: str | None) -> Finding:
