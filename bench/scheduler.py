@@ -69,7 +69,7 @@ class Instant:
         self._size = group_size
         self._scores = Scores(np.zeros(TOKENS, np.float32))
 
-    async def run_group(self, _: Question, _ticket: int, _begun: Sequence[EpisodeProgress] = ()) -> list[Trajectory]:
+    async def run_group(self, _: Question, _group: int, _progress: Sequence[EpisodeProgress] = ()) -> list[Trajectory]:
         """The same trajectories for every question."""
         self.running += 1
         self.most_running = max(self.running, self.most_running)
