@@ -1,9 +1,9 @@
-"""Draws when each group worked under three schedules, from the timelines of real runs.
+"""Draws when each worker group was busy under three schedules, from the timelines of real runs.
 
     python -m bench.timeline          # three runs of the demo's world, about 6 minutes; writes docs/images/schedules.png
 
-All runs have the same weights at the start and searches answered from one cassette after recorded times. A panel starts
-with a step in the middle of its run; a colour is a step.
+All runs start from the same weights, and their searches are answered from one cassette after the recorded latencies. A
+panel starts with a step in the middle of its run; each colour is one step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rlsys.observe.spans import merge_intervals
 PICTURE = Path(__file__).resolve().parents[1] / "docs/images/schedules.png"
 SCHEDULES = (SEQUENTIAL, PIPELINED, ASYNC[0])
 STEPS, FIRST = 6, 3
-"""Steps of a run, and the step that a panel starts with."""
+"""Number of steps of a run, and the first step in a panel."""
 LANES = {
     "rollout": ("rollout.group",),
     "log-probs": ("logprob.compute",),
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def draw(timelines: list[tuple[Schedule, tuple[StepTimeline, ...]]], path: Path) -> Path:
-    """Draw a panel for each run, all with the time axis of the first, which is the longest."""
+    """Draw a panel for each run, all with the time axis of the first run, which is the longest."""
     figure = Figure(figsize=(9.2, 1.45 * len(timelines) + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(timelines), 1, sharex=True)
