@@ -38,7 +38,7 @@ INK, FAINT = "#24292f", "#8c959f"
 
 
 def main() -> None:
-    """Run the demo's world under each schedule and draw the timelines below each other."""
+    """Run the demo's world under each schedule and draw the timelines one below the other."""
     cassette, timelines = record_searches(), []
     for schedule in SCHEDULES:
         settings = [*schedule.settings, "eval.interval=0", "eval.limit=8", f"trainer.steps={STEPS}"]

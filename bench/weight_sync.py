@@ -12,7 +12,7 @@ A plain copy of much memory bypasses the cache and moves 2 bytes over the memory
 bytes and one more per receiver: the source is read, a bucket's memory is fetched and written, and each receiver reads
 it. If one core saturates the bus, `fraction` is therefore at most 2 / (3 + receivers).
 
-The table splits the time into seconds that overlap each other:
+The table splits the time into three parts, which may overlap:
 - pack: gathering tensors, copying them to a bucket and hashing them;
 - move: sending a bucket, and receiving it (the slowest receiver);
 - check: hashing the received tensors (the slowest receiver).

@@ -143,7 +143,7 @@ def _section(path: str, groups: Sequence[Any], readers: Mapping[Read, Sequence[s
 
 
 def _files(files: Sequence[str]) -> str:
-    """Return the first `_MOST_FILES` files, and the number of the others."""
+    """Return the first `_MOST_FILES` files, and the number of further files."""
     shown = ", ".join(f"`{file}`" for file in files[:_MOST_FILES])
     return shown if len(files) <= _MOST_FILES else f"{shown} and {len(files) - _MOST_FILES} more"
 

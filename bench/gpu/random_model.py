@@ -15,8 +15,8 @@ from rlsys.weights.hf_io import TensorSpec, write_safetensors
 from rlsys.weights.weight_map import WeightMap, read_architecture
 
 TOKENIZER = PROJECT / "examples/searchr1/tiny/policy"
-"""Folder of the tokenizer for all shapes. It fits because its vocabulary is smaller than that of any shape, and prompts
-are random tokens."""
+"""Folder of the tokenizer for all shapes. It fits because its vocabulary is smaller than the vocabulary of any shape,
+and prompts are random tokens."""
 _SPREAD = 0.02
 
 

@@ -1,7 +1,7 @@
 """Translates a YAML file in RLinf's dialect, with the keys of its Search-R1 example, to our settings.
 
 Contract: `translate` returns settings with the meaning of the file. It raises one `UserError` with a line for each key
-that is unknown or has an unsupported value; the error's code and key are those of the first line. No key is ignored
+that is unknown or has an unsupported value; the error takes its code and key from the first line. No key is ignored
 silently except those that `rules()` marks as idle. Overrides may be in either dialect.
 
 `rules()` maps RLinf's keys to ours. An idle key does not affect learning; a joint key is combined with others by a
@@ -345,7 +345,7 @@ def _lengths(draft: _Draft) -> None:
 
 
 def _steps(draft: _Draft) -> None:
-    """Set the number of steps and the warm-up share; an evaluation has neither."""
+    """Set the number of steps and the warm-up share; no-op for an evaluation."""
     if draft.is_evaluation:
         return None
     limit, epochs = draft.given.get("runner.max_steps", -1), draft.given.get("runner.max_epochs")

@@ -1,7 +1,7 @@
 """Exact dense retrieval over the tiny corpus in one process, with the search server's results but without HTTP.
 
-The encoder is all-MiniLM-L6-v2 with mean pooling and unit vectors, so the inner product is the cosine. Results equal
-those of an exact index over the same corpus; rows with equal scores are in ascending order.
+The encoder is all-MiniLM-L6-v2 with mean pooling and unit vectors, so the inner product is the cosine. An exact index
+over the same corpus gives the same results; rows with equal scores are in ascending order.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def weighted_loss(
 def new_optimizers(model: Qwen2ForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
     """Return Muon for the layers' matrices and AdamW for embedding, norms and biases.
 
-    Muon's updates are orthogonal, so its rate is a multiple of AdamW's. With AdamW alone, the attention patterns that
+    Muon's updates are orthogonal, so its rate is a multiple of AdamW's. With only AdamW, the attention patterns that
     copy take several times as many steps to form.
     """
     layers = [p for p in model.model.layers.parameters() if p.ndim == 2]

@@ -296,5 +296,5 @@ def _warn(folder: Path, problems: Sequence[str]) -> None:
 
 
 def _shortened(problems: Sequence[str]) -> str:
-    """Return the first three of `problems`, and the number of the others."""
+    """Return the first three of `problems`, and the number of further problems."""
     return " ".join(problems[:3]) + (f" {len(problems) - 3} more." if len(problems) > 3 else "")

@@ -2,8 +2,8 @@
 
 A prepared file is jsonl of Search-R1 rows, each with the raw question next to the prompt. The file is written only
 after every row is checked; its origin and SHA-256 are in `<file>.json`. An invalid row raises UserError with file and
-line. The same question (ignoring case and white space) is never both trained on and held out. Which side a question is
-on depends on the questions and the seed, not on the order of the questions. Output is deterministic.
+line. The same question (ignoring case and white space) is never both trained on and held out. The side of a question
+depends on the questions and the seed, not on the order of the questions. Output is deterministic.
 """
 
 from __future__ import annotations

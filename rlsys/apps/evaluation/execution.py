@@ -366,7 +366,7 @@ class TransformersGenerator:
         self._device = torch.device("cuda" if device is Device.gpu else "cpu")
         self._tokenizer, model = _loaded(model_path, getattr(torch, dtype))
         self._model = model.to(self._device).eval()
-        # Tokens that end a turn: those of the tokenizer and of both configs, as in SGLang.
+        # Tokens that end a turn: the ends in the tokenizer and in both configs, as in SGLang.
         known = (self._tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id)
         listed = [ends if isinstance(ends, list) else [ends] for ends in known]
         self._ends = frozenset(token for ends in listed for token in ends if token is not None)

@@ -1,9 +1,9 @@
 """Writes the files of an evaluation: results.json (metrics and settings), answers.jsonl (all answers), samples.html.
 
 Contract: files are written atomically, `results.json` last. Until then finished answers are in `answers.partial.jsonl`.
-Text of a model, the web or a data set is untrusted: control characters and bidi marks are spelled out, and the serialiser
-escapes the rest. The page has no script, and its content security policy allows none; its filters are radio buttons and
-CSS.
+Text of a model, the web or a data set is untrusted: control characters and bidi marks are spelled out, and the
+serialiser escapes HTML. The page has no script, and its content security policy allows none; its filters are radio
+buttons and CSS.
 
 The average over sets weighs every set equally, like "Avg." in papers. Intervals treat the question as the unit: several
 answers to a question are averaged first, because they are not independent.
@@ -83,7 +83,7 @@ def average(sets: Sequence[SetFigures]) -> SetFigures:
 
 
 def overall(sets: Sequence[SetFigures]) -> list[SetFigures]:
-    """Return the rows below those of `sets` in a table: the average if there are several sets, else none."""
+    """Return the rows that a table has below the rows of `sets`: the average if there are several sets, else none."""
     return [average(sets)] if len(sets) > 1 else []
 
 

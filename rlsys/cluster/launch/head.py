@@ -51,7 +51,7 @@ _OF_THE_HEAD = ("search", "task.")
 
 
 async def run_head(task: LaunchTask, role: Role, notify: Notify) -> int:
-    """Start Ray on this machine, wait for the others, run `task`, and return its exit status.
+    """Start Ray on this machine, wait for the other machines, run `task`, and return its exit status.
 
     Raises RunError naming machines that do not join in time or are lost. Raises UserError if `role.host` is another machine
     or its port is in use.

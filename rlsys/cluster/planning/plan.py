@@ -186,7 +186,7 @@ def group_memory(
     """Estimate one rank of `group` (actor, inference, critic or rollout) in its largest pipeline stage.
 
     `load` applies to Megatron groups. Its default is the largest micro-batch that the config allows: an episode longer
-    than `micro_batch_tokens` gets a micro-batch of its own.
+    than `micro_batch_tokens` gets its own micro-batch.
     """
     if group == "rollout":
         return _engine(config, architecture)
