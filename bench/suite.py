@@ -37,7 +37,7 @@ class Condition:
 
     name: str
     capability: str = ""
-    """Value of ATEN_CPU_CAPABILITY, which selects torch's kernels; empty for the CPU's best."""
+    """Value of ATEN_CPU_CAPABILITY, which selects torch's kernels; empty selects the best that the CPU supports."""
     busy: int = 0
     """Number of busy processes beside the tests."""
     seed: int | None = None

@@ -1,9 +1,9 @@
-"""Draws when each group worked under three schedules, from the timelines of real runs.
+"""Draws when each worker group was busy under three schedules, from the timelines of real runs.
 
     python -m bench.timeline          # three runs of the demo's world, about 6 minutes; writes docs/images/schedules.png
 
-All runs have the same weights at the start and searches answered from one cassette after recorded times. A panel starts
-with a step in the middle of its run; a colour is a step.
+All runs start from the same weights, and their searches are answered from one cassette after the recorded latencies. A
+panel starts with a step in the middle of its run; each colour is one step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlsys.observe.spans import Interval, merge_intervals
 PICTURE = Path(__file__).resolve().parents[1] / "docs/images/schedules.png"
 SCHEDULES = (SEQUENTIAL, PIPELINED, ASYNC[0])
 STEPS, FIRST = 6, 3
-"""Steps of a run, and the step that a panel starts with."""
+"""Number of steps of a run, and the first step in a panel."""
 LANES = {
     "rollout": ("rollout.group",),
     "log-probs": ("logprob.compute",),

@@ -76,7 +76,8 @@ class PinnedSet:
     extras: tuple[tuple[str, str], ...] = ()
     """Extras that the set must support: (package, extra)."""
     alone: tuple[str, ...] = ()
-    """Packages whose requirements are not checked: installed with --no-deps, or in a build with other requirements."""
+    """Packages whose requirements are not checked, because they are installed with --no-deps or in a build with other
+    requirements."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -147,7 +148,7 @@ def find_problems(record: Mapping[str, Requires]) -> Iterator[str]:
 
 
 def pins(pinned: PinnedSet) -> dict[str, Version]:
-    """Versions of a set by canonical name. Exits with a message for a line that is not a pin."""
+    """Return the versions of a set by canonical name. Exits with a message for a line that is not a pin."""
     found: dict[str, Version] = {}
     for file in pinned.files:
         for line in _lines(REQUIREMENTS / file):
@@ -212,7 +213,7 @@ def unlike_cuda(name: str, cuda: str, versions: Mapping[str, Version]) -> Iterat
 
 
 def refreshed(pinned: PinnedSet, known: Requires) -> dict[str, list[str]]:
-    """Requirements of the pins of a set, from the record or else from the index."""
+    """Return the requirements of the pins of a set, from the record `known` or else from the index."""
     wanted = {f"{name}=={version}": (name, version) for name, version in pins(pinned).items()}
     with ThreadPoolExecutor(8) as readers:
         new = {
@@ -224,7 +225,8 @@ def refreshed(pinned: PinnedSet, known: Requires) -> dict[str, list[str]]:
 
 
 def read_requires(name: str, version: Version, python: str) -> list[str]:
-    """Requirements in the metadata of the file that pip would install. Exits with a message if there is none."""
+    """Return the requirements in the metadata of the file that pip would install. Exits with a message if there is
+    none."""
     import httpx
 
     with httpx.Client(follow_redirects=True, timeout=60) as client:
@@ -239,7 +241,7 @@ def read_requires(name: str, version: Version, python: str) -> list[str]:
 
 
 def choose_file(files: Iterable[str], version: Version, python: str) -> str | None:
-    """Best wheel of `version` for the platform, else its source distribution; None if there is neither."""
+    """Return the best wheel of `version` for the platform, else its source distribution; None if there is neither."""
     order = {tag: rank for rank, tag in enumerate(_tags(python))}
     wheels: list[tuple[int, str]] = []
     source = None

@@ -74,7 +74,7 @@ pip() {
     "$VENV/bin/python" -m pip --disable-pip-version-check "$@"
 }
 
-# The pinned versions of the packages that others are compiled with.
+# The pinned versions of the packages with which other packages are compiled.
 build=$(grep -E '^(torch|setuptools|packaging|ninja|numpy)==' requirements/gpu.txt)
 echo "setup_gpu: installing torch and the build requirements"
 # shellcheck disable=SC2086  # One word per line.

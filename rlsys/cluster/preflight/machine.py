@@ -191,7 +191,7 @@ class ThisMachine:
         return tuple(asyncio.run(ask_all()))
 
     def search_differs(self, settings: SearchConfig) -> str:
-        """Return a sentence on how the servers differ; empty if they are replicas of each other."""
+        """Return a sentence on how the servers differ; empty if they serve the same index."""
         from rlsys.rollout.tools.search_tool import open_client
 
         quick = replace(settings, retries=0, hedge_after_s=None, timeout_s=min(settings.timeout_s, _SEARCH_S))
