@@ -75,20 +75,20 @@ def mesh_coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> Me
     model = inner * parallel.pp
     if world_size % model:
         raise UserError(
-            f"tp x cp x pp is {model}, which does not divide the group's {world_size} processes: change one.",
+            f"tp x cp x pp is {model}, which does not divide the group's {world_size} processes: change tp, cp or pp.",
             code="mismatch",
             key="tp x cp x pp",
         )
     if parallel.sequence_parallel and parallel.tp == 1:
         raise UserError(
-            "sequence_parallel is true but tp is 1: set tp above 1 or sequence_parallel to false.",
+            "sequence_parallel is true, but tp is 1: set tp above 1, or sequence_parallel to false.",
             code="conflict",
             key="sequence_parallel",
         )
     stage_size = world_size // parallel.pp
     if stage_size % parallel.ep:
         raise UserError(
-            f"ep is {parallel.ep}, which does not divide the {stage_size} processes of a pipeline stage: change one.",
+            f"ep is {parallel.ep}, which does not divide the {stage_size} processes of a pipeline stage: change ep.",
             code="mismatch",
             key="ep",
         )
@@ -152,7 +152,7 @@ def _choose_device(rendezvous: Rendezvous) -> None:
     if rendezvous.device is Device.gpu:
         if not visible:
             raise UserError(
-                "cluster.device is gpu but this machine has no CUDA device: set it to cpu.",
+                "cluster.device is gpu, but this machine has no CUDA device: set cluster.device to cpu.",
                 code="not_found",
                 key="cluster.device",
             )
@@ -160,7 +160,8 @@ def _choose_device(rendezvous: Rendezvous) -> None:
         return
     if visible:
         raise UserError(
-            'cluster.device is cpu but CUDA devices are visible: set CUDA_VISIBLE_DEVICES="" or device to gpu.',
+            'cluster.device is cpu, but CUDA devices are visible: set CUDA_VISIBLE_DEVICES="", or set cluster.device '
+            "to gpu.",
             code="conflict",
             key="cluster.device",
         )

@@ -69,9 +69,13 @@ def choose_layers(layers: Layers, here: Capabilities) -> Layers:
             _log.warning("Transformer Engine is not installed: training uses the slower local layers.")
         return here.layers
     if layers is Layers.te and here.layers is not Layers.te:
-        lacks = "there is no GPU" if here.transformer_engine else "transformer_engine is not installed"
+        lacks = (
+            "a GPU, and there is none:"
+            if here.transformer_engine
+            else "transformer_engine, which is not installed: install it, or"
+        )
         raise UserError(
-            f"model.layers is te but {lacks}: install what is missing or use local.",
+            f"model.layers=te needs {lacks} set model.layers=local.",
             code="not_installed",
             key="model.layers",
         )
@@ -86,7 +90,7 @@ def kernel_settings(model: ModelConfig, layers: Layers, here: Capabilities) -> d
     te = layers is Layers.te
     if model.fp8 and not te:
         raise UserError(
-            "model.fp8 is true but the layers are not Transformer Engine's: set it to false.",
+            "model.fp8 is true, but only the layers of Transformer Engine support FP8: set model.fp8 to false.",
             code="conflict",
             key="model.fp8",
         )
@@ -161,15 +165,17 @@ def transformer_config(
 
 def _check_tp(architecture: Architecture, parallel: ParallelConfig) -> None:
     tp, kv_heads = parallel.tp, architecture.kv_heads
-    cut = {"attention heads": architecture.heads} | ({} if architecture.experts else {"MLP width": architecture.ffn})
+    cut = {"number of attention heads": architecture.heads} | (
+        {} if architecture.experts else {"MLP width": architecture.ffn}
+    )
     for key, size in cut.items():
         if size % tp:
             raise UserError(
-                f"tp is {tp}, which does not divide the model's {size} {key}: lower it.", code="mismatch", key="tp"
+                f"tp is {tp}, but it must divide the model's {key}, {size}: lower tp.", code="mismatch", key="tp"
             )
     if max(tp, kv_heads) % min(tp, kv_heads):
         raise UserError(
-            f"tp is {tp} and the model has {kv_heads} key-value heads: one must divide the other.",
+            f"tp is {tp} and the model has {kv_heads} key-value heads, but one must divide the other: change tp.",
             code="mismatch",
             key="tp",
         )

@@ -202,7 +202,7 @@ class MegatronCheckpoint(ABC):
                 )
 
     def dtype(self, entry: Entry) -> torch.dtype:
-        """Return the dtype that a weight is stored in. Raises UserError if the checkpoint lacks the weight."""
+        """Return the stored dtype of a weight. Raises UserError if the checkpoint lacks the weight."""
         return self.names()[self._stored_name(entry)].dtype
 
     def parts(self, entry: Entry, weights: WeightMap) -> list[tuple[str, Tensor]]:
@@ -742,7 +742,7 @@ def _read_file(file: Path) -> _RankFile:
     with file.open("rb") as stream:
         loaded, locate = find_tensors(file, stream, is_inert=lambda name: bool(_TOLERATED.fullmatch(name)))
     if not isinstance(loaded, dict):
-        raise UserError(f"{file} holds no Megatron checkpoint: give another folder.", code="malformed", key=str(file))
+        raise UserError(f"{file} holds no Megatron model: give another checkpoint.", code="malformed", key=str(file))
     chunks = {int(named[1] or 0): value for key, value in loaded.items() if (named := _MODEL.fullmatch(str(key)))}
     if not chunks or sorted(chunks) != list(range(len(chunks))):
         raise UserError(
