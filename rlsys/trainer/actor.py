@@ -6,12 +6,12 @@ Contract of a `Learner`, per optimiser step:
     accumulate(b, last=True)   the same, as an optional hint that `apply` follows;
     apply()                    divides, clips and steps once.
 
-The gradient is the sum of the losses over all micro-batches and data-parallel ranks, divided once by the sum of their
-divisors; it does not depend on the split. All ranks of the group call every method together, and every data-parallel
-rank gets the same number of micro-batches.
+A step's loss is the sum of the losses of all micro-batches and data-parallel ranks, divided once by the sum of their
+divisors; its gradient does not depend on how samples are split. All ranks of the group call every method together, and
+every data-parallel rank gets the same number of micro-batches.
 
 If the KL term sums over the whole vocabulary, the actor keeps its own reference, because full logits are too large to
-transfer. The reference runs forward before each run of micro-batches is trained.
+transfer. The reference computes its logits for a run of micro-batches just before the actor trains on that run.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ LossOf = Callable[[Tensor, ContextShare], tuple[Tensor, Stats]]
 
 
 class Learner(MegatronWorker, ABC):
-    """One process of a group that trains, actor or critic."""
+    """One process of a training group; base of `Actor` and `Critic`."""
 
     def __init__(
         self, owner: str, model: StageModel, optimizer: OptimizerConfig, total_steps: int, scratch: str | Path
@@ -88,7 +88,7 @@ class Learner(MegatronWorker, ABC):
         self._complete = False
         """True once the step's last micro-batch has passed; gradient reduction may have begun."""
         self._gathered = False
-        """True if this process holds current weights of its whole model shard, not only of those it updates."""
+        """True if all weights in this process's model shard are current, not only the weights that it updates."""
 
     @abstractmethod
     def _check(self, batch: MicroBatch) -> None:
@@ -96,14 +96,14 @@ class Learner(MegatronWorker, ABC):
 
     @abstractmethod
     def _divisor_of(self, batch: MicroBatch) -> int:
-        """Part of the step's divisor that `batch` adds."""
+        """Return the part of the step's divisor that `batch` adds."""
 
     @abstractmethod
     def _loss_for(self, micro_batches: Sequence[MicroBatch]) -> LossOf:
-        """Loss function, called once for each of `micro_batches`, in order, on the last stage only."""
+        """Return the loss function, which is called for each of `micro_batches` in order, on the last stage only."""
 
     def _runs(self, micro_batches: Sequence[MicroBatch]) -> Iterable[Sequence[MicroBatch]]:
-        """`micro_batches` split into runs; each run passes through the pipeline in one call."""
+        """Split `micro_batches` into runs, each of which passes through the pipeline in one call."""
         return (micro_batches,)
 
     def load_hf(self, path: str | Path) -> None:
@@ -115,9 +115,9 @@ class Learner(MegatronWorker, ABC):
     def accumulate(self, micro_batches: Sequence[MicroBatch], last: bool = False) -> dict[str, float]:
         """Add the gradients of this data-parallel rank's micro-batches; with `last`, the next call must be `apply`.
 
-        Returns the loss's statistics joined over micro-batches, or an empty dict unless `MeshCoordinates.reports`. `last`
-        only allows overlapping gradient reduction with the final backward pass. Raises ValueError if a micro-batch lacks an
-        input of the loss or comes after the last.
+        Returns the loss's statistics over all micro-batches, or an empty dict unless `MeshCoordinates.reports`. The
+        only effect of `last` is that gradient reduction may overlap with the final backward pass. Raises ValueError if
+        a micro-batch lacks an input of the loss or comes after the last micro-batch of the step.
         """
         self._require("accumulate")
         if self._complete:
@@ -142,8 +142,8 @@ class Learner(MegatronWorker, ABC):
         config = self._optimizer_config
         divisor = torch.tensor(self._divisor, device=self._model.device)
         adam.begin_sums(self._wrapped)
-        # Reduces gradients over data parallelism, tied embeddings and norms; sums `divisor` over ranks and divides by
-        # it.
+        # Reduces gradients over data parallelism, tied embeddings and norms; sums `divisor` over ranks and divides the
+        # gradients by this sum.
         finalize_model_grads([self._wrapped], divisor)
         rate = adam.learning_rate(self.step, self._total_steps, config)
         for group in self._optimizer.param_groups:
@@ -177,9 +177,9 @@ class Learner(MegatronWorker, ABC):
     def load(self, folder: str | Path) -> bool:
         """Load a checkpoint saved under any TP, PP, EP and DP; return True if random generators were restored.
 
-        Generators are restored only under the layout that saved them; see `restore_generators`. A checkpoint of weights
-        alone (a converted model) starts at step 0 with a new optimiser. Raises UserError if the checkpoint is
-        incomplete, damaged or of another model.
+        Generators are restored only under the layout that saved them; see `restore_generators`. From a checkpoint with
+        only weights (a converted model), training starts at step 0 with a new optimiser. Raises UserError if the
+        checkpoint is incomplete, damaged or of another model.
         """
         self._require("load")
         info = read_checkpoint_info(folder)
@@ -206,11 +206,11 @@ class Learner(MegatronWorker, ABC):
         self._gathered = True
 
     def _kept(self) -> Iterable[Tensor]:
-        """Tensors whose values must survive an offload."""
+        """Return the tensors whose values must survive an offload."""
         return training_state(self._model.module, self._optimizer)
 
     def _contents(self, folder: Path) -> list[CheckpointContent]:
-        """Parts of a checkpoint, each in its own folder."""
+        """Return the parts of a checkpoint, each with its own folder."""
         return [
             CheckpointContent(folder, self._sharded_state(loading=False), CheckpointInfo(self.step, optimizer=True))
         ]
@@ -229,9 +229,9 @@ class Objective:
     """Sampling temperature of the rollouts."""
     aggregation: Aggregation = TOKEN_MEAN
     loss_length: int = 0
-    """Tokens per sequence in the divisor of `fixed-length`."""
+    """Tokens per sequence in the divisor of the aggregation `fixed-length`."""
     divergence: Divergence | None = None
-    """KL term if it compares distributions."""
+    """KL term that compares distributions; None if the loss has no such term."""
     reference: ReferencePlan | None = None
     """Schedule of the actor's own reference, kept for a divergence over the whole vocabulary."""
 
@@ -306,14 +306,14 @@ class Actor(Learner, WeightSender):
         return Export(self._policy, partial(self._require, "export"), self._export_group, bucket_bytes, sender)
 
     def end_step(self, version: int) -> None:
-        """Let the actor's own reference follow the policy, now at `version`; no-op without one."""
+        """Let the actor's own reference follow the policy, now at `version`; no-op without a reference."""
         if self._reference is not None:
             self._require("end a step")
             self._gather()
             self._reference.follow(self._policy, version)
 
     def load(self, folder: str | Path) -> bool:
-        """See `Learner`. A checkpoint of weights alone leaves the actor's own reference unchanged."""
+        """See `Learner`. A checkpoint with only weights leaves the actor's own reference unchanged."""
         generators = super().load(folder)
         if self._reference is not None and read_checkpoint_info(folder).optimizer:
             self._reference.load(f"{Path(folder)}_reference")
@@ -340,7 +340,7 @@ class Actor(Learner, WeightSender):
     def _runs(self, micro_batches: Sequence[MicroBatch]) -> Iterable[Sequence[MicroBatch]]:
         if self._reference is None:
             return super()._runs(micro_batches)
-        # The reference's logits of a run are held until its losses are computed: limit a run to the pipeline's depth.
+        # A run's reference logits are held until the run's losses are computed: limit a run to the pipeline's depth.
         size = self.coords.pp_size
         return (micro_batches[start : start + size] for start in range(0, len(micro_batches), size))
 
@@ -376,7 +376,7 @@ class Actor(Learner, WeightSender):
     def _divergence(
         self, logits: Tensor, logprobs: Tensor, share: ContextShare, ref_logits: Tensor | None
     ) -> Tensor | None:
-        """KL to the reference [own targets]; None if the loss needs none."""
+        """Return the KL to the reference, [own targets]; None if the loss does not need it."""
         divergence, batch = self._objective.divergence, share.batch
         if divergence is None:
             return None
@@ -400,7 +400,7 @@ class Actor(Learner, WeightSender):
 
 
 class Critic(Learner):
-    """One process of the group that trains the value model; its loss is the mean over trained tokens."""
+    """One process of the group that trains the value model; the loss is the mean over trained tokens."""
 
     def __init__(
         self,
@@ -438,7 +438,8 @@ class Critic(Learner):
     def compute(self, micro_batches: Sequence[MicroBatch]) -> list[NDArray[np.float32]] | None:
         """Return the targets' values [rows, width] of each micro-batch, 0 elsewhere; None on ranks that do not report.
 
-        All ranks of a data-parallel rank call this together with the same micro-batches. Gradients stay unchanged.
+        All processes with the same data-parallel rank call this together, with the same micro-batches. Gradients stay
+        unchanged.
         """
         self._require("compute")
         self._gather()

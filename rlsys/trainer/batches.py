@@ -5,19 +5,21 @@ Pure numpy: no torch, no Ray. A per-token array is [rows, width], either padded 
     padded   a0 a1 a2        packed   a0 a1 a2 b0 b1        packed, room_multiple 4   a0 a1 a2 .  b0 b1 .  .
              b0 b1 .
 
-An entry describes its token as a target. A sequence's first token has no predecessor and is never trained; `MicroBatch`
-rejects a mask that says otherwise, so no packed sequence is predicted from the one before it. `room_multiple` pads
-packed sequences so that context parallelism cuts each one evenly. Attention is causal: only padding attends to padding.
+Each entry of a per-token array describes its token as a target. A sequence's first token has no predecessor and is
+never trained; `MicroBatch` rejects a mask that says otherwise, so no packed sequence is predicted from the sequence
+before it. `room_multiple` pads packed sequences so that context parallelism cuts each sequence evenly. Attention is
+causal: only padding attends to padding.
 
 Invariants of sharding:
 - Every sample is in exactly one micro-batch.
 - A micro-batch exceeds the token budget only if it is a single sample.
-- Every rank gets the same number of micro-batches, because a rank with fewer would block the others. It is at least the
-  number of pipeline stages if a rank has that many samples.
+- Every rank gets the same number of micro-batches, because a rank with fewer would block the others. The number is at
+  least the number of pipeline stages if a rank has that many samples.
 - A micro-batch is empty only on a rank with fewer samples than another rank has micro-batches.
 
-Balance, in floating-point operations: two ranks differ by at most the most expensive sample (packed) or micro-batch
-(padded). Packed, the largest load is at most 4/3 - 1/(3 ranks) times that of the best partition.
+Balance: the loads of two ranks, in floating-point operations, differ by at most the most expensive sample (packed) or
+micro-batch (padded). For packed samples, the largest load is at most 4/3 - 1/(3 ranks) times the largest load of the
+best partition.
 """
 
 from __future__ import annotations
@@ -47,15 +49,15 @@ class MicroBatch:
     tokens: NDArray[np.int64]
     """[rows, width], padded on the right. Padded: one row per sequence. Packed: one row in total."""
     lengths: NDArray[np.int64]
-    """[sequences] tokens of each, padding excluded; empty for a micro-batch without samples."""
+    """[sequences] number of tokens of each sequence, padding excluded; empty for a micro-batch without samples."""
     loss_mask: NDArray[np.bool_]
-    """[rows, width] True for the targets: trained tokens, or those that `mask_of` of `collate` selects."""
+    """[rows, width] True for the targets: trained tokens, or the tokens that `collate` selected by `mask_of`."""
     advantages: Floats
     """[rows, width] advantages times correction weights; 0 on untrained tokens."""
     old_logprobs: Floats | None = None
-    """[rows, width] old log-probs: under the policy before the update."""
+    """[rows, width] log-probs under the policy before the update."""
     ref_logprobs: Floats | None = None
-    """[rows, width] log-probs under the reference policy; None without one."""
+    """[rows, width] log-probs under the reference policy; None without a reference."""
     values: Floats | None = None
     """[rows, width] values of the critic before the update."""
     returns: Floats | None = None
@@ -66,7 +68,7 @@ class MicroBatch:
     """[targets, k] the reference's log-probs of `pick_tokens`."""
     packed: bool = False
     room_multiple: int = 1
-    """Tokens to whose multiple each packed sequence is padded."""
+    """Each packed sequence is padded to a multiple of this many tokens."""
 
     def __post_init__(self) -> None:
         if self.pick_tokens is not None and len(self.pick_tokens) != self.trained_tokens:
@@ -87,7 +89,7 @@ class MicroBatch:
 
     @property
     def trained_lengths(self) -> NDArray[np.int64]:
-        """[sequences] number of trained tokens of each."""
+        """[sequences] number of trained tokens of each sequence."""
         return np.array([mask.sum() for mask in self.split(self.loss_mask)], dtype=np.int64)
 
     @property
@@ -120,14 +122,14 @@ class MicroBatch:
 
     @property
     def _starts(self) -> NDArray[np.int64]:
-        """[sequences] index of each one's first token in a flattened array."""
+        """[sequences] index of each sequence's first token in a flattened per-token array."""
         if self.packed:
             return np.cumsum(self._rooms) - self._rooms
         return np.arange(len(self.lengths)) * self.tokens.shape[1]
 
     @property
     def _rooms(self) -> NDArray[np.int64]:
-        """[sequences] tokens that each occupies in a packed row, padding included."""
+        """[sequences] number of tokens that each sequence occupies in a packed row, padding included."""
         return -(-self.lengths // self.room_multiple) * self.room_multiple
 
 
@@ -174,9 +176,9 @@ def collate(
 ) -> MicroBatch:
     """Build a micro-batch from `samples`, with a width that is a multiple of `multiple_of` tokens.
 
-    Packed, each sequence is padded to a multiple of `room_multiple`, which must divide `multiple_of`. `mask_of` selects
-    the targets of a trajectory. An optional array is None if any sample lacks it. Without samples, the result is one
-    row of padding, for a rank that has fewer samples than others. Raises ValueError if `room_multiple` does not divide.
+    If `packed`, each sequence is padded to a multiple of `room_multiple`. `mask_of` selects the targets of a
+    trajectory. An optional array is None if any sample lacks it. Without samples, the result is one row of padding, for
+    a rank that has fewer samples than others. Raises ValueError if `room_multiple` does not divide `multiple_of`.
     """
     if multiple_of % room_multiple:
         raise ValueError(f"A row of {multiple_of} tokens cannot be cut into sequences of {room_multiple}.")
@@ -223,7 +225,7 @@ def collate(
 
 
 def sequence_chunks(cp: int) -> int:
-    """Return the number of chunks per sequence over `cp` ranks, which must divide its padded length; 1 for cp = 1."""
+    """Return the number of chunks into which `cp` ranks cut a sequence; it must divide the sequence's padded length."""
     return 2 * cp if cp > 1 else 1
 
 
@@ -238,7 +240,7 @@ def columns_of(boundaries: Sequence[int] | NDArray[np.integer], cp: int, rank: i
         rank 1       2 3 4 5
 
     Megatron's rotary positions and Transformer Engine's attention (`thd_get_partitioned_indices`) use the same cut.
-    `boundaries` is as in `MicroBatch`. Raises ValueError if a sequence's length is not a multiple of 2 cp.
+    `boundaries` is `MicroBatch.boundaries`. Raises ValueError if a sequence's length is not a multiple of 2 cp.
     """
     chunks = 2 * cp
     starts, lengths = np.asarray(boundaries[:-1], dtype=np.int64), np.diff(boundaries).astype(np.int64)
@@ -291,8 +293,8 @@ def flops_of(architecture: Architecture) -> Flops:
 
 
 FP8_TOKENS = 16
-"""Divisor of the token count of FP8 matrix products: cuBLAS aligns rows to 16 bytes, and weight gradients have rows of
-tokens."""
+"""Token counts in FP8 matrix products are multiples of this number: cuBLAS aligns rows to 16 bytes, and in the products
+for weight gradients a row has one byte per token."""
 
 
 class SampleSize(NamedTuple):
@@ -347,10 +349,11 @@ def balance(costs: Sequence[float], ranks: int, equal_counts: bool = False) -> l
     """Partition the indices of `costs` over `ranks` ranks; the ranks' sums differ by at most the largest cost.
 
     Largest differencing method (Karmarkar and Karp 1982): repeatedly join the two partial partitions of widest spread,
-    the most expensive share of one with the cheapest of the other. A join never widens the larger spread, hence the
-    bound. The ratio to the optimum is at most 4/3 - 1/(3 ranks) (Michiels et al. 2007). The method starts from single
-    items or, for `equal_counts`, from groups of `ranks` items of similar cost (Yakir 1996); `ranks` must then divide
-    the number of items. On log-normal lengths, the imbalance is a tenth of that of the greedy longest-first assignment.
+    the most expensive share of the first with the cheapest share of the second, and so on. A join never widens the
+    larger spread, hence the bound. The largest sum is at most 4/3 - 1/(3 ranks) times the optimum (Michiels et al.
+    2007). The method starts from single items. With `equal_counts`, it starts from groups of `ranks` items of similar
+    cost (Yakir 1996), and `ranks` must divide the number of items. For log-normal lengths, the imbalance is a tenth of
+    the imbalance of the greedy longest-first assignment.
     """
     order = sorted(range(len(costs)), key=lambda index: -costs[index])
     step = ranks if equal_counts else 1
@@ -372,7 +375,7 @@ def balance(costs: Sequence[float], ranks: int, equal_counts: bool = False) -> l
 
 
 def _packed(sizes: Sequence[SampleSize], spec: MicroBatchSpec, cost: Callable[[Batch], float]) -> Plan:
-    """Partition single samples, then fill micro-batches per rank: a packed sample costs the same in any micro-batch."""
+    """Partition samples over ranks, then fill micro-batches: a packed sample costs the same in every micro-batch."""
     shares = balance([cost([index]) for index in range(len(sizes))], spec.ranks)
     plan = [_best_fit(share, sizes, spec) for share in shares]
     needed = max(*map(len, plan), min(spec.stages, max(map(len, shares))))
@@ -382,7 +385,7 @@ def _packed(sizes: Sequence[SampleSize], spec: MicroBatchSpec, cost: Callable[[B
 
 
 def _padded(sizes: Sequence[SampleSize], spec: MicroBatchSpec, cost: Callable[[Batch], float]) -> Plan:
-    """Fill rectangles from all samples, then partition rectangles: sorting all samples together minimises padding."""
+    """Sort all samples together into rectangles, which minimises padding, then partition the rectangles over ranks."""
     batches = _rectangles(sizes, spec)
     rounds = max(-(-len(batches) // spec.ranks), min(spec.stages, -(-len(sizes) // spec.ranks)))
     _split(batches, rounds * spec.ranks, cost)
@@ -392,7 +395,7 @@ def _padded(sizes: Sequence[SampleSize], spec: MicroBatchSpec, cost: Callable[[B
 
 
 def _best_fit(indices: Batch, sizes: Sequence[SampleSize], spec: MicroBatchSpec) -> list[Batch]:
-    """Best-fit decreasing bin packing: asymptotically at most 11/9 of the fewest bins (Johnson et al. 1974)."""
+    """Best-fit decreasing bin packing: asymptotically at most 11/9 of the minimum number (Johnson et al. 1974)."""
     capacity = spec.budget_tokens // spec.multiple_of * spec.multiple_of
     batches: list[Batch] = []
     rooms: list[tuple[int, int]] = []
@@ -421,7 +424,10 @@ def _rectangles(sizes: Sequence[SampleSize], spec: MicroBatchSpec) -> list[Batch
 
 
 def _split(batches: list[Batch], count: int, cost: Callable[[Batch], float]) -> None:
-    """Split the most expensive micro-batch in two, as evenly as its order allows, up to `count` or single samples."""
+    """Split the most expensive micro-batch in two, as evenly as its order allows, until there are `count` of them.
+
+    Stops earlier if every micro-batch is a single sample.
+    """
     while len(batches) < count:
         dearest = max((batch for batch in batches if len(batch) > 1), key=cost, default=None)
         if dearest is None:
@@ -432,7 +438,7 @@ def _split(batches: list[Batch], count: int, cost: Callable[[Batch], float]) -> 
 
 
 def _width(batch: Batch, sizes: Sequence[SampleSize], spec: MicroBatchSpec) -> int:
-    """Width of a rectangle, whose first sample is its longest."""
+    """Return the width of a rectangle, whose first sample is its longest."""
     return round_up(sizes[batch[0]].tokens, spec.multiple_of)
 
 
@@ -474,7 +480,7 @@ class BatchSharder:
         self._pad_id, self._flops, self._mask_of = pad_id, flops or Flops(per_token=1.0), mask_of
 
     def fills_micro_batches(self, samples: Sequence[Sample]) -> bool:
-        """Return True if `samples` give every rank a non-empty micro-batch per pipeline stage."""
+        """Return True if `samples` give every rank at least one non-empty micro-batch per pipeline stage."""
         return fills_stages(self._plan(samples), self._spec.stages)
 
     def shard(self, samples: Sequence[Sample]) -> tuple[Plan, list[list[MicroBatch]]]:

@@ -7,9 +7,10 @@ a fixed list of megatron.core modules:
     tensor.cuda()   -> tensor.cpu()
     device="cuda"   -> device="cpu"
 
-The functions' code objects change, not the functions, so it works even if other modules have imported them already.
-Megatron's random-generator and expert-dispatch helpers are replaced as well. With CUDA, `enable` is a no-op. If a
-function to change is missing, it raises: an unsupported Megatron-core fails at startup, not in the middle of a run.
+`enable` changes the functions' code objects, not the functions, so it works even if other modules have already imported
+the functions. Megatron's random-generator and expert-dispatch helpers are replaced as well. With CUDA, `enable` is a
+no-op. If a function to change is missing, `enable` raises: an unsupported Megatron-core fails at startup, not in the
+middle of a run.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _NAMES = {
     **{f"torch.cuda.{kind}": f"torch.{kind}" for kind in ("FloatTensor", "HalfTensor", "BFloat16Tensor")},
 }
 _MARK = "_rewritten_for_cpu"
-"""Attribute of rewritten functions, which makes a second `enable` recognise them."""
+"""Attribute that marks rewritten functions, so that a second `enable` recognises them."""
 _RNG_STATE_FUNCTIONS = ("_get_cuda_rng_state", "_set_cuda_rng_state")
 
 
@@ -122,7 +123,7 @@ class _HostStream(torch.cpu.Stream):
 
 
 def _count_on_the_host(dispatcher: ModuleType) -> None:
-    """Replace Megatron's device-to-host copy of token counts per expert, which are on the host already."""
+    """Replace Megatron's device-to-host copy of token counts per expert: the counts are on the host already."""
     for scope, name in (
         (dispatcher, "maybe_move_tensor_to_cpu"),
         (dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"),
@@ -138,7 +139,7 @@ def _count_on_the_host(dispatcher: ModuleType) -> None:
 
 
 def _functions(scope: Any, module: str) -> Iterator[FunctionType]:
-    """Functions and methods defined in `module`, without their decorators."""
+    """Yield the functions and methods that `module` defines, without their decorators."""
     for value in list(vars(scope).values()):
         value = getattr(value, "__func__", value)
         value = value.fget if isinstance(value, property) else value

@@ -6,8 +6,8 @@ Export gathers whole tensors, under their Hugging Face names, over TP and EP to 
     stage 1:   ranks 4 .. 7  --gather-->  rank 4  --pack, copy into rank 0's sender's memory-->  rank 0 sends
     ipc:       each stage's first rank packs and sends on its own device; rank 0 returns all handles.
 
-Every process of the group creates an `Export` and calls `next` equally often and together, because gathering is
-collective. The weights must not change until `next` has returned None on rank 0.
+Every process of the group creates an `Export`, and all processes call `next` together and equally often, because
+gathering is collective. The weights must not change until `next` has returned None on rank 0.
 
 Invariant: all tensors of one parameter (query, key and value; gate and up) are in one bucket.
 """
@@ -51,7 +51,7 @@ from rlsys.weights.weight_map import Entry, ShardLoader, aligned, packed
 def shard_loader(model: StageModel, parameters: Mapping[str, Parameter] | None = None) -> ShardLoader:
     """Return a loader that takes whole Hugging Face tensors and copies this process's shards into `parameters`.
 
-    The default is all parameters of the model.
+    `parameters` defaults to all parameters of the model.
     """
     into = model.parameters if parameters is None else parameters
 
@@ -64,9 +64,9 @@ def shard_loader(model: StageModel, parameters: Mapping[str, Parameter] | None =
 def load_hf(model: StageModel, path: str | Path) -> None:
     """Load the Hugging Face folder `path`. Raises UserError if it does not fit the architecture.
 
-    A critic loads a token classification model with one label, or a policy, whose value head then starts at zero. With
-    zero values, advantages start as the returns themselves; random values would be noise that value clipping removes
-    only slowly.
+    A critic loads a token classification model with one label, or a model without a value head; the critic's value head
+    then starts at zero. Advantages then start as the returns themselves; random values would be noise that value
+    clipping removes only slowly.
     """
     reader, parameters = HfReader(path), dict(model.parameters)
     names, critic = reader.names(), isinstance(model, ValueModel)
@@ -92,7 +92,10 @@ def load_hf(model: StageModel, path: str | Path) -> None:
 
 
 def export_plan(model: PolicyModel, bucket_bytes: int) -> list[list[Entry]]:
-    """Split the stage's exported parameters, in order, into runs of at most `bucket_bytes`; a larger one is alone."""
+    """Return the stage's exported parameters, in order, as one list per bucket of at most `bucket_bytes`.
+
+    A parameter larger than a bucket gets its own list.
+    """
     itemsize = model.config.params_dtype.itemsize
     entries = [
         entry
@@ -128,9 +131,9 @@ def whole_tensors(model: PolicyModel, entries: Iterable[Entry]) -> Iterator[tupl
 
 
 def _fetch(model: PolicyModel, entry: Entry, owner: int) -> list[Tensor]:
-    """Send an expert's tensor from rank `owner` of the stage to its first rank.
+    """Send an expert's tensor from rank `owner` of the stage to the stage's first rank.
 
-    Returns the tensor on both ranks and an empty list on the others.
+    Returns a list with the tensor on these two ranks and an empty list on all other ranks.
     """
     coords, group = model.coords, parallel_state.get_expert_model_parallel_group()
     if coords.in_stage == owner:
@@ -146,7 +149,7 @@ def _fetch(model: PolicyModel, entry: Entry, owner: int) -> list[Tensor]:
 
 
 def owners_group(coords: MeshCoordinates) -> dist.ProcessGroup:
-    """Return a gloo group of all stages' first ranks, for passing weights on by host memory; all ranks call this."""
+    """Return a gloo group of the first rank of every stage, to pass weights by host memory; all ranks call this."""
     owners = [stage * coords.stage_size for stage in range(coords.pp_size)]
     return dist.new_group(owners, backend="gloo")
 
@@ -167,7 +170,10 @@ class WeightSender(ABC):
         """
 
     def open_export(self, spec: TransportSpec) -> float | None:
-        """Export over the transport `spec` from now on; rank 0 returns the copy bandwidth of its memory in GB/s."""
+        """Open the transport `spec` for later exports.
+
+        Returns the copy bandwidth of the sender's memory in GB/s on rank 0, None on other ranks.
+        """
         self._bucket_bytes = spec.bucket_bytes
         if self.coords.rank and not (spec.mode is SyncMode.ipc and self.coords.in_stage == 0):
             return None
@@ -213,7 +219,10 @@ class Export:
         bucket_bytes: int,
         sender: Sender | None,
     ) -> None:
-        """See `WeightSender.export`; `require_weights` raises while offloaded, `owners` is `owners_group`."""
+        """See `WeightSender.export`. `require_weights` raises while the weights are offloaded.
+
+        `owners` is the group from `owners_group`.
+        """
         self._model, self._coords = model, model.coords
         self._require_weights = require_weights
         self._owners, self._bucket_bytes, self._sender = owners, bucket_bytes, sender
@@ -221,7 +230,7 @@ class Export:
         self._checksums: dict[str, str] = {}
 
     def next(self) -> BucketHandle | None:
-        """Gather and send the next bucket; return its handle on rank 0, None after the last and on other ranks.
+        """Gather and send the next bucket; return its handle on rank 0, None after the last bucket and on other ranks.
 
         Raises RunError if a tensor is larger than a bucket, or if a receiver is gone.
         """
@@ -248,7 +257,7 @@ class Export:
         return digest(self._checksums)
 
     def _plan(self) -> Iterator[tuple[int, list[Entry]]]:
-        """Yield stage and parameters of each bucket of the model; parameters are empty for other processes' stages."""
+        """Return (stage, parameters) for each bucket of the model; parameters are empty for buckets of other stages."""
         if not self._coords.exports:
             return iter(())
         of_stage = export_plan(self._model, self._bucket_bytes)
@@ -261,7 +270,7 @@ class Export:
         )
 
     def _send_from_stage(self, sender: IpcSender, stage: int, entries: list[Entry]) -> BucketHandle | None:
-        """Send this stage's bucket if it is next; return the next bucket's handle on rank 0, None on other ranks."""
+        """Send the next bucket if it belongs to this stage; return its handle on rank 0, None on other ranks."""
         rank_0 = self._coords.rank == 0
         if stage != self._coords.pp:
             sender.skip()
@@ -287,7 +296,7 @@ class Export:
             ) from problem
 
     def _give(self, stage: int, entries: list[Entry]) -> None:
-        """Gather `entries` if `stage` is this process's; the first rank of a later stage sends them to rank 0."""
+        """Gather `entries` if this process is in `stage`; the first rank of a stage above 0 sends them to rank 0."""
         if stage != self._coords.pp:
             return
         tensors = list(whole_tensors(self._model, entries))

@@ -7,9 +7,9 @@ exactly one owner. Example, cp=2 and a sequence of tokens 0 to 3, of which 1 to 
     rank 0:  computes tokens 0 and 3   owns target 1, predicted at token 0;
     rank 1:  computes tokens 1 and 2   owns targets 2 and 3, predicted at tokens 1 and 2.
 
-`ContextShare.whole` collects the outputs of all targets on every rank, so every rank computes the same loss. The
-gradient flows only into a rank's own targets; summed over the ranks, the weights' gradients are those of the loss, counted
-once. Without context parallelism, the share is the whole micro-batch and no communication takes place.
+`ContextShare.whole` collects the outputs of all targets on every rank, so every rank computes the same loss. On each
+rank, gradients flow only into the rank's own targets, so the sum of the weights' gradients over the ranks counts the
+loss once. Without context parallelism, the share is the whole micro-batch and no communication takes place.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ class ContextShare:
     tokens: NDArray[np.int64]
     """[rows, width / cp]"""
     predicting: NDArray[np.int64]
-    """[own targets] positions that predict them, in [width / cp, rows] flattened, like Megatron's hidden states."""
+    """[own targets] position that predicts each target, as an index into [width / cp, rows] flattened.
+
+    This is the layout of Megatron's hidden states."""
     owned: NDArray[np.bool_] | None
-    """[targets] mask of this rank's own targets; None for all."""
+    """[targets] mask of this rank's own targets; None if all targets are its own."""
 
     @property
     def targets(self) -> NDArray[np.int64]:
@@ -82,7 +84,7 @@ def context_share(batch: MicroBatch, coords: MeshCoordinates) -> ContextShare:
 
 
 OnOutput = Callable[[Tensor, ContextShare], Any]
-"""(output [own targets, ...], this rank's share of the micro-batch) -> result of the micro-batch, or its loss.
+"""(output [own targets, ...], this rank's share) -> result of the micro-batch; `forward_backward`: (loss sum, result).
 
 The output holds logits over the local vocabulary, or values; row i predicts target i of `ContextShare.targets`."""
 
@@ -110,7 +112,7 @@ def forward_backward(
 
     `wrapped` is `model.module` with its gradient buffers. `on_output` returns (loss sum, result); the results are
     returned on the last stage. `last` marks the last micro-batches of an optimiser step: gradient reduction may start
-    in the backward pass of the final one.
+    in the backward pass of the very last micro-batch.
     """
     if not batches:
         return []
@@ -125,8 +127,8 @@ def forward_backward(
 
         return _outputs(model, module, share), loss
 
-    # Megatron's schedules treat the last micro-batch of every call as the last of the step and leave this context
-    # before it.
+    # Megatron's schedules treat the last micro-batch of every call as the last of the step and leave the context of
+    # `no_sync_func` before that micro-batch.
     wrapped.config.no_sync_func = wrapped.no_sync if last else nullcontext
     with nullcontext() if last else wrapped.no_sync():
         return _schedule(step, wrapped, batches, forward_only=False)
@@ -152,10 +154,10 @@ def _outputs(model: StageModel, module: Any, share: ContextShare) -> Tensor:
 
 
 def _sequences(batch: MicroBatch, device: torch.device) -> PackedSeqParams:
-    """Megatron's description of a whole packed row; positions and attention restart at each boundary.
+    """Return Megatron's description of a whole packed row; positions and attention restart at each boundary.
 
-    Padding inside a sequence's space counts as its last tokens, because Transformer Engine's flash attention allows no
-    gaps.
+    Padding after a sequence counts as the sequence's last tokens, because Transformer Engine's flash attention allows
+    no gaps.
     """
     boundaries = torch.tensor(batch.boundaries, device=device)
     longest = int(np.diff(batch.boundaries).max())
@@ -177,7 +179,7 @@ def _schedule(step: Any, module: Any, batches: Sequence[MicroBatch], **options: 
 
 
 class _Whole(torch.autograd.Function):
-    """All-gather of rows by all-reduce: each rank fills its own rows and zeros elsewhere, so the sum is exact."""
+    """All-gather of rows by all-reduce: each rank has its own rows and zeros in all others, so the sum is exact."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, owned: Tensor) -> Tensor:
@@ -191,6 +193,6 @@ class _Whole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient's own rows, without communication: every rank computes the same loss of all targets."""
+        """Return this rank's rows of the gradient, without communication: all ranks compute the loss of all targets."""
         (owned,) = ctx.saved_tensors
         return grads[0][owned], None

@@ -1,15 +1,16 @@
 """Log-prob worker: computes log-probs under the newest policy weights and under the reference policy.
 
 Invariants:
-- Log-probs come from one complete weight version: version 0 is the model at `model.path`, and a later version's digest
-  equals the actor's. `compute` raises from `begin_update` until `finish_update` succeeds, and while offloaded.
+- Log-probs come from one complete weight version: version 0 is the model at `model.path`, and the digest of a later
+  version equals the digest that the actor computed. `compute` raises from `begin_update` until `finish_update`
+  succeeds, and while the worker is offloaded.
 - The reference policy changes only at the end of an update, from the weights of that update, or by loading a
   checkpoint.
 
-The reference policy is frozen, periodically reset to the policy, or an exponential moving average of it, which resets
-may interrupt. `ReferencePolicy.follow` runs after each weight update (in an actor that keeps the reference: after each
-step) and depends only on version numbers. Every process updates its own shards without communication. Version 0 and
-versions already followed are no-ops. At a new version v, the first match applies:
+The reference policy is frozen, reset to the policy periodically, or an exponential moving average of the policy, with
+or without resets. `ReferencePolicy.follow` is called after each weight update (in an actor that keeps the reference:
+after each step) and depends only on version numbers. Every process updates its own shards without communication.
+Nothing changes at version 0 or at a version that was followed already. At a new version v, the first match applies:
 
     v % reset_period == 0                    ref = policy
     v % update_period == 0 and tau < 1       ref = tau ref + (1 - tau) policy
@@ -17,9 +18,9 @@ versions already followed are no-ops. At a new version v, the first match applie
     tau=0.9, update_period=2, reset_period=6:   v  1  2    3  4    5  6
                                                    -  ema  -  ema  -  reset
 
-The average of a bfloat16 model is kept in float32 (the master copy), and the model holds its rounding: averaged in
-bfloat16, most of a policy's movement over a few steps would be lost to rounding. A float32 model is its own master
-copy. A reference that is not an average has no master copy.
+The average of a bfloat16 model is kept in float32 (the master copy), and the model holds the rounded average: an
+average kept in bfloat16 would lose most of the policy's movement over a few steps to rounding. A float32 model is its
+own master copy. A reference that is not an average has no master copy.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class ReferencePolicy:
     """Shards of the reference policy on one process."""
 
     def __init__(self, model: PolicyModel, plan: ReferencePlan) -> None:
-        """Take ownership of `model`, with loaded weights, as the reference at version 0."""
+        """Take ownership of `model`, whose weights are loaded, as the reference at version 0."""
         self.model = model
         self.version = 0
         """Weight version of the policy at which the reference last changed."""
@@ -131,7 +132,7 @@ class ReferencePolicy:
         return chain(self._weights, self._master)
 
     def content(self, folder: Path) -> CheckpointContent:
-        """Return the checkpoint content to write to `folder`; it converts and loads like a model's."""
+        """Return the content for a checkpoint in `folder`, which can be converted and loaded like one of the policy."""
         with_master = bool(self._master)
         info = CheckpointInfo(step=0, version=self.version, master=with_master)
         return CheckpointContent(folder, self._sharded_state(with_master), info)
@@ -165,18 +166,18 @@ class ReferencePolicy:
 
 
 def _weights_of(model: PolicyModel) -> list[Tensor]:
-    """Floating-point tensors of a model's checkpoint: parameters and persistent buffers."""
+    """Return the floating-point tensors of a model's checkpoint: parameters and persistent buffers."""
     state = model.module.state_dict(keep_vars=True)
     return [value for value in state.values() if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 @dataclass(frozen=True, slots=True)
 class TopkPlan:
-    """Choice of the k most likely tokens that a KL term sums over."""
+    """Choice of the k most likely tokens for a KL term that sums over a top k."""
 
     k: int
     forward: bool
-    """True: the reference's most likely tokens, for KL(reference || policy). False: the policy's."""
+    """True: the reference's most likely tokens, for KL(reference || policy). False: the policy's most likely tokens."""
 
     @classmethod
     def from_config(cls, config: AlgorithmConfig) -> TopkPlan | None:
@@ -192,7 +193,7 @@ class MegatronWorker:
     def __init__(
         self, owner: str, coords: mesh.MeshCoordinates, scratch: str | Path, kept: Tensors, zeros: Tensors = tuple
     ) -> None:
-        """Initialise the offloader; `owner` is the name in messages, `scratch` the folder for a CPU's offloaded memory.
+        """`owner` is the worker's name in messages, `scratch` the folder for memory that is offloaded from a CPU.
 
         `kept` and `zeros` are the tensors to offload; see `Offload`.
         """
@@ -214,11 +215,11 @@ class MegatronWorker:
         return self._memory.offload(self._scratch)
 
     def restore(self) -> OffloadStats:
-        """Bring the offloaded tensors back, bit for bit. Raises RunError if that fails; it can be called again."""
+        """Bring the offloaded tensors back, bit for bit. Raises RunError if that fails; a further call tries again."""
         return self._memory.restore()
 
     def _require(self, purpose: str) -> None:
-        """Raise RunError ("... cannot `purpose`") while offloaded."""
+        """Raise RunError ("... cannot `purpose`") while the worker is offloaded."""
         if self._memory.away is not None:
             raise RunError(f"{self._owner} is offloaded and cannot {purpose}: restore it first.")
 
@@ -280,8 +281,8 @@ class LogProbWorker(MegatronWorker, WeightSender):
     def compute(self, micro_batches: Sequence[MicroBatch]) -> list[LogProbs] | None:
         """Return log-probs and picks of each micro-batch's trained tokens; None on ranks that do not report.
 
-        All ranks of a data-parallel rank call this together with the same micro-batches. Raises RunError while
-        offloaded and RuntimeError while `version` is None.
+        All processes with the same data-parallel rank call this together, with the same micro-batches. Raises RunError
+        while the worker is offloaded and RuntimeError while `version` is None.
         """
         self._require("compute")
         if self.version is None:
@@ -299,7 +300,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
         ]
 
     def open_transport(self, spec: TransportSpec) -> None:
-        """Receive weights over the transport `spec` from now on."""
+        """Open the transport `spec`, over which later updates are received."""
         if self._receiver is not None:
             self._receiver.close()
         self._receiver = open_receiver(spec)
@@ -311,14 +312,14 @@ class LogProbWorker(MegatronWorker, WeightSender):
         self.version = None
 
     def load_bucket(self, handle: BucketHandle) -> None:
-        """Receive the bucket of a handle over the transport; see `take_bucket`."""
+        """Receive the bucket of `handle` over the transport and load it; see `take_bucket`."""
         if self._receiver is None:
             raise RuntimeError("A bucket handle arrived before open_transport: call open_transport first.")
         self.take_bucket(self._receiver.receive(handle))
         self._receiver.release()
 
     def take_bucket(self, bucket: Bucket) -> None:
-        """Load the bucket's tensors of the new version. Raises ChecksumError if a tensor differs from the one sent."""
+        """Load one bucket of the new version. Raises ChecksumError if a tensor differs from the sent tensor."""
         self._require("take weights")
         if self._update is None:
             raise RuntimeError("A bucket arrived outside of an update: call begin_update first.")
@@ -332,8 +333,8 @@ class LogProbWorker(MegatronWorker, WeightSender):
     def finish_update(self, version: int, expected: str) -> None:
         """End an update: verify the digest, switch to `version` and let the reference follow.
 
-        `expected` is the digest of the exporting group. Raises ChecksumError if tensors are missing or the digest
-        differs; `version` then stays None.
+        `expected` is the digest that the exporting group computed. Raises ChecksumError if tensors are missing or the
+        digest differs; `version` then stays None.
         """
         self._require("end an update")
         update, self._update = self._update, None
@@ -354,7 +355,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
         self._writer.begin([self._require_reference("save the reference").content(Path(folder))])
 
     def load(self, folder: str | Path) -> bool:
-        """Load the reference from a checkpoint; return True if random generators were restored, as `Learner.load`."""
+        """Load the reference from a checkpoint; return True if random generators were restored. See `Learner.load`."""
         info = self._require_reference("load the reference").load(folder)
         return restore_generators(Path(folder), info.layout)
 
@@ -374,7 +375,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
         return self._reference
 
     def _scores(self, batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor | None, DevicePicks | None]]:
-        """Policy log-probs, reference log-probs and picks of each micro-batch; an empty list before the last stage."""
+        """Return policy log-probs, reference log-probs and picks of each micro-batch; nothing before the last stage."""
         plan = self._picks
         k, reverse = (None, False) if plan is None else (plan.k, not plan.forward)
         of_policy = self._forward(self._policy, batches, k if reverse else None)
@@ -387,7 +388,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
     def _forward(
         self, model: PolicyModel, batches: Sequence[MicroBatch], k: int | None, chosen: Sequence[Tensor] | None = None
     ) -> list[tuple[Tensor, DevicePicks | None]]:
-        """Log-probs [rows, width] of each micro-batch; with `k` or `chosen`, picks as well.
+        """Return log-probs [rows, width] of each micro-batch; with `k` or `chosen`, picks as well.
 
         The picks are this model's top k, or the tokens `chosen` [trained tokens, k] of each micro-batch.
         """

@@ -1,4 +1,4 @@
-"""Joins and leaves the process mesh of a Megatron group, and computes a process's place in it.
+"""Joins and leaves the process mesh of a Megatron group, and computes a process's coordinates in the mesh.
 
 Ranks follow Megatron's order: tensor parallel varies fastest, then context, data and pipeline parallel. Example, tp=2,
 pp=2, 8 processes:
@@ -8,8 +8,8 @@ pp=2, 8 processes:
     tp:     0 1  0 1    0 1  0 1
     dp:     0 0  1 1    0 0  1 1.
 
-Experts are spread over each run of `ep` neighbouring ranks of a stage, regardless of tp, cp and dp. A single expert is
-never cut, so tensor- and context-parallel ranks act as data-parallel ranks of the experts.
+Every `ep` consecutive ranks of a stage divide the experts among themselves, regardless of tp, cp and dp. A single
+expert is never cut, so tensor- and context-parallel ranks act as data-parallel ranks of the experts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MeshCoordinates:
     tp: int
     tp_size: int
     cp: int
-    """Context-parallel rank, which selects its chunks of every sequence; see `columns_of`."""
+    """Context-parallel rank, which selects the process's chunks of every sequence; see `columns_of`."""
     cp_size: int
     dp: int
     dp_size: int
@@ -75,20 +75,20 @@ def mesh_coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> Me
     model = inner * parallel.pp
     if world_size % model:
         raise UserError(
-            f"tp x cp x pp is {model}, which does not divide the group's {world_size} processes: change one.",
+            f"tp x cp x pp is {model}, which does not divide the group's {world_size} processes: change tp, cp or pp.",
             code="mismatch",
             key="tp x cp x pp",
         )
     if parallel.sequence_parallel and parallel.tp == 1:
         raise UserError(
-            "sequence_parallel is true but tp is 1: set tp above 1 or sequence_parallel to false.",
+            "sequence_parallel is true, but tp is 1: set tp above 1, or sequence_parallel to false.",
             code="conflict",
             key="sequence_parallel",
         )
     stage_size = world_size // parallel.pp
     if stage_size % parallel.ep:
         raise UserError(
-            f"ep is {parallel.ep}, which does not divide the {stage_size} processes of a pipeline stage: change one.",
+            f"ep is {parallel.ep}, which does not divide the {stage_size} processes of a pipeline stage: change ep.",
             code="mismatch",
             key="ep",
         )
@@ -113,7 +113,7 @@ def mesh_coordinates(rank: int, world_size: int, parallel: ParallelConfig) -> Me
 
 
 def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> MeshCoordinates:
-    """Join the group and Megatron's process groups; blocks until all join, or torch raises after `timeout_s`."""
+    """Join the group and Megatron's process groups. Blocks until all have joined; torch raises after `timeout_s`."""
     coords = mesh_coordinates(rendezvous.rank, rendezvous.world_size, parallel)
     _choose_device(rendezvous)
     timeout = timedelta(seconds=rendezvous.timeout_s)
@@ -145,14 +145,14 @@ def start(rendezvous: Rendezvous, parallel: ParallelConfig, seed: int) -> MeshCo
 
 
 def _choose_device(rendezvous: Rendezvous) -> None:
-    # Must precede any use of CUDA. Up to Hopper, Megatron relies on it: kernels start in launch order, communication
-    # kernels before the compute kernels that they overlap with.
+    # Set before any use of CUDA. On GPUs up to Hopper, Megatron relies on this setting: kernels start in launch order,
+    # so communication kernels start before the compute kernels that overlap them.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     visible = torch.cuda.device_count()
     if rendezvous.device is Device.gpu:
         if not visible:
             raise UserError(
-                "cluster.device is gpu but this machine has no CUDA device: set it to cpu.",
+                "cluster.device is gpu, but this machine has no CUDA device: set cluster.device to cpu.",
                 code="not_found",
                 key="cluster.device",
             )
@@ -160,7 +160,8 @@ def _choose_device(rendezvous: Rendezvous) -> None:
         return
     if visible:
         raise UserError(
-            'cluster.device is cpu but CUDA devices are visible: set CUDA_VISIBLE_DEVICES="" or device to gpu.',
+            'cluster.device is cpu, but CUDA devices are visible: set CUDA_VISIBLE_DEVICES="", or set cluster.device '
+            "to gpu.",
             code="conflict",
             key="cluster.device",
         )

@@ -32,7 +32,7 @@ from torch import Tensor, UntypedStorage
 from rlsys.errors import RunError
 
 Tensors = Callable[[], Iterable[Tensor]]
-"""Called at every offload, because optimisers create their state lazily."""
+"""Function that returns tensors; called at every offload, because optimisers create their state lazily."""
 HOST_BLOCK_BYTES = 64 * 1024 * 1024
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -50,7 +50,7 @@ class OffloadStats:
 
 
 def switch_figures(parts: Sequence[OffloadStats]) -> dict[str, float]:
-    """Combine the metrics of a group's processes: sums of bytes and resident memory, seconds of the slowest."""
+    """Combine the metrics of a group's processes: sums of bytes and resident memory, seconds of the slowest process."""
     return {
         "bytes": sum(part.bytes for part in parts),
         "seconds": max((part.seconds for part in parts), default=0.0),
@@ -63,9 +63,9 @@ class Offload:
     """Offloads and restores the memory of one process's model."""
 
     def __init__(self, owner: str, saved: Tensors, zeros: Tensors = tuple) -> None:
-        """`owner` is the name in messages. `zeros` tensors are all zero when released, and are not copied.
+        """`owner` is the model's name in messages. Tensors in `zeros` are all zero when released, and are not copied.
 
-        Several tensors may share a storage. Storages on a device other than the first storage's are not offloaded.
+        Several tensors may share a storage. Only storages on the same device as the first storage are offloaded.
         """
         self._owner, self._saved, self._zeros = owner, saved, zeros
         self._host = HostBlocks()
@@ -73,9 +73,10 @@ class Offload:
         """Holder of the offloaded bytes; None while the memory is on its device."""
 
     def offload(self, scratch: str | Path) -> OffloadStats:
-        """Save the bytes and release the memory; no-op if offloaded. `scratch` is the folder of the file of a CPU.
+        """Save the bytes and release the memory; no-op if already offloaded.
 
-        Raises RunError, and releases nothing, if space runs out.
+        Bytes on a CPU are saved to a file in the folder `scratch`. Raises RunError, and releases nothing, if space runs
+        out.
         """
         measured = _measure()
         if self.away is not None:
@@ -97,14 +98,14 @@ class Offload:
             ) from error
         self.away = away
         away.release()
-        # glibc keeps freed memory, such as activations: return it. Other C libraries lack this call.
+        # glibc keeps freed memory, such as activations: return it to the system. Other C libraries lack this call.
         getattr(_LIBC, "malloc_trim", int)(0)
         return measured(away.nbytes)
 
     def restore(self) -> OffloadStats:
         """Restore the memory; no-op if it is on its device.
 
-        Raises RunError if the device lacks space or the bytes cannot be read; it can then be called again.
+        Raises RunError if the device lacks space or the bytes cannot be read; `restore` can then be called again.
         """
         measured = _measure()
         if (away := self.away) is None:
@@ -126,8 +127,8 @@ class FileBackup:
     """Offloads storages in host memory to one unnamed file, which disappears with the process.
 
     The file is written and read, not mapped, because mapped pages count as the process's memory. The operating system
-    evicts its pages from the page cache when memory is short, unless the folder is in memory itself (tmpfs). All bytes
-    are saved, but only whole pages are released: a storage's partial pages stay.
+    evicts the file's pages from the page cache when memory is short, unless the folder is in memory itself (tmpfs). All
+    bytes are saved, but only whole pages are released: a storage's partial pages stay.
     """
 
     def __init__(self, saved: Sequence[UntypedStorage], zeros: Sequence[UntypedStorage], folder: str | Path) -> None:
@@ -168,7 +169,7 @@ class FileBackup:
 
 
 class HostMemoryBackup:
-    """Offloads storages of a GPU to host memory; same methods as `FileBackup`, but they raise RuntimeError."""
+    """Offloads storages of a GPU to host memory, with the methods of `FileBackup`; errors are RuntimeErrors."""
 
     def __init__(self, saved: Sequence[UntypedStorage], zeros: Sequence[UntypedStorage], host: HostBlocks) -> None:
         self._saved, self._zeros = list(saved), list(zeros)
@@ -205,10 +206,10 @@ class HostMemoryBackup:
 
 
 class HostBlocks:
-    """Blocks of pinned host memory, which a GPU copies at full speed, kept and reused between offloads.
+    """Blocks of pinned host memory, which a GPU copies at full speed; they are kept and reused by later offloads.
 
-    The block size is a power of two, because torch rounds pinned allocations up to one. Blocks are never freed: pinning
-    is slow, and torch would not return the memory anyway.
+    The block size is a power of two, because torch rounds pinned allocations up to powers of two. Blocks are never
+    freed: pinning is slow, and torch would not return the memory anyway.
     """
 
     def __init__(self, block_bytes: int = HOST_BLOCK_BYTES) -> None:
@@ -216,7 +217,7 @@ class HostBlocks:
         self._blocks: list[Tensor] = []
 
     def pieces(self, flats: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs of equally sized pieces: one of a block, one of `flats` (each [bytes] of uint8).
+        """Yield pairs of equally sized pieces, one from a block and one from a tensor in `flats` ([bytes] uint8).
 
         Tensors of the same sizes give the same pieces. Raises RuntimeError if a block cannot be allocated.
         """
@@ -286,9 +287,9 @@ def _measure() -> Callable[[int], OffloadStats]:
 
 
 def _storages(tensors: Iterable[Tensor], without: Sequence[UntypedStorage] = ()) -> list[UntypedStorage]:
-    """Distinct, non-empty storages of `tensors` that are not among `without`, on one device.
+    """Return the distinct, non-empty storages of `tensors` that are not in `without` and are on one device.
 
-    The device is that of `without`, else that of the first tensor.
+    The device is that of `without`, or that of the first tensor if `without` is empty.
     """
     found: dict[int, UntypedStorage] = {}
     known = {storage.data_ptr() for storage in without}
@@ -302,7 +303,7 @@ def _storages(tensors: Iterable[Tensor], without: Sequence[UntypedStorage] = ())
 
 
 def _flat(storage: UntypedStorage) -> Tensor:
-    """View of all bytes of a storage, uint8 [bytes]."""
+    """Return a view of all bytes of a storage, uint8 [bytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

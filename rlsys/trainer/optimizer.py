@@ -3,8 +3,9 @@
 Communication between data-parallel ranks can overlap with computation:
 
     overlap_grad_reduce    Gradient buckets are reduced during the backward pass of a step's last micro-batch.
-    overlap_param_gather   After a step, a rank has only its own shard's new weights. The next training pass gathers the
-                           others, layer by layer. For any other use of weights, call `Learner._gather` first.
+    overlap_param_gather   After a step, a rank has new values only for the weights that it updates itself. The next
+                           training pass gathers all other weights, layer by layer. Call `Learner._gather` before any
+                           other use of the weights.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rlsys.trainer.model.stage_model import CHECKPOINT_METADATA, StageModel
 def wrap(model: StageModel, config: OptimizerConfig) -> DistributedDataParallel:
     """Wrap the model with contiguous float32 gradient buffers, for `forward_backward`.
 
-    Raises UserError if `overlap_param_gather` lacks the settings that it requires.
+    Raises UserError if `overlap_param_gather` is set without the settings that it requires.
     """
     if config.overlap_param_gather and not (config.distributed and config.overlap_grad_reduce):
         raise UserError(
@@ -75,10 +76,10 @@ def build(wrapped: DistributedDataParallel, model: StageModel, config: Optimizer
 
 
 def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
-    """Return the learning rate of optimiser step `step`, from 0, of `total_steps`; pure, so a resumed run agrees.
+    """Return the learning rate of optimiser step `step`, counted from 0; a resumed run gets the same rates.
 
     The rate rises linearly over the first W = round(warmup_fraction x total_steps) steps, from lr / W to lr. It then
-    decays to `min_lr`, reached after the last step, unless `decay` is constant.
+    decays, unless `decay` is constant, and would reach `min_lr` one step after the last.
     """
     warmup = round(config.warmup_fraction * total_steps)
     if step < warmup:
@@ -113,9 +114,10 @@ def load_state(optimizer: Any, state: dict[Any, Any]) -> None:
 def _load_moments(member: DistributedOptimizer, moments: dict[str, Any]) -> None:
     """Load Adam's moments and the float32 weights.
 
-    torch's AdamW keeps a step count next to the moments. Megatron would look for it among the moments of the
-    checkpoint, but it is in the parameter groups and loaded already: remove it during the load. Megatron also gives all
-    parameters the same count tensor, which each of them would increment at every step: clone it.
+    torch's AdamW keeps a step count next to the moments. Megatron would look for the count among the moments of the
+    checkpoint, but it was saved with the parameter groups and is loaded already: remove the count during the load.
+    Megatron also gives all parameters the same count tensor, which every parameter would increment at each step: clone
+    the tensor.
     """
     states = member.optimizer.state.values()
     steps = [state.pop("step", None) for state in states]

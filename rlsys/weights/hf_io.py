@@ -1,7 +1,7 @@
 """Reads and writes the safetensors files of a Hugging Face model folder, one tensor at a time.
 
-Reading maps each tensor separately and writing streams, so neither holds more than one tensor in memory. The
-safetensors library instead maps a whole file, which counts as process memory once read, and writes all tensors of a
+Tensors are mapped one at a time for reading and streamed to the file for writing, so at most one tensor is in memory.
+The safetensors library instead maps a whole file, which counts as process memory once read, and writes all tensors of a
 file in one call. A written file appears under its final name only when complete.
 
 Format (https://huggingface.co/docs/safetensors/index#format): the header length (8 bytes, little endian); the header
@@ -50,12 +50,12 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH_BYTES, _ALIGNMENT = 8, 8
 _HEADER_BYTES = 100_000_000  # Limit on the header, which is read whole; the library has the same limit.
 _SIZE_END = 1 << 63
-_MAX_TENSORS = 1 << 18  # Limit per folder, experts counted one by one: above any model, low enough to enumerate.
+_MAX_TENSORS = 1 << 18  # Limit per folder, counting each expert: more than any model has, few enough to enumerate.
 _STACKED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 _MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 """Stacked expert tensor [experts, rows, columns] of transformers 5 -> the matrices stacked along its rows."""
 _POPULATE_READ = 22
-"""MADV_POPULATE_READ (Linux 5.14, no Python constant): prefaults all pages at once, a third faster."""
+"""MADV_POPULATE_READ (Linux 5.14, no Python constant): prefaults all pages at once, which is a third faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,10 @@ class HfReader:
 
 
 def map_bytes(file: Path, offset: int, nbytes: int) -> Tensor:
-    """Map part of a file copy-on-write, as [nbytes] uint8. Raises ValueError if the file is too short, OSError."""
+    """Map part of a file copy-on-write, as [nbytes] uint8.
+
+    Raises ValueError if the file is too short, OSError if it cannot be read.
+    """
     begin = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     lead = offset - begin
     with file.open("rb") as opened:
@@ -201,7 +204,7 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
 
 
 def _once(found: Iterable[tuple[str, _Stored]]) -> dict[str, _Stored]:
-    """Return the tensors by name, expert stacks split. Raises UserError for a duplicate name."""
+    """Return the tensors by name, with stacks of experts split. Raises UserError for a duplicate name."""
     stored: dict[str, _Stored] = {}
     for name, tensor in (named for item in found for named in _by_expert(*item)):
         if name in stored:
@@ -260,7 +263,10 @@ def _indexed(folder: Path, index: Path) -> Iterator[tuple[str, _Stored]]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Read an index file: tensor name -> file name. Raises UserError if damaged or if a file is outside the folder."""
+    """Read an index file: tensor name -> file name.
+
+    Raises UserError if the index is damaged or names a file outside the folder.
+    """
     try:
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = dict(found.items())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Variables that set the network interface of gloo and NCCL; if unset, they may choose an unreachable one."""
+"""Environment variables for the network interface of gloo and NCCL, which could otherwise choose an unreachable one."""
 
 
 def listener(host: str, port: int) -> tuple[int, int]:
-    """Open a socket that listens on a single address, for torch's TCPStore; return its descriptor and port.
+    """Open a socket for torch's TCPStore that listens on a single address; return the socket's descriptor and port.
 
     The store's own socket would listen on all interfaces, and the store has no authentication. Port 0 picks a free
     port.

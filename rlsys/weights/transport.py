@@ -5,20 +5,20 @@ memory or a tensor in device memory; a device bucket is packed, hashed and check
 packed bytes or raises an error that names the tensor. The digest of a version depends on every name, dtype, shape and
 byte, but not on tensor order or on the split into buckets.
 
-Each byte is copied once and hashed at both ends. The hash of a tensor combines the hashes of its pieces. Host pieces
-(XXH3) are packed by several threads, because one core reaches about half of the memory bandwidth; each is copied and
-hashed block by block, while the block is in the core's cache. Device pieces use `hash_pieces`, so host and device
-hashes differ.
+Each byte is copied once, and hashed by the sender and by every receiver. The hash of a tensor combines the hashes of
+its pieces. Several threads pack host pieces, because one core reaches about half of the memory bandwidth; each thread
+copies and hashes a piece (XXH3) block by block, while the block is in the core's cache. Device pieces are hashed by
+`hash_pieces`, so host and device hashes differ.
 
 `open_sender` and `open_receiver` make the two ends of a transport from a spec. Buckets pass through host memory, except
 with `ipc`, which keeps them on GPUs. Contract of all transports:
-- A sender numbers its buckets from 1 over its lifetime. The caller packs each into memory lent by the sender
-  (`next_slot`), calls `send`, and passes the returned handle, which is small, to the receivers by other means.
+- A sender numbers its buckets from 1 over its lifetime. The caller packs each bucket into memory that the sender lends
+  (`next_slot`), calls `send`, and passes the small handle that `send` returns to the receivers by other means.
 - A receiver turns each handle, in order, into a bucket. The bytes are valid until `release`, the next `receive` or
   `close`, whichever comes first; copy them to keep them. A transport does not check the bytes; `unpack` does. A
   receiver calls `release` for a bucket before the sender does.
-- The sender overwrites or removes bytes only after every receiver has taken the bucket, reported by `Sender.release`.
-  Two buckets can be in flight, so the next is packed while the last is read.
+- The sender overwrites or removes bytes only after `Sender.release` reports that every receiver has taken the bucket.
+  Two buckets can be in flight, so the sender packs the next bucket while receivers read the previous one.
 - Every wait has a timeout and raises RunError naming the missing members.
 """
 
@@ -63,16 +63,16 @@ BLOCK_BYTES = 256 * 1024  # Copy unit within a piece; source and copy fit into a
 PACKERS = 2  # Packing threads.
 DEVICE_PIECE_BYTES = (
     16 * 1024 * 1024
-)  # Size of a separately hashed part on a device; hashing needs three times it as scratch.
+)  # Size of a separately hashed part on a device; hashing needs three times this size as scratch memory.
 _WORD_BYTES = 8
 _STEP, _FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_SHIFTS = (30, 27, 31)  # Constants of SplitMix64, with the two above.
+_SHIFTS = (30, 27, 31)  # Constants of SplitMix64, like `_STEP` and `_FACTORS`.
 _COPY_BYTES = 256 * 1024 * 1024  # Size limit of a measured copy; larger copies run at the same speed.
 COPY_ROUNDS = 3
 
 
 class ChecksumError(Exception):
-    """Received weights differ from the sent ones."""
+    """Received weights differ from the weights that were sent."""
 
 
 class BucketFullError(Exception):
@@ -111,7 +111,7 @@ class Bucket:
 
     @property
     def flat(self) -> Tensor:
-        """Bytes as a tensor that shares their memory, on any device: do not write to it."""
+        """The bucket's bytes as a tensor that shares their memory, on the CPU or a device; do not write to it."""
         if isinstance(self.data, Tensor):
             return self.data
         with warnings.catch_warnings():
@@ -132,7 +132,7 @@ def checksum(name: str, tensor: Tensor) -> str:
 
 
 def digest(checksums: Mapping[str, str]) -> str:
-    """Return the hash of a whole version from its tensors' checksums by name, independent of their order."""
+    """Return the hash of a whole version, given the checksum of each tensor by name; their order does not matter."""
     total = xxhash.xxh3_128()
     for name in sorted(checksums):
         total.update(f"{name}={checksums[name]};".encode())
@@ -173,8 +173,8 @@ def pack_into(memory: Memory, tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
 def unpack(bucket: Bucket) -> Iterator[tuple[TensorRecord, Tensor]]:
     """Check and yield the tensors of a bucket as views of its memory: do not write to them.
 
-    Raises ChecksumError naming the first tensor that differs from the sent one; for a device bucket, before yielding
-    any.
+    Raises ChecksumError naming the first tensor that differs from the one sent. A device bucket is checked whole before
+    its first tensor is yielded.
     """
     flat, names = bucket.flat, [record.name for record in bucket.records]
     pieces, tensors = [], []
@@ -252,7 +252,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """Return the tensor's bytes in host memory, row-major; no copy if they are so already."""
+    """Return the tensor's bytes in host memory, row-major; copy them only if they are not stored like that."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
@@ -264,16 +264,16 @@ def write_all(file: BinaryIO | Any, data: bytes | memoryview) -> None:
 
 
 def hash_pieces(flats: Sequence[Tensor]) -> list[list[bytes]]:
-    """Return the piece hashes of each of `flats`, 8 bytes per piece, in order; an empty tensor has none.
+    """Return the piece hashes of every tensor in `flats`, in order, 8 bytes per piece; an empty tensor has none.
 
-    Plain tensor operations compute the hashes where the bytes are, with equal results on every device. `flats` are
-    [bytes] uint8 on one device, each starting at a multiple of 8 bytes. Zeros pad the last piece to whole 8-byte words,
-    so the hash does not cover the length.
+    Plain tensor operations compute the hashes on the device that holds the bytes; the results are equal on every
+    device. `flats` are [bytes] uint8 on one device, each starting at a multiple of 8 bytes. Zeros pad the last piece to
+    whole 8-byte words, so the hash does not cover the length.
 
     The hash of a piece with words w_0, w_1, ... is the sum modulo 2^64 of mix(w_i + (i + 1) step), independent of the
-    order of addition. mix and step are those of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). A change of one word
-    always changes the hash; any other change goes undetected with probability 2^-64. The hash detects damage, not
-    forgery.
+    order of addition. The function `mix` and the constant `step` come from SplitMix64 (Steele, Lea, Flood, OOPSLA
+    2014). A change of one word always changes the hash; any other change goes undetected with probability 2^-64. The
+    hash detects damage, not forgery.
 
     Blocks until the device is done.
     """
@@ -312,7 +312,7 @@ def _signed(number: int) -> int:
 
 
 def copy_gb_s(nbytes: int, device: torch.device) -> float:
-    """Measure the speed of copying `nbytes` on `device` in GB/s (10^9), best of a few rounds; one thread on a CPU."""
+    """Return the speed in GB/s (10^9) of copying `nbytes` on `device`: best of a few rounds, one thread on a CPU."""
     size = min(nbytes, _COPY_BYTES)
     fastest = _fastest_s(size, device)
     if device.type == "cuda":
@@ -337,7 +337,7 @@ def _fastest_s(size: int, device: torch.device) -> float:
 SLOTS = 2  # Buckets in flight at a time: one is read while the next is packed.
 STORAGE_DEVICE, EVENT_SYNC_REQUIRED = 6, 14  # Arguments of torch's `rebuild_cuda_tensor`.
 _FILE_S, _FILE_POLL_S = 60.0, 0.05
-"""Longest delay until a complete file is visible on other hosts (file system caches), and polling interval for it."""
+"""Longest delay until a complete file is visible on other hosts (file system caches), and interval for polling it."""
 _MEMBER_POLL_S, _WORK_POLL_S = 0.02, 0.0005
 """Polling intervals for missing members of a broadcast group, and for completion of a broadcast."""
 _PATIENCE = 2.0  # Timeout of the process group, as a multiple of `TransportSpec.timeout_s`.
@@ -353,7 +353,7 @@ class TransportSpec:
     bucket_bytes: int  # Size of the largest bucket.
     timeout_s: float  # Timeout of every wait for another process.
     device: Device  # Broadcast backend: gloo for CPU, NCCL for GPU. `ipc` needs GPU.
-    address: tuple[str, int]  # Host and free port of the sender's broadcast rendezvous store.
+    address: tuple[str, int]  # Host and free port of the sender's store, where the members of a broadcast meet.
     folder: str  # Folder of bucket files (`disk`), visible to all members.
 
     @property
@@ -368,7 +368,7 @@ class SharedMemoryLocation:
 
     host: str  # `host_identity` of the sender; `pid` is valid only there.
     pid: int
-    descriptor: int  # File descriptor of the memory in that process.
+    descriptor: int  # File descriptor of the memory in process `pid`.
     offset: int  # Byte offset of the bucket.
 
 
@@ -398,7 +398,7 @@ class Sender(ABC):
     def __init__(self, pieces: Sequence[Memory] = ()) -> None:
         self._slots = pieces
         self._sent = self._taken = 0
-        """Number of buckets sent, and number of those taken by every receiver."""
+        """Number of buckets sent, and number of buckets that every receiver has taken."""
 
     def next_slot(self) -> Memory:
         """Return memory for the next bucket, [bucket_bytes].
@@ -435,14 +435,14 @@ class Sender(ABC):
 
 
 class Receiver(ABC):
-    """Receiving end of a transport. Usable from any thread, one at a time."""
+    """Receiving end of a transport. Any thread may use it, but only one thread at a time."""
 
     @abstractmethod
     def receive(self, handle: BucketHandle) -> Bucket:
         """Return the bucket of `handle`. Raises RunError if its bytes do not arrive, e.g. because the sender exited."""
 
     def release(self) -> None:  # noqa: B027
-        """End use of the last bucket's bytes; no-op where the receiver reuses its memory."""
+        """End the use of the last bucket's bytes; no-op unless the receiver maps memory anew for each bucket."""
 
     def close(self) -> None:
         """Free all resources; idempotent."""
@@ -452,8 +452,8 @@ class Receiver(ABC):
 class SharedSender(Sender):
     """Packs buckets into memory shared by the processes of one host; receivers read it in place.
 
-    The memory is anonymous (memfd_create). The kernel frees it when the last process that has it open or mapped exits,
-    even by a kill, and the size of /dev/shm does not limit it. Pages are allocated on first write.
+    The memory is anonymous (memfd_create). The kernel frees it when the last process that has it open or mapped exits
+    or is killed, and the size of /dev/shm does not limit it. Pages are allocated on first write.
     """
 
     def __init__(self, spec: TransportSpec) -> None:
@@ -592,10 +592,10 @@ class DiskReceiver(Receiver):
 
 
 class BroadcastSender(Sender):
-    """Broadcasts buckets as rank 0 of a process group of all receivers; one bucket is sent while the next is packed."""
+    """Broadcasts buckets to a process group in which it is rank 0; sends one bucket while the next is packed."""
 
     def __init__(self, spec: TransportSpec) -> None:
-        """Blocks until every receiver has joined. Raises RunError naming those that have not."""
+        """Blocks until every receiver has joined. Raises RunError naming the missing receivers."""
         self._spec = spec
         self._group = _Group(spec)
         super().__init__([_host_memory(spec) for _ in range(SLOTS)])
@@ -630,7 +630,7 @@ class BroadcastReceiver(Receiver):
     """Receives broadcasts as a rank above 0 of the process group."""
 
     def __init__(self, spec: TransportSpec) -> None:
-        """Blocks until every member has joined. Raises RunError naming those that have not."""
+        """Blocks until every member has joined. Raises RunError naming the missing members."""
         self._spec = spec
         self._group = _Group(spec)
         self._memory = _host_memory(spec)
@@ -661,16 +661,16 @@ class BroadcastReceiver(Receiver):
 class _Group:
     """A process group separate from torch's default one: gloo on CPUs, NCCL on GPUs.
 
-    The sender hosts its store, which records the members that joined and the buckets that each has taken, so errors can
-    name the missing ones. With GPUs, bytes are hashed in pinned host memory and pass through a device buffer at each
-    end.
+    The sender hosts the group's store, which records the members that have joined and the buckets that each member has
+    taken, so errors can name the missing members. With GPUs, bytes are hashed in pinned host memory and pass through a
+    device buffer on the sender and on every receiver.
 
     NCCL needs a separate device per member, and differs from gloo in three ways:
-    - The first broadcast connects the members and blocks until all take part. A receiver joins only with a bucket's
-      handle, after the sender's `send` returns. So the constructor broadcasts one byte.
+    - The first broadcast connects the members and blocks until all take part. However, a receiver takes part only once
+      it has a bucket's handle, which the sender's `send` returns. So the constructor broadcasts one byte.
     - `wait` blocks a CUDA stream, not the caller. When the group's timeout expires, torch's watchdog kills the process
-      before any error can name the missing members. So completion is polled, with a shorter timeout than the group's.
-    - The current device is per thread, and calls come from any thread. So the constructor fixes the device.
+      before any error can name the missing members. So `complete` polls, and gives up before the group's timeout.
+    - Each thread has its own current device, and any thread may call. So the constructor fixes the device.
     """
 
     def __init__(self, spec: TransportSpec) -> None:
@@ -777,7 +777,7 @@ def _host_memory(spec: TransportSpec) -> NDArray[np.uint8]:
 
 
 class IpcSender(Sender):
-    """Packs and hashes buckets on its own GPU and shares that memory (CUDA IPC): the bytes never leave the GPUs.
+    """Packs and hashes buckets on its own GPU and shares their memory (CUDA IPC): the bytes never leave the GPUs.
 
     `send` blocks until the bucket is written, and makes a single-use torch IPC handle for each receiver. A receiver
     maps the memory, checks it, copies what it needs, synchronises and unmaps it.
@@ -787,8 +787,8 @@ class IpcSender(Sender):
     - With pipeline parallelism, the first rank of every stage is a sender of its own stage's buckets, which saves a
       copy to rank 0. `skip` keeps the bucket counts of these senders equal.
     - torch frees shared memory only when every handle was used: a receiver that died can leave two buckets allocated.
-    - The ends may see different GPUs or number them differently: the memory is mapped on the receiver's own device. If
-      the GPUs cannot read each other's memory, the first `receive` raises RunError.
+    - Sender and receiver may see different GPUs or number them differently: the memory is mapped on the receiver's own
+      device. If one GPU cannot read the memory of the other, the first `receive` raises RunError.
 
     Tests pass a CPU as `device`, with memory shared by torch; `open_sender` and `open_receiver` always use the GPU.
     """
@@ -835,7 +835,7 @@ class IpcReceiver(Receiver):
     """Maps buckets from a sender's GPU onto its own device."""
 
     def __init__(self, spec: TransportSpec, device: torch.device | None = None) -> None:
-        """`device` maps and reads the buckets: this process's GPU by default."""
+        """Buckets are mapped and read on `device`: this process's GPU by default."""
         self._spec, self._device, self._host = spec, device or _device_of(spec), host_identity()
         self._memory: Tensor | None = None
 

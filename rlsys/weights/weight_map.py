@@ -1,21 +1,23 @@
 """Maps Hugging Face tensors to Megatron shards and back, for model families described in YAML.
 
-Uses no process or device. Invariant: `merge` undoes `shard` bit for bit, for every tensor, TP and EP size and pipeline
-split. Loading, weight sync and conversion all use this one map, so they agree. Sizes are available without importing
-torch.
+Uses no process or device. Invariant: `merge` undoes `shard` bit for bit, for every tensor and any TP size, EP size and
+pipeline split. Loading, weight sync and conversion all use this one map, so they agree. Sizes are available without
+importing torch.
 
 A family is a file `family/<model_type>.yaml`; a new file adds a family. Its sections:
 
-- `extends`: a base file. Own entries replace the base's; a null entry removes one.
-- `config`: field of `Architecture` -> source. A source is a key of config.json, a value, or a list of these, of which
-  the first one present counts. Keys of `rope_parameters` (formerly `rope_scaling`) count as keys of config.json.
+- `extends`: a base file. An entry of the family replaces the base entry of the same name; null removes that entry.
+- `config`: field of `Architecture` -> source. A source is a key of config.json, a value, or a list of keys and values,
+  of which the first one present counts. Keys of `rope_parameters` (formerly `rope_scaling`) count as keys of
+  config.json.
 - `only`: key of config.json -> its supported `values`; missing and null are always supported. `else` describes other
   values in the error message. `computes: true` marks a key that changes the computation but not the weights: conversion
-  accepts any value of it.
+  accepts any value of such a key.
 - `tensors`: Megatron tensor -> its description:
   - `cut`: a value of `Cut`.
   - `hf`: its Hugging Face tensors, with their shapes.
-  - `also`: its Transformer Engine name, where norms are fused into the next linear layer and experts share one module.
+  - `also`: its name under Transformer Engine, which fuses norms into the next linear layer and keeps all experts of a
+    layer in one module.
   - `when`: condition for its presence: a flag of `Architecture`, or the kind of head (`logits` or `values`).
   - `tied`: the tensor that it copies if embeddings are tied.
 
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 VOCAB_MULTIPLE = 128
-"""Megatron's vocabulary is padded to a multiple of this, which gives the same shape for most TP sizes."""
+"""Megatron's vocabulary is padded to a multiple of this number, so most TP sizes give the same shape."""
 FAMILIES = Path(__file__).with_name("family")  # Folder of the built-in family files.
 _SECTIONS = ("config", "only", "tensors")
 _HEADS = ("logits", "values")
@@ -58,7 +60,7 @@ class Cut(Enum):
     COLUMNS = "columns"  # One tensor, cut along dimension 1.
     VOCAB = "vocab"  # One tensor, padded with zero rows, cut along dimension 0.
     QKV = "qkv"  # Query, key and value, interleaved by query group, cut along dimension 0.
-    GATE_UP = "gate_up"  # Gate and up projection: each is cut along dimension 0, a rank holds [gate_r; up_r].
+    GATE_UP = "gate_up"  # Gate and up projection: each is cut along dimension 0, and rank r holds [gate_r; up_r].
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,23 +98,23 @@ class Architecture:
     norm_topk: bool = False  # The router weights of a token's experts are normalised to a sum of 1.
 
     def padded_vocab(self, tp: int) -> int:
-        """Return the rows of Megatron's embedding, padding included, for TP size `tp`."""
+        """Return the number of rows of Megatron's embedding for TP size `tp`, padding included."""
         multiple = lcm(VOCAB_MULTIPLE, tp)
         return -(-self.vocab // multiple) * multiple
 
 
-_END = 1 << 62  # Exclusive limit on numbers of a config.
+_END = 1 << 62  # Exclusive limit on the numbers in a config.
 _KINDS: dict[Any, type] = {"int": int, "float": float, "bool": bool}
 _FIELDS = {field.name: _KINDS[field.type] for field in fields(Architecture) if field.type in _KINDS}
 """Fields that the `config` section may set -> their type."""
 _SIZES = ("hidden", "head_dim", "ffn", "experts", "expert_ffn", "vocab")
 _WIDTHS = {"query": "heads", "key_value": "kv_heads"}
-"""Words for sizes in the shapes of `tensors`: fields in `_SIZES`, and products with `head_dim` in `_WIDTHS`."""
+"""Words for sizes in the shapes of `tensors`: `_SIZES` are fields, `_WIDTHS` are fields times `head_dim`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A Megatron tensor, as a template over layers and experts, and the Hugging Face tensors in it."""
+    """Template of a Megatron tensor for all layers and experts, with the Hugging Face tensors that it holds."""
 
     megatron: tuple[str, ...]  # Names, preferred one first, with placeholders `{layer}` and `{expert}`.
     hf: tuple[str, ...]  # Hugging Face names, with the same placeholders.
@@ -132,7 +134,7 @@ class Rule:
 
 
 def rules_of(architecture: Architecture, values: bool = False, folder: Path = FAMILIES) -> tuple[Rule, ...]:
-    """Return the rules of a model of this architecture, in order: before the layers, of a layer, after the layers.
+    """Return the rules of a model in order: for tensors before the layers, in each layer, and after the layers.
 
     With `values` the model has a value head instead of the output layer. With tied embeddings the last pipeline stage
     still holds its own matrix, a copy of the embedding that is loaded but not exported.
@@ -155,9 +157,9 @@ def rules_of(architecture: Architecture, values: bool = False, folder: Path = FA
 
 
 def read_architecture(path: str | Path, folder: Path = FAMILIES, *, weights_only: bool = False) -> Architecture:
-    """Read the architecture of the Hugging Face folder `path`; its family is in `folder` or built in.
+    """Read the architecture of the Hugging Face folder `path`; the family's file is in `folder` or built in.
 
-    With `weights_only` no model is built, so unsupported settings that leave the weights unchanged are accepted. Raises
+    `weights_only` accepts unsupported settings that leave the weights unchanged, because no model is built. Raises
     UserError.
     """
     file = Path(path) / "config.json"
@@ -221,7 +223,7 @@ def architecture_of(config: Any, folder: Path = FAMILIES, *, weights_only: bool 
 
 
 def _rope(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config's rotary position settings under their current names, whichever name the config uses."""
+    """Return the rotary position settings of a config, whether it calls them `rope_parameters` or `rope_scaling`."""
     for name in ("rope_parameters", "rope_scaling"):
         if found := keys.get(name):
             if not isinstance(found, Mapping):
@@ -240,9 +242,9 @@ def _written(value: Any) -> str:
 
 
 def _read(keys: Mapping[str, Any], source: Any, kind: type) -> Any:
-    """Return the first source present, as a bool or a number of type `kind` in (0, `_END`).
+    """Return the value of the first source that is present, as a bool or a number of type `kind` in (0, `_END`).
 
-    Return None if no source is present and the last one is null. Raises UserError.
+    Return None if no source is present and the last source is null. Raises UserError.
     """
     sources = source if isinstance(source, list) else [source]
     for name in sources:
@@ -306,7 +308,7 @@ def _unknown_words(family: Mapping[str, Any]) -> Iterator[str]:
 
 
 ALIGNMENT = 64
-"""Bytes; every tensor of a bucket or file starts at a multiple of this and can be viewed in its own dtype."""
+"""Every tensor of a bucket or file starts at a multiple of this many bytes, so it can be viewed in its own dtype."""
 T = TypeVar("T")
 
 
@@ -327,7 +329,10 @@ def largest_tensor_bytes(model_path: str | Path, dtype: Dtype, folder: Path = FA
 
 
 def stage_layers(layers: int, pp: int, pp_layers: Sequence[int] | None = None) -> list[range]:
-    """Return the layer numbers of each of `pp` stages, split evenly or into `pp_layers` layers. Raises UserError."""
+    """Return the layer numbers of each of `pp` stages, which get equally many unless `pp_layers` gives the counts.
+
+    Raises UserError.
+    """
     if pp_layers is None:
         if layers % pp:
             raise UserError(
@@ -349,8 +354,8 @@ def chunk_layers(layers: int, counts: Sequence[Sequence[int]]) -> list[list[rang
     """Return the global layer numbers of each chunk of a virtual pipeline, [pp rank][virtual rank]. Raises ValueError.
 
     `counts` [pp rank][virtual rank] is the number of layers of each chunk. A micro-batch passes the first chunk of
-    every rank, then the second of every rank, and so on (interleaved schedule: Narayanan et al., arXiv:2104.04473,
-    section 2.2).
+    every rank, then the second chunk of every rank, and so on (interleaved schedule: Narayanan et al.,
+    arXiv:2104.04473, section 2.2).
     """
     virtual = max(map(len, counts))
     if any(len(rank) != virtual for rank in counts) or sum(map(sum, counts)) != layers:
@@ -361,7 +366,7 @@ def chunk_layers(layers: int, counts: Sequence[Sequence[int]]) -> list[list[rang
 
 
 def expert_block(experts: int, ep: int, ep_rank: int) -> range:
-    """Return the global numbers of a layer's experts on one expert-parallel rank. Raises UserError."""
+    """Return the global numbers of a layer's experts on expert-parallel rank `ep_rank`. Raises UserError."""
     if not experts and ep > 1:
         raise UserError(f"ep is {ep}, but the model has no experts: set it to 1.", code="mismatch", key="ep")
     if experts % ep:
@@ -373,9 +378,9 @@ def expert_block(experts: int, ep: int, ep_rank: int) -> range:
 
 
 def packed(items: Iterable[T], nbytes_of: Callable[[T], int], most: int) -> Iterator[list[T]]:
-    """Yield the items in order, in runs of at most `most` bytes; a larger item is a run of its own.
+    """Yield lists of consecutive items, each of at most `most` bytes; an item larger than `most` gets its own list.
 
-    Holds one run at a time.
+    Holds one list at a time.
     """
     run: list[T] = []
     size = 0
@@ -391,7 +396,7 @@ def packed(items: Iterable[T], nbytes_of: Callable[[T], int], most: int) -> Iter
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|(?<=\.weight)\d+$")
-"""Layer and expert numbers in a Megatron name; Transformer Engine puts the expert's at the end."""
+"""Layer and expert numbers in a Megatron name; Transformer Engine puts the expert number at the end."""
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
 
 
@@ -410,7 +415,7 @@ class WeightMap:
     """The tensor map of one architecture."""
 
     def __init__(self, architecture: Architecture, values: bool = False, folder: Path = FAMILIES) -> None:
-        """`values` maps a critic: value head, no output layer. `folder` holds the family's file."""
+        """`values` maps a critic, which has a value head and no output layer. `folder` holds the family's file."""
         self.architecture = architecture
         self._rules = rules_of(architecture, values, folder)
         self._by_name = {name.format(layer="#", expert="#"): rule for rule in self._rules for name in rule.megatron}
@@ -446,7 +451,7 @@ class WeightMap:
         return [entry for entry in entries if entry.rule.exported]
 
     def copies(self) -> list[Entry]:
-        """Return the Megatron tensors that are copies of a tied tensor; their `hf` names the original's parts."""
+        """Return the Megatron tensors that copy a tied tensor; their `hf` are the names of the original tensor."""
         return [_entry(rule) for rule in self._rules if not rule.exported]
 
     def hf_names(self) -> set[str]:
@@ -460,10 +465,10 @@ class WeightMap:
         return (self.architecture.padded_vocab(tp) if entry.rule.cut is Cut.VOCAB else rows, *shapes[0][1:])
 
     def check_hf_names(self, found: set[str], headless: bool = False) -> None:
-        """Raise UserError unless the tensor names `found` are those of a checkpoint of this architecture.
+        """Raise UserError unless `found` are the tensor names of a checkpoint of this architecture.
 
         With `headless`, a critic's value head or its bias may be missing. An output layer that the map does not export
-        (critic or tied model) is ignored; `check_repeated` compares its values with the embedding's.
+        (critic or tied model) is ignored; `check_repeated` compares its values with the embedding.
         """
         expected = self.hf_names()
         head = {hf for rule in self._rules if not rule.per_layer for hf in rule.hf} - self._of_policy
@@ -488,10 +493,10 @@ class WeightMap:
             )
 
     def shard(self, entry: Entry, parts: Sequence[Tensor], tp_rank: int, tp_size: int) -> Tensor:
-        """Return rank `tp_rank`'s shard of a Megatron tensor, given its whole Hugging Face `parts`.
+        """Return the shard of a Megatron tensor on rank `tp_rank`, given its whole Hugging Face `parts`.
 
         `parts` are in the order of `entry.hf`. The shard may share memory with a part. Raises UserError if `tp_size`
-        does not divide the cut dimension; it may exceed the number of query groups.
+        does not divide the cut dimension. `tp_size` may exceed the number of query groups.
         """
         if entry.rule.cut is Cut.GATE_UP:
             return _joined([_piece(part, Cut.ROWS, tp_rank, tp_size) for part in parts])
@@ -536,7 +541,7 @@ def _entry(rule: Rule, layer: int | None = None, expert: int | None = None) -> E
 
 def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Concatenate the parts; a single part is returned without a copy."""
-    import torch  # Here, so that size queries need not import torch.
+    import torch  # Imported here, so that size queries need not import torch.
 
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
 
@@ -557,7 +562,7 @@ def _piece(whole: Tensor, cut: Cut, tp_rank: int, tp_size: int) -> Tensor:
 class ShardLoader:
     """Turns a stream of whole Hugging Face tensors, in any order, into one rank's shards.
 
-    Keeps only the parts of fused tensors that are still incomplete. Experts are not cut by TP.
+    Holds a part of a fused tensor only until the tensor's other parts have arrived. Experts are not cut by TP.
     """
 
     def __init__(

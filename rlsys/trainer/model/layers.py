@@ -1,19 +1,20 @@
-"""Configures a model's layers: Transformer Engine's, or Megatron's own ("local") with two replacements.
+"""Configures a model's layers: Transformer Engine's layers ("te"), or Megatron's own ("local") with two replacements.
 
 The replacements are `RMSNorm`, which allows sequence parallelism, and `CausalAttention`, which holds no [seq, seq]
-matrix. Weights and checkpoints of the two kinds are interchangeable. Both route a mixture of experts like transformers
-and SGLang.
+matrix. Weights and checkpoints of the two kinds of layers are interchangeable. Both kinds route a mixture of experts
+like transformers and SGLang.
 
-Fused kernels depend on `model.fusions` and on the machine. A CPU gets none and keeps Megatron's defaults. Requirements
-in Megatron-core 0.16:
+Fused kernels depend on `model.fusions` and on the machine. A CPU gets no fused kernels and keeps Megatron's defaults.
+Requirements in Megatron-core 0.16:
 
     bias_activation_fusion:         SwiGLU in one kernel, which saves a copy of its input   torch.compile, GPU
     apply_rope_fusion:              rotary positions                                        Transformer Engine
     moe_permute_fusion:             sorting of tokens by expert                             Transformer Engine's layers
     gradient_accumulation_fusion:   weight gradients added directly to float32 buffers      apex.
 
-The last needs apex with either kind, because Megatron's output layer uses it. `bias_dropout_fusion` (no biases, no
-dropout) and `persist_layer_norm` (no LayerNorm) would gain nothing on these models and stay off.
+`gradient_accumulation_fusion` needs apex with either kind of layers, because Megatron's output layer uses this fusion.
+`bias_dropout_fusion` and `persist_layer_norm` stay off: these models have no biases to fuse, no dropout and no
+LayerNorm.
 """
 
 from __future__ import annotations
@@ -52,9 +53,10 @@ FP8_RECIPE: dict[str, Any] = {
     "fp8": "hybrid",
     # Scale each tensor by its current maximum: no history of maxima has to be kept in checkpoints or forward passes.
     "fp8_recipe": "tensorwise",
-    # Quantise the weights again in every micro-batch. Otherwise Megatron tells Transformer Engine which micro-batch is
-    # the first of a pass. Quantised copies then stay on the GPU while the model is offloaded. With fused accumulation,
-    # the first micro-batch would also overwrite the gradient, which is here a sum over several passes.
+    # Quantise the weights again in every micro-batch. Otherwise Megatron would tell Transformer Engine which
+    # micro-batch is the first of a pass, and quantised copies would stay on the GPU while the model is offloaded. With
+    # fused accumulation, that first micro-batch would also overwrite the gradient, which here is a sum over several
+    # passes.
     "disable_parameter_transpose_cache": True,
 }
 
@@ -69,9 +71,13 @@ def choose_layers(layers: Layers, here: Capabilities) -> Layers:
             _log.warning("Transformer Engine is not installed: training uses the slower local layers.")
         return here.layers
     if layers is Layers.te and here.layers is not Layers.te:
-        lacks = "there is no GPU" if here.transformer_engine else "transformer_engine is not installed"
+        lacks = (
+            "a GPU, and there is none:"
+            if here.transformer_engine
+            else "transformer_engine, which is not installed: install it, or"
+        )
         raise UserError(
-            f"model.layers is te but {lacks}: install what is missing or use local.",
+            f"model.layers=te needs {lacks} set model.layers=local.",
             code="not_installed",
             key="model.layers",
         )
@@ -79,14 +85,14 @@ def choose_layers(layers: Layers, here: Capabilities) -> Layers:
 
 
 def kernel_settings(model: ModelConfig, layers: Layers, here: Capabilities) -> dict[str, Any]:
-    """Return the kernel fields of Megatron's TransformerConfig; `layers` must be resolved.
+    """Return the kernel fields of Megatron's TransformerConfig; `layers` is the result of `choose_layers`.
 
     Raises UserError for FP8 without Transformer Engine's layers.
     """
     te = layers is Layers.te
     if model.fp8 and not te:
         raise UserError(
-            "model.fp8 is true but the layers are not Transformer Engine's: set it to false.",
+            "model.fp8 is true, but only the layers of Transformer Engine support FP8: set model.fp8 to false.",
             code="conflict",
             key="model.fp8",
         )
@@ -100,7 +106,7 @@ def kernel_settings(model: ModelConfig, layers: Layers, here: Capabilities) -> d
     }
     return {
         "batch_p2p_comm": True,
-        # Local layers use CausalAttention.
+        # Local layers always use `CausalAttention`.
         "attention_backend": AttnBackend[model.attention] if te else AttnBackend.auto,
         **(fusions if model.fusions else {}),
         **(FP8_RECIPE if model.fp8 else {}),
@@ -110,7 +116,7 @@ def kernel_settings(model: ModelConfig, layers: Layers, here: Capabilities) -> d
 def transformer_config(
     architecture: Architecture, model: ModelConfig, parallel: ParallelConfig, kernels: Mapping[str, Any]
 ) -> TransformerConfig:
-    """Return Megatron's config of the model; `kernels` are `kernel_settings`.
+    """Return Megatron's config of the model; `kernels` is the result of `kernel_settings`.
 
     Raises UserError if tp does not fit the model, or if experts with tp > 1 lack sequence parallelism.
     """
@@ -161,15 +167,17 @@ def transformer_config(
 
 def _check_tp(architecture: Architecture, parallel: ParallelConfig) -> None:
     tp, kv_heads = parallel.tp, architecture.kv_heads
-    cut = {"attention heads": architecture.heads} | ({} if architecture.experts else {"MLP width": architecture.ffn})
+    cut = {"number of attention heads": architecture.heads} | (
+        {} if architecture.experts else {"MLP width": architecture.ffn}
+    )
     for key, size in cut.items():
         if size % tp:
             raise UserError(
-                f"tp is {tp}, which does not divide the model's {size} {key}: lower it.", code="mismatch", key="tp"
+                f"tp is {tp}, but it must divide the model's {key}, {size}: lower tp.", code="mismatch", key="tp"
             )
     if max(tp, kv_heads) % min(tp, kv_heads):
         raise UserError(
-            f"tp is {tp} and the model has {kv_heads} key-value heads: one must divide the other.",
+            f"tp is {tp} and the model has {kv_heads} key-value heads, but one must divide the other: change tp.",
             code="mismatch",
             key="tp",
         )
@@ -197,7 +205,7 @@ def _experts_config(architecture: Architecture, parallel: ParallelConfig) -> dic
 
 
 def block_spec(config: TransformerConfig, layers: Layers) -> Any:
-    """Return the spec of GPTModel's decoder; `layers` must be resolved."""
+    """Return the spec of GPTModel's decoder; `layers` is the result of `choose_layers`."""
     if layers is Layers.te:
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
@@ -217,10 +225,10 @@ def block_spec(config: TransformerConfig, layers: Layers) -> Any:
 
 
 def _routed(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
-    """`layer` with `ExpertRouter` if it has experts, modified in place."""
+    """Use `ExpertRouter` in `layer` if it has experts; change `layer` in place and return it."""
     if config.num_moe_experts is not None:
         layer.submodules.mlp.submodules.router = ExpertRouter
-        # Transformer Engine fuses this norm only into a dense MLP: keep the unfused name in checkpoints.
+        # Transformer Engine fuses the norm before the MLP only into a dense MLP: keep its unfused name in checkpoints.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     return layer
 
@@ -229,12 +237,12 @@ class ExpertRouter(Router):
     """Routes each token to its k most likely experts, without dropping tokens and without a balancing loss.
 
     Dtypes follow transformers' Qwen3MoeTopKRouter: logits in the model's dtype, softmax over all experts in float32,
-    and the k weights rounded to the model's dtype. `norm_topk_prob` (`moe_router_pre_softmax` false) first normalises
-    the k weights to sum 1.
+    and the k weights rounded to the model's dtype. With `norm_topk_prob` (`moe_router_pre_softmax` false), the k
+    weights are normalised to a sum of 1 before the rounding.
     """
 
     def routing(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights (0 for experts not chosen) and the mask of chosen experts; all [tokens, experts]."""
+        """Return weights (0 for experts not chosen) and the mask of chosen experts, both [tokens, experts]."""
         weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(self.config.moe_router_topk, dim=-1)
         if not self.config.moe_router_pre_softmax:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -255,11 +263,11 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class CausalAttention(MegatronModule):
-    """Causal attention with torch's fused kernels, over a rectangle or over packed sequences.
+    """Causal attention with torch's fused kernels, over padded rows or over packed sequences.
 
-    Needs no padding mask: a rectangle is padded on the right, and packed sequences are processed one by one. With
-    context parallelism (packed only), keys and values are gathered from all ranks, and each rank attends with its own
-    queries; the backward pass sums the gradients of keys and values over the ranks.
+    Needs no padding mask: rows are padded on the right, and packed sequences are processed one by one. With context
+    parallelism (packed only), keys and values are gathered from all ranks, and each rank attends with its own queries;
+    the backward pass sums the gradients of keys and values over the ranks.
     """
 
     def __init__(
@@ -286,8 +294,9 @@ class CausalAttention(MegatronModule):
     ) -> Tensor:
         """Return the attention output: [seq, batch, heads x dim], or packed [seq, heads, dim].
 
-        `query` is [seq, batch, heads, dim]; `key` and `value` have query groups instead of heads. Packed, they have no
-        batch dimension, and `packed_seq_params` holds the boundaries of the whole row. Raises ValueError for a mask.
+        `query` is [seq, batch, heads, dim]; `key` and `value` have query groups instead of heads. For packed sequences,
+        none of the three has a batch dimension, and `packed_seq_params` holds the boundaries of the whole row. Raises
+        ValueError for a mask.
         """
         if attention_mask is not None:
             raise ValueError("CausalAttention takes no attention mask.")
@@ -310,7 +319,10 @@ class CausalAttention(MegatronModule):
         return whole_key, whole_value
 
     def _attend_shares(self, query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor) -> Tensor:
-        """Attention [seq / cp, heads, dim] of this rank's chunks `query` to `key` and `value` of the whole row."""
+        """Return the attention of this rank's chunks, `query`, to the whole row, `key` and `value`.
+
+        `query` and the result are [seq / cp, heads, dim].
+        """
         lengths = boundaries.diff().tolist()
         chunks = 2 * self._cp
         queries = query.split([length // chunks for length in lengths for _ in range(2)])
@@ -324,9 +336,10 @@ class CausalAttention(MegatronModule):
         return torch.cat(parts)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention of the last positions; all [seq, batch, heads, dim].
+        """Return causal attention; all tensors are [seq, batch, heads, dim].
 
-        With fewer queries than keys, query i belongs to key len(key) - len(query) + i.
+        Fewer queries than keys are the queries of the last positions: query i is at the position of key
+        len(key) - len(query) + i.
         """
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         whole = len(query) == len(key)

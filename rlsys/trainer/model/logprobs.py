@@ -14,7 +14,7 @@ Columns are the rank's tokens, then padding with probability 0. Logits are divid
 
 The full vocabulary is never gathered. Float32 copies cover at most `CHUNK_ELEMENTS` logits, or one row, at a time:
 targets are processed in chunks, and the backward pass recomputes its intermediates from the saved logits. Gradients
-flow into the policy's logits, on each TP rank into its own columns, and never into the reference's.
+flow into the policy's logits (on each TP rank, into its own columns) and never into the logits of the reference.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def scaled(logits: Tensor, shard: VocabShard, temperature: float) -> Tensor:
 
 
 def owned_columns(tokens: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Return the mask of tokens in the local columns and each token's column, 0 for other ranks' tokens."""
+    """Return the mask of tokens in the local columns and each token's column, which is 0 for tokens of other ranks."""
     column = tokens - shard.start
     owned = (column >= 0) & (column < shard.valid)
     return owned, column.where(owned, 0)
 
 
 def reduce(values: Tensor, shard: VocabShard, operation: Any) -> Tensor:
-    """All-reduce `values` over the TP ranks, in place; skips empty values, which are then empty on all ranks."""
+    """All-reduce `values` over the TP ranks, in place; no-op if `values` is empty, as it then is on all ranks."""
     if shard.group is not None and values.numel():
         dist.all_reduce(values, op=operation, group=shard.group)
     return values
@@ -87,30 +87,35 @@ def gather(values: Tensor, shard: VocabShard) -> Tensor:
 def token_logprobs(
     logits: Tensor, targets: Tensor, shard: VocabShard, temperature: float, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Return each target's log-prob and, `with_entropy`, the entropy of its distribution, else None: float32 [targets].
+    """Return each target's log-prob and, if `with_entropy`, the entropy at its position, else None; float32 [targets].
 
-    `logits` [targets, local vocabulary], `targets` [targets]; gradients flow into the local columns.
+    `logits` is [targets, local vocabulary], `targets` is [targets]. Gradients flow into the local columns.
     """
     logprobs, entropy = _LogProbs.apply(logits, targets[:, None], shard, temperature, with_entropy)
     return logprobs[:, 0], entropy
 
 
 def logprobs_at(logits: Tensor, tokens: Tensor, shard: VocabShard, temperature: float) -> Tensor:
-    """Return log-probs, float32 [targets, k], of `tokens` [targets, k] in each target's place; see `token_logprobs`."""
+    """Return the log-probs of `tokens` [targets, k] at each target position, float32 [targets, k].
+
+    See `token_logprobs` for the other arguments.
+    """
     logprobs, _ = _LogProbs.apply(logits, tokens.long(), shard, temperature, False)
     return logprobs
 
 
 def lay_out(values: Tensor, mask: Tensor) -> Tensor:
-    """Scatter `values` [trained tokens] to the True places of `mask` [rows, width]; 0 elsewhere."""
+    """Scatter `values` [trained tokens] to the True positions of `mask` [rows, width]; 0 elsewhere."""
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
 class _LogProbs(torch.autograd.Function):
-    """Log-probs and entropy over a sharded vocabulary. For l = logits / T, Z = sum exp(l), p = exp(l) / Z, a token y:
+    """Log-probs and entropy over a sharded vocabulary.
 
-    log p(y) = l_y - log Z,               d/dl_j = [j = y] - p_j
-    H = log Z - sum_j p_j l_j,            d/dl_j = -p_j (log p_j + H)
+    Let l = logits / T, Z = sum exp(l) and p = exp(l) / Z. The log-prob of a token y and the entropy H, with gradients:
+
+        log p(y) = l_y - log Z,               d/dl_j = [j = y] - p_j
+        H = log Z - sum_j p_j l_j,            d/dl_j = -p_j (log p_j + H)
     """
 
     @staticmethod
@@ -131,7 +136,7 @@ class _LogProbs(torch.autograd.Function):
             exponents = (here - maxima[piece, None]).exp_()
             sums[k, piece] = exponents.sum(dim=-1)
             if with_entropy:
-                here[:, shard.valid :] = 0.0  # not -inf times a probability of 0
+                here[:, shard.valid :] = 0.0  # Avoids -inf times a probability of 0.
                 sums[k + 1, piece] = exponents.mul_(here).sum(dim=-1)
         overall = reduce(maxima.clone(), shard, dist.ReduceOp.MAX)
         sums[k:] *= (maxima - overall).exp()
@@ -157,7 +162,7 @@ class _LogProbs(torch.autograd.Function):
             log_p = scaled(logits[piece], ctx.shard, ctx.temperature).sub_(log_z[piece, None])
             grad, factor = log_p.exp(), -of_all[piece, None]
             if of_entropy is not None:
-                log_p[:, ctx.shard.valid :] = 0.0  # not -inf times a probability of 0
+                log_p[:, ctx.shard.valid :] = 0.0  # Avoids -inf times a probability of 0.
                 factor = log_p.add_(entropy[piece, None]).mul_(-of_entropy[piece, None]).add_(factor)
             owned, column = owned_columns(tokens[piece], ctx.shard)
             result[piece] = grad.mul_(factor).scatter_add_(1, column, of_logprobs[piece].where(owned, 0.0))
@@ -187,11 +192,11 @@ class Divergence:
         pick_logprobs: Tensor | None,
         ref_logits: Tensor | None,
     ) -> Tensor:
-        """Return the KL in each target's place, float32 [n], in nats; gradient flows into `logits` and `logprobs`.
+        """Return the KL at each target position, float32 [n], in nats; gradient flows into `logits` and `logprobs`.
 
-        `logits` is [n, local vocabulary]; the log-probs are those of the sampled `targets` [n]. A top k needs the
-        picked tokens [n, k] and the reference's log-probs of them; the whole vocabulary needs `ref_logits`. Raises
-        ValueError if these are missing.
+        `logits` is [n, local vocabulary]; the three log-probs [n] belong to the sampled `targets` [n]. A KL over the
+        top k needs `pick_tokens` [n, k] and `pick_logprobs`, the reference's log-probs of these tokens; a KL over the
+        whole vocabulary needs `ref_logits`. Raises ValueError if an input that the KL needs is None.
         """
         if self.top_k is None:
             if ref_logits is None:
@@ -205,7 +210,7 @@ class Divergence:
 
 
 def divergence_of(config: AlgorithmConfig) -> Divergence | None:
-    """Return the KL from distributions that `config` selects; None if it has no such KL term."""
+    """Return the KL term over distributions that `config` selects; None if `config` selects no such term."""
     if not sums_over_vocabulary(config):
         return None
     top_k = None if config.kl_topk_tokens is None else TopKKl(config)
@@ -215,16 +220,19 @@ def divergence_of(config: AlgorithmConfig) -> Divergence | None:
 def whole_vocabulary_kl(
     logits: Tensor, ref_logits: Tensor, shard: VocabShard, temperature: float, forward_kl: bool
 ) -> Tensor:
-    """Return the KL over all tokens in each target's place, float32 [n]; both logits are [n, local vocabulary]."""
+    """Return the KL over the whole vocabulary at each target position, float32 [n].
+
+    Both logits are [n, local vocabulary].
+    """
     return _WholeVocabularyKl.apply(logits, ref_logits, shard, temperature, forward_kl)
 
 
 @torch.no_grad()
 def top_tokens(logits: Tensor, shard: VocabShard, temperature: float, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k most likely tokens in each target's place, most likely first, and their log-probs, without gradient.
+    """Return the k most likely tokens at each target position and their log-probs, most likely first.
 
-    `logits` is [targets, local vocabulary]. The results are int64 and float32 [targets, k], equal on all TP ranks.
-    Raises ValueError if the vocabulary has fewer than k tokens.
+    `logits` is [targets, local vocabulary]. The results are int64 and float32 [targets, k], equal on all TP ranks,
+    without gradient. Raises ValueError if the vocabulary has fewer than k tokens.
     """
     count, columns = logits.shape
     candidates = min(k, columns)
@@ -253,8 +261,8 @@ class _WholeVocabularyKl(torch.autograd.Function):
         ctx: Any, logits: Tensor, ref_logits: Tensor, shard: VocabShard, temperature: float, forward_kl: bool
     ) -> Tensor:
         """Return the KL [n] from `logits` and `ref_logits` [n, local vocabulary]."""
-        # Rows, over the local columns: log of both sums of exponentials; KL of the distributions normalised within
-        # them.
+        # Rows, over the local columns: logs of the two sums of exponentials, then the KL of the two distributions, both
+        # normalised within these columns.
         local = logits.new_empty(3, len(logits), dtype=torch.float32)
         for piece in chunks(logits):
             log_ps = []

@@ -5,9 +5,9 @@ The last stage applies its output layer only at positions that predict a target:
     tokens    p0 p1 p2 a0 a1 o0 o1 a2     p: prompt, a: sampled, o: observation
     outputs         x  x        x         for the targets a0, a1, a2
 
-The output layer is most of a small model's work and a large part of any model's. In a search trajectory, most positions
-(prompt, observations, padding) predict no target. Skipped positions cost nothing in the output layer, the softmax and
-their backward passes; the gradients of the others equal those of the full computation.
+The output layer is most of the work in a small model and a large part of the work in any model. In a search trajectory,
+most positions (prompt, observations, padding) predict no target. Skipped positions cost nothing in the output layer,
+the softmax and their backward passes; gradients at all other positions are the same as in the full computation.
 
 Parameters are identified by canonical names (`rlsys.weights.weight_map`), which number layers and experts globally.
 `rlsys.trainer.export` loads and exports weights.
@@ -58,9 +58,10 @@ class TargetModel(GPTModel):
         return super().forward(input_ids, None, None, packed_seq_params=sequences, loss_mask=predicting)
 
     def read_out(self, hidden: Tensor) -> Tensor:
-        """Return the outputs, [n] or [n, any], for the selected states [n, hidden], equal on all TP ranks.
+        """Return the outputs, [n] or [n, any], for the selected states `hidden` [n, hidden].
 
-        With sequence parallelism, every TP rank must produce the full gradient of `hidden`, not its part of a sum.
+        `hidden` is equal on all TP ranks. With sequence parallelism, every TP rank must produce the full gradient of
+        `hidden`, not only its own term of the sum over ranks.
         """
         raise NotImplementedError
 
@@ -79,15 +80,15 @@ class TargetLogitsModel(TargetModel):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         if self.post_process:
-            # `_postprocess` gathers over sequence parallelism before it selects positions; the layer must not repeat
-            # it.
+            # `_postprocess` gathers over sequence parallelism before it selects positions; the layer must not gather
+            # again.
             self.output_layer.sequence_parallel = False
 
     def read_out(self, hidden: Tensor) -> Tensor:
         """Return logits [n, local vocabulary]; see `TargetModel`."""
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else None
-        # Each rank's gradient covers its vocabulary shard; the output layer's backward pass sums them over TP.
+        # Each rank's gradient covers its vocabulary shard; the output layer's backward pass sums the gradients over TP.
         logits: Tensor = self.output_layer(hidden[:, None], weight=weight)[0]
         return logits[:, 0]
 
@@ -98,7 +99,7 @@ class TargetValuesModel(TargetModel):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "share_embeddings_and_output_weights": False})
         if self.post_process:
-            del self.output_layer  # of the vocabulary; Megatron always makes one
+            del self.output_layer  # Megatron always makes an output layer over the vocabulary.
             self.value_head = torch.nn.Linear(self.config.hidden_size, 1, dtype=self.config.params_dtype)
 
     def read_out(self, hidden: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ class TargetValuesModel(TargetModel):
         return linear(hidden.float(), self.value_head.weight.float(), self.value_head.bias.float())[:, 0]
 
     def sharded_state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """Return the state of a plain MegatronModule: GPTModel's additions concern the missing output layer."""
+        """Return the state as a plain MegatronModule does: GPTModel's version handles the missing output layer."""
         state: dict[str, Any] = MegatronModule.sharded_state_dict(self, *args, **options)
         return state
 
@@ -170,7 +171,7 @@ class StageModel:
         return state
 
     def load_checkpoint(self, folder: str | Path) -> None:
-        """Load the weights, and nothing else, of a distributed checkpoint."""
+        """Load only the weights of a distributed checkpoint."""
         self.module.load_state_dict(sharded.load(folder, {"model": self.sharded_state()})["model"])
 
 

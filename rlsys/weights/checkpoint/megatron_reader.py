@@ -3,8 +3,8 @@
 Builds no model and joins no process group. An opened checkpoint is plain data and can be pickled to other processes;
 each read opens the file and closes it again.
 
-A checkpoint is untrusted input. Only tensors, plain values, torch's checkpoint metadata and allowlisted classes of
-other data are accepted; anything else raises UserError before it runs. The allowlisted classes are not imported: their
+A checkpoint is untrusted input. Only tensors, plain values, torch's checkpoint metadata and allowlisted classes are
+accepted; anything else raises UserError before any of its code runs. The allowlisted classes are not imported: their
 instances load as `Inert`.
 """
 
@@ -43,7 +43,7 @@ from rlsys.weights.weight_map import VOCAB_MULTIPLE, Cut, Entry, WeightMap, chun
 METADATA, BACKEND, COMMON = ".metadata", "metadata.json", "common.pt"
 """Files of a distributed checkpoint other than the tensor files."""
 LAYER_STATE = "_extra_state"
-"""Part of the key of the extra state that Transformer Engine layers save; empty without FP8."""
+"""Part of the keys under which Transformer Engine layers save extra state, which is empty without FP8."""
 _LATEST, _RANK_FILE = "latest_checkpointed_iteration.txt", "model_optim_rng.pt"
 
 
@@ -57,8 +57,8 @@ def saved(value: Any) -> bytes:
 def open_checkpoint(folder: str | Path) -> MegatronCheckpoint:
     """Open the checkpoint in `folder`.
 
-    If `folder` holds iterations (`iter_NNNNNNN`), open the one named in `latest_checkpointed_iteration.txt`, or the
-    only one. Raises UserError.
+    If `folder` holds iterations (`iter_NNNNNNN`), open the iteration that `latest_checkpointed_iteration.txt` names,
+    or the only iteration. Raises UserError.
     """
     folder = _resolve(Path(folder))
     if (folder / BACKEND).is_file():
@@ -125,7 +125,7 @@ class MegatronCheckpoint(ABC):
         stored: Mapping[str, StoredWeight],
         pieces: Mapping[str, list[Any]],
     ) -> None:
-        """`layout` describes, for users, the sharding at save time as far as the files show it.
+        """`layout` is a text for users: the sharding at save time, as far as the files show it.
 
         `pieces` lists the stored pieces of each weight, at least one per tensor-parallel shard.
         """
@@ -145,7 +145,7 @@ class MegatronCheckpoint(ABC):
         """Return the tensor-parallel shards of a weight, in rank order."""
 
     def check(self, weights: WeightMap) -> None:
-        """Raise UserError unless the checkpoint holds exactly the weights of the model of `weights`, in its shapes."""
+        """Raise UserError unless the checkpoint holds exactly the weights that `weights` maps, in the same shapes."""
         entries = {entry.name: entry for entry in weights.entries()}
         known = {name: _entry(weights, name) for name in self.names()}
         unknown = [
@@ -202,7 +202,7 @@ class MegatronCheckpoint(ABC):
                 )
 
     def dtype(self, entry: Entry) -> torch.dtype:
-        """Return the dtype that a weight is stored in. Raises UserError if the checkpoint lacks the weight."""
+        """Return the stored dtype of a weight. Raises UserError if the checkpoint lacks the weight."""
         return self.names()[self._stored_name(entry)].dtype
 
     def parts(self, entry: Entry, weights: WeightMap) -> list[tuple[str, Tensor]]:
@@ -285,8 +285,8 @@ class TensorOnDisk:
     def read(self) -> Tensor:
         """Return the tensor, memory-mapped from the file if aligned to its dtype, else a copy.
 
-        The mapping lasts as long as the tensor, and writes to it do not reach the file. Raises UserError if the file is
-        too short or unreadable.
+        The mapping lasts as long as the tensor, and writes to the tensor do not reach the file. Raises UserError if the
+        file is too short or unreadable.
         """
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -312,7 +312,7 @@ class TensorOnDisk:
 def find_tensors(
     file: Path, stream: IO[bytes], start: int = 0, is_inert: Callable[[str], bool] = lambda _: False
 ) -> tuple[Any, Callable[[Tensor], TensorOnDisk]]:
-    """Load a `torch.save` stream without tensor data; return it and a function that locates such a tensor on disk.
+    """Load a `torch.save` stream without tensor data; return the value and a function that locates its tensors on disk.
 
     `stream` begins `start` bytes into `file`. Globals whose full name satisfies `is_inert` load as `Inert`. Raises
     UserError if the stream is damaged or references any other global outside torch's `weights_only` allowlist.
@@ -373,7 +373,7 @@ _STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.experts\.(?!\d)")
 _WRAPPERS = re.compile(r"^(?:model\.|module\.)+")
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?(?:optimizer|master)\.")
 _HALVES = {"linear_fc1.weight_w": 0, "linear_fc1.weight_v": 1}
-"""Key endings of gate and up projection stored apart -> position in the fused weight."""
+"""Key endings of gate and up projections that are stored separately -> position in the fused weight."""
 _NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -399,7 +399,7 @@ def name_of(key: str, numbers: tuple[int, ...]) -> str:
 
 
 def key_of(name: str, mixture: bool) -> str:
-    """Return the stacked key of a weight. `mixture`: the layers have experts, whose preceding norm is not fused."""
+    """Return the stacked key of a weight; with `mixture`, layers have experts, and the pre-MLP norm is not fused."""
     if not name.startswith(_LAYERS):
         return name
     _, _, rest = name.removeprefix(_LAYERS).partition(".")
@@ -408,8 +408,8 @@ def key_of(name: str, mixture: bool) -> str:
 
 
 _MAX_PIECES = 1 << 20
-"""Limit on weight pieces (one per layer, expert and cut): above any real model, low enough to enumerate."""
-_METADATA_BYTES = 1 << 30  # Size limit of `.metadata`, far above that of any real model.
+"""Limit on weight pieces (one per layer, expert and cut): more than any real model has, few enough to enumerate."""
+_METADATA_BYTES = 1 << 30  # Size limit of `.metadata`, far above its size for any real model.
 
 
 class _Piece(NamedTuple):
@@ -665,7 +665,7 @@ _TOLERATED = re.compile(
 )
 """Classes accepted beside weights: settings and random generator states."""
 _SHOWN = 1 << 63
-"""Cap on numbers from an untrusted file that are printed: Python raises for more than 4,300 digits."""
+"""Limit for printing a number from an untrusted file: Python cannot print numbers of more than 4,300 digits."""
 _SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
 
 
@@ -701,8 +701,8 @@ class _Grid(NamedTuple):
 class LegacyCheckpoint(MegatronCheckpoint):
     """A folder with one file per rank, `mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`.
 
-    A file holds its stage's layers and its share of the experts, both numbered from 0; with virtual stages it holds
-    several models. The number of layers in each model gives the global layer numbers.
+    A file holds the layers of one pipeline stage and a share of their experts, both numbered from 0; with virtual
+    stages it holds several models. Global layer numbers follow from the number of layers in each model.
     """
 
     format = "mp_rank"
@@ -742,7 +742,7 @@ def _read_file(file: Path) -> _RankFile:
     with file.open("rb") as stream:
         loaded, locate = find_tensors(file, stream, is_inert=lambda name: bool(_TOLERATED.fullmatch(name)))
     if not isinstance(loaded, dict):
-        raise UserError(f"{file} holds no Megatron checkpoint: give another folder.", code="malformed", key=str(file))
+        raise UserError(f"{file} holds no Megatron model: give another checkpoint.", code="malformed", key=str(file))
     chunks = {int(named[1] or 0): value for key, value in loaded.items() if (named := _MODEL.fullmatch(str(key)))}
     if not chunks or sorted(chunks) != list(range(len(chunks))):
         raise UserError(
@@ -768,8 +768,8 @@ def _read_file(file: Path) -> _RankFile:
         weights = {name: value for name, value in chunk.items() if isinstance(value, Tensor) and is_weight(name)}
         models.append({re.sub(r"^(?:module\.)+", "", name): locate(tensor) for name, tensor in weights.items()})
     step, settings = loaded.get("iteration"), loaded.get("args")
-    # Megatron's settings, if stored, give the parallel sizes. If Megatron is imported, it has registered these classes
-    # as safe with torch, and the settings load as real objects instead of `Inert`.
+    # Megatron's settings, if stored, give the parallel sizes. If Megatron is imported, it has registered the classes of
+    # its settings with torch as safe, and the settings load as real objects instead of `Inert`.
     said = vars(settings) if isinstance(settings, Inert | Namespace | SimpleNamespace) else {}
     sizes = {short: said[name] for short, name in _SIZES.items() if isinstance(said.get(name), int)}
     return _RankFile(tuple(models), sizes, step if isinstance(step, int) and 0 <= step < _SHOWN else None)
@@ -778,7 +778,7 @@ def _read_file(file: Path) -> _RankFile:
 def _with_expert_ranks(files: dict[_Rank, _RankFile]) -> dict[_Rank, _RankFile]:
     """Reinterpret `mp_rank_TT_NNN` as tensor and expert rank if the run had no pipeline stages.
 
-    Without stages every file has the embedding; then NNN, read as the pipeline rank, is the expert rank.
+    Without stages every file has the embedding. NNN is then the expert rank, but `files` has it as pipeline rank.
     """
     first = "embedding.word_embeddings.weight"
     if any(rank.ep for rank in files) or not all(first in file.models[0] for file in files.values()):
@@ -816,7 +816,7 @@ def _grid(folder: Path, files: dict[_Rank, _RankFile]) -> _Grid:
 
 
 def _assemble(files: dict[_Rank, _RankFile], grid: _Grid) -> dict[str, list[TensorOnDisk]]:
-    """Return the tensor-parallel shards of every weight, in rank order, by its name with global numbers."""
+    """Return the tensor-parallel shards of every weight in rank order, by name with global layer and expert numbers."""
     virtual = max(len(file.models) for file in files.values())
     # [pipeline rank][virtual stage] -> (rank, model) of each tensor and expert rank.
     chunks = [
@@ -843,9 +843,9 @@ def _assemble(files: dict[_Rank, _RankFile], grid: _Grid) -> dict[str, list[Tens
 
 
 def _holders(grid: _Grid) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-    """Return the (tensor, expert) ranks to read shards from: one set for dense weights, one for expert weights.
+    """Return the (tensor, expert) ranks whose shards are read: one set for dense weights, one for expert weights.
 
-    If several ranks hold the same shard, the first one is read.
+    If several ranks hold the same shard, the shard of the first rank is read.
     """
     whole: dict[int, int] = {}
     expert: dict[tuple[int, int], int] = {}

@@ -6,9 +6,9 @@ and loading.
 
 Saving has three phases:
 - `begin` plans and copies the state to host memory (collective).
-- A thread writes this process's files: no collectives, no access to training state.
+- A thread writes this process's files, without collectives and without access to training state.
 - `finish` completes the folders (collective).
-An error on one rank is raised on all, so no rank waits for a failed one.
+An error on one rank is raised on all ranks, so no rank waits for a failed rank.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class WriteStats:
-    """Amount that one process wrote for one save."""
+    """Bytes that one process wrote for one save, and the time that writing took."""
 
     bytes: int
     seconds: float  # Writing time of the thread.
@@ -139,7 +139,7 @@ class CheckpointWriter:
         self._writing = self._thread.submit(self._write, self._jobs)
 
     def finish(self) -> WriteStats:
-        """Block until the pending save, if any, is complete. Raises RunError on all ranks if one cannot write."""
+        """Block until the pending save, if any, is complete. Raises RunError on all ranks if any rank cannot write."""
         jobs, writing, self._jobs, self._writing = self._jobs, self._writing, (), None
         if writing is None:
             return WriteStats(0, 0.0)
@@ -174,9 +174,9 @@ def _open(folder: Path) -> None:
 
 
 def _stage(shards: Sequence[Shard]) -> None:
-    """Replace the tensors of `shards`, which training will change, with host copies.
+    """Replace the tensors of `shards` with host copies, because training will change the originals.
 
-    `_plan` pickles the other objects.
+    Other objects need no copy here: `_plan` pickles them.
     """
     tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
     for shard, copy in zip(tensors, host_copies([shard.data for shard in tensors]), strict=True):
@@ -227,7 +227,7 @@ def _write_file(path: Path, data: bytes) -> None:
 def _agree(folder: Path, action: Callable[[], T]) -> list[T]:
     """Run `action` and return the results of all ranks.
 
-    If it fails on one, all raise: UserError as is, else RunError.
+    If `action` fails on one rank, all ranks raise: a UserError unchanged, any other exception as RunError.
     """
     result: T | None = None
     failure: Exception | None = None
@@ -403,8 +403,8 @@ def _capture_generators() -> bytes:
 def restore_generators(folder: Path, layout: Mapping[str, int] | None) -> bool:
     """Restore this process's random generators from the checkpoint `folder`, saved under `layout`.
 
-    Return False and change nothing if `layout` differs from this group's, or is None (a converted model): no saved
-    state then belongs to this rank. Raises UserError, and changes nothing, if this process's file is missing or
+    Return False and change nothing if `layout` is None (a converted model) or not the layout of this group, because no
+    saved state then belongs to this rank. Raises UserError, and changes nothing, if this process's file is missing or
     damaged.
     """
     if layout != _parallel_layout():

@@ -1,13 +1,13 @@
 """Saves and loads a tree of frozen dataclasses as one file, without pickle: loading cannot run code.
 
 Dataclasses, numpy arrays, enums, tuples, mappings, unions and scalars are encoded and decoded by their type hints. The
-file is an `.npz` with one member for the tree (JSON) and one per dtype, which concatenates all arrays of that dtype.
+file is an `.npz` with one member for the tree (JSON) and one member per dtype, which joins all arrays of that dtype.
 
 Invariants:
-- A loaded value equals the saved one in bits, dtype (NaN and infinities included) and order.
-- Every loaded array owns its memory, so keeping one does not keep the others.
+- A loaded value equals the saved value in bits (NaN and infinities included), dtype and order.
+- Every loaded array owns its memory, so keeping one array does not keep the others in memory.
 - A file appears under its name only when complete.
-- A damaged file, or one of other types, raises UserError.
+- Loading a file that is damaged or holds other types raises UserError.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def save_values(path: Path, value: Any) -> None:
 
 
 def load_values(path: Path, kind: type[T]) -> T:
-    """Return the `kind` that `save_values` wrote to `path`. Raises UserError unless the file is whole and holds one."""
+    """Return the value of type `kind` that `save_values` wrote to `path`.
+
+    Raises UserError if the file is missing, damaged or holds something else.
+    """
     try:
         with np.load(path, allow_pickle=False) as file:
             members = {name: file[name] for name in file.files}
@@ -175,9 +178,9 @@ def _is_record(kind: Any) -> bool:
 
 @cache
 def _hints(kind: type[Any]) -> Mapping[str, tuple[str, Any]]:
-    """Map key in the file -> (name, hint) of the field.
+    """Return key in the file -> (name, hint) for each field of the dataclass `kind`.
 
-    `field(metadata={KEY: ...})` keeps the key of a renamed field.
+    `field(metadata={KEY: ...})` keeps the old key of a renamed field.
     """
     hints = get_type_hints(kind)
     return {field.metadata.get(KEY, field.name): (field.name, hints[field.name]) for field in fields(kind)}

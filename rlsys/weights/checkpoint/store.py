@@ -1,11 +1,12 @@
 """Publishes, prunes and verifies the checkpoints of a run, `checkpoints/global_step_N`.
 
-Contract: `begin` opens a hidden folder, and `publish` gives it its name by one rename when everything is on disk. A
-kill at any moment leaves the published checkpoints intact. Each has a manifest of its files and sizes, which `check`
-compares to find files lost or truncated later. Only folders that match this module's name patterns are ever deleted.
+Contract: `begin` opens a hidden folder, and `publish` renames the folder to its final name once everything is on disk.
+A kill at any moment leaves the published checkpoints intact. A published checkpoint has a manifest of its files and
+their sizes, with which `check` finds files that were lost or truncated later. Only folders that match this module's
+name patterns are ever deleted.
 
-Each worker group has a folder within the checkpoint. Its `complete.json` is written last, by rename, so a folder that
-has this file holds everything that the group saved.
+Each worker group has a folder within the checkpoint. The group's `complete.json` is written last, by rename, so a
+folder with this file holds everything that the group saved.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """Retention rules. A checkpoint stays if any rule keeps it; the newest always stays."""
+    """Retention rules. A checkpoint stays if any rule keeps it; the newest checkpoint always stays."""
 
     last: int | None  # Number of newest checkpoints to keep; None keeps all.
-    every: int | None  # Keep steps that are multiples of this; None: no such rule.
+    every: int | None  # Keep steps that are multiples of this number; None for no such rule.
     best: bool  # Keep the checkpoint with the highest score.
 
     def steps_to_keep(self, steps: Sequence[int], score_of: Callable[[int], float | None]) -> set[int]:
@@ -76,7 +77,7 @@ class CheckpointStore:
         )
 
     def begin(self, step: int) -> Path:
-        """Create and return an empty hidden folder for the checkpoint of `step`, after `recover`."""
+        """Call `recover`, then create and return an empty hidden folder for the checkpoint of `step`."""
         self.recover()
         partial = self._hidden(step, "partial")
         partial.mkdir(parents=True)
@@ -90,7 +91,7 @@ class CheckpointStore:
         sums = {name: sha256_of(partial / name) for name, size in sizes.items() if size <= _SMALL_BYTES}
         manifest = partial / MANIFEST
         manifest.write_text(json.dumps({"files": sizes, "sha256": sums}, indent=1) + "\n")
-        # Folders too: a file's name is durable only once its folder is synced.
+        # Sync folders too: a file's name is durable only once its folder is synced.
         for path in (*inside, manifest, partial):
             _sync(path)
         if final.exists():
@@ -200,7 +201,7 @@ class CheckpointInfo:
     step: int  # Optimiser steps taken.
     optimizer: bool = False  # The checkpoint holds optimiser state beside the weights.
     version: int = 0  # Weight version of the policy at the last change of the reference.
-    master: bool = False  # The checkpoint holds a reference's float32 master weights beside the rounded ones.
+    master: bool = False  # The checkpoint holds a reference's float32 master weights beside the rounded weights.
     layout: Mapping[str, int] | None = None
     """Parallel sizes of the group that saved its random generators; None if none were saved."""
 

@@ -4,7 +4,7 @@ The assignment of tensors to files is fixed in advance by the model and its para
 file in any order, and complete files need not be rewritten. A file appears under its name only when whole;
 `complete.json` is written last.
 
-Any TP, PP and EP can load the result; the chosen sizes only decide which shards a rank reads in one piece.
+A group with any TP, PP and EP can load the result; the chosen sizes only decide which shards a rank reads in one piece.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class TorchDistWriter:
         return self._weights.whole_shape(entry, self._tp)
 
     def _bounds(self, entry: Entry) -> tuple[int, list[int]]:
-        """Return the dimension that TP cuts, and the bounds of its pieces along it, end included."""
+        """Return the dimension that TP cuts, and where the pieces start and end along that dimension."""
         shape, cut = self._shape(entry), entry.rule.cut
         dimension = 1 if cut is Cut.COLUMNS else 0
         # TP does not cut an expert: it is whole on one rank.
@@ -153,7 +153,7 @@ class TorchDistWriter:
         return dimension, sorted(bounds)
 
     def _chunks(self, entry: Entry, parts: Sequence[Tensor]) -> Iterator[tuple[list[int], Tensor]]:
-        """Yield each piece with its start index in the whole tensor; pieces own their memory."""
+        """Yield (start index in the whole tensor, piece) for each piece; pieces own their memory."""
         dimension, bounds = self._cuts[entry.name]
         shape, before = self._shape(entry), 0
         # Consecutive parts of the Megatron tensor, copied only where unavoidable.
@@ -200,7 +200,7 @@ class TorchDistWriter:
         return described.Metadata(tensors, storage_data=places, storage_meta=described.StorageMeta(), version="1.0.0")
 
     def _key(self, entry: Entry) -> tuple[str, list[tuple[int, int]]]:
-        """Return the key that holds a weight, and (index, size) for each of the key's leading axes."""
+        """Return the key that stores a weight, and (index of the weight, size) for each leading axis of that key."""
         architecture = self._weights.architecture
         numbers = ((entry.layer, architecture.layers), (entry.expert, architecture.experts))
         lead = [(number, count) for number, count in numbers if number is not None]
@@ -209,7 +209,7 @@ class TorchDistWriter:
 
 @contextmanager
 def _appearing(file: Path) -> Iterator[Path]:
-    """Yield a temporary path and rename it to `file` on success. Raises RunError if it cannot be written."""
+    """Yield a temporary path and rename it to `file` on success. Raises RunError if the file cannot be written."""
     partial = file.with_name(f".{file.name}.partial")
     try:
         yield partial
@@ -229,7 +229,7 @@ def _appearing(file: Path) -> Iterator[Path]:
 def _dtypes(weights: WeightMap, dtype_of: Callable[[Entry], torch.dtype]) -> dict[str, torch.dtype]:
     """Return the dtype of every weight.
 
-    Raises UserError if it differs between layers, which share one stored tensor.
+    Raises UserError if the dtype of a weight differs between layers, because all layers share one stored tensor.
     """
     found = {entry.name: dtype_of(entry) for entry in weights.entries()}
     first: dict[Rule, Entry] = {}

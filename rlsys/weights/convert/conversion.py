@@ -1,10 +1,10 @@
 """Converts between Megatron checkpoints and Hugging Face folders, both ways and bit for bit, in one or more processes.
 
-A critic, recognised by its value head, becomes a Hugging Face token classification model with one label. A written
-Megatron checkpoint (torch_dist) holds weights only, at step 0, so an actor that loads it starts with a new optimiser.
-It also holds the model's config and tokenizer, so it converts back without the original.
+A checkpoint with a value head (a critic) becomes a Hugging Face token classification model with one label. A written
+Megatron checkpoint (torch_dist) is at step 0 and holds no optimiser state, so an actor that loads it starts with a new
+optimiser. It includes the model's config and tokenizer, so it can be converted back without the original folder.
 
-The files are planned before the first one is written; one process writes each. Invariants:
+All files are planned before the first one is written, and each file is written by a single process. Invariants:
 - A complete file is never rewritten, even if a conversion is killed and restarted.
 - The content of a file does not depend on the number of processes.
 - The death of a worker process raises RunError; a worker process exits with its parent.
@@ -15,8 +15,8 @@ The output grows in `.<name>.partial` beside `out`:
     journal.json    source, settings and complete files.
     folder/         renamed to `out` at the end.
 
-One process at a time converts to a given `out`, which is complete or absent. Every file in the journal is complete.
-Only files made by a conversion are deleted.
+One process at a time converts to a given `out`, which is complete or absent. Every file that the journal lists is
+complete. Only files made by a conversion are deleted.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ from rlsys.weights.weight_map import Entry, WeightMap, packed
 
 SHARD_BYTES = 5 * 1000**3  # Default size limit of one safetensors file, as in Hugging Face.
 OnBytes = Callable[[int, int], None]
-"""Progress callback (bytes written, bytes in all); its first call has the bytes kept from an earlier attempt."""
+"""Progress callback (bytes written, bytes in all); the first call reports the bytes kept from an earlier attempt."""
 RERUN_HINT = "run the same command again to continue."
 _POLL_S = 0.2
 _JOURNAL, _FOLDER = "journal.json", "folder"
-_WORTH_BYTES = 4 * 10**9  # Bytes that a process writes in about the time another takes to start.
+_WORTH_BYTES = 4 * 10**9  # Bytes that a process writes in about the time that another process takes to start.
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Job:
 
 
 class Conversion(Protocol):
-    """One conversion: source, target format and settings. Pickled to the worker processes."""
+    """One conversion: source, target format and settings. It is pickled and sent to the worker processes."""
 
     def recipe(self) -> Mapping[str, Any]:
         """Return the source's fingerprint and all settings as plain JSON; equal recipes give equal files."""
@@ -102,7 +102,7 @@ class ConversionResult:
     """Result of `run`."""
 
     files: int
-    kept: int  # Number of these files that an earlier attempt had written.
+    kept: int  # Number of files that an earlier attempt had written.
     nbytes: int
     notes: tuple[str, ...]  # Sentences for the user.
 
@@ -112,8 +112,9 @@ def run(
 ) -> ConversionResult:
     """Convert to the folder `out`, which must not exist.
 
-    At most `processes` write (None: up to one per core, fewer for small models). Raises UserError for invalid input,
-    RunError if a file cannot be written, and Interrupted; calling again with the same arguments continues.
+    At most `processes` processes write files (None: up to one per core, fewer for small models). Raises UserError for
+    invalid input, RunError if a file cannot be written, and Interrupted on Ctrl-C; call `run` again with the same
+    arguments to continue.
     """
     if processes is not None and processes < 1:
         raise UserError(f"processes is {processes}: give 1 or more.", code="out_of_range", key="processes")
@@ -228,9 +229,9 @@ class ConversionDraft:
         self._journal: dict[str, Any] = {}
 
     def begin(self, recipe: Mapping[str, Any]) -> bool:
-        """Resume the draft of the same `recipe` (JSON) or start one.
+        """Resume the draft if it has the same `recipe` (JSON), else start a new draft.
 
-        Return False if another recipe's draft was deleted.
+        Return False if a draft of another recipe was deleted.
         """
         # Round trip through JSON, which turns tuples into lists.
         fresh = {"recipe": json.loads(json.dumps(recipe)), "files": {}}
@@ -239,7 +240,7 @@ class ConversionDraft:
         if not same:
             shutil.rmtree(self.folder, ignore_errors=True)
             self._journal = fresh
-        # Journal before folder: `locked_draft` rejects a folder without one.
+        # Write the journal before creating the folder: `locked_draft` rejects a folder without a journal.
         self._write()
         self.folder.mkdir(exist_ok=True)
         self._drop_unfinished()
@@ -349,9 +350,9 @@ def megatron_to_hf(
 ) -> ConversionResult:
     """Convert a Megatron checkpoint to the new Hugging Face folder `out`.
 
-    See `run` for `processes`, `show` and errors. `original` is the Hugging Face folder that training started from, for
-    its config and tokenizer; None for a checkpoint made by `hf_to_megatron`. Each tensor keeps its dtype unless `dtype`
-    is given.
+    See `run` for `processes`, `show` and errors. Config and tokenizer are copied from `original`, the Hugging Face
+    folder that training started from; a checkpoint made by `hf_to_megatron` has its own and needs no `original`. Each
+    tensor keeps its dtype unless `dtype` is given.
     """
     if shard_bytes < 1:
         raise UserError(f"shard_bytes is {shard_bytes}: give 1 or more.", code="out_of_range", key="shard_bytes")
@@ -372,7 +373,7 @@ class SafetensorsFile:
 
     name: str
     entries: tuple[Entry, ...]  # In write order: larger dtypes first, then export order.
-    specs: tuple[TensorSpec, ...]  # Their Hugging Face tensors, in write order.
+    specs: tuple[TensorSpec, ...]  # Hugging Face tensors of the entries, in write order.
 
 
 @dataclass(frozen=True)
@@ -388,7 +389,7 @@ class MegatronToHf:
 
     @cached_property
     def output_files(self) -> dict[str, SafetensorsFile]:
-        """The files by name."""
+        """Files to write, by name."""
         return {file.name: file for file in self._plan()}
 
     def recipe(self) -> Mapping[str, Any]:
@@ -446,9 +447,9 @@ def hf_to_megatron(
 ) -> ConversionResult:
     """Convert the Hugging Face folder `source` to the new Megatron checkpoint `out`.
 
-    See `run` for `processes`, `show` and errors. The result loads under any TP, PP and EP; ranks of the layout
-    `parallel` find their shards in one piece. `values` makes a critic, with a value head of zeros if the source has
-    none. Each tensor keeps its dtype unless `dtype` is given.
+    See `run` for `processes`, `show` and errors. The result loads under any TP, PP and EP; a group with the parallel
+    sizes `parallel` reads each shard in one piece. With `values` the result is a critic, whose value head is zero if
+    the source has none. Each tensor keeps its dtype unless `dtype` is given.
     """
     source, parallel = Path(source), parallel or ParallelConfig()
     for key, size in (("tp", parallel.tp), ("pp", parallel.pp), ("ep", parallel.ep)):
@@ -516,7 +517,7 @@ class HfToMegatron:
 
     def _parts(self, entry: Entry) -> list[Tensor]:
         dtype, names = self._dtype(entry), self.reader.names()
-        # Only a critic's head or its bias can be missing; zeros make its initial values zero.
+        # Only a critic's value head or its bias can be missing; with zeros, the critic's first values are zero.
         return [
             cast(name, self.reader.get(name), dtype) if name in names else torch.zeros(shape, dtype=dtype)
             for name, shape in zip(entry.hf, entry.rule.shapes, strict=True)

@@ -1,4 +1,4 @@
-"""Reads the models that conversion and comparison work on.
+"""Reads the models to convert or compare.
 
 Covers the files of a Hugging Face folder other than weights (config, tokenizer, generation config, chat template), and
 `StoredModel`, one interface to Hugging Face folders and Megatron checkpoints.
@@ -39,7 +39,7 @@ _POLICY, _CRITIC = "ForCausalLM", "ForTokenClassification"
 def companions(original: Path) -> list[Path]:
     """Return the files of a model folder other than weights, relative to it.
 
-    Raises UserError if it is no model folder.
+    Raises UserError if `original` is not a model folder.
     """
     read_config(original)
     found = [path for path in original.iterdir() if path.is_file() and not path.name.endswith(_WEIGHTS)]
@@ -75,14 +75,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def adjust_config(folder: Path, dtype: torch.dtype, values: bool) -> None:
-    """Update the dtype in the config of `folder`, if present; with `values`, make it a token classification config."""
+    """Update the dtype, if any, in the config of `folder`; with `values`, make it a token classification config."""
     config = read_config(folder)
     changed = dict(config)
     key = next((key for key in ("dtype", "torch_dtype") if config.get(key) is not None), None)
     if key is not None:
         changed[key] = dtype_name(dtype)
     if values:
-        # transformers takes the number of labels from these two, not from num_labels.
+        # transformers takes the number of labels from these two keys, not from num_labels.
         changed |= {"id2label": {"0": "VALUE"}, "label2id": {"VALUE": 0}}
         if architectures := config.get("architectures"):
             changed["architectures"] = [name.replace(_POLICY, _CRITIC) for name in architectures]
@@ -97,7 +97,7 @@ _HF_HEAD, _MEGATRON_HEAD = "score.weight", "value_head.weight"  # Value heads, w
 def architecture_in(folder: Path) -> Architecture:
     """Return the architecture of a model folder for conversion.
 
-    Accepts settings that rlsys does not support in a run if they leave the weights unchanged. Raises UserError.
+    Settings that a run would refuse are accepted if they leave the weights unchanged. Raises UserError.
     """
     read_config(folder)
     return read_architecture(folder, weights_only=True)
@@ -124,7 +124,7 @@ def is_critic(source: MegatronCheckpoint | HfReader) -> bool:
 
 
 def check_hf(reader: HfReader, weights: WeightMap, source: Path, values: bool) -> None:
-    """Raise UserError unless `source` holds the tensors of the map; with `values`, the value head may be missing."""
+    """Raise UserError unless `source` holds the tensors of `weights`; with `values`, the value head may be missing."""
     if not values and is_critic(reader):
         raise UserError(f"{source} is a critic (it has {_HF_HEAD}): give --values.", code="missing", key="--values")
     weights.check_hf_names(reader.names(), headless=values)
@@ -145,7 +145,7 @@ WRITTEN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def dtype_named(name: str | None) -> torch.dtype | None:
-    """Return the dtype called `name`; None (keep each tensor's dtype) for None.
+    """Return the dtype called `name`, or None for None, which keeps each tensor's dtype.
 
     Raises UserError for an unknown name.
     """
@@ -186,7 +186,7 @@ def dominant_dtype(specs: Iterable[TensorSpec]) -> torch.dtype:
 
 
 def fingerprint(folder: Path, files: Iterable[Path]) -> list[Any]:
-    """Return the path of `folder`, and name, size (bytes) and mtime (ns) of `files` in it; contents are not read."""
+    """Return the path of `folder`, and name, size (bytes) and mtime (ns) of each of its `files`; does not read them."""
     stats = {str(path): (folder / path).stat() for path in sorted(files)}
     return [str(folder.resolve()), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]]
 
@@ -225,9 +225,9 @@ def is_hf(folder: Path) -> bool:
 
 
 def open_model(folder: Path, hf: Path | None) -> StoredModel:
-    """Open a folder of either format; `hf` supplies the config of a Megatron checkpoint without one.
+    """Open a folder of either format. Raises UserError.
 
-    Raises UserError.
+    `hf` is the Hugging Face folder with a Megatron checkpoint's config; None if the checkpoint includes the config.
     """
     if is_hf(folder):
         return HfModel(folder)
