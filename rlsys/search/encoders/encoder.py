@@ -363,7 +363,10 @@ def shares_lines(model: Any) -> bool:
 
 
 def plan(lengths: Sequence[int], cost: PassCost, *, share: bool) -> list[Lines]:
-    """Return the passes of minimal cost, with one row per line, or with packed lines if `share` is set and that is cheaper."""
+    """Return the passes of minimal cost, with one row per line.
+
+    If `share` is set and it costs less, the lines are packed with several rows.
+    """
     buckets = length_buckets(lengths, cost)
     alone = [[[row] for row in rows.tolist()] for rows in buckets]
     if not share or len(lengths) < 2:

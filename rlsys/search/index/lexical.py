@@ -4,7 +4,7 @@
     postings/:      postings in the format of the library bm25s
     manifest.json:  corpus, BM25 parameters and word pattern.
 
-The formula is that of Lucene 8 and later (Kamphuis et al., ECIR 2020). Passage lengths are exact, whereas Lucene rounds
+The formula follows Lucene 8 and later (Kamphuis et al., ECIR 2020). Passage lengths are exact, whereas Lucene rounds
 them to eight bits:
 
     score(q, d) = sum over the words t of q of idf(t) * tf / (tf + k1 * (1 - b + b * |d| / mean |d|));
