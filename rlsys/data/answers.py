@@ -1,7 +1,7 @@
 """Compares a predicted text with the accepted answers: exact match, containment, F1. Pure.
 
-All measures first apply SQuAD normalisation as Search-R1 does. Only the answer of the last turn counts. It is parsed from
-generated text, so neither the prompt's example answer nor the tags quoted in an invalid-action message can score.
+All measures first apply SQuAD normalisation, as in Search-R1. Only the answer of the last turn counts. It is parsed
+from generated text, so neither the prompt's example answer nor the tags quoted in an invalid-action message can score.
 An exact match scores 1 under every measure. An accepted answer that normalises to nothing ("the", "...") is contained
 in no text.
 """
@@ -54,7 +54,7 @@ def f1(prediction: str, answers: Iterable[str]) -> float:
 
 
 def _f1(predicted: Sequence[str], accepted: Sequence[str]) -> float:
-    """2 PR / (P + R) = 2 shared / (predicted + accepted); 1 for two empty bags."""
+    """Return 2 PR / (P + R) = 2 shared / (predicted + accepted); 1 for two empty bags."""
     if not predicted and not accepted:
         return 1.0
     shared = (Counter(predicted) & Counter(accepted)).total()

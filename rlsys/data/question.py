@@ -8,8 +8,8 @@ Row formats:
 A question's `uid` is the file stem and the row number, since merged data sets repeat their own `index`. Invalid rows
 raise a UserError naming the file, the line and the field.
 
-The template is Search-R1's (arXiv 2503.09516, table 1; the same for base and chat models), Search-R1's with sentences
-about tools, or the user's own.
+The template comes from Search-R1 (arXiv 2503.09516, table 1; the same for base and chat models), to which sentences
+about tools may be added, or from a user's own file.
 """
 
 from __future__ import annotations
@@ -177,9 +177,9 @@ def as_asked(question: str) -> str:
 
 
 def tool_template(tools: str, *, searches: bool = True) -> Template:
-    """Return Search-R1's template with the sentences `tools` after the one about search.
+    """Return Search-R1's template with the sentences `tools` after its sentences about search.
 
-    Without `searches` they replace that sentence.
+    Without `searches`, the template has no sentences about search.
     """
     about = f"{_SEARCH if searches else ''}{tools} " if tools else _SEARCH if searches else ""
     return lambda question: (_REASON + about + _ANSWER).replace(QUESTION, as_asked(question))
@@ -193,8 +193,9 @@ def search_prompt(question: str) -> str:
 def own_template(file: Path, tools: str = "", *, may_tell_itself: bool = False) -> Template:
     """Return the template in a user's text file: {question} is the stripped question, {tools} the sentences `tools`.
 
-    Raises UserError unless the file has {question} exactly once, or if it has {tools} but `tools` is empty. Also raises
-    if `tools` are given but the file lacks {tools}, unless `may_tell_itself`: the file then describes the tools itself.
+    Raises UserError unless the file has {question} exactly once, and if it has {tools} but `tools` is empty. A file
+    without {tools} is an error if `tools` is not empty, unless `may_tell_itself`: the file may then describe the tools
+    in its own words.
     """
     try:
         text = file.read_text(encoding="utf-8")
@@ -224,7 +225,7 @@ def own_template(file: Path, tools: str = "", *, may_tell_itself: bool = False) 
 class SourceState:
     """Checkpointed position of a PromptSource.
 
-    It stores whole questions, so that a resumed run can hand out one that the data file no longer has.
+    It stores whole questions, so that a resumed run can hand out a question that the data file no longer has.
     """
 
     position: int
@@ -235,8 +236,8 @@ class PromptSource:
     """Hands out questions in an endless, seeded shuffle.
 
     Invariants: each epoch hands out every question exactly once, in an order that depends only on seed and epoch.
-    Questions given back are handed out again before new ones. `position` counts the new ones. A source restored from
-    a `state()` continues at the same question.
+    Questions given back are handed out again before new questions. `position` counts only the new questions handed
+    out. A source restored from a `state()` continues at the same question.
     """
 
     def __init__(self, questions: Sequence[Question], seed: int, state: SourceState | None = None) -> None:
@@ -252,7 +253,7 @@ class PromptSource:
         return SourceState(self.position, tuple(self._given_back))
 
     def next(self) -> Question:
-        """Return the next question: the oldest one given back, else the next of the shuffle."""
+        """Return the question that was given back first, or else the next question of the shuffle."""
         if self._given_back:
             return self._given_back.popleft()
         epoch, index = divmod(self.position, len(self._questions))

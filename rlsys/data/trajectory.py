@@ -4,7 +4,7 @@ Per-token arrays ([seq]) are aligned with `tokens`: entry t belongs to token t a
 before t. Prompt and observation entries are masked.
 
 A group passes through rollout -> rewards -> scores -> advantages -> training as one immutable value; each stage returns
-a new one. It always holds all episodes of its question, so a baseline over the group needs nothing else.
+a new group. A group always holds all episodes of its question, so a baseline over the group needs nothing else.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Turn:
     tool_error: str = field(default="", metadata={"saved as": "search_error"})
     """Error of the search or tool call; empty if it succeeded."""
     began_ns: int = 0
-    """Start of the generation, in ns since the Unix epoch on the rollout worker's clock; 0 if unknown. The search or tool
-    call starts `generate_s` later."""
+    """Start of the generation, in ns since the Unix epoch on the rollout worker's clock; 0 if unknown. The search or
+    tool call starts `generate_s` later."""
     tool: str = ""
     """Name of the tool called; `Action.TOOL` only."""
 
@@ -99,10 +99,11 @@ class Trajectory:
     rollout_logprobs: NDArray[np.float32]
     """[seq] engine log-probs of the sampled tokens; NaN where there is none."""
     versions: NDArray[np.int32]
-    """[seq] weight version that sampled the token, or an older one of its turn if it was re-tokenised; -1 if not sampled."""
+    """[seq] weight version that sampled the token, or the oldest version of its turn if re-tokenisation changed the
+    token or tokens before it; -1 if it was not sampled."""
     turn_of_token: NDArray[np.int32]
-    """[seq] index into `turns` for trained tokens; -1 elsewhere. An added end-of-sequence token belongs to the last turn.
-    A turn may own no token."""
+    """[seq] index into `turns` for trained tokens; -1 elsewhere. An added end-of-sequence token belongs to the last
+    turn. A turn may own no token."""
     tokens_differing: int
     """Number of trained tokens that differ from those the engine sampled (re-tokenisation drift)."""
     response: str
@@ -110,7 +111,7 @@ class Trajectory:
     turns: tuple[Turn, ...]
     finish: Finish
     sampled_ids: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    """[sampled] token ids that the engine returned, turns concatenated, `generated_tokens` each; empty if unknown."""
+    """[sampled] token ids that the engine returned: `generated_tokens` ids of each turn, joined; empty if unknown."""
     sampled_logprobs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     """[sampled] natural log-probs of `sampled_ids` at the sampling temperature."""
 
@@ -147,7 +148,7 @@ def response_tokens(trajectory: Trajectory) -> Mask:
 
 
 def value_mask(compat: CompatConfig) -> MaskOf:
-    """Return the mask of tokens that the critic is trained on, and that advantages are computed and whitened over."""
+    """Return the function that masks the tokens used to train the critic and to compute and whiten advantages."""
     return response_tokens if compat.observations_in_values else trained_tokens
 
 
@@ -156,9 +157,9 @@ class TopkLogprobs:
     """Top-k tokens at each trained position, for a KL term that sums over them."""
 
     tokens: NDArray[np.int32]
-    """[trained tokens, k] top-k token ids: the policy's for reverse KL, the reference's for forward KL."""
+    """[trained tokens, k] token ids: top k of the policy for reverse KL, or of the reference policy for forward KL."""
     logprobs: Floats
-    """[trained tokens, k] their log-probs under the reference policy."""
+    """[trained tokens, k] log-probs of `tokens` under the reference policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ class Scores:
     policy: Floats
     """[seq] log-probs under the policy; 0 for untrained tokens."""
     reference: Floats | None = None
-    """[seq] log-probs under the reference policy; None without one."""
+    """[seq] log-probs under the reference policy; None without a reference policy."""
     picks: TopkLogprobs | None = None
     values: Floats | None = None
     """[seq] the critic's value of the context before the token; None without a critic."""
@@ -189,22 +190,22 @@ class Sample:
     advantages: Floats
     """[seq] advantages; zeros until they are computed."""
     old_logprobs: Floats | None = None
-    """[seq] log-probs that the ratio is taken against: of the weights that the update starts from, or a recent version
-    (the proximal policy)."""
+    """[seq] log-probs in the denominator of the ratio: under the weights from which the update starts, or under a
+    recent version (the proximal policy)."""
     ref_logprobs: Floats | None = None
     """[seq] log-probs under the reference policy."""
     weights: Floats | None = None
-    """[seq] correction of each token, from its old and engine log-probs; None: all 1."""
+    """[seq] correction of each token, computed from its old and engine log-probs; None means 1 for every token."""
     picks: TopkLogprobs | None = None
     values: Floats | None = None
     """[seq] the critic's values before the update; None without a critic."""
     returns: Floats | None = None
     """[seq] the critic's regression targets; None without a critic."""
     units: CreditUnits | None = None
-    """Group part of the advantages if the rest depends on the mini-batch; else None."""
+    """Part of the advantages that needs only the group, if the rest depends on the mini-batch; else None."""
     kl_sum: float | None = None
-    """KL penalty in the reward: KL to the reference policy in nats, summed over trained tokens, before `kl_coef`. None
-    if the reward has no KL penalty."""
+    """KL to the reference policy in nats, summed over trained tokens; `kl_coef` times this sum is the KL penalty in the
+    reward. None if the reward has no KL penalty."""
     kl_coef: float = 0.0
     """Weight of the KL penalty in the reward."""
     scored_version: int | None = None
@@ -244,8 +245,9 @@ class Group:
     def has_spread(self) -> bool:
         """True if the answers of the group earned different rewards.
 
-        Compares the reward terms in `ANSWER_TERMS` only: a group that is all right or all wrong has no spread, even if
-        a length penalty differs (DAPO, arXiv 2503.14476, eq. 11). Rewards without such terms are compared as a whole.
+        Compares only the reward terms in `ANSWER_TERMS`: a group whose answers are all correct or all incorrect has no
+        spread, even if a length penalty differs (DAPO, arXiv 2503.14476, eq. 11). Rewards without such terms are
+        compared as a whole.
         """
 
         def earned(sample: Sample) -> tuple[float, ...]:

@@ -1,13 +1,13 @@
 """Checks a configuration against this machine, and records the environment of each launch in the run folder.
 
 `detect` reads package metadata and queries devices through torch; it imports none of the other packages.
-`unmet_requirements` is pure. It reports only settings that were requested: a default without effect here, such as CUDA graphs on a CPU, is fine.
-The result holds for this machine alone. Workers on other machines check again: `rlsys.trainer.model.layers` when it
-builds a model, a search server when it loads FAISS. The requirements of Transformer Engine's attention kernels are those
-of its `get_attention_backend` (2.20).
+`unmet_requirements` is pure. It reports only settings that were requested; a default that has no effect on this
+machine, such as CUDA graphs on a CPU, is no problem. The result holds only for this machine. Workers on other machines
+check again: `rlsys.trainer.model.layers` when it builds a model, a search server when it loads FAISS. The requirements
+of the attention kernels follow the function `get_attention_backend` of Transformer Engine 2.20.
 
 `run.json` has one entry ("life") for each launch or resume of the run: {"lives": [{"begun": seconds since the epoch,
-"after_step", "environment", "commit", "changed", "command"}]}. The environment is that of the driver process. `commit`
+"after_step", "environment", "commit", "changed", "command"}]}. The environment describes the machine of the driver. `commit`
 and `changed` are null outside a git checkout and where git is missing.
 """
 
@@ -67,7 +67,7 @@ class Capabilities:
     cuda: str | None = None
     """CUDA version that torch is built for."""
     transformer_engine: str | None = None
-    """Version of its PyTorch extension, without which the core package is of no use here."""
+    """Version of Transformer Engine's PyTorch extension, without which its core package is of no use to rlsys."""
     flash_attn: str | None = None
     """FlashAttention 2."""
     flash_attn_3: str | None = None
@@ -160,7 +160,7 @@ def _layers(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
 
 
 def _for_gpu(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
-    """Yield missing devices and packages without which a run on GPUs does not start."""
+    """Yield a problem for each missing device or package without which a run on GPUs does not start."""
     if not here.cuda_devices:
         build = f"built for CUDA {here.cuda}" if here.cuda else "built without CUDA"
         yield Problem.of(
@@ -191,7 +191,10 @@ def _for_gpu(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
 
 
 def _attention(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
-    """Yield Transformer Engine kernels, requested by name or needed for context parallelism, that cannot run here."""
+    """Yield a problem for each kernel of Transformer Engine that is needed but cannot run on this machine.
+
+    A kernel is needed if it is requested by name or for context parallelism.
+    """
     if _resolved(config, here) is Layers.local:
         return
     asked, dtype = config.model.attention, config.model.dtype
@@ -323,7 +326,7 @@ def record_launch(run_dir: Path, after_step: int) -> None:
 
 
 def commit_of(folder: Path) -> tuple[str | None, bool | None]:
-    """Return the commit of the git checkout at `folder`, and True if its files differ; None for what is unknown."""
+    """Return the commit of the git checkout at `folder`, and True if files differ from it; None for what is unknown."""
     git = ["git", "-C", str(folder), "--no-optional-locks"]  # No locks: other git commands may run in the checkout.
     commit = _output([*git, "rev-parse", "HEAD"]) if (folder / ".git").exists() else None
     if commit is None:
@@ -345,7 +348,8 @@ def read_launches(run_dir: Path) -> list[Launch]:
 def _gpus(nvidia_smi: str | None) -> dict[str, str]:
     """Return GPU names and counts, driver version and torch's CUDA version; empty without a GPU.
 
-    Runs nvidia-smi as a subprocess, once: CUDA in this process would allocate GPU memory, and the driver may take seconds.
+    Runs nvidia-smi as a subprocess, once: CUDA in this process would allocate GPU memory, and the driver may take
+    seconds.
     """
     query = ["--query-gpu=name,driver_version", "--format=csv,noheader"]
     output = _output([nvidia_smi, *query]) if nvidia_smi else None

@@ -1,8 +1,8 @@
 """Watches a run's metrics for signs of collapse. Pure.
 
-Contract: a guard raises an alarm once its metric has been out of bounds for `patience` steps in a row, and again in every
-further step out of bounds. A step within bounds, or without the metric, resets the count. NaN alarms at once: later
-values of the run are meaningless.
+Contract: a guard raises an alarm once its metric has been out of bounds for `patience` steps in a row, and again in
+every further step out of bounds. A step within bounds, or without the metric, resets the count. NaN raises an alarm at
+once, because later values of the run are meaningless.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SAMPLED_KL = {
     KlEstimator["full_reverse"]: "kl/k3",
     KlEstimator["full_forward"]: "kl/k5",
 }
-"""KL estimator -> metric of the sampled batch that equals or estimates it."""
+"""KL estimator -> metric of the sampled batch that equals or estimates the same KL."""
 _FLOORS = ("entropy",)
 """Guards with a lower bound; all others have an upper bound."""
 _REMEDIES = {
@@ -49,9 +49,9 @@ class Alarm:
     value: float
     bound: float
     steps: int
-    """Steps in a row out of bounds, this one included."""
+    """Number of consecutive steps out of bounds, including this step."""
     first: bool
-    """True if the guard raised no alarm in the step before."""
+    """True if the guard raised no alarm in the previous step."""
 
     @property
     def key(self) -> str:
@@ -74,18 +74,18 @@ class GuardsState:
     """Checkpointed counts of the guards."""
 
     steps: Mapping[str, int]
-    """Guard -> steps in a row out of bounds."""
+    """Guard -> number of consecutive steps out of bounds."""
     alarmed: tuple[str, ...]
     """Guards that raised an alarm at the last step."""
 
 
 class Guards:
-    """Checks the metrics of each step; its only state is the number of steps each guard has been out of bounds."""
+    """Checks the metrics of each step; between steps, it keeps only the counts in `GuardsState`."""
 
     def __init__(self, config: GuardsConfig, estimator: KlEstimator) -> None:
         """`estimator`: the run's KL estimator, which the KL guard watches."""
         self._patience = config.patience
-        # Guard -> candidate metrics, of which the first present in the row is checked, and the bound.
+        # Guard -> (candidate metrics, bound); the first candidate that the row has is checked.
         watches = {
             "entropy": (("actor/entropy",), config.entropy_floor),
             "kl": (("actor/kl", _SAMPLED_KL[estimator]), config.kl_ceiling),
@@ -102,7 +102,7 @@ class Guards:
         return GuardsState(dict(self._steps), tuple(sorted(self._alarmed)))
 
     def restore(self, state: GuardsState) -> None:
-        """Continue from checkpointed `state`; a guard missing there starts at zero."""
+        """Continue from the checkpointed `state`; a guard that `state` lacks starts at zero."""
         self._steps |= {name: steps for name, steps in state.steps.items() if name in self._steps}
         self._alarmed = {*state.alarmed} & {*self._steps}
 

@@ -1,12 +1,12 @@
 """Saves trained trajectories token by token, for the report, the drift analysis and the token audit.
 
 Contract: `select_trajectories` selects whole groups, so that advantages can be explained, and spreads them evenly over
-the step, because quick groups come first. `write_trajectories` writes one file per step, atomically.
+the step, because groups that finish quickly come first. `write_trajectories` writes one file per step, atomically.
 `read_trajectories` returns bit-identical values, step by step, and reports whatever it could not read.
 `TrajectoryWriter` writes in the background.
 
-A row is JSON: text as text, arrays as lists, NaN as null, float32 with the fewest digits that round-trip. A new field needs
-a default, which rows of older files get.
+A row is JSON: text as text, arrays as lists, NaN as null, float32 with the fewest digits that round-trip. A new field
+needs a default, which is used for rows of older files.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ _KINDS: dict[str, Any] = {
 }
 """Type annotation of a field -> Python types of its JSON value; arrays are converted without this check."""
 _FIELDS_NAMED = 3
-"""Most fields named in the error about a row of another version."""
+"""Maximum number of fields named in the error about a row of another version."""
 _BROKEN = "\ufffd"
 """Character that a tokenizer shows for invalid or incomplete UTF-8."""
 _MAX_PENDING = 16
-"""Most tokens decoded together as one character. UTF-8 characters have at most four bytes; longer runs are invalid."""
+"""Maximum number of tokens decoded together as one character. A UTF-8 character has at most four bytes, so longer runs
+are invalid."""
 _log = logging.getLogger(__name__)
 
 Decode = Callable[[Sequence[int]], str]
@@ -134,7 +135,7 @@ class TrajectoryRecord:
 
 
 class OtherVersion(ValueError):
-    """Raised for a row whose fields are those of another version of rlsys."""
+    """Raised for a row with the fields of another version of rlsys."""
 
 
 class TrajectoryWriter:
@@ -349,9 +350,9 @@ def _turns(path: Trajectory) -> tuple[TurnRecord, ...]:
 class Pieces:
     """Splits decoded text into one piece per token.
 
-    `len(pieces) == len(ids)` and `"".join(pieces) == decode(ids)` for any tokenizer. A character that spans several tokens
-    belongs to the last of them. If the text of a token depends on its predecessors (SentencePiece drops the first space),
-    each token is decoded in context. If that fails too, the first piece is the whole text.
+    `len(pieces) == len(ids)` and `"".join(pieces) == decode(ids)` for any tokenizer. A character that spans several
+    tokens belongs to the last of them. If the text of a token depends on its predecessors (SentencePiece drops the
+    first space), each token is decoded in context. If that fails too, the first piece is the whole text.
     """
 
     def __init__(self, decode: Decode) -> None:

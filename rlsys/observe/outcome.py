@@ -1,4 +1,4 @@
-"""Draws a run's curves (exact match, reward, stage times) as PNG files and prints the summary tables at its end.
+"""Draws a run's curves (exact match, reward, stage times) as PNG files, and prints tables that summarise the run.
 
 Uses matplotlib's object interface, which needs neither global figure state nor a display.
 """
@@ -72,8 +72,8 @@ class _Line(NamedTuple):
 def draw_curves(history: Rows, evaluations: Rows, out_dir: Path) -> list[Path]:
     """Write em.png, reward.png, stage_times.png, and curves.png with all three; return the paths written.
 
-    `history`: rows of metrics.jsonl. `evaluations`: rows {"step", "em", "em_by_hop": {hop: em}, "searches", "questions"}.
-    A panel without data is left out.
+    `history`: rows of metrics.jsonl. `evaluations`: rows {"step", "em", "em_by_hop": {hop: em}, "searches",
+    "questions"}. A panel without data is left out.
     """
     out_dir.mkdir(parents=True, exist_ok=True)
     panels: list[tuple[str, Callable[[Axes], str]]] = []
@@ -161,7 +161,10 @@ def _smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _label_points(axes: Axes, lines: Sequence[_Line], last: bool) -> None:
-    """Label each line with name and value at its last point, or with its first value; move overlapping labels apart."""
+    """Label each line at its last point with name and value, or at its first point with the value.
+
+    Overlapping labels are moved apart.
+    """
     lowest = 0.0
     for line in sorted(lines, key=lambda line: line.points[-1 if last else 0][1]):
         step, value = line.points[-1 if last else 0]

@@ -2,13 +2,13 @@
 
 A row of metrics.jsonl is {"step", "time" in seconds since the epoch, flat keys}; docs/metrics.md lists the keys.
 
-A row of timeline.jsonl is {"step", "window", "spans"}. `window` is the step's start and end in ns since the epoch. `spans`
-are those that ended since the previous row, each as [name, start_ns, end_ns, group, lane, args]. The last row of a run has
-step null and holds the spans that ended after the last step.
+A row of timeline.jsonl is {"step", "window", "spans"}. `window` is the step's start and end in ns since the epoch.
+`spans` lists the spans that ended since the previous row, each as [name, start_ns, end_ns, group, lane, args]. The last
+row of a run has step null and holds the spans that ended after the last step.
 
-Besides traced spans, a row has two kinds derived from episodes, in the lane of their prompt group: "generate.turns", while
-an engine generates for an episode of the group, and "search.queries", while none generates and an episode searches.
-Scoring rewards and other waits appear in neither.
+Besides traced spans, a row has two kinds of spans derived from episodes, in the lane of their prompt group.
+"generate.turns" covers the time in which an engine generates for an episode of the prompt group; "search.queries"
+covers the time in which no engine does, and an episode searches. Reward scoring and other waits are in neither.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ METRICS, TIMELINE, SUMMARY = "metrics.jsonl", "timeline.jsonl", "summary.json"
 class LineLog:
     """Appends rows to a JSON Lines file, unbuffered.
 
-    A resumed run truncates the file to the checkpointed `position`, because later rows belong to steps that it repeats. A
-    line cut short by a crash is terminated, so that the next row starts on its own line. A line cut short by a full disk is
-    removed. Rows are ASCII, so that a cut never splits a character.
+    A resumed run truncates the file to the checkpointed `position`, because the run repeats the steps of later rows. A
+    line cut short by a crash is terminated, so that the next row starts on its own line. A line cut short by a full
+    disk is removed. Rows are ASCII, so that a cut never splits a character.
     """
 
     def __init__(self, path: Path, position: int | None = None) -> None:
@@ -79,8 +79,8 @@ class LineLog:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics file by step, for the driver that resumes the run. Raises OSError.
 
-    Silently skips lines that are no row of a step, such as one cut short by a crash; `run_folder.open_run` reports them.
-    If a step was repeated, the later row wins.
+    Silently skips lines that are no row of a step, such as a line cut short by a crash; `run_folder.open_run` reports
+    such lines. If a step was repeated, the later row wins.
     """
     rows: dict[int, dict[str, Any]] = {}
     with open_regular(path) as file:
@@ -113,7 +113,7 @@ def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StepTimeline:
-    """One step: its time window and the spans that overlap it, by start, uncut; some are work for other steps."""
+    """Time window of a step, and the uncut spans that overlap it, sorted by start; some are work for other steps."""
 
     step: int
     window: Interval
@@ -130,7 +130,7 @@ class TimelineRow:
 
 
 def timeline_row(step: int | None, window: Interval | None, spans: Iterable[Span]) -> dict[str, Any]:
-    """Return a timeline row for a `LineLog`: `step`, its `window`, and the spans that ended since the last row."""
+    """Return a timeline row for a `LineLog`; `spans` are all spans that ended since the previous row."""
     listed = [[span.name, span.start_ns, span.end_ns, span.group, span.lane, span.args] for span in spans]
     return {"step": step, "window": window, "spans": listed}
 

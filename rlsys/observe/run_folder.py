@@ -1,8 +1,8 @@
 """Reads a run folder for the report, the live page and the token audit.
 
-Contract: `open_run` raises UserError only for a folder that is no run. Missing, empty, truncated or damaged files become
-sentences in `problems`, and everything else is still read. Reading changes no file and works while the run is active. Texts
-are untrusted (generated, retrieved or user input) and returned unescaped.
+Contract: `open_run` raises UserError only for a folder that is no run. Missing, empty, truncated or damaged files
+become sentences in `problems`, and everything else is still read. Reading changes no file and works while the run is
+active. Texts are untrusted (generated, retrieved or user input) and returned unescaped.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class RunFolder:
     evaluations: tuple[dict[str, Any], ...]
     """Rows of the policy's evaluations, by step."""
     reference: dict[str, Any] | None
-    """Row of the reference policy's latest evaluation; None without one."""
+    """Row of the reference policy's latest evaluation; None if it was not evaluated."""
     summary: dict[str, Any] | None
     """Contents of summary.json; None until the run ends."""
     status: dict[str, Any] | None
     problems: list[str] = field(default_factory=list)
-    """Sentences about unreadable content, without duplicates; the lazy readers below may append."""
+    """Sentences about unreadable content, without duplicates; methods that read a file later may append more."""
     _reported: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
-    """Problems that the lazy readers appended."""
+    """Problems that `_report` appended."""
 
     @property
     def name(self) -> str:
@@ -189,7 +189,7 @@ def _evaluations(path: Path, whose: str, report: Report) -> tuple[dict[str, Any]
 
 
 def _whole(path: Path, name: str, report: Report) -> dict[str, Any] | None:
-    """Read a file with one JSON object; None, unreported, if it does not exist (yet)."""
+    """Read a file with one JSON object; None if it does not exist (yet), which is not reported."""
     return _read(name, lambda: records.read_object(read_regular(path / name)), report, optional=True)
 
 

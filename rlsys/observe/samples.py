@@ -1,7 +1,7 @@
 """Renders sample episodes as plain text that is safe to print in a terminal.
 
-Model output and retrieved pages are untrusted: control characters, escape sequences and characters that reorder text are
-spelled out. Only line breaks and tabs stay as they are.
+Model output and retrieved pages are untrusted: control characters, escape sequences and characters that reorder text
+are spelled out. Only line breaks and tabs are kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from rlsys.data.trajectory import Trajectory, Turn
 from rlsys.files import write_atomically
 
 UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
-"""Unicode categories without a glyph: controls, bidi marks, surrogates, private and unassigned characters, separators."""
+"""Unicode categories without a glyph: controls, bidi marks, surrogates, private and unassigned characters, and
+separators of lines and paragraphs."""
 WIDTH = 100
 
 

@@ -1,8 +1,8 @@
 """Records spans of work, and derives stage times, idle shares, overlap and device utilisation from them.
 
-Contract: a span covers work, never waiting, so time without a span is idle. Its stage is its name up to the first dot
-("train.accumulate" belongs to "train"); `args["step"]` is its step, if it has one. Each worker records into its own
-`Tracer`; the driver collects the spans with `drain`, each once.
+Contract: a span covers work, never waiting, so time without a span is idle. The stage of a span is its name up to the
+first dot ("train.accumulate" belongs to "train"); `args["step"]` is the step that the span belongs to, if any. Each
+worker records into its own `Tracer`; the driver collects each span once, with `drain`.
 
 Times are ns since the epoch, so spans of different machines align as well as the machines' clocks. Everything below
 `Tracer` is a pure function of spans.
@@ -33,7 +33,7 @@ HIDDEN_SPANS = {
     "critic": ("values.compute", "train.accumulate", "train.apply"),
     "inference": ("logprob.compute",),
 }
-"""Group of processes -> span names of work that can overlap generation."""
+"""Worker group -> span names of work that can overlap generation."""
 ROLLOUT_GROUP, ROLLOUT_SPAN = "rollout", "rollout.group"
 GENERATE_SPAN, SEARCH_SPAN = "generate.turns", "search.queries"
 """Names of the spans derived from episodes; see `episode_spans`."""
@@ -46,8 +46,8 @@ PEAK_TFLOPS = {
     **{"A100": 312.0, "A800": 312.0, "A40": 149.7, "A30": 165.0, "A10": 125.0, "RTX A6000": 154.8},
     **{"L40S": 362.05, "L40": 181.05, "L20": 119.5, "L4": 121.0},
 }
-"""Words of a device name -> peak dense bfloat16 TFLOPS, from the vendors' data sheets (values with sparsity halved).
-The first entry whose words all occur in the name applies."""
+"""Words of a device name -> peak dense bfloat16 TFLOPS, from the vendors' data sheets; figures with sparsity are
+halved. The first entry whose words all occur in the name applies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def common_intervals(first: Sequence[Interval], second: Sequence[Interval]) -> l
 
 
 def without_intervals(intervals: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
-    """Return `intervals` minus `taken`, both results of `merge_intervals`; so is the result."""
+    """Return `intervals` minus `taken`, disjoint and in order; both arguments must be results of `merge_intervals`."""
     if not intervals:
         return []
     edges = [intervals[0][0], *(edge for interval in taken for edge in interval), intervals[-1][1]]
@@ -154,8 +154,9 @@ def episode_spans(
 ) -> list[Span]:
     """Derive the spans of one prompt group's episodes within the interval `whole`.
 
-    `GENERATE_SPAN` covers times when any episode generated, `SEARCH_SPAN` times when none did and any searched. Turns
-    without a start time, and turns before `whole` (partial episodes), contribute nothing.
+    `GENERATE_SPAN` covers the time in which an episode generated; `SEARCH_SPAN` covers the time in which an episode
+    searched and none generated. Turns without a start time, and turns before `whole` (partial episodes), contribute
+    nothing.
     """
     generated: list[Interval] = []
     searched: list[Interval] = []
@@ -180,7 +181,7 @@ def episode_spans(
 def overlap_seconds(spans: Iterable[Span], window: Interval) -> float:
     """Return the seconds of `window` in which training or scoring ran while prompt groups rolled out.
 
-    Times when several groups or ranks do so count once.
+    Simultaneous work of several groups or ranks counts once.
     """
     found = list(spans)
     hidden = _clipped((span for span in found if span.name in HIDDEN_SPANS.get(span.group, ())), window)
@@ -189,7 +190,7 @@ def overlap_seconds(spans: Iterable[Span], window: Interval) -> float:
 
 
 def stage_seconds(spans: Iterable[Span], window: Interval | None = None) -> dict[str, float]:
-    """Return the seconds (of `window`) in which at least one worker was in each stage.
+    """Return stage -> seconds (within `window`, if given) in which at least one worker was in the stage.
 
     Stages overlap, so the sum may exceed the wall time.
     """
@@ -200,7 +201,7 @@ def stage_seconds(spans: Iterable[Span], window: Interval | None = None) -> dict
 
 
 def idle_share(spans: Iterable[Span], window: Interval) -> dict[str, float]:
-    """Return each group's share of `window`, 0 to 1, in which none of its lanes worked. Omits groups without a span."""
+    """Return group -> share of `window`, 0 to 1, in which none of its lanes worked. Omits groups without spans."""
     start, end = window
     if end <= start:
         raise ValueError(f"The window {window} is empty: its end must come after its start.")
@@ -211,9 +212,9 @@ def idle_share(spans: Iterable[Span], window: Interval) -> dict[str, float]:
 
 
 def peak_flops(device_names: Iterable[str]) -> float | None:
-    """Return the summed dense bfloat16 peak, in FLOP/s, of devices given by driver name.
+    """Return the summed dense bfloat16 peak of devices in FLOP/s; `device_names` are as the driver reports them.
 
-    None if any device is not in `PEAK_TFLOPS` (such as a CPU), or without devices.
+    None if any device is not in `PEAK_TFLOPS` (such as a CPU), or if there are no devices.
     """
     peaks = [_peak_tflops(name) for name in device_names]
     known = [peak for peak in peaks if peak is not None]
@@ -232,10 +233,10 @@ def utilisation_figures(flops: float, seconds: float, peak: float | None) -> dic
 
 
 def batch_figures(spans: Iterable[Span], window: Interval) -> dict[str, float]:
-    """Return fill and padding of the micro-batches of calls that ended in `window`, by group, as shares.
+    """Return the fill and padding of micro-batches as shares, by worker group, for the calls that ended in `window`.
 
     `batch/fill`: sample tokens / token budget; a single long sample may exceed 1, and an empty micro-batch, which keeps
-    ranks in step, counts as 0. `batch/padding`: padding tokens / computed tokens. Omits groups without such a call.
+    ranks in step, counts as 0. `batch/padding`: padding tokens / computed tokens. Omits groups without such calls.
     """
     calls = [span for span in spans if "budget" in span.args and window[0] < span.end_ns <= window[1]]
     figures: dict[str, float] = {}

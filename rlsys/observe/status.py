@@ -3,15 +3,15 @@
     show("waits for rollouts", "inference")                     # until the stage reports something else
     with stage("saves a checkpoint", "actor.checkpoint"): ...   # until the body ends
 
-Both write to the log and to the reporter that `reported_to` binds to the current context: a run's `Progress`. No argument
-needs passing down, because asyncio tasks and threads inherit the context. Text that starts with "waits" is a wait and names
-its cause; any other text is work; an empty text clears the stage. The name before a dot is the group: "critic" and
-"critic.values" are parts of one group.
+Both write to the log and to the reporter that `reported_to` binds to the current context: a run's `Progress`. No
+argument needs passing down, because asyncio tasks and threads inherit the context. Text that starts with "waits" is a
+wait and names its cause; any other text is work; an empty text clears the stage. The part of a stage's name before a
+dot is the worker group: "critic" and "critic.values" are parts of one group.
 
 Contract of `status.json`: it is complete at any time, at most `INTERVAL_S` out of date, and rewritten at least every
-`HEARTBEAT_S` while the process lives, so an old file means a dead process. Best effort: on a disk error, warns once and the
-run continues. The end of the run is recorded even on a full disk, by overwriting the file in place; only then can a kill
-damage it. Times are seconds since the epoch.
+`HEARTBEAT_S` while the process lives, so an old file means a dead process. Best effort: after a disk error, the run
+continues with one warning. The end of the run is recorded even on a full disk, by overwriting the file in place; only
+during that write can a kill damage the file. Times are seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def read_status(run_dir: Path) -> dict[str, Any] | None:
 
 
 def ending(error: BaseException | None) -> str:
-    """Return `Status.ended` for a run that ended with `error`; None is success."""
+    """Return the value of `Status.ended` for a run that ended with `error`, or with success if `error` is None."""
     if error is None:
         return FINISHED
     cause = root_cause(error)

@@ -1,9 +1,9 @@
 """Logs a run's metrics to metrics.jsonl, TensorBoard and Weights & Biases.
 
 Contract: an external tracker never ends a run. If one fails, it is dropped with one warning. metrics.jsonl is always
-written, because a resume needs it. Curves of a resumed run continue, each step shown once. Exception: rows that a W&B run
-has already uploaded cannot be removed, so steps repeated after a kill appear twice. (W&B's rewind is in beta, not on every
-server, and counts rows, not steps.)
+written, because a resume needs it. Curves of a resumed run continue and show each step once. Exception: rows that a W&B
+run has already uploaded cannot be removed, so steps repeated after a kill appear twice. (The rewind function of W&B is
+in beta, is not available on every server, and counts rows, not steps.)
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ResumePoint:
     step: int
     """Step of the checkpoint; later logged steps are discarded."""
     ids: Mapping[str, str]
-    """Tracker -> `id` of the run to continue there."""
+    """Tracker -> `id` of the run that it must continue."""
     metrics_bytes: int
     """Byte offset of metrics.jsonl at the checkpoint."""
     logged: Sequence[LoggedRow]
@@ -57,7 +57,7 @@ class ResumePoint:
 
 
 class Tracker(Protocol):
-    """Receives the metrics of steps and of evaluations; those of an evaluation may arrive after later steps."""
+    """Receives the metrics of steps and evaluations; metrics of an evaluation may arrive after those of later steps."""
 
     id: str
     """Id of the run at the tracker, needed to continue it after a resume; empty if not needed."""
@@ -75,7 +75,7 @@ class TensorBoardTracker:
     id = ""
 
     def __init__(self, run_dir: Path, after: int | None) -> None:
-        """`after`: step that the run resumes after; TensorBoard hides what was logged of later steps."""
+        """`after`: step after which the run resumes; TensorBoard hides what was logged for later steps."""
         from torch.utils.tensorboard import SummaryWriter  # Takes a second to import.
 
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=None if after is None else after + 1)
@@ -91,10 +91,10 @@ class TensorBoardTracker:
 class WandbTracker:
     """Logs to a Weights & Biases run with files under `<run_dir>/wandb`; its x axis is `trainer/step`.
 
-    Offline sends nothing and needs no login; `wandb sync` uploads the run later.
+    Offline mode sends nothing and needs no login; `wandb sync` uploads the run later.
 
-    A resumed run keeps its W&B id. If nothing of it was uploaded, its metrics up to the checkpoint are logged again and the
-    old files deleted. If something was uploaded, the run is continued from there.
+    A resumed run keeps its W&B id. If nothing of the run was uploaded, its metrics up to the checkpoint are logged
+    again and the old files are deleted. Otherwise, the uploaded run is continued.
     """
 
     def __init__(
@@ -173,12 +173,12 @@ class Trackers:
         """Tracker -> non-empty `Tracker.id`; includes trackers that failed later."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Record flat `metrics` of `step`; metrics.jsonl keeps texts too. Raises RunError if it cannot be written."""
+        """Record flat `metrics` of `step`; only metrics.jsonl keeps texts. Raises RunError if it cannot be written."""
         self.metrics.append({"step": step, "time": self._clock(), **metrics})
         self._call(lambda tracker: tracker.log(step, metrics))
 
     def log_evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Log an evaluation after `step` to the external trackers; `evaluations/` has it already, with every answer."""
+        """Log an evaluation after `step` to the external trackers only; `evaluations/` has it with all answers."""
         self._call(lambda tracker: tracker.log(step, figures))
 
     def close(self) -> None:

@@ -1,5 +1,5 @@
 """Report, live page and token audit of a run folder.
 
-Process: one of its own, during a run or after it. May import: search (its HTTP server), rollout (its tokenizer),
+Process: a separate process, during a run or after it. May import: search (its HTTP server), rollout (its tokenizer),
 observe, data, algorithms, config, errors, files.
 """

@@ -1,17 +1,19 @@
 """Measures the drift between engine log-probs and old log-probs, by cause. Pure.
 
-A difference is log pi_old(token) - log mu(token) in nats: old log-prob (recomputed) minus engine log-prob. Every trained
-token has exactly one cause, the first of these that applies:
+A difference is log pi_old(token) - log mu(token) in nats: old log-prob (recomputed) minus engine log-prob. Every
+trained token has exactly one cause, the first of these that applies:
 
 1. `unsampled`: an added end-of-sequence token, which no engine sampled.
 2. `retokenised`: re-tokenisation changed the token, so it has no engine log-prob.
-3. `changed_prefix`: the token is as sampled, but re-tokenisation changed tokens before it; compared separately.
+3. `changed_prefix`: the token is as sampled, but re-tokenisation changed tokens before it. Such tokens are separate,
+   because the two log-probs have different contexts.
 4. `version_lag`: same tokens, sampled by an older weight version. The difference includes the numerics.
 5. `numerics`: same tokens, same version. The difference is the arithmetic of engine and trainer.
 
-Causes 2 and 3 are told apart by matching sampled with trained ids of the turn (`matched_pairs`); `turns_changed` has the
-sums over such turns. `SamplerDrift` bounds the contribution of truncated sampling to all tokens. `Tally` accumulates values
-without storing them, with quantiles from a histogram with geometric edges (DDSketch, Masson et al. 2019).
+Causes 2 and 3 are told apart by matching sampled with trained ids of the turn (`matched_pairs`); `turns_changed` has
+the sums over turns with such tokens. `SamplerDrift` bounds the contribution of truncated sampling to all tokens.
+`Tally` accumulates values without storing them; its quantiles come from a histogram with geometric edges (DDSketch,
+Masson et al. 2019).
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ WORST = 20
 CONTEXT_CHARACTERS = 60
 """Characters of the response shown before a token."""
 SHORT = 64
-"""Most tokens per side that are matched by longest common runs."""
+"""Maximum number of tokens per side that are matched by longest common runs."""
 ROUNDS = 8
-"""Most rounds of anchoring on unique tokens; each round is linear in the number of tokens."""
+"""Maximum number of rounds of anchoring on unique tokens; each round is linear in the number of tokens."""
 
 
 class Cause(StrEnum):
@@ -63,14 +65,14 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CauseDrift:
-    """Tokens of one cause, their share of all trained tokens, and the differences of those with two log-probs."""
+    """Tokens of one cause, their share of all trained tokens, and the differences of tokens that have two log-probs."""
 
     cause: Cause
     tokens: int
     share: float
     differences: Spread
     histogram: tuple[int, ...]
-    """Counts of |difference|: below the first of `HISTOGRAM_EDGES`, between consecutive edges, from the last on."""
+    """Counts of |difference|: below the first of `HISTOGRAM_EDGES`, between consecutive edges, above the last edge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ class WorstToken:
 
 @dataclass(frozen=True, slots=True)
 class StepDrift:
-    """One step: trained tokens by cause, and mean |difference| of those with two log-probs."""
+    """One step: number of trained tokens by cause, and mean |difference| of the tokens that have two log-probs."""
 
     step: int
     tokens: Mapping[str, int]
@@ -114,7 +116,7 @@ class SamplerDrift:
     tokens: int
     """Trained tokens with an engine log-prob."""
     exact: int
-    """Tokens among them with exactly known log Z: all without truncation."""
+    """Number of these tokens whose log Z is known exactly; without truncation, all of them."""
     least: float
     """Mean over `tokens` of the lower bounds of log Z, at most 0."""
     most: float
@@ -130,15 +132,15 @@ class DriftReport:
     causes: tuple[CauseDrift, ...]
     """All causes, in the order of `Cause`; their tokens add up to `tokens`."""
     by_lag: Mapping[int, Spread]
-    """Staleness -> differences of tokens that are as sampled and follow the same tokens."""
+    """Staleness -> differences of tokens that are as sampled and follow the tokens that they followed when sampled."""
     beyond_numerics: float | None
-    """sqrt(rms(`version_lag`)**2 - rms(`numerics`)**2), at least 0: drift of the older policies alone, if errors are
-    independent. None unless both causes have differences."""
+    """sqrt(rms(`version_lag`)**2 - rms(`numerics`)**2), at least 0: drift due to the older policies without the
+    numerics, if the two errors are independent. None unless both causes have differences."""
     turns_same: Spread
     """Summed differences of turns whose tokens are all as sampled: recomputed minus sampled."""
     turns_changed: Spread
-    """Summed log-probs of turns that re-tokenisation changed: all recomputed minus all sampled tokens. Both sides are the
-    same text, except that a last sampled token reaching past the turn's text counts whole."""
+    """Summed log-probs of turns that re-tokenisation changed: all recomputed minus all sampled tokens. Both sides are
+    the same text, except that a last sampled token reaching past the turn's text counts whole."""
     turns_apart: int
     """Turns without a sum: a token crosses the turn's edge, a limit truncated the turn, or its sampled tokens are
     unknown."""
@@ -224,7 +226,7 @@ def report_of(steps: Sequence[DriftTally], sampling: Mapping[str, Any]) -> Drift
 
 
 def as_json(report: DriftReport) -> dict[str, Any]:
-    """Return `report` in JSON types, with `histogram_edges` and `quantiles` as keys to its lists."""
+    """Return `report` in JSON types. The added keys `histogram_edges` and `quantiles` describe its lists."""
     known = json_safe(asdict(report))
     return {**known, "histogram_edges": list(HISTOGRAM_EDGES), "quantiles": list(QUANTILES)}
 
@@ -273,7 +275,7 @@ def _trained_of(one: TrajectoryRecord) -> _Trained:
 
 
 def _matched(turn: TurnRecord, trained: NDArray[np.int32]) -> tuple[NDArray[np.bool_], Floats]:
-    """Return a mask [n] of the turn's trained ids that match sampled ones, and their engine log-probs [n] (else NaN)."""
+    """Return a mask [n] of the trained ids of `turn` that match sampled ids, and engine log-probs [n] (else NaN)."""
     matched, logprobs = np.zeros(len(trained), np.bool_), np.full(len(trained), np.nan)
     for sampled, here in matched_pairs(turn.sampled_ids.tolist(), trained.tolist()):
         matched[here], logprobs[here] = True, turn.sampled_logprobs[sampled]
@@ -281,7 +283,7 @@ def _matched(turn: TurnRecord, trained: NDArray[np.int32]) -> tuple[NDArray[np.b
 
 
 def _turn_sum(one: TrajectoryRecord, turn: TurnRecord, own: Ints, *, changed: bool) -> tuple[bool, float | None]:
-    """Return `changed` and the turn's sum over tokens at `own`; None if these do not make up the turn's text."""
+    """Return `changed`, and the turn's sum over the tokens at `own` (None if these tokens are not the turn's text)."""
     text = "".join(one.pieces[place - one.prompt_length] for place in own)
     if not text.startswith(turn.text) or not len(turn.sampled_logprobs):
         return changed, None
@@ -347,9 +349,10 @@ def _shown(one: TrajectoryRecord, trained: _Trained, index: int) -> WorstToken:
 def matched_pairs(first: Sequence[int], second: Sequence[int]) -> Iterator[Pair]:
     """Yield index pairs of equal tokens: an order-preserving, one-to-one alignment, in no particular order.
 
-    Runs in linear time. Matches common prefix and suffix, then tokens unique in both lists ("patience diff"), then recurses
-    between these anchors. Remaining short pieces are matched by longest common runs, in cubic time. Remaining long pieces
-    without unique tokens stay unmatched, such as the middle of an endless repetition that differs at both ends.
+    Runs in linear time. Matches common prefix and suffix, then tokens unique in both lists ("patience diff"), then
+    recurses between these anchors. Remaining short pieces are matched by longest common runs, in cubic time. Remaining
+    long pieces without unique tokens stay unmatched, such as the middle of an endless repetition that differs at both
+    ends.
     """
     waiting = [(0, len(first), 0, len(second), ROUNDS)]
     while waiting:
@@ -402,14 +405,14 @@ def _once(tokens: Sequence[int]) -> dict[int, int]:
 def sampler_drift(logprobs: Floats, sampling: Mapping[str, Any]) -> SamplerDrift:
     """Return the sampler's contribution. `logprobs` [tokens]: engine log-probs. `sampling`: `rollout.sampling`.
 
-    SGLang divides the logits by the temperature, takes the softmax over the whole vocabulary, samples from a copy filtered
-    by top_k and top_p, and reports the log of the unfiltered softmax (`Sampler.forward` in sglang/srt/layers/sampler.py;
-    SGLANG_RETURN_ORIGINAL_LOGPROB, never set here, would omit the temperature). The trainer uses the same temperature and
-    the whole vocabulary. Therefore:
+    SGLang divides the logits by the temperature, takes the softmax over the whole vocabulary, samples from a copy
+    filtered by top_k and top_p, and reports the log of the unfiltered softmax (`Sampler.forward` in
+    sglang/srt/layers/sampler.py; SGLANG_RETURN_ORIGINAL_LOGPROB, never set here, would omit the temperature). The
+    trainer uses the same temperature and the whole vocabulary. Therefore:
 
     - The temperature is on both sides, and the sampler contributes nothing to a recorded difference.
-    - With top_p < 1 or a top_k, the token was sampled from p / Z, where Z is the probability mass kept by the filters. The
-      engine does not report Z. The true log-ratio is the recorded one + log Z, and log Z is only bounded.
+    - With top_p < 1 or a top_k, the token was sampled from p / Z, where Z is the probability mass kept by the filters.
+      The engine does not report Z. The true log-ratio is the recorded one + log Z, and log Z is only bounded.
     """
     top_p, top_k = number(sampling, "top_p", 1.0), int(number(sampling, "top_k", -1))
     top_p = top_p if top_p > 0 else 1.0  # A truncated number in a damaged file; no sampling works with 0.
@@ -444,7 +447,7 @@ def log_kept_mass(logprobs: Floats, top_p: float, top_k: int) -> tuple[Floats, F
 
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 ERROR = 0.01
-"""Relative error of the values that a tally's quantiles are interpolated between."""
+"""Relative error of the binned values of a `Tally`; its quantiles are interpolated between these values."""
 LEAST = 1e-7
 """Smaller magnitudes count as 0 in quantiles."""
 _RATIO = (1 + ERROR) / (1 - ERROR)

@@ -1,8 +1,8 @@
 """Renders the report page: one self-contained HTML file, or the live page, which fetches its data from the server.
 
-Untrusted text is data, never markup: JSON is written without "<", and larger parts are gzip in base64, unpacked on demand.
-The page's content security policy allows only the package's own script and style, by hash. If text did end up in the
-markup, the browser would not run it.
+Untrusted text is data, never markup: JSON is written without "<", and larger parts are gzip in base64, unpacked on
+demand. The page's content security policy allows only the package's own script and style, by hash. If text did end up
+in the markup, the browser would not run it.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ def inline_json(value: Any) -> str:
 
 
 def bundle(modules: Mapping[str, str], main: str) -> str:
-    """Bundle module `main` and its imports into one script, each module in its own scope. `modules`: file name -> source.
+    """Bundle module `main` and its imports into one script, each module in its own scope.
 
-    The only form of import is `import { a, b } from "./name.js";`. Raises ValueError for any other form, a missing module
-    or name, and an import cycle.
+    `modules`: file name -> source. The only form of import is `import { a, b } from "./name.js";`. Raises ValueError
+    for any other form, a missing module or name, and an import cycle.
     """
     names: dict[str, set[str]] = {}
     parts: list[str] = []

@@ -1,9 +1,9 @@
 """Builds the page model, in JSON types, of one or more runs for `rlsys report` and `rlsys watch`.
 
-Contract: no content of a run raises; a missing or damaged part is None in the model and a sentence in the run's `problems`.
-Trajectories (`row_of`) and evaluation answers are in chunks. Chunks go to `sink` during the build, or are read again one by
-one with `read_chunk`. Chunk numbers are stable while a run grows: trajectories and answers are numbered separately and only
-appended.
+Contract: no content of a run causes an error; a missing or damaged part is None in the model and a sentence in
+`problems`. Trajectories (`row_of`) and evaluation answers are in chunks. Chunks go to `sink` during the build, or are
+read again one by one with `read_chunk`. Chunk numbers are stable while a run grows: trajectories and answers are
+numbered separately and only appended.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ Stamp = tuple[int, int, int]
 """Inode, size in bytes and modification time in ns of a file."""
 
 NUMBERS = 1_000_000
-"""Chunk numbers reserved for the trajectories of a run, and as many for its answers; runs follow each other."""
+"""Number of chunk numbers reserved for the trajectories of a run, and again for its answers."""
 ANSWERS = 200
-"""Most evaluation answers per chunk."""
+"""Maximum number of evaluation answers per chunk."""
 
 
 def build(runs: Sequence[RunFolder], sink: Sink | None = None, audited: bool = True) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class ModelCache:
         self._audit: tuple[Any, dict[str, Any]] | None = None
 
     def build(self, run: RunFolder, audited: bool) -> dict[str, Any]:
-        """Return the model of `run` alone, like the function `build`; every call must pass the same run."""
+        """Return the model of only `run`, as the function `build` does; every call must pass the same run."""
         return {"made": time.time(), "runs": [_run(run, run.name, 0, None, self, audited)]}
 
     def digests(self, run: RunFolder, chunks: Chunks | None) -> list[Digest]:
@@ -103,7 +103,7 @@ class ModelCache:
         return list(digests.values())
 
     def audit(self, run: RunFolder, digests: Sequence[Digest]) -> dict[str, Any]:
-        """Return the token audit, or {"problem": reason} if it cannot be made, such as without the tokenizer."""
+        """Return the token audit, or {"problem": reason} if it cannot be made, for example without the tokenizer."""
         made_of = run.config, [digest.stamp for digest in digests]
         if self._audit is None or self._audit[0] != made_of:
             try:
@@ -115,7 +115,7 @@ class ModelCache:
 
 
 def names_of(runs: Sequence[RunFolder]) -> list[str]:
-    """Return the display name of each run: its folder's name, with the parent's if several runs share it."""
+    """Return the display name of each run: the folder's name, or PARENT/NAME if several runs share the name."""
     names = Counter(run.name for run in runs)
     return [run.name if names[run.name] == 1 else f"{run.path.resolve().parent.name}/{run.name}" for run in runs]
 
@@ -252,7 +252,7 @@ def _measured(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def _rows(folder: str, results: Mapping[str, Any], run: Path) -> list[dict[str, Any]]:
-    """Return the rows of one results.json of `rlsys.apps.evaluation.results`; raises various errors for other content."""
+    """Return the rows of one results.json of `rlsys.apps.evaluation.results`; other content raises various errors."""
     settings, sets = results["settings"], list(results["sets"].values())
     model = Path(settings["model"])
     above = next((around for around in (run, run.resolve()) if model.is_relative_to(around)), None)
@@ -288,11 +288,11 @@ def _not_negative(figure: Any) -> float:
 
 
 CHUNK = 32
-"""Most trajectories per chunk."""
+"""Maximum number of trajectories per chunk."""
 
 
 class TrajectoryIndex:
-    """Columns over all trajectories, by which the page lists, filters and sorts without unpacking chunks."""
+    """Columns over all trajectories, with which the page lists, filters and sorts them without unpacking chunks."""
 
     def __init__(self) -> None:
         self._questions: dict[str, int] = {}
@@ -336,7 +336,7 @@ class TrajectoryIndex:
         self._chunks += later._chunks
 
     def as_json(self, first_chunk: int) -> dict[str, Any] | None:
-        """Return questions, columns, and step, first index and length of each chunk; None without trajectories."""
+        """Return the questions, the columns, and (step, first index, length) per chunk; None without trajectories."""
         columns = {"questions": self._asked, "columns": self._columns}
         return {**columns, "first_chunk": first_chunk, "chunks": self._chunks} if self._asked else None
 
@@ -410,9 +410,10 @@ def row_of(kept: TrajectoryRecord) -> dict[str, Any]:
 def runs_of(kept: TrajectoryRecord) -> list[dict[str, Any]]:
     """Return the response as runs of consecutive tokens with the same loss mask, turn and weight version.
 
-    An untrained run has `text` and `count`. A trained run has `texts` and `ids` [count], `turn` and `version`, and per
-    token, or as one number if all are equal: `advantage`, `weight`, and in nats `sampled` (engine log-prob), `ratio` (old
-    minus engine log-prob), `kl` (old minus reference log-prob). Unknown values are null.
+    An untrained run has `text` and `count`. A trained run has `texts` and `ids` [count], `turn` and `version`. Its
+    other keys hold one number per token, or a single number if all are equal: `advantage`, `weight`, and in nats
+    `sampled` (engine log-prob), `ratio` (old minus engine log-prob) and `kl` (old minus reference log-prob). Unknown
+    values are null.
     """
     arrays = (kept.loss_mask.astype(bool), kept.turn_of_token, kept.versions)
     mask, turns, versions = (array[kept.prompt_length :] for array in arrays)
@@ -459,7 +460,7 @@ def _rounded(value: float | None) -> float | None:
 QUIET_S = 2 * HEARTBEAT_S
 """Longest normal age of status.json while a run is active."""
 SILENT_S = 6 * HEARTBEAT_S
-"""Age of status.json from which the process is taken as dead, or its machine or disk as hung."""
+"""Age of status.json from which the process is assumed to be dead, or its machine or disk to hang."""
 
 
 class Phase(StrEnum):
@@ -498,8 +499,8 @@ def liveness_of(
     if isinstance(ended, str):
         return RunLiveness(Phase.failed, f"The run has {ended} (after {step}).")
     pid, quiet_s = status.get("pid"), now - _number(status.get("at"))
-    # A process that still writes is alive, whatever its pid says: another container may have the same host name. A time in
-    # the future means that the clock was set back, and proves nothing.
+    # A process that still writes is alive, whatever its pid says: another container may have the same host name. A time
+    # in the future means that the clock was set back, and proves nothing.
     if abs(quiet_s) > QUIET_S and status.get("host") == host and isinstance(pid, int) and not alive(pid):
         return RunLiveness(
             Phase.gone, f"The run's process no longer exists and recorded no end: it was probably killed, after {step}."

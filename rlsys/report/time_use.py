@@ -1,19 +1,21 @@
 """Breaks down each step's time: work and waits of every group, and the critical path. Pure.
 
-Work and waits of a group are disjoint and fill the step's window to the nanosecond. A step is a cycle (`_CYCLE`): episodes,
-rewards, scores, training, weight sync, episodes again. Each instant of a group is attributed to the first of these that
-applies:
+Work and waits of a group are disjoint and fill the step's window to the nanosecond. A step is a cycle (`_CYCLE`):
+episodes, rewards, scores, training, weight sync, episodes again. Each instant of a group is attributed to the first of
+these that applies:
 
-1. The group works. Engines work while they generate or run an evaluation; episodes between turns count too.
-2. Its episodes search and none generates: it waits for search.
-3. Weights are transferred or colocated groups switch, which blocks everyone: it waits for that.
-4. It waits for the running activity that precedes it most closely in the cycle. An actor waits for log-probs if some are
-   being computed, else for rewards, else for generation, and so on.
-5. It waits for a checkpoint or an evaluation, which rarely block a group, or for untraced work.
+1. The group works. Engines work while they generate or evaluate; episodes between turns count as work too.
+2. The group's episodes search and none generates: the group waits for search.
+3. Weights are transferred or colocated groups switch, which blocks all groups: the group waits for the transfer or
+   the switch.
+4. The group waits for the running activity that most closely precedes its own in the cycle. An actor waits for
+   log-probs if some are being computed, else for rewards, else for generation, and so on.
+5. The group waits for a checkpoint or an evaluation, which rarely block a group, or for untraced work.
 
-A wait's cause is therefore the activity running meanwhile, not necessarily the one to speed up. The critical path shows
-that: the chain of spans up to the step's end, each of which waited for the one before. A group works while any of its lanes
-works. With several lanes, such as engines, each lane also has a breakdown of its own.
+The cause of a wait is therefore an activity during the wait, which need not be the activity to speed up. The critical
+path shows what to speed up: it is the chain of spans up to the step's end, in which each span waited for the previous
+span. A group works while any of its lanes works. With several lanes, such as engines, each lane also has a breakdown of
+its own.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ _CYCLE = (
     (Activity.sync,),
 )
 _ORDER = {Activity.rollout: 0, Activity.reward: 1, Activity.logprob: 2, Activity.values: 2, Activity.training: 3}
-"""Activity -> position in the order that a prompt group passes through."""
+"""Activity -> position in the order in which a prompt group passes through the activities."""
 _PLACE = {"rollout": 0, "inference": 2, "critic": 3, "actor": 3}
 GROUPS = ("actor", "critic", "inference", "rollout")
 """Groups with a time breakdown."""
@@ -110,7 +112,7 @@ class Link:
     start_s: float
     """Start, relative to the step's start."""
     parts: Mapping[Activity, float]
-    """Seconds by activity; more than one for episodes."""
+    """Seconds by activity; the span of a prompt group's episodes has several activities."""
     waited_s: float
     """Gap after the end of the previous link, or after the step's start."""
     questions: tuple[str, ...]
@@ -130,7 +132,7 @@ class CriticalPath:
 
     @property
     def seconds(self) -> dict[Activity, float]:
-        """Step length by activity on the path; gaps count as `other`."""
+        """Seconds of the step by activity on the path; gaps count as `other`."""
         gaps = self.rest_s + sum(link.waited_s for link in self.links)
         return _added([*(link.parts for link in self.links), {Activity.other: gaps}])
 
@@ -191,7 +193,7 @@ class TimeReport:
 
 
 def time_report(steps: Iterable[StepTimeline]) -> TimeReport:
-    """Return the report over `steps`, read once, in order. A group with a span in any step is listed in all."""
+    """Return the report over `steps`, in order. A group with a span in any step is listed in all steps."""
     there: set[str] = set()
     accounts: list[StepTime] = []
     for step in steps:
@@ -316,7 +318,7 @@ def _claims(group: str, lane: str | None, work: _Work) -> Iterator[_Claim]:
 
 
 def _use(claims: Iterable[_Claim], window: Interval) -> TimeUse:
-    """Distribute `window` over `claims`: each gets what the previous ones left."""
+    """Distribute `window` over `claims`: each claim gets the part of its time that earlier claims left."""
     left = merge_intervals([window])
     uses: dict[bool, list[dict[Activity, float]]] = {True: [], False: []}
     for own, activity, intervals in claims:
@@ -329,9 +331,9 @@ def critical_path(step: StepTimeline) -> CriticalPath:
     """Return the critical path of `step`; no links if its window has no span that ends a step.
 
     The path is walked backwards from the last weight transfer, weight switch or optimiser step of the step. A span's
-    predecessor is the one that ended last before it began, among those allowed by `leads_to`. Time between links, such as
-    the driver's own work, is `other`. The path covers the window exactly once: shortening a span on it could shorten the
-    step.
+    predecessor is the one that ended last before it began, among those allowed by `leads_to`. Time between links, such
+    as the driver's own work, is `other`. The path covers the window exactly once: shortening a span on it could shorten
+    the step.
     """
     window = step.window
     spans = [span for span in step.spans if window[0] < span.end_ns <= window[1] and span.name not in _DERIVED]
@@ -350,9 +352,9 @@ def critical_path(step: StepTimeline) -> CriticalPath:
 def leads_to(before: Span, after: Span, scored_first: bool = False) -> bool:
     """True if `after` may have waited for `before`, which ended earlier.
 
-    Reasons to wait: its own input, an earlier call of its group, weights, free engine slots, or a colocated group on the
-    devices. Actor and critic wait for each other; with `scored_first`, their optimiser steps may also wait for scores of any
-    question.
+    `after` may wait for its input, for an earlier call of its group, for weights, for free engine slots, or until a
+    colocated group frees the devices. The actor may wait for the critic and the critic for the actor; with
+    `scored_first`, the optimiser steps of both may also wait for scores of any question.
     """
     done, due = _activity_of(before), _activity_of(after)
     if Activity.switch in (done, due) or done is due is Activity.training:
@@ -374,7 +376,7 @@ def leads_to(before: Span, after: Span, scored_first: bool = False) -> bool:
 
 
 def _feeds(before: Span, after: Span) -> bool:
-    """True if some episode may have passed from `before` to `after`; spans without questions match any."""
+    """True if some episode may have passed from `before` to `after`; a span without questions matches any span."""
     places = _ORDER.get(_activity_of(before)), _ORDER.get(_activity_of(after))
     if places[0] is None or places[1] is None or places[0] >= places[1] or "error" in before.args:
         return False
@@ -410,11 +412,12 @@ def _chain(spans: Sequence[Span], step: StepTimeline) -> list[tuple[Span, int]]:
 
 
 def _held_up(spans: Sequence[Span], at: int) -> tuple[list[tuple[Span, int]], int]:
-    """Return log-prob spans, ending with the one at `at`, that delayed a transfer, and the index where the path continues.
+    """Return log-prob spans, up to the one at `at`, that delayed a transfer, and the index where the path continues.
 
-    In an async schedule, a transfer waits for log-probs of groups that a later step trains. The step waits for them only
-    from the time the transfer could have begun: the end of its optimiser steps or of the last switch, if later. The path
-    continues with that span, not with another step's episodes. Without a record of such a span, returns ([], `at`).
+    In an async schedule, a transfer waits for log-probs of groups that a later step trains. The step waits for them
+    only from the time the transfer could have begun: the end of its last optimiser step or of the last switch,
+    whichever is later. The path continues with that optimiser step or switch, not with another step's episodes. If
+    neither was recorded, returns ([], `at`).
     """
     free = next((place for place in range(at, -1, -1) if spans[place].name in (_APPLY_SPAN, _SWITCH_SPAN)), None)
     if free is None:

@@ -1,16 +1,16 @@
-"""Audits which sampled tokens change when the text is re-tokenised, where, and the effect on the ratio.
+"""Audits re-tokenisation: which sampled tokens it changes, in which positions, and its effect on the ratio.
 
-The engine samples a turn token by token. Re-tokenisation tokenises its text again, within the whole episode's text.
-`task.token_mode=retokenize` trains on the result; with `append` the audit shows what would change.
+The engine samples a turn token by token. Re-tokenisation tokenises the turn's text again, as part of the episode's
+text. `task.token_mode=retokenize` trains on the result; with `append` the audit shows what would change.
 
-A stretch is the shortest piece of text with a token boundary of both tokenisations at each end: one identical token, or the
-smallest comparable piece. The stretches of a turn cover it without gap or overlap. The log-ratio of a stretch is
+A stretch is the shortest piece of text with a token boundary of both tokenisations at each end: one identical token, or
+the smallest comparable piece. The stretches of a turn cover it without gap or overlap. The log-ratio of a stretch is
 
     sum of log pi_old(t) over its re-tokenised tokens  -  sum of log mu(t) over its sampled tokens.
 
-It would be 0 if the probability of a text did not depend on its tokenisation. It does: the other tokens are a path that was
-not sampled, mostly a far less likely one. Stretches of identical tokens are the baseline: numerics and version lag. With
-`append` there is no bias to measure, because pi_old is computed for the sampled tokens.
+It would be 0 if the probability of a text did not depend on its tokenisation. But the re-tokenised tokens were not
+sampled, and are mostly far less likely. Stretches of identical tokens are the baseline: their log-ratio contains only
+numerics and version lag. With `append` there is no bias to measure, because pi_old is computed for the sampled tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Span = tuple[int, int]
 """Half-open range, of characters unless stated otherwise."""
 BROKEN_CHARACTER = "\ufffd"
 _LONGEST_TAG = 40
-"""Most characters of a tag; limits the text searched for tags around each stretch."""
+"""Maximum length of a tag, in characters; limits the text searched for tags around each stretch."""
 
 
 class OtherTokeniser(ValueError):
@@ -54,15 +54,15 @@ class OtherTokeniser(ValueError):
 
 
 class CutPlace(StrEnum):
-    """Kind of place where two tokenisations differ: the first kind that applies.
+    """Kind of position in which two tokenisations differ: the first kind that applies.
 
-    Looks at the characters beside each token boundary that only one tokenisation has. If the boundaries agree and only the
-    tokens differ, looks at all characters.
+    The kind depends on the characters beside each token boundary that only one tokenisation has. If the boundaries
+    agree and only the tokens differ, it depends on all characters of the stretch.
     """
 
     TAG = "tag"
     BROKEN = "broken"
-    """Sampled bytes that are invalid UTF-8: the text has U+FFFD instead, which is other bytes."""
+    """Sampled bytes that are invalid UTF-8; the text has U+FFFD instead, whose bytes differ."""
     UNICODE = "unicode"
     DIGIT = "digit"
     SPACE = "space"
@@ -82,7 +82,7 @@ class RetokenisedText:
     """Number of tokens that count; later ones were truncated by the run's token limit."""
 
     def within(self, turn: Span) -> Span:
-        """Return the index range of the tokens that overlap the characters `turn`."""
+        """Return the index range of the tokens that overlap the character span `turn`."""
         starts, ends = np.array(self.spans, np.int64).reshape(-1, 2).T
         first = int(np.searchsorted(ends, turn[0], side="right"))
         return first, max(first, int(np.searchsorted(starts, turn[1], side="left")))
@@ -114,7 +114,7 @@ class Stretch:
 
 
 def tokenised(one: TrajectoryRecord, codec: Codec, mode: TokenMode) -> RetokenisedText:
-    """Re-tokenise the text of `one` with `codec`. Raises OtherTokeniser if the run's tokens come from another tokeniser."""
+    """Re-tokenise the text of `one` with `codec`. Raises OtherTokeniser if the run's tokeniser was a different one."""
     text = codec.prompt(one.prompt)
     prompt_length = len(text)
     turns = []
@@ -165,10 +165,10 @@ def spans_of(pieces: Sequence[str], start: int) -> list[Span]:
 
 
 def stretches(sampled: Sequence[Span], retokenised: Sequence[Span], turn: Span) -> list[Stretch]:
-    """Return the stretches of the characters `turn`, from left to right; none for an empty turn.
+    """Return the stretches of the character span `turn`, from left to right; none for an empty turn.
 
-    `sampled`: spans of the sampled tokens, from the turn's start. `retokenised`: spans of the re-tokenised tokens that overlap
-    the turn, at least one. Both may reach beyond the turn.
+    `sampled`: spans of the sampled tokens, from the turn's start. `retokenised`: spans of the re-tokenised tokens that
+    overlap the turn, at least one. Both may reach beyond the turn.
     """
     start, end = turn
     if start == end:
@@ -198,7 +198,7 @@ def stretches(sampled: Sequence[Span], retokenised: Sequence[Span], turn: Span) 
 
 
 def place_of(text: str, stretch: Stretch) -> CutPlace:
-    """Classify the place of `stretch` in `text`."""
+    """Return the kind of position that `stretch` has in `text`."""
     start, end = stretch.span
     near = "".join(text[max(0, at - 1) : at + 1] for at in stretch.disputed) or text[start:end]
     around = max(0, start - _LONGEST_TAG), end + _LONGEST_TAG
@@ -229,7 +229,7 @@ def _cuts(spans: Sequence[Span], turn: Span) -> dict[int, int]:
 
 
 EXAMPLES = 5
-"""Examples shown per kind of place."""
+"""Number of examples shown per `CutPlace`."""
 AROUND = 20
 """Characters shown on each side of an example."""
 NEEDED = "tokenizer.json"
@@ -237,7 +237,7 @@ NEEDED = "tokenizer.json"
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Token counts over turns, or over one kind of place."""
+    """Token counts over turns, or over one `CutPlace`."""
 
     turns: int = 0
     sampled: int = 0
@@ -263,7 +263,7 @@ class Example:
     place: CutPlace
     count: int
     sampled: tuple[str, ...]
-    """Texts of tokens. A character that spans several tokens belongs to the last of them."""
+    """Text of each token. A character that spans several tokens belongs to the last of them."""
     retokenised: tuple[str, ...]
     before: str
     after: str
@@ -294,9 +294,9 @@ class TokenAudit:
     total: Count
     by_turn: Mapping[int, Count]
     by_place: Mapping[str, Count]
-    """Kind of place -> counts of the differing stretches there; `turns` counts turns with at least one."""
+    """`CutPlace` -> counts over its differing stretches; `turns` counts the turns with at least one such stretch."""
     examples: tuple[Example, ...]
-    """Most frequent differences of each kind of place."""
+    """Most frequent differences of each `CutPlace`."""
     special_lost: int
     """Sampled special tokens missing from the text; not counted in `sampled`."""
     unknown_turns: int
@@ -306,8 +306,8 @@ class TokenAudit:
     after_change: int
     """Trained tokens that are as sampled but follow differing ones; they have no comparable log-prob either."""
     affected: Mapping[str, float]
-    """Affected shares: of trained `tokens` (differing, or after a change), and of `turns`, `trajectories` and `steps` with
-    at least one differing stretch."""
+    """Share of the trained `tokens` that differ or follow a change; shares of the `turns`, `trajectories` and `steps`
+    that have at least one differing stretch."""
     bias: Bias | None
     """Log-ratios of all comparable stretches; None with `append`."""
     bias_same_version: Bias | None
@@ -315,9 +315,9 @@ class TokenAudit:
 
 
 def audit_run(run: RunFolder, tokenizer: Path | None = None) -> TokenAudit:
-    """Audit the kept trajectories of `run` with the tokenizer in folder `tokenizer` (default: its model's).
+    """Audit the kept trajectories of `run` with the tokenizer in folder `tokenizer` (default: the folder of its model).
 
-    Raises UserError without token mode, tokenizer or trajectories, and for a wrong tokenizer.
+    Raises UserError if the token mode, the tokenizer or the trajectories are missing, and for a wrong tokenizer.
     """
     mode = section(run.config, "task").get("token_mode")
     if not isinstance(mode, str) or mode not in list(TokenMode):
@@ -378,7 +378,7 @@ def audit(kept: Iterable[TrajectoryRecord], codec: Codec, mode: TokenMode) -> To
 
 
 def as_json(report: TokenAudit) -> dict[str, Any]:
-    """Return `report` in JSON types, with `quantiles` as the key to its lists."""
+    """Return `report` in JSON types. The added key `quantiles` holds the probabilities of its quantiles."""
     return {**json_safe(asdict(report)), "quantiles": list(QUANTILES)}
 
 
@@ -425,7 +425,7 @@ class _LogRatios:
             self._values.append((kind, False, values[of_kind & ~current]))
 
     def add_differing(self, one: TrajectoryRecord, tokens: Span, sampled: Floats) -> float:
-        """Add trained `tokens` of `one` that replace tokens with log-probs `sampled` [any]; return the log-ratio."""
+        """Add `tokens` of `one` that replace sampled tokens with log-probs `sampled` [n]; return the log-ratio."""
         own = slice(*tokens)
         value = float(one.old_logprobs[own].astype(np.float64).sum() - sampled.sum())
         self._values.append(("differing", bool((one.versions[own] == one.policy_version).all()), np.array([value])))
@@ -504,7 +504,7 @@ class _Tally:
             self._compare_same(turn, (first, last), sampled.logprobs)
             return Count(turns=1, sampled=len(sampled.ids), trained=last - first)
         pieces = self._pieces(sampled.ids.tolist())
-        # Text that the protocol cut off after the turn does not count; a token without text at the turn's end does.
+        # Text that the protocol cut off after the turn does not count; a token without text at the turn's end counts.
         spans = [one for one in spans_of(pieces, turn.span[0]) if one[0] < turn.span[1] or one[0] == one[1]]
         count, places = Count(turns=1), set()
         for found in stretches(spans, turn.text.spans[first:last], turn.span):
@@ -608,7 +608,7 @@ def sentences(found: TokenAudit) -> Iterator[str]:
     )
     if found.bias is not None:
         yield (
-            f"{found.after_change:,} more follow such tokens: {affected['tokens']:.2%} of trained tokens "
+            f"{found.after_change:,} further tokens follow such tokens: {affected['tokens']:.2%} of trained tokens "
             f"have no comparable log-prob, in {affected['turns']:.1%} of turns, {affected['trajectories']:.1%} of trajectories and "
             f"{affected['steps']:.0%} of steps."
         )

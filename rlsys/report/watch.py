@@ -2,9 +2,10 @@
 
     GET /   data.json   trajectories/N   events (server-sent)   status.json   metrics (Prometheus)
 
-`events` sends `status` with a changed status.json, and `change` when data.json has new content. An unreadable folder is
-404. The page model is built on request and shared by concurrent requests. At most a tenth of the time is spent on building,
-because the run shares the machine, so the data may be slightly out of date.
+`events` sends the event `status` when status.json changes, and the event `change` when data.json has new content. If
+the folder cannot be read, responses are 404. The page model is built on request and shared by concurrent requests. At
+most a tenth of the time is spent on building, because the run shares the machine, so the data may be slightly out of
+date.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ async def _events(run: LiveRun, closing: asyncio.Event) -> AsyncIterator[ServerS
 
 
 def _json(value: Any) -> str:
-    """Return `value` as ASCII JSON, because text from a file may have unpaired surrogates, which UTF-8 cannot encode."""
+    """Return `value` as ASCII JSON, because text from files may have unpaired surrogates, which UTF-8 cannot encode."""
     return json.dumps(json_safe(value))
 
 
@@ -166,7 +167,7 @@ def _packed(body: bytes, request: Request) -> Response:
 
 
 class _Server(LimitedServer):
-    """Server that ends its event streams at shutdown; otherwise they would block it forever."""
+    """Server that ends its event streams at shutdown; otherwise, open streams would block the shutdown forever."""
 
     def __init__(self, config: LimitedConfig, closing: asyncio.Event) -> None:
         super().__init__(config)

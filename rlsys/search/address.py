@@ -1,8 +1,8 @@
 """Default address of a search server, port binding, and the check of Host and Origin headers.
 
 The Host check stops DNS rebinding: a foreign web page can point its own domain at this machine, so that a visitor's
-browser sends requests here. Such requests carry the foreign domain as Host and are rejected. IP addresses and this
-machine's own names are safe.
+browser sends requests here. Such requests carry the foreign domain as Host and are rejected. A Host that is an IP
+address or one of this machine's own names is safe.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INNER = (".local", ".localdomain", ".internal", ".lan", ".svc")
 
 
 def is_url(text: str) -> bool:
-    """True for a server's base URL: http or https, with a host, without user name, query and fragment."""
+    """True for a server's base URL: http or https, with a host, and without user name, query or fragment."""
     try:
         parts = urlsplit(text)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -37,9 +37,9 @@ def is_url(text: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a TCP socket that is bound but not listening; port 0 takes a free one. Raises UserError on failure."""
+    """Return a TCP socket that is bound but not listening; port 0 selects a free port. Raises UserError on failure."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    if port != 0:  # allows an immediate restart on a given port; a free port must not be shared
+    if port != 0:  # allows an immediate restart on the same port; a port that the system selects must not be shared
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
@@ -77,7 +77,7 @@ def is_inner(header: str) -> bool:
 
 
 def is_foreign(origin: bytes | None, host: bytes | None) -> bool:
-    """True if `origin`, a header that only browsers send, belongs to another site than `host`."""
+    """True if the Origin header, which only browsers send, names another site than the Host header."""
     return origin is not None and origin.partition(b"://")[2] != host
 
 

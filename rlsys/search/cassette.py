@@ -8,16 +8,16 @@ completion:
     {"query": "Mali", "latency_s": 0.0098}
     {"query": "Chad", "latency_s": 30.0, "error": "no answer from ...", "failure": "unavailable"}
 
-A process writes the passages of a query once, in its first line. Older files lack the failure kind and some keys of
-`server`; missing keys never count as differences.
+A process writes the passages of a query once, in the line of the query's first successful call. Older files lack the
+failure kind and some keys of `server`; missing keys never count as differences.
 
 Invariants:
 
 - A cassette is replayed or extended only with the topk of its header, and extended only from an equivalent server.
-- The file appears under its name with a complete header.
+- The file appears under its name only once its header is complete.
 - Lines are appended whole, under a lock, so several processes of one host can share a file.
 - A line torn by a kill damages no other line.
-- While nothing is added, the k-th call of a query in a process has the same delay in every run.
+- As long as no call is added, the k-th call of a query in a process has the same delay in every run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _QUOTED_CHARS = 80
-"""Query characters quoted in an error; kept short, because the policy reads the error."""
+"""Maximum number of query characters quoted in an error; small, because the policy reads the error."""
 _log = logging.getLogger(__name__)
 
 
@@ -57,7 +57,7 @@ class Header:
 
     topk: int
     server: Mapping[str, Any] = field(default_factory=dict)
-    """Health keys that the answers depend on, see `served`; empty if the server has no health."""
+    """Health keys that the answers depend on (see `served`); empty if the server has no /health."""
 
     def line(self) -> bytes:
         """Return the header line."""
@@ -96,7 +96,7 @@ class RecordedCall:
     latency_s: float
 
     def line(self, *, with_passages: bool) -> bytes:
-        """Return the line of this call; `with_passages` is False if an earlier line of the query has them."""
+        """Return the line of this call; `with_passages` is False if an earlier line of the query has the passages."""
         row: dict[str, Any] = {"query": self.query, "latency_s": round(self.latency_s, 6)}
         if self.result.error:
             row["error"] = self.result.error
@@ -143,7 +143,7 @@ class Cassette:
         self._learn(call.query, call.result)
 
     def delay_s(self, query: str, asked: int) -> float:
-        """Return the replay delay of `query` after `asked` earlier calls; see `drawn_rank`."""
+        """Return the recorded latency to replay for `query` after `asked` earlier calls of it; see `drawn_rank`."""
         return self.latencies_s[drawn_rank(query, asked, len(self.latencies_s))]
 
     def quantile_s(self, share: float) -> float:
@@ -173,10 +173,10 @@ class Cassette:
 
 
 def drawn_rank(query: str, asked: int, count: int) -> int:
-    """Return the rank, among `count` sorted latencies, for a call of `query` after `asked` earlier calls.
+    """Return the index into `count` sorted latencies for a call of `query` after `asked` earlier calls of it.
 
-    Calls of one query start at a hash of the query and advance by a stride near the golden ratio, coprime to `count`.
-    So `count` calls visit every rank once, and a few calls are spread evenly.
+    The indices of a query start at a hash of the query and advance, modulo `count`, by a stride of about 0.618 `count`
+    that is coprime to `count`. So `count` calls visit every index once, and a few calls are spread evenly.
     """
     start = int.from_bytes(hashlib.sha256(query.encode()).digest()[:8], "big")
     stride = max(1, round(count * _GOLDEN))
@@ -260,7 +260,7 @@ class CassetteTool(AbstractAsyncContextManager["CassetteTool"]):
     Args:
         mode: `record`, `replay`, or `extend`, which replays known queries and records the others.
         latency_scale: Factor on the recorded latencies in replay.
-        server: Client whose calls are recorded; None exactly in mode `replay`.
+        server: Client whose calls are recorded; None in mode `replay`, and only there.
 
     Raises UserError if the cassette cannot be replayed, or if mode `record` finds an existing file.
     """
@@ -286,8 +286,8 @@ class CassetteTool(AbstractAsyncContextManager["CassetteTool"]):
     async def search(self, query: str) -> SearchResult:
         """Replay one query, or send it to the server and record the result.
 
-        Raises UserError if the server differs from the recorded one, and RunError if the call cannot be written. Both
-        are raised rather than returned as an observation, because the policy did not cause them.
+        Raises UserError if the server differs from the recorded one, and RunError if the call cannot be written. These
+        errors are raised rather than returned as an observation, because the policy did not cause them.
         """
         if not (query := as_sent(query)):
             return BLANK
@@ -313,7 +313,7 @@ class CassetteTool(AbstractAsyncContextManager["CassetteTool"]):
         return result
 
     async def close(self) -> None:
-        """Close client and file. Calls in flight end with the client's error result, unrecorded."""
+        """Close client and file. Calls in flight return the client's error result and are not recorded."""
         self._closed = True
         if self._server is not None:
             await self._server.close()

@@ -8,15 +8,17 @@ request. Cancelling one caller does not affect the others.
 Server faults (timeout, lost connection, 408, 429, 5xx, invalid response) are retried:
 
 1. at once, on every healthy replica that has not failed this request;
-2. then up to `retries` times, after a growing, jittered pause, at least as long as Retry-After (capped at 30 s).
+2. then up to `retries` times, each time after a growing, jittered pause that is at least as long as Retry-After
+   (capped at 30 s).
 
-A server with an invalid response does not get the same request again. Client errors (400, 401, 403, 413, 422) are never
-retried. A request takes at most `(replicas + retries) * (timeout_s + hedge_after_s) + retries * 6` seconds, or
+A server that gave an invalid response does not get the same request again. Client errors (400, 401, 403, 413, 422) are
+never retried. A request takes at most `(replicas + retries) * (timeout_s + hedge_after_s) + retries * 6` seconds, or
 `retries * 45` instead of the last term if servers send Retry-After.
 
 A healthy replica becomes suspect when a request to it is lost, or when it rejects `TURNED_AWAY` requests in a row
-as busy. It is healthy again after a successful probe or request. The wait before a probe doubles with each suspicion
-since its last answered search. A replica is foreign while its health describes another index than that of the others.
+as busy. It is healthy again after a successful probe or request. Each suspicion since the replica's last answered
+search doubles the wait before its next probe. A replica is foreign while its health describes a different index than
+the health of the other replicas.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from rlsys.search.wire import (
 
 TURNED_AWAY = 3  # consecutive busy responses that make a replica suspect
 FIRST_PROBE_S = 0.1
-LAST_PROBE_S = 10.0  # bounds of the wait before a probe; jitter adds up to 50 %
+LAST_PROBE_S = 10.0  # FIRST_PROBE_S and LAST_PROBE_S bound the wait before a probe; jitter adds up to 50 %
 _PROBE_TIMEOUT_S = 3.0
 _MAX_PENDING = 1 << 20
 _FIRST_PAUSE_S = 0.25
@@ -60,7 +62,7 @@ _HEDGED_EVERY = 20  # requests per hedge, so that hedging adds at most 5 % load 
 _HEDGES_SAVED = 10
 _log = logging.getLogger(__name__)
 
-Found = list[tuple[Passage, ...]]  # passages per query of a request
+Found = list[tuple[Passage, ...]]  # passages of each query of a request
 
 
 class ReplicaState(Enum):
@@ -79,7 +81,7 @@ class Replica:
     state: ReplicaState = ReplicaState.healthy
     in_flight: int = 0
     turned_away: int = 0  # consecutive busy responses
-    suspicions: int = 0  # times that it became or stayed suspect since its last answered search
+    suspicions: int = 0  # times that the replica became or stayed suspect since its last answered search
 
 
 @dataclass(slots=True)
@@ -96,10 +98,11 @@ class SearchRequest:
 
 
 class Replicas:
-    """State machine of a client's replicas, driven by events, without clock and network.
+    """State machine of a client's replicas; it is driven by events and uses neither clock nor network.
 
-    Invariants: a foreign replica is never picked; a suspect one only if no eligible healthy one is left; among equals,
-    the one with the fewest requests in flight is picked, ties at random; each `start` has one `end`.
+    Invariants: a foreign replica is never picked; a suspect replica is picked only if no eligible healthy replica is
+    left; among equal replicas, the one with the fewest requests in flight is picked, and ties are broken at random;
+    each `start` has one `end`.
     """
 
     def __init__(self, urls: Iterable[str], lots: Random) -> None:
@@ -116,7 +119,8 @@ class Replicas:
     def pick(self, request: SearchRequest) -> Replica | None:
         """Return the replica for the next try, or None if no try can succeed.
 
-        Order: fresh, then healthy, then suspect. Within a state: untried first, then the earliest failure.
+        Fresh replicas come first, then healthy ones, then suspect ones. Within a state, untried replicas come first,
+        then the replica whose last failure is the oldest.
         """
         if (replica := self.fresh(request)) is not None:
             return replica
@@ -148,7 +152,7 @@ class Replicas:
                 self._suspect(replica)
 
     def probed(self, replica: Replica, health: Mapping[str, Any] | None) -> None:
-        """Record a probe: None for no response, else the server's health, which may be empty."""
+        """Record a probe. `health` is None if the server is unreachable or unhealthy; an empty `health` is valid."""
         if health is None:
             replica.suspicions += 1
             if replica.state is ReplicaState.healthy:
@@ -188,7 +192,7 @@ class Replicas:
 
 
 class HedgeBudget:
-    """Token budget for hedges: one at the start, one more per `every` requests, capped at `most`."""
+    """Budget for hedges: starts with one hedge, gains one per `every` requests, and holds at most `most`."""
 
     def __init__(self, every: int, most: int) -> None:
         self._every, self._most, self._saved = every, every * most, every
@@ -206,7 +210,10 @@ class HedgeBudget:
 
 
 class _Prober:
-    """Probes /health of all replicas at the start, and of failed ones until they are healthy; never a single server."""
+    """Probes /health of all replicas at the start, and of failed replicas until they are healthy.
+
+    A client with a single server sends no probes.
+    """
 
     def __init__(self, replicas: Replicas, wire: HttpWire) -> None:
         self._replicas, self._wire = replicas, wire
@@ -263,7 +270,7 @@ class _Prober:
 class ClientCounts:
     """Counters of a client since its start."""
 
-    searches: int = 0  # completed searches, failed ones included, cancelled ones not
+    searches: int = 0  # completed searches; includes failed searches, excludes cancelled ones
     requests: int = 0  # HTTP requests, each with one or more searches
     retries: int = 0  # tries after the first
     failovers: int = 0  # retries on another replica than the previous try
@@ -279,10 +286,10 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
         urls: URL of the server, e.g. http://127.0.0.1:8000, or URLs of several replicas, which share the load. With
             several, all are probed before the first search.
         timeout_s: Timeout of one try.
-        retries: Paused retries of a request after every healthy replica has failed it.
-        max_concurrent: Most requests in flight, hedges not counted.
+        retries: Number of retries, each after a pause, once every healthy replica has failed the request.
+        max_concurrent: Maximum number of requests in flight, hedges not counted.
         coalesce_ms: Time that a search waits for others to share its request.
-        max_coalesced: Most searches per request; 1 sends each search alone.
+        max_coalesced: Maximum number of searches per request; with 1, each search is a request of its own.
         hedge_after_s: Time after which an unanswered request is also sent to another replica; the first response
             counts. At most one request in 20 is hedged. None disables hedging.
         wire: Replaces the HTTP connections.
@@ -341,7 +348,10 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
         return result
 
     async def health(self) -> dict[str, Any]:
-        """Return the health of the first healthy server. Raises RunError if none is, UserError if two differ."""
+        """Return the health of the first healthy server.
+
+        Raises RunError if no server is healthy, and UserError if two servers serve different indexes.
+        """
         asked = await asyncio.gather(*map(self._health, self.urls), return_exceptions=True)
         well: dict[str, dict[str, Any]] = {}
         for url, health in zip(self.urls, asked, strict=True):
@@ -448,7 +458,7 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _post(self, replica: Replica, request: SearchRequest) -> Found:
-        """Send the request to `replica` and record the outcome in both. Raises Fault."""
+        """Send the request to `replica` and record the outcome in the request and the replica. Raises Fault."""
         self.counts.requests += 1
         self._replicas.start(replica)
         verdict = ReplicaVerdict.abandoned
@@ -476,7 +486,7 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
 
 
 async def _first_answered(tasks: Sequence[asyncio.Task[Found]]) -> asyncio.Task[Found]:
-    """Return the first task with a result or a final fault, or else the last one to fail."""
+    """Return the first task with a result or a final fault, or else the last task to fail."""
     pending = set(tasks)
     while True:
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,7 @@
-"""Connection limits for every HTTP server of rlsys; uvicorn alone bounds neither size nor time of a request head.
+"""Connection limits for every HTTP server of rlsys; uvicorn itself bounds neither size nor time of a request head.
 
-A connection that exceeds a limit gets 400, 431 or 503 with one sentence and is closed; a late one is just closed. The
-limits apply before authentication, because the token arrives in the head.
+A connection that exceeds a limit gets 400, 431 or 503 with one sentence and is closed. A connection that exceeds a time
+limit is closed without a response. The limits apply before authentication, because the token arrives in the head.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 HEAD_BYTES = 16_384
 """Limit of a request without its body: request line, headers, chunk sizes and trailers."""
 BODY_SHARE = 64
-"""Body bytes that raise the limit by one byte, so that a body in chunks of 400 bytes or more fits at any length."""
+"""Number of body bytes that raise the limit by one byte; a body in chunks of at least 512 bytes fits at any length."""
 MAX_HEADERS = 128
 HEAD_S = 10.0  # time to receive a whole head, from the connection's start or the previous response
 FLUSH_S = 120.0  # time for a client to read a written response
@@ -38,7 +38,7 @@ class Connections:
             most = min(most, max(files // 2, files - _OTHER_FILES))
         self.most = most
         self.waiting: OrderedDict[LimitedHttp, float] = OrderedDict()
-        """Connections without a complete request, with the time since when; longest first."""
+        """Connection without a complete request -> time from which it has waited; the longest wait comes first."""
 
     def waits(self, connection: LimitedHttp, now: float) -> None:
         """Record that `connection` waits for a request from `now` on."""
@@ -73,7 +73,7 @@ class LimitedHttp(HttpToolsProtocol):
         super().__init__(config, *more, **named)
         assert isinstance(config, LimitedConfig)
         self._all = config.connections
-        self._head_bytes = 0  # received for this request, minus its body and the body's allowance (BODY_SHARE)
+        self._head_bytes = 0  # bytes received for this request, minus its body and the body's allowance (BODY_SHARE)
         self._refusal = (400, "this is not an HTTP request")
         self.reads_body = False
         """True between a complete head and a complete body; the application limits the time of the body."""

@@ -8,9 +8,9 @@ keep the old file. Overwriting an open file in place is undefined, but truncatio
 Reading: files are memory-mapped. A fetch first announces all its memory pages by madvise and then reads them, so disk
 reads overlap and skip unneeded read-ahead.
 
-Row offsets are cached in a sidecar file, so that only the first open reads the whole file. Its place is
-`corpus.jsonl.offsets` beside `corpus.jsonl`, else `$XDG_CACHE_HOME/rlsys` or `~/.cache/rlsys`, else memory with a
-warning. Invariants:
+Row offsets are cached in a sidecar file, so that only the first open reads the whole file. The sidecar of
+`corpus.jsonl` is `corpus.jsonl.offsets` in the same folder. If it cannot be written there, it is in
+`$XDG_CACHE_HOME/rlsys` or `~/.cache/rlsys`; if not there either, it is only in memory, with a warning. Invariants:
 
 - A sidecar is used only if its checksum is valid and it matches its source by size, time and sampled content.
   Otherwise it is rebuilt. The check takes 0.1 s for 21 million rows.
@@ -48,7 +48,7 @@ from rlsys.errors import RunError, UserError
 HEADER_BYTES = 4096
 """Byte offset of a sidecar's arrays; a multiple of the page size, so that the mapped arrays are aligned."""
 _VERSION = 1
-"""Sidecar format version; increase it whenever the content for the same file changes."""
+"""Version of the sidecar format; increase it whenever the sidecar of the same file would have other content."""
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 _BLOCK_BYTES = 1 << 20
 _SCAN_BYTES = 1 << 22
@@ -124,7 +124,9 @@ class JsonLines:
         return f"{self.what} {self.path} line {row + 1}"
 
     def fetch(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the objects of `rows`, in that order. One call with many rows is faster, because disk reads overlap.
+        """Return the objects of `rows`, in that order.
+
+        One call with many rows is faster than many calls, because disk reads overlap.
 
         Each object is a new dict, but repeated rows share their nested values. Raises UserError with the line number
         of a bad row, IndexError for a row out of range, and RunError if the file shrank while open.
@@ -201,10 +203,10 @@ def _prefetch(data: mmap.mmap, starts: NDArray[np.int64], ends: NDArray[np.int64
 
 
 def _write_offsets(source: BinaryIO, write: OnArray, path: Path, size: int, what: str) -> Mapping[str, Any]:
-    """Write the byte offset of each row and the end of the last one, [rows + 1].
+    """Write the byte offset of each row, and of the end of the last row, [rows + 1].
 
-    A line end is written only when text follows it. Of the line ends left over, the first ends the last row and the
-    others belong to trailing blank lines.
+    A line end is written only once text follows it. The first of the line ends that remain is the end of the last row;
+    the others belong to trailing blank lines.
     """
     digest = hashlib.sha256()
     done, text_end, rows = 0, 0, 1
@@ -280,7 +282,7 @@ def _stamp(file: BinaryIO) -> dict[str, Any]:
 
 
 def _load(place: Path, stamp: Mapping[str, Any]) -> Sidecar | None:
-    """Open the sidecar at `place`; None if it is missing, damaged, or of another file or version."""
+    """Open the sidecar at `place`; None if it is missing or damaged, or belongs to another file or version."""
     try:
         with place.open("rb", buffering=0) as file:
             header = orjson.loads(file.read(HEADER_BYTES))

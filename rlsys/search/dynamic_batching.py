@@ -1,8 +1,8 @@
 """Dynamic batching for server and client: combines many small calls into few large ones.
 
-Invariants: items start in order of submission; every future of `submit` resolves, with a result, the batch's error or
-`BatcherClosed`; an item cancelled before its start never runs and does not count against the queue limit. A batch is
-assembled when it starts, so it is as full as possible. Call all methods from the event loop's thread.
+Invariants: items start in order of submission; every future that `submit` returns resolves with a result, the error of
+its batch, or `BatcherClosed`; an item cancelled before its start is never run and does not count against the queue
+limit. A batch is assembled when it starts, so it is as full as possible. Call all methods from the event loop's thread.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Batcher(Generic[Item, Result]):
 
     Args:
         run: Runs a batch and returns one result per item, in the same order.
-        max_batch: Most items per batch.
-        max_wait_s: Time that the first item of a batch waits for others; 0 after two batches in a row of one item, so
-            that a lone caller does not wait. While `max_running` batches run, items wait until one ends.
+        max_batch: Maximum number of items per batch.
+        max_wait_s: Time that the first item of a batch waits for others. It is 0 after two consecutive batches of a
+            single item, so that a lone caller does not wait. While all slots are taken, items wait for a free slot.
         max_running: Slots for running batches; a batch may free its slot before it ends, see `pass_on`.
-        max_pending: Most items waiting to start.
+        max_pending: Maximum number of items waiting to start.
     """
 
     def __init__(
@@ -77,7 +77,10 @@ class Batcher(Generic[Item, Result]):
         return futures
 
     def pass_on(self) -> None:
-        """Free the slot of the calling batch, so that the next one starts. `run` must bound its remaining work."""
+        """Free the slot of the calling batch, so that the next batch starts.
+
+        `run` must itself limit the number of batches that continue after this call.
+        """
         task = asyncio.current_task()
         assert task is not None
         self._places.discard(task)
@@ -99,7 +102,7 @@ class Batcher(Generic[Item, Result]):
         await asyncio.gather(*running, return_exceptions=True)
 
     def _pump(self, *, partial_too: bool) -> None:
-        """Start full batches (partial ones too if `partial_too`), and set a timer for a partial one."""
+        """Start full batches, and partial ones if `partial_too`; set a timer for items that remain."""
         while self._has_slot() and (len(self._pending) >= self._max_batch or partial_too) and self._pending:
             self._start()
         if self._pending and self._timer is None and self._has_slot():

@@ -1,22 +1,23 @@
 """Converts documents to a corpus with one passage per line, as `rlsys.search.corpus` reads it.
 
 Output: each line is {"id", "contents": '"title"\\ntext', ..., "source"}, where "..." are the other fields of the
-document's row, and `source` is its file unless the row has one. The same files give the same bytes. A document of one
-passage keeps its id; of several, the ids are "id#1", "id#2". Ids are unique. The output appears whole or not at all.
-Memory: one document (for parquet, one batch of rows), and about 100 bytes per passage for the ids, twice that to drop
-duplicates.
+document's row. `source` is the document's file, unless the row has a `source` of its own. The same files give the same
+output. The passage of a document with a single passage has the document's id; the passages of a longer document have
+the ids "id#1", "id#2" and so on. Ids are unique. The output appears whole or not at all. Memory holds one document (for
+parquet, one batch of rows) and about 100 bytes per passage for the ids, or 200 bytes if duplicates are dropped.
 
-Input: text, Markdown, jsonl and parquet files in path order, their documents in file order. Hidden entries, unknown
-file kinds, empty files and empty rows are skipped and reported. An unreadable document raises UserError with its place.
-Documents are untrusted; time and memory grow only with their length.
+Input: text, Markdown, jsonl and parquet files, in path order; the documents of a file are read in order. Hidden
+entries, unknown file kinds, empty files and empty rows are skipped and reported. An unreadable document raises
+UserError with the file and the line or row. Documents are untrusted; time and memory grow only with their length.
 
-Markdown becomes one plain section per heading, titled with the `title` of the YAML front matter and the path of
-headings. Links and images become their text, code stays unchanged, list items and table rows keep one line each, HTML
-loses tags and comments. A heading without text gives no section.
+Markdown becomes one section of plain text per heading, titled with the `title` of the YAML front matter and the path of
+headings. Links and images are replaced by their text, code stays unchanged, list items and table rows keep one line
+each, and HTML tags and comments are removed. A heading without text gives no section.
 
-Chunking is a pure function of the words (`cut`). Invariants for every text: the fresh parts of the chunks, in order,
-hold every word once; a chunk is an unchanged slice of the text, from word to word; its cost is within the limit, unless
-it is a single word. A chunk ends at the first of these places that exists within the limit:
+Chunking is a pure function of the words (`cut`). Invariants for every text: the fresh parts of the chunks, joined in
+order, contain every word once; a chunk is an unchanged slice of the text that starts and ends with a word; the cost of
+a chunk is within the limit, unless it is a single word. A chunk ends at the first of these positions that exists within
+the limit:
 
 1. the last paragraph end in the second half of the limit,
 2. the last sentence end in the second half,
@@ -54,7 +55,7 @@ _TEXT_FIELDS = ("contents", "text", "content", "body")
 _PARQUET_ROWS = 256
 _FRONT_MATTER = re.compile(r"\A---[ \t]*\n(.*?)^(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.DOTALL | re.MULTILINE)
 _FRONT_MATTER_CHARS = 1 << 15  # longer front matter is treated as text, because YAML parsing is slow
-_FRONT_MATTER_BRACKETS = 400  # front matter with more is treated as text; nesting takes quadratic time
+_FRONT_MATTER_BRACKETS = 400  # front matter with more brackets is treated as text; nesting takes quadratic time
 _TITLE_CHARS = 200
 """Limit for titles, because every passage repeats them: front-matter titles are cut, longer headings become text."""
 _NO_TITLE = ("", "~", "null", "Null", "NULL")
@@ -66,7 +67,7 @@ _TAG_MARK = re.compile(r"[<>]|=\s*([\"'])")
 _REPEATED_BYTES = 1 << 26  # limit for titles and fields that one document repeats across its passages
 _CJK = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_CJK}][、。，．！？；：」』）】》]*|[^\s{_CJK}]+")
-"""A word; each Chinese or Japanese character counts as one, because these languages use no spaces."""
+"""A word; each Chinese or Japanese character counts as a word, because these languages use no spaces."""
 _CLOSERS = "\"'”’»)]}」』）】》*_"
 _OPENERS = "\"'“‘«([{「『（【《*_¿¡"
 _SENTENCE_END = tuple(".!?…。！？")
@@ -122,8 +123,9 @@ class Document:
 
 
 def find_files(sources: Iterable[Path], out: Path) -> Iterator[File | Skipped]:
-    """Yield the files of `sources` except `out`, walking folders in name order but not links to folders.
+    """Yield the files of `sources`, and the folder entries that are skipped, among them `out`.
 
+    Folders are walked in name order; links to folders are not followed.
     Raises UserError for a source that is missing, of unknown kind, or the output itself.
     """
     for source in sources:
@@ -333,7 +335,7 @@ def _split_front_matter(source: str) -> tuple[str, str]:
 def _front_title(front_matter: str) -> str | None:
     """Return the title as written, "" without one; None if the front matter is not a mapping.
 
-    It reads only parser events and constructs no values, because dates and numbers may be invalid, and aliases may
+    Only parser events are read and no values are constructed, because dates and numbers may be invalid, and aliases may
     expand without bound. A title that is an alias, list or mapping counts as missing.
     """
     title: str | None = None
@@ -506,8 +508,8 @@ Costs = Callable[[str, Sequence[Word]], Sequence[int]]  # text and its words -> 
 class Chunking:
     """Chunking settings; sizes count the text of a passage, without its title."""
 
-    size: int = 100  # most words per passage, or tokens with a tokenizer; 100 words as in wiki-18
-    overlap: int = 0  # most words or tokens repeated from the previous passage of the same section
+    size: int = 100  # maximum number of words per passage, or of tokens with a tokenizer; wiki-18 has 100 words
+    overlap: int = 0  # maximum number of words or tokens repeated from the previous passage of the same section
     tokenizer: str = ""  # encoder name, or folder with a tokenizer.json, to count tokens; "" counts words
 
     def __post_init__(self) -> None:
@@ -527,7 +529,7 @@ class Summary:
 
     documents: int = 0
     passages: int = 0
-    duplicates: int = 0  # passages dropped because title and text equal an earlier one's
+    duplicates: int = 0  # passages dropped because an earlier passage has the same title and text
     skipped: list[Skipped] = field(default_factory=list)
     words: int = 0  # words of all passages, titles excluded
     longest: int = 0  # words of the longest passage
@@ -592,7 +594,7 @@ def ingest(
 def token_costs(name: str) -> Costs:
     """Return a cost function that counts tokens per word, without special tokens.
 
-    `name` is an encoder, or a folder with a tokenizer.json.
+    `name`: an encoder's name, or a folder with a tokenizer.json.
     """
     from tokenizers import Tokenizer
 
@@ -704,7 +706,7 @@ def chunk_text(
     code: Sequence[tuple[int, int]] = (),
     costs: Callable[[str, Sequence[Word]], Sequence[int]] | None = None,
 ) -> list[str]:
-    """Cut `text` into chunks, see `cut`; empty if `text` has no words.
+    """Cut `text` into chunks (see `cut`); a text without words gives none.
 
     `code` holds, in order, the character ranges to keep whole if they fit. `costs` returns the cost of each word;
     without it, each word costs 1.
@@ -716,10 +718,10 @@ def chunk_text(
 
 
 def cut(costs: Sequence[int], cuts: Sequence[CutQuality], *, size: int, overlap: int) -> list[Chunk]:
-    """Return chunks of cost up to `size`, each repeating words of cost up to `overlap` (less than `size`).
+    """Return chunks of cost up to `size`; each repeats words of cost up to `overlap` from the previous chunk.
 
-    `cuts[i]` is the quality of a cut after word i. The overlap starts at a sentence start if one is within reach. It is
-    dropped if the chunk would otherwise have to cut a sentence.
+    `overlap` must be less than `size`. `cuts[i]` is the quality of a cut after word i. The overlap starts at a sentence
+    start if one is within reach. The overlap is dropped if the chunk would otherwise have to cut a sentence.
     """
     spent = [0, *accumulate(costs)]
     count = len(costs)
@@ -762,7 +764,7 @@ def _best_end(cuts: Sequence[CutQuality], half: int, least: int, most: int) -> i
 
 
 def _repeat_from(spent: Sequence[int], cuts: Sequence[CutQuality], fresh: int, overlap: int, before: int) -> int:
-    """Return the first word of the overlap before word `fresh`; it lies after `before`, the previous chunk's start."""
+    """Return the first word of the overlap before word `fresh`; `before` is the first word of the previous chunk."""
     earliest = fresh
     while earliest > before + 1 and spent[fresh] - spent[earliest - 1] <= overlap:
         earliest -= 1

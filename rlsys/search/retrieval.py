@@ -24,10 +24,10 @@ class Retriever(Protocol):
     """Finds passages in two stages, so that batches overlap. Results must stay constant, because servers cache them."""
 
     parallel: int
-    """Batches that may be in `find` at once: 1 if it computes, more if it waits for other servers."""
+    """Number of batches that may be in `find` at once: 1 if `find` computes, more if it waits for other servers."""
 
     def prepare(self, queries: Sequence[str]) -> Any:
-        """Compute the input of `find` from the queries, such as vectors or terms. Called by one thread at a time."""
+        """Compute the input of `find`, such as vectors or terms, from the queries. Called by one thread at a time."""
 
     def find(self, prepared: Any, topk: int) -> list[list[Hit]]:
         """Return up to `topk` hits per prepared query, best first. Called by up to `parallel` threads."""

@@ -34,8 +34,8 @@ class SearchServer(AbstractContextManager["SearchServer"]):
         log: File that the server's output is appended to.
         topk: Default for requests without `topk`.
         threads: Threads of the encoder and the index (OMP_NUM_THREADS).
-        encoder: Encoder of the queries, if it differs from the index's.
-        token: Bearer token; by default that of the environment.
+        encoder: Encoder of the queries, if it differs from the encoder recorded in the index.
+        token: Bearer token; None leaves it to the environment.
         options: Further command-line arguments.
     """
 

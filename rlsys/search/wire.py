@@ -25,12 +25,12 @@ _BUSY = (408, 429, 502, 503, 504)  # a retry may succeed
 _REJECTED = (400, 413, 422)
 _DENIED = (401, 403)
 _NONSENSE = "its response violates the retrieval contract"
-_QUOTED_CHARS = 200  # quoted from an unexpected response
+_QUOTED_CHARS = 200  # characters quoted from an unexpected response
 _MAX_ANSWER_BYTES = 8 * 1024 * 1024
-"""Limit for a response with passages; 64 queries with 10 passages each get 13,000 bytes a passage."""
+"""Limit for a response with passages; for 64 queries with 10 passages each, it allows 13,000 bytes per passage."""
 _MAX_SHORT_ANSWER_BYTES = 64 * 1024  # limit for any other response, such as a health or an error
 _MAX_PASSAGE_CHARS = 65_536  # longer passages are cut; no observation holds as much
-_KEPT_ALIVE_S = 2.0  # for an idle connection; uvicorn closes one after 5 s, possibly while a request arrives
+_KEPT_ALIVE_S = 2.0  # lifetime of an idle connection; uvicorn closes it after 5 s, possibly while a request arrives
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class Reply:
     status: int
     body: bytes
     retry_after_s: float = 0.0
-    refused: str = ""  # reason that the body was not read; empty if it was read
+    refused: str = ""  # reason why the body was not read; empty if it was read
 
 
 class HttpWire:
     """Pooled connections of one event loop. Ignores proxies of the environment and does not follow redirects.
 
     Responses are read without decompression, under a size limit; aiohttp limits headers to 128 lines of 8 KiB.
-    Requests raise NoReplyError.
+    A request without a complete response raises NoReplyError.
     """
 
     def __init__(self, token: str | None = None) -> None:
@@ -212,7 +212,7 @@ class BodyError(Exception):
 async def read_body(
     headers: Mapping[str, str], blocks: AsyncIterator[bytes], max_bytes: int, accepted: Encoding = Encoding.identity
 ) -> bytes:
-    """Return the decoded body. Raises BodyError beyond `max_bytes` and for any encoding but `accepted` or none."""
+    """Return the decoded body. Raises BodyError beyond `max_bytes`, and for encodings but `accepted` and identity."""
     encoding = headers.get("content-encoding", "").strip().lower()
     if encoding in ("", "identity"):
         return await _join(blocks, max_bytes)

@@ -3,13 +3,14 @@
 Invariant: a vector depends only on its text, and a score only on its pair, not on the batch (except for rounding).
 
 Scores equal those of sentence-transformers' CrossEncoder with one label: the logit, passed through the activation named
-in the model's files (sigmoid or none; sigmoid by default). Two labels (not relevant, relevant) are first reduced to one
-logit, the second minus the first, whose sigmoid is the probability of "relevant".
+in the model's files (sigmoid or none; sigmoid by default). For a model with two labels (not relevant, relevant), the
+logit is the second minus the first; its sigmoid is the probability of "relevant".
 
-Sequence packing: search queries have few tokens and unequal lengths. Padding to the longest of a batch wastes half of
-the compute, and a batch per length costs a forward pass each. Therefore short texts are packed into shared lines. A
-block-diagonal attention mask and position ids that restart per text give each text the same states as alone. The model
-must honour the given mask and positions (`shares_lines`). The tokens of a row are contiguous in one line.
+Sequence packing: search queries have few tokens and unequal lengths. Padding to the longest query of a batch wastes
+half of the compute, and a batch per length would need many forward passes. Therefore short texts are packed into shared
+lines. A block-diagonal attention mask and position ids that restart per text give each text the same states as in a
+line of its own. The model must honour the given mask and positions (`shares_lines`). The tokens of a text are
+contiguous in one line.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from rlsys.search.encoders.spec import EncoderFacts, EncoderSpec, Family, Floats
 Lines = list[list[int]]
 """Rows (texts) packed into each line of a forward pass."""
 _LEAST_WIDTH = 32
-"""Minimum width of a shared line, in tokens; narrower gives more lines, wider costs more attention."""
+"""Minimum width of a shared line, in tokens; narrower lines are more numerous, wider lines cost more attention."""
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -109,7 +110,11 @@ class Encoder:
 
 
 def _architecture(name: str, folder: Path) -> Any:
-    """Return the transformers class to load: AutoModel, except that it would load DPR as a question encoder."""
+    """Return the transformers class to load: AutoModel, or DPRContextEncoder for a DPR passage encoder.
+
+    AutoModel would load a DPR passage encoder as a question encoder. Raises UserError for an unreadable model and for a
+    reranker.
+    """
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -131,8 +136,8 @@ def load_model(
 ) -> LoadedModel:
     """Load the model `name` with `architecture`, a transformers class with `from_pretrained`.
 
-    Raises UserError for missing weights, except those with `dispensable` in their name, for `max_tokens` beyond the
-    model's positions, and for an unknown device or dtype.
+    Raises UserError for missing weights (unless their names contain `dispensable`), for `max_tokens` beyond the model's
+    positions, and for an unknown device or dtype.
     """
     place = _resolve_device(device)
     if dtype not in (None, *_DTYPES):
@@ -203,7 +208,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _positions(model: torch.nn.Module) -> list[int]:
-    """Return the capacity of each table of learned positions, without the rows up to its padding index."""
+    """Return the number of usable rows of each table of learned positions: the rows after its padding index."""
     return [
         module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
         for path, module in model.named_modules()
@@ -223,9 +228,9 @@ class Reranker:
     def load(cls, name: str, *, max_tokens: int = 512, device: str = "cpu", dtype: str | None = None) -> Reranker:
         """Load a Hugging Face folder or a model in the local Hugging Face cache.
 
-        Pairs are truncated to `max_tokens`, special tokens included, the longer text first. `dtype` is float32, float16
-        or bfloat16; None is float16 on a GPU and float32 on a CPU. Raises UserError for an unknown model, device or
-        dtype, missing weights, and more than two labels.
+        Pairs are truncated to `max_tokens`, special tokens included; the longer text is shortened first. `dtype` is
+        float32, float16 or bfloat16; None is float16 on a GPU and float32 on a CPU. Raises UserError for an unknown
+        model, device or dtype, missing weights, and more than two labels.
         """
         architecture = transformers.AutoModelForSequenceClassification
         loaded = load_model(name, architecture, max_tokens, device, dtype)
@@ -270,9 +275,9 @@ class Reranker:
 
 
 def _has_sigmoid(name: str, loaded: LoadedModel) -> bool:
-    """True for sigmoid (the default), False for identity, from the three config keys that CrossEncoder has used.
+    """True if the activation is sigmoid (the default), False if it is the identity.
 
-    Raises UserError for any other activation.
+    Reads the three config keys that CrossEncoder has used. Raises UserError for any other activation.
     """
     config, beside = loaded.model.config, loaded.folder / "config_sentence_transformers.json"
     named = (
@@ -358,7 +363,10 @@ def shares_lines(model: Any) -> bool:
 
 
 def plan(lengths: Sequence[int], cost: PassCost, *, share: bool) -> list[Lines]:
-    """Return the passes of minimal cost, with one row per line, or with packed lines if `share` and cheaper."""
+    """Return the passes of minimal cost, with one row per line.
+
+    If `share` is set and it costs less, the lines are packed with several rows.
+    """
     buckets = length_buckets(lengths, cost)
     alone = [[[row] for row in rows.tolist()] for rows in buckets]
     if not share or len(lengths) < 2:

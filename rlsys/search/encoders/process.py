@@ -2,8 +2,8 @@
 
 A separate process keeps the model from holding the GIL of the server's event loop. Invariants: a caller waiting for a
 worker that dies gets RunError and never hangs; a worker ends with its owner and with the parent process, even after
-SIGKILL; a pool has at most one chunk in flight per worker, so memory is bounded for any corpus; its vectors are
-bit-identical to those of one process with one thread.
+SIGKILL; a pool has at most one chunk in flight per worker, so memory is bounded for any corpus; the vectors of a pool
+are bit-identical to the vectors of one process with one thread.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class EncoderWorker:
         self._wait()
 
     def _wait(self) -> int:
-        """Wait for the end, by SIGKILL after `_JOIN_S`; return the exit status."""
+        """Wait for the process to end, kill it after `_JOIN_S`, and return its exit status."""
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(_JOIN_S)
         self._process.kill()
@@ -158,7 +158,7 @@ class EncoderProcess:
 class EncoderPool:
     """Encodes passage chunks in `workers` single-threaded subprocesses, spread over all GPUs.
 
-    A single worker runs in this process.
+    With one worker, the encoder runs in this process, without a subprocess.
     """
 
     def __init__(self, spec: EncoderSpec, workers: int) -> None:

@@ -1,8 +1,8 @@
 """Describes encoders as plain data, for manifests and other processes. Imports no model library.
 
-A family holds the prefixes, pooling and normalisation that a kind of encoder was trained with. It comes from FAMILIES,
-after the model cards, or from the sentence-transformers files beside the weights. The caller's settings have priority,
-then the name, then the files; if name and files disagree, UserError is raised.
+A family holds the prefixes, pooling and normalisation that a kind of encoder was trained with. Families come from
+FAMILIES, which follows the model cards, or from the sentence-transformers files beside the weights. The caller's
+settings have priority, then the name, then the files; if name and files disagree, UserError is raised.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class EncoderSpec:
         device: cpu, cuda or cuda:N.
         dtype: float32, float16 or bfloat16; None is float16 on a GPU and float32 on a CPU. Vectors are always float32.
             On a CPU with AMX, bfloat16 is 2 to 4 times faster and changes MiniLM's components by up to 3e-3.
-        pooling, query_prefix, passage_prefix, normalize: Override the family's.
+        pooling, query_prefix, passage_prefix, normalize: Override the values of the family.
     """
 
     name: str
@@ -127,7 +127,7 @@ class EncoderSpec:
         """Return the family's name, and the family with the overrides of this spec.
 
         `auto` uses the last part of the name, then the sentence-transformers files in `folder`. Raises UserError for an
-        unknown family or pooling, if neither name nor files give a family, or if they contradict each other.
+        unknown family or pooling, if neither name nor files give a family, or if name and files disagree.
         """
         key = self.family if self.family != "auto" else family_of_name(self.name)
         if key in FAMILIES:
@@ -188,7 +188,7 @@ def _words(text: str) -> set[str]:
 
 
 def read_sentence_transformers(folder: Path) -> Family | None:
-    """Return the family from `folder`'s modules.json, None without one. Raises UserError for unsupported modules."""
+    """Return the family from modules.json in `folder`; None without it. Raises UserError for unsupported modules."""
     path = folder / "modules.json"
     if not path.is_file():
         return None

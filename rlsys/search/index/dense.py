@@ -8,14 +8,14 @@
 Invariants of a build:
 
 - Memory holds one chunk per worker, one block of vectors, the training sample and the FAISS index, for any corpus size.
-- A killed build resumes with the chunks missing on disk and ends with the same vectors. Chunks are the same rows in
-  every run and marked done once on disk. Training and filling start over.
+- A killed build continues with the chunks that are missing on disk, and ends with the same vectors. A chunk has the
+  same rows in every build, and is marked as done once it is on disk. Training and filling the FAISS index start over.
 - An index at `out` is always complete (see `folder`).
 - Invalid inputs are rejected before the first passage is encoded.
 
 Invariants of a search:
 
-- An index is never opened with another corpus or number of rows than it was built from.
+- An index is opened only with the corpus and the number of rows that it was built from.
 - Queries are encoded like the passages: same weights, pooling, prefixes, normalisation and truncation.
 - The ranking of a query does not depend on `topk`, as long as `topk` is at most `depth`.
 
@@ -81,9 +81,9 @@ _MATRIX_QUERIES = 3
 """Batch size from which matrix products beat one scan per query, for any number of vectors."""
 _NEVER = 2**31 - 1
 _CENTROIDS = 256
-"""Centroids of an 8-bit code, FAISS's default."""
-_WHOLE = ("IndexIDMap", "IndexIDMap2", "IndexNSG", "IndexNSGFlat", "IndexNSGPQ", "IndexNSGSQ", "IndexNNDescent")
-"""Unsupported types: they assign row ids themselves or cannot be filled block by block."""
+"""Number of centroids of an 8-bit code, which is FAISS's default."""
+_UNSUPPORTED = ("IndexIDMap", "IndexIDMap2", "IndexNSG", "IndexNSGFlat", "IndexNSGPQ", "IndexNSGSQ", "IndexNNDescent")
+"""FAISS classes that assign row ids themselves or cannot be filled block by block."""
 _GPU = ("IndexFlat", "IndexFlatIP", "IndexIVFFlat", "IndexIVFPQ", "IndexIVFScalarQuantizer", "IndexPreTransform")
 _INNER = ("index", "base_index", "refine_index", "quantizer", "storage")
 """FAISS attributes that hold a nested index."""
@@ -119,14 +119,14 @@ class Manifest:
     @classmethod
     def read(cls, folder: str | Path) -> Manifest:
         """Read the folder's manifest. Raises UserError if it is missing or not of a dense index."""
-        return typed(cls, read_values(folder, [DENSE], f"{DENSE!r}: give a dense one"), folder)
+        return typed(cls, read_values(folder, [DENSE], f"{DENSE!r}: give a dense index"), folder)
 
     def embeddings(self) -> dict[str, Any]:
         """Return the keys that the embeddings depend on; if these are equal, the embeddings can be reused."""
         return {k: v for k, v in asdict(self).items() if k not in ("faiss_type", "nprobe", "ef_search")}
 
     def query_spec(self, encoder: str | None, device: str, dtype: str | None) -> EncoderSpec:
-        """Return the spec to encode queries like the passages; `encoder` overrides the recorded name or folder."""
+        """Return the spec that encodes queries like the passages; `encoder` overrides the recorded name or folder."""
         shared = ("family", "max_tokens", "pooling", "query_prefix", "passage_prefix", "normalize")
         made = {name: getattr(self, name) for name in shared}
         return EncoderSpec(encoder or self.encoder, device=device, dtype=dtype, **made)
@@ -181,8 +181,8 @@ class VectorRetriever:
         """Open an index with its encoder, on `device` in `dtype` (see `EncoderSpec`).
 
         `encoder` overrides the recorded name or folder of the weights. With `own_process`, a subprocess encodes the
-        queries until `close`. Raises UserError for an inconsistent folder, and for other weights than the passages were
-        encoded with; only DPR has a separate query encoder.
+        queries until `close`. Raises UserError for an inconsistent folder, and for weights other than those that
+        encoded the passages. Exception: for DPR, `encoder` may be the separate query encoder.
         """
         made, corpus, vectors = DenseIndex.open(folder, options)
         loaded = open_encoder(made.query_spec(encoder, device, dtype), own_process=own_process)
@@ -227,7 +227,10 @@ def _require_dimension(facts: EncoderFacts, dimension: int, held_by: str | Path,
 
 
 def _require_weights(facts: EncoderFacts, made: Manifest, folder: str | Path, *, named: bool) -> None:
-    """Raise UserError unless the weights are the index's, or those of a query encoder `named` by the user."""
+    """Raise UserError for weights other than those that encoded the passages.
+
+    If the family has separate encoders and the user `named` the query encoder, all weights are accepted.
+    """
     if facts.checksum != made.encoder_sha256:
         if not named or made.family not in _TWO_ENCODERS:
             problem = f"the weights of encoder {facts.name!r} are not those that {folder} was built with"
@@ -551,7 +554,10 @@ class ChunkWriter:
 
 @dataclass(frozen=True, slots=True)
 class FaissSettings:
-    """Search breadth in an approximate index; None takes the index's default, or marks a missing feature."""
+    """Search breadth of an approximate index.
+
+    None takes the index's default, or means that the index lacks the setting.
+    """
 
     nprobe: int | None = None
     """Number of IVF lists that a query visits."""
@@ -569,7 +575,7 @@ class SearchOptions(FaissSettings):
     faiss_gpu: bool = False
     """Spread the vectors over all GPUs as float16."""
     depth: int = DEPTH
-    """Hits up to which a ranking does not depend on `topk`; at least 1."""
+    """The ranking does not depend on `topk` as long as `topk` is at most this number; at least 1."""
 
 
 def new_index(faiss_type: str, dimension: int) -> faiss.Index:
@@ -583,8 +589,8 @@ def new_index(faiss_type: str, dimension: int) -> faiss.Index:
         remedy = "give a string of faiss.index_factory, such as Flat, HNSW64 or IVF1024,Flat"
         raise UserError(f"{problem}: {remedy}.", code="unknown", key="faiss_type") from None
     layers = list(_layers(index))
-    if whole := [_name(layer) for layer in layers if _name(layer) in _WHOLE]:
-        problem = f"FAISS type {faiss_type!r} ({whole[0]}) cannot be filled block by block with rows in their order"
+    if found := [_name(layer) for layer in layers if _name(layer) in _UNSUPPORTED]:
+        problem = f"FAISS type {faiss_type!r} ({found[0]}) cannot be filled block by block with rows in their order"
         raise UserError(f"{problem}: give another one, such as HNSW64.", code="unsupported", key="faiss_type")
     _require_inner_product(index, f"FAISS type {faiss_type!r}", "faiss_type")
     for layer in layers:
@@ -655,7 +661,7 @@ class Vectors:
                 layer.nprobe = min(settings.nprobe, layer.nlist)
         self._broaden(depth)
         if gpu:
-            # Last, because the GPU copy keeps the settings of the moment of copying.
+            # Last, because the GPU copy keeps the settings that the index has when it is copied.
             sharded = faiss.GpuMultipleClonerOptions()
             sharded.shard = sharded.useFloat16 = True
             self._index = faiss.index_cpu_to_all_gpus(index, co=sharded)
@@ -693,7 +699,7 @@ class Vectors:
     def search(self, queries: Floats, topk: int) -> tuple[Floats, NDArray[np.int64]]:
         """Return scores and rows of the best vectors for `queries` [n, dimension], best first.
 
-        Both are [n, min(topk, rows)]; row -1 means no hit. FAISS always searches at least `depth` hits. Otherwise the
+        Both are [n, min(topk, rows)]; row -1 means no hit. FAISS always looks for at least `depth` hits. Otherwise the
         ranking would vary with `topk`, because graph breadth, refinement candidates and the order of ties depend on the
         number of hits.
         """
@@ -757,7 +763,7 @@ def _layers(index: faiss.Index) -> Iterator[Any]:
 
 
 def _least_rows(layer: Any) -> int:
-    """Return the minimum training vectors of `layer` alone: one per k-means centroid or PCA dimension."""
+    """Return the minimum number of training vectors of only `layer`: one per k-means centroid or PCA dimension."""
     least = [1, getattr(layer, "nlist", 0), _CENTROIDS if hasattr(layer, "rq") else 0]
     if hasattr(layer, "pq"):
         least.append(layer.pq.ksub)

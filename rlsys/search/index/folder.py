@@ -10,7 +10,7 @@ An index is built in a draft folder `.<name>.building` beside `out`:
     replaced/:  the previous index of `out`, between two renames
 
 Invariants: one process builds per folder; an index at `out` is always complete; after a kill at any moment, `out` or
-the draft holds the old or the new index. The next build moves it to `out`.
+the draft holds the old or the new index. The next build moves that index to `out`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rlsys.search.corpus import Corpus
 MANIFEST_FILE = "manifest.json"
 CORPUS_FILE = "corpus.jsonl"
 FORMAT = 2
-"""Format of an index folder. A manifest without the key has format 1, which had no kinds."""
+"""Format of an index folder. A manifest without the key `format` has format 1, which had no kinds."""
 DENSE, BM25, HYBRID = "dense", "bm25", "hybrid"
 REMOTE = ("elasticsearch", "opensearch")
 OnProgress = Callable[[str, int, int], None]
@@ -177,7 +177,7 @@ def refuse_foreign(out: Path) -> None:
 
 @contextmanager
 def claim_draft(out: Path) -> Iterator[IndexDraft]:
-    """Lock and yield the draft of `out`, with the files that a killed build left, after `recover`.
+    """Lock the draft of `out`, call its `recover`, and yield it. It may hold files that a killed build left.
 
     Raises UserError if `out` is not an index or another process builds there, RunError for a full disk.
     """
@@ -219,11 +219,11 @@ def assemble(
     resume: bool = False,
     again: bool = False,
 ) -> bool:
-    """Build the folder `out` with this manifest; False if `out` has the manifest already.
+    """Build the folder `out` with the manifest `values`; False if `out` has this manifest already.
 
-    `fill` writes files into the draft's `folder`, and temporary ones into `home`. With `resume`, it continues from the
-    files of an interrupted call with the same manifest; otherwise it starts empty. With `again`, it runs even if `out`
-    has the manifest. Raises UserError if `out` is not an index or another process builds there.
+    `fill` writes files into the draft's `folder`, and temporary files into `home`. With `resume`, `fill` continues from
+    the files of an interrupted call with the same manifest; otherwise the draft starts empty. With `again`, `fill` is
+    called even if `out` has the manifest. Raises UserError if `out` is not an index or another process builds there.
     """
     inputs = json.loads(json.dumps({"format": FORMAT, "kind": kind} | dict(values)))
     with claim_draft(out) as draft:

@@ -4,7 +4,7 @@
     manifest.json:  checksum and rows of that corpus
 
 Reciprocal-rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009): a passage's score is the sum of 1 / (k + rank) over
-the rankings that contain it, with rank 1 the best. Ranks need no common scale.
+the rankings that contain it; the best rank is 1. The scores of the two rankings need no common scale.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Key = TypeVar("Key", bound=Hashable)
 def fuse(rankings: Sequence[Sequence[Key]], topk: int) -> list[tuple[Key, float]]:
     """Return the best `topk` keys of all rankings with their scores, best first.
 
-    Ties go to the better rank in the first ranking. A repeated key counts at its first place.
+    Ties go to the better rank in the first ranking. A repeated key counts at its best rank.
     """
     places = [{key: place for place, key in reversed(list(enumerate(ranking, 1)))} for ranking in rankings]
     keys = dict.fromkeys(key for place in places for key in place)
@@ -120,7 +120,7 @@ class HybridRetriever:
     def open(cls, folder: str | Path, **dense: Any) -> HybridRetriever:
         """Open an index of `build_hybrid`, with options of `VectorRetriever.open`. Raises UserError on a mismatch."""
         folder = Path(folder)
-        manifest = read_values(folder, [HYBRID], f"{HYBRID!r}: give a hybrid")
+        manifest = read_values(folder, [HYBRID], f"{HYBRID!r}: give a hybrid index")
         with ExitStack() as on_failure:
             vectors = on_failure.enter_context(closing(VectorRetriever.open(folder / DENSE, **dense)))
             opened = cls(vectors, on_failure.enter_context(closing(LexicalRetriever.open(folder / BM25))))

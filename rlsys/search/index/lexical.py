@@ -4,19 +4,19 @@
     postings/:      postings in the format of the library bm25s
     manifest.json:  corpus, BM25 parameters and word pattern.
 
-The formula is that of Lucene 8 and later (Kamphuis et al., ECIR 2020). Unlike Lucene, which rounds passage lengths to
-eight bits, it uses exact lengths:
+The formula follows Lucene 8 and later (Kamphuis et al., ECIR 2020). Passage lengths are exact, whereas Lucene rounds
+them to eight bits:
 
     score(q, d) = sum over the words t of q of idf(t) * tf / (tf + k1 * (1 - b + b * |d| / mean |d|));
     idf(t) = ln(1 + (N - df + 0.5) / (df + 0.5)), always positive.
 
-So a passage scores above 0 exactly if it contains a query word. A repeated query word counts repeatedly. The defaults
-are Anserini's, whose BM25 Search-R1 uses through pyserini, but without Porter stemming.
+So a passage scores above 0 exactly if it contains a query word. A repeated query word counts repeatedly. The default
+parameters are those of Anserini, which Search-R1 uses through pyserini; Anserini's Porter stemming is left out.
 
 The build streams the corpus in bounded memory; bm25s would hold 4 KB per passage of 100 words. The first pass writes
-runs: blocks of passages as sorted (term, row, count). The second pass merges the runs by ranges of terms and writes the
-weights. A killed build starts over. Unlike bm25s, the scorer visits only passages with a query word, orders ties by row
-and releases the GIL.
+one sorted run of (term, row, count) per block of passages. The second pass merges the runs by ranges of terms and
+writes the weights. A killed build starts over. Unlike bm25s, the scorer visits only passages with a query word, orders
+ties by row and releases the GIL.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class LexicalManifest:
     @classmethod
     def read(cls, folder: str | Path) -> LexicalManifest:
         """Read the folder's manifest. Raises UserError if it is missing or not of a BM25 index."""
-        values = read_values(folder, [BM25], f"{BM25!r}: give a BM25 one")
+        values = read_values(folder, [BM25], f"{BM25!r}: give a BM25 index")
         values["tokeniser"] = typed(WordSplitter, values.get("tokeniser"), folder)
         return typed(cls, values, folder)
 
@@ -195,7 +195,7 @@ class LexicalRetriever:
 
     @classmethod
     def open(cls, folder: str | Path, *, threads: int | None = None) -> LexicalRetriever:
-        """Open an index of `build_lexical`. `threads` defaults to one per core; each takes 8 bytes per passage.
+        """Open an index of `build_lexical`. `threads` defaults to one per core; each thread takes 8 bytes per passage.
 
         Raises UserError if manifest, corpus and postings do not match. Postings are read on demand, so `find` raises
         RunError for a damaged entry.
@@ -356,7 +356,7 @@ class PostingsScorer:
         self._touched = np.empty(passages, dtype=np.int32)
 
     def best(self, terms: Rows, topk: int) -> tuple[Rows, Floats]:
-        """Return up to `topk` best rows with one of `terms` and their scores, ties by row.
+        """Return the `topk` best rows that contain one of `terms`, and their scores; ties are in row order.
 
         Raises IndexError for damaged postings.
         """

@@ -27,7 +27,7 @@ _LINE_EVERY_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class IndexRecipe:
-    """Settings of an index; `PARTS` lists those that each kind accepts."""
+    """Settings of an index; `PARTS` lists the settings that each kind accepts."""
 
     encoder: EncoderSpec = field(default_factory=lambda: EncoderSpec("minilm"))
     dense: BuildOptions = field(default_factory=BuildOptions)
@@ -51,7 +51,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 
 
 def recipe(kind: str, settings: Mapping[str, Any]) -> IndexRecipe:
-    """Return a recipe from settings by name. Raises UserError for an unknown kind or a setting that it lacks."""
+    """Return the recipe with `settings`. Raises UserError for an unknown kind, or a setting that the kind lacks."""
     if kind not in PARTS:
         raise UserError(
             f"index kind {kind!r} is unknown: choose one of {', '.join(PARTS)}.", code="unknown", key="kind"

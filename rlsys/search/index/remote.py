@@ -1,7 +1,7 @@
 """Retrieval from an Elasticsearch or OpenSearch server: BM25 over `contents`, one request per batch.
 
 The server stores the whole passages; the index folder is only a manifest with the server's URL and index name. Text is
-analysed as by Anserini for Search-R1 (Lucene's English analyser, with stemming). The index has a single shard, because
+analysed as Anserini does for Search-R1 (Lucene's English analyser, with stemming). The index has one shard, because
 each shard has its own word statistics. Loading is idempotent: a passage's `_id` is its row, and the index's `_meta` has
 the corpus checksum. So a killed load resumes, and an index with other content is never written to.
 
@@ -43,7 +43,7 @@ from rlsys.search.index.lexical import LexicalOptions
 from rlsys.search.retrieval import Hit
 
 PARALLEL = 8
-"""Most batches waiting for the server at once."""
+"""Maximum number of batches that wait for the server at the same time."""
 _ROW = "rlsys_row"
 """Document field that breaks ties; excluded from the returned passages."""
 _BLOCK_ROWS = 1000
@@ -85,7 +85,7 @@ class RemoteManifest:
     @classmethod
     def read(cls, folder: str | Path) -> RemoteManifest:
         """Read the folder's manifest. Raises UserError if it is missing or not of a remote index."""
-        return typed(cls, read_values(folder, REMOTE, f"{' or '.join(REMOTE)}: give one of those"), folder)
+        return typed(cls, read_values(folder, REMOTE, f"{' or '.join(REMOTE)}: give such an index"), folder)
 
     def meta(self) -> dict[str, Any]:
         """Return the `_meta` of the index on the server."""
@@ -203,7 +203,7 @@ class EngineClient:
 
 
 def _require_url(url: str) -> None:
-    """Raise UserError for an invalid server URL or one with credentials, which the message never repeats."""
+    """Raise UserError for an invalid server URL or a URL with credentials; the message never repeats credentials."""
     if "@" in url:
         server = url.rpartition("@")[2]
         instead = "leave them out and set RLSYS_SEARCH_USER and RLSYS_SEARCH_PASSWORD"
@@ -255,7 +255,7 @@ def _connect(kind: str, url: str, connections: int, patience: Patience) -> tuple
 
 
 class _BoundedPool:
-    """A urllib3 connection pool that limits the response size, which the clients do not."""
+    """A urllib3 connection pool that limits the response size, which the client libraries do not limit."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
@@ -306,7 +306,7 @@ def _credentials(kind: str) -> dict[str, Any]:
 
 
 def _reason(error: Any) -> str:
-    """Return the text of a server error, a {"type", "reason"} object or an exception that may carry one."""
+    """Return the text of a server error, which is a {"type", "reason"} object or an exception that may hold one."""
     body = getattr(error, "body", getattr(error, "info", error))
     inner = body.get("error", body) if isinstance(body, Mapping) else None
     if isinstance(inner, Mapping) and "type" in inner:
@@ -386,7 +386,7 @@ class RemoteRetriever:
 
     @classmethod
     def open(cls, folder: str | Path, *, patience: Patience | None = None) -> RemoteRetriever:
-        """Connect to the server loaded by `build_remote`. Raises UserError if its index has changed since."""
+        """Connect to the server loaded by `build_remote`. Raises UserError if the index has changed since."""
         manifest = RemoteManifest.read(folder)
         kind, url, index = read_manifest(folder)["kind"], manifest.url, manifest.index
         client = EngineClient(kind, url, PARALLEL, patience)

@@ -5,9 +5,9 @@
 Errors: 4xx for an invalid request, 429 for a full queue, 503 for a temporary fault, each with one sentence,
 `{"detail": ...}`; 429 and 503 have Retry-After. If the client disconnects, its search is cancelled.
 
-Access: without a token, cross-site requests of browsers get 403, that is, those with a foreign Host (DNS rebinding) or
-the Origin of another page. With a token, every path except `OPEN`, even an unknown one, requires
-`Authorization: Bearer <token>`; without it, /health returns only its status.
+Access to a server without a token: a request gets 403 if its Host is foreign (DNS rebinding) or its Origin is another
+page. Access to a server with a token: every path that is not in `OPEN`, even an unknown path, requires
+`Authorization: Bearer <token>`; without this header, /health returns only the status.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class RequestGate:
         return None
 
     def _foreign_origin(self, headers: dict[bytes, bytes]) -> str:
-        """Return the reason if a browser may send the request for another page, or an empty string."""
+        """Return the reason to reject a request that a browser may send for another page, or an empty string."""
         host = headers.get(b"host")
         name = None if host is None else host.decode("latin-1")  # every browser sends a Host
         if name is not None and self._trusts is not None and not self._trusts(name):
@@ -198,7 +198,10 @@ def failure(status: int, reason: str, headers: dict[str, str] | None = None) -> 
 
 
 class _DocumentedRoute(APIRoute):
-    """A route that FastAPI only documents; its body parsing has no limits and doubles the time of a short request."""
+    """A route that FastAPI only documents.
+
+    FastAPI's body parsing has no limits, and doubles the time of a short request.
+    """
 
     def get_route_handler(self) -> Endpoint:
         return self.endpoint
@@ -275,13 +278,13 @@ def _failures(statuses: Iterable[int]) -> Responses:
 
 @dataclass(slots=True)
 class _HeldBytes:
-    """Share of one body in the memory budget; small bodies take none."""
+    """Share of one body in the memory budget; a small body takes no share."""
 
     _routes: _Routes
     _bytes: int = 0
 
     def hold(self, size: int) -> None:
-        """Resize the share to a body of `size` bytes, 0 to release it. Raises RequestRefused beyond the budget."""
+        """Resize the share to a body of `size` bytes; 0 releases it. Raises RequestRefused beyond the budget."""
         size = size if size > SMALL_BODY_BYTES else 0
         if size - self._bytes > self._routes.free_bytes:
             reason = f"memory for large bodies is used up: try again later, or send at most {SMALL_BODY_BYTES} bytes"
@@ -293,8 +296,8 @@ class _HeldBytes:
 async def _read_body(request: Request, limits: ServerLimits, held: _HeldBytes) -> bytearray:
     """Read the body of a request. Raises RequestRefused, also if other bodies use up the memory budget.
 
-    A body beyond the limit is discarded but read on, up to twice the limit. Otherwise the connection would close while
-    the client is still sending, and the client would not see the response.
+    A body beyond the limit is discarded, but reading continues up to twice the limit. Otherwise the connection would
+    close while the client is still sending, and the client would not see the response.
     """
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):

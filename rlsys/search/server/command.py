@@ -2,7 +2,7 @@
 
 The server loads everything, then listens until a signal or the end of its parent process. On shutdown it accepts no new
 connections. Requests in flight are answered, or get 503 after `_SHUTDOWN_S`; then threads and retriever are closed. If
-a thread hangs in a model or another server, the process exits after `_FORCE_S`.
+a thread hangs in a model or in a call to another server, the process exits after `_FORCE_S`.
 
 Raises UserError for mistakes of the user, and RunError if another server does not respond.
 """
@@ -56,7 +56,7 @@ _OPEN = (
     "serve at %s"
 )
 _MADE = ("family", "pooling", "query_prefix", "normalize", "max_tokens")
-"""Encoder settings that a manifest records; flags give them for a bare FAISS file."""
+"""Encoder settings that a manifest records. For a bare FAISS file, they come from flags."""
 _log = logging.getLogger("uvicorn.error")
 
 
@@ -76,9 +76,9 @@ def serve_index(arguments: Sequence[str] | None = None, program: str = "python -
     bare = parser.add_argument_group("bare FAISS file, without an index folder")
     bare.add_argument("--corpus", type=Path, help="jsonl of the passages; row r of the FAISS file is line r + 1")
     bare.add_argument("--family", help="encoder family, if the encoder's name does not contain it: e5, bge, dpr, ...")
-    bare.add_argument("--pooling", help="override the family's: mean, cls, pooler or last")
-    bare.add_argument("--query-prefix", help="override the family's")
-    bare.add_argument("--normalize", action=argparse.BooleanOptionalAction, help="override the family's")
+    bare.add_argument("--pooling", help="override the family's pooling: mean, cls, pooler or last")
+    bare.add_argument("--query-prefix", help="override the family's query prefix")
+    bare.add_argument("--normalize", action=argparse.BooleanOptionalAction, help="override the family's normalisation")
     bare.add_argument("--max-tokens", type=int, help="truncation length of queries (256)")
     return _run(parser, arguments, "index", _load_index)
 
@@ -92,7 +92,7 @@ def serve_web(arguments: Sequence[str] | None = None, program: str = "rlsys sear
     add("provider", help="google, serpapi, serper, brave or bing")
     add("--fetch-pages", action="store_true", help="return the best passage of each page instead of its snippet")
     add("--passage-words", type=int, default=150, help="words of a page's passage (%(default)s)")
-    add("--endpoint", help="URL of a compatible service, instead of the provider's")
+    add("--endpoint", help="URL of a compatible service, instead of the provider's URL")
     add("--requests-per-second", type=float, help="rate limit of the subscription")
     add("--max-concurrent", type=int, default=16, help="maximum number of requests in flight (%(default)s)")
     add("--device", help="device of the reranker: cpu, cuda or cuda:N")
@@ -112,7 +112,7 @@ def _run(
     subject: str,
     load: Callable[[argparse.Namespace], tuple[Retriever, PageSource | None]],
 ) -> int:
-    """Parse the arguments and serve the result of `load`; the argument `subject` is the name in the log."""
+    """Parse the arguments and serve what `load` returns; the log names the value of the argument `subject`."""
     add = parser.add_argument
     add("--reranker", help="cross-encoder for /rerank: a Hugging Face folder or cached model")
     add("--host", default=DEFAULT_HOST, help="address to listen on (%(default)s: only this machine can reach it)")
@@ -153,7 +153,7 @@ def _run(
 
 
 def run_alone(serve: Callable[[], int]) -> int:
-    """Run `serve` and return the exit status: 2 after UserError, 1 after RunError, printed as one sentence."""
+    """Run `serve` and return the exit status: 2 after UserError, 1 after RunError. Prints the error as one sentence."""
     try:
         return serve()
     except (UserError, RunError) as error:
@@ -249,7 +249,7 @@ def serve_parts(
         names = own_names(host, *allowed_hosts, *([] if local else [socket.getfqdn()]))
 
         def trusts(header: str) -> bool:
-            # Other machines may use names of the local network, which public DNS cannot point here.
+            # Other machines may use names of the local network; public DNS cannot point such a name to this machine.
             return is_trusted(header, names) or (not local and is_inner(header))
 
         loaded: dict[str, Any] = {"reranker": parts.reranker, "pages": parts.pages}
@@ -296,9 +296,10 @@ class _Server(LimitedServer):
 
 
 def read_token(file: str | Path | None, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the bearer token of `file`, else of the environment, or None. Raises UserError for an invalid token.
+    """Return the bearer token from `file`, or from the environment if `file` is None; None if there is no token.
 
-    The token is never a command-line argument, which other users can read.
+    The token is never a command-line argument, because other users can read those. Raises UserError for an invalid
+    token.
     """
     try:
         text = environment.get(TOKEN_VARIABLE) if file is None else Path(file).read_text(encoding="utf-8")

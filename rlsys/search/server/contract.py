@@ -26,10 +26,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Va
 from rlsys.errors import UserError
 
 Document = str | dict[str, Any]
-"""Text, `{"contents": text, ...}`, or a hit, `{"document": {"contents": text, ...}, ...}`."""
+"""Text, an object `{"contents": text, ...}`, or a hit `{"document": {"contents": text, ...}, ...}`."""
 SMALL_BODY_BYTES = 16_384  # bodies up to this size are exempt from the memory budget of large bodies
-_QUOTED_CHARS = 200  # quoted from an unknown field
-# With extra="forbid" pydantic would create an error per unknown field; `Contract.parse` rejects at the first.
+_QUOTED_CHARS = 200  # characters quoted from the name of an unknown field
+# With extra="forbid" pydantic would create an error per unknown field; `Contract.parse` stops at the first one.
 _CLOSED = ConfigDict(extra="allow", strict=True, json_schema_extra={"additionalProperties": False})
 _VALUE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|[^\s"\[\]{}:,]++|[\[{]', re.DOTALL)
 """Matches a JSON value or key, in linear time even for an unterminated string."""
@@ -50,7 +50,8 @@ class ServerLimits:
     max_passages: int = 131_072
     """Passages per response, queries times `topk`; they are all held in memory."""
     max_body_bytes: int = 12 * 1024 * 1024
-    """Body of one request. All bodies in flight may take twice as much, those up to `SMALL_BODY_BYTES` not counted."""
+    """Size of a request's body. All bodies in flight together may take twice as much, not counting small bodies
+    (`SMALL_BODY_BYTES`)."""
     max_values: int = 262_144
     """JSON values per body, keys included; each takes up to 200 bytes of memory, even if short."""
     max_requests: int = 2048  # requests in flight
@@ -64,7 +65,7 @@ class ServerLimits:
     rerank_candidates: int = 50
     """Passages retrieved for a reranked query, or `topk` if that is larger."""
     max_pending_pairs: int = 65_536
-    """(query, document) pairs waiting to be scored, and the limit of one request."""
+    """(query, document) pairs that may wait to be scored; also the maximum number of pairs of one request."""
     max_pair_batch: int = 64  # pairs scored together
 
     def __post_init__(self) -> None:
@@ -134,7 +135,7 @@ class AccessAnswer(BaseModel):
 
 
 class Health(BaseModel):
-    """Server status and index properties; without a required token only `status`."""
+    """Server status and index properties; a request without a required token gets only `status`."""
 
     model_config = ConfigDict(extra="allow")
     status: str

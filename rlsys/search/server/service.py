@@ -1,4 +1,4 @@
-"""Serves search requests independent of the protocol: retrieve, rerank and fetch pages, within limits.
+"""Serves search requests independently of the protocol: retrieves, reranks and fetches pages, within limits.
 
 Pipeline: one thread runs `Retriever.prepare`, and up to `Retriever.parallel` threads run `Retriever.find`, so one batch
 is prepared while others are searched. A batch holds its slot until a find thread is free, so at most one prepared batch
@@ -10,7 +10,7 @@ Invariants:
 - A caller waits at most `request_timeout_s`.
 - Every failure is a `RequestRefused`: 4xx for invalid requests, 429 for full queues, 503 for temporary faults.
 - A response does not depend on its batch. Queries are grouped by `topk`, because the search depth of an approximate
-  index depends on it.
+  index depends on `topk`.
 - A query that occurs twice in a batch is searched once.
 - Reranking scores a query only against its own documents; ties keep their order.
 """
@@ -182,7 +182,7 @@ class SearchService:
         return queries | {"pending": found.batcher.pending, "pairs": pairs[0], "pending_pairs": pairs[1]}
 
     async def close(self) -> None:
-        """Reject waiting callers and stop the threads, waiting for their current batches."""
+        """Reject waiting callers, wait for the current batches, and stop the threads."""
         await self._retrieval.close()
         if self._reranking is not None:
             await self._reranking.close()

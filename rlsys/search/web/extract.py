@@ -51,7 +51,7 @@ class Page:
 
 
 def extract(body: bytes, media_type: str, charset: str | None) -> Page | None:
-    """Return the page in `body`, or None without text. Raises RecursionError or MemoryError for some hostile pages."""
+    """Return the page in `body`; None without text. Raises RecursionError or MemoryError for some hostile pages."""
     text = decode(body, charset)
     if media_type == "text/plain":
         return _page("", text)
@@ -63,7 +63,7 @@ def extract(body: bytes, media_type: str, charset: str | None) -> Page | None:
 
 
 def decode(body: bytes, charset: str | None) -> str:
-    """Decode `body` like the HTML standard, by byte order mark, `charset`, meta declaration, UTF-8 or Windows-1252."""
+    """Decode `body` as in the HTML standard: by byte order mark, `charset`, meta declaration, UTF-8 or Windows-1252."""
     for mark, name in _BYTE_ORDER_MARKS:
         if body.startswith(mark):
             return body.decode(name, "replace")
@@ -104,7 +104,7 @@ def main() -> None:
     """Process jobs until the input ends. The only command-line argument is the time limit of a job, in seconds."""
     seconds = float(sys.argv[1])
     jobs = sys.stdin.buffer
-    # Standard output of libraries goes to the log, so that it cannot mix with the responses.
+    # Text that libraries print goes to standard error, so that it cannot mix with the responses.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     logging.disable(logging.CRITICAL)
@@ -121,7 +121,7 @@ def main() -> None:
 def _answer(job: dict[str, str | int | None], jobs: BinaryIO, seconds: float) -> bytes:
     body = jobs.read(int(job["bytes"] or 0))
     charset = job["charset"]
-    # The default action of SIGALRM ends the process even in C code, and even without its parent.
+    # The default action of SIGALRM ends the process even in C code, and even after the parent has ended.
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         page = extract(body, str(job["media_type"]), None if charset is None else str(charset))

@@ -7,14 +7,14 @@ Field names follow the public API references:
   serper:   Google by serper.dev     answerBox, knowledgeGraph, organic[], peopleAlsoAsk[]
   brave:    Brave Search API         web.results[].{title, url, description}
   bing:     Bing Web Search v7       webPages.value[].{name, url, snippet}; Microsoft retired the public API in
-                                     August 2025, so this one is for compatible endpoints
+                                     August 2025, so `bing` is for compatible endpoints
 
 Invariants:
   - An outage never looks like an empty result: `ProviderClient.search` returns results or raises ProviderError, even
     for a malformed response.
   - Keys come from the environment and are sent only to the provider. They are added below httpx's client, which logs
     URLs at INFO and keeps requests in its errors. Redirects are not followed and proxies not used.
-  - 429, 5xx and lost connections are retried, no earlier than Retry-After; any other 4xx is not.
+  - 429, 5xx and lost connections are retried, no earlier than Retry-After; any other 4xx is never retried.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from rlsys.search.wire import BodyError, Encoding, read_body
 
 MAX_QUERY_CHARS = 400
 MAX_QUERY_WORDS = 50
-"""Limit of every provider (that of Brave, the strictest); longer queries are cut, because engines ignore the rest."""
+"""Limits for queries to any provider, set by Brave, the strictest. Longer queries are cut, because engines ignore the
+rest of a query."""
 _MAX_ANSWER_BYTES = 8 * 1024 * 1024
 _MAX_REASON_CHARS = 400
 
@@ -50,7 +51,7 @@ class Result(NamedTuple):
     """One search result."""
 
     title: str
-    url: str  # empty for a direct answer of the provider without a page
+    url: str  # empty for a direct answer that has no page
     snippet: str
 
 
@@ -65,11 +66,11 @@ class Answer:
 
 
 class MalformedAnswer(ValueError):
-    """The response does not have the provider's format; the text names the place."""
+    """The response does not have the provider's format; the text says where."""
 
 
 class Credential(NamedTuple):
-    """An environment variable with a secret, and its place in requests."""
+    """An environment variable with a secret, and the request header or parameter that carries the secret."""
 
     variable: str
     place: Literal["header", "parameter"]
@@ -94,15 +95,15 @@ class Provider:
     credentials: tuple[Credential, ...]
     request: Callable[[str, int, int], dict[str, str | int]]
     """(query, results per page, page number from 0) -> URL parameters or JSON body"""
-    signs: frozenset[str]  # top-level keys, at least one of which every valid response has
+    signs: frozenset[str]  # top-level keys; every valid response has at least one of them
     organic: ResultFields
     direct: tuple[ResultFields, ...] = ()
     related: tuple[ResultFields, ...] = ()
     more: Callable[[Json, tuple[Result, ...]], bool] = lambda _, organic: bool(organic)
     """(response, its organic results) -> True if a further page exists"""
     method: Literal["GET", "POST"] = "GET"  # GET sends the request as URL parameters, POST as JSON
-    page_size: int = 10  # most results per request
-    max_results: int = 100  # most results per query, over all pages
+    page_size: int = 10  # maximum number of results per request
+    max_results: int = 100  # maximum number of results per query, over all pages
 
     def parse(self, body: object) -> Answer:
         """Return the results in a decoded JSON body. Raises MalformedAnswer."""
@@ -243,7 +244,7 @@ class ProviderLimits:
     requests_per_second: float | None = None  # rate limit of the subscription; None for unlimited
     tries: int = 4
     try_timeout_s: float = 10.0
-    timeout_s: float = 30.0  # one request with all tries and pauses, without the wait for its first slot
+    timeout_s: float = 30.0  # for one request with all tries and pauses, not counting the wait for its first slot
 
     def __post_init__(self) -> None:
         for name in ("max_concurrent", "tries", "try_timeout_s", "timeout_s", "requests_per_second"):
@@ -274,7 +275,7 @@ class Keys:
                 )
             if not (value.isascii() and value.isprintable()):
                 raise UserError(
-                    f"{name} has characters that cannot be in a key: set it to the key only.",
+                    f"{name} contains characters that no key can have: set it to the key and nothing else.",
                     code="malformed",
                     key=name,
                 )
@@ -289,7 +290,10 @@ class Keys:
 
 
 class ProviderClient:
-    """Client of one provider, for one event loop; `endpoint` replaces the provider's, `sleep` and `now` the clock."""
+    """Client of one provider, for one event loop.
+
+    `endpoint` replaces the provider's endpoint; `sleep` and `now` replace the clock.
+    """
 
     def __init__(
         self,
@@ -364,7 +368,7 @@ class ProviderClient:
         raise ProviderError(f"{problem}: {self._keys.hidden_in(reason)[:_MAX_REASON_CHARS]}")
 
     async def _pause(self, seconds: float) -> None:
-        """Wait before a retry, which takes a slot of the rate limit like the first try."""
+        """Wait `seconds`, and then for a slot of the rate limit, which a retry needs as much as the first try."""
         await self._sleep(seconds)
         await self._take_turn()
 
@@ -422,7 +426,7 @@ class _Failed(Exception):
 
 
 class _KeyedTransport(httpx.AsyncHTTPTransport):
-    """Adds the keys below httpx's client, whose logs and errors then do not contain them."""
+    """Adds the keys below httpx's client, so that the client's logs and errors do not contain them."""
 
     def __init__(self, keys: Keys, limits: httpx.Limits) -> None:
         super().__init__(limits=limits, trust_env=False)

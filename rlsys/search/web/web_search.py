@@ -10,11 +10,12 @@ Invariants of retrieval:
 - An outage never looks like an empty result: `find` raises ProviderError if any query of its batch fails, and the
   server returns 503.
 - Successful results of a failed batch are kept for the retry, so that no query is paid for twice.
-- `Retriever` requires constant results. Here only the server's cache ensures that, for as long as it holds a query.
+- `Retriever` requires constant results. Web results are constant only for as long as the server's cache holds them.
 
-Pages are untrusted: time, bytes, redirects and addresses are limited. Each page is fetched on its own, like by a reader
-with a browser, without robots.txt and cookies. The URL of a search result may point to a cloud's metadata service, a
-printer or this machine (server-side request forgery). So only public internet addresses are allowed.
+Pages are untrusted: time, bytes, redirects and addresses are limited. Pages are fetched one by one, as a person with a
+browser does, without cookies and without asking for robots.txt. The URL of a search result may point to a cloud's
+metadata service, a printer or this machine (server-side request forgery). So only public internet addresses are
+allowed.
 
 Invariants of `GuardedTransport`:
 
@@ -155,7 +156,10 @@ async def resolve(host: str, port: int) -> list[str]:
 
 
 class GuardedTransport(httpx.AsyncHTTPTransport):
-    """Connects only to permitted addresses, without keep-alive, so that names with one address share no connection."""
+    """Connects only to permitted addresses.
+
+    Keep-alive is off, so that two names with the same address never share a connection.
+    """
 
     def __init__(
         self, policy: Policy, *, max_connections: int, resolver: Resolver = resolve, tls: ssl.SSLContext | None = None
@@ -165,7 +169,10 @@ class GuardedTransport(httpx.AsyncHTTPTransport):
         super().__init__(verify=tls or True, limits=limits, trust_env=False)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send `request`, a GET, to the first reachable address. Raises UrlRefused before any connection."""
+        """Send `request`, a GET, to the first reachable address.
+
+        Raises UrlRefused, before it connects, for a URL or address that is not permitted.
+        """
         host, port = self._policy.check(request.url)
         # The Host header and the TLS server name stay those of the URL.
         extensions = request.extensions | ({} if _literal(host) is not None else {"sni_hostname": host})
@@ -223,7 +230,7 @@ class PageFetcher:
         self._slots = RankedSlots(limits.max_concurrent)
         self._http = httpx.AsyncClient(
             transport=transport,
-            # An unreachable address leaves time for the next address of its name.
+            # If an address is unreachable, time remains for the next address of the same name.
             timeout=httpx.Timeout(limits.timeout_s, connect=limits.timeout_s / MAX_TRIES),
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
             headers={"User-Agent": _USER_AGENT, "Accept": ", ".join(_TYPES), "Accept-Encoding": Encoding.gzip},
@@ -276,7 +283,7 @@ class PageFetcher:
 class RankedSlots:
     """A priority semaphore for one event loop: a free slot goes to the lowest rank, then to the earliest caller.
 
-    Ranks number the pages of a request, so that no request waits for the later pages of another.
+    The rank of a page is its number within its request. So no request waits for the later pages of another request.
     """
 
     def __init__(self, count: int) -> None:
@@ -326,7 +333,7 @@ class WebRetriever:
     client: ProviderClient
     reader: PageReader | None  # reads pages; None uses snippets
     parallel: int  # the provider's request limit, because each batch waits for its slowest query
-    passage_words: int  # most words of a page's passage
+    passage_words: int  # maximum number of words of a page's passage
     described: Mapping[str, Any]  # return value of `describe`
     _kept: OrderedDict[tuple[str, int], list[Hit]] = field(default_factory=OrderedDict)
     _loop: LoopThread = field(default_factory=lambda: LoopThread("web-search"))
@@ -402,7 +409,7 @@ class Workers:
         self._idle: list[Process] = []
 
     async def read(self, fetched: Fetched, rank: int = 0) -> Page | None:
-        """Parse a page, with `rank` as priority; None without text. Raises RunError if no subprocess starts."""
+        """Parse a page, with `rank` as priority; None if it has no text. Raises RunError if no subprocess starts."""
         async with self._slots.held(rank):
             process = self._idle.pop() if self._idle else await self._start()
             answer = b""
@@ -496,7 +503,10 @@ class WebPages:
     _loop: LoopThread = field(default_factory=lambda: LoopThread("web-pages"))
 
     async def fetch(self, urls: Sequence[str]) -> list[Mapping[str, Any] | None]:
-        """Return {"url", "contents"} of each URL, None on failure or timeout. For any event loop; cancellable."""
+        """Return {"url", "contents"} of each URL, or None on failure or timeout.
+
+        Any event loop may await it; it can be cancelled.
+        """
         return await self._loop.result_of(self._fetch(urls))
 
     def close(self) -> None:
