@@ -5,7 +5,7 @@
 
 Every run is an `rlsys train` with `algorithm=PRESET`. Weights, questions, episodes and optimiser steps are the same for
 all presets. Held-out exact match is measured with greedy decoding before the first step and after each step. Results
-are added to outputs/bench/algorithms.json after each run; a seed that is there with the same steps and questions is
+are added to outputs/bench/algorithms.json after each run; a seed that the file has with the same steps and questions is
 not repeated.
 """
 
@@ -102,7 +102,7 @@ def _entry(name: str, seed: int, steps: int, questions: int, cassette: Path) -> 
 
 
 def table(results: Results) -> Table:
-    """Table with one row per preset, the best first."""
+    """Return a table with one row per preset, the best first."""
     shown = Table(
         title="Held-out exact match of the demo's policy: mean and standard deviation over seeds",
         title_justify="left",
@@ -148,7 +148,7 @@ def draw(results: Results, path: Path) -> None:
 
 
 def _setting(entry: Entry) -> tuple[int, int, int]:
-    """Seed, steps and questions; entries compare only if steps and questions are equal."""
+    """Return seed, steps and questions; entries are comparable only if steps and questions are equal."""
     return entry["seed"], entry["steps"], entry["questions"]
 
 

@@ -64,10 +64,10 @@ class Row:
     padding: float
     """Share of padding among all computed tokens."""
     imbalance: float
-    """Slowest rank's time over the mean, minus 1."""
+    """Slowest rank's time divided by the mean time, minus 1."""
     tokens_per_s: float
     gain: float = 1.0
-    """Speed over that of the first way."""
+    """Speed divided by the speed of the first way."""
 
 
 def main() -> None:
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def trajectories(random: np.random.Generator, vocab: int) -> list[Sample]:
-    """Random tokens with the lengths and loss masks of search episodes."""
+    """Return trajectories of random tokens, with the lengths and loss masks of search episodes."""
     samples = []
     while len(samples) < SAMPLES:
         length = round(random.lognormal(log(MEAN) - SIGMA**2 / 2, SIGMA))
@@ -117,19 +117,19 @@ def trajectories(random: np.random.Generator, vocab: int) -> list[Sample]:
 
 
 def as_they_come(samples: Sequence[Sample], rows: int) -> Sharded:
-    """Micro-batches of a fixed number of rows, in the order given."""
+    """Return micro-batches of a fixed number of rows, in the order given."""
     batches = [collate(samples[at : at + rows], pad_id=0) for at in range(0, len(samples), rows)]
     return [batches[rank::RANKS] for rank in range(RANKS)]
 
 
 def sharded(samples: Sequence[Sample], packed: bool) -> Sharded:
-    """Micro-batches as the actor's group makes them."""
+    """Return micro-batches as a run makes them for the actor."""
     flops = flops_of(read_architecture(POLICY))
     return BatchSharder(ParallelConfig(), RANKS, BUDGET, pad_id=0, packed=packed, flops=flops).shard(samples)[1]
 
 
 def measure(samples: Sequence[Sample]) -> list[Row]:
-    """Rows for all ways of batching; the first is the baseline. Exits if their gradient norms differ."""
+    """Return the rows of all ways of batching; the first is the baseline. Exits if their gradient norms differ."""
     ways: dict[str, Callable[[Sequence[Sample]], Sharded]] = {
         f"as they come, {ROWS} rows": lambda some: as_they_come(some, ROWS),
         f"as they come, {ROWS // 2} rows": lambda some: as_they_come(some, ROWS // 2),
@@ -163,7 +163,8 @@ def measure(samples: Sequence[Sample]) -> list[Row]:
 
 
 def seconds(actor: Actor, batches: Sequence[MicroBatch]) -> float:
-    """Processor seconds of one rank's micro-batches, best of `REPEATS`; every repeat adds the same gradient."""
+    """Return the processor seconds of one rank's micro-batches, best of `REPEATS`; every repeat adds the same
+    gradient."""
     taken = []
     for _ in range(REPEATS):
         before = time.process_time()
@@ -173,7 +174,7 @@ def seconds(actor: Actor, batches: Sequence[MicroBatch]) -> float:
 
 
 def start_actor() -> Actor:
-    """An actor of one process with learning rate 0, so that its weights do not change."""
+    """Return an actor of one process with learning rate 0, so that its weights do not change."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -191,7 +192,7 @@ def start_actor() -> Actor:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Table with one row per way of batching."""
+    """Return a table with one row per way of batching."""
     shown = Table(title=f"{SAMPLES} trajectories, {MEAN:.0f} tokens on average, {RANKS} ranks")
     shown.add_column("batching", no_wrap=True)
     for name in ("batches", "padding", "imbalance", "tokens/s", "gain"):

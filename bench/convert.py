@@ -117,7 +117,7 @@ def make_model(folder: Path, nbytes: int) -> int:
 
 
 def layer_sizes(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Bytes of a transformer layer and of the embedding."""
+    """Return the bytes of a transformer layer and of the embedding."""
     weights = WeightMap(architecture_of(config))
     layer = other = 0
     for entry in weights.entries():
@@ -130,7 +130,7 @@ def layer_sizes(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def shards(weights: WeightMap) -> Iterator[list[TensorSpec]]:
-    """The tensors of each file of a model."""
+    """Yield the tensors of each file of a model."""
     specs: list[TensorSpec] = []
     for entry in weights.entries():
         for name, shape in zip(entry.hf, entry.rule.shapes, strict=True):
@@ -142,7 +142,7 @@ def shards(weights: WeightMap) -> Iterator[list[TensorSpec]]:
 
 
 def random_tensors(specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of random bits, by name."""
+    """Yield name and tensor of random bits for each of `specs`."""
     for spec in specs:
         bits = torch.randint(-(2**15), 2**15, spec.shape, dtype=torch.int16)
         yield spec.name, bits.view(torch.bfloat16)
@@ -162,7 +162,7 @@ def best(way: str, source: Path, out: Path, processes: int | None, largest: int)
 
 
 def in_a_new_process(way: str, source: Path, out: Path, processes: int | None) -> tuple[float, int]:
-    """Seconds and peak bytes of one conversion."""
+    """Convert in a new process. Returns seconds and peak bytes."""
     here, there = Pipe()
     child = get_context("spawn").Process(target=converted, args=(way, source, out, processes, there))
     child.start()
@@ -187,13 +187,13 @@ def converted(way: str, source: Path, out: Path, processes: int | None, pipe: Co
 
 
 def resident(key: str) -> int:
-    """Size in bytes of an entry of /proc/self/status."""
+    """Return the size in bytes of an entry of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(f"{key}:")).split()[1])
 
 
 def copy_seconds(source: Path) -> float:
-    """Seconds of `cp -r`, the baseline."""
+    """Time `cp -r`, the baseline. Returns the seconds."""
     copy = source.with_name("copy")
     touch_memory(source)
     started = time.perf_counter()
@@ -214,7 +214,7 @@ def touch_memory(source: Path) -> None:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Table with one row per direction."""
+    """Return a table with one row per direction."""
     shown = Table(title="Conversion compared with cp of the same bytes")
     shown.add_column("direction", no_wrap=True)
     for name in ("GB", "s", "GB/s", "cp GB/s", "fraction", "peak MB", "largest layer MB", "ratio"):

@@ -21,7 +21,7 @@ Each sample has its own process and, per repeat, its own rows; the table shows t
 - resident: growth of the process by opening and fetching, mapped pages included.
 
 The cost of a page also depends on the disk's read-ahead, which the table shows: without a hint about the wanted pages,
-the system reads that much around each.
+the system reads that much around each page.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way at one size. A ratio is the baseline's time over this way's."""
+    """One way of reading at one size. A ratio is the baseline's time divided by the time of this way."""
 
     passages: int
     way: str
@@ -118,7 +118,7 @@ class Files:
 
 
 def bodies() -> list[str]:
-    """Texts of made-up words, 630 characters on average."""
+    """Return texts of made-up words, 630 characters on average."""
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 10))) for _ in range(5000)]
     return [" ".join(draw.choices(words, k=draw.randint(70, 110))) + " – café." for _ in range(997)]
@@ -168,7 +168,7 @@ def open_way(way: str, files: Files) -> tuple[float, Fetch]:
 
 
 def timed(fetch: Fetch, rows: Sequence[int]) -> tuple[float, list[str]]:
-    """Seconds of one fetch, and the fetched contents."""
+    """Return the seconds of one fetch, and the fetched contents."""
     started = perf_counter()
     contents = fetch(rows)
     return perf_counter() - started, contents
@@ -194,18 +194,18 @@ def sample(way: str, files: Files, rows: Sequence[int]) -> Sample:
 
 
 def first_open(files: Files) -> float:
-    """Seconds of the open that reads the corpus through."""
+    """Return the seconds of the first open, which reads the whole corpus."""
     return open_way("rlsys", files)[0]
 
 
 def in_fresh_process(call: Callable[..., Any], *args: Any) -> Any:
-    """Result of `call(*args)` in a new process, which then ends."""
+    """Return the result of `call(*args)` in a new process, which then ends."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(call, *args).result()
 
 
 def measure(folder: Path, passages: int) -> Iterator[Row]:
-    """All ways at one size."""
+    """Measure all ways at one size, and yield the row of each."""
     files = write(folder, passages)
     files.forget()
     first_open_s = in_fresh_process(first_open, files)
@@ -238,7 +238,7 @@ def measure(folder: Path, passages: int) -> Iterator[Row]:
 
 
 def table(rows: Sequence[Row], read_ahead_kb: int) -> Table:
-    """Table of all rows, grouped by size."""
+    """Return a table of all rows, grouped by size."""
     title = f"{QUERIES} x {TOPK} random passages; read-ahead of the disk {read_ahead_kb} KB"
     shown = Table(title=title, title_justify="left")
     for name in ("passages", "way"):
@@ -275,7 +275,7 @@ def table(rows: Sequence[Row], read_ahead_kb: int) -> Table:
 
 
 def read_ahead_kb(folder: Path) -> int:
-    """Read-ahead in KB of the disk that holds `folder`."""
+    """Return the read-ahead in KB of the disk that holds `folder`."""
     device = folder.stat().st_dev
     setting = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
     if not setting.is_file():

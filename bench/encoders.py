@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def open_engines(scratch: Path, console: Console) -> dict[str, Encode]:
-    """Engines by name, the baseline first."""
+    """Return the engines by name, the baseline first."""
     folder = resolve_folder(BUNDLED)
     reference = SentenceTransformer(str(folder), device="cpu")
     engines: dict[str, Encode] = {
@@ -135,7 +135,7 @@ def open_onnx(folder: Path, path: Path) -> Encode:
 
 
 def measure(length: str, batch: int, engines: Mapping[str, Encode]) -> list[Row]:
-    """Rows of all engines, measured alternately on the same texts."""
+    """Return the rows of all engines, measured alternately on the same texts."""
     texts = make_texts(length, batch)
     vectors = {name: encode(texts) for name, encode in engines.items()}
     fastest = dict.fromkeys(engines, float("inf"))
@@ -163,14 +163,14 @@ def measure(length: str, batch: int, engines: Mapping[str, Encode]) -> list[Row]
 
 
 def make_texts(length: str, count: int) -> list[str]:
-    """`count` texts of random words, the same in every run."""
+    """Return `count` texts of random words, the same in every run."""
     source = random.Random(f"{length} {count}")
     low, high = WORD_COUNTS[length]
     return [" ".join(source.choices(_WORDS.split(), k=source.randint(low, high))) for _ in range(count)]
 
 
 def table(rows: Sequence[Row], engines: Sequence[str]) -> Table:
-    """Table with one line per length and batch size: texts per second and ratio of each engine."""
+    """Return a table with one line per length and batch size: texts per second and ratio of each engine."""
     shown = Table(title=f"Texts per second on one core, and the ratio to {BASELINE}")
     for column in ("length", "tokens", "batch", *engines):
         shown.add_column(column, justify="left" if column == "length" else "right", no_wrap=True)

@@ -68,7 +68,7 @@ def main(
 
 
 def _seen(simulation: Simulation) -> Counter[str]:
-    """Counts of the run's events, which show that the seeds cover them."""
+    """Count the run's events. The counts show that the seeds cover each kind of event."""
     record = simulation.record
     dropped = Counter(f"dropped: {reason}" for _, reason in record.dropped)
     counts = {
@@ -81,7 +81,7 @@ def _seen(simulation: Simulation) -> Counter[str]:
 
 
 def _seen_saved(lives: Sequence[Simulation]) -> Counter[str]:
-    """Counts of the groups in flight when the launches of a run were saved."""
+    """Count the prompt groups that were in flight when the launches of a run were saved."""
     counts: Counter[str] = Counter()
     for state in (life.saved.state.pipeline for life in lives if life.saved is not None):
         counts += Counter(

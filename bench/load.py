@@ -2,7 +2,7 @@
 
     python -m bench.load http://127.0.0.1:8000 queries.txt --clients 64 --batch 1 --seconds 10
 
-The load runs in its own process and takes only its share of the machine from the server. The file has one query per
+The load runs in its own process, so it costs the server only the CPU time that it uses. The file has one query per
 line; clients share the list and send each query at most once. The first `--warm-up` seconds are not counted. The output
 is one line of JSON, a `Load`. HTTP goes through aiohttp, whose parser is in C, so that a client costs little compared
 with a server.
@@ -49,7 +49,7 @@ class Load:
 
 @dataclass(slots=True)
 class Recorder:
-    """Requests that ended after `start` and before `end`, on the clock of `perf_counter`."""
+    """Requests answered between `start` and `end`, on the clock of `perf_counter`, and all failures."""
 
     start: float
     end: float
@@ -70,7 +70,7 @@ class Recorder:
 async def generate(
     url: str, queries: Iterator[str], clients: int, batch: int, warm_up_s: float, seconds: float
 ) -> Load:
-    """Run the load. It ends early if the queries run out, which counts as a failure."""
+    """Run the load. The load ends early if the queries run out, which counts as a failure."""
     start = perf_counter() + warm_up_s
     recorder = Recorder(start, start + seconds)
     connector = aiohttp.TCPConnector(limit=clients)

@@ -1,4 +1,4 @@
-"""Serves the baseline of `bench.search`: a retrieval server built as Search-R1's.
+"""Serves the baseline of `bench.search`: a retrieval server built like Search-R1's server.
 
     python -m bench.naive_search INDEX_DIR --port 8001
 
@@ -31,7 +31,7 @@ class Asked(BaseModel):
 
 
 def create_app(index: Path, encoder: Encoder) -> FastAPI:
-    """Application that searches the vectors and the corpus of an index folder."""
+    """Return an application that searches the vectors and the corpus of an index folder."""
     vectors = faiss.read_index(str(index / "index.faiss"))
     datasets.disable_progress_bars()
     corpus = datasets.load_dataset("json", data_files=str(index / "corpus.jsonl"), split="train")

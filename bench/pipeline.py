@@ -1,9 +1,9 @@
-"""Compares the speed of sequential, pipelined and async runs of the demo with each other and with an ideal schedule.
+"""Compares the speed of sequential, pipelined and async runs of the demo, also with an ideal schedule.
 
     python -m bench.pipeline          # speed of every schedule; under 20 minutes on two cores
     python -m bench.pipeline --em     # adds held-out exact match at the end of whole runs, over seeds
 
-Every row is an `rlsys train` of its own. All runs start from the same weights, have the same number of episodes and
+Every row is a separate run of `rlsys train`. All runs start from the same weights, have the same number of episodes and
 optimiser steps, and get their searches from one cassette with recorded latencies. The first and the last step are not
 timed: between them, a run with rollouts ahead of training rolls out as much as it trains.
 
@@ -56,7 +56,7 @@ ASYNC = tuple(
 )
 RECORDED = 1.0
 LATENCIES = (0.0, RECORDED, 4.0)
-"""Search latencies as multiples of the recorded ones."""
+"""Search latencies as multiples of the recorded latencies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +77,13 @@ class Measured:
 
     @property
     def ideal_step_s(self) -> float:
-        """Seconds of the longest stage, or of the processor time over all cores; defined for sequential runs."""
+        """Seconds of the longest stage, or processor seconds divided by the number of cores if that is more; defined
+        for sequential runs."""
         return max(self.rollout_s, self.logprob_s, self.train_s, self.cpu_s / (os.cpu_count() or 1))
 
     @property
     def ideal(self) -> float:
-        """Speed-up of an ideal step over the sum of the stages; defined for sequential runs."""
+        """Sum of the stages divided by the ideal time of a step; defined for sequential runs."""
         return (self.rollout_s + self.logprob_s + self.train_s) / self.ideal_step_s
 
 
@@ -147,7 +148,8 @@ def _measure(schedule: Schedule, latency: float, cassette: Path, steps: int) -> 
 
 
 def _exact_match(console: Console, cassette: Path, seeds: int) -> dict[str, Any]:
-    """Held-out exact match after whole runs of the demo's length, pipelined and async with `max_staleness` 1."""
+    """Return the held-out exact match after whole runs of the demo's length, pipelined and async with `max_staleness`
+    1."""
     found: dict[str, list[float]] = {}
     for schedule in (PIPELINED, ASYNC[0]):
         for seed in range(1, seeds + 1):
@@ -176,7 +178,7 @@ def _row(rows: Sequence[Measured], schedule: str, latency: float = RECORDED) -> 
 
 
 def _key_figures(rows: Sequence[Measured]) -> dict[str, float]:
-    """Key metrics of the rows at the recorded latency."""
+    """Return the key metrics of the rows at the recorded latency."""
     baseline = _sequential(rows, RECORDED)
     one, two = (_row(rows, schedule.name) for schedule in ASYNC)
     colocated = _row(rows, COLOCATED.name)

@@ -31,7 +31,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 RESULT = Path("outputs/bench/prose.json")
 FOLDERS = ("rlsys", "examples", "toolkits", "bench", "scripts", "tests", "docs")
 LONGEST_SENTENCE = 35
-"""Most words of a sentence."""
+"""Maximum number of words in a sentence."""
 WORST_OPENINGS = ("Of ", "What ")
 """Openings whose share of all docstrings is shown."""
 QUESTIONS = {"What", "How", "Which", "Whether", "Who", "Whose", "Why"}
@@ -57,7 +57,7 @@ PERSONS = re.compile(r"\b(lie[sd]? to|lying|comforts?|bereaved|bury|buried|conte
 STILTED = re.compile(
     r"\b(so many|go(es)? on|under way|(is|are) (said|told)|(is|are) (that|those) of|as (it is|they are))\b"
 )
-"""Phrases with a plainer word: N, continue, in flight, state, the same as."""
+"""Stilted phrases. Plainer words are: N, continue, in flight, state, the same as."""
 RETIRED = {
     "ledger": "scheduler",
     "bereaved": "on_engine_death",
@@ -101,7 +101,7 @@ class Prose:
 
 
 def sentences(text: str) -> list[str]:
-    """Sentences of a text, without indented commands and inline code."""
+    """Return the sentences of a text, without indented commands and inline code."""
     prose = re.sub(r"^ {4}.*$", ".", inspect.cleandoc(text), flags=re.MULTILINE)
     return re.split(r"(?<=[.:;?!])\s+", re.sub(r"`[^`]*`", "code", " ".join(prose.split())))
 
@@ -126,13 +126,13 @@ RULES: dict[str, Callable[[Prose], bool]] = {
 
 
 def percent_of_worst_openings(found: Sequence[Prose]) -> float:
-    """Percent of docstrings that open with one of `WORST_OPENINGS`; 0 without docstrings."""
+    """Return the percentage of docstrings that open with one of `WORST_OPENINGS`; 0 without docstrings."""
     written = [prose.text for prose in found if prose.is_docstring]
     return 100 * sum(text.startswith(WORST_OPENINGS) for text in written) / max(1, len(written))
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[str, int, str, str]]:
-    """Kind, line, name and text of each docstring, including those of attributes."""
+    """Yield kind, line, name and text of each docstring, including those of attributes."""
     kinds = {ast.Module: "module", ast.ClassDef: "class", ast.FunctionDef: "function", ast.AsyncFunctionDef: "function"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -145,14 +145,14 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[str, int, str, str]]:
 
 
 def comments(source: str) -> Iterator[tuple[int, str]]:
-    """Line and text of each comment, except those for tools."""
+    """Yield line and text of each comment, except comments for tools."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and not re.match(r"#!?\s*(noqa|type:|fmt:|ruff:|!|pragma)", token.string):
             yield token.start[0], token.string.lstrip("# ")
 
 
 def identifiers(tree: ast.AST) -> dict[str, int]:
-    """Names of definitions, arguments, variables and attributes -> a line of each."""
+    """Return names of definitions, arguments, variables and attributes -> a line of each."""
     return {
         name: getattr(node, "lineno", 1)
         for node in ast.walk(tree)
@@ -162,7 +162,7 @@ def identifiers(tree: ast.AST) -> dict[str, int]:
 
 
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:
-    """Line and text of each paragraph of a document, without code, tables and headings."""
+    """Yield line and text of each paragraph of a document, without code, tables and headings."""
     inside, line = False, 1
     for block in re.split(r"(\n\s*\n)", text):
         inside ^= block.count("```") % 2 == 1
@@ -172,7 +172,7 @@ def paragraphs(text: str) -> Iterator[tuple[int, str]]:
 
 
 def read(folder: str) -> Iterator[Prose]:
-    """All prose of a folder."""
+    """Yield all prose of a folder."""
     for file in sorted((PROJECT / folder).rglob("*.py")):
         parts, name, source = file.relative_to(PROJECT).parts, str(file.relative_to(PROJECT)), file.read_text()
         room = "/".join(parts[:2]) if parts[0] in ("rlsys", "tests") and len(parts) > 2 else parts[0]

@@ -70,7 +70,7 @@ def main(
 
 
 def _open(browser: Browser, report: Path, trajectory: int) -> dict[str, float]:
-    """Seconds of each action of a reader, who opens trajectory number `trajectory`."""
+    """Return the seconds of each action of a reader, who opens trajectory number `trajectory`."""
     page = browser.new_page()
     page.set_default_timeout(1000 * LONGEST_S)
     begun = time.perf_counter()
@@ -88,7 +88,8 @@ def _open(browser: Browser, report: Path, trajectory: int) -> dict[str, float]:
 
 
 def _until(page: Page, address: str, done: str) -> float:
-    """Seconds from a change of the address until the script `done` returns a true value, by the page's clock.
+    """Return the seconds from a change of the address until the script `done` returns a true value, by the page's
+    clock.
 
     Raises playwright's Error after LONGEST_S, because playwright's own limits do not apply within a script. Also raises
     it if `done` is true beforehand, because nothing would be measured.

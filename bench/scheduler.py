@@ -4,9 +4,9 @@
 
 A run with `max_staleness` 1 keeps two steps of trajectories in flight and trains `STEPS` steps. The metric is processor
 seconds per trained trajectory, best of `REPEATS`, with and without Python's garbage collector, which walks over all
-live objects and is no work of the scheduler. The baseline is the smallest run. A scheduler whose cost grows as n log n
+live objects and is not the scheduler's work. The baseline is the smallest run. A scheduler whose cost grows as n log n
 would cost log(100,000) / log(1,000) = 1.67 times as much per trajectory at the largest size. `held` is the peak memory
-of Python in a separate run. All trajectories of a group are one object, so it is almost only the scheduler's state.
+of Python in a separate run. All trajectories of a group are one object, so `held` is almost only the scheduler's state.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ class Row:
     ms_per_trajectory: float
     ms_without_collector: float
     ratio: float
-    """`ms_without_collector` over that of the smallest size."""
+    """`ms_without_collector` divided by its value at the smallest size."""
     held_mib: float
 
 
 class Instant:
-    """Rollout group, inference group, actor and devices in one. A prompt group rolls out for one turn of the loop."""
+    """Stands for the rollout group, the inference group, the actor and the devices. The rollout of a prompt group takes
+    one turn of the event loop."""
 
     groups = ("inference",)
     waits_for = ""
@@ -69,8 +70,8 @@ class Instant:
         self._size = group_size
         self._scores = Scores(np.zeros(TOKENS, np.float32))
 
-    async def run_group(self, _: Question, _ticket: int, _begun: Sequence[EpisodeProgress] = ()) -> list[Trajectory]:
-        """The same trajectories for every question."""
+    async def run_group(self, _: Question, _group: int, _progress: Sequence[EpisodeProgress] = ()) -> list[Trajectory]:
+        """Return the same trajectories for every question."""
         self.running += 1
         self.most_running = max(self.running, self.most_running)
         await asyncio.sleep(0)
@@ -78,16 +79,16 @@ class Instant:
         return [_trajectory(self.version)] * self._size
 
     async def in_flight(self) -> Mapping[int, tuple[EpisodeProgress, ...]]:
-        """No episodes: none is ever partial."""
+        """Return no episodes, because none is ever partial."""
         return {}
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
-        """Zeros for every sample."""
+        """Return zeros for every sample."""
         await asyncio.sleep(0)
         return [self._scores] * len(samples)
 
     def fills_micro_batches(self, samples: Sequence[Sample]) -> bool:
-        """True for any samples at all."""
+        """True unless `samples` is empty."""
         return bool(samples)
 
     async def accumulate(self, _: Sequence[Sample], last: bool) -> None:  # noqa: ARG002
@@ -127,7 +128,7 @@ def main() -> None:
 
 
 def _ms(per_step: int, group_size: int, *, collect: bool) -> float:
-    """Processor milliseconds per trajectory; `collect` keeps the garbage collector on."""
+    """Return the processor milliseconds per trajectory; `collect` keeps the garbage collector on."""
     if not collect:
         gc.disable()
     try:
@@ -137,7 +138,7 @@ def _ms(per_step: int, group_size: int, *, collect: bool) -> float:
 
 
 def run(per_step: int, group_size: int) -> float:
-    """Processor seconds to train `STEPS` steps of `per_step` groups.
+    """Return the processor seconds to train `STEPS` steps of `per_step` groups.
 
     Raises RuntimeError unless two steps of groups were in flight.
     """

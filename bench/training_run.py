@@ -15,8 +15,8 @@ _SETTINGS = ("tracking.wandb=false", "tracking.tensorboard=false")
 def training_run(outputs: Path, settings: Iterable[str], cassette: Path) -> Path:
     """Run `rlsys train` with `settings`. Returns the run's folder, in `outputs`, which is emptied first.
 
-    The run plays a copy of the cassette, so that the searches it adds do not change other runs. Exits with the end of
-    the run's output if it fails.
+    The run plays a copy of the cassette, so that the searches it adds do not change other runs. If the run fails, exits
+    with the last part of its output.
     """
     shutil.rmtree(outputs, ignore_errors=True)
     outputs.mkdir(parents=True)

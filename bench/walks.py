@@ -52,7 +52,7 @@ def record(folder: Path) -> None:
 
 
 def read(folder: Path) -> dict[str, list[str]]:
-    """Walk -> its functions in all processes, the driver's first, without repetition."""
+    """Return walk -> its functions in all processes, without repetition, the driver's functions first."""
     lines = [line.split() for file in sorted(folder.iterdir(), key=_begun) for line in file.read_text().splitlines()]
     found: dict[str, list[str]] = {"episode": [], "version": [], "to_engine": [], "to_sglang": []}
     for walk, *functions in lines:
@@ -64,7 +64,7 @@ def read(folder: Path) -> dict[str, list[str]]:
 
 
 def files(functions: list[str]) -> list[str]:
-    """Files of `functions`, in order of first occurrence."""
+    """Return the files of `functions`, in order of first occurrence."""
     return list(dict.fromkeys(function.partition(":")[0] for function in functions))
 
 
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def _begun(file: Path) -> float:
-    """Process id of `file`; ids are in the order in which processes start."""
+    """Return the process id that names `file`; ids are in the order in which processes start."""
     return int(file.name)
 
 

@@ -1,4 +1,4 @@
-"""Measures weight sync from Megatron's model in one process to verified tensors in others, for each transport.
+"""Measures weight sync from Megatron's model in one process to verified tensors in other processes, for each transport.
 
     python -m bench.weight_sync          # two minutes on two free cores
 
@@ -12,7 +12,7 @@ A plain copy of much memory bypasses the cache and moves 2 bytes over the memory
 bytes and one more per receiver: the source is read, a bucket's memory is fetched and written, and each receiver reads
 it. If one core saturates the bus, `fraction` is therefore at most 2 / (3 + receivers).
 
-The table splits the time into seconds that overlap each other:
+The table splits the time into three parts, which may overlap:
 - pack: gathering tensors, copying them to a bucket and hashing them;
 - move: sending a bucket, and receiving it (the slowest receiver);
 - check: hashing the received tensors (the slowest receiver).
@@ -100,7 +100,7 @@ class Stopwatch:
         self._seconds: dict[str, float] = {}
 
     def time(self, name: str, call: Callable[..., Any], *args: Any) -> Any:
-        """Result of `call(*args)`; its time is added to `name`."""
+        """Return the result of `call(*args)`, and add its time to `name`."""
         started = time.perf_counter()
         try:
             return call(*args)
@@ -181,14 +181,14 @@ class Sending:
         return whole
 
     def plain_copy(self) -> float:
-        """GB/s of the baseline copy."""
+        """Return the GB/s of the baseline copy."""
         source, target = self._copy
         started = time.perf_counter()
         np.copyto(target, source)
         return source.nbytes / (time.perf_counter() - started) / 1e9
 
     def times(self) -> dict[str, float]:
-        """Seconds by name since the last call."""
+        """Return the seconds by name since the last call."""
         return self._watch.take()
 
 
@@ -222,12 +222,12 @@ class Receiving:
             raise ValueError(f"The tensors of version {version} differ from those sent.")
 
     def times(self) -> dict[str, float]:
-        """Seconds by name since the last call."""
+        """Return the seconds by name since the last call."""
         return self._watch.take()
 
 
 class Copies:
-    """The first `count` receivers' processes as a group that receives weights."""
+    """Processes of the first `count` receivers, as a group that receives weights."""
 
     def __init__(self, workers: WorkerGroup, count: int) -> None:
         self.workers = workers
@@ -251,7 +251,7 @@ class Copies:
         await self.tell("finish_update", version, expected)
 
     async def tell(self, method: str, *args: Any) -> list[Any]:
-        """Call `method` in all of them. Returns the results by rank."""
+        """Call `method` in all receivers. Returns the results by rank."""
         return list(await asyncio.gather(*(self.workers.call_rank(r, method, *args) for r in self.living)))
 
 
@@ -267,7 +267,7 @@ def main() -> None:
 
 
 async def measure(dtype: Dtype) -> list[Row]:
-    """Rows of all transports for one dtype, from one sender."""
+    """Return the rows of all transports for one dtype, from one sender."""
     cluster = ClusterConfig(device=Device.cpu, threads=1, sync_bucket_bytes=BUCKET_BYTES[dtype])
     most = max(RECEIVERS)
     with (
@@ -292,7 +292,7 @@ async def measure(dtype: Dtype) -> list[Row]:
 async def row(
     dtype: Dtype, mode: SyncMode, actor: WorkerGroup, receivers: Copies, cluster: ClusterConfig, folder: Path
 ) -> Row:
-    """Row of one transport: the fastest of `REPEATS` transfers."""
+    """Return the row of one transport: the fastest of `REPEATS` transfers."""
     cluster.sync_mode = mode
     sync = WeightSync(actor, [receivers], cluster, folder, Tracer("driver"))
     await sync.send(0)
@@ -323,7 +323,7 @@ async def row(
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Table with one row per measurement."""
+    """Return a table with one row per measurement."""
     shown = Table(title="Weights from the actor to verified tensors in other processes")
     for name in ("dtype", "mode"):
         shown.add_column(name, no_wrap=True)

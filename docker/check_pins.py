@@ -5,7 +5,8 @@
 
 `requires.json` records the requirements of each pinned version, from the metadata of its wheel for the platform of its
 set (for a source distribution, from its PKG-INFO). In each set, under its platform's markers, every requirement of
-every pinned package must have a pin with an allowed version. Both sets must meet the ranges of base.txt and agree on
+every pinned package must have a pin with an allowed version. A pre-release may be pinned only where a requirement names
+one or nothing else exists, and all headers, compilers and libraries of CUDA must have the set's version. Both sets must meet the ranges of base.txt and agree on
 the packages in `ALIKE`, and each Dockerfile must have the Python and CUDA of its set. All mismatches are printed; the
 exit status is then 1.
 """
@@ -48,6 +49,13 @@ RECORD = HERE / "requires.json"
 INDEX = "https://pypi.org/simple/"
 ALIKE = ("megatron-core", "sglang", "ray", "transformers", "torch", "tokenizers")
 """Packages with the same version in both profiles, so that tests of one profile are valid for the other."""
+ONLY_PRE_RELEASES = ("opentelemetry-exporter-prometheus",)
+"""Packages without any other version, pinned without a requirement that names a pre-release."""
+OF_CUDA = (
+    *("nvidia-cuda-cccl", "nvidia-cuda-crt", "nvidia-cuda-cupti", "nvidia-cuda-nvcc", "nvidia-cuda-nvrtc"),
+    *("nvidia-cuda-runtime", "nvidia-nvjitlink", "nvidia-nvtx", "nvidia-nvvm"),
+)
+"""Headers, compilers and libraries that are numbered as CUDA is. A newer compiler's headers refuse an older runtime's."""
 _GLIBC = range(39, 4, -1)
 """Minor glibc versions of accepted manylinux wheels, newest first; Ubuntu 24.04 has 2.39."""
 
@@ -68,7 +76,8 @@ class PinnedSet:
     extras: tuple[tuple[str, str], ...] = ()
     """Extras that the set must support: (package, extra)."""
     alone: tuple[str, ...] = ()
-    """Packages whose requirements are not checked: installed with --no-deps, or in a build with other requirements."""
+    """Packages whose requirements are not checked, because they are installed with --no-deps or in a build with other
+    requirements."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -129,13 +138,17 @@ def find_problems(record: Mapping[str, Requires]) -> Iterator[str]:
     """Yield a sentence for each mismatch."""
     for pinned in SETS:
         yield from unfit(pinned, pins(pinned), record.get(pinned.name, {}))
+        yield from needless_pre_releases(pinned.name, pins(pinned), record.get(pinned.name, {}))
         yield from _base(pinned)
         yield from _dockerfile(pinned)
+        if pinned.cuda is not None:
+            yield from unlike_cuda(pinned.name, pinned.cuda, pins(pinned))
+            yield from _image_of_cuda(pinned)
     yield from _unlike()
 
 
 def pins(pinned: PinnedSet) -> dict[str, Version]:
-    """Versions of a set by canonical name. Exits with a message for a line that is not a pin."""
+    """Return the versions of a set by canonical name. Exits with a message for a line that is not a pin."""
     found: dict[str, Version] = {}
     for file in pinned.files:
         for line in _lines(REQUIREMENTS / file):
@@ -180,8 +193,27 @@ def unfit(pinned: PinnedSet, versions: Mapping[str, Version], requires: Requires
     yield from sorted(told)
 
 
+def needless_pre_releases(name: str, versions: Mapping[str, Version], requires: Requires) -> Iterator[str]:
+    """Pre-releases that no requirement names, though there are other versions."""
+    needs = [Requirement(text) for key, pin in versions.items() for text in requires.get(f"{key}=={pin}", ())]
+    asked = {canonicalize_name(need.name) for need in needs if need.specifier.prereleases}
+    for key, pin in versions.items():
+        if pin.is_prerelease and key not in asked and key not in ONLY_PRE_RELEASES:
+            yield f"{name}: {key}=={pin} is a pre-release that nothing asks for: pin a release."
+
+
+def unlike_cuda(name: str, cuda: str, versions: Mapping[str, Version]) -> Iterator[str]:
+    """Parts of CUDA of another version than `cuda`, which is MAJOR.MINOR; the runtime must be pinned."""
+    if "nvidia-cuda-runtime" not in versions:
+        yield f"{name}: nvidia-cuda-runtime is not pinned: pin that of CUDA {cuda}."
+    for key in OF_CUDA:
+        pin = versions.get(key)
+        if pin is not None and f"{pin.major}.{pin.minor}" != cuda:
+            yield f"{name}: {key}=={pin} is not of CUDA {cuda}, which torch is built for: pin {cuda}.x."
+
+
 def refreshed(pinned: PinnedSet, known: Requires) -> dict[str, list[str]]:
-    """Requirements of the pins of a set, from the record or else from the index."""
+    """Return the requirements of the pins of a set, from the record `known` or else from the index."""
     wanted = {f"{name}=={version}": (name, version) for name, version in pins(pinned).items()}
     with ThreadPoolExecutor(8) as readers:
         new = {
@@ -193,7 +225,8 @@ def refreshed(pinned: PinnedSet, known: Requires) -> dict[str, list[str]]:
 
 
 def read_requires(name: str, version: Version, python: str) -> list[str]:
-    """Requirements in the metadata of the file that pip would install. Exits with a message if there is none."""
+    """Return the requirements in the metadata of the file that pip would install. Exits with a message if there is
+    none."""
     import httpx
 
     with httpx.Client(follow_redirects=True, timeout=60) as client:
@@ -208,7 +241,7 @@ def read_requires(name: str, version: Version, python: str) -> list[str]:
 
 
 def choose_file(files: Iterable[str], version: Version, python: str) -> str | None:
-    """Best wheel of `version` for the platform, else its source distribution; None if there is neither."""
+    """Return the best wheel of `version` for the platform, else its source distribution; None if there is neither."""
     order = {tag: rank for rank, tag in enumerate(_tags(python))}
     wheels: list[tuple[int, str]] = []
     source = None
@@ -304,19 +337,20 @@ def _unlike() -> Iterator[str]:
 
 
 def _dockerfile(pinned: PinnedSet) -> Iterator[str]:
-    """Yield a sentence for each mismatch of the image: Python, CUDA, and apex, which must be a commit of NVIDIA's."""
-    text = (HERE / pinned.dockerfile).read_text()
-    said = re.search(r"^ARG PYTHON_VERSION=(\S+)", text, re.MULTILINE)
+    """Yield a sentence if the image has another Python than the set."""
+    said = re.search(r"^ARG PYTHON_VERSION=(\S+)", (HERE / pinned.dockerfile).read_text(), re.MULTILINE)
     if said is None or said[1] != pinned.python:
         yield f"docker/{pinned.dockerfile}: ARG PYTHON_VERSION must be {pinned.python}, the Python of the set."
-    if pinned.cuda is None:
-        return
+
+
+def _image_of_cuda(pinned: PinnedSet) -> Iterator[str]:
+    """Yield a sentence for another CUDA, a second cuDNN, and an apex that is not a commit of NVIDIA's."""
+    text = (HERE / pinned.dockerfile).read_text()
     cuda = re.search(r"^ARG CUDA_VERSION=(\d+\.\d+)", text, re.MULTILINE)
     if cuda is None or cuda[1] != pinned.cuda:
         yield f"docker/{pinned.dockerfile}: ARG CUDA_VERSION must be {pinned.cuda}.x, which torch is built for."
-    runtime = pins(pinned).get("nvidia-cuda-runtime")
-    if runtime is None or f"{runtime.major}.{runtime.minor}" != pinned.cuda:
-        yield f"{pinned.name}: nvidia-cuda-runtime is pinned at {runtime}, and the image has CUDA {pinned.cuda}."
+    if re.search(r"^FROM \S*cudnn", text, re.MULTILINE):
+        yield f"docker/{pinned.dockerfile}: FROM must name an image without cuDNN; torch brings its own (nvidia-cudnn-cu13)."
     if re.search(r"^ARG APEX_COMMIT=[0-9a-f]{40}$", text, re.MULTILINE) is None:
         yield f"docker/{pinned.dockerfile}: ARG APEX_COMMIT must be the full hash of a commit of NVIDIA's repository."
     if "apex" in pins(pinned):

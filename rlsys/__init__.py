@@ -7,7 +7,8 @@ The former packages `rlsys.tools`, `rlsys.api` and `rlsys.cli` are aliases of th
 `rlsys.tools.interface.ToolError is rlsys.rollout.tools.interface.ToolError`. The first import of each former package
 issues a DeprecationWarning.
 
-`RLSYS_LOG=debug|info|warning` in the environment sends the logs of every rlsys process to stderr.
+`RLSYS_LOG=debug|info|warning` in the environment sends the logs of every rlsys process to stderr. Where torch's cuDNN is
+installed as a wheel, importing rlsys sets CUDNN_HOME to its folder.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import sysconfig
 import warnings
 from importlib import import_module
 from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, spec_from_loader
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -106,8 +109,22 @@ def _log_from(level: str) -> None:
     logging.getLogger("rlsys").setLevel(level.upper())
 
 
+def _name_cudnn(packages: Path) -> None:
+    """Set CUDNN_HOME to the wheel's folder, where Transformer Engine looks first.
+
+    Otherwise it loads a cuDNN of the CUDA toolkit or the system into a process in which torch has loaded its own. A value
+    that is set already names such a cuDNN, and is replaced.
+    """
+    cudnn = packages / "nvidia" / "cudnn"
+    if cudnn.is_dir():
+        os.environ["CUDNN_HOME"] = str(cudnn)
+
+
 if _level := os.environ.get("RLSYS_LOG"):
     _log_from(_level)
+_name_cudnn(
+    Path(sysconfig.get_path("purelib"))
+)  # Before any import of megatron.core, which imports Transformer Engine.
 sys.meta_path.insert(0, _OldNames())  # Before the file finder, which would load a moved module a second time.
 
 

@@ -26,7 +26,7 @@ Evaluations and checkpoints start between steps. Evaluations on engines set asid
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ async def train(
     All files go to `run_dir`; `opened` opens the run.
     """
     done, steps = origin.state.step if origin else 0, config.trainer.steps
+    groups: Sequence[Any] = ()  # Stays empty if a finished run is resumed.
     async with opened(config, run_dir, origin) as run:
         await run.weights.push(version=done)
         await run.weights.activate(version=done)

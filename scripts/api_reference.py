@@ -46,7 +46,7 @@ class Explained:
 
 
 def render() -> str:
-    """Whole page as Markdown."""
+    """Return the whole page as Markdown."""
     parts = [_INTRODUCTION]
     for name in rlsys.__all__:
         parts += _class(getattr(rlsys, name))
@@ -55,7 +55,7 @@ def render() -> str:
 
 
 def explain(documented: object) -> Explained:
-    """Parsed docstring of a class, a function or a property."""
+    """Return the parsed docstring of a class, a function or a property."""
     text = inspect.getdoc(documented) or ""
     before, _, rest = text.partition("Args:\n")
     indented = re.match(r"(?:[ \t]+\S.*\n?|\n)*", rest)
@@ -66,7 +66,7 @@ def explain(documented: object) -> Explained:
 
 
 def explained_fields(kind: type) -> dict[str, str]:
-    """Field -> the string literal under it, for `kind` and its base classes."""
+    """Return field -> the string literal under it, for `kind` and its base classes."""
     found: dict[str, str] = {}
     for base in reversed(_own(kind)):
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -76,7 +76,7 @@ def explained_fields(kind: type) -> dict[str, str]:
 
 
 def members(kind: type) -> dict[str, Any]:
-    """Public methods and properties of `kind`, including inherited ones, in the order of the code."""
+    """Return the public methods and properties of `kind`, including inherited ones, in the order of the code."""
     return {
         name: member
         for base in reversed(_own(kind))
@@ -118,7 +118,7 @@ def _method(kind: type, name: str) -> list[str]:
 
 
 def _returned(kind: type, method: Callable[..., Any]) -> str:
-    """Type that a caller gets: resolves `Self` and context managers."""
+    """Return the type that a caller gets: resolves `Self` and context managers."""
     said = str(inspect.signature(method).return_annotation)
     if hasattr(method, "__wrapped__"):  # A generator function wrapped by `contextmanager`.
         return said.replace("Iterator[", "AbstractContextManager[", 1)
@@ -158,7 +158,7 @@ def _type(name: str, module: ModuleType) -> str:
 
 
 def _texts(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
-    """(name, text) of the assignments and declarations in `body` with a string literal under them."""
+    """Yield (name, text) of the assignments and declarations in `body` with a string literal under them."""
     for node, below in pairwise(body):
         match node, below:
             case (
@@ -177,7 +177,7 @@ def _joined(text: str) -> str:
 
 
 def _linked(text: str) -> str:
-    """`text` with links in place of page names."""
+    """Return `text` with links in place of page names."""
     return _PAGE.sub(r"[\1](\1.md)", text).strip()
 
 

@@ -26,7 +26,7 @@ This page lists every command of `rlsys` with its arguments and options, as `--h
 
 
 def render() -> str:
-    """Whole page as Markdown."""
+    """Return the whole page as Markdown."""
     command = get_command(app)
     page = get_docs_for_click(obj=command, ctx=typer.Context(command, info_name="rlsys"), name="rlsys")
     body = page.partition("\n")[2].strip()  # Without the generated title.

@@ -64,7 +64,7 @@ contain keys of other kinds than the chosen one; they are ignored.
 
 
 def render() -> str:
-    """Whole page as Markdown."""
+    """Return the whole page as Markdown."""
     readers = fields_read(running_code(), schema_classes(RunConfig))
     by_path = groupby(schema_groups(RunConfig()), key=lambda part: part[0])
     sections = [_section(path, [group for _, group in parts], readers) for path, parts in by_path]
@@ -72,7 +72,7 @@ def render() -> str:
 
 
 def explanations(schema: type) -> dict[str, str]:
-    """Field name -> the string literal under it, on one line."""
+    """Return field name -> the string literal under it, on one line."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(schema))).body
     assert isinstance(body, ast.ClassDef)
     found = {}
@@ -86,7 +86,7 @@ def explanations(schema: type) -> dict[str, str]:
 
 
 def kind_meaning(kind: Any) -> str:
-    """Text under the definition of an enumeration, which explains its choices; empty for other types."""
+    """Return the text under the definition of an enumeration, which explains its choices; empty for other types."""
     if not (inspect.isclass(kind) and issubclass(kind, StrEnum)):
         return ""
     body = ast.parse(inspect.getsource(sys.modules[kind.__module__])).body
@@ -102,7 +102,7 @@ def _one_line(text: str | None) -> str:
 
 
 def _section(path: str, groups: Sequence[Any], readers: Mapping[Read, Sequence[str]]) -> str:
-    """Section of one group of keys, with all its variants."""
+    """Return the section of one group of keys, with all its variants."""
     rows = {}
     for settings in groups:
         schema = type(settings)
@@ -124,7 +124,7 @@ def _section(path: str, groups: Sequence[Any], readers: Mapping[Read, Sequence[s
                 type_ = ", ".join(f"`{group.kind}`" for group in groups)
                 said = " ".join(f"`{group.kind}`: {_one_line(type(group).__doc__)}" for group in groups)
             elif len(groups) > 1:
-                said = f"With `{path}.kind={settings.kind}` alone. {said}"
+                said = f"Only with `{path}.kind={settings.kind}`. {said}"
             files = _files(by or (_CHOOSER,) * (get_origin(hint) is Literal))
             rows[key] = f"| `{key}` | {type_} | {_default(default)} | {limits.unit} | {_cell(said)} | {files} |"
     intro = inspect.cleandoc(groups[0].__doc__ or "")
@@ -143,13 +143,13 @@ def _section(path: str, groups: Sequence[Any], readers: Mapping[Read, Sequence[s
 
 
 def _files(files: Sequence[str]) -> str:
-    """First `_MOST_FILES` files, and the number of the others."""
+    """Return the first `_MOST_FILES` files, and the number of further files."""
     shown = ", ".join(f"`{file}`" for file in files[:_MOST_FILES])
     return shown if len(files) <= _MOST_FILES else f"{shown} and {len(files) - _MOST_FILES} more"
 
 
 def _type(hint: Any) -> str:
-    """Type in YAML's terms."""
+    """Return the type in YAML's terms."""
     if hint is type(None):
         return "null"
     if get_origin(hint) in (Union, UnionType):
@@ -178,7 +178,8 @@ def _cell(text: str) -> str:
 
 
 def schema_classes(root: type) -> dict[str, Types]:
-    """Class name -> field -> name of the field's type, for `root` and all classes in it; union members joined by |."""
+    """Return class name -> field -> name of the field's type, for `root` and all classes in it; union members joined by
+    |."""
     hints = get_type_hints(root)
     parts = {name: [part.__name__ for part in variants(hint).values()] for name, hint in hints.items()}
     found = {
@@ -190,7 +191,7 @@ def schema_classes(root: type) -> dict[str, Types]:
 
 
 def running_code() -> dict[str, str]:
-    """File below rlsys/ -> its source, without schema, checks and estimates, which do not use the values.
+    """Return file below rlsys/ -> its source, without schema, checks and estimates, which do not use the values.
 
     config/derived.py is included, because running code calls it.
     """
@@ -202,7 +203,7 @@ def running_code() -> dict[str, str]:
 
 
 def fields_read(sources: Mapping[str, str], schema: Mapping[str, Types]) -> dict[Read, tuple[str, ...]]:
-    """Field of `schema` -> files that read it, in order; `sources` maps the files of a package to their code."""
+    """Return field of `schema` -> files that read it, in order; `sources` maps the files of a package to their code."""
     trees = {file: ast.parse(source) for file, source in sources.items()}
     known = {name: dict(attributes) for name, attributes in schema.items()}
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
@@ -219,7 +220,7 @@ def fields_read(sources: Mapping[str, str], schema: Mapping[str, Types]) -> dict
 
 
 def _reads(tree: ast.AST, known: Mapping[str, Types]) -> set[Read]:
-    """(class, attribute) of all attributes that the functions of a file read."""
+    """Return (class, attribute) of all attributes that the functions of a file read."""
     found: set[Read] = set()
     for of_class, function in _functions(tree):
         types = _parameters(function, of_class)
@@ -232,7 +233,7 @@ def _reads(tree: ast.AST, known: Mapping[str, Types]) -> set[Read]:
 
 
 def _functions(tree: ast.AST) -> Iterable[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    """(class name, function) of outermost functions and methods."""
+    """Yield (class name, function) of outermost functions and methods."""
     waiting: list[tuple[str, ast.AST]] = [("", tree)]
     while waiting:
         owner, node = waiting.pop()
@@ -246,7 +247,7 @@ def _functions(tree: ast.AST) -> Iterable[tuple[str, ast.FunctionDef | ast.Async
 
 
 def _attributes(node: ast.ClassDef, known: Mapping[str, Types]) -> Types:
-    """Types of a class's attributes, from annotations, properties and assignments to `self`."""
+    """Return the types of a class's attributes, from annotations, properties and assignments to `self`."""
     found: Types = {}
     for statement in node.body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
@@ -264,7 +265,7 @@ def _attributes(node: ast.ClassDef, known: Mapping[str, Types]) -> Types:
 
 
 def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, owner: str) -> Locals:
-    """Types of the parameters, including those of inner functions."""
+    """Return the types of the parameters, including those of inner functions."""
     types: Locals = {"self": {owner}}
     for node in ast.walk(function):
         if isinstance(node, ast.arg) and node.annotation is not None:
@@ -295,7 +296,7 @@ def _bind_one(target: ast.expr, value: ast.expr, types: Locals, known: Mapping[s
 
 
 def _classes_of(node: ast.expr, types: Locals, known: Mapping[str, Types]) -> set[str]:
-    """Names of the classes that an expression's value may have; empty if unknown."""
+    """Return the names of the classes that an expression's value may have; empty if unknown."""
     match node:
         case ast.Name():
             return types.get(node.id, set())
@@ -314,7 +315,7 @@ def _classes_of(node: ast.expr, types: Locals, known: Mapping[str, Types]) -> se
 
 
 def _annotated(annotation: ast.expr | None) -> str:
-    """Class named by an annotation; for `X | None`, X."""
+    """Return the class named by an annotation; for `X | None`, X."""
     match annotation:
         case ast.Name():
             return annotation.id

@@ -33,7 +33,8 @@ _COLUMNS = {
 
 
 def gpu_experiments(folder: Path = PROJECT_CONFIGS) -> Iterator[RunConfig]:
-    """Experiments of `folder` that run on GPUs, by name, with the folder of the model's shape as `model.path`."""
+    """Yield the experiments of `folder` that run on GPUs, by name, with the folder of the model's shape as
+    `model.path`."""
     for file in sorted(folder.glob("*.yaml")):
         config = load_config(file.stem, config_dir=folder)
         if config.cluster.device is Device.gpu:
@@ -42,7 +43,7 @@ def gpu_experiments(folder: Path = PROJECT_CONFIGS) -> Iterator[RunConfig]:
 
 
 def shape_of(model_path: str) -> Path:
-    """Folder with the shape of the model `model_path`. Raises UserError if there is none."""
+    """Return the folder with the shape of the model `model_path`. Raises UserError if there is none."""
     folder = SHAPES / Path(model_path).name.lower()
     # A base model has the shape of its instruct model.
     for found in (folder, folder.with_name(f"{folder.name}-instruct")):
@@ -57,12 +58,12 @@ def shape_of(model_path: str) -> Path:
 
 
 def tables() -> str:
-    """All tables, as Markdown."""
+    """Return all tables, as Markdown."""
     return "\n".join(line for config in gpu_experiments() for line in _table(config))
 
 
 def with_tables(page: str) -> str:
-    """`page` with the current tables between its two marks."""
+    """Return `page` with the current tables between its two marks."""
     before, _, rest = page.partition(_BEGIN)
     _, _, after = rest.partition(_END)
     return f"{before}{_BEGIN}\n{tables()}{_END}{after}"

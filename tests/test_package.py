@@ -8,12 +8,14 @@ import pickle
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import rlsys
 import rlsys.apps.api
 from rlsys.errors import RunError, UserError, root_cause
+from tests.support.paths import PROJECT
 
 CODE = """
 import sys, warnings
@@ -72,6 +74,21 @@ def test_the_command_line_runs_under_its_deprecated_name() -> None:
     assert "--json" in done.stderr
     assert "Traceback" not in done.stderr
     assert "Warning" not in done.stderr
+
+
+def test_transformer_engine_is_told_of_the_cudnn_of_torchs_wheel(tmp_path: Path) -> None:
+    """In an environment with that wheel alone, where the machine names another cuDNN; and without the wheel."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "env"], cwd=tmp_path, check=True)
+
+    def cudnn_home() -> Path:
+        command = [tmp_path / "env" / "bin" / "python", "-c", "import os, rlsys; print(os.environ['CUDNN_HOME'])"]
+        environment = os.environ | {"PYTHONPATH": str(PROJECT), "CUDNN_HOME": "/opt/cudnn"}
+        return Path(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip())
+
+    assert cudnn_home() == Path("/opt/cudnn")
+    (packages,) = (tmp_path / "env").glob("lib/python3.*/site-packages")
+    (packages / "nvidia" / "cudnn" / "lib").mkdir(parents=True)
+    assert cudnn_home() == packages / "nvidia" / "cudnn"
 
 
 WANTED, OTHER, FIRST = RunError("actor rank 1 is gone"), UserError("second", code="missing", key="a"), KeyError("x")

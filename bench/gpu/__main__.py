@@ -36,7 +36,7 @@ from rlsys.observe.environment import environment
 
 RESULT = Path("outputs/bench/gpu.json")
 LIMITS_S: Mapping[str, float] = {"step": 120, "logprobs": 40, "sync": 60, "engine": 150, "parity": 60}
-"""Part -> its time limit; with the time to write the model they stay under 8 minutes."""
+"""Part -> time limit. All limits and the time to write the model sum to less than 8 minutes."""
 
 
 def main() -> None:
@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def _run(name: str, device: Device, scale: str, folder: Path) -> Outcome:
-    """Outcome of one part, run in a new process."""
+    """Run one part in a new process, and return its outcome."""
     command = [sys.executable, "-m", "bench.gpu.part", name, str(device), scale, str(folder)]
     try:
         done = run_within(command, LIMITS_S[name])
@@ -89,7 +89,8 @@ def _run(name: str, device: Device, scale: str, folder: Path) -> Outcome:
 
 
 def run_within(command: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str]:
-    """Run `command`, then end all processes that it left behind, which would keep the next part off the GPU.
+    """Run `command`, then end all processes that it left behind, because they could keep the next part from using the
+    GPU.
 
     Call `adopt_orphans` first. Raises subprocess.TimeoutExpired after `limit_s` seconds.
     """

@@ -16,11 +16,12 @@ from rlsys.rollout.engine import Engine
 PROMPT_TOKENS = 32
 _KV_TOKENS_ON_CPU = 16384
 _PLAIN_TOKENS = 256
-"""Size of the id range that prompts are drawn from; every vocabulary has these ids."""
+"""Number of token ids from which prompts are drawn; every vocabulary has these ids."""
 
 
 def measure(scale: Scale, device: Device, folder: Path) -> list[Figure]:
-    """Tokens per second of one request, and of many concurrent ones. Raises NotHereError without SGLang."""
+    """Return the tokens per second of one request, and of many concurrent requests. Raises NotHereError without
+    SGLang."""
     if importlib.util.find_spec("sglang") is None:
         raise NotHereError("needs SGLang")
     return asyncio.run(_measure(scale, device, folder))
@@ -48,7 +49,7 @@ async def _measure(scale: Scale, device: Device, folder: Path) -> list[Figure]:
 
 
 async def _rate(engine: Engine, requests: int, new_tokens: int) -> float:
-    """Generated tokens per second for random prompts."""
+    """Return the tokens generated per second for random prompts."""
     draw = random.Random(0)
     sampling = TurnSampling(temperature=1.0, max_new_tokens=new_tokens)
     prompts = [[draw.randrange(_PLAIN_TOKENS) for _ in range(PROMPT_TOKENS)] for _ in range(requests)]

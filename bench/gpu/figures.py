@@ -92,11 +92,11 @@ class Outcome:
 
 
 def to_json(outcome: Outcome) -> str:
-    """`outcome` as one line of JSON."""
+    """Return `outcome` as one line of JSON."""
     return json.dumps(asdict(outcome))
 
 
 def from_json(line: str) -> Outcome:
-    """Inverse of `to_json`."""
+    """Return the outcome that `to_json` converted to `line`."""
     fields: dict[str, Any] = json.loads(line)
     return Outcome(**fields | {"figures": tuple(Figure(**row) for row in fields["figures"])})

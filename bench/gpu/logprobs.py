@@ -19,7 +19,7 @@ Score = Callable[[Tensor, Tensor], Tensor]
 
 
 def measure(scale: Scale, device: Device, folder: Path) -> list[Figure]:
-    """Time and memory of a forward and backward pass for both, and the largest difference of the results."""
+    """Return time and memory of a forward and backward pass with both, and the largest difference of the results."""
     on_gpu = device is Device.gpu
     where = torch.device("cuda" if on_gpu else "cpu")
     vocab = read_architecture(str(folder)).vocab
@@ -56,7 +56,7 @@ def measure(scale: Scale, device: Device, folder: Path) -> list[Figure]:
 
 
 def _run(score: Score, logits: Tensor, targets: Tensor, on_gpu: bool) -> tuple[float, int]:
-    """Seconds of the fastest of `REPEATS` passes, and the peak bytes allocated beside the logits."""
+    """Return the seconds of the fastest of `REPEATS` passes, and the peak bytes allocated besides the logits."""
     values = logits.requires_grad_()
     best, peak = float("inf"), 0
     for _ in range(REPEATS):

@@ -20,7 +20,7 @@ TINY = PROJECT / "examples/searchr1/tiny/policy"
 
 
 def measure(_scale: Scale, device: Device, _folder: Path) -> list[Figure]:
-    """Relative differences of the gradient norm and the loss between the gpu and the cpu profile.
+    """Return the relative differences of the gradient norm and the loss between the gpu and the cpu profile.
 
     Raises NotHereError without a GPU.
     """
@@ -50,7 +50,7 @@ def _one_step_on(device: Device) -> dict[str, float]:
 
 
 def one_step(device: Device) -> dict[str, Any]:
-    """Loss and gradient norm of the tiny policy on fixed random micro-batches."""
+    """Return loss and gradient norm of the tiny policy on fixed random micro-batches."""
     from bench.gpu.trainer import make_actor, random_micro_batch
 
     actor = make_actor(str(TINY), device, Dtype.float32, recompute=False)

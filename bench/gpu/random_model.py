@@ -15,7 +15,8 @@ from rlsys.weights.hf_io import TensorSpec, write_safetensors
 from rlsys.weights.weight_map import WeightMap, read_architecture
 
 TOKENIZER = PROJECT / "examples/searchr1/tiny/policy"
-"""Folder of the tokenizer for all shapes; prompts are random tokens, and its vocabulary is smaller than theirs."""
+"""Folder of the tokenizer for all shapes. It fits because its vocabulary is smaller than the vocabulary of any shape,
+and prompts are random tokens."""
 _SPREAD = 0.02
 
 

@@ -23,7 +23,7 @@ _BACKWARD = 3
 
 
 def measure(scale: Scale, device: Device, folder: Path) -> list[Figure]:
-    """Seconds per step, tokens and FLOPs per second; on a GPU also the peak allocation and the MFU."""
+    """Return seconds per step, tokens and FLOPs per second; on a GPU also the peak allocation and the MFU."""
     on_gpu = device is Device.gpu
     actor = make_actor(str(folder), device, Dtype.bfloat16 if on_gpu else Dtype.float32, recompute=True)
     architecture = read_architecture(str(folder))
@@ -68,7 +68,7 @@ def measure(scale: Scale, device: Device, folder: Path) -> list[Figure]:
 
 
 def _estimate(scale: Scale, folder: Path) -> float:
-    """Bytes that the plan estimates for this actor with the layers detected here."""
+    """Return the bytes that the plan estimates for this actor with the layers detected here."""
     config = RunConfig(
         model=ModelConfig(str(folder), layers=detect().layers, recompute=True),
         cluster=ClusterConfig(placement={"actor": "0", "inference": "1", "rollout": "2"}),

@@ -24,7 +24,7 @@ _TIMEOUT_S = 50.0
 
 
 def measure(_scale: Scale, device: Device, folder: Path) -> list[Figure]:
-    """GB/s (10^9 bytes) of a whole transfer, the fastest of `REPEATS`."""
+    """Return the GB/s (10^9 bytes) of a whole transfer, the fastest of `REPEATS`."""
     on_gpu = device is Device.gpu
     actor = make_actor(str(folder), device, Dtype.bfloat16 if on_gpu else Dtype.float32, recompute=False)
     host = _speed(actor, device, SyncMode.tensor)

@@ -18,7 +18,7 @@ from rlsys.trainer.mesh import Rendezvous
 
 
 def make_actor(folder: str, device: Device, dtype: Dtype, recompute: bool) -> Actor:
-    """Actor of this process alone: the policy of `folder` with GRPO's loss and a KL term."""
+    """Return an actor with this process as its only rank: the policy of `folder` with GRPO's loss and a KL term."""
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     with socket.socket() as probe:
@@ -38,7 +38,7 @@ def make_actor(folder: str, device: Device, dtype: Dtype, recompute: bool) -> Ac
 
 
 def random_micro_batch(scale: Scale, vocab: int, seed: int) -> MicroBatch:
-    """Packed sequences of equal length whose last tokens are trained."""
+    """Return packed sequences of equal length whose last tokens are trained."""
     draw = np.random.default_rng(seed)
     rows = (1, scale.sequences * scale.length)
     trained = np.zeros((scale.sequences, scale.length), dtype=np.bool_)

@@ -31,7 +31,7 @@ from rich.table import Table
 PROJECT = Path(__file__).resolve().parents[2]
 RESULT = Path("outputs/bench/mutants.json")
 TEST_S, TIMEOUT_S = 60, 300
-"""Time limits of one test, which names a test that hangs, and of all tests of a mutant."""
+"""Time limits of one test, so that the table names a test that hangs, and of all tests of a mutant."""
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
@@ -71,7 +71,7 @@ class Verdict:
 
 
 def mutants() -> list[Mutant]:
-    """All mutants, room by room."""
+    """Return all mutants, room by room."""
     found = []
     for file in sorted(Path(__file__).parent.glob("*.toml")):
         for entry in tomllib.loads(file.read_text())["mutant"]:

@@ -3,7 +3,7 @@
 Python imports this module automatically if its folder is on PYTHONPATH, where `bench.walks` puts it. A context variable
 marks the traced work: tasks inherit it, so other concurrent work is not recorded. Every new function becomes a line of
 `RLSYS_WALKS/<process id>` with the walk, its file and its name. A line "to_sglang" lists the functions between the
-pipeline and a call: those on the stack, and for a task also those on its creator's stack.
+pipeline and a call: all functions on the stack and, in a task, also those on the stack of the task's creator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 FOLDER, PACKAGE = os.environ.get("RLSYS_WALKS"), os.environ.get("RLSYS_PACKAGE", "")
 GROUP, VERSION = 0, 1
-"""Numbers of the prompt group and the weight version traced in the driver; a worker traces by the method called."""
+"""Numbers of the prompt group and the weight version traced in the driver; in a worker, the called method decides."""
 EPISODE_CALLS = ("run_group", "compute", "accumulate")
 VERSION_CALLS = ("apply", "begin_export", "next_handle", "end_export", "begin_update", "load_bucket", "finish_update")
 ENDS = ("publish",)
@@ -47,7 +47,7 @@ def _name(frame: FrameType) -> str:
 
 
 def _ours(frame: FrameType | None) -> list[FrameType]:
-    """Frames of rlsys from `frame` up the stack, outermost first, up to a frame of `OUTSIDE`."""
+    """Return the frames of rlsys from `frame` up the stack, outermost first, up to a frame of `OUTSIDE`."""
     found = []
     while frame is not None and frame.f_code.co_filename not in OUTSIDE:
         if frame.f_code.co_filename.startswith(PACKAGE):
@@ -57,7 +57,7 @@ def _ours(frame: FrameType | None) -> list[FrameType]:
 
 
 def _marked(frame: FrameType) -> str:
-    """Name of the walk that the call of `frame` starts; empty if none."""
+    """Return the name of the walk that the call of `frame` starts; empty if it starts none."""
     name, known = frame.f_code.co_name, frame.f_locals
     if name == "_roll" and known["prompt_group"].number == GROUP:
         _uids.add(known["prompt_group"].question.uid)
@@ -75,7 +75,8 @@ def _marked(frame: FrameType) -> str:
 
 
 def _chain(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
-    """Walk that `frame` belongs to, and the functions on the stack since its start, with those of task creators."""
+    """Return the walk of `frame`, and the functions on the stack since the walk began, including the stacks of task
+    creators."""
     try:
         task = id(asyncio.current_task())
     except RuntimeError:

@@ -16,7 +16,7 @@ Settings from the environment, with their defaults; flags (below) take precedenc
     RETRIEVER_NAME   e5, bge, ..., or bm25                 e5
     RETRIEVER_MODEL  encoder                               intfloat/e5-base-v2
     FAISS_TYPE       Flat, HNSW64, ...                     Flat
-    MAX_LENGTH       most tokens of a passage              256
+    MAX_LENGTH       maximum tokens of a passage           256
     DEVICE           cpu, cuda, cuda:N                     cpu
     PYTHON           interpreter with rlsys installed      python3
 

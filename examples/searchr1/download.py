@@ -44,7 +44,7 @@ class Item:
     files: tuple[str, ...]
     """Names or globs in the data set."""
     joined: str = ""
-    """File that the parts are joined to, in order; "" keeps them separate."""
+    """File into which the parts are joined, in order; "" keeps the parts separate."""
     about: str = ""
 
 
@@ -76,13 +76,13 @@ DEFAULT = ("wiki18-corpus", "wiki18-e5-flat")
 
 
 def targets(item: Item, hub: Hub, revision: str) -> list[Target]:
-    """Files of `item`, as the Hub describes them now."""
+    """Return the files of `item`, as the Hub describes them now."""
     pieces = hub.find(item.dataset, item.files, revision)
     return [Target(item.joined, pieces)] if item.joined else [Target(piece.name, [piece]) for piece in pieces]
 
 
 def final_path(folder: Path, target: Target) -> Path:
-    """Path of `target` after the download; packed files are unpacked and deleted."""
+    """Return the path of `target` after the download; packed files are unpacked and deleted."""
     return folder / target.name.removesuffix(_PACKED)
 
 
@@ -92,7 +92,7 @@ def is_done(folder: Path, target: Target) -> bool:
 
 
 def space_needed(folder: Path, downloader: Downloader, target: Target) -> int:
-    """Bytes of free disk that `target` needs."""
+    """Return the bytes of free disk that `target` needs."""
     if is_done(folder, target):
         return 0
     unpacked = target.size * _UNPACKED_RATIO if target.name.endswith(_PACKED) else 0
@@ -100,7 +100,7 @@ def space_needed(folder: Path, downloader: Downloader, target: Target) -> int:
 
 
 def plan(folder: Path, downloader: Downloader, wanted: list[Target]) -> Table:
-    """Table of the files to download and unpack."""
+    """Return a table of the files to download and unpack."""
     table = Table("file", "from", "size", "to download", "then")
     for target in wanted:
         done = is_done(folder, target)

@@ -48,7 +48,7 @@ def build(given: argparse.Namespace) -> bool:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Parser of Search-R1's flags, except those without a meaning here."""
+    """Return a parser of Search-R1's flags, except those without a meaning here."""
     flags = argparse.ArgumentParser(description="Build a search index, as Search-R1's index_builder.py does.")
     add = flags.add_argument
     add("--retrieval_method", default="e5", help="family of the encoder (e5, bge, ...), or bm25 (default: e5)")
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--corpus_path", type=Path, required=True, help="jsonl of passages {id, contents}")
     add("--save_dir", type=Path, required=True, help="folder for the index")
-    add("--max_length", type=int, default=256, help="most tokens of a passage; the rest is cut (default: 256)")
+    add("--max_length", type=int, default=256, help="maximum tokens of a passage; the rest is cut (default: 256)")
     add("--use_fp16", action="store_true", help="compute in float16 (the default on a GPU)")
     add("--pooling_method", help="mean, cls, pooler or last (default: the family's)")
     add("--faiss_type", default="Flat", help="Flat, HNSW64, IVF4096,Flat or another (default: Flat)")

@@ -63,7 +63,7 @@ def main() -> None:
     add("--hf", type=Path, help="for a checkpoint: the Hugging Face folder that training started from")
     add("--question", default=QUESTION)
     add("--search_url", default="http://127.0.0.1:8000", help="URL of the retrieval server")
-    add("--max_turns", type=int, help="most searches (default: as in training)")
+    add("--max_turns", type=int, help="maximum number of searches (default: as in training)")
     add("--temperature", type=float, default=0.7)
     add("--engine", choices=list(EngineName), default=EngineName.transformers)
     given = parser.parse_args()

@@ -25,7 +25,7 @@ from rlsys.search.server.command import Parts, load_reranker, read_token, serve_
 BM25 = "bm25"
 UPSTREAM_NAME, UPSTREAM_MODEL = "e5", "intfloat/e5-base-v2"
 QUERY_TOKENS = 256
-"""Most tokens of a query; Search-R1's servers cut at the same length."""
+"""Maximum number of tokens in a query; Search-R1's servers cut at the same length."""
 
 
 def load(given: argparse.Namespace) -> Parts:
@@ -124,7 +124,7 @@ def open_file(given: argparse.Namespace) -> Retriever:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Parser of the flags of Search-R1's and ASearcher's servers, and a few more."""
+    """Return a parser of the flags of Search-R1's and ASearcher's servers, and of a few more flags."""
     flags = argparse.ArgumentParser(
         description="Serve an index over HTTP, as Search-R1's retrieval_server.py and ASearcher's do.",
         epilog=f"Clients must send the bearer token in {TOKEN_VARIABLE}; if it is unset, every client may search.",

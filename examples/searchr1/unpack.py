@@ -1,4 +1,4 @@
-"""Unpacks a gzip file of one file, with bounded memory and disk space.
+"""Unpacks a gzip file that holds one file, with bounded memory and disk space.
 
 Contract: the content may itself be a tar archive of one regular file, as in wiki-18.jsonl.gz; then that file is
 unpacked. The output appears complete or not at all. An archive is refused if it is empty, has a sparse file, or grows
@@ -21,8 +21,8 @@ _BLOCK = 1 << 22
 _TAR_MARK, _TAR_MARK_AT = b"ustar", 257
 _GROWTH, _ALWAYS_ALLOWED = 100, 1 << 26
 _AROUND_BYTES = 1 << 15
-"""Most bytes of a tar archive before its file, and between its file and its end. `tarfile` holds headers in memory and
-needs time quadratic in their length."""
+"""Maximum number of bytes in a tar archive before its file, and between its file and its end. `tarfile` holds headers
+in memory and needs time quadratic in their length."""
 
 
 def unpack(archive: Path, out: Path, advance: Advance) -> None:

@@ -17,7 +17,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`. Ctrl-C, SIGTERM and SIGHUP (ignored under nohup) cancel it; then raises `Interrupted`."""
+    """Run `work` and return its result. Ctrl-C, SIGTERM and SIGHUP (unless ignored, as under nohup) cancel it and raise
+    `Interrupted`."""
 
     async def supervised() -> T:
         task = asyncio.current_task()
@@ -45,7 +46,7 @@ def finish(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` from a script or a notebook and return its result.
 
     Ctrl-C (in a notebook, "interrupt the kernel") cancels the work, waits for its cleanup, and raises KeyboardInterrupt.
-    Restores signal handlers. Raises `UserError` and `RunError` directly, also out of an exception group.
+    Restores signal handlers. Raises `UserError` and `RunError` directly, also if they are inside an exception group.
     """
     try:
         if threading.current_thread() is not threading.main_thread() or _in_a_loop():

@@ -1,7 +1,7 @@
 """Ray on this machine: addresses, the user's token, the folder of Ray's files, and reliable cleanup of its processes.
 
-Without a token, anyone who reaches Ray's ports can run code as this user; the token file is readable by this user alone.
-Ray's folder has a short path because Unix socket paths are limited to 107 bytes.
+Without a token, anyone who reaches Ray's ports can run code as this user; only this user can read the token file. Ray's
+folder has a short path because Unix socket paths are limited to 107 bytes.
 
 `python -m rlsys.cluster.local_ray PARENT COMMAND ...` execs COMMAND so that the kernel sends it SIGTERM when the process
 PARENT ends, even by SIGKILL. Start it from PARENT's main thread: the kernel signals when the starting thread ends
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def local_ray(stop: Callable[[], None]) -> Iterator[Path]:
-    """Yield a `ray_folder` for a Ray that the body starts; on exit call `stop`, then kill processes it leaves behind."""
+    """Yield a `ray_folder` for a Ray that the body starts; on exit call `stop`, then kill the processes that remain."""
     adopt_orphans()
     strangers = {process.pid for process in descendants()}
     with ray_folder() as folder:
@@ -63,8 +63,8 @@ def local_ray(stop: Callable[[], None]) -> Iterator[Path]:
 def require_token(environment: Mapping[str, str], *, make: bool) -> dict[str, str]:
     """Return the variables that make Ray require this user's token.
 
-    With RAY_AUTH_MODE=disabled in `environment`, warn and return none. `make` creates ~/.ray/auth_token if the user has
-    no token. Raises UserError if the token is missing, empty, or cannot be created or read.
+    With RAY_AUTH_MODE=disabled in `environment`, warn and return no variables. `make` creates ~/.ray/auth_token if the
+    user has no token. Raises UserError if the token is missing, empty, or cannot be created or read.
     """
     mode = environment.get(MODE, "token").lower()
     if mode == "disabled":
@@ -222,7 +222,7 @@ def address_towards(host: str) -> str:
 
 
 def address_here(host: str) -> str:
-    """Return the IPv4 address at which other machines reach this one, given as `host` (a name or an address).
+    """Return the IPv4 address at which other machines reach this machine, which `host` names (a name or an address).
 
     This machine's own name and loopback addresses always mean this machine, whatever they resolve to here; Debian's
     /etc/hosts maps the name to 127.0.1.1. Raises UserError if `host` is another machine, or if this one has no
@@ -279,9 +279,9 @@ def interface_settings(address: str, addresses: Mapping[str, str]) -> dict[str, 
 def promised_port() -> socket.socket:
     """Return a socket that reserves a free port on all IPv4 addresses while it is open.
 
-    The system does not hand out the port to anyone who binds port 0. A server that is passed the port can still bind it:
-    the socket sets SO_REUSEADDR and never listens, and Linux then admits another socket with SO_REUSEADDR, as servers
-    set it.
+    The system does not hand out the port to anyone who binds port 0. A server that is given the port can still bind it:
+    this socket sets SO_REUSEADDR and never listens, and Linux then admits another socket that sets SO_REUSEADDR, as
+    servers do.
     """
     promise = socket.socket()
     promise.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

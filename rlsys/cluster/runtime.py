@@ -68,7 +68,7 @@ def ray_runtime(
     """Join or start Ray, and reserve one bundle of `bundle_sizes[i]` devices for each i, each on one machine.
 
     `on[i]` is the machine of bundle i: an index into `machines()` restricted to machines that fit the largest bundle.
-    None leaves the choice to Ray. Raises RunError if the cluster lacks machines or devices until the timeout.
+    Without `on`, Ray chooses. Raises RunError if the cluster still lacks machines or devices at the timeout.
     """
     with _local(cluster, sum(bundle_sizes)) if cluster.address is None else _joined(cluster.address):
         until = time.monotonic() + cluster.start_timeout_s

@@ -49,7 +49,7 @@ _DEATHS = (
     ray.exceptions.OutOfMemoryError,
     ray.exceptions.ObjectLostError,
 )
-"""Exceptions that Ray raises if a worker's process is gone, or its machine together with the result."""
+"""Exceptions that Ray raises if a worker's process is gone, or the machine that holds its result."""
 _OF_MEMORY = ("NODE_OUT_OF_MEMORY", "running low on memory")
 """Phrases in Ray's error for a process killed by its memory monitor."""
 
@@ -66,7 +66,7 @@ class RankDied(_RankLost):
 
 
 class RankSilent(_RankLost):
-    """A worker did not respond in time; if several did not, `rank` is the first."""
+    """A worker did not respond in time; if several workers did not, `rank` is the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +278,8 @@ def _environment(cluster: ClusterConfig, device_ids: Sequence[str] | None) -> di
 
 
 async def _until_death(waits: set[asyncio.Future[Any]]) -> tuple[set[asyncio.Future[Any]], set[asyncio.Future[Any]]]:
-    """Wait until one of `waits` reports a dead rank, at most `DEATH_S`. Returns the done and the pending ones."""
+    """Wait until one of `waits` reports a dead rank, at most `DEATH_S`. Returns the waits that are done and the pending
+    waits."""
     until = time.monotonic() + DEATH_S
     done: set[asyncio.Future[Any]] = set()
     while waits and not any(isinstance(wait.exception(), _DEATHS) for wait in done):

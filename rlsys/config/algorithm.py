@@ -16,8 +16,8 @@ from rlsys.config.bounds import AboveOne, Count, NotNegative, Positive, Share, T
 AdvantageBaseline = StrEnum("AdvantageBaseline", ["none", "batch", "group", "leave_one_out", "critic"])
 """Value subtracted from a return. `none`: Nothing. `batch`: Mean over the mini-batch's episodes; training waits for the
 whole mini-batch. `group`: Mean over the prompt group (GRPO). `leave_one_out`: Mean over the other episodes of the
-prompt group (RLOO). `critic`: Learned value with generalised advantage estimation (PPO); adds a critic group to the
-run."""
+prompt group (RLOO). `critic`: Learned value with generalised advantage estimation (PPO); adds the critic's worker group
+to the run."""
 
 
 SIBLINGS = (AdvantageBaseline.group, AdvantageBaseline.leave_one_out)
@@ -25,17 +25,18 @@ SIBLINGS = (AdvantageBaseline.group, AdvantageBaseline.leave_one_out)
 
 AdvantageScale = StrEnum("AdvantageScale", ["group", "batch", "whiten", "none"])
 """Divisor of advantages. `group`: Standard deviation of the prompt group's returns (GRPO). `batch`: Standard deviation
-of the mini-batch's centred returns; training waits for the whole mini-batch. `whiten`: Centre and scale over all
-trained tokens of the mini-batch; training waits for it too. `none`: No scaling (Dr. GRPO)."""
+of the mini-batch's centred returns; training waits for the whole mini-batch. `whiten`: Advantages are centred and
+scaled over all trained tokens of the mini-batch; training waits for the whole mini-batch. `none`: No scaling (Dr.
+GRPO)."""
 
 Credit = StrEnum("Credit", ["trajectory", "turn", "token"])
-"""Rewards that a token's return includes. `trajectory`: All rewards of the episode. `turn`: Rewards of its turn and
-later ones. `token`: Rewards at its position and later ones."""
+"""Rewards that a token's return includes. `trajectory`: All rewards of the episode. `turn`: Rewards of the token's turn
+and of later turns. `token`: Rewards at the token's position and at later positions."""
 
 PolicyLoss = StrEnum("PolicyLoss", ["ppo", "gspo", "cispo", "policy_gradient"])
-"""Policy loss. `ppo`: Clipped ratio per token; decoupled PPO with a `correction.kind`. `gspo`: Clipped ratio per
-sequence. `cispo`: Log-prob weighted by the clipped ratio, taken as a constant. `policy_gradient`: Log-prob weighted by
-the advantage, without a ratio."""
+"""Policy loss. `ppo`: Clipped ratio per token; with a `correction.kind`, decoupled PPO. `gspo`: Clipped ratio per
+sequence. `cispo`: Log-prob weighted by the advantage and by the clipped ratio, which gets no gradient.
+`policy_gradient`: Log-prob weighted by the advantage, without a ratio."""
 
 
 Aggregation = StrEnum("Aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed-length"])
@@ -57,8 +58,8 @@ FULL_KL = (KlEstimator["full_reverse"], KlEstimator["full_forward"])
 """Estimators that compare distributions instead of the sampled token's log-probs."""
 
 KlTail = StrEnum("KlTail", ["exact", "upstream"])
-"""Treatment of tokens outside of the top k, which the sampled token stands for. `exact`: Unbiased in value and
-gradient. `upstream`: EMA-PG's published code, whose gradient is biased."""
+"""Estimate of the KL from tokens outside of the top k, made from the sampled token. `exact`: Unbiased in value and
+gradient. `upstream`: The estimate of EMA-PG's published code, whose gradient is biased."""
 
 KlControl = StrEnum("KlControl", ["fixed", "adaptive"])
 """Weight of a KL term in the reward. `fixed`: Always `kl_coef`. `adaptive`: Adjusted after every step so that the KL
@@ -66,24 +67,24 @@ approaches `kl_target` (arXiv 1909.08593)."""
 
 CorrectionKind = StrEnum("CorrectionKind", ["none", "truncate", "mask"])
 """Correction of tokens whose sampling policy differs from the policy before the update. `none`: No correction.
-`truncate`: Weight by the ratio of the two, capped at `high` (truncated importance sampling). `mask`: Weight by the
-ratio within [`low`, `high`], else by 0 (IcePop)."""
+`truncate`: Weight by the ratio old policy / sampling policy, capped at `high` (truncated importance sampling). `mask`:
+Weight by this ratio if it is within [`low`, `high`], else by 0 (IcePop)."""
 
 CorrectionLevel = StrEnum("CorrectionLevel", ["token", "sequence"])
-"""Unit of the correction ratio. `token`: Each token has its own. `sequence`: The product over a sequence's trained
-tokens."""
+"""Unit of the correction ratio. `token`: One ratio per token. `sequence`: The product of the ratios of a sequence's
+trained tokens."""
 
 
 @dataclass
 class CorrectionConfig:
-    """Importance weights old log-prob / engine log-prob for off-policy tokens (decoupled PPO)."""
+    """Importance weights exp(old log-prob - engine log-prob) for off-policy tokens (decoupled PPO)."""
 
     kind: CorrectionKind = CorrectionKind.none
     level: CorrectionLevel = CorrectionLevel.token
     low: NotNegative = 0.5
     """Least ratio that `mask` keeps; at most 1."""
     high: Positive = 2.0
-    """Largest ratio: `truncate` caps it, `mask` drops what exceeds it; at least 1."""
+    """Largest ratio; at least 1. `truncate` lowers larger ratios to it, `mask` drops their tokens."""
 
 
 @dataclass
@@ -91,13 +92,14 @@ class CurationConfig:
     """Selection of prompt groups for training."""
 
     oversample: Annotated[float, Ge(1)] = 1.0
-    """Prompt groups started per group that a step needs. The slowest are aborted and their prompts return to the queue.
-    Raise it when a few long episodes delay a step."""
+    """Prompt groups started for each prompt group that a step needs. The slowest groups are aborted, and their prompts
+    return to the queue. Raise it when a few long episodes delay a step."""
     drop_no_spread: bool = False
-    """Replace prompt groups whose episodes all earn the same (dynamic sampling, DAPO). Compares the reward terms of the
-    answer, or the whole reward without such a term."""
+    """Replace prompt groups whose episodes all earn the same reward (dynamic sampling, DAPO). Compares only the reward
+    terms that grade the answer, or the whole reward if there is no such term."""
     max_replaced: NotNegative = 3.0
-    """Most prompt groups replaced in a step, as a multiple of `trainer.prompts_per_step`; further ones are trained."""
+    """Maximum number of prompt groups replaced in a step, as a multiple of `trainer.prompts_per_step`; further groups
+    are trained."""
 
 
 @dataclass
@@ -110,22 +112,21 @@ class AlgorithmConfig:
     advantage_scale: AdvantageScale = AdvantageScale.group
     credit: Credit = Credit.trajectory
     gamma: Share = 1.0
-    """Discount per turn with `credit=turn`, per trained token with `credit=token` or a critic. `trajectory` does not
-    discount."""
+    """Discount per turn with `credit=turn`, per trained token with `credit=token` or a critic. `credit=trajectory` does
+    not discount."""
     gae_lambda: Share = 1.0
-    """GAE lambda, with `baseline=critic` only. 1 uses returns alone (no bias, high variance); 0 uses the critic's value
-    of the next token."""
+    """GAE lambda, with `baseline=critic` only. 1 uses only returns (no bias, high variance); 0 uses the next reward and
+    the critic's value of the next token."""
     policy_loss: PolicyLoss = PolicyLoss.ppo
     aggregation: Aggregation = Aggregation["token-mean"]
     loss_length: Tokens | None = None
-    """Divisor of `aggregation=fixed-length`; null is `task.max_total_tokens` less `task.max_prompt_tokens`."""
+    """Divisor of `aggregation=fixed-length`; null is `task.max_total_tokens` minus `task.max_prompt_tokens`."""
     clip_low: NotNegative = 0.2
     """Lower clip range: the ratio is clipped at 1 - clip_low."""
     clip_high: NotNegative = 0.2
     """Upper clip range: the ratio is clipped at 1 + clip_high."""
     dual_clip: AboveOne | None = None
-    """Dual clip of `policy_loss=ppo`: a token with a negative advantage counts with a ratio of at most this; null turns
-    it off."""
+    """Dual clip of `policy_loss=ppo`: cap on the ratio of a token with a negative advantage; null turns the cap off."""
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus in the loss. Raise it when the entropy falls too fast."""
     kl_coef: NotNegative = 0.001
@@ -133,32 +134,33 @@ class AlgorithmConfig:
     kl_in: KlPlace = KlPlace.loss
     kl_estimator: KlEstimator = KlEstimator.k3
     kl_topk_tokens: Tokens | None = None
-    """Number of most likely tokens that `full_reverse` and `full_forward` sum over; null is the whole vocabulary."""
+    """Number of most likely tokens in the sums of `full_reverse` and `full_forward`; null sums over the whole
+    vocabulary."""
     kl_topk_tail: KlTail = KlTail.exact
     kl_use_tail_sampling: bool = True
     """Let the sampled token stand for all tokens outside of the `kl_topk_tokens`; false ignores them."""
     use_kl_iw: bool = False
-    """Weight the sampled part of a KL term in the loss by the ratio of current to old policy. It is 1 before a step's
-    first update. The name is EMA-PG's."""
+    """Weight the sampled part of a KL term in the loss by the ratio of current to old policy. The ratio is 1 before a
+    step's first update. The name comes from EMA-PG."""
     kl_iw_clip_lower: NotNegative | None = None
     """Lower bound of the `use_kl_iw` weight; null sets none."""
     kl_iw_clip_upper: Positive | None = None
     """Upper bound of the `use_kl_iw` weight; null sets none."""
     kl_control: KlControl = KlControl.fixed
     kl_target: Annotated[Positive, Unit("nats")] = 0.1
-    """KL per token that `kl_control=adaptive` steers towards."""
+    """Target of `kl_control=adaptive` for the KL per token."""
     kl_horizon: Annotated[Count, Unit("episodes")] = 10000
-    """Episodes over which `kl_control=adaptive` moves the weight: a larger horizon is slower. It must exceed a fifth of
-    a step's episodes."""
+    """Time constant of `kl_control=adaptive`: with a larger horizon the weight changes more slowly. The horizon must
+    exceed a fifth of a step's episodes."""
     ref_policy_ema_tau: Share = 1.0
-    """Share of itself that the reference policy keeps at an update; the rest is the actor. 1 keeps the reference
+    """Coefficient tau of an update of the reference policy: tau * reference + (1 - tau) * actor. 1 keeps the reference
     frozen."""
     ref_policy_ema_update_period: Annotated[Count, Unit("steps")] = 10
     """Steps between updates of the reference, with `ref_policy_ema_tau` below 1."""
     ref_policy_reset_period: Annotated[Count, Unit("steps")] | None = None
     """Steps after which the reference is replaced by the actor; null never replaces it."""
     eval_ref_policy: bool = False
-    """Evaluate the reference policy too, after the last step. Needs a reference that moves."""
+    """Evaluate the reference policy too, after the last step. Needs a reference that changes during the run."""
     recompute_logprobs: bool = True
     """Compute old log-probs in the inference group; false uses engine log-probs, which needs `task.token_mode=append`,
     `task.train_eos=false` and no reference policy or correction."""

@@ -1,8 +1,8 @@
 """Defines bounds and units of schema fields, and checks values against them. Pure.
 
 Example: `steps: Annotated[Count, Unit("steps")]` is an integer of at least 1, counted in steps. The metadata classes
-come from the package annotated-types. A type without a bound accepts every value; with one, infinity and NaN are out of
-range.
+come from the package annotated-types. A type without a bound accepts every value; a type with a bound excludes infinity
+and NaN.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Limits:
 
 
 def limits_of(hint: Any) -> Limits:
-    """Return the limits in an annotated type, those inside `... | None` included."""
+    """Return the limits in an annotated type, including those inside `... | None`."""
     metadata = [
         *getattr(hint, "__metadata__", ()),
         *(part for arg in get_args(hint) for part in getattr(arg, "__metadata__", ())),
@@ -89,7 +89,7 @@ def limits_of(hint: Any) -> Limits:
 
 
 def out_of_range(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield key and error message for each number out of its bounds, in nested dataclasses too. Null is always
+    """Yield key and error message for each number out of its bounds, also in nested dataclasses. Null is always
     allowed."""
     hints = get_type_hints(type(settings), include_extras=True)
     for item in fields(settings):

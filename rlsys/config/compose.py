@@ -2,11 +2,11 @@
 
 Contract: `load_config` returns a fully typed `RunConfig` with every key set, or raises `UserError`.
 `rlsys.orchestrator.validate` checks that the values fit together. `rlsys.config.rlinf` translates files in RLinf's
-dialect, which accept overrides like any other.
+dialect, which accept overrides like any other file.
 
 A resumed run may change its config, except for keys that affect learning: model, questions, episodes, algorithm and
 optimiser. Devices, parallel sizes, budgets, servers, tracking, checkpoints and evaluation may differ. `differences`
-decides.
+finds the changes that are not allowed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from rlsys.errors import Code, UserError
 PROJECT_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 _TRANSLATED = "rlsys_translated"
 _BENEATH = {"profile": "gpu", "task": "searchr1", "search": "local_server"}
-"""Config groups that a file in RLinf's dialect builds on, unless the command line chooses others."""
+"""Config groups that a file in RLinf's dialect builds on, unless the command line chooses other groups."""
 _Composed = tuple[Any, dict[str, int]]
-"""Composed tree, and level of each dotted key: position of the last default that sets it, or one above them all for the
-command line."""
+"""Composed tree, and level of each dotted key. The level is the position of the last entry of the defaults list that
+sets the key; a key set on the command line has a level above all entries."""
 _BUILT_ON_SCHEMA = "__rlsys__"
 """Marker key of the schema node; a tree without it does not build on the schema."""
 _OVERRIDE = re.compile(r"\+{0,2}(?!hydra\b)[A-Za-z_][^\s=]*=.*", re.DOTALL)
@@ -76,17 +76,16 @@ _FREE = ("model.layers", "model.recompute", "task.train_path", "task.eval_path")
 compared."""
 
 _RENAMED = {"reward": {"own_timeout_s": "custom_timeout_s"}}
-"""Group -> former name of a key -> its name."""
+"""Group -> former name of a key -> present name."""
 
 
 def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> RunConfig:
     """Compose a primary config with `overrides` such as `trainer.steps=5`.
 
     Args:
-        name: a config of `config_dir`, which defaults to the project's; or the path of a YAML file, which may build on the
-            project's configs.
-        overrides: KEY=VALUE; for a file in RLinf's dialect, in its keys or in ours.
-        config_dir: a folder of configs.
+        name: name of a config in `config_dir`, or path of a YAML file, which may build on the project's configs.
+        overrides: KEY=VALUE; for a file in RLinf's dialect, with RLinf's keys or ours.
+        config_dir: folder of configs; None is the project's.
     """
     file = find_config(name, config_dir)
     for override in overrides:
@@ -111,7 +110,7 @@ def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | Non
         raise _in_words(problem, file) from problem
     if not plain.pop(_BUILT_ON_SCHEMA, False):
         raise UserError(
-            f"{file} does not build on the schema: begin its defaults with rlsys_schema.",
+            f"{file} does not build on the schema: make rlsys_schema the first entry of its `defaults` list.",
             code="malformed",
             key=str(file),
         )
@@ -148,15 +147,15 @@ def find_config(name: str, config_dir: Path | None = None) -> Path:
 
 
 def _compose(file: Path, overrides: Sequence[str]) -> _Composed:
-    """Compose a file; one outside of the project may build on the project's configs."""
+    """Compose a file. A file outside of the project may build on the project's configs."""
     search_path = [] if file.parent == PROJECT_CONFIGS else [f'hydra.searchpath=["file://{PROJECT_CONFIGS}"]']
     keys = [_opened(override, file.parent) for override in overrides]
     return _composed(file.parent, file.stem, [*search_path, *keys])
 
 
 def _compose_translated(file: Path, overrides: Sequence[str]) -> _Composed:
-    """Compose a file in RLinf's dialect. Ascending precedence: default groups, file, groups and keys of the command
-    line."""
+    """Compose a file in RLinf's dialect. Precedence, from low to high: default groups, the file, groups and keys from
+    the command line."""
     settings, ours = translate(file, overrides)
     pairs = [override.partition("=") for override in ours]
     chosen = {key: choice for key, _, choice in pairs if (PROJECT_CONFIGS / key).is_dir()}
@@ -174,7 +173,7 @@ def _composed(folder: Path, name: str, overrides: Sequence[str]) -> _Composed:
         if override.is_sweep_override():
             raise UserError(
                 f"{str(override.input_line).lstrip('+')} is a sweep, but a run has one value per key: start one run per "
-                "value, or put a list in [brackets] and a text in quotes.",
+                "value, or put a list in [brackets] and a string in quotes.",
                 code="unsupported",
                 key=str(override.key_or_group),
             )
@@ -201,8 +200,8 @@ def _content(part: str, folder: Path) -> Any:
 
 
 def _opened(override: str, folder: Path = PROJECT_CONFIGS) -> str:
-    """Return `override` in the form in which Hydra accepts unknown keys; `typed` reports those. In a map with free
-    names, dots belong to the name."""
+    """Return `override` in the form in which Hydra accepts unknown keys; `typed` reports unknown keys. In a map with
+    free names, dots belong to the name."""
     key, _, value = override.lstrip("+").partition("=")
     if ((PROJECT_CONFIGS / key).is_dir() or (folder / key).is_dir()) and not value.startswith("{"):
         return override
@@ -214,8 +213,8 @@ def _opened(override: str, folder: Path = PROJECT_CONFIGS) -> str:
 
 
 def _refuse_other_kind(levels: Mapping[str, int], group: str, name: str, value: Any, own: str, chosen: str) -> None:
-    """Raise UserError for a key of another kind, unless the kind was chosen at a higher level than the key: then the
-    key is dropped."""
+    """Raise UserError for a key that belongs to another kind. No-op if the kind was chosen at a higher level than the
+    key; the caller then drops the key."""
     if levels[f"{group}.{name}"] >= levels[f"{group}.kind"]:
         raise UserError(
             f"{group}.{name}={shown(value)} belongs to {group}.kind={own}, and the kind is {chosen}: leave it out, or set "
@@ -235,7 +234,7 @@ def as_dict(config: Any) -> dict[str, Any]:
 
 def recorded(config: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the recorded config of an older run: missing keys get their defaults, keys of other kinds are dropped,
-    unknown keys stay. A renamed key counts under its new name."""
+    unknown keys stay, renamed keys get their new names."""
     tree = dict(config)
     for group, renamed in _RENAMED.items():
         if isinstance(part := tree.get(group), Mapping):
@@ -246,8 +245,8 @@ def recorded(config: Mapping[str, Any]) -> dict[str, Any]:
 def _of_chosen_kinds(
     tree: Mapping[str, Any], defaults: Any, refuse: Callable[..., None] = lambda *_: None, path: str = ""
 ) -> dict[str, Any]:
-    """Return `tree` completed from `defaults`, without keys of kinds that are not chosen. `refuse` is called for each
-    of those and may raise."""
+    """Return `tree` completed from `defaults`, without keys of kinds that are not chosen. Calls `refuse`, which may
+    raise, for each key that is left out."""
     kept = as_dict(defaults) | dict(tree)
     for name, hint in get_type_hints(type(defaults)).items():
         kinds, part, key = variants(hint), kept[name], f"{path}.{name}".lstrip(".")
@@ -269,7 +268,7 @@ def _of_chosen_kinds(
 def typed(tree: Any, hint: Any, key: str = "") -> Any:
     """Convert plain containers at the dotted `key` to `hint`: a class of the schema, or the type of a field.
 
-    Plain values convert where the meaning is clear: "5" to 5 for a number, 5 to "5" for a text. Raises UserError for
+    Plain values convert where the meaning is clear: "5" to 5 for a number, 5 to "5" for a string. Raises UserError for
     any other value of a wrong type and for an unknown key.
     """
     if kinds := variants(hint):
@@ -363,7 +362,7 @@ class KeyDifference:
 def differences(before: Mapping[str, Any], config: RunConfig) -> list[KeyDifference]:
     """Return the keys that affect learning and differ between the resolved config `before` and `config`.
 
-    A key that is missing from `before`, because it is newer, counts with its default.
+    A key that is missing from `before`, because it is newer, has its default there.
     """
     saved, current = dict(_flat(recorded(before))), dict(_flat(as_dict(config)))
     pairs = [KeyDifference(key, saved.get(key), current.get(key)) for key in sorted({*saved, *current})]
@@ -372,7 +371,7 @@ def differences(before: Mapping[str, Any], config: RunConfig) -> list[KeyDiffere
 
 def _must_stay(key: str, config: RunConfig) -> bool:
     if key == "trainer.steps":
-        # The length of the run changes a decaying or warming rate from the first step on.
+        # With decay or warm-up, the number of steps affects the learning rate from the first step on.
         optimizers = (config.actor.optimizer, config.critic.optimizer)
         return any(one.decay is not LrDecay.constant or one.warmup_fraction > 0 for one in optimizers)
     return key.startswith(_LEARNS) and key not in _FREE

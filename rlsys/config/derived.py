@@ -1,4 +1,4 @@
-"""Derives facts from a config that several modules need. Pure."""
+"""Computes facts about a config for several modules. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def max_staleness(config: RunConfig) -> int:
 
 
 def on_update(config: RunConfig) -> OnUpdate:
-    """Return the treatment of episodes in flight at a weight update; only an async run has any then."""
+    """Return the treatment of episodes in flight at a weight update; only an async run has such episodes."""
     schedule = config.trainer.schedule
     return schedule.on_update if isinstance(schedule, AsyncSchedule) else OnUpdate.finish
 
@@ -36,7 +36,7 @@ def needs_server(search: SearchConfig) -> bool:
 
 
 def megatron_groups(config: RunConfig) -> dict[str, ActorConfig | InferenceConfig | CriticConfig]:
-    """Return the settings of each group that holds a Megatron model, by name."""
+    """Return the settings of each worker group that holds a Megatron model, by group name."""
     groups: dict[str, ActorConfig | InferenceConfig | CriticConfig] = {
         "actor": config.actor,
         "inference": config.inference,
@@ -70,7 +70,8 @@ def truncates_sampling(sampling: SamplingConfig) -> bool:
 
 
 def needs_whole_mini_batch(algorithm: AlgorithmConfig) -> bool:
-    """True if an advantage depends on other groups of its mini-batch; training then waits for the mini-batch."""
+    """True if an advantage depends on other prompt groups of its mini-batch; training then waits for the whole
+    mini-batch."""
     over_batch = (AdvantageScale.batch, AdvantageScale.whiten)
     return algorithm.baseline is AdvantageBaseline.batch or algorithm.advantage_scale in over_batch
 

@@ -1,7 +1,7 @@
 """Checks that the algorithm keys fit together: one error message with reason and fix for each conflict. Pure.
 
-A setting is an error if it turns something on that cannot work or has no effect beside the others. Settings of a
-feature that is off, such as the target of a fixed KL control, are ignored.
+A setting is an error if it turns on something that cannot work, or that has no effect with the other settings. Settings
+of a feature that is off, such as the target of a fixed KL control, are ignored.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Problem:
 
 
 _WIDE_SEQUENCE_CLIP = 0.05
-"""About a hundred times GSPO's published bounds, 3e-4 and 4e-4."""
+"""Largest `clip_high` without a warning for GSPO; about a hundred times its published bounds, 3e-4 and 4e-4."""
 _AS_REWARD = tuple(KlEstimator[name] for name in ("k1", "k2", "k3", "abs"))
 
 
@@ -65,7 +65,7 @@ def algorithm_problems(config: RunConfig) -> Iterator[str]:
     if truncates_sampling(sampling) and algorithm.recompute_logprobs:
         yield (
             f"rollout.sampling.top_p={sampling.top_p} and top_k={sampling.top_k} draw from a truncated distribution, "
-            "while the recomputed log-probs are of the whole vocabulary, so the mass that was cut off "
+            "while recomputed log-probs cover the whole vocabulary, so the probability mass that was cut off "
             "biases every ratio to the sampler: set top_p=1 and top_k=-1, or rollout.sampling.accept_truncation=true."
         )
 
@@ -203,7 +203,7 @@ def _kl_weight(config: RunConfig) -> Iterator[str]:
     if algorithm.kl_control is KlControl.adaptive and (in_loss or algorithm.kl_coef == 0):
         yield (
             f"algorithm.kl_control=adaptive moves the weight of a KL term in the reward, but kl_in is "
-            f"{algorithm.kl_in} and kl_coef {algorithm.kl_coef:g}: set kl_in=reward and kl_coef above 0, or fixed."
+            f"{algorithm.kl_in} and kl_coef {algorithm.kl_coef:g}: set kl_in=reward and kl_coef above 0, or kl_control=fixed."
         )
     episodes = config.trainer.prompts_per_step * algorithm.n_samples
     if algorithm.kl_control is KlControl.adaptive and algorithm.kl_horizon <= episodes / 5:

@@ -1,8 +1,8 @@
 """Translates a YAML file in RLinf's dialect, with the keys of its Search-R1 example, to our settings.
 
-Contract: `translate` returns settings with the meaning of the file. It raises `UserError` with one line per key that is
-unknown or whose value is unsupported, and with the code and key of the first. No key is ignored silently except those
-that `rules()` marks as idle. Overrides may be in either dialect.
+Contract: `translate` returns settings with the meaning of the file. It raises one `UserError` with a line for each key
+that is unknown or has an unsupported value; the error takes its code and key from the first line. No key is ignored
+silently except those that `rules()` marks as idle. Overrides may be in either dialect.
 
 `rules()` maps RLinf's keys to ours. An idle key does not affect learning; a joint key is combined with others by a
 function below. rlinf.yaml has the keys that need no code.
@@ -36,12 +36,13 @@ WHOLE_VOCABULARY = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Passes a converted value to the keys `ours`; to none if the value must be what rlsys always does."""
+    """Passes a converted value to the keys `ours`. Without `ours`, only checks the value, because rlsys supports no
+    other."""
 
     ours: tuple[str, ...]
     convert: Callable[[Any], Any] = lambda value: value
-    """RLinf's value -> ours; None keeps our default. Raises ValueError, whose text is the value to write instead, for
-    an unsupported one."""
+    """RLinf's value -> ours; None keeps our default. Raises ValueError for an unsupported value; its text says what to
+    write instead."""
 
 
 def _one_of(choices: Mapping[Any, Any], instead: str) -> Callable[[Any], Any]:
@@ -80,7 +81,7 @@ def _top_k(value: Any) -> Any:
 
 
 def _turns(generations: Any) -> int:
-    """Convert RLinf's count of generations, the answer included, to `task.max_turns`, which excludes the final one."""
+    """Convert RLinf's number of generations, which counts the answer, to `task.max_turns`, which does not count it."""
     if not isinstance(generations, int) or generations < 1:
         raise ValueError("write the number of generations, at least 1")
     return generations - 1
@@ -124,15 +125,15 @@ IDLE_BRANCHES = (
     "actor.megatron.profiler",
     "reward.tokenizer",
 )
-"""Branches that are ignored: Hydra, unused engines and tools, and duplicates of other keys."""
+"""Branches of RLinf's config that are ignored: Hydra, unused engines and tools, and duplicates of other keys."""
 
 DEVICES_PER_NODE = 8
-"""Devices per node of a placement `all`, as on the machine of RLinf's example."""
+"""Devices per node that the placement `all` stands for, as on the machine of RLinf's example."""
 
 PLACEMENT = "cluster.component_placement"
 _PLACED = ("actor", "inference", "rollout")
 _UNPLACED = ("reward", "agentloop", "agent")
-"""RLinf groups that run beside the driver here and need no device."""
+"""RLinf's groups that need no device in rlsys, because they run beside the driver."""
 _ONLY_THEIRS = ("runner", "data", "agentloop", "tools", *IDLE_BRANCHES)
 _RESOLVERS = {
     "subtract": lambda a, b: a - b,
@@ -159,7 +160,8 @@ class _Draft:
         return self.given.get("runner.task_type") == "reasoning_eval" or bool(self.given.get("rollout.is_eval"))
 
     def put(self, ours: str, value: Any, theirs: str) -> None:
-        """Set our key to the value of `theirs`; two keys that disagree are a problem. None keeps our default."""
+        """Set our key `ours` to `value`, converted from RLinf's key `theirs`. Records a problem if another RLinf key
+        has set a different value. None keeps our default."""
         if value is None:
             return
         before = self.settings.setdefault(ours, (value, theirs))
@@ -174,7 +176,7 @@ class _Draft:
 
 
 def is_rlinf(file: Path) -> bool:
-    """True if `file` is in RLinf's dialect: it has a key `runner`, where ours has `trainer`."""
+    """True if `file` is in RLinf's dialect: it has a key `runner`, where our files have `trainer`."""
     try:
         tree = OmegaConf.load(file)
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError):
@@ -183,10 +185,9 @@ def is_rlinf(file: Path) -> bool:
 
 
 def translate(file: Path, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings of `file` under our keys, nested, and the overrides that were under our keys already.
+    """Return the settings of `file` under our keys, nested, and the overrides of our keys, such as trainer.seed=5.
 
-    An override of an RLinf key, such as runner.max_steps=5, counts as if it stood in the file; trainer.seed=5 is one of
-    ours.
+    An override of an RLinf key, such as runner.max_steps=5, has the same effect as that value in the file.
     """
     theirs = [override for override in overrides if _is_theirs(override)]
     draft = _Draft(dict(_leaves(_read(file, theirs))))
@@ -262,7 +263,7 @@ def _by_table(draft: _Draft) -> None:
 
 
 def _defaults(draft: _Draft) -> None:
-    """Refuse Hydra defaults: other files would have to follow RLinf's rules."""
+    """Refuse Hydra defaults that include other files: only one file is translated."""
     listed = draft.given.get("defaults") or []
     names = [str(next(iter(one))) if isinstance(one, dict) else str(one) for one in listed]
     if any(name != "_self_" and not name.removeprefix("override ").startswith("hydra/") for name in names):
@@ -292,7 +293,7 @@ def _required(draft: _Draft) -> None:
 
 
 def _placement(draft: _Draft) -> None:
-    """Place groups on devices: equal placements are colocated. RLinf's rank 0 is our rank 0."""
+    """Place groups on devices: groups with the same placement are colocated. RLinf's rank 0 is our rank 0."""
     nodes = draft.given.get("cluster.num_nodes", 1)
     named: dict[Any, Any] = draft.given.get(PLACEMENT) or {}
     if not isinstance(nodes, int) or nodes < 1:
@@ -344,7 +345,7 @@ def _lengths(draft: _Draft) -> None:
 
 
 def _steps(draft: _Draft) -> None:
-    """Set the number of steps and the warm-up share; an evaluation has neither."""
+    """Set the number of steps and the warm-up share; no-op for an evaluation."""
     if draft.is_evaluation:
         return None
     limit, epochs = draft.given.get("runner.max_steps", -1), draft.given.get("runner.max_epochs")
@@ -358,13 +359,13 @@ def _steps(draft: _Draft) -> None:
         bounds.append(epochs * (rows // batch))
         if not bounds[-1]:
             return draft.refuse("data.rollout_batch_size", f"{data} has {rows} rows; write {rows} or less")
-    steps = min(bounds, default=None)  # None without the data file, which a later check reports.
+    steps = min(bounds, default=None)  # None if the data file is missing; a later check reports that.
     draft.put("trainer.steps", steps, "runner.max_steps")
     return _warm_up(draft, steps)
 
 
 def _warm_up(draft: _Draft, steps: int | None) -> None:
-    """Convert the warm-up share, which RLinf takes of `lr_decay_iters` and we of the run's optimiser steps."""
+    """Convert the warm-up share: RLinf's is a share of `lr_decay_iters`, ours a share of the run's optimiser steps."""
     fraction = draft.given.get("actor.lr_sched.lr_warmup_fraction") or 0.0
     key = "actor.lr_sched.lr_decay_iters"
     spread = draft.given.get(key)
@@ -411,7 +412,7 @@ def _engine(draft: _Draft) -> None:
 
 
 def _rows(file: Path) -> int | None:
-    """Return the number of questions in a file; None if it is missing or in no supported format."""
+    """Return the number of questions in a file; None if the file is missing."""
     if not file.is_file():
         return None
     if file.suffix == ".parquet":

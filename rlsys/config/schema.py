@@ -31,7 +31,7 @@ from rlsys.config.bounds import (
 )
 
 REQUIRED = "???"
-"""Value of a key without a default; a run that leaves one unset stops with an error."""
+"""Value of a key without a default; a run that leaves such a key unset stops with an error."""
 
 Device = StrEnum("Device", ["cpu", "gpu"])
 """Hardware of the worker groups. `cpu`: For tests and the tiny example."""
@@ -42,8 +42,8 @@ Dtype = StrEnum("Dtype", ["float32", "bfloat16"])
 Attention = StrEnum("Attention", ["auto", "flash", "fused", "unfused"])
 """Attention kernel of Transformer Engine."""
 OnUpdate = StrEnum("OnUpdate", ["finish", "continue"])
-"""Treatment of episodes in flight when new weights arrive. `finish`: They end under the old version, new prompt groups
-wait, and a group has one version. `continue`: They pause and resume under the new version."""
+"""Treatment of episodes in flight when new weights arrive. `finish`: The episodes end under the old version while new
+prompt groups wait, so a group has one version. `continue`: The episodes pause and resume under the new version."""
 LrDecay = StrEnum("LrDecay", ["constant", "linear", "cosine"])
 """Shape of the learning rate after warm-up. `linear` and `cosine` end at `min_lr`."""
 WandbMode = StrEnum("WandbMode", ["auto", "online", "offline"])
@@ -55,13 +55,13 @@ Mode = StrEnum("Mode", ["disaggregated", "colocated"])
 
 TokenMode = StrEnum("TokenMode", ["retokenize", "append"])
 """Form of a multi-turn context. `retokenize`: Text, tokenised again for every turn and for training. `append`: Token
-ids. Sampled tokens stay and are trained as they are; each observation is tokenised alone."""
+ids. Sampled tokens are kept and trained unchanged; each observation is tokenised separately."""
 
 SyncMode = StrEnum("SyncMode", ["tensor", "broadcast", "disk", "ipc"])
-"""Transport of weights from the actor to engines and inference group. `tensor`: Shared host memory of one machine.
-`broadcast`: A process group of the actor's first rank and all receivers, gloo on CPUs and NCCL on GPUs; for several
-machines. `disk`: Files in the run's folder; several machines need a shared `output_dir`. `ipc`: GPU memory of one
-machine (CUDA IPC), without a copy through host memory unless an engine is asleep."""
+"""Transport of weights from the actor to the engines and the inference group. `tensor`: Shared host memory of one
+machine. `broadcast`: A process group of the actor's first rank and all receivers, gloo on CPUs and NCCL on GPUs; for
+several machines. `disk`: Files in the run's folder; several machines need a shared `output_dir`. `ipc`: GPU memory of
+one machine (CUDA IPC), without a copy through host memory unless an engine is asleep."""
 
 Packing = StrEnum("Packing", ["packed", "padded"])
 """Layout of sequences in a micro-batch. `packed`: One after the other, without padding. `padded`: Sequences of similar
@@ -69,8 +69,8 @@ length, padded to one rectangle."""
 
 CassetteMode = StrEnum("CassetteMode", ["record", "replay", "extend"])
 """Use of the cassette. `record`: Query the server and write every call to a new file. `replay`: Answer from the file
-after the recorded latency; a query that it lacks fails. `extend`: Answer from the file; query the server for anything
-else and append the result."""
+after the recorded latency; a query that the file lacks fails. `extend`: Answer from the file; send any other query to
+the server and append the result."""
 
 GuardAction = StrEnum("GuardAction", ["warn", "stop"])
 """Reaction to an alarm. `warn`: Log it. `stop`: Log it, write a checkpoint and end the run with an error."""
@@ -91,14 +91,14 @@ class ModelConfig:
     """Recompute the activations of every layer in the backward pass. Saves memory for about a third more training time;
     turn on when the actor runs out of memory."""
     attention: Attention = Attention.auto
-    """Attention kernel of Transformer Engine; `auto` leaves the choice to it; `flash` and `fused` need
-    `dtype=bfloat16`. Local layers ignore this key and use torch's fused attention."""
+    """Attention kernel of Transformer Engine; `auto` lets it choose, `flash` and `fused` need `dtype=bfloat16`. Local
+    layers ignore this key and use torch's fused attention."""
     fusions: bool = True
     """Fused GPU kernels: SwiGLU always, rotary embedding and expert permutation with Transformer Engine, gradient
-    accumulation with apex. Turn off to rule them out while debugging."""
+    accumulation with apex. Turn off while debugging, to rule out these kernels."""
     fp8: bool = False
-    """Run matrix products of all Megatron models in FP8; actor and inference group share it, so that ratios start at 1.
-    Needs Transformer Engine and an Ada, Hopper or newer GPU."""
+    """Run matrix products of all Megatron models in FP8; both the actor and the inference group use it, so that ratios
+    start at 1. Needs Transformer Engine and an Ada, Hopper or newer GPU."""
 
 
 @dataclass
@@ -113,8 +113,8 @@ class ParallelConfig:
     """Context-parallel size: ranks that split every sequence and its activations. For long sequences; needs
     `packing=packed`."""
     ep: RankCount = 1
-    """Expert-parallel size: ranks that the experts are spread over. They are neighbours within a pipeline stage,
-    tensor-parallel ranks included."""
+    """Expert-parallel size: number of ranks among which the experts are divided. These ranks are neighbours within a
+    pipeline stage, including tensor-parallel ranks."""
     pp_layers: Annotated[list[int] | None, Unit("layers")] = None
     """Layers of each pipeline stage, in order; null splits evenly."""
     sequence_parallel: bool = False
@@ -127,14 +127,14 @@ class OptimizerConfig:
     """AdamW and its learning-rate schedule."""
 
     kind: Literal["adamw"] = "adamw"
-    """Optimiser; the other keys belong to it."""
+    """Optimiser; the other keys are its settings."""
     lr: Positive = 1e-6
     """Learning rate after warm-up."""
     min_lr: NotNegative = 0.0
     """Learning rate after the last step with `decay` linear or cosine; `constant` ignores it."""
     decay: LrDecay = LrDecay.constant
     warmup_fraction: Share = 0.0
-    """Share of this group's optimiser steps over which the rate rises linearly from 0."""
+    """Share of this group's optimiser steps during which the learning rate rises linearly from 0."""
     weight_decay: NotNegative = 0.01
     """Decoupled weight decay; biases and norms are exempt."""
     beta1: Decay = 0.9
@@ -144,7 +144,7 @@ class OptimizerConfig:
     eps: Positive = 1e-8
     """Added to the root of the running mean of squared gradients."""
     clip_grad: NotNegative = 1.0
-    """Largest global gradient norm, above which gradients are scaled down; 0 turns clipping off."""
+    """Largest global gradient norm; larger gradients are scaled down to it. 0 turns clipping off."""
     distributed: bool = True
     """Shard the optimiser state over data-parallel ranks (ZeRO-1)."""
     overlap_grad_reduce: bool = False
@@ -162,8 +162,8 @@ class ActorConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     micro_batch_tokens: Tokens = 16384
-    """Most tokens, padding included, of one forward and backward pass on one rank. Lower it when the actor runs out of
-    memory; the result is the same up to rounding."""
+    """Maximum number of tokens, padding included, in one forward and backward pass on one rank. Lower it when the actor
+    runs out of memory; the result is the same up to rounding."""
     packing: Packing = Packing.packed
 
 
@@ -173,7 +173,7 @@ class InferenceConfig:
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_batch_tokens: Tokens = 32768
-    """Most tokens, padding included, of one forward pass on one rank."""
+    """Maximum number of tokens, padding included, in one forward pass on one rank."""
     packing: Packing = Packing.packed
 
 
@@ -184,13 +184,13 @@ class CriticConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     micro_batch_tokens: Tokens = 16384
-    """Most tokens, padding included, of one forward and backward pass on one rank."""
+    """Maximum number of tokens, padding included, in one forward and backward pass on one rank."""
     packing: Packing = Packing.packed
     value_clip: Annotated[Positive, Unit("reward")] | None = 0.5
-    """PPO value clipping: distance from its old value beyond which a value gains nothing more in an update; null turns
+    """PPO value clipping: distance between a new and an old value beyond which the loss falls no further; null turns
     clipping off."""
     warmup_steps: Steps = 0
-    """First steps of a run, in which only the critic trains."""
+    """Number of steps at the start of a run in which only the critic trains."""
 
 
 @dataclass
@@ -198,7 +198,7 @@ class EngineConfig:
     """One SGLang engine."""
 
     kind: Literal["sglang"] = "sglang"
-    """Engine; the other keys belong to it."""
+    """Engine; the other keys are its settings."""
     tp: RankCount = 1
     """Tensor-parallel size: devices of one engine. The rollout group has ranks / tp engines."""
     dtype: Dtype = Dtype.bfloat16
@@ -210,7 +210,7 @@ class EngineConfig:
     kv_cache_tokens: Tokens | None = None
     """Capacity of the KV cache; null fills `memory_fraction`."""
     max_running: Annotated[Count, Unit("requests")] = 256
-    """Most requests that are decoded at once."""
+    """Maximum number of requests decoded at the same time."""
     cuda_graphs: bool = True
     """Decode with CUDA graphs; off is slower and takes less memory. No effect on a CPU."""
     start_timeout_s: Seconds = 600.0
@@ -230,8 +230,8 @@ class SamplingConfig:
     stop: list[str] = field(default_factory=lambda: ["</search>", "</answer>"])
     """Strings that end a turn in the engine; they stay in the text. Tools add their own closing tags."""
     accept_truncation: bool = False
-    """Allow `top_p` and `top_k` beside recomputed log-probs. Those cover the whole vocabulary, so that every ratio to
-    the sampler is biased."""
+    """Allow `top_p` and `top_k` together with recomputed log-probs. Recomputed log-probs cover the whole vocabulary, so
+    every ratio to the sampler is then biased."""
 
 
 @dataclass
@@ -241,11 +241,11 @@ class RolloutConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_episodes: Annotated[Count, Unit("episodes")] = 256
-    """Most episodes in flight on one engine, those that wait for a search included. More keep the engine busier and
-    take more KV cache."""
+    """Maximum number of episodes in flight on one engine, including episodes that wait for a search. More episodes keep
+    the engine busier and take more KV cache."""
     episode_timeout_s: Seconds = 600.0
-    """Time limit of one episode, tool calls included. On expiry it ends as aborted, with the tokens so far, and counts
-    in `episodes_aborted`."""
+    """Time limit of one episode, tool calls included. On expiry the episode ends as aborted, with the tokens so far,
+    and counts in `episodes_aborted`."""
 
 
 @dataclass
@@ -269,7 +269,7 @@ class TaskConfig:
     eval_path: str = REQUIRED
     """Held-out questions, in the same format."""
     tools: list[str] = field(default_factory=list)
-    """Tools beside the search, each as `package.module.Class`; see docs/tutorials/own-tool.md."""
+    """Tools besides the search, each as `package.module.Class`; see docs/tutorials/own-tool.md."""
     tags: TagsConfig = field(default_factory=TagsConfig)
     invalid_message: str = (
         "\nMy previous action is invalid. If I want to search, I should put the query between <search> and "
@@ -278,17 +278,17 @@ class TaskConfig:
     )
     """Observation after a turn that neither searches, calls a tool nor answers."""
     max_turns: Annotated[Whole, Unit("turns")] = 4
-    """Turns that may search or call a tool. One more turn follows, in which only an answer counts; 0 allows no search
-    at all."""
+    """Maximum number of turns that may search or call a tool. One more turn follows, in which only an answer counts; 0
+    allows no search at all."""
     max_prompt_tokens: Tokens = 2048
-    """Most tokens of a prompt, chat template included. A longer one ends the run with an error."""
+    """Maximum number of tokens in a prompt, chat template included. A longer prompt ends the run with an error."""
     max_turn_tokens: Tokens = 500
-    """Most tokens generated in one turn."""
+    """Maximum number of tokens generated in one turn."""
     max_observation_tokens: Tokens = 500
-    """Most tokens of an observation, tags included; a longer text is cut at its end."""
+    """Maximum number of tokens in an observation, tags included; a longer text is cut at its end."""
     max_total_tokens: Tokens = 7096
-    """Most tokens of an episode: prompt, turns and observations. No more than the model's context and
-    `rollout.engine.kv_cache_tokens` hold."""
+    """Maximum number of tokens in an episode: prompt, turns and observations. At most the model's context and
+    `rollout.engine.kv_cache_tokens`."""
     token_mode: TokenMode = TokenMode.retokenize
     train_eos: bool = True
     """Append an end-of-sequence token after the answer, unless the policy sampled one, and train it."""
@@ -310,7 +310,7 @@ class SearchConfig:
     """The search tool's client, and the server that a run starts when `url` is null."""
 
     enabled: bool = True
-    """Let the policy search. Without it no server is needed and the search tag has no effect."""
+    """Let the policy search. If false, no server is needed and the search tag has no effect."""
     url: str | None = None
     """Base URL of a running server, such as http://127.0.0.1:8000; null starts one for the run."""
     replicas: list[str] = field(default_factory=list)
@@ -329,11 +329,11 @@ class SearchConfig:
     """Time limit of one HTTP request."""
     retries: Annotated[Whole, Unit("tries")] = 8
     """Retries after every healthy replica has failed a request, with exponential backoff: about 20 s of pauses with 8
-    retries. Then the policy reads an error as the observation."""
+    retries. If all fail, the policy reads an error as the observation."""
     max_concurrent: Annotated[Count, Unit("requests")] = 64
-    """Most requests in flight from the episodes of one engine."""
+    """Maximum number of requests in flight from the episodes of one engine."""
     start_timeout_s: Seconds = 180.0
-    """Time limit for a server started with the run to answer. A large index takes minutes to load."""
+    """Time limit from the start of the run's own server to its first answer. A large index takes minutes to load."""
     cassette: CassetteConfig = field(default_factory=CassetteConfig)
 
 
@@ -358,7 +358,7 @@ class ClusterConfig:
     """Number of machines."""
     devices_per_node: Annotated[Count, Unit("devices")] | None = None
     """Devices of each machine: machine i has ranks i * n to (i + 1) * n - 1. Required with several machines; null
-    places all ranks on one."""
+    places all ranks on one machine."""
     device_memory_gib: Annotated[Positive, Unit("GiB")] | None = None
     """Memory of each device, for the memory check before the start; null skips the check."""
     mode: Mode = Mode.disaggregated
@@ -376,20 +376,22 @@ class ClusterConfig:
     and `on_update=finish` it must exceed `rollout.episode_timeout_s`, because an update waits for episodes."""
     sync_mode: SyncMode = SyncMode.tensor
     sync_bucket_bytes: Annotated[Count, Unit("bytes")] = 2 * 1024**3
-    """Size of one weight bucket; no less than the model's largest tensor. Two buckets are in memory at a time."""
+    """Size of one weight bucket; at least the size of the model's largest tensor. Two buckets are in memory at a
+    time."""
     search: SearchNodesConfig = field(default_factory=SearchNodesConfig)
 
 
 @dataclass
 class SequentialSchedule:
-    """Rollout, scoring and training follow each other, each over the whole step."""
+    """Rolls out all prompt groups of a step, then scores them, then trains on them."""
 
     kind: Literal["sequential"] = "sequential"
 
 
 @dataclass
 class PipelinedSchedule:
-    """Groups are scored and trained while others of the same step still roll out; strictly on-policy."""
+    """Scores and trains on prompt groups while other groups of the same step are still in rollout; strictly
+    on-policy."""
 
     kind: Literal["pipelined"] = "pipelined"
 
@@ -415,8 +417,8 @@ class TrainerConfig:
     prompts_per_step: Annotated[Count, Unit("prompts")] = 512
     """Prompt groups trained per step, of `algorithm.n_samples` episodes each."""
     mini_batches: Annotated[Count, Unit("optimiser steps")] = 1
-    """Optimiser steps per step, at most `prompts_per_step`. Sizes differ by at most one prompt group: 8 groups in 3
-    mini-batches are 2, 3 and 3."""
+    """Optimiser steps per step, at most `prompts_per_step`. Mini-batches differ in size by at most one prompt group: 8
+    groups in 3 mini-batches are 2, 3 and 3."""
     seed: Whole = 1234
     """Seed of question order, sampling and newly initialised weights (the critic's value head)."""
 
@@ -428,14 +430,14 @@ class EvalConfig:
     interval: Steps = 0
     """Steps between evaluations; 0 evaluates only before the first and after the last step."""
     limit: Annotated[Count, Unit("questions")] | None = None
-    """Most questions of an evaluation, from the start of the file; null takes all."""
+    """Maximum number of questions in an evaluation, from the start of the file; null takes all."""
     samples: Annotated[Count, Unit("answers")] = 1
     """Answers per question."""
     temperature: NotNegative = 0.0
     """Sampling temperature of answers; 0 is greedy."""
     engines: Annotated[Count, Unit("engines")] | None = None
-    """Engines set aside for an evaluation while the others continue rollouts and training continues; null uses
-    all engines, and training waits."""
+    """Number of engines set aside for an evaluation, while training and the rollouts of the other engines continue;
+    null uses all engines, and training waits."""
 
 
 @dataclass
@@ -443,12 +445,12 @@ class CompatConfig:
     """Behaviour of Search-R1's code beyond its settings, to reproduce its published numbers. See docs/algorithms.md."""
 
     answer_over_prompt: bool = False
-    """Search prompt and response together for the last answer; a single match counts as the prompt's example and is no
-    answer."""
+    """Look for the last answer in prompt and response together. A single match is taken for the prompt's example, not
+    for an answer."""
     sampled_validation: bool = False
-    """Sample the answers of evaluations by `rollout.sampling`; `eval.temperature` is ignored."""
+    """Sample the answers of evaluations with the settings in `rollout.sampling`; `eval.temperature` is ignored."""
     validation_batch: Annotated[Count, Unit("questions")] | None = None
-    """Batch size of evaluations, whose incomplete last batch is left out; null takes all questions."""
+    """Batch size of evaluations. An incomplete last batch is left out; null takes all questions."""
     observations_in_values: bool = False
     """Include observation tokens in the critic's loss, in advantage estimation and in whitening."""
 
@@ -478,7 +480,7 @@ class JudgeConfig:
     retries: Annotated[Whole, Unit("tries")] = 3
     """Retries of a failed request, with growing pauses. If all fail, the run ends."""
     max_concurrent: Annotated[Count, Unit("requests")] = 16
-    """Most requests in flight."""
+    """Maximum number of requests in flight."""
     requests_per_minute: Annotated[Count, Unit("requests/min")] | None = None
     """Rate limit; null sets none."""
     cache_path: str | None = None
@@ -493,21 +495,22 @@ class RewardConfig:
     """Weight of each term; the reward is the weighted sum. Empty is `exact_match: 1`. docs/rewards.md lists the names;
     `package.module.function` is a term of your own. Weight 0 removes a term that another file set."""
     structure_score: Annotated[NotNegative, Unit("reward")] = 0.2
-    """Term `format`: score of a correct structure with a wrong answer. A right answer without it scores 1 less this."""
+    """Term `format`: score of a correct structure with a wrong answer. A right answer without the structure scores 1
+    minus this value."""
     final_score: Annotated[NotNegative, Unit("reward")] = 0.1
     """Term `format`: score of a wrong answer without the correct structure."""
     retrieval_score: Annotated[NotNegative, Unit("reward")] = 0.0
     """Term `format`: added to `structure_score` where a search retrieved an accepted answer."""
     overlong_buffer: Tokens = 512
-    """Term `overlong`: response tokens before `overlong_limit` over which the penalty rises from 0 to 1."""
+    """Term `overlong`: number of response tokens before `overlong_limit` within which the penalty rises from 0 to 1."""
     overlong_limit: Tokens | None = None
-    """Term `overlong`: response tokens at which the penalty reaches 1; null is `task.max_total_tokens` less the
+    """Term `overlong`: response tokens at which the penalty reaches 1; null is `task.max_total_tokens` minus the
     prompt."""
     max_answer_tags: Annotated[Count, Unit("tags")] | None = None
-    """Most answer tags of an episode with full reward. Beyond it, each term earned by the answer is capped at
-    `many_answers_score`; null sets no limit."""
+    """Maximum number of answer tags in an episode with full reward. With more tags, each term that grades the answer is
+    capped at `many_answers_score`; null sets no limit."""
     many_answers_score: Annotated[Share, Unit("reward")] = 0.25
-    """Cap on a term's score beyond `max_answer_tags`."""
+    """Cap on a term's score in an episode with more than `max_answer_tags`."""
     custom_timeout_s: Seconds = 600.0
     """Time limit of one call to a term of your own; on expiry the run ends."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
@@ -519,9 +522,9 @@ class GuardsConfig:
 
     action: GuardAction = GuardAction.warn
     patience: Annotated[Count, Unit("steps")] = 3
-    """Consecutive steps beyond a bound that raise an alarm. NaN raises it at once."""
+    """Number of consecutive steps beyond a bound that raises an alarm. NaN raises an alarm at once."""
     entropy_floor: Annotated[NotNegative, Unit("nats")] | None = 0.01
-    """Least mean entropy per trained token. A collapsed policy is near 0."""
+    """Lowest mean entropy per trained token. The entropy of a collapsed policy is near 0."""
     kl_ceiling: Annotated[Positive, Unit("nats")] | None = 1.0
     """Largest mean KL per token to the reference policy, by the configured estimator."""
     ratio_ceiling: AboveOne | None = 20.0
@@ -529,7 +532,7 @@ class GuardsConfig:
     many_answers_ceiling: Share | None = 0.1
     """Largest share of episodes with more than one answer tag."""
     same_answer_ceiling: Share | None = 0.5
-    """Largest share of a step's episodes that give one and the same answer."""
+    """Largest share of a step's episodes that give the same answer."""
 
 
 @dataclass
@@ -539,15 +542,15 @@ class CheckpointConfig:
     interval: Steps = 0
     """Steps between checkpoints; 0 saves only the last step."""
     background: bool = True
-    """Train on while a checkpoint is written."""
+    """Continue training while a checkpoint is written."""
     keep_last: Annotated[Count, Unit("checkpoints")] | None = None
     """Number of newest checkpoints to keep; null keeps all."""
     keep_every: Annotated[Count, Unit("steps")] | None = None
-    """Also keep the checkpoint of every step divisible by this; needs `keep_last`."""
+    """Also keep the checkpoint of every step divisible by this number; needs `keep_last`."""
     keep_best: bool = False
     """Also keep the checkpoint with the best evaluation; needs `keep_last`."""
     fall_back: bool = False
-    """Resume from the newest intact checkpoint where a newer one is damaged; otherwise resume fails."""
+    """Resume from the newest intact checkpoint if a newer one is damaged; false makes resume fail instead."""
     may_differ: list[str] = field(default_factory=list)
     """Keys that may change on resume although they affect learning, such as `trainer.prompts_per_step`."""
 
@@ -566,10 +569,10 @@ class TrackingConfig:
     project: str = "rlsys"
     """Weights & Biases project."""
     sample_trajectories: Annotated[Whole, Unit("trajectories")] = 10
-    """Trajectories of the last step to save as readable text in samples/."""
+    """Number of trajectories of the last step that are saved as readable text in samples/."""
     trajectories: Annotated[Whole, Unit("trajectories")] | None = 64
-    """Trajectories per step to save token by token, in whole prompt groups, for the report and the token audit; null
-    saves all, 0 none."""
+    """Number of trajectories per step that are saved token by token, in whole prompt groups, for the report and the
+    token audit; null saves all, 0 none."""
 
 
 @dataclass
@@ -602,7 +605,7 @@ class RunConfig:
 
 
 def variants(hint: Any) -> dict[str, type]:
-    """Return the classes of a union of groups by `kind`; a plain group under ""; empty for other types."""
+    """Return the classes of a union of groups by `kind`. A plain group has the kind ""; other types have no classes."""
     classes = get_args(hint) or (hint,)
     if not all(map(is_dataclass, classes)):
         return {}
@@ -617,8 +620,8 @@ def choices(hint: Any) -> dict[str, Any]:
 
 
 def schema_groups(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every group of keys in `settings` with its dotted path, in reading order; of a union also the variants not
-    chosen."""
+    """Yield every group of keys in `settings` with its dotted path, in the order of the schema. Includes the variants
+    of a union that are not chosen."""
     yield path, settings
     for name, hint in get_type_hints(type(settings)).items():
         group = getattr(settings, name)
@@ -628,7 +631,8 @@ def schema_groups(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 @cache
 def leaf_types() -> dict[str, Any]:
-    """Return the type of every leaf key by dotted path; where several variants share a key, the last one's."""
+    """Return the type of every leaf key by dotted path; if several variants share a key, the type in the last
+    variant."""
     return {
         f"{path}.{name}".lstrip("."): hint
         for path, group in schema_groups(RunConfig())

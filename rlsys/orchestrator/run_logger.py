@@ -168,7 +168,7 @@ class RunLogger:
     def prompts(self, step: int, ended: Iterable[GroupOutcome]) -> None:
         """Record the prompt groups that ended by the end of `step`."""
         for group in ended:
-            self._prompts.append({"step": step, "ticket": group.number, "uid": group.uid, "end": str(group.outcome)})
+            self._prompts.append({"step": step, "group": group.number, "uid": group.uid, "end": str(group.outcome)})
 
     def begin_step(self) -> None:
         """Start the clock of the next step. Time between two steps counts towards neither."""

@@ -180,9 +180,9 @@ class Engine:
             )
         try:
             self._process = starting.result()
+            self._liveness = Liveness(self._name, self._process.processes())
         except Exception as error:
             raise RunError(f"{self._name} did not start: {error}") from error
-        self._liveness = Liveness(self._name, [child for child in _children() if child.pid not in before])
         await self._process.freeze_gc()
 
     async def generate(

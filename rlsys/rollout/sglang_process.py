@@ -68,6 +68,13 @@ class SglangProcess:
             self.engine = (_CpuEngine if on_cpu else Engine)(**arguments)
         self._manager = self.engine.tokenizer_manager
 
+    def processes(self) -> list[psutil.Process]:
+        """Return the schedulers and detokenizers, whose death ends generation. Raises psutil.NoSuchProcess if one is gone.
+
+        Their helpers exit by themselves: torch.compile's pool after a minute without work.
+        """
+        return [psutil.Process(pid) for pid in self.engine.get_all_child_pids()]
+
     async def freeze_gc(self) -> None:
         """Exclude the objects loaded at the start from garbage collection, here and in the children.
 

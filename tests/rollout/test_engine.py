@@ -28,6 +28,11 @@ async def test_greedy_tokens_and_log_probs_are_those_of_transformers(bench: Benc
         bench.assert_logprobs(ids, generation)
 
 
+async def test_watched_processes_are_the_scheduler_and_the_detokenizer(bench: Bench) -> None:
+    watched = bench.engine._sglang.processes()
+    assert sorted(process.cmdline()[0].rstrip() for process in watched) == ["sglang::detokenizer", "sglang::scheduler"]
+
+
 async def test_log_probs_are_over_the_whole_vocabulary_at_the_temperature(bench: Bench) -> None:
     """`rlsys.report.drift` depends on it."""
     await bench.bring(bench.first)

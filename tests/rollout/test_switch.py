@@ -46,6 +46,13 @@ class Script:
         self.reached = asyncio.Event()
         self.paused = False
         self.engine = self
+        self.watched: list[psutil.Process] = []
+
+    def processes(self) -> list[psutil.Process]:
+        return self.watched
+
+    async def freeze_gc(self) -> None:
+        self.log.append("freeze_gc")
 
     async def _step(self, name: str) -> tuple[bool, str]:
         self.log.append(name)
@@ -191,6 +198,30 @@ async def test_death_during_a_switch_ends_every_call_with_the_process_id(engine:
         with pytest.raises(EngineDied, match=str(sglang.pid)):
             await asyncio.wait_for(told, timeout=60)
     sglang.wait()
+
+
+async def test_engine_survives_a_helper_process_that_exits(
+    engine: Engine, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The helper is the older process, so an engine that watched both would name the helper."""
+    children: list[psutil.Popen] = []
+
+    def launch() -> Script:
+        children.extend(psutil.Popen(["sleep", "600"]) for _ in range(2))
+        script.watched = [children[1]]
+        return script
+
+    monkeypatch.setattr(engine, "_launch", launch)
+    monkeypatch.setattr(sglang_cpu, "prepare", lambda _device: None)
+    await engine.start()
+    helper, scheduler = children
+    helper.kill()
+    helper.wait()
+    await generate(engine, [1])
+    scheduler.kill()
+    with pytest.raises(EngineDied, match=str(scheduler.pid)):
+        await asyncio.wait_for(generate(engine, [0]), timeout=60)
+    scheduler.wait()
 
 
 async def test_sleep_waits_for_a_bucket_that_is_being_staged(

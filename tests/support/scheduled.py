@@ -115,7 +115,7 @@ class Playback:
         self.capacity = self._groups if arrivals.waves else self._random.randint(3, self._groups)
 
     async def run_group(
-        self, question: Question, _ticket: int, _begun: Sequence[EpisodeProgress] = ()
+        self, question: Question, _group: int, _progress: Sequence[EpisodeProgress] = ()
     ) -> list[Trajectory]:
         """See `EnginePool`."""
         version = self._version

@@ -30,7 +30,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Right-padded rows. `tokens` [batch, seq]; `weights` [batch, seq] of each token as a target."""
+    """Right-padded rows. `tokens` [batch, seq]; `weights` [batch, seq]: weight of each token as a target."""
 
     tokens: Tensor
     weights: Tensor
@@ -39,9 +39,9 @@ class Batch:
 def encode(
     tokenizer: PreTrainedTokenizerFast, traces: Sequence[Trace], context_weight: float
 ) -> list[tuple[list[int], list[float]]]:
-    """Ids and weights of each trace, with the end of text appended.
+    """Return the token ids and weights of each trace, with the end of text appended.
 
-    The policy's own tokens have weight 1, those of prompt and observations `context_weight`.
+    The policy's own tokens have weight 1; tokens of the prompt and of observations have weight `context_weight`.
     """
     encoded = tokenizer([trace.text for trace in traces], return_offsets_mapping=True)
     rows = []
@@ -73,7 +73,7 @@ def batches(
 
 
 def pad(rows: Sequence[tuple[list[int], list[float]]], padding: int) -> Batch:
-    """Batch of `rows`, padded on the right with `padding` at weight 0."""
+    """Return a batch of `rows`, padded on the right with `padding` at weight 0."""
     width = max(len(ids) for ids, _ in rows)
     tokens = torch.full((len(rows), width), padding, dtype=torch.long)
     weights = torch.zeros(len(rows), width)

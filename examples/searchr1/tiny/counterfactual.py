@@ -17,11 +17,12 @@ from examples.searchr1.tiny.questions import WorldQuestion, one_hop, two_hop
 from examples.searchr1.tiny.traces import Script, Step
 
 FAMILIAR_SHARE = 0.3
-"""Share of fictional currencies, languages and continents that are real ones; the others are any name."""
+"""Share of the currencies, languages and continents in fictional worlds that are real; the others are names of
+places."""
 LOOKALIKE_SHARE = 0.15
-"""Share of new names that begin like an earlier one of the case, as names that search confuses do."""
+"""Share of new names that begin like an earlier name of the case; search confuses such names."""
 SHUFFLED_SHARE = 0.05
-"""Share of cases with shuffled passages, so that rank alone does not tell which one to read."""
+"""Share of cases with shuffled passages, so that the rank does not tell which passage to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Case:
         return self.path[-1].values(self.relation)[0]
 
     def question(self, phrasing: int) -> WorldQuestion:
-        """Question of the case in one of its phrasings."""
+        """Return the question of the case in one of its phrasings."""
         first = self.path[0]
         if len(self.path) == 1:
             return one_hop(first, self.relation, phrasing)
@@ -47,7 +48,7 @@ class Case:
         return two_hop(first, self.relation, self.path[-1].values(self.relation), phrasing)
 
     def script(self, phrasing: int, guess: str) -> Script:
-        """Script of the case; `guess` is the answer of a policy that does not search."""
+        """Return the script of the case; `guess` is the answer of a policy that does not search."""
         steps = tuple(
             Step(place.name, tuple(map(passage, places)))
             for place, places in zip(self.path, self.retrieved, strict=True)
@@ -56,7 +57,7 @@ class Case:
 
 
 def real_case(question: WorldQuestion, places: Mapping[str, Place], retrieved: Mapping[str, Sequence[Place]]) -> Case:
-    """Case of a question with the world's facts; `retrieved` is keyed by the name searched for."""
+    """Return the case of a question with the world's facts; `retrieved` is keyed by the name searched for."""
     names = (question.entity, question.country)[: question.hops]
     return Case(
         question.relation,

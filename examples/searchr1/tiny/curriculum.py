@@ -35,7 +35,7 @@ DRILL_ITEMS = 8
 class Mixture:
     """Shares of the kinds of traces. An episode that neither guesses nor stops early takes the right path.
 
-    `stop` is a share of the two-hop questions that do not guess; `real` is the share of traces with real facts, the
+    `stop` is a share of the two-hop episodes that do not guess; `real` is the share of traces with real facts, the
     others are fictional.
     """
 
@@ -49,7 +49,7 @@ class Mixture:
 
 
 def heldout_names(world: World) -> set[str]:
-    """Names of held-out countries, their cities and their capitals."""
+    """Return the names of held-out countries, their cities and their capitals."""
     countries = {question.country for question in world.heldout}
     cities = {city.name for city in world.cities if city.country in countries}
     capitals = {country.capital for country in world.countries if country.name in countries}
@@ -57,7 +57,7 @@ def heldout_names(world: World) -> set[str]:
 
 
 def free_names(world: World) -> list[str]:
-    """Real names of places without those of held-out questions."""
+    """Return the real place names that no held-out question uses."""
     taken = heldout_names(world)
     return [name for name in plain_city_names() if name not in taken]
 
@@ -87,7 +87,7 @@ class Curriculum:
         self._redrawer = Redrawer(self._names, currencies, timezones, self._rng)
 
     def script(self, question: WorldQuestion) -> Script:
-        """Script of the question in the real world and in its own phrasing."""
+        """Return the script of the question in the real world and in its own phrasing."""
         case = self._case(question)
         script = case.script(0, self._rng.choice(self._guesses[question.relation]))
         return replace(script, prompt=question.prompt)

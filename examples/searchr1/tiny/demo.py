@@ -87,7 +87,7 @@ def prepare_world(console: Console) -> None:
 
 
 async def find_ceiling(config: RunConfig) -> Ceiling:
-    """Ceiling of the scripted policy on the run's own search server."""
+    """Return the ceiling of the scripted policy on the run's own search server."""
     assert config.search.url is not None
     questions = read_questions(config.task.eval_path)
     async with SearchClient(config.search.url, topk=config.search.topk) as client:
@@ -106,8 +106,8 @@ def convert_and_evaluate(
 ) -> dict[str, Any]:
     """Convert the last checkpoint to a Hugging Face folder, verify it, and evaluate it with plain transformers.
 
-    Uses the `rlsys` commands of a user. Returns the share of answers equal to the engine's last ones, the exact match
-    and the seconds.
+    Runs the same `rlsys` commands as a user. Returns the share of answers equal to the engine's last answers, the exact
+    match and the seconds.
     """
     started = time.perf_counter()
     checkpoint, hf, out = newest_checkpoint(run_dir) / "actor", run_dir / "hf", run_dir / "eval"
@@ -134,12 +134,12 @@ def command(console: Console, *words: object) -> None:
 
 
 def newest_checkpoint(run_dir: Path) -> Path:
-    """Folder of the run's last checkpoint."""
+    """Return the folder of the run's last checkpoint."""
     return CheckpointStore(run_dir / CHECKPOINTS).saved()[-1].folder
 
 
 def answers_in(file: Path) -> dict[str, str | None]:
-    """Question id -> answer."""
+    """Return question id -> answer."""
     return {row["uid"]: row["answer"] for row in map(json.loads, file.open(encoding="utf-8"))}
 
 

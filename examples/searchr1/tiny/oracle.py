@@ -1,6 +1,6 @@
 """Scripted policy, the oracle: it takes the right path and reads the answer from the retrieved passages.
 
-Its score is the ceiling of any policy with this protocol: it fails only if the retriever does. It reads a question's
+Its score is the ceiling of any policy with this protocol: it fails only if the retriever fails. It reads a question's
 entity, relation and hops from `extra`, and takes every fact from the passages.
 """
 
@@ -51,7 +51,7 @@ class Ceiling:
 
 
 async def answer(question: Question, retrieve: Retrieve) -> OracleEpisode:
-    """Take the right path; a search that misses ends it without an answer."""
+    """Follow the correct searches; if one misses, the episode ends without an answer."""
     place, relation = str(question.extra["entity"]), str(question.extra["relation"])
     wanted = ["country", relation] if question.extra["hops"] == 2 else [relation]
     found = []
@@ -65,7 +65,7 @@ async def answer(question: Question, retrieve: Retrieve) -> OracleEpisode:
 
 
 def read_fact(contents: Sequence[str], place: str, relation: str) -> str | None:
-    """Value of `relation` in the passage about `place`; None if no passage states it."""
+    """Return the value of `relation` in the passage about `place`; None if no passage states it."""
     for content in contents:
         title, _, text = content.partition("\n")
         match = FACTS[relation].search(text)

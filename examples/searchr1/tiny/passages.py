@@ -12,12 +12,12 @@ from examples.searchr1.tiny.geography import City, Country, Place
 
 
 def passage(place: Place) -> str:
-    """`contents` of a corpus row: the title in double quotes, a newline, one line of facts."""
+    """Return the `contents` of a corpus row: the title in double quotes, a newline, one line of facts."""
     return f'"{place.name}"\n{_sentence(place)}'
 
 
 def facts(place: Place) -> list[tuple[str, tuple[str, ...]]]:
-    """Facts in the order of the passage: the words before the values, and the values."""
+    """Return the facts in the order of the passage: the words before the values, and the values."""
     match place:
         case City(_, country, timezone):
             return [("country", (country,)), ("time zone", (timezone,))]
@@ -32,7 +32,7 @@ def _sentence(place: Place) -> str:
 
 
 def observation(contents: Sequence[str]) -> str:
-    """Observation of a search result, in Search-R1's format."""
+    """Return the observation of a search result, in Search-R1's format."""
     documents = []
     for number, content in enumerate(contents, start=1):
         title, _, text = content.partition("\n")

@@ -79,14 +79,14 @@ TWO_HOP_PHRASINGS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class WorldQuestion:
-    """A question, with the place it starts from and the relation it asks for, for scripted policies."""
+    """A question, with its starting place and its relation, which scripted policies read."""
 
     text: str
     hops: int
     entity: str
     relation: str
     country: str
-    """Country that decides the split; with two hops also the place of the second search."""
+    """Country that decides the split; with two hops, also the place of the second search."""
     answers: tuple[str, ...]
     """All accepted answers, in the order of the passage."""
 
@@ -96,7 +96,7 @@ class WorldQuestion:
         return f"Question: {self.text}\n"
 
     def row(self, split: str, index: int) -> dict[str, Any]:
-        """Row in Search-R1's format."""
+        """Return the question as a row in Search-R1's format."""
         return {
             "data_source": "tiny_world",
             "prompt": [{"role": "user", "content": self.prompt}],
@@ -115,7 +115,7 @@ class WorldQuestion:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> WorldQuestion:
-        """Inverse of `row`."""
+        """Return the question that `row` converted to a row."""
         extra = row["extra_info"]
         return cls(
             text=extra["question"],

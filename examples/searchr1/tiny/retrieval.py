@@ -1,7 +1,7 @@
 """Exact dense retrieval over the tiny corpus in one process, with the search server's results but without HTTP.
 
-The encoder is all-MiniLM-L6-v2 with mean pooling and unit vectors, so the inner product is the cosine. Results equal
-those of an exact index over the same corpus; of equal scores, the lower row is first.
+The encoder is all-MiniLM-L6-v2 with mean pooling and unit vectors, so the inner product is the cosine. An exact index
+over the same corpus gives the same results; rows with equal scores are in ascending order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class DirectRetriever:
         self._vectors: NDArray[np.float32] = np.load(path)
 
     def rows(self, queries: Sequence[str]) -> list[tuple[int, ...]]:
-        """Corpus rows of the `top_k` nearest passages of each query, best first."""
+        """Return the corpus rows of the `top_k` nearest passages of each query, best first."""
         new = sorted({query for query in queries if query not in self._answers})
         if new:
             scores = self._encode(new) @ self._vectors.T
@@ -46,11 +46,11 @@ class DirectRetriever:
         return [self._answers[query] for query in queries]
 
     def passages(self, queries: Sequence[str]) -> list[list[str]]:
-        """`contents` of the `top_k` nearest passages of each query, best first."""
+        """Return the `contents` of the `top_k` nearest passages of each query, best first."""
         return [[self._contents[row] for row in rows] for rows in self.rows(queries)]
 
     async def __call__(self, query: str) -> list[str]:
-        """Passages of one query; a `Retrieve` of the oracle."""
+        """Return the passages of one query, as `Retrieve` of the oracle requires."""
         return self.passages([query])[0]
 
     def _encode(self, texts: Sequence[str]) -> NDArray[np.float32]:

@@ -68,17 +68,17 @@ def write_trace(script: Script, behaviour: Behaviour) -> str:
 
 
 def write_opening(script: Script) -> str:
-    """Prompt and first search, up to its query."""
+    """Write the prompt and the first search, up to the end of its query."""
     return script.prompt + _search("I need to search.", script.steps[0].query)
 
 
 def state(relation: str, value: str) -> str:
-    """Fact as passages state it: the relation's words, then the value."""
+    """Return a fact as passages state it: the relation's words, then the value."""
     return f"{SPELLED.get(relation, relation)} {value}"
 
 
 def observation_spans(trace: str) -> Sequence[tuple[int, int]]:
-    """Character ranges [start, end) of the observations in `trace`."""
+    """Return the character ranges [start, end) of the observations in `trace`."""
     return [match.span() for match in OBSERVATION.finditer(trace)]
 
 
@@ -91,7 +91,7 @@ def _answer(thought: str, answer: str) -> str:
 
 
 def write_drill(contents: Sequence[str], items: Sequence[tuple[str, str, str]]) -> str:
-    """Passages, then several look-ups of (place, relation, value).
+    """Write passages, then several look-ups of (place, relation, value).
 
     No episode has this form. It contains many copies from the same passages, so that copying, which takes longest to
     learn, is trained on few tokens.
@@ -103,5 +103,5 @@ def write_drill(contents: Sequence[str], items: Sequence[tuple[str, str, str]]) 
 
 
 def write_repetition(names: Sequence[str], times: int) -> str:
-    """The same names in the same order, `times` times: the simplest text to learn copying from."""
+    """Write the same names in the same order, `times` times: the simplest text from which a model learns to copy."""
     return "".join(f" {name}" for name in names) * times

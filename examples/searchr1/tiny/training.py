@@ -1,7 +1,7 @@
 """Trains the tiny policy with supervision: warm-up, constant learning rate, linear decay.
 
 The loss is the weighted mean of the targets' cross-entropies. Only a random quarter of the context's targets (prompt
-and observations) is scored: they are easy to learn, and their logits cost as much as others.
+and observations) is scored: they are easy to learn, and their logits cost as much as those of other targets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Steps and learning rate: linear warm-up over `warm_up` steps, linear decay to 0 over the last `decay`."""
+    """Steps and learning rate: linear warm-up over `warm_up` steps, linear decay to 0 over the last `decay` steps."""
 
     steps: int
     learning_rate: float
@@ -36,12 +36,12 @@ class Schedule:
     decay: int
 
     def factor(self, step: int) -> float:
-        """Factor of the learning rate at `step`, counted from 0."""
+        """Return the factor of the learning rate at `step`, counted from 0."""
         return min(1.0, (step + 1) / self.warm_up, (self.steps - step) / self.decay)
 
 
 def new_model(vocabulary: int, end_of_text: int, padding: int) -> Qwen2ForCausalLM:
-    """A Qwen2 of 1.3 million parameters with tied embeddings."""
+    """Return a Qwen2 model of 1.3 million parameters with tied embeddings."""
     config = Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=128,
@@ -61,7 +61,7 @@ def new_model(vocabulary: int, end_of_text: int, padding: int) -> Qwen2ForCausal
 def weighted_loss(
     model: Qwen2ForCausalLM, backbone: Callable[..., Any], batch: Batch, generator: torch.Generator
 ) -> Tensor:
-    """Scalar loss of a batch; `generator` draws the context's targets that are scored.
+    """Return the scalar loss of a batch; `generator` draws which of the context's targets are scored.
 
     `backbone` is the model without its head, compiled or not; its matrix products use bfloat16.
     """
@@ -77,9 +77,9 @@ def weighted_loss(
 
 
 def new_optimizers(model: Qwen2ForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for embedding, norms and biases.
+    """Return Muon for the layers' matrices and AdamW for embedding, norms and biases.
 
-    Muon's updates are orthogonal, so its rate is a multiple of AdamW's. With AdamW alone, the attention patterns that
+    Muon's updates are orthogonal, so its rate is a multiple of AdamW's. With only AdamW, the attention patterns that
     copy take several times as many steps to form.
     """
     layers = [p for p in model.model.layers.parameters() if p.ndim == 2]

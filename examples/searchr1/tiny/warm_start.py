@@ -1,4 +1,4 @@
-"""Makes the tiny policy in two stages, the second from the first one's checkpoint.
+"""Makes the tiny policy in two stages; the second stage starts from the checkpoint of the first.
 
     python -m examples.searchr1.tiny.warm_start --work outputs/tiny_policy --out examples/searchr1/tiny/policy
 
@@ -58,7 +58,7 @@ class Stage:
     """Steps between evaluations on held-out questions, each with a checkpoint."""
 
     def diet(self, step: int) -> Diet:
-        """Diet at `step`."""
+        """Return the diet at `step`."""
         return self.diets[max(start for start in self.diets if start <= step)]
 
 
@@ -125,7 +125,7 @@ def run_stage(shop: Workshop, name: str, model: Qwen2ForCausalLM) -> None:
 
 
 def measure(shop: Workshop, model: Qwen2ForCausalLM) -> dict[str, object]:
-    """Held-out metrics: forced copying, greedy answers, and samples at temperature 1."""
+    """Return the held-out metrics: forced copying, greedy answers, and samples at temperature 1."""
     scripts = [shop.curriculum.script(question) for question in shop.world.heldout]
     torch.manual_seed(SEED)
     greedy = run_episodes(model, shop.tokenizer, shop.retriever, scripts, temperature=0.0)

@@ -66,7 +66,7 @@ class World:
         return (*self.countries, *self.cities)
 
     def corpus(self) -> list[dict[str, str]]:
-        """Rows of `corpus.jsonl`; a row's id is its line number, from 0."""
+        """Return the rows of `corpus.jsonl`; a row's id is its line number, from 0."""
         return [{"id": str(row), "contents": passage(place)} for row, place in enumerate(self.places)]
 
 
@@ -90,7 +90,7 @@ def build_world(spec: WorldSpec | None = None) -> World:
 def _draw(
     countries: Sequence[Country], cities: Sequence[City], count: int, two_hop_share: float, rng: random.Random
 ) -> tuple[WorldQuestion, ...]:
-    """`count` distinct questions about `countries` and their cities, shuffled."""
+    """Return `count` distinct questions about `countries` and their cities, shuffled."""
     by_name = {country.name: country for country in countries}
     own = [city for city in cities if city.country in by_name]
     chained = [
@@ -144,7 +144,7 @@ def write_world(world: World, spec: WorldSpec, folder: Path) -> dict[str, Any]:
 
 
 def _keep(path: Path, text: str) -> None:
-    """Write `text` unless the file already holds it: another run may be reading it."""
+    """Write `text` unless the file already holds it: another run may be reading the file."""
     if not path.is_file() or path.read_bytes() != text.encode():
         write_atomically(path, text)
 

@@ -1,8 +1,9 @@
 """Translates arguments of the Python API into command-line settings, question files and the model's folder.
 
-`RunSettings.overrides` over its config, composed as in `rlsys train`, fully determine the run's config. An override of a key
-that an argument already sets is an error, so no setting is silently lost. A readable question file is used as it is; a
-written one is named by a hash of its content, so that a resumed run finds it.
+The config and overrides in `RunSettings`, composed as in `rlsys train`, fully determine the run's config. An override
+of a key that an argument already sets is an error, so no setting is silently lost. A question file in a readable format
+is used unchanged. Other questions are written to a file named by a hash of its content, so that a resumed run finds the
+file.
 """
 
 from __future__ import annotations
@@ -121,10 +122,10 @@ def quoted(value: object) -> str:
 
 
 def of_devices(devices: Devices | None) -> dict[str, Any]:
-    """Return the settings that place the groups; none for None, which leaves the placement to the config.
+    """Return the settings that place the groups; empty for None, which keeps the config's placement.
 
-    On the CPU every group has a slot of its own. On one or two GPUs all groups are colocated. On more, half train, an eighth
-    (at least one) score, and the rest generate. Raises UserError for invalid devices.
+    On the CPU every group has a slot of its own. On one or two GPUs all groups are colocated. With more GPUs, half of
+    them train, an eighth (at least one) scores, and the rest generate. Raises UserError for invalid devices.
     """
     if devices is None:
         return {}
@@ -146,7 +147,7 @@ def of_reward(reward: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the reward settings. `reward` holds terms with their weights and keys of the section `reward`.
 
     `{"exact_match": 1.0, "format": 0.2, "structure_score": 0.3}` weights two terms and sets the key
-    `reward.structure_score`. Raises UserError for an entry that is neither.
+    `reward.structure_score`. Raises UserError for any other entry.
     """
     if not isinstance(reward, Mapping | None):
         raise UserError(
@@ -188,7 +189,8 @@ def of_reward(reward: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def of_batch(batch_size: int | None, mini_batches: int) -> dict[str, Any]:
-    """Return the settings for `batch_size` questions per step; lowers `mini_batches` of the config to at most as many."""
+    """Return the settings for `batch_size` questions per step; lowers the config's `mini_batches` to `batch_size` if it
+    is larger."""
     if batch_size is None:
         return {}
     if type(batch_size) is not int or batch_size < 1:
@@ -202,7 +204,8 @@ def of_batch(batch_size: int | None, mini_batches: int) -> dict[str, Any]:
 
 
 def fitting_batch(config: RunConfig, overrides: Sequence[str], questions: int) -> int | None:
-    """Return `questions` if a step of `config` takes more than that; None if it fits or the overrides set it."""
+    """Return `questions` as the batch size if a step of `config` needs more; None if there are enough, or if the
+    overrides set the batch size."""
     asked = any(_sets(override, "trainer.prompts_per_step") for override in overrides)
     return None if asked or questions >= config.trainer.prompts_per_step else questions
 
@@ -298,7 +301,7 @@ class Files:
     questions: int
     """Number of training questions."""
     dropped: int = 0
-    """Number of given training questions that were removed because they are held out too."""
+    """Number of training questions removed because they are also held out."""
 
 
 def training_files(train: Data, heldout: Data | None, count: int | None, seed: int, folder: Path) -> Files:
@@ -349,7 +352,7 @@ def read_data(data: Data, name: str) -> Rows:
 
 
 def _write_rows(rows: Sequence[Mapping[str, Any]], folder: Path, name: str) -> Path:
-    """Write rows to a file in `folder` named by a hash of the content; no-op if it exists."""
+    """Write rows to a file in `folder` named by a hash of the content, unless it exists, and return its path."""
     text = "".join(prepare.json_line(row, name) for row in rows)
     path = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     if not path.is_file():

@@ -1,8 +1,9 @@
 """Search backends of the Python API: a dense or BM25 index, web search, or a running search server.
 
-A retriever is only a description; a run or evaluation starts the server that it needs and stops it afterwards. Next to an
-index built from documents lie `<index>.documents.jsonl` (documents given as values) and `<index>.passages.jsonl`. Both are
-deterministic, so an existing index of the same documents is recognised and not built again.
+A retriever is only a description; a run or evaluation starts the server that it needs and stops it afterwards. An index
+built from documents has two files next to it: `<index>.documents.jsonl` (documents given as values) and
+`<index>.passages.jsonl`. Their content is deterministic, so an existing index of the same documents is recognised and
+not built again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _START_TIMEOUT_S = 180.0
 CHUNK_WORDS = 100
 """Words per passage, as in the Wikipedia dump of 2018 that Search-R1 searches."""
 Documents = str | Path | Sequence[Path] | Sequence[str | Mapping[str, Any]]
-"""A file or folder, several as a list of `Path`, or the documents themselves: texts, or mappings with "text"."""
+"""A file or folder, a list of such `Path`s, or the documents themselves: texts, or mappings with "text"."""
 
 
 @runtime_checkable
@@ -83,11 +84,10 @@ class DenseRetriever(_IndexRetriever):
 
     Args:
         index_path: folder of an index; `from_documents` and `rlsys search index` make one.
-        embedding_model: query encoder; None takes the one that the index was built with. Give it only if the same encoder
-            lies elsewhere: "minilm", a Hugging Face folder, or a name in the Hugging Face cache.
+        embedding_model: query encoder; None takes the one that the index was built with. Give it only if the same
+            encoder is stored elsewhere: "minilm", a Hugging Face folder, or a name in the Hugging Face cache.
         top_k: number of passages per search.
-        chunk_size: accepted for symmetry with `from_documents`, which splits documents; an existing index does not
-            change, and a warning says so.
+        chunk_size: has an effect only in `from_documents`, which splits documents; here it causes a warning.
         device: device of the encoder: cpu, cuda or cuda:N.
     """
 
@@ -123,7 +123,7 @@ class DenseRetriever(_IndexRetriever):
         interrupted build. Raises UserError if the folder holds an index of other documents.
 
         Args:
-            documents: a file or folder (text, Markdown, jsonl, parquet), several as a list of `Path`, or the documents
+            documents: a file or folder (text, Markdown, jsonl, parquet), a list of such `Path`s, or the documents
                 themselves: texts, or mappings with "text" and optionally "title" and "id".
             index_path: folder of the index.
             embedding_model: "minilm", a Hugging Face folder, or a name in the Hugging Face cache.
@@ -139,7 +139,8 @@ class DenseRetriever(_IndexRetriever):
 
     @contextmanager
     def serving(self, log_dir: Path) -> Iterator[Mapping[str, Any]]:
-        """See `SearchBackend`. Starts a server only for another encoder or device; otherwise the run serves the index."""
+        """See `SearchBackend`. Starts a server only if the encoder is not the index's or the device is not the CPU;
+        otherwise the run serves the index."""
         settings = self._settings(self.top_k)
         encoder = None if self.embedding_model == self._require()["encoder"] else self.embedding_model
         device = None if self.device == "cpu" else self.device
@@ -194,12 +195,13 @@ class BM25Retriever(_IndexRetriever):
 
 @dataclass(frozen=True, slots=True)
 class HttpRetriever:
-    """A running search server: `rlsys search serve`, Search-R1's, or any with the same protocol (docs/search.md).
+    """A running search server: `rlsys search serve`, Search-R1's server, or any other with the same protocol
+    (docs/search.md).
 
     Args:
         url: address of the server, such as http://127.0.0.1:8000.
         top_k: number of passages per search.
-        replicas: addresses of further servers of the same index; each search goes to one that answers.
+        replicas: addresses of further servers of the same index; each search goes to a server that answers.
         token_env: environment variable with the servers' bearer token.
     """
 
@@ -298,7 +300,7 @@ class WithoutSearch:
 
 
 def _at(url: str) -> dict[str, Any]:
-    """Return the settings for a server started here; it takes its token, if any, from this environment."""
+    """Return the settings for a server started here; its token, if any, comes from this environment."""
     token_env = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else None
     return {"search.url": url, "search.token_env": token_env}
 
@@ -318,7 +320,7 @@ def _index_documents(
 ) -> None:
     """Build the index folder `index` of `documents`, unless it exists.
 
-    Raises UserError for an index of other documents, and leaves that index and the files next to it unchanged.
+    If `index` holds other documents, raises UserError and changes neither the index nor the files next to it.
     """
     _require_count("chunk_size", chunk_size, "words")
     from rlsys.search.index.make import make_index, recipe

@@ -31,7 +31,7 @@ from rlsys.search.server_process import child_environment
 _GRACE_S = 15.0
 """Time for an interrupted command to clean up."""
 _LINES_SHOWN = 40
-"""Last lines of a failed command that its error repeats."""
+"""Number of last lines of a failed command that its error message repeats."""
 _REMEDY = "evaluate again, or give the folder of a finished evaluation"
 
 
@@ -81,7 +81,7 @@ class EvaluationResult:
         )
 
     def _averaged(self, *keys: str) -> float:
-        """Return a number of the average over data sets. Raises UserError if it is missing."""
+        """Return a number from the section `average` of results.json. Raises UserError if it is missing."""
         *above, name = ("average", *keys)
         found = section(self.results, *above).get(name)
         if not isinstance(found, int | float):
@@ -157,8 +157,8 @@ class TrainingResult:
             samples: answers per question; more than one needs a temperature above 0.
             temperature: sampling temperature; 0 is greedy.
             engine: sglang or transformers.
-            model: model instead of the last checkpoint: an earlier checkpoint, or a Hugging Face folder such as that of the
-                initial model.
+            model: model to evaluate instead of the last checkpoint: an earlier checkpoint, or a Hugging Face folder,
+                such as the initial model's.
 
         Raises UserError or RunError with the error message of the evaluation.
         """
@@ -206,8 +206,8 @@ class TrainingResult:
 def _rlsys(*words: str) -> None:
     """Run an rlsys command as a subprocess and pass its stderr on; an interrupt ends the subprocess first.
 
-    A subprocess, because engines spawn processes that would import the user's script again. A process group of its own, so
-    that Ctrl-C reaches it exactly once, through this process, in a terminal as in a notebook.
+    It is a subprocess because engines spawn processes that would import the user's script again. It has its own process
+    group so that Ctrl-C reaches it exactly once, through this process, in both a terminal and a notebook.
 
     Raises UserError or RunError with the last lines of its stderr.
     """
@@ -222,7 +222,7 @@ def _rlsys(*words: str) -> None:
             lines.append(line)
             sys.stderr.write(line)
 
-    # In a thread, so that the subprocess never blocks on a full pipe.
+    # Read in a thread, so that the subprocess never blocks on a full pipe.
     reader = threading.Thread(target=pass_on, daemon=True)
     reader.start()
     status = _ended(process)
@@ -236,7 +236,8 @@ def _rlsys(*words: str) -> None:
 
 
 def _ended(process: subprocess.Popen[str]) -> int:
-    """Wait for the process and return its exit status. An interrupt is forwarded; after a grace period, kills it."""
+    """Wait for the process and return its exit status. Forwards an interrupt to the process, and kills it after a grace
+    period."""
     try:
         return process.wait()
     except BaseException:
@@ -295,5 +296,5 @@ def _warn(folder: Path, problems: Sequence[str]) -> None:
 
 
 def _shortened(problems: Sequence[str]) -> str:
-    """Return the first three of `problems`, and the number of the others."""
+    """Return the first three of `problems`, and the number of further problems."""
     return " ".join(problems[:3]) + (f" {len(problems) - 3} more." if len(problems) > 3 else "")

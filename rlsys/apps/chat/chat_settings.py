@@ -1,8 +1,9 @@
 """Finds the settings of a chat, so that the model is prompted as it was in training.
 
-Episode settings come from the named config, else from the run that trained the model, else they are Search-R1's. Every
-fallback is a sentence in `ChatSettings.notes`. A model folder is untrusted: its config never receives a secret of the
-environment, its tools are imported only from within a run's folder, and its search address is shown to the user.
+Episode settings come from the named config, else from the run that trained the model, else from Search-R1. A sentence
+in `ChatSettings.notes` reports every fallback. A model folder is untrusted: its config never receives a secret of the
+environment, its tools are imported only if the config is in a run's folder, and its search address is shown to the
+user.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from rlsys.rollout.tools.interface import described
 from rlsys.search.address import TOKEN_VARIABLE, is_url
 
 _UP = 4
-"""Parents of a checkpoint's config that are searched for the run folder."""
+"""Number of parent folders of a checkpoint's config that are searched for the run folder."""
 _RETRIES = 2
-"""Most retries of a failed search; few, because a user is waiting."""
+"""Maximum number of retries of a failed search; small, because a user is waiting."""
 _ROWS = 20
-"""Rows from which a prompt template is inferred; two suffice, more reveal a file with several templates."""
+"""Number of rows from which a prompt template is inferred; two suffice, but more rows reveal a file with several
+templates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +66,10 @@ class ChatSettings:
 
 
 def settings_of(model: Model, options: ChatOptions) -> ChatSettings:
-    """Return the settings for `model`. Raises UserError for unusable settings, and without anything to search."""
+    """Return the settings for `model`. Raises UserError if the settings are unusable or there is nothing to search."""
     notes: list[str] = []
     folder = model.folder.resolve()
-    # Nearest first: the checkpoint's config, then that of the run around it.
+    # Nearest first: the checkpoint's config, then the config of the run that contains it.
     beside = [folder / RUN_CONFIG, folder.parent / RUN_CONFIG] if model.original is not None else []
     beside += [above / "config.yaml" for above in list(folder.parents)[:3] if _is_run(above)]
     origin = next((file for file in beside if file.is_file()), None)
@@ -121,12 +123,13 @@ def _config(origin: Path | None, options: ChatOptions, notes: list[str]) -> RunC
 
 
 def _is_run(folder: Path) -> bool:
-    """True if `folder` is a run's folder; another program's config.yaml alone does not count."""
+    """True if `folder` is a run's folder. A config.yaml is not enough, because other programs have one too."""
     return any((folder / name).is_file() for name in (RUN, METRICS))
 
 
 def _with_run(here: RunConfig, file: Path, notes: list[str]) -> RunConfig:
-    """Return `here` with task, search and sampling of the config in `file`, which another rlsys may have written."""
+    """Return `here` with task, search and sampling of the config in `file`, which another version of rlsys may have
+    written."""
     known, unknown = set(schema_keys()), list[str]()
     try:
         saved = read_yaml(file)
@@ -226,7 +229,8 @@ def _trained_prompt(task: TaskConfig, notes: list[str]) -> Callable[[str], str]:
 
 
 def template_of(file: Path) -> Template | None:
-    """Infer the prompt template of the rows of `file`; None unless all share one. Raises UserError."""
+    """Infer the prompt template of the rows of `file`; None unless all rows share one template. Raises UserError for an
+    invalid file."""
     rows = [row for row in read_questions(file, _ROWS) if row.text.strip()]
     # Possible forms of the question within its prompt.
     forms: tuple[Callable[[str], str], ...] = (as_asked, str.strip)

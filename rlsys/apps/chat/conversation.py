@@ -1,13 +1,13 @@
 """Answers questions with a policy, one episode per question, as a stream of events.
 
-The episode is the one of training (`rlsys.rollout.agent.episode.Episode`), with wrappers around generator and search that
-report events. Questions are independent and may run concurrently. Closing the event stream ends the episode, and the engine
-drops its request.
+The episode is the same as in training (`rlsys.rollout.agent.episode.Episode`); wrappers around its generator and search
+report the events. Questions are independent and may run concurrently. Closing the event stream ends the episode, and
+the engine drops its request.
 
 Events of a question, in order: `QuestionAccepted`; per turn `TextPiece`s, one `TurnEnded`, after a search one
 `SearchFinished`, and one `ObservationAdded`; finally `EpisodeEnded`. If the question cannot be completed, `Failed`
 replaces the rest. The texts of `TextPiece` and `ObservationAdded`, concatenated, are the response as the policy sees
-it, plus the start of a turn that timed out. They are not escaped.
+it, plus the start of a turn that timed out. The texts are not escaped.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ class Conversation:
         self._numbers = itertools.count(1)
 
     async def ask(self, text: str, temperature: float | None = None) -> AsyncGenerator[Event, None]:
-        """Yield the events of the question `text`, at the default `temperature` if None.
+        """Yield the events of the question `text`. Without a `temperature`, the default applies.
 
         Close the iterator to stop early (`contextlib.aclosing`). An empty or too long question yields `Failed`. Raises
         RunError if the engine has died.

@@ -138,7 +138,8 @@ async def answer(conversation: Conversation, question: str, screen: Screen) -> E
 async def session(
     conversation: Conversation, questions: AsyncIterator[str], screen: Screen, invite: Callable[[], None] = lambda: None
 ) -> int:
-    """Answer all `questions`; return the number of failures. Ctrl-C stops the current answer, or else the session."""
+    """Answer all `questions`; return the number of failures. Ctrl-C stops the current answer; between answers it stops
+    the session."""
     failed = 0
     invite()
     async for question in questions:
@@ -170,10 +171,10 @@ async def _interrupting(answering: asyncio.Task[Event]) -> AsyncIterator[None]:
 
 
 async def lines_of(descriptor: int) -> AsyncIterator[str]:
-    """Yield the lines of a file as they arrive, without line ends, without blocking the event loop.
+    """Yield the lines of a file as they arrive, without line ends and without blocking the event loop.
 
-    Invalid UTF-8 is replaced. The descriptor stays in blocking mode, because a terminal shares it with its output; it is
-    read only when ready.
+    Invalid UTF-8 is replaced. The descriptor stays in blocking mode, because a terminal's input and output may share
+    it. It is read only when data is ready.
     """
     held = b""
     while more := await _read(descriptor):

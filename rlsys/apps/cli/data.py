@@ -1,4 +1,4 @@
-"""Implements `rlsys data`: prepares public sets and your own files, merges files, and holds questions out."""
+"""Implements `rlsys data`: prepares public question sets and your own files, merges files, and holds out questions."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Part:
     what: str
     found: str
     problem: str = ""
-    """Fix for a missing item; empty if it is fine."""
+    """Fix for a missing item; empty if the item is present."""
     profile: str = "cpu, gpu"
 
 

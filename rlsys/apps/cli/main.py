@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def run_command(command: Callable[[], None]) -> None:
-    """Run `command` and exit with the statuses of the module's contract."""
+    """Run `command`, and exit with the statuses that the module's docstring lists."""
     try:
         command()
     except BaseException as error:

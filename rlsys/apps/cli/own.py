@@ -6,7 +6,8 @@ Runs a sequence of other rlsys commands, with all outputs in one folder. The sam
 - A complete index, a finished run and its evaluation are reused.
 - Training resumes from its newest checkpoint, also if summary.json or config.yaml of the run is damaged.
 
-Inputs of a run are named by a hash of their content, so other documents or questions make another run next to the first.
+Inputs of a run are named by a hash of their content, so other documents or questions start another run next to the
+first.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ _SUFFIXES = (".jsonl", ".parquet", ".csv", ".tsv")
 
 _QUESTIONS_HELP = "Questions and answers: jsonl, parquet, csv or tsv (see `data prepare own`)."
 _HOLDOUT = "Number of QUESTIONS to hold out; by default a tenth, at most 500."
-_PROMPT = "File with your own prompt, with {question} in it; by default Search-R1's."
+_PROMPT = "File with your own prompt, which contains {question}; by default Search-R1's."
 _TOOL = "Tool besides the search, as package.module.Class; may be repeated."
 _DEVICES = "cpu, or number of GPUs; by default all GPUs of this machine; with -c, the config's placement."
-_BATCH = "Questions per step; by default the config's, at most all questions."
+_BATCH = "Questions per step; by default the config's, or all questions if they are fewer."
 _CONFIG = "Config with all other settings; by default Search-R1's published 3B run on one node."
 
 
@@ -134,10 +135,10 @@ def _run(words: Words) -> None:
 
 
 def commands(options: OwnOptions) -> Iterator[Words]:
-    """Yield the command lines to run, in order; each must have run before the next is taken.
+    """Yield the command lines to run, in order; each must have run before the next is requested.
 
-    Checks everything before the first one: raises UserError for inputs or settings that do not work here, RunError for a
-    model that cannot be downloaded.
+    Checks everything before the first command: raises UserError for inputs or settings that do not work here, RunError
+    for a model that cannot be downloaded.
     """
     options = _checked(options)
     corpus = options.out / _CORPUS
@@ -201,7 +202,8 @@ def _digest(*parts: str) -> str:
 
 
 def _ended(note: Path) -> tuple[Path, Path] | None:
-    """Return run folder and checkpoint of the run named in `note`; None unless it finished. A resume removes the summary."""
+    """Return run folder and checkpoint of the run named in `note`; None unless that run finished. A resumed run has no
+    summary until it ends."""
     try:
         run_dir = Path(note.read_text(encoding="utf-8").strip())
         return run_dir, Path(parse_json(read_regular(run_dir / "summary.json"))["checkpoint"])
@@ -227,7 +229,8 @@ def _but_resume(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _checked(options: OwnOptions) -> OwnOptions:
-    """Check everything and return `options` with its model's folder. Raises UserError; removes temporary files."""
+    """Check everything, and return `options` with the model's folder as `model`. Raises UserError; removes temporary
+    files."""
     from rlsys.apps.api.arguments import model_folder
 
     if options.heldout is not None and options.holdout is not None:
@@ -262,7 +265,8 @@ def _checked(options: OwnOptions) -> OwnOptions:
 
 
 def _require_documents(documents: Path, corpus: Path) -> None:
-    """Raise UserError unless `documents` has at least one readable document; `corpus`, the output file, is not one."""
+    """Raise UserError unless `documents` has at least one readable document; `corpus`, the output file, does not
+    count."""
     from rlsys.search.ingest import Fields, File, Skipped, find_files, read
 
     passed_over: Counter[str] = Counter()

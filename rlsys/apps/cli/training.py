@@ -89,7 +89,7 @@ def launch(
     """
     config = load_config(config_name, overrides or (), config_dir)
     if preflight and any(find_problems(config)):
-        # Reports these problems and those of this machine, then exits.
+        # Reports the problems of the config and of this machine, then exits.
         look(config_name, overrides or (), config_dir, launched=True)
     validate(config)
     check_searching(config)

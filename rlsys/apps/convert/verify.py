@@ -1,7 +1,7 @@
 """Compares two models: tensor names, shapes, dtypes, checksums, and logits (values of a critic).
 
-Transformers computes the logits of a Hugging Face folder and Megatron those of a checkpoint, both in float32, so that
-rounding hardly matters.
+Transformers computes the logits of a Hugging Face folder, Megatron the logits of a checkpoint. Both compute in float32,
+so that rounding hardly matters.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def verify(
 ) -> Comparison:
     """Compare two models, each a Hugging Face folder or a Megatron checkpoint. Raises UserError.
 
-    `hf`: Hugging Face folder with the config for a checkpoint that lacks one. Reads every byte, one tensor at a time; `show`
-    receives bytes read and total bytes of both.
+    `hf`: Hugging Face folder with the config for a checkpoint that lacks one. Reads every byte, one tensor at a time;
+    `show` receives the bytes read so far and the total bytes of both models.
     """
     config = None if hf is None else Path(hf)
     sides = open_model(Path(first), config), open_model(Path(second), config)
@@ -169,7 +169,7 @@ def _check_logits(first: StoredModel, second: StoredModel) -> LogitsCheck:
 
 
 def prompts(side: StoredModel) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return random tokens [prompts, length] of the vocabulary, including its first and last."""
+    """Return random tokens [prompts, length] of the vocabulary, including its first and last token."""
     vocab = side.architecture.vocab
     length = min(LENGTH, side.architecture.max_positions)
     tokens = np.random.default_rng(0).integers(0, vocab, size=(PROMPTS, length))
@@ -178,7 +178,7 @@ def prompts(side: StoredModel) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def logits_of(side: StoredModel, tokens: np.ndarray[Any, Any]) -> Tensor:
-    """Return the logits that predict all but the first token of each row: [n, vocabulary], of a critic [n, 1]."""
+    """Return the logits that predict all but the first token of each row: [n, vocabulary], or [n, 1] for a critic."""
     logits = _by_transformers(side, tokens) if isinstance(side, HfModel) else _by_megatron(side, tokens)
     gc.collect()
     return logits

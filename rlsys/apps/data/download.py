@@ -2,7 +2,7 @@
 
 A target appears under its name only once every piece has the Hub's size and checksum. Pieces are appended to `NAME.part`,
 which needs no extra disk space. An interrupted download resumes from there if the pieces have not changed. A complete
-target is left alone; an existing file of that name is verified first.
+target is not downloaded again; an existing file with its name is verified first.
 
 `hf_hub_download` does not fit: it discards a partial file when the process ends (pieces have up to 43 GB) and compares only
 sizes. Respects `HF_ENDPOINT` (a mirror) and `HF_TOKEN`; receipts of targets are in `.downloads`.
@@ -117,7 +117,7 @@ class Hub:
             return files
 
     def _describe(self, dataset: str, name: str, revision: str) -> tuple[str, RemoteFile]:
-        """Return the commit that `revision` resolves to, and the file at it."""
+        """Return the commit that `revision` resolves to, and the file at that commit."""
         url = hf_hub_url(dataset, name, repo_type="dataset", revision=revision, endpoint=self.endpoint)
         found = get_hf_file_metadata(url, token=self.token, endpoint=self.endpoint, retry_on_errors=True)
         has_checksum = re.fullmatch(r"[0-9a-f]{64}|[0-9a-f]{40}", found.etag or "")
@@ -150,8 +150,8 @@ class Downloader:
     def fetch(self, target: Target, advance: Advance) -> Path:
         """Download the rest of `target` and return its path.
 
-        Raises UserError for an unwritable folder, another file of that name, or a forbidden download. Raises RunError if
-        retries fail or the checksum is wrong twice.
+        Raises UserError for an unwritable folder, another file with the target's name, or a forbidden download. Raises
+        RunError if retries fail or the checksum is wrong twice.
         """
         path, part = self._folder / target.name, self._part(target)
         with self._alone():

@@ -1,9 +1,9 @@
 """Prepares question files for training and evaluation: public sets, own files, merged files, and held-out splits.
 
-A prepared file is jsonl of Search-R1 rows, each with the raw question next to the prompt. It is written only after every
-row is checked, with its origin and SHA-256 in `<file>.json`. An invalid row raises UserError with file and line. The same
-question (ignoring case and white space) is never both trained on and held out. Its side depends on the questions and the
-seed, not on their order. Output is deterministic.
+A prepared file is jsonl of Search-R1 rows, each with the raw question next to the prompt. The file is written only
+after every row is checked; its origin and SHA-256 are in `<file>.json`. An invalid row raises UserError with file and
+line. The same question (ignoring case and white space) is never both trained on and held out. The side of a question
+depends on the questions and the seed, not on the order of the questions. Output is deterministic.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def prepare_file(
 ) -> Prepared:
     """Prepare the file `source` (jsonl, parquet, csv or tsv) of the set `name`, and write it to `out`.
 
-    `question` and `answers`: names of its fields; by default the usual names are tried. Answers are a list or one text.
+    `question` and `answers`: names of the fields in `source`; by default the usual names are tried. Answers are a list
+    or one string.
     """
     fields = (question,) if question else QUESTION_FIELDS, (answers,) if answers else ANSWER_FIELDS
 
@@ -208,14 +209,14 @@ def _question_and_answers(
     if not isinstance(text, str) or not text.strip():
         names = " or ".join(f'"{field}"' for field in questions)
         raise UserError(
-            f"{where} has no question: {names} must be a text that is not empty.", code="missing", key=where
+            f"{where} has no question: {names} must be a string that is not empty.", code="missing", key=where
         )
     accepted = [accepted] if isinstance(accepted, str) else accepted
     are_texts = isinstance(accepted, list) and all(isinstance(answer, str) and answer.strip() for answer in accepted)
     if not accepted or not are_texts:
         names = " or ".join(f'"{field}"' for field in answers)
         raise UserError(
-            f"{where} has no answer: {names} must be a text or a list of texts, none of them empty.",
+            f"{where} has no answer: {names} must be a string or a list of strings, none of them empty.",
             code="missing",
             key=where,
         )
@@ -223,7 +224,7 @@ def _question_and_answers(
 
 
 def _raw_rows(source: Path) -> Iterator[tuple[int, Any]]:
-    """Yield line number and row; rows of csv and tsv are mappings by the header."""
+    """Yield line number and row; rows of csv and tsv files are mappings with the keys of the header."""
     if source.suffix not in _TABLES:
         yield from read_rows(source)
         return
@@ -289,7 +290,8 @@ def apart(texts: Sequence[str], heldout: Sequence[str], name: str, heldout_name:
 
 
 def json_line(row: Any, name: str) -> str:
-    """Return the row as a line of jsonl. Raises UserError, with `name` for the source, for values that JSON lacks."""
+    """Return the row as a line of jsonl. Raises UserError, which calls the source `name`, for a value that JSON cannot
+    represent."""
     try:
         return json.dumps(row, ensure_ascii=False) + "\n"
     except (TypeError, ValueError) as problem:
@@ -302,7 +304,7 @@ def json_line(row: Any, name: str) -> str:
 def split(texts: Sequence[str], count: int | None, seed: int, name: str) -> list[bool]:
     """Return a mask of the questions to hold out: `count` distinct ones; None holds out a tenth, at most 500.
 
-    Raises UserError, with `name` for the source, if a side would be empty.
+    Raises UserError, which calls the source `name`, if a side would be empty.
     """
     different = sorted(set(map(_key, texts)), key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest())
     wanted = count if count is not None else min(MAX_HELD_OUT, max(1, round(HELD_OUT_SHARE * len(different))))

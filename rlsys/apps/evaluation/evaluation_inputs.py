@@ -34,7 +34,7 @@ Choice = TypeVar("Choice", bound=StrEnum)
 def named(flag: str, word: str, kind: type[Choice]) -> Choice:
     """Return the member of `kind` named `word`. Raises UserError, with `flag` in its message, if it is unknown."""
     if word not in list(kind):
-        raise UserError(f"{flag} {word} is unknown: give one of {', '.join(kind)}.", code="unknown", key=flag)
+        raise UserError(f"{flag} {word} is unknown. Choices: {', '.join(kind)}.", code="unknown", key=flag)
     return kind(word)
 
 
@@ -75,7 +75,7 @@ class EvaluationInputs:
     sources: Sequence[Source]
     model: Model
     config: RunConfig
-    """Given config, with `model.path` set to the folder with config and tokenizer of the model, which is readable before a
+    """Given config. Its `model.path` is the folder with the model's config and tokenizer, which can be read before a
     checkpoint is converted."""
 
 
@@ -162,7 +162,8 @@ class Model:
 def find_model(path: Path, hf: Path | None, given: str) -> Model:
     """Return the model at `path`: a Hugging Face folder, a checkpoint, or a run's `global_step_N`. `hf`: value of `--hf`.
 
-    Raises UserError, with `given` for the path, if it is none of these, incomplete, or its original model is unknown.
+    Raises UserError, which calls the path `given`, if it is none of these, or if the checkpoint is incomplete or its
+    original model is unknown.
     """
     if not path.is_dir():
         raise UserError(
@@ -264,7 +265,7 @@ def _original(folder: Path, saved: Path) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A question file, unique within an evaluation; `label` is the set name of questions without one."""
+    """A question file, unique within an evaluation; `label` is the set name for questions that name no set."""
 
     label: str
     path: Path

@@ -83,7 +83,7 @@ _TAG = re.compile(r"(?<=<|/)(search|answer|information)(?=>)")
 def limits_of(baseline: Baseline, config: RunConfig) -> RunConfig:
     """Return `config` with the episode limits of `baseline`.
 
-    The baseline's own prompt may use all tokens but those of one turn. Without searches, only the answer tag stops
+    The baseline's prompt may use all tokens except those of one turn. Without searches, only the answer tag stops
     generation. Baselines have no task tools, because their prompts do not mention them.
     """
     if baseline is Baseline.none:
@@ -97,7 +97,7 @@ def limits_of(baseline: Baseline, config: RunConfig) -> RunConfig:
 
 
 def require_texts(baseline: Baseline, questions: Sequence[Question]) -> None:
-    """Raise UserError if `baseline` needs raw questions and one lacks its text."""
+    """Raise UserError if `baseline` needs raw questions and a question has only a prompt."""
     lacking = next((question.uid for question in questions if not question.text.strip()), None)
     if baseline is not Baseline.none and lacking is not None:
         raise UserError(
@@ -147,7 +147,7 @@ async def run_evaluation(
     report: Callable[[str], None] = lambda _: None,
     note: Callable[[Answered], None] = lambda _: None,
 ) -> Evaluation:
-    """Evaluate the model of a valid `config` on `questions`, with its search server, started if necessary.
+    """Evaluate the model of a valid `config` on `questions`; start its search server if necessary.
 
     `report` receives the progress, `note` each answer as it arrives. Raises UserError for settings that the engine does not
     support and for a question without the text that `method` needs, RunError if a needed search server does not
@@ -186,7 +186,8 @@ async def _run(
 
 
 def evaluate_into_folder(inputs: EvaluationInputs, method: EvaluationMethod, shown: int, out: Path | None) -> None:
-    """Evaluate, write the results to `out` or a new folder, with `shown` right and wrong samples, and print the table."""
+    """Evaluate, write the results to `out` or a new folder, with up to `shown` right and `shown` wrong samples, and
+    print the table."""
     config = inputs.config
     questions = questions_of(inputs.sources, config)
     started = time.time()
@@ -226,13 +227,13 @@ def _results_folder(config: RunConfig, out: Path | None) -> Iterator[Path]:
     except BaseException:
         if is_new:
             with suppress(OSError):
-                out.rmdir()  # Succeeds only if it is empty.
+                out.rmdir()  # Succeeds only if the folder is empty.
         raise
 
 
 @asynccontextmanager
 async def asking(config: RunConfig, engine: EngineName) -> AsyncIterator[Ask]:
-    """Yield a function that runs one episode of `config` with `engine`, which lives in the context.
+    """Yield a function that runs one episode of `config` with `engine`; the engine stops when the context ends.
 
     Raises UserError or RunError.
     """
@@ -279,7 +280,8 @@ class UnusedSearch:
 
 
 def open_codec(folder: str | Path, given: str) -> Codec:
-    """Return the codec of the model in `folder`. Raises UserError, with `given` for it, if the tokenizer is unreadable."""
+    """Return the codec of the model in `folder`. Raises UserError, which calls the folder `given`, if the tokenizer is
+    unreadable."""
     try:
         return Codec(AutoTokenizer.from_pretrained(folder))
     except Exception as problem:  # The tokenizers library raises nothing narrower.
@@ -364,7 +366,7 @@ class TransformersGenerator:
         self._device = torch.device("cuda" if device is Device.gpu else "cpu")
         self._tokenizer, model = _loaded(model_path, getattr(torch, dtype))
         self._model = model.to(self._device).eval()
-        # Tokens that end a turn: those of the tokenizer and of both configs, as in SGLang.
+        # Tokens that end a turn: the ends in the tokenizer and in both configs, as in SGLang.
         known = (self._tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id)
         listed = [ends if isinstance(ends, list) else [ends] for ends in known]
         self._ends = frozenset(token for ends in listed for token in ends if token is not None)

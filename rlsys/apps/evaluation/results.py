@@ -1,8 +1,9 @@
 """Writes the files of an evaluation: results.json (metrics and settings), answers.jsonl (all answers), samples.html.
 
 Contract: files are written atomically, `results.json` last. Until then finished answers are in `answers.partial.jsonl`.
-Text of a model, the web or a data set is untrusted: control characters and bidi marks are spelled out, and the serialiser
-escapes the rest. The page has no script, and its policy allows none; its filters are radio buttons and CSS.
+Text of a model, the web or a data set is untrusted: control characters and bidi marks are spelled out, and the
+serialiser escapes HTML. The page has no script, and its content security policy allows none; its filters are radio
+buttons and CSS.
 
 The average over sets weighs every set equally, like "Avg." in papers. Intervals treat the question as the unit: several
 answers to a question are averaged first, because they are not independent.
@@ -36,7 +37,7 @@ from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation, answer_l
 from rlsys.orchestrator.evaluation.scores import LEVEL, Estimate, estimate, mean_of, pass_at
 
 UNNAMED = "questions"
-"""Set name of questions without one."""
+"""Set name for questions that name no set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,8 @@ class SetFigures:
     pass_at: Mapping[int, Estimate] = field(default_factory=dict)
     """k -> probability that at least one of k answers is right; empty with one answer per question."""
     by_hop: tuple[SetFigures, ...] = ()
-    """Metrics by number of hops, which is their name; empty unless the set has several."""
+    """Metrics for each number of hops, which is their `name`; empty unless the questions differ in their number of
+    hops."""
 
 
 def summarise(evaluation: Evaluation) -> list[SetFigures]:
@@ -81,7 +83,7 @@ def average(sets: Sequence[SetFigures]) -> SetFigures:
 
 
 def overall(sets: Sequence[SetFigures]) -> list[SetFigures]:
-    """Return the rows below those of `sets` in a table: the average if there are several sets, else none."""
+    """Return the rows that a table has below the rows of `sets`: the average if there are several sets, else none."""
     return [average(sets)] if len(sets) > 1 else []
 
 
@@ -122,7 +124,7 @@ def _figures(name: str, part: Evaluation, *, split: bool = True) -> SetFigures:
 def render_table(sets: Sequence[SetFigures]) -> RenderableType:
     """Return tables of 80 columns: scores by set, by hops and on average, and pass@k.
 
-    Shares are in percent, with their intervals below.
+    Shares are in percent, each with its interval below.
     """
     below = overall(sets)
     parts: list[RenderableType] = [_scores(sets, below)]

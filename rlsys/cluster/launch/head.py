@@ -1,8 +1,8 @@
 """Runs the launcher on the head machine (rank 0): assembles the machines, trains, and shuts everything down.
 
 Order: start Ray, wait for all machines, run the preflight on each, start the search servers of `cluster.search.nodes`, then
-run `rlsys train` as a child process. Meanwhile the launcher gathers logs and watches the machines; losing one ends the
-run with a RunError naming it. On every exit it sends the run's ending to all machines.
+run `rlsys train` as a child process. Meanwhile the launcher gathers logs and watches the machines; the loss of a
+machine ends the run with a RunError that names it. On every exit the launcher sends the run's ending to all machines.
 
 A `NodeAgent` works for the launcher on each machine, in a Ray actor that takes no device and ends with the cluster.
 `GatheredLogs` copies logs to `<folder>/<rank>/...` while they grow. If a machine is lost, only the last seconds of its
@@ -51,7 +51,7 @@ _OF_THE_HEAD = ("search", "task.")
 
 
 async def run_head(task: LaunchTask, role: Role, notify: Notify) -> int:
-    """Start Ray on this machine, wait for the others, run `task`, and return its exit status.
+    """Start Ray on this machine, wait for the other machines, run `task`, and return its exit status.
 
     Raises RunError naming machines that do not join in time or are lost. Raises UserError if `role.host` is another machine
     or its port is in use.
@@ -87,7 +87,7 @@ async def run_on_cluster(
     """Run `task` on the Ray cluster at `address` once all machines have joined, and return its exit status.
 
     `until` is the deadline for joining on the monotonic clock, by default `task.wait_s` from now. `node` is the Ray that
-    this launcher started here, if any; the run ends when it does.
+    this launcher started here, if any; the run ends when that Ray exits.
     """
     until = time.monotonic() + task.wait_s if until is None else until
     with joined(address), tempfile.TemporaryDirectory(prefix="rlsys-logs-", ignore_cleanup_errors=True) as logs:
@@ -131,7 +131,7 @@ class ClusterNodes:
         self.require(*map(self.machines.index, gone))
 
     def require(self, *gone: int) -> None:
-        """Raise RunError naming the machines at positions `gone`; a no-op without any."""
+        """Raise RunError naming the machines at positions `gone`; a no-op if `gone` is empty."""
         if names := [self.machines[position].name for position in gone]:
             one = len(names) == 1
             raise RunError(
@@ -280,7 +280,7 @@ async def _train(nodes: ClusterNodes, settings: Sequence[str]) -> int:
 
 
 async def _watch(nodes: ClusterNodes, train: Process, folder: Path) -> None:
-    """Gather logs until the run ends, into the run's folder as soon as it is known.
+    """Gather logs until the run ends, into the run's folder as soon as the folder is known.
 
     Raises RunError if a machine is lost or Ray on this machine exits.
     """
@@ -407,7 +407,7 @@ class GatheredLogs:
         self._folder = folder
 
     async def gather(self, timeout_s: float) -> list[int]:
-        """Copy new log content from all agents, and return the positions of those that did not respond in time."""
+        """Copy new log content from all agents, and return the positions of the agents that did not respond in time."""
         answered = await asyncio.gather(*(self._gather_from(agent, timeout_s) for agent in range(len(self._ranks))))
         return [agent for agent, did in enumerate(answered) if not did]
 

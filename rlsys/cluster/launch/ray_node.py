@@ -1,7 +1,7 @@
 """Runs `ray start` and `rlsys` as child processes, and the launcher on every machine but the head.
 
-Child processes never outlive this one, nor do their descendants. Ray's files are in a local folder that is removed with
-it; the agent writes the run's ending to `end.json` there. This module does not import ray.
+Child processes and their descendants never outlive this process. Ray's files are in a local folder, which is removed
+when Ray stops; the agent writes the run's ending to `end.json` there. This module does not import ray.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ POLL_S = 1.0  # Poll interval for the head.
 LOST_S = 20.0  # Silence after which the head counts as lost.
 ENDING_GRACE_S = 90.0
 """Grace period after SIGTERM on a machine that is not the head. Slurm signals all machines at once, and the head still
-needs this one to close the run."""
+needs this machine to close the run."""
 _END, _OUTPUT = "end.json", "ray-start.log"
 _LOG_LINES = 15
 _HEALTH_CHECKS = {
@@ -48,8 +48,8 @@ _HEALTH_CHECKS = {
 }
 """Ray's health checks, set to give up a silent machine after half a minute; Ray's default is over a minute.
 
-The last variable is the time in seconds after which Ray kills a process whose head is silent. It is long enough that the
-launcher stops the run in order first.
+The last variable is the time in seconds after which Ray kills a process whose head is silent. This is long enough for
+the launcher to stop the run in an orderly way first.
 """
 
 
@@ -83,7 +83,7 @@ class RayNode:
         raise RunError(f"Ray exited on this machine with status {status}.{hint} Its last output:\n{lines}")
 
     def ending(self) -> Ending | None:
-        """Ending of the run as sent by the head; None before that."""
+        """Ending of the run as sent by the head; None until the head sends it."""
         file = self.folder / _END
         return Ending(**json.loads(file.read_text())) if file.is_file() else None
 
@@ -97,7 +97,7 @@ def write_ending(folder: Path, status: int, sentence: str) -> None:
 def ray_node(arguments: Sequence[str], config: RunConfig, resource: str, *, alone: bool) -> Iterator[RayNode]:
     """Start Ray on this machine with `arguments` and 1 unit of `resource`; on exit, stop it and remove its files.
 
-    `alone` restricts it to the loopback interface.
+    `alone` restricts Ray to the loopback interface.
     """
     process: subprocess.Popen[bytes] | None = None
 
@@ -166,7 +166,8 @@ async def rlsys_command(arguments: Sequence[str]) -> AsyncIterator[Process]:
 async def join_head(role: Role, config: RunConfig, wait_s: float, notify: Notify) -> Ending:
     """Join the head's cluster, stay until the run ends, and return its ending.
 
-    Raises RunError if the head does not answer within `wait_s` seconds or is lost, and UserError without Ray's token.
+    Raises RunError if the head does not answer within `wait_s` seconds or is lost, and UserError if Ray's token is
+    missing.
     """
     notify(f"node {role.rank} waits for the head at {role.host}:{role.port}")
     address = await _await_head(role, wait_s)

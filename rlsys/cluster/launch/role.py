@@ -2,7 +2,7 @@
 
 Values not given as flags come from the environment: the variables of torchrun and Kubernetes (NODE_RANK, GROUP_RANK or
 RANK; NNODES or WORLD_SIZE; MASTER_ADDR and MASTER_PORT; one process per machine) or of Slurm. Flags take precedence over
-variables, and variables about nodes over those about processes (NODE_RANK over RANK).
+variables, and variables about nodes over variables about processes (NODE_RANK over RANK).
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ def serving_positions(config: RunConfig, hosts: Sequence[tuple[int, str]]) -> li
 def search_settings(
     search: SearchConfig, urls: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """Return the overrides that point a run at the search servers `urls`, with the environment's token if it has one."""
+    """Return the overrides that point a run at the search servers `urls`, with the token from the environment if there
+    is one."""
     replicas = ",".join(f"'{url}'" for url in urls[1:])
     settings = [f"search.url='{urls[0]}'", f"search.replicas=[{replicas}]"]
     if search.token_env is None and environment.get(TOKEN_VARIABLE):
@@ -193,7 +194,8 @@ def _head(head: str | None, environment: Mapping[str, str], names: Sequence[str]
 
 
 def _number(environment: Mapping[str, str], variables: Sequence[str]) -> int | None:
-    """Return the number in the first of `variables` that is set; None if none is. Raises UserError for other text."""
+    """Return the number in the first of `variables` that is set; None if no variable is set. Raises UserError for a
+    value that is not a number."""
     for variable in variables:
         if text := environment.get(variable):
             if not text.isdigit():

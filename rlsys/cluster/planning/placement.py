@@ -1,7 +1,7 @@
 """Parses the placement of groups on device ranks, checks it against model and machines, and plans Ray bundles. Pure.
 
-A group's ranks are text such as "0-3" or "0-1,4". They are distinct, and their order is the order of its worker ranks.
-A critic without a placement uses the actor's ranks.
+A group's ranks are text such as "0-3" or "0-1,4". The ranks are distinct, and their order is the order of the group's
+worker ranks. A critic without a placement uses the actor's ranks.
 
 A bundle is a set of devices that Ray reserves on one machine. Device ranks of one process share a bundle, and so do
 processes with a common rank; unrelated ranks get separate bundles:
@@ -133,7 +133,7 @@ def machine_problems(config: RunConfig, ranks: Mapping[str, Sequence[int]]) -> I
 def launch_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield problems of settings that only `rlsys launch` implements, for a run started without it.
 
-    Such a run would otherwise silently ignore them.
+    Such a run would otherwise silently ignore these settings.
     """
     cluster = config.cluster
     if cluster.nodes > 1 and cluster.address is None:
@@ -186,7 +186,8 @@ def fullest_device(config: RunConfig, plan: Mapping[str, Any]) -> tuple[tuple[st
 
 
 def _reach(config: RunConfig, ranks: Mapping[str, Sequence[int]], per_node: int) -> Iterator[Problem]:
-    """Yield a problem if `cluster.sync_mode` cannot carry weights to every group, since some are on other machines."""
+    """Yield a problem if `cluster.sync_mode` cannot carry weights to every group, because some groups are on other
+    machines."""
     mode = config.cluster.sync_mode
     if mode not in (SyncMode.tensor, SyncMode.ipc):
         return
@@ -344,7 +345,7 @@ class DeviceSlot:
 
     bundle: int
     devices: tuple[int, ...]  # Indices of its devices within the bundle, from 0.
-    share: float  # Devices reserved from Ray; over all slots of a bundle they sum to its size or slightly less.
+    share: float  # Devices reserved from Ray; the shares of all slots of a bundle sum to at most its size.
     pinned: bool  # True: name its devices explicitly, since Ray could choose others.
 
 

@@ -9,8 +9,8 @@ present. The largest of three phases is added to them; the phases never overlap:
 
 A layer is a list of `LayerStep`s in forward order. A step `keeps` bytes until its own backward pass, needs `backward`
 more during that pass, and `forward` bytes while it runs without gradients. The numbers follow from the tensors that each
-operation saves for its gradient. A storage counts once, however many operations save views of it, until the last of them
-releases it.
+operation saves for its gradient. A storage counts once, however many operations save views of it, until the last
+operation releases it.
 
 Megatron's own layers are measured with torch 2.13 and megatron-core 0.16 (tests/trainer/test_memory.py). Transformer
 Engine's layers (`StageRank.engine`) are derived from its source, version 2.20, and not measured.
@@ -157,7 +157,8 @@ class MicroBatchLoad:
     targets: int
     width: int  # Row length; if packed, length of the longest sequence.
     micro_batches: int | None = None
-    """Micro-batches per call, which bound those in flight in the pipeline; None: enough to fill it."""
+    """Number of micro-batches per call, which limits the number in flight in the pipeline; None: enough to fill the
+    pipeline."""
     routed: int | None = None
     """Token copies that one rank's experts receive per micro-batch; None: an even share."""
 
@@ -185,7 +186,7 @@ def group_memory(
     """Estimate one rank of `group` (actor, inference, critic or rollout) in its largest pipeline stage.
 
     `load` applies to Megatron groups. Its default is the largest micro-batch that the config allows: an episode longer
-    than `micro_batch_tokens` gets a micro-batch of its own.
+    than `micro_batch_tokens` gets its own micro-batch.
     """
     if group == "rollout":
         return _engine(config, architecture)
@@ -223,7 +224,7 @@ class StageRank:
         self.stage_size = len(placed) // parallel.pp  # Ranks of a pipeline stage.
         self.layers = len(stage_layers(model.layers, parallel.pp, parallel.pp_layers)[stage])
         self.columns = model.padded_vocab(tp) // tp  # Vocabulary entries of this TP rank, padding included.
-        # One matrix is both embedding and head; with several stages, the last one has a copy.
+        # One matrix is both embedding and head; with several stages, the last stage has a copy.
         self.tied_here = model.tied and parallel.pp == 1 and not self.is_critic
         # Micro-batches whose activations are kept at a time under the 1F1B schedule (Narayanan et al. 2021).
         self.in_flight = min(parallel.pp - stage, load.micro_batches or parallel.pp)
@@ -245,7 +246,7 @@ class StageRank:
             self.normed < self.tokens
         )  # Sequence parallelism: gather before attention and MLP, scatter after.
         self.gathered = self.tokens * model.hidden * self.item if self.gathers else 0  # Bytes of a gathered sequence.
-        # Kernels that memory depends on.
+        # Kernels that affect memory.
         on_gpu, fusions = config.cluster.device is Device.gpu, config.model.fusions
         self.engine = on_gpu and config.model.layers is not Layers.local  # Transformer Engine's layers.
         self.fused_norm = on_gpu  # Fused RMSNorm, which keeps only its input; torch has none for a CPU.
@@ -330,7 +331,8 @@ def _training(rank: StageRank) -> tuple[dict[str, float], float]:
     waiting = rank.in_flight * (rank.layers * of_layer + ends) + buffer
     # The last norm's output is not kept: the head copies the targets' rows.
     activations = waiting + (last_norm.keeps - rank.stream if rank.last else 0.0)
-    # A tied matrix gets gradients from head and embedding; the head's is kept until the embedding's is computed.
+    # A tied matrix gets gradients from head and embedding; the head's gradient is kept until the embedding's gradient
+    # is computed.
     matrix = rank.columns * rank.model.hidden * rank.item
     tied = matrix if rank.tied_here else 0
     arriving = 0 if rank.last else rank.stream
@@ -417,7 +419,7 @@ def _weight_sync(rank: StageRank) -> float:
 
 
 def _engine(config: RunConfig, model: Architecture) -> GroupMemory:
-    """Estimate the first rank of an SGLang engine: its weights, and its KV cache at its limit.
+    """Estimate the first rank of an SGLang engine: its weights, and its KV cache when full.
 
     With sync_mode=ipc the rank also holds a pushed copy of the whole model, outside `memory_fraction`.
     """
@@ -439,10 +441,11 @@ def _layer_steps(rank: StageRank) -> list[LayerStep]:
 
 
 def _norm(rank: StageRank) -> LayerStep:
-    """RMSNorm of the residual stream. Counts the input, which the norm keeps, and the output, which the next layer keeps.
+    """Return the step of an RMSNorm of the residual stream. Counts the input, which the norm keeps, and the output,
+    which the next layer keeps.
 
     Transformer Engine's `_LayerNormLinear` saves input, output (with sequence parallelism the rank's own share) and
-    1/rms, the same as its RMSNorm and the following layer. torch's `rms_norm` is a fused kernel on GPUs only
+    1/rms, the same tensors as its RMSNorm and the following layer. torch's `rms_norm` is a fused kernel on GPUs only
     (`_fused_rms_norm`).
     """
     stream = rank.stream
@@ -475,7 +478,7 @@ def _row(rank: StageRank, width: int) -> float:
 
 
 def _attention(rank: StageRank) -> list[LayerStep]:
-    """Attention from the normed input to the residual sum. The next norm counts that sum."""
+    """Return the steps of attention, from the normed input to the residual sum. The next norm counts that sum."""
     query, key = rank.tokens * rank.item * rank.query, rank.tokens * rank.item * rank.key
     return [
         LayerStep(0, _column(rank, rank.query + 2 * rank.key), 2 * (query + 2 * key)),
@@ -486,7 +489,7 @@ def _attention(rank: StageRank) -> list[LayerStep]:
 
 
 def _rotate(rank: StageRank, query: int, key: int) -> LayerStep:
-    """Rotary positions; `query` and `key` in bytes.
+    """Return the step that applies rotary positions; `query` and `key` are in bytes.
 
     Megatron keeps sine and cosine tables. Its backward pass holds four terms of the query's gradient and the gradients of
     keys and values. Transformer Engine's `FusedRoPEFunc` saves only angles shared by all layers; its backward pass
@@ -499,7 +502,8 @@ def _rotate(rank: StageRank, query: int, key: int) -> LayerStep:
 
 
 def _attend(rank: StageRank, query: int, key: int) -> list[LayerStep]:
-    """Attention of local layers with torch's kernels, and the output projection; `query` and `key` in bytes.
+    """Return the steps of attention in local layers (torch's kernels) and of the output projection; `query` and `key`
+    are in bytes.
 
     Rotated queries and keys are new tensors. Values are a view of the QKV projection's output and keep all of it alive.
     Packed sequences are attended one by one, and their outputs concatenated.
@@ -509,13 +513,15 @@ def _attend(rank: StageRank, query: int, key: int) -> list[LayerStep]:
     project = LayerStep(joined, _row(rank, rank.query), joined + rank.tokens * rank.model.hidden * rank.item)
     if rank.parallel.cp > 1:
         return [_attend_gathered(rank, query, key), project]
-    # Gradients of the output and of the inputs; packed, the latter both per sequence and concatenated.
+    # Gradients of the output and of the inputs; if packed, the inputs' gradients exist both per sequence and
+    # concatenated.
     gradients = query + (2 if joined else 1) * mixed + rank.stream
     return [LayerStep(mixed + query + key + query + sums, gradients, mixed + 3 * query + key), project]
 
 
 def _attend_gathered(rank: StageRank, query: int, key: int) -> LayerStep:
-    """Attention of `_attend` under context parallelism, which gathers the keys and values of all ranks.
+    """Return the step of attention of `_attend` under context parallelism, which gathers the keys and values of all
+    ranks.
 
     A sequence is cut into n = 2 cp chunks, of which rank r has chunks r and n - 1 - r. Unless r = 0, both need masks:
 
@@ -531,14 +537,14 @@ def _attend_gathered(rank: StageRank, query: int, key: int) -> LayerStep:
 
 
 def _attend_engine(rank: StageRank, query: int, key: int) -> list[LayerStep]:
-    """Transformer Engine's attention, and the output projection; `query` and `key` in bytes.
+    """Return the steps of Transformer Engine's attention and of the output projection; `query` and `key` are in bytes.
 
-    Saved are queries, keys, values, the output, and one float32 per softmax row (`FusedAttnFunc`, `FlashAttention`). The
+    It saves queries, keys, values, the output, and one float32 per softmax row (`FusedAttnFunc`, `FlashAttention`). The
     projection saves the same output tensor. `get_qkv_layout` copies the strided values, so nothing of the QKV
     projection's output is kept.
 
-    With context parallelism, `AttnFuncWithCPAndKVP2P` saves the same for the rank's own tokens. Its backward pass adds two
-    buffers each for keys with values and for their gradients, and one for the gradient of queries.
+    With context parallelism, `AttnFuncWithCPAndKVP2P` saves the same for the rank's own tokens. Its backward pass adds
+    two buffers for keys and values, two for their gradients, and one for the gradient of queries.
     """
     mixed = query + 2 * key
     ring = query + 8 * key if rank.parallel.cp > 1 else 0
@@ -550,7 +556,7 @@ def _attend_engine(rank: StageRank, query: int, key: int) -> list[LayerStep]:
 
 
 def _qk_norm(rank: StageRank) -> LayerStep:
-    """Per-head norms of queries and keys; queries are copied first."""
+    """Return the step of the per-head norms of queries and keys; queries are copied first."""
     query, key = rank.tokens * rank.query, rank.tokens * rank.key
     if not rank.fused_norm:
         # Like `_norm`; the float32 conversion copies only if the model's dtype differs.
@@ -575,11 +581,11 @@ def _mlp(rank: StageRank) -> list[LayerStep]:
 
 
 def _experts(rank: StageRank) -> list[LayerStep]:
-    """Megatron-core's MoELayer: router, dispatch, experts, combine.
+    """Return the steps of Megatron-core's MoELayer: router, dispatch, experts, combine.
 
     The product of gate and up is kept before and after weighting by the router probability, unless `fused_swiglu`
-    (`WeightedSwiGLUFunction` saves gate and up). Dispatched tokens stay alive while the experts run: once as permuted,
-    and with `ep` > 1 once as received. Expert outputs are concatenated and sorted back.
+    (`WeightedSwiGLUFunction` saves gate and up). Dispatched tokens stay alive while the experts run: once as permuted
+    and, with `ep` > 1, once as received from other ranks. Expert outputs are concatenated and sorted back.
     """
     model, ep, stream, engine = rank.model, rank.parallel.ep, rank.stream, rank.engine
     sent = rank.routed * model.hidden * rank.item

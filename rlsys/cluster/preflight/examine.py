@@ -30,10 +30,10 @@ from rlsys.cluster.planning.plan import BYTES, GIB, make_plan
 from rlsys.cluster.preflight.machine import Gpus, RayCluster, SearchAnswer, ThisMachine, Unseen
 from rlsys.config.derived import has_critic, has_reference, moves_reference, needs_server
 from rlsys.config.problems import Problem
-from rlsys.config.schema import Device, Layers, RunConfig, SearchConfig, SyncMode
+from rlsys.config.schema import Attention, Device, Layers, RunConfig, SearchConfig, SyncMode
 from rlsys.data.question import Question, read_questions
 from rlsys.errors import UserError
-from rlsys.observe.environment import unmet_requirements
+from rlsys.observe.environment import Capabilities, unmet_requirements
 from rlsys.search.address import DEFAULT_PORT
 from rlsys.search.index.folder import read_manifest
 from rlsys.weights.hf_io import INDEX, HfReader
@@ -48,7 +48,7 @@ _RESERVED_GIB = 1.0  # Memory of a GPU that the driver and a desktop may occupy.
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_GIB = {Device.gpu: 1.0, Device.cpu: 0.5}
 """Shared memory needed: NCCL's buffers on GPUs (NVIDIA recommends 1 GiB for containers), Ray's object store on CPUs."""
-_FULL = 0.95  # Used share of a file system from which on Ray no longer spills objects to it.
+_FULL = 0.95  # Share of a file system in use at which Ray stops spilling objects to it.
 _LOGS_GIB = 1.0  # Space for logs, metrics and Ray's session.
 _BUCKET_FILES = 3  # Maximum number of weight files on disk at a time with cluster.sync_mode=disk.
 _RESOURCE = {Device.cpu: "CPU", Device.gpu: "GPU"}
@@ -90,7 +90,7 @@ def _ok_or_wrong(good: bool, what: str, found: str, fix: str) -> Finding:
 
 
 def is_right(findings: Iterable[Finding]) -> bool:
-    """True if no check failed; unknown ones do not count."""
+    """True if no check failed; unknown results do not count as failures."""
     return all(finding.state is not FindingState.wrong for finding in findings)
 
 
@@ -101,7 +101,7 @@ def as_data(name: str, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def show(name: str, findings: Sequence[Finding], console: Console) -> None:
-    """Print a table with a row per finding, its fix below the observation, and the verdict."""
+    """Print a table with one row per finding, and the verdict; a fix is below its observation."""
     table = Table(title=f"rlsys doctor --for {name}", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     table.add_column("what", overflow="fold", max_width=22)
@@ -193,7 +193,7 @@ def _plan(config: RunConfig) -> dict[str, Any] | None:
 
 
 def _version_findings(device: Device, version: Callable[[str], str | None]) -> Iterator[Finding]:
-    """Compare installed versions with those that rlsys needs and those that it is tested with (requirements/)."""
+    """Compare installed versions with the versions that rlsys needs and the versions in its tests (requirements/)."""
     if not (REQUIREMENTS / "base.txt").is_file():
         yield unknown("versions", f"{REQUIREMENTS} does not exist, so the versions cannot be compared")
         return
@@ -253,10 +253,12 @@ def _device_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> It
         )
         return
     if on_gpus:
-        # First, because torch itself allocates GPU memory when it looks.
+        # Before `capabilities`, because torch itself allocates GPU memory when it looks for devices.
         yield from _gpu_findings(config, wanted, machine)
     problems = list(unmet_requirements(config, machine.capabilities))
     yield from _problem_findings(problems) or [ok("capabilities", "everything that the settings need is installed")]
+    if on_gpus:
+        yield from _cudnn_findings(config, machine)
     if on_gpus and machine.capabilities.nccl:
         reach = "connections between GPUs and machines are only tested when the run starts"
         yield note("NCCL", f"in torch {machine.capabilities.torch}; {reach}")
@@ -265,7 +267,7 @@ def _device_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> It
 def _gpu_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> Iterator[Finding]:
     """Check number, driver, memory and current use of this machine's GPUs.
 
-    Compares memory with the plan's estimate for the fullest device, with the GPUs and layers of this machine.
+    Compares memory with the plan's estimate for the fullest device, made with the GPUs and layers of this machine.
     """
     try:
         seen = machine.gpus()
@@ -276,20 +278,43 @@ def _gpu_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> Itera
     found = f"{len(seen.cards)} of {wanted}" + (f": {names}" if names else "")
     fewer = "place the groups on fewer (cluster.placement), check CUDA_VISIBLE_DEVICES, or use a machine with more GPUs"
     yield _ok_or_wrong(len(seen.cards) >= wanted, "GPUs", found, fewer)
-    # Only now: torch allocates GPU memory when it looks.
+    # Only now, because torch allocates GPU memory when it looks for devices.
     here = machine.capabilities
     yield _driver(seen.driver, here.cuda)
     if not seen.cards:
         return
     # Plan with the actual GPU memory, and with the layers that `model.layers=auto` selects here.
     smallest = min(card.total_gib for card in seen.cards)
-    layers = here.layers if config.model.layers is Layers.auto else config.model.layers
+    layers = _layers(config, here)
     cluster = replace(config.cluster, device_memory_gib=smallest)
     real = replace(config, model=replace(config.model, layers=layers), cluster=cluster)
     if (plan := _plan(real)) is not None:
         groups, needed = fullest_device(real, plan)
         yield _gpu_memory(groups, needed, smallest, config.cluster.device_memory_gib)
         yield from _used_gpus(seen, needed)
+
+
+def _layers(config: RunConfig, here: Capabilities) -> Layers:
+    """Return the layers that `model.layers` selects on the GPUs of this machine."""
+    return here.layers if config.model.layers is Layers.auto else config.model.layers
+
+
+def _cudnn_findings(config: RunConfig, machine: ThisMachine) -> Iterator[Finding]:
+    """Check that Transformer Engine's attention finds one cuDNN; its libraries work only with those of their own version."""
+    uses_cudnn = config.model.attention in (Attention.auto, Attention.fused)
+    if not uses_cudnn or _layers(config, machine.capabilities) is not Layers.te:
+        return
+    try:
+        foreign = machine.foreign_cudnn()
+    except Unseen as problem:
+        yield unknown("cuDNN", str(problem))
+        return
+    shown = ", ".join(map(str, foreign[:_SHOWN])) + (
+        f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""
+    )
+    found = f"that of torch would load libraries of another version: {shown}" if foreign else "only that of torch"
+    fix = "take their folder out of LD_LIBRARY_PATH or uninstall that cuDNN, or set model.attention=flash"
+    yield _ok_or_wrong(not foreign, "cuDNN", found, fix)
 
 
 def _driver(driver: str, cuda: str | None) -> Finding:
@@ -512,7 +537,8 @@ def model_findings(folder: Path) -> Iterator[Finding]:
 
 
 def data_findings(key: str, path: Path) -> tuple[Finding, Question | None]:
-    """Check the first row of a question file; returns the finding and that question, None if it cannot be read."""
+    """Check the first row of a question file. Returns the finding and the question in that row; None if it cannot be
+    read."""
     try:
         question = read_questions(path, limit=1)[0]
     except UserError as problem:
@@ -590,9 +616,10 @@ def _tokenizer(folder: Path) -> Finding:
 
 
 def search_findings(config: RunConfig, question: str, machines: int, machine: ThisMachine) -> Iterator[Finding]:
-    """Check the running search servers, or the index and port of one that the run or its launcher starts.
+    """Check the running search servers, or the index and port of a server that the run or its launcher starts.
 
-    `question` is one of the run's own, or empty if none could be read; `machines` is the number of machines of the run.
+    `question` is a question of the run, or empty if none could be read; `machines` is the number of machines of the
+    run.
     """
     search = config.search
     if not search.enabled:

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -125,6 +126,16 @@ class ThisMachine:
         """Return the version of an installed package; None if it is absent."""
         return version_of(package)
 
+    def foreign_cudnn(self) -> list[Path]:
+        """Return the libraries that torch's cuDNN, if it is a wheel, would load from another cuDNN of this machine.
+
+        Raises Unseen if the loader's cache cannot be read.
+        """
+        version, home = self.version("nvidia-cudnn-cu13"), os.environ.get("CUDNN_HOME")
+        if version is None or home is None:
+            return []
+        return foreign_cudnn(Path(home, "lib"), version, os.environ.get("LD_LIBRARY_PATH", ""), _loader_cache())
+
     def disk(self, path: Path) -> Disk:
         """Return the file system of `path`, which need not exist. Raises Unseen if it cannot be examined."""
         whole = path.absolute()
@@ -180,7 +191,7 @@ class ThisMachine:
         return tuple(asyncio.run(ask_all()))
 
     def search_differs(self, settings: SearchConfig) -> str:
-        """Return a sentence on how the servers differ; empty if they are replicas of each other."""
+        """Return a sentence on how the servers differ; empty if they serve the same index."""
         from rlsys.rollout.tools.search_tool import open_client
 
         quick = replace(settings, retries=0, hedge_after_s=None, timeout_s=min(settings.timeout_s, _SEARCH_S))
@@ -253,6 +264,37 @@ def read_gpus(cards: str, processes: str, visible: str | None) -> Gpus:
         )
         found = [card for card in takewhile(bool, chosen) if card]
     return Gpus(driver, tuple(found), tuple(running))
+
+
+def foreign_cudnn(own: Path, version: str, library_path: str, cache: str) -> list[Path]:
+    """Return the libraries of other versions that the cuDNN `version` in the folder `own` would load.
+
+    It loads its libraries by name: from the folders of `library_path` (LD_LIBRARY_PATH), then from `own`, then from `cache`,
+    the output of `ldconfig -p`.
+    """
+    major, minor, patch = version.split(".")[:3]
+    found: list[Path] = []
+    for folder in filter(None, library_path.split(":")):
+        found += sorted(Path(folder).glob(f"libcudnn*.so.{major}"))
+    for line in cache.splitlines():
+        name, _, path = line.strip().partition(" => ")
+        name = name.split(" ")[0]
+        if fnmatch(name, f"libcudnn*.so.{major}") and not (own / name).exists():
+            found.append(Path(path))
+    real = {file: file.resolve() for file in found}
+    same = f".so.{major}.{minor}.{patch}"
+    return [file for file, target in real.items() if target.parent != own.resolve() and not target.name.endswith(same)]
+
+
+def _loader_cache() -> str:
+    """Return the output of `ldconfig -p`; empty where there is no ldconfig. Raises Unseen if it does not respond."""
+    program = shutil.which("ldconfig", path=f"{os.environ.get('PATH', '')}:/sbin:/usr/sbin")
+    if program is None:
+        return ""
+    try:
+        return subprocess.run([program, "-p"], capture_output=True, text=True, timeout=_DRIVER_S, check=False).stdout
+    except subprocess.TimeoutExpired as problem:
+        raise Unseen(f"{program} did not respond within {_DRIVER_S:g} s") from problem
 
 
 def _mib(text: str) -> float:

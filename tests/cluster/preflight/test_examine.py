@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -83,6 +83,7 @@ def machine(
     cluster: RayCluster | Unseen = NO_CLUSTER,
     answers: Mapping[str, SearchAnswer] = {},
     differs: str = "",
+    cudnn: Sequence[Path] | Unseen = (),
 ) -> Mock:
     """Return mock probes of a node of eight H100 that lacks nothing by default.
 
@@ -95,6 +96,7 @@ def machine(
     made.port_is_free.return_value = True
     made.ray.return_value = cluster
     made.search_differs.return_value = differs
+    made.foreign_cudnn = Mock(side_effect=cudnn) if isinstance(cudnn, Unseen) else Mock(return_value=list(cudnn))
 
     def search(settings: SearchConfig, _question: str) -> tuple[SearchAnswer, ...]:
         urls = [url for url in [settings.url, *settings.replicas] if url]
@@ -152,6 +154,31 @@ def test_complete_machine_has_no_wrong_finding(node_run: Compose) -> None:
     here = machine()
     assert wrong_findings(node_run(), here) == {}
     assert here.search.call_args.args[1] == "Who wrote it?", "the server is asked the first question of the run"
+
+
+@pytest.mark.parametrize(
+    ("here", "overrides", "named"),
+    [
+        (H100, [], ["cuDNN"]),
+        (H100, ["model.attention=fused"], ["cuDNN"]),
+        (H100, ["model.attention=flash"], []),
+        (H100, ["model.layers=local"], []),
+        (BARE_H100, [], []),
+    ],
+)
+def test_second_cudnn_is_wrong_for_layers_that_use_cudnn(
+    node_run: Compose, here: Capabilities, overrides: list[str], named: list[str]
+) -> None:
+    library = Path("/usr/lib/x86_64-linux-gnu/libcudnn_engines_tensor_ir.so.9")
+    wrong = wrong_findings(node_run(*overrides), machine(here=here, cudnn=[library]))
+    assert list(wrong) == named
+    assert all(str(library) in finding.found and finding.fix for finding in wrong.values())
+    assert wrong_findings(node_run(*overrides), machine(here=here)) == {}
+
+
+def test_cudnn_that_cannot_be_looked_up_is_unknown(node_run: Compose) -> None:
+    found = findings_of(node_run(), machine(here=H100, cudnn=Unseen("ldconfig did not respond")))["cuDNN"]
+    assert found.state is FindingState.unknown
 
 
 OTHER_PROCESS = GpuProcess("GPU-0", 7, "python", 69.0)
@@ -233,7 +260,7 @@ def test_fitting_cluster_is_right_and_other_machines_are_unknown(node_run: Compo
     ("cluster", "what", "says"),
     [
         (RayCluster(CLUSTER.nodes[:1], {"GPU": 8.0}), "Ray", "1 of 2 machines"),
-        (RayCluster(CLUSTER.nodes, {"GPU": 4.0}), "Ray's GPUs", "4 are free"),
+        (RayCluster(CLUSTER.nodes, {"GPU": 4.0}), "Ray's GPUs", "4 of 16 are free"),
         (
             RayCluster((RayMachine("10.0.0.1", {"GPU": 12.0}), RayMachine("10.0.0.2", {"GPU": 4.0})), {"GPU": 16.0}),
             "Ray's GPUs",

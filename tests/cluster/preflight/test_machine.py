@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlsys.cluster.local_ray import promised_port
-from rlsys.cluster.preflight.machine import ThisMachine, Unseen, read_gpus
+from rlsys.cluster.preflight.machine import ThisMachine, Unseen, foreign_cudnn, read_gpus
 from rlsys.config.schema import SearchConfig
 from tests.support.tiny import search_server
 
@@ -15,7 +15,7 @@ CARDS = """\
 0, GPU-aaa, NVIDIA H100 80GB HBM3, 81559, 4, 580.82.07
 1, GPU-bbb, NVIDIA H100 80GB HBM3, 81559, 20480, 580.82.07
 """
-TENANTS = """\
+OTHER_PROCESSES = """\
 GPU-bbb, 4711, /usr/bin/python3, 20470
 GPU-bbb, 12, [Not Found], [N/A]
 GPU-aaa, 13, /opt/a,b, c, 5
@@ -23,7 +23,7 @@ GPU-aaa, 13, /opt/a,b, c, 5
 
 
 def test_cards_and_their_processes_are_read() -> None:
-    seen = read_gpus(CARDS, TENANTS, None)
+    seen = read_gpus(CARDS, OTHER_PROCESSES, None)
     assert seen.driver == "580.82.07"
     assert [(card.index, round(card.total_gib, 1)) for card in seen.cards] == [(0, 79.6), (1, 79.6)]
     assert seen.cards[1].used_gib == 20.0
@@ -56,6 +56,57 @@ def test_absent_broken_or_silent_driver_is_unseen(
     monkeypatch.setattr("rlsys.cluster.preflight.machine._DRIVER_S", 0.2 if "sleep" in script else 300)
     with pytest.raises(Unseen, match=said):
         ThisMachine().gpus()
+
+
+GRAPH, ENGINES = "libcudnn_graph.so.9", "libcudnn_engines_tensor_ir.so.9"
+
+
+def library(folder: Path, name: str, version: str = "") -> Path:
+    """Create a library as a wheel has it, or, with `version`, the link that a Debian package has."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / name
+    if version:
+        (folder / f"{name.removesuffix('.9')}.{version}").touch()
+        file.symlink_to(f"{name.removesuffix('.9')}.{version}")
+    else:
+        file.touch()
+    return file
+
+
+def test_only_libraries_that_cudnn_would_load_from_another_version_are_named(tmp_path: Path) -> None:
+    """The wheel of cuDNN 9.20.0 has no `ENGINES`; each case adds one library elsewhere."""
+    own = library(tmp_path / "wheel", GRAPH).parent
+    cache = "12 libs found in cache `/etc/ld.so.cache'\n\tlibc.so.6 (libc6,x86-64) => /lib/libc.so.6\n"
+
+    def cached(file: Path) -> list[Path]:
+        return foreign_cudnn(own, "9.20.0.48", "", f"{cache}\t{file.name} (libc6,x86-64) => {file}\n")
+
+    def in_path(file: Path) -> list[Path]:
+        return foreign_cudnn(own, "9.20.0.48", f":{own}:/nowhere:{file.parent}", cache)
+
+    lacking = library(tmp_path / "a", ENGINES, "9.23.1")
+    assert cached(lacking) == in_path(lacking) == [lacking]
+    there = library(tmp_path / "b", GRAPH, "9.23.1")
+    assert (cached(there), in_path(there)) == ([], [there])
+    same = library(tmp_path / "c", ENGINES, "9.20.0")
+    assert cached(same) == in_path(same) == []
+    older = library(tmp_path / "d", "libcudnn_graph.so.8", "8.9.7")
+    assert cached(older) == in_path(older) == []
+
+
+def test_folders_and_cache_of_the_loader_are_searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library(tmp_path / "cudnn" / "lib", GRAPH)
+    first, second = library(tmp_path / "a", GRAPH, "9.23.1"), library(tmp_path / "b", ENGINES, "9.23.1")
+    ldconfig = tmp_path / "ldconfig"
+    ldconfig.write_text(f'#!/bin/sh\n[ "$1" = -p ] && echo "\t{ENGINES} (libc6,x86-64) => {second}"\n')
+    ldconfig.chmod(0o755)
+    settings = {"PATH": tmp_path, "CUDNN_HOME": tmp_path / "cudnn", "LD_LIBRARY_PATH": first.parent}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(ThisMachine, "version", lambda _self, package: {"nvidia-cudnn-cu13": "9.20.0.48"}.get(package))
+    assert ThisMachine().foreign_cudnn() == [first, second]
+    monkeypatch.setattr(ThisMachine, "version", lambda *_: None)
+    assert ThisMachine().foreign_cudnn() == [], "torch was not installed from the wheels"
 
 
 def test_disk_of_a_missing_folder_is_that_of_its_parent(tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ def breaks(_self: object) -> None:
         ("user_code", {"__init__": breaks}, "OSError: no such index"),
         ("conflict", {"tag": "Answer"}, "task.tags.answer"),
         ("conflict", {"tag": "think"}, "reasoning"),
-        ("conflict", {"tag": "calculator"}, f"{CALCULATOR} has the tag calculator"),
-        ("conflict", {"name": "calculator"}, f"{CALCULATOR} has the name calculator"),
+        ("conflict", {"tag": "calculator"}, CALCULATOR),
+        ("conflict", {"name": "calculator"}, CALCULATOR),
     ],
 )
 def test_class_that_is_no_tool_or_clashes_with_another_is_refused(
