@@ -27,13 +27,13 @@ _INNER = (".local", ".localdomain", ".internal", ".lan", ".svc")
 
 
 def is_url(text: str) -> bool:
-    """True for a server's base URL: http or https, with a host, and without user name, query or fragment."""
+    """True for a server's base URL: http or https, with a host, and without user name, password, query or fragment."""
     try:
         parts = urlsplit(text)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
-    return usable and not (parts.username or parts.query or parts.fragment)
+    return usable and not (parts.username or parts.password or parts.query or parts.fragment)
 
 
 def bind(host: str, port: int) -> socket.socket:
