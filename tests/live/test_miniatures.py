@@ -47,19 +47,19 @@ REWARD = f"{even_tokens.__module__}.{even_tokens.__name__}"
 
 @cache
 def composed(experiment: str) -> RunConfig:
-    """Config of `experiment`; cached, so callers must not change it."""
+    """Config of `experiment`; it is cached, so callers must not change it."""
     return load_config(experiment)
 
 
 def shape_of(experiment: str) -> Path:
-    """Folder with the shape of an experiment's model."""
+    """Folder with the config.json of an experiment's model."""
     name = composed(experiment).model.path.lower()
     return next(folder for folder in (SHAPES / name, SHAPES / f"{name}-instruct") if folder.is_dir())
 
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> list[str]:
-    """Overrides that replace data and index, which only the experiment's machines have."""
+    """Overrides that replace data and index, because only the experiment's own machines have them."""
     (tmp_path / "questions.jsonl").write_text("{}\n")
     (tmp_path / "index").mkdir()
     (tmp_path / "index" / "manifest.json").write_text("{}")
@@ -69,13 +69,13 @@ def elsewhere(tmp_path: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunConfig]:
-    """Function: model family -> `tiny_run` of a tiny model of that family, with world and model written."""
+    """Function from a model family to the config of a tiny run; it writes the tiny world and a tiny model."""
     prepare_world(Console(quiet=True))
     return cache(lambda family: tiny_run(tiny_model(family, tmp_path_factory.mktemp(family))))
 
 
 def tiny_run(model: Path) -> RunConfig:
-    """Config of a run on CPUs with `model`, the tiny config of miniatures."""
+    """Config of a run of `model` on CPUs, which gives miniatures their sizes."""
     return load_config(
         "searchr1_tiny_cpu",
         [
@@ -153,7 +153,7 @@ class Ran:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory, tiny_of: Callable[[str], RunConfig]) -> Callable[[str], Ran]:
-    """Function that runs an experiment's miniature by `rlsys train`, once for miniatures that differ only in name."""
+    """Function that runs an experiment's miniature by `rlsys train`; miniatures that differ only in name run once."""
     known: dict[str, Ran] = {}
 
     def run(experiment: str) -> Ran:

@@ -52,7 +52,7 @@ def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ende
 
 
 def test_uninterrupted_run_trains_evaluates_and_saves(uninterrupted: Ended) -> None:
-    """Without these, the comparisons below would prove nothing."""
+    """Without these events, the comparisons below would prove nothing."""
     assert [row["step"] for row in uninterrupted.rows] == [1, 2, 3, 4]
     assert any(row["actor/grad_norm"] > 0 for row in uninterrupted.rows)
     for changing in ("actor/lr", "critic/kl_coef"):
@@ -65,7 +65,7 @@ def test_uninterrupted_run_trains_evaluates_and_saves(uninterrupted: Ended) -> N
 
 
 MID_STEP = "applied"
-"""Moment of the default suite: its second occurrence after a checkpoint is between two optimiser steps of a step."""
+"""Moment at which the default suite kills: its second occurrence is between the two optimiser steps of one step."""
 FATES = [pytest.param(MID_STEP, 2, id=MID_STEP)]
 FATES += [pytest.param(moment, 1, id=moment, marks=pytest.mark.slow) for moment in MOMENTS if moment != MID_STEP]
 

@@ -27,7 +27,7 @@ def fake() -> Iterator[FakeHub]:
 
 
 class Bench:
-    """A downloader to a folder with a space in its name; it records its pauses and does not wait."""
+    """A downloader that records its pauses without waiting, and a folder with a space in its name."""
 
     def __init__(self, fake: FakeHub, tmp_path: Path) -> None:
         self.hub = Hub(fake.url, TOKEN)
@@ -50,7 +50,7 @@ class Bench:
 
 @pytest.fixture
 def bench(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    """A bench with small blocks and without the pauses of huggingface_hub."""
+    """A bench with small blocks, on which huggingface_hub does not pause either."""
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 10)
     monkeypatch.setattr("huggingface_hub.file_download.time", SimpleNamespace(sleep=lambda _: None))
     return Bench(fake, tmp_path)
