@@ -71,7 +71,7 @@ class Run:
             self.clock.seconds += seconds
 
     def step(self, step: int, entropy: float = 1.0) -> list[Alarm]:
-        """Record a step of one second, at whose end two prompts have ended."""
+        """Record a step of one second, and two prompts that end with it."""
         self.record.begin_step()
         with self.working("actor", "train.apply", 1):
             pass
@@ -140,7 +140,7 @@ def evaluation(step: int, em: float) -> Evaluation:
 
 
 def content(folder: Path) -> list[list[Any]]:
-    """Recorded figures, prompt ends and trajectories of a run, without clock times."""
+    """Recorded metrics, prompt ends and trajectories of a run, without clock times."""
     rows, ends = (
         [json.loads(line) for line in (folder / name).read_text().splitlines()]
         for name in ("metrics.jsonl", "prompts.jsonl")
@@ -151,7 +151,7 @@ def content(folder: Path) -> list[list[Any]]:
 
 
 def test_resumed_run_records_the_same_as_an_uninterrupted_one(tmp_path: Path) -> None:
-    """One run has six steps; the other is killed in its fifth and resumes after the third."""
+    """One run has six steps; another is killed in step 5 and resumes after step 3."""
     entropies = {1: 1.0, 2: 0.1, 3: 0.1, 4: 0.1, 5: 0.1, 6: 1.0}
     whole = Run(tmp_path / "whole", patience=3, entropy_floor=0.5)
     expected = {step: [str(alarm) for alarm in whole.step(step, entropies[step])] for step in entropies}
@@ -164,13 +164,13 @@ def test_resumed_run_records_the_same_as_an_uninterrupted_one(tmp_path: Path) ->
         killed.step(step, entropies[step])
     history = killed.record.history(3)
     for step in (4, 5):
-        killed.step(step, 1.0)  # Figures differ, as prompts came in another order.
+        killed.step(step, 1.0)  # The metrics differ, as if prompts had come in another order.
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "actor/ent')
 
     resumed = Run(folder, history=history, patience=3, entropy_floor=0.5)
     assert resumed.record.history(3) == history
-    # Readers before the next step must see nothing of the lost steps.
+    # Readers that come before the next step must see nothing of the lost steps.
     assert [one.step for one in open_run(folder).timeline()] == trajectory_steps(folder) == [1, 2, 3]
     for step in (4, 5, 6):
         assert [str(alarm) for alarm in resumed.step(step, entropies[step])] == expected[step]

@@ -26,7 +26,10 @@ def _poll_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Part:
-    """Part that writes one file once `written` is set, and fails once, as it begins or finishes, if `fails` says so."""
+    """Part of a checkpoint that writes one file once `written` is set.
+
+    It fails once if `fails` names an event, such as `begin actor`.
+    """
 
     def __init__(self, name: str, events: list[str]) -> None:
         self.name, self.events = name, events
@@ -45,7 +48,7 @@ class Part:
         return not self.written.is_set()
 
     async def finish_save(self) -> None:
-        """Finish; like a group, raise a failure once, and do nothing if the save is finished."""
+        """Finish the save, if there is one. A failure is raised once, as by a worker group."""
         await self.written.wait()
         folder, self.folder = self.folder, None
         self.note("finish")
@@ -60,7 +63,7 @@ class Part:
 
 
 class Run:
-    """A saver with two parts, whose calls are in `events`."""
+    """A saver with two parts, which log their calls in `events`."""
 
     def __init__(self, folder: Path, background: bool = True) -> None:
         self.events: list[str] = []
@@ -80,13 +83,13 @@ class Run:
         await self.saver.finish()
 
     def steps(self) -> list[int]:
-        """Return the steps of the checkpoints, after checking that each is whole."""
+        """Return the steps of all checkpoints; fails if one is not whole."""
         for one in self.store.saved():
             check(one.folder)
         return [one.step for one in self.store.saved()]
 
     def left(self) -> list[str]:
-        """Return the names in the folder of checkpoints, hidden ones included."""
+        """Return the names of all files in the folder of checkpoints, hidden files included."""
         return sorted(path.name for path in self.store.folder.iterdir())
 
     async def _need(self, group: str) -> None:
@@ -182,7 +185,7 @@ async def test_failed_save_is_deleted_after_the_other_parts_have_ended(fails: st
 
 
 def full(*_: Any) -> None:
-    """Fail as on a full disk."""
+    """Fail like a write to a full disk."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -219,7 +222,7 @@ async def test_disk_full_while_a_checkpoint_is_published_leaves_the_one_before(
 
 
 async def test_checkpoint_begins_once_the_trajectories_of_its_steps_are_on_disk() -> None:
-    """A run that resumes from it would lack some of them otherwise."""
+    """Otherwise a run that resumes from the checkpoint would lack some trajectories."""
     called = AsyncMock()
     called.in_flight.side_effect = EOFError
     run = driver.Run.__new__(driver.Run)

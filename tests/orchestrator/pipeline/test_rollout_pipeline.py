@@ -22,12 +22,12 @@ from tests.support.trajectories import question, rewarded, trajectory
 from tests.support.virtual_time import run_virtually
 
 SEEDS = 1000
-"""Seeds of a block, of which the first is always run."""
+"""Number of seeds in a block; the default suite runs the first block only."""
 
 
 @pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 10))])
 def test_every_property_holds_in_any_interleaving(block: int) -> None:
-    """`simulate(seed)` repeats a run that failed. `python -m bench.interleavings` takes more seeds."""
+    """`simulate(seed)` repeats a run that failed. `python -m bench.interleavings` tries more seeds."""
     for seed in range(SEEDS * block, SEEDS * (block + 1)):
         try:
             simulate(seed)
@@ -73,7 +73,7 @@ class Instant:
 
 
 def test_group_cancelled_before_its_first_turn_frees_its_slot() -> None:
-    """Each of ten steps ends before the task of its second, spare group has started."""
+    """Each of ten steps ends before the task of its second group, which is a spare one, has started."""
     workers = Instant()
     pipeline = workers.pipeline(StalenessScheduler(groups_per_step=1, max_staleness=0, oversample=2))
 

@@ -1,4 +1,4 @@
-"""Tests of the staleness scheduler against a model that deals out places one by one."""
+"""Tests of the staleness scheduler against a model that gives out places in steps one by one."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Modelled:
     real: PromptGroup
     oldest: int
     ready: int | None = None
-    """Order in which it became ready, None if it rolls."""
+    """Rank in the order in which groups became ready; None while the group is still rolling."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random calls in random order. The model keeps the places of each step and deals them out one by one."""
+    """Random calls in random order. The model knows the free places of each step and gives them out one by one."""
 
     @initialize(
         groups=st.integers(1, 4),
@@ -69,18 +69,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
 
     def free(self) -> Counter[int]:
-        """Return the free places of each step, 20 steps ahead."""
+        """Return the number of free places in each of the next 20 steps."""
         end = self.version + 20 if self.steps is None else self.steps
         free = Counter(dict.fromkeys(range(self.version, end), self.groups))
         free[self.version] -= len(self.taken)
         return +free
 
     def last(self, oldest: int) -> int:
-        """Return the last step that may train a group of that version."""
+        """Return the last step that may train a group whose oldest token has the version `oldest`."""
         return oldest + self.staleness
 
     def unschedulable(self) -> dict[PromptGroup, DropReason]:
-        """Give each ready group the first free place, oldest first; return the groups without one."""
+        """Give each ready group the first free place, oldest first; return the groups that get none."""
         free, found = self.free(), {}
         reasons = {
             one: DropReason.surplus if any(step <= self.last(one.oldest) for step in free) else DropReason.stale
@@ -99,7 +99,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return found
 
     def free_for_new(self) -> int:
-        """Return the places left for new groups once every ready group has the first free one."""
+        """Return the number of free places that new groups may use once every ready group has a place."""
         free = sorted(self.free().elements())
         return len([step for step in free[len(self.of(ready=True)) :] if step <= self.last(self.published)])
 
@@ -200,7 +200,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.taken)
     @rule()
     def save_and_resume(self) -> None:
-        """Replace the scheduler by another that resumes its state; both must decide alike from here on."""
+        """Replace the scheduler by a new one that resumes its state, and must decide like the old one."""
         self.report_ended()
         state = self.scheduler.state()
         self.scheduler = self.new_scheduler()

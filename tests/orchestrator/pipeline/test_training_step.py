@@ -24,7 +24,7 @@ Event = tuple[str, int]
 
 
 class OneAtATime:
-    """A pipeline in which groups are scored one after the other, each when it is waited for."""
+    """A pipeline that scores one group at a time, when the learner asks for it."""
 
     def __init__(self, made: Sequence[Group], events: list[Event]) -> None:
         self._made, self._events = list(made), events
@@ -39,7 +39,7 @@ class OneAtATime:
 
 
 class Logged:
-    """A learner that logs its calls, and devices that are always there."""
+    """Stands in for the learner, whose calls it logs, and for the devices, which are always ready."""
 
     def __init__(self, events: list[Event]) -> None:
         self._events = events
@@ -82,7 +82,7 @@ def test_mini_batch_is_stepped_on_once_its_last_group_has_come() -> None:
 
 
 def test_critic_does_not_step_before_the_last_score_of_the_step() -> None:
-    """All values of a step are of one critic, also with several mini-batches."""
+    """One version of the critic computes all values of a step, also with several mini-batches."""
     events = run(MiniBatches([3, 3], scored_first=True))
     first_step = events.index(("applied", 3))
     assert events[:first_step].count(("scored", 1)) == 6
@@ -111,7 +111,7 @@ def test_mini_batches_share_all_groups_and_the_larger_ones_are_spread_out(groups
     sizes = mini_batches(config).sizes
     assert (len(sizes), sum(sizes)) == (count, groups)
     assert {*sizes} <= {groups // count, -(-groups // count)}
-    # No prefix of the mini-batches has more than its share of the groups, or a whole group less.
+    # The first mini-batches together have at most their share of the groups, and less than one group below it.
     for number, taken in enumerate(accumulate(sizes), start=1):
         assert taken <= Fraction(number * groups, count) < taken + 1
     assert score_batch_size(config).max_groups == max(sizes)
