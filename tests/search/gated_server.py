@@ -21,7 +21,7 @@ MODULE = "tests.search.gated_server"
 
 
 class GatedServer(SearchServer):
-    """A `SearchServer` whose process answers each query with `query/rank`, at once."""
+    """A `SearchServer` whose process finds `query/rank` for each query, without waiting."""
 
     def __init__(self, log: Path, *, port: int = 0, options: Sequence[str] = ()) -> None:
         words = [MODULE, "at-once", "--max-batch", "4", *options]
@@ -39,7 +39,7 @@ class _StepByStep(Gated):
 
 
 def main() -> int:
-    """Serve until a signal."""
+    """Run the server until a signal ends it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("pace", choices=["at-once", "step-by-step"])
     parser.add_argument("--device")

@@ -1,4 +1,4 @@
-"""Tests of how answers of untrusted servers are read: how much, in which encoding, and with which meaning."""
+"""Tests of reading the answers of untrusted servers: their size, encoding and meaning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMIT = 1000
 
 
 class Blocks:
-    """Blocks of a body, which count the bytes that are taken."""
+    """Blocks of a body; `taken` counts the bytes that have been read."""
 
     def __init__(self, blocks: Iterable[bytes]) -> None:
         self._blocks = blocks
@@ -60,7 +60,7 @@ async def test_an_encoding_that_was_not_requested_is_refused_unread(encoding: st
 
 
 def nothing_in_gzip() -> Iterable[bytes]:
-    """Yield a body of 50 MB that never becomes a byte of text: empty blocks of deflate."""
+    """Yield a body of 50 MB without a single byte of text: empty blocks of deflate."""
     packer = zlib.compressobj(wbits=zlib.MAX_WBITS | 16)
     yield packer.compress(b"") + packer.flush(zlib.Z_FULL_FLUSH)
     empty = packer.flush(zlib.Z_FULL_FLUSH) or b"\x00\x00\x00\xff\xff"

@@ -1,8 +1,8 @@
 """Runs the real driver, Megatron workers and checkpoints on recorded episodes, and kills the run at a given moment.
 
-The run trains a few steps with the sequential schedule, which is deterministic to the bit for the same episodes. It
-saves after every step and resumes from its newest checkpoint. At the `count`th `moment` after its first checkpoint it
-kills itself and all its processes, like a machine that fails.
+The run trains a few steps with the sequential schedule, which gives the same bits for the same episodes. It saves after
+every step and resumes from its newest checkpoint. At the `count`th `moment` after its first checkpoint it kills itself
+and all its processes, as if the machine had failed.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ QUESTIONS = [Question(f"q:{number}", "?", (RIGHT,)) for number in range(2 * GROU
 
 
 class Fate:
-    """Kills this process and its children at the `count`th `moment`; None never kills."""
+    """Kills this process and its children at the `count`th `moment` after the first checkpoint; None never kills."""
 
     def __init__(self, moment: str | None, count: int) -> None:
         self._moment, self._left = moment, count
@@ -92,7 +92,7 @@ class Fate:
         """True after the first checkpoint."""
 
     def __call__(self, moment: str) -> None:
-        """Kill the process group if `moment` is the last one to count."""
+        """Report that `moment` is reached; kill the process group if its count is full."""
         if self.saved and moment == self._moment:
             self._left -= 1
             if not self._left:
@@ -100,11 +100,11 @@ class Fate:
 
 
 async def no_pause() -> None:
-    """Return at once; takes the place of seeded waits."""
+    """Return at once, in place of a seeded wait."""
 
 
 class Episodes(Playback):
-    """Playback without waits; evaluation answers are a question's first recorded episode."""
+    """Playback without waits; in evaluations, the answer is a question's first recorded episode."""
 
     def __init__(self, config: RunConfig, recording: Recording, fate: Fate) -> None:
         super().__init__(config, recording, Arrivals(SEED), Outcome())
@@ -125,7 +125,7 @@ class Episodes(Playback):
 
 
 class MortalScorer(Scorer):
-    """A scorer after which the run may end."""
+    """A scorer that reports a moment after each call."""
 
     fate: Fate
 
@@ -137,7 +137,7 @@ class MortalScorer(Scorer):
 
 
 class MortalLearner(Learner):
-    """An actor after whose calls the run may end."""
+    """An actor that reports a moment after each call."""
 
     fate: Fate
 
@@ -154,7 +154,7 @@ class MortalLearner(Learner):
 
 
 class MortalCheckpoints(Checkpoints):
-    """Checkpoints of a group; the run may end once the state is copied."""
+    """Checkpoints of a worker group that report a moment once the state is copied."""
 
     def __init__(self, group: TrainedGroup, fate: Fate) -> None:
         super().__init__(group)
@@ -166,7 +166,7 @@ class MortalCheckpoints(Checkpoints):
 
 
 class MortalStore(CheckpointStore):
-    """A checkpoint store around whose renames the run may end."""
+    """A checkpoint store that reports moments around its renames."""
 
     def __init__(self, folder: Path, fate: Fate) -> None:
         super().__init__(folder)
@@ -189,7 +189,7 @@ class MortalStore(CheckpointStore):
 
 
 class MortalSync(WeightSync):
-    """A weight sync after whose stages the run may end."""
+    """A weight sync that reports a moment after each stage."""
 
     fate: Fate
 
@@ -236,7 +236,7 @@ def settings(model: Path, outputs: Path) -> RunConfig:
             schedule=SequentialSchedule(),
             steps=STEPS,
             prompts_per_step=GROUPS,
-            mini_batches=3,  # One group, one and two; the run may die between them.
+            mini_batches=3,  # The mini-batches have one group, one and two; the run may be killed between them.
             seed=SEED,
         ),
         eval=EvalConfig(interval=2),
@@ -249,7 +249,7 @@ def settings(model: Path, outputs: Path) -> RunConfig:
 async def opened(
     hosts: Sequence[Host], fate: Fate, config: RunConfig, run_dir: Path, origin: Origin | None
 ) -> AsyncIterator[Run]:
-    """Open a run like `open_run`, with recorded episodes and without Ray."""
+    """Open a run like `open_run`, but with recorded episodes and without Ray."""
     state = origin.state if origin else None
     groups = {"inference": HostedGroup("inference", hosts[:1]), "actor": HostedGroup("actor", hosts[1:])}
     async with AsyncExitStack() as stack:

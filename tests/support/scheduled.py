@@ -1,8 +1,8 @@
 """Runs the real pipeline and real Megatron workers on recorded episodes, under a virtual clock.
 
 Session, step, pipeline, scheduler, sharders, weight sync, actor and log-prob worker are the real ones. Episodes are
-played back after seeded waits, and there are seeded waits around every call for log-probs or training. The seed thus
-decides when each prompt group arrives, which groups share a call or a micro-batch, and which calls overlap.
+played back after seeded waits, and there are seeded waits around every call for log-probs or training. The seed
+therefore decides when each prompt group arrives, which groups share a call or a micro-batch, and which calls overlap.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from tests.support.recorded_episodes import Recording
 from tests.support.virtual_time import run_virtually
 
 EPISODE_S, CALL_S = 10.0, 2.0
-"""Longest waits for a group's episodes, and before and after a call to a worker."""
+"""Longest wait for a group's episodes, and longest wait before and after a call to a worker."""
 WAVE_S = 1000.0
-"""Time between waves; longer than all work on the groups of a mini-batch."""
+"""Seconds between waves, more than all work on the groups of a mini-batch takes."""
 PAD_ID = 0
 
 
@@ -52,7 +52,7 @@ class Arrivals:
 
     seed: int
     waves: tuple[int, ...] | None = None
-    """Wave of each prompt of a step, in prompt order; the seed orders the groups within a wave. None is one wave."""
+    """Wave of each prompt of a step, in prompt order; the seed orders the groups within a wave. None means one wave."""
 
 
 @dataclass
@@ -64,10 +64,12 @@ class Outcome:
     trained: list[list[str]] = field(default_factory=list)
     """Questions of each step, in the order of training."""
     updates: list[Mapping[str, float]] = field(default_factory=list)
-    """Statistics of every optimiser step."""
+    """Statistics of each optimiser step."""
     events: list[str] = field(default_factory=list)
-    """Events of each step, in order: `r` a group's episodes have ended, `s` groups are scored, `t` groups are trained,
-    `u` the weights are updated."""
+    """Events of each step, in order.
+
+    `r`: a group's episodes have ended, `s`: groups are scored, `t`: groups are trained, `u`: the weights are updated.
+    """
 
     def happened(self, event: str) -> None:
         """Record an event of the current step."""
@@ -97,7 +99,7 @@ class Outcome:
 
 
 class Playback:
-    """Rollout group: an engine that holds real weights, with recorded episodes for every weight version."""
+    """Rollout group of one engine, which holds real weights and returns recorded episodes of its weight version."""
 
     def __init__(self, config: RunConfig, recording: Recording, arrivals: Arrivals, seen: Outcome) -> None:
         self.workers = SimpleNamespace(ranks=[SimpleNamespace(name="rollout rank 0")])
@@ -111,7 +113,7 @@ class Playback:
         self._waves = arrivals.waves or (0,) * self._groups
         self._random = random.Random(arrivals.seed)
         self._begun = 0
-        # With less capacity than groups, waiting groups would miss their wave.
+        # If the capacity were below the number of groups, waiting groups would miss their wave.
         self.capacity = self._groups if arrivals.waves else self._random.randint(3, self._groups)
 
     async def run_group(
@@ -126,11 +128,11 @@ class Playback:
         return self._recording[question.uid, version]
 
     async def in_flight(self) -> Mapping[int, tuple[EpisodeProgress, ...]]:
-        """Return no partial episodes: episodes are played back whole."""
+        """Return no partial episodes, as episodes are played back whole."""
         return {}
 
     async def refresh_activity(self) -> None:
-        """Do nothing: played-back episodes do not search."""
+        """Do nothing, as played-back episodes do not search."""
 
     async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
         """See `weight_sync.WeightReceiver`."""
@@ -185,7 +187,7 @@ class Scorer:
 
 
 class Learner(ActorGroup):
-    """Actor group without an object store."""
+    """Actor group that passes micro-batches without Ray's object store."""
 
     def __init__(
         self, workers: HostedGroup, sharder: BatchSharder, tracer: Tracer, pause: Pauses, seen: Outcome
@@ -210,12 +212,12 @@ class Learner(ActorGroup):
         return await super().apply()
 
     def shard(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
-        """Micro-batches of each data-parallel rank."""
+        """Return the micro-batches of each data-parallel rank."""
         return self._sharder.shard(samples)[1]
 
 
 class NoSearch:
-    """Search server for recorded episodes: always available."""
+    """Search server that is always available, as recorded episodes do not search."""
 
     async def require(self) -> None:
         """See `Serving`."""
