@@ -144,7 +144,7 @@ def placed(config: RunConfig) -> dict[str, tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Ran:
+class MiniatureRun:
     """Metrics and summary of a miniature's run."""
 
     rows: list[dict[str, float]]
@@ -152,11 +152,11 @@ class Ran:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory, tiny_of: Callable[[str], RunConfig]) -> Callable[[str], Ran]:
+def ran(tmp_path_factory: pytest.TempPathFactory, tiny_of: Callable[[str], RunConfig]) -> Callable[[str], MiniatureRun]:
     """Function that runs an experiment's miniature by `rlsys train`; miniatures that differ only in name run once."""
-    known: dict[str, Ran] = {}
+    known: dict[str, MiniatureRun] = {}
 
-    def run(experiment: str) -> Ran:
+    def run(experiment: str) -> MiniatureRun:
         family = read_architecture(shape_of(experiment)).family
         small = miniature(composed(experiment), tiny_of(family), LAYERS)
         key = json.dumps(as_dict(replace(small, name="")), sort_keys=True)
@@ -167,7 +167,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, tiny_of: Callable[[str], RunCo
     return run
 
 
-def train(config: RunConfig, folder: Path) -> Ran:
+def train(config: RunConfig, folder: Path) -> MiniatureRun:
     """Run `config` to its end in new processes."""
     file = folder / f"{config.name}.yaml"
     settings = {"defaults": ["rlsys_schema", "_self_"], **as_dict(config), "output_dir": str(folder / "out")}
@@ -186,14 +186,14 @@ def train(config: RunConfig, folder: Path) -> Ran:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     (run,) = (folder / "out").iterdir()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return Ran(rows, json.loads((run / "summary.json").read_text()))
+    return MiniatureRun(rows, json.loads((run / "summary.json").read_text()))
 
 
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_miniature_trains_two_steps(experiment: str, ran: Callable[[str], Ran]) -> None:
+def test_every_miniature_trains_two_steps(experiment: str, ran: Callable[[str], MiniatureRun]) -> None:
     run = ran(experiment)
     assert run.summary["steps"] == len(run.rows) == 2
     for step, row in enumerate(run.rows, start=1):

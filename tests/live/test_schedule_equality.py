@@ -268,7 +268,7 @@ def _logprobs(model: torch.nn.Module, trajectory: Trajectory) -> np.ndarray:
         return reference.logprobs_and_entropy(model, tokens)[0][0].numpy()
 
 
-class Doubling(Learner):
+class DoublingLearner(Learner):
     """Trains the first group of a run twice."""
 
     doubled = False
@@ -279,7 +279,7 @@ class Doubling(Learner):
         return super().shard([*samples, *twice])
 
 
-class ByMicroBatch(Learner):
+class MicroBatchMeanLearner(Learner):
     """Averages over the tokens of each micro-batch separately, which is wrong.
 
     Without KL and entropy the loss is linear in the advantages, so scaling the advantages has the same effect.
@@ -293,12 +293,15 @@ class ByMicroBatch(Learner):
 
 
 def test_group_trained_twice_changes_the_parameters(outcome: Callable[..., Outcome]) -> None:
-    broken = outcome(PLAIN, PIPELINED, PLAIN.arrivals(1), learner=Doubling)
+    broken = outcome(PLAIN, PIPELINED, PLAIN.arrivals(1), learner=DoublingLearner)
     assert distance(broken, outcome(PLAIN, SEQUENTIAL, PLAIN.arrivals(0))) > BREACH
 
 
 def test_mean_per_micro_batch_makes_the_schedules_differ(outcome: Callable[..., Outcome]) -> None:
-    broken = [outcome(PLAIN, schedule, PLAIN.arrivals(1), learner=ByMicroBatch) for schedule in (SEQUENTIAL, PIPELINED)]
+    broken = [
+        outcome(PLAIN, schedule, PLAIN.arrivals(1), learner=MicroBatchMeanLearner)
+        for schedule in (SEQUENTIAL, PIPELINED)
+    ]
     assert distance(*broken) > BREACH
 
 

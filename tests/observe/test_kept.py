@@ -201,7 +201,7 @@ def test_pieces_of_invalid_bytes_are_short() -> None:
     assert pieces[-1].endswith("€")
 
 
-class Slow:
+class GatedWriter:
     """A writer that waits for `go`."""
 
     def __init__(self) -> None:
@@ -214,8 +214,8 @@ class Slow:
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
-    writes = Slow()
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[GatedWriter]:
+    writes = GatedWriter()
     monkeypatch.setattr(module, "write_trajectories", writes)
     yield writes
     writes.go.release(9)
@@ -234,7 +234,7 @@ async def still_waits(waiting: asyncio.Task[None]) -> bool:
 
 
 async def test_writing_runs_beside_training_and_the_next_step_waits_for_it(
-    keeper: TrajectoryWriter, slow: Slow, tmp_path: Path
+    keeper: TrajectoryWriter, slow: GatedWriter, tmp_path: Path
 ) -> None:
     await keeper.begin(1, [group(1)], None)  # The call returns before anything is written.
     assert await asyncio.to_thread(slow.begun.acquire, timeout=300)
@@ -251,7 +251,7 @@ async def test_writing_runs_beside_training_and_the_next_step_waits_for_it(
     keeper.close()
 
 
-def test_closing_waits_for_the_last_trajectories(keeper: TrajectoryWriter, slow: Slow, tmp_path: Path) -> None:
+def test_closing_waits_for_the_last_trajectories(keeper: TrajectoryWriter, slow: GatedWriter, tmp_path: Path) -> None:
     """A run that has failed has no event loop any more."""
     asyncio.run(keeper.begin(1, [group(1)], None))
     closing = threading.Thread(target=keeper.close)

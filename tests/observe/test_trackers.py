@@ -106,7 +106,7 @@ def test_tracker_that_cannot_start_gives_one_warning(tmp_path: Path, caplog: pyt
     assert len(warnings_in(caplog)) == 1
 
 
-class Failing:
+class FailingTracker:
     """A tracker that raises in the method named by `fails_at`."""
 
     id = "known there"
@@ -127,7 +127,7 @@ class Failing:
 def test_failing_tracker_is_dropped_with_one_warning(
     fails_at: str, calls: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    failing, fine = Failing(fails_at), Failing("never")
+    failing, fine = FailingTracker(fails_at), FailingTracker("never")
     trackers = Trackers(LineLog(tmp_path / "metrics.jsonl"), {"wandb": lambda: failing, "tensorboard": lambda: fine})
     for step in (1, 2):
         trackers.log(step, METRICS)

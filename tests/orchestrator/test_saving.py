@@ -62,7 +62,7 @@ class Part:
             raise RunError(f"{self.name} rank 0: the disk is full.")
 
 
-class Run:
+class SavingRun:
     """A saver with two parts, which log their calls in `events`."""
 
     def __init__(self, folder: Path, background: bool = True) -> None:
@@ -97,8 +97,8 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(tmp_path)
+def run(tmp_path: Path) -> SavingRun:
+    return SavingRun(tmp_path)
 
 
 BEGUN = ["need actor", "begin actor", "need critic", "begin critic"]
@@ -110,7 +110,7 @@ async def let_tasks_run() -> None:
         await asyncio.sleep(0)
 
 
-async def test_parts_are_begun_in_order_and_published_once_all_are_written(run: Run, tmp_path: Path) -> None:
+async def test_parts_are_begun_in_order_and_published_once_all_are_written(run: SavingRun, tmp_path: Path) -> None:
     await run.begin(3)
     assert (run.events, run.steps()) == (BEGUN, [])
     for part in run.parts.values():
@@ -121,14 +121,14 @@ async def test_parts_are_begun_in_order_and_published_once_all_are_written(run: 
     assert (run.store.path(3) / "critic" / "part").read_text() == "critic\n"
     await run.saver.finish()
     assert run.events == BEGUN + FINISHED, "finishing again does nothing"
-    blocking = Run(tmp_path / "blocking", background=False)
+    blocking = SavingRun(tmp_path / "blocking", background=False)
     for part in blocking.parts.values():
         part.written.set()
     await blocking.begin(3)
     assert blocking.steps() == [3]
 
 
-async def test_next_save_waits_for_the_previous_one(run: Run) -> None:
+async def test_next_save_waits_for_the_previous_one(run: SavingRun) -> None:
     await run.begin(1)
     settled = asyncio.create_task(run.saver.settle())
     second = asyncio.create_task(run.saver.begin(2, lambda _: None, {"actor": ("actor", run.parts["actor"])}))
@@ -144,7 +144,7 @@ async def test_next_save_waits_for_the_previous_one(run: Run) -> None:
 
 
 @pytest.mark.parametrize("way", ["settle", "finish"])
-async def test_failure_of_a_part_is_raised_once_and_leaves_older_checkpoints(way: str, run: Run) -> None:
+async def test_failure_of_a_part_is_raised_once_and_leaves_older_checkpoints(way: str, run: SavingRun) -> None:
     await run.save(1)
     await run.begin(2)
     run.parts["critic"].fails = "finish"
@@ -160,7 +160,7 @@ async def test_failure_of_a_part_is_raised_once_and_leaves_older_checkpoints(way
 
 
 @pytest.mark.parametrize("fails", ["begin", "finish"])
-async def test_failed_save_is_deleted_after_the_other_parts_have_ended(fails: str, run: Run) -> None:
+async def test_failed_save_is_deleted_after_the_other_parts_have_ended(fails: str, run: SavingRun) -> None:
     """The actor fails while the critic still writes."""
     await run.save(1)
     actor, critic = run.parts.values()
@@ -190,14 +190,14 @@ def full(*_: Any) -> None:
 
 
 async def test_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: SavingRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CheckpointStore, "prune", full)
     await run.save(1)
     assert run.steps() == [1]
 
 
-async def test_disk_full_while_the_drivers_part_is_written_leaves_nothing(run: Run) -> None:
+async def test_disk_full_while_the_drivers_part_is_written_leaves_nothing(run: SavingRun) -> None:
     await run.save(1)
     with pytest.raises(RunError, match="global_step_2"):
         await run.begin(2, full)
@@ -208,7 +208,7 @@ async def test_disk_full_while_the_drivers_part_is_written_leaves_nothing(run: R
 
 
 async def test_disk_full_while_a_checkpoint_is_published_leaves_the_one_before(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: SavingRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await run.save(1)
     await run.begin(2)

@@ -254,12 +254,12 @@ async def test_rerank_gives_each_query_its_own_documents_in_order() -> None:
 
 
 async def test_retrieve_with_rerank_orders_the_candidates() -> None:
-    class Backwards(Lengths):
+    class ReversingReranker(Lengths):
         def scores(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
             return [float(row) for row, _ in enumerate(pairs)]
 
     gated, limits = Gated(), ServerLimits(rerank_candidates=10, max_pending_pairs=40)
-    async with in_process(gated, limits, reranker=Backwards()) as client:
+    async with in_process(gated, limits, reranker=ReversingReranker()) as client:
         few = await ask(client, "a", topk=2, rerank=True, return_scores=True)
         more = await ask(client, "b", topk=12, rerank=True)
         assert (await ask(client, *"abcde", rerank=True)).status_code == 422

@@ -22,7 +22,7 @@ from tests.support.trajectories import question
 from tests.support.virtual_time import now, run_virtually
 
 
-class Chaos:
+class SeededRun:
     """A seeded run of questions and evaluations, during which engines die, hang, are cancelled or are updated."""
 
     def __init__(self, seed: int) -> None:
@@ -177,10 +177,10 @@ def test_every_group_ends_in_any_interleaving_of_deaths_cancellations_and_update
     evaluations: Counter[str] = Counter()
 
     async def one(seed: int) -> None:
-        chaos = Chaos(seed)
-        await chaos.run()
-        outcomes.update(chaos.outcomes)
-        evaluations.update(chaos.evaluations)
+        seeded = SeededRun(seed)
+        await seeded.run()
+        outcomes.update(seeded.outcomes)
+        evaluations.update(seeded.evaluations)
 
     for seed in range(60):
         run_virtually(one(seed))

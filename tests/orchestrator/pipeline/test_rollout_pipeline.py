@@ -42,7 +42,7 @@ def test_planted_bug_is_found(broken: Property, planted: Callable[[], Parts]) ->
     assert broken in (breach_of(simulate, seed, parts) for seed in range(SEEDS))
 
 
-class Instant:
+class InstantWorkers:
     """Workers and devices that answer without ever yielding to the event loop, unlike those of a simulation."""
 
     capacity, waits_for, groups = 2, "", ("inference",)
@@ -74,7 +74,7 @@ class Instant:
 
 def test_group_cancelled_before_its_first_turn_frees_its_slot() -> None:
     """Each of ten steps ends before the task of its second group, which is a spare one, has started."""
-    workers = Instant()
+    workers = InstantWorkers()
     pipeline = workers.pipeline(StalenessScheduler(groups_per_step=1, max_staleness=0, oversample=2))
 
     async def ten_steps() -> int:
@@ -91,13 +91,13 @@ def test_group_cancelled_before_its_first_turn_frees_its_slot() -> None:
 
 
 def test_death_of_the_last_engine_ends_the_run_while_nothing_rolls() -> None:
-    class Dead(Instant):
+    class DeadWorkers(InstantWorkers):
         capacity = 0
 
         async def run_group(self, asked: Question, *_: Any) -> list[Trajectory]:
             raise NoEngineLeft(asked.uid)
 
-    pipeline = Dead().pipeline(StalenessScheduler(groups_per_step=1, max_staleness=0))
+    pipeline = DeadWorkers().pipeline(StalenessScheduler(groups_per_step=1, max_staleness=0))
     with pytest.raises(ExceptionGroup) as caught:
         run_virtually(pipeline.run())
     assert isinstance(root_cause(caught.value), NoEngineLeft)

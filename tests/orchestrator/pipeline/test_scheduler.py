@@ -34,7 +34,7 @@ def test_stale_group_that_was_not_dropped_cannot_be_taken() -> None:
 
 
 @dataclass(eq=False)
-class Modelled:
+class ModelGroup:
     """A prompt group in the model."""
 
     real: PromptGroup
@@ -59,8 +59,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = self.new_scheduler()
         self.ended: list[GroupOutcome] = []
         self.version = self.published = self.replaced = self.clock = 0
-        self.open: list[Modelled] = []
-        self.taken: list[Modelled] = []
+        self.open: list[ModelGroup] = []
+        self.taken: list[ModelGroup] = []
         self.dropped: Counter[DropReason] = Counter()
 
     def new_scheduler(self) -> StalenessScheduler:
@@ -103,10 +103,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         free = sorted(self.free().elements())
         return len([step for step in free[len(self.of(ready=True)) :] if step <= self.last(self.published)])
 
-    def of(self, *, ready: bool) -> list[Modelled]:
+    def of(self, *, ready: bool) -> list[ModelGroup]:
         return [one for one in self.open if (one.ready is not None) == ready]
 
-    def forget(self, one: Modelled, reason: DropReason) -> None:
+    def forget(self, one: ModelGroup, reason: DropReason) -> None:
         self.scheduler.drop(one.real, reason)
         self.ended.append(GroupOutcome(one.real.number, one.real.question.uid, reason))
         (self.taken if one in self.taken else self.open).remove(one)
@@ -118,7 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def admit(self, most: int) -> None:
         for number in range(most):
             if self.scheduler.may_admit():
-                self.open.append(Modelled(self.scheduler.admit(question(number)), self.published))
+                self.open.append(ModelGroup(self.scheduler.admit(question(number)), self.published))
 
     @precondition(lambda self: self.of(ready=False))
     @rule(number=st.integers(0, 99), newer=st.none() | st.integers(-1, 2), has_spread=st.booleans())

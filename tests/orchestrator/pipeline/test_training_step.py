@@ -23,7 +23,7 @@ from tests.support.trajectories import question, rewarded, trajectory
 Event = tuple[str, int]
 
 
-class OneAtATime:
+class OneAtATimePipeline:
     """A pipeline that scores one group at a time, when the learner asks for it."""
 
     def __init__(self, made: Sequence[Group], events: list[Event]) -> None:
@@ -38,7 +38,7 @@ class OneAtATime:
         self._events.append(("closed", len(self._made)))
 
 
-class Logged:
+class LoggingLearner:
     """Stands in for the learner, whose calls it logs, and for the devices, which are always ready."""
 
     def __init__(self, events: list[Event]) -> None:
@@ -62,10 +62,10 @@ class Logged:
 def run(cut: MiniBatches) -> list[Event]:
     """Train a step on groups of one sample each; return the events in order."""
     events: list[Event] = []
-    learner, one = Logged(events), trajectory(range(3), [False, True, True])
+    learner, one = LoggingLearner(events), trajectory(range(3), [False, True, True])
     uids = [f"q:{number}" for number in range(sum(cut.sizes))]
     made = [Group(question(n), (rewarded(replace(one, question_uid=uid), 1.0),)) for n, uid in enumerate(uids)]
-    pipeline = cast(RolloutPipeline, cast(Any, OneAtATime(made, events)))
+    pipeline = cast(RolloutPipeline, cast(Any, OneAtATimePipeline(made, events)))
     trained, updates = asyncio.run(learn(pipeline, {"critic": learner}, learner, cut))
     assert [group.question.uid for group in trained] == uids == learner.seen
     assert updates == [{"critic/lr": 1.0}] * len(cut.sizes)
@@ -93,13 +93,13 @@ def test_critic_does_not_step_before_the_last_score_of_the_step() -> None:
 async def test_actor_and_critic_learn_at_the_same_time() -> None:
     both = asyncio.Barrier(2)
 
-    class Waits(Logged):
+    class WaitingLearner(LoggingLearner):
         async def accumulate(self, *_: Any) -> None:
             await both.wait()
 
     group = Group(question(1), (rewarded(trajectory(), 1.0),))
-    pipeline = cast(RolloutPipeline, cast(Any, OneAtATime([group], [])))
-    learners = {"actor": Waits([]), "critic": Waits([])}
+    pipeline = cast(RolloutPipeline, cast(Any, OneAtATimePipeline([group], [])))
+    learners = {"actor": WaitingLearner([]), "critic": WaitingLearner([])}
     await asyncio.wait_for(learn(pipeline, learners, learners["actor"], MiniBatches([1])), 60)
 
 
