@@ -46,5 +46,4 @@ class ByFile(LoadScopeScheduling):
 
 @pytest.hookimpl(optionalhook=True)  # The tests can be run without xdist.
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
-    """Replace xdist's scheduler with `ByFile`."""
     return ByFile(config, log)

@@ -145,8 +145,6 @@ def placed(config: RunConfig) -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class MiniatureRun:
-    """Metrics and summary of a miniature's run."""
-
     rows: list[dict[str, float]]
     summary: dict[str, Any]
 

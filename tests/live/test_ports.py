@@ -55,8 +55,6 @@ class Row:
 
 @dataclass(frozen=True)
 class Port:
-    """A listening socket."""
-
     process: str
     ip: str
     number: int

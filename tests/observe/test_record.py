@@ -134,7 +134,6 @@ def test_times_of_a_step_by_hand(tmp_path: Path) -> None:
 
 
 def evaluation(step: int, em: float) -> Evaluation:
-    """An evaluation of one question."""
     scores = scores_of("yes" if em else "no", ("yes",))
     return Evaluation(step, (Answered(question(1), trajectory(), scores),))
 

@@ -45,7 +45,6 @@ class Bench:
         return self.words(text)["input_ids"]
 
     def new_version(self, model: Qwen2ForCausalLM) -> int:
-        """Return a new version number for `model`."""
         version = max(self.models, default=0) + 1
         self.models[version] = model
         return version

@@ -52,7 +52,6 @@ def make_model(
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a Hugging Face folder by name."""
     reader = HfReader(folder)
     return {name: reader.get(name) for name in reader.names()}
 
@@ -89,7 +88,6 @@ def assert_same_logits(found: Tensor, expected: Tensor) -> None:
 
 
 def json_of(path: Path) -> dict[str, object]:
-    """Object in a JSON file."""
     content: dict[str, object] = json.loads(path.read_text())
     return content
 

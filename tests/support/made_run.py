@@ -26,8 +26,6 @@ DAY = 1_790_000_000
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Size of a run."""
-
     steps: int = 3
     groups: int = 4
     samples: int = 4

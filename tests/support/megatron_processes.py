@@ -199,19 +199,15 @@ class HostedGroup:
         self.ranks = hosts
 
     async def build(self, factory: Callable[..., Any], arguments: Sequence[tuple], timeout_s: float) -> None:  # noqa: ARG002
-        """See `WorkerGroup`."""
         ask(self.ranks, _build, [(factory, *args) for args in arguments])
 
     async def free_address(self, timeout_s: float) -> tuple[str, int]:  # noqa: ARG002
-        """See `WorkerGroup`."""
         return "127.0.0.1", free_port()
 
     async def call(self, method: str, *args: Any, timeout_s: float = ANSWER_S) -> list[Any]:
-        """See `WorkerGroup`."""
         return await self.call_each(method, [args] * len(self.ranks), timeout_s)
 
     async def call_each(self, method: str, arguments: Sequence[tuple], timeout_s: float = ANSWER_S) -> list[Any]:  # noqa: ARG002
-        """See `WorkerGroup`."""
         return ask(self.ranks, _call, [(method, *args) for args in arguments])
 
     def begin(self, method: str, *args: Any) -> None:

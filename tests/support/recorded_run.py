@@ -112,14 +112,12 @@ class Episodes(Playback):
         self.capacity = GROUPS
 
     async def run_group(self, question: Question, *_: Any) -> list[Trajectory]:
-        """See `EnginePool`."""
         version = self._version
         await asyncio.sleep(0)
         self._kill_switch("episode")
         return self._recording[question.uid, version]
 
     async def answer(self, question: Question, *_: Any) -> Trajectory:
-        """See `EnginePool`."""
         self._kill_switch("evaluating")
         return self._recording[question.uid, self._version][0]
 
@@ -130,7 +128,6 @@ class KillableScorer(Scorer):
     kill_switch: KillSwitch
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
-        """See `InferenceGroup`."""
         found = await super().compute(samples)
         self.kill_switch("scoring")
         return found
@@ -142,12 +139,10 @@ class KillableLearner(Learner):
     kill_switch: KillSwitch
 
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
-        """See `ActorGroup`."""
         await super().accumulate(samples, last)
         self.kill_switch("accumulated")
 
     async def apply(self) -> dict[str, float]:
-        """See `ActorGroup`."""
         figures = await super().apply()
         self.kill_switch("applied")
         return figures
@@ -173,7 +168,6 @@ class KillableStore(CheckpointStore):
         self._kill_switch = kill_switch
 
     def publish(self, step: int) -> Path:
-        """See `CheckpointStore`."""
         self._kill_switch("publishing")
         folder = super().publish(step)
         self._kill_switch("published")
@@ -183,7 +177,6 @@ class KillableStore(CheckpointStore):
     def prune(
         self, keep: RetentionPolicy, score_of: Callable[[int], float | None], spared: Collection[int] = ()
     ) -> None:
-        """See `CheckpointStore`."""
         super().prune(keep, score_of, spared)
         self._kill_switch("pruned")
 
@@ -194,13 +187,11 @@ class KillableSync(WeightSync):
     kill_switch: KillSwitch
 
     async def push(self, version: int) -> SyncReport:
-        """See `WeightSync`."""
         report = await super().push(version)
         self.kill_switch("transferred")
         return report
 
     async def activate(self, version: int) -> SyncReport:
-        """See `WeightSync`."""
         report = await super().activate(version)
         self.kill_switch("switched")
         return report

@@ -76,7 +76,6 @@ class Outcome:
         self.events[-1] += event
 
     def begin_step(self) -> None:
-        """See `RunLogger`."""
         self.events.append("")
 
     def step(
@@ -86,7 +85,6 @@ class Outcome:
         updates: Sequence[Mapping[str, float]],
         _figures: Mapping[str, float],
     ) -> list[Alarm]:
-        """See `RunLogger`."""
         self.trained.append([group.question.uid for group in groups])
         self.updates += updates
         return []
@@ -119,7 +117,6 @@ class Playback:
     async def run_group(
         self, question: Question, _ticket: int, _begun: Sequence[EpisodeProgress] = ()
     ) -> list[Trajectory]:
-        """See `EnginePool`."""
         version = self._version
         place = self._begun % self._groups
         self._begun += 1
@@ -135,29 +132,22 @@ class Playback:
         """Do nothing, as played-back episodes do not search."""
 
     async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
-        """See `weight_sync.WeightReceiver`."""
         self._end: Receiver = open_receiver(specs[0])
 
     async def begin_update(self, _: int) -> None:
-        """See `weight_sync.WeightReceiver`."""
         self.weights = {}
 
     async def load_bucket(self, handle: BucketHandle) -> None:
-        """See `weight_sync.WeightReceiver`."""
         self.weights |= {record.name: one.clone() for record, one in unpack(self._end.receive(handle))}
 
     async def finish_update(self, version: int, _: str) -> None:
-        """See `weight_sync.WeightReceiver`."""
         self._version = version
 
     async def metrics(self) -> dict[str, float]:
-        """See `EnginePool`."""
         return {}
 
 
 class Pauses:
-    """Seeded waits."""
-
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
@@ -174,7 +164,6 @@ class Scorer:
         self._workers, self._sharder, self._pause, self._seen = workers, sharder, pause, seen
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
-        """See `InferenceGroup`."""
         await self._pause()
         self._seen.happened("s")
         plan, batches = self._sharder.shard(samples)
@@ -196,7 +185,6 @@ class Learner(ActorGroup):
         self._pause, self._seen = pause, seen
 
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
-        """See `ActorGroup`."""
         await self._pause()
         self._seen.happened("t")
         batches = self.shard(samples)
@@ -206,7 +194,6 @@ class Learner(ActorGroup):
         await self._pause()
 
     async def apply(self) -> dict[str, float]:
-        """See `ActorGroup`."""
         await self._pause()
         self._seen.happened("u")
         return await super().apply()

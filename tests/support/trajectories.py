@@ -70,7 +70,6 @@ def rewarded(one: Trajectory, reward: float) -> Sample:
 
 
 def question(number: int) -> Question:
-    """Question number `number`."""
     return Question(f"q:{number}", "?", ("yes",))
 
 

@@ -144,5 +144,4 @@ def _distributions(model: torch.nn.Module) -> Tensor:
 
 
 def flat(tensors: dict[str, Tensor]) -> Tensor:
-    """Concatenation of all tensors."""
     return torch.cat([tensor.flatten() for tensor in tensors.values()])

@@ -104,7 +104,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 async def start(layout: str, model: str, *more: Any) -> HostedGroup:
-    """A started group of `SelfUpdatingWorker` processes."""
     parallel, world = LAYOUTS[layout]
     group = HostedGroup("bench", pool(world))
     _, port = await group.free_address(60)

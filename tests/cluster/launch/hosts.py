@@ -141,7 +141,6 @@ def _first_process(set_up: str) -> Iterator[psutil.Process]:
 
 
 def _in(process: psutil.Process, script: str) -> None:
-    """Run a script in the network namespace of a process."""
     subprocess.run(["nsenter", "-t", str(process.pid), "--net", "sh", "-c", script], check=True)
 
 

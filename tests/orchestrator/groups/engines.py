@@ -55,7 +55,6 @@ class Worker:
         self.timers: dict[asyncio.Future[Any], asyncio.TimerHandle] = {}
 
     def end(self) -> None:
-        """End the worker's process."""
         self.alive = False
         self.running.clear()
         death = RankDied(f"rollout rank {self.number} died before it could answer.", self.number)

@@ -283,8 +283,6 @@ class Scorer(_Worker):
 
 
 class Learner:
-    """The actor or the critic."""
-
     def __init__(self, name: str, script: Script, record: Record) -> None:
         self.name, self.script, self.record = name, script, record
 
@@ -348,8 +346,6 @@ class Devices:
 
 
 class Handling(_Worker):
-    """Handling of groups between the stages."""
-
     async def reward(self, question: Question, trajectories: Sequence[Trajectory]) -> Group:
         """Reward episodes; in some groups all rewards are equal. May take long; a cancelled call may end slowly."""
         flat = self.script.rng.random() < self.script.flat
