@@ -129,7 +129,7 @@ def _token_rewards(one: ExactEpisode) -> dict[int, Fraction]:
 
 
 def _return(one: ExactEpisode, token: int | None, config: AlgorithmConfig) -> Fraction:
-    """Return the return of a token, or of the whole episode if `token` is None."""
+    """Compute the return of a token, or of the whole episode if `token` is None."""
     if token is None or config.credit is Credit.trajectory:
         return sum(one.rewards, Fraction(0)) - sum((one.penalties[t] for t in one.trained), Fraction(0))
     rewards, result = _token_rewards(one), Fraction(0)
@@ -168,7 +168,7 @@ def _centred(
     batch: list[list[ExactEpisode]],
     config: AlgorithmConfig,
 ) -> Fraction:
-    """Return the token's return minus its baseline."""
+    """Subtract the baseline from the return of a token, or of the whole episode if `token` is None."""
     if config.baseline is AdvantageBaseline.critic:
         assert token is not None
         return _generalised(one, token, config)

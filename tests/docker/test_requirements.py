@@ -22,7 +22,7 @@ def check() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["check_pins"] = module  # The dataclass decorator looks up the module of its class.
+    sys.modules["check_pins"] = module  # The decorator of dataclasses looks up the module here.
     spec.loader.exec_module(module)
     return module
 

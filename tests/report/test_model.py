@@ -186,7 +186,7 @@ def test_steps_are_read_once_and_again_after_a_change(tmp_path: Path, monkeypatc
 
 
 def test_measured_results_give_one_row_per_set(tmp_path: Path) -> None:
-    """In nq, 1 of 4 answers is right, in own both; the expected Wilson interval is from a table."""
+    """One of 4 answers in nq and both answers in own are right; the expected Wilson interval is from a table."""
     folder = made_run(tmp_path / "run", Maker(Size(steps=1, groups=1)))
     failed = turn(Action.SEARCH, "x", "Search failed", error="no answer")
     answers = [answered(asked(number, "Nile"), said) for number, said in enumerate(["a b", "c", None])]

@@ -1,4 +1,4 @@
-"""Tests of time accounts and critical paths: by hand, nanosecond by nanosecond, and on schedules with a known path."""
+"""Tests of time accounts and critical paths: by hand, by counting nanoseconds, and on schedules with a known path."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_scoring_for_a_later_step_is_on_the_path_if_it_delayed_the_weights() -> 
 
 
 def test_switch_that_waits_for_episodes_counts_as_their_activity() -> None:
-    """With `on_update=finish`, the switch waits for an episode that generates at 6-8 and searches at 8-9."""
+    """The switch of `on_update=finish` waits for an episode that generates at 6-8 and searches at 8-9."""
     spans = [
         span("rollout.group", "rollout", 0, 2, "engine 0", question="a"),
         span("generate.turns", "rollout", 0, 1, "engine 0", question="a"),

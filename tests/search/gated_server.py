@@ -1,7 +1,7 @@
 """Server process that needs no index: `python -m tests.search.gated_server`, with the flags of `rlsys search serve`.
 
-Each search prints `finding` and waits for a line on standard input, unless the server is told to answer at once. The
-retriever prints `closed` when it is closed.
+Each search prints `finding` and waits for a line on standard input; with `at-once` it does not wait. The retriever
+prints `closed` when it is closed.
 """
 
 from __future__ import annotations

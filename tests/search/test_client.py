@@ -27,7 +27,7 @@ from .scripted import ScriptedServer, ScriptedWire, answer, found, virtually
 
 
 def is_right(query: str, result: SearchResult) -> bool:
-    """True if the passages are those of the server's retriever."""
+    """Tell if the passages are the ones that the server's retriever finds."""
     return [passage.id for passage in result.passages] == [f"{query}/{rank}" for rank in range(3)]
 
 

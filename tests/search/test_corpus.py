@@ -126,7 +126,7 @@ def append(path: Path) -> None:
 
 
 def replace_and_keep_the_time(path: Path) -> None:
-    """Write a file of different content with the same size and time, as `cp -p` may do."""
+    """Replace the file by another one of the same size and time, as `cp -p` may do."""
     before = path.stat()
     path.write_bytes(b"".join(reversed(path.read_bytes().splitlines(keepends=True))))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))

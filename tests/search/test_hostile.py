@@ -141,7 +141,7 @@ def assert_cheap(cost: Cost, what: str) -> None:
 
 @pytest.mark.parametrize("token", ["", "s3cret"])
 def test_endless_requests_are_cut_off(token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a token, bodies are refused unread; headers are read as without a token, so they are not sent again."""
+    """A server with a token refuses bodies unread; endless heads are sent only to a server without one."""
     if token:
         monkeypatch.setenv(TOKEN_VARIABLE, token)
     with attacked(tmp_path / "log", "--full") as target:

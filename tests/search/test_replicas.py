@@ -69,7 +69,7 @@ def test_the_best_replica_is_picked(
 
 
 def test_equal_replicas_are_picked_at_random() -> None:
-    """With 3000 picks of three replicas, a fair share is 1000 with a standard deviation of 26."""
+    """A fair share of 3000 picks of three replicas is 1000, with a standard deviation of 26."""
     replicas = Replicas(URLS, Random(3))
     chosen = Counter(replica.url for _ in range(3000) if (replica := replicas.pick(SearchRequest())))
     assert set(chosen) == set(URLS)

@@ -40,7 +40,7 @@ async def test_a_run_sends_its_own_server_the_inherited_token_and_names_its_log_
 
 
 async def test_a_named_server_is_tried_twice_before_a_run() -> None:
-    """As here, the check also works in a running event loop."""
+    """The check also works in a running event loop, as in this test."""
     require_named(SearchConfig(index="nowhere"))
     for retries, tries in ((8, 2), (0, 1)):
         with pytest.raises(RunError) as refused:

@@ -202,7 +202,7 @@ EVENTS = st.lists(st.tuples(st.integers(0, 2), st.floats(0, 30), TROUBLE), max_s
 @settings(max_examples=40)
 @given(events=EVENTS, seed=st.integers(0, 2**32), good=st.booleans(), hedged=st.booleans())
 def test_every_search_gets_its_own_answer(events: list[Any], seed: int, good: bool, hedged: bool) -> None:
-    """With `good`, one of three servers never fails; then no search fails, even without retries."""
+    """If `good`, one of three servers never fails; then no search fails, even without retries."""
     lots, servers = Random(seed), [ScriptedServer(takes_s=0.1) for _ in range(3)]
     patience = {"timeout_s": 5.0, "retries": 0 if good else 2, "hedge_after_s": 1.0 if hedged else None}
 

@@ -63,7 +63,7 @@ def test_unpacking_undoes_packing_in_host_memory_and_on_a_device(
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 def test_flipped_bit_is_detected_and_its_tensor_named(on_device: bool) -> None:
-    """In a bucket on a device, it is detected before the first tensor is returned."""
+    """The error in a bucket on a device comes before the first tensor is returned."""
     (bucket,) = pack(some_tensors(1)[0], 10**6)
     if on_device:
         bucket = pack_into(torch.empty(50_000, dtype=torch.uint8), some_tensors(1)[0])

@@ -59,7 +59,7 @@ def answer(batch: MicroBatch, full: bool) -> LogProbs:
 
 @pytest.mark.parametrize(("packed", "full", "count"), [(False, True, 7), (True, False, 7), (True, True, 1)])
 def test_scores_are_in_the_order_of_the_samples(packed: bool, full: bool, count: int) -> None:
-    """With a single sample, one rank gets only empty micro-batches."""
+    """A single sample leaves one of two ranks with empty micro-batches only."""
     asked = samples()[:count]
     sharder = BatchSharder(ParallelConfig(pp=2), processes=4, budget_tokens=16, pad_id=0, packed=packed)
     plan, batches = sharder.shard(asked)

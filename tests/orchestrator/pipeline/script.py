@@ -22,7 +22,7 @@ class Script:
     samples: int = 1
     steps: int = 2
     knows_end: bool = True
-    """True if the scheduler is told the number of steps."""
+    """True if the scheduler knows the number of steps."""
     sequential: bool = False
     max_staleness: int = 0
     oversample: float = 1.0

@@ -106,7 +106,7 @@ def test_observation_tokens_belong_to_the_turn_before_them() -> None:
 
 @pytest.mark.parametrize(("observations", "in_reward"), [(False, True), (True, False)])
 def test_critic_returns_sum_later_rewards_and_penalties(observations: bool, in_reward: bool) -> None:
-    """With `observations`, observed tokens have values too (`compat.observations_in_values`). There is no discount."""
+    """`observations` gives values to observed tokens too (`compat.observations_in_values`). There is no discount."""
     random = np.random.default_rng(5)
     old, reference, values = (random.normal(size=6).astype(np.float32) for _ in range(3))
     config = replace(

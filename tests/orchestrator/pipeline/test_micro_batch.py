@@ -51,7 +51,7 @@ def test_targets_follow_a_given_mask(packed: bool) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_trained_first_token_is_refused(packed: bool) -> None:
-    """In a packed row, the last token of another sequence would predict it."""
+    """The last token of another sequence would predict it in a packed row."""
     headless = sample([7, 8], [True, True])
     with pytest.raises(ValueError, match="first token"):
         collate([SHORT, headless], pad_id=0, packed=packed)

@@ -114,7 +114,7 @@ class Record:
         self._worker_calls: Counter[str] = Counter()
 
     def hold(self, named: Property, holds: object, detail: object = "") -> None:
-        """Unless `holds` is true, raise Breach: always the run's first one."""
+        """Raise Breach unless `holds` is true; after the first breach of a run, always raise that one."""
         if not holds:
             self.over = True
             self.broken = self.broken or Breach(named, str(detail))

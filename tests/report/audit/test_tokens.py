@@ -94,7 +94,7 @@ def test_counts_and_log_ratios_equal_those_by_bytes(prompt: str, turns: list[tup
 def test_figures_are_consistent_for_any_drawn_tokens(
     prompt: str, turns: list[tuple[list[int], str]], eos: bool
 ) -> None:
-    """As many drawn as trained tokens are equal, and parts sum to the whole, even with invalid bytes."""
+    """Equal drawn and equal trained tokens have the same number, and parts sum to the whole, even for invalid bytes."""
     one = played(prompt, turns, eos=eos)
     found = audit([one], CODEC, RETOKENIZE)
     total = found.total

@@ -233,7 +233,7 @@ def test_vocabulary_beyond_its_padding_is_refused(models: Mapping[str, Path], tm
 
 
 def test_tied_output_layer_with_other_values_is_refused(models: Mapping[str, Path], tmp_path: Path) -> None:
-    """With several pipeline stages, a tied model has an output layer; its config may wrongly claim that it is tied."""
+    """A tied model on several pipeline stages has an output layer; its config may wrongly claim that it is tied."""
     folder = write(tmp_path, models["qwen2"], stages=((2,), (4,)))
     tied = read_architecture(models["qwen2"])
 

@@ -150,7 +150,7 @@ def test_expert_keys_of_any_stacking_give_one_name(key: str, numbers: tuple[int,
 
 
 def test_numbered_layers_and_split_halves_are_read(hf: Path, weights: WeightMap, tmp_path: Path) -> None:
-    """Megatron writes them if layers differ or have separate shards; the tensors of an optimiser are ignored."""
+    """Megatron writes such tensors if layers differ or have separate shards; an optimiser's tensors are ignored."""
     tensors: dict[str, Tensor] = {}
     reader = HfReader(hf)
     for entry in weights.entries():

@@ -102,7 +102,7 @@ def conversion(tmp_path: Path) -> FakeConversion:
 
 @pytest.mark.parametrize(("processes", "done"), [(1, 2), pytest.param(2, COUNT - 1, marks=pytest.mark.slow)])
 def test_killed_conversion_resumes_with_the_missing_files(processes: int, done: int, tmp_path: Path) -> None:
-    """Its worker processes end too; the result equals that of an undisturbed conversion in one process."""
+    """The kill also ends worker processes; the result equals that of an undisturbed conversion in one process."""
     conversion, out = FakeConversion(tmp_path / "log", hold="2.bin", crowd=processes), tmp_path / "out"
     process = forks().Process(target=run, args=(conversion, out, processes))
     process.start()
