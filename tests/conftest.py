@@ -3,7 +3,7 @@
 import os
 import random
 
-# On few cores, threads of torch and of an engine's processes slow each other down.
+# On few cores, the threads of torch and of an engine's processes slow each other down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -13,14 +13,14 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
-# The time of an example depends on the load of the machine.
+# Examples take longer on a busy machine.
 settings.register_profile("rlsys", deadline=None)
 settings.load_profile("rlsys")
 
 LONGEST_FIRST = ("tests/live/", "tests/trainer/", "tests/rollout/", "tests/cluster/")
 """Folders whose tests start first, so that no worker ends with a long one."""
 ENGINE = ("tests/live/test_full_loop.py", "tests/rollout/")
-"""Files that need an SGLang engine; they run on one worker, because two engines at a time need much memory."""
+"""Files that need an SGLang engine; one xdist worker runs them all, because two engines need much memory."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class ByFile(LoadScopeScheduling):
-    """Assigns all tests of a file to one worker, and the tests of all engine files to one worker."""
+    """Assigns all tests of a file to the same xdist worker, and all engine files to one worker."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "engine" if nodeid.startswith(ENGINE) else nodeid.partition("::")[0]
@@ -46,5 +46,4 @@ class ByFile(LoadScopeScheduling):
 
 @pytest.hookimpl(optionalhook=True)  # The tests can be run without xdist.
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
-    """Replace xdist's scheduler with `ByFile`."""
     return ByFile(config, log)

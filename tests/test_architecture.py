@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LONGEST_FUNCTION = 60
 MOST_ROOMS = 15
 MOST_LEVELS = 2
-"""Levels of sub-packages below a room."""
+"""Largest number of levels of sub-packages below a room."""
 ARROWS = {
     "errors": set(),
     "files": {"errors"},
@@ -41,7 +41,7 @@ ARROWS = {
         *("data", "config", "errors", "files"),
     },
 }
-"""Room -> the rooms that it may import, anywhere in a file. docs/architecture.md shows the same."""
+"""Room -> rooms that it may import, anywhere in a file. The table in docs/architecture.md has the same content."""
 HOME = {
     "megatron.core": {"trainer", "weights"},
     "sglang": {"rollout"},
@@ -50,10 +50,10 @@ HOME = {
     "fastapi": {"apps", "report", "search"},
     "hydra": {"config"},
 }
-"""Library -> the only rooms that import it, anywhere in a file."""
+"""Library -> rooms that may import it, anywhere in a file; no other room may."""
 PURE = ("algorithms", "data", "orchestrator.pipeline", "orchestrator.rewards", "rollout.agent")
 HEAVY = ("ray", "megatron", "sglang", "transformer_engine")
-"""Libraries that the pure packages must not load, not even through others."""
+"""Libraries that the pure packages must not load, either directly or through other modules."""
 
 
 def module_name(file: Path) -> str:
@@ -70,7 +70,7 @@ def tree_of(module: str) -> ast.Module:
 
 
 def imported(nodes: Iterator[ast.AST], package: str) -> set[str]:
-    """Return the full names of imports; for `from a import b` both a and a.b."""
+    """Return the full names of imported modules; for `from a import b` both a and a.b."""
     names = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -118,7 +118,7 @@ def loads(module: str) -> frozenset[str]:
 
 
 def parents(module: str) -> list[str]:
-    """Return the packages whose `__init__` runs first."""
+    """Return the packages whose `__init__` runs before the module."""
     parts = module.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts))]
 
@@ -149,7 +149,7 @@ def test_a_pure_package_loads_nothing_heavy(package: str) -> None:
 
 
 def test_the_command_line_starts_without_heavy_libraries() -> None:
-    """`rlsys --help` is quick, and `rlsys doctor` can say that one of these is missing."""
+    """`rlsys --help` stays quick, and `rlsys doctor` can report that one of these libraries is missing."""
     needless = {"torch", "transformers", "httpx", "aiohttp", "faiss", *HEAVY}
     assert {name for name in loads("rlsys.apps.cli.main") if any(belongs(name, each) for each in needless)} == set()
 
@@ -160,7 +160,7 @@ def room_of(module: str) -> str:
 
 @cache
 def neighbours(module: str) -> frozenset[str]:
-    """Return the modules of rlsys that `module` imports anywhere, function bodies included."""
+    """Return the modules of rlsys that `module` imports anywhere, also within functions."""
     names = imported(ast.walk(tree_of(module)), package_of(module))
     return frozenset(name for name in names if name in MODULES) - {module, "rlsys"}
 
@@ -173,7 +173,7 @@ def test_rooms_are_those_of_the_table_and_few() -> None:
 
 def test_packages_are_not_nested_deeply() -> None:
     packages = {module for module, file in MODULES.items() if file.name == "__init__.py"}
-    # The stand-ins have the layout of the packages they replace.
+    # The stand-ins have the same layout as the packages that they replace.
     deep = {name for name in packages if name.count(".") > 1 + MOST_LEVELS and ".cpu_standins." not in name}
     assert deep == set()
 
@@ -211,7 +211,7 @@ def test_no_sub_packages_import_each_other() -> None:
 
 
 def test_heavy_imports_are_found_through_a_chain() -> None:
-    """The walk must find a heavy import where it is allowed."""
+    """The walk must find a heavy import in a module that may have one."""
     assert any(belongs(name, "ray") for name in loads("rlsys.orchestrator.run"))
     assert not any(belongs(name, "ray") for name in loads("rlsys.apps.cli.main")), "a plan would wait for Ray"
 

@@ -15,7 +15,7 @@ HOLE = "\0"
 
 
 def calls() -> Iterator[tuple[str, ast.Call]]:
-    """Yield each call of UserError or of a subclass, with its place."""
+    """Yield (file and line, call) of each call of UserError or of one of its subclasses."""
     for file in SOURCES:
         tree = ast.parse(file.read_text())
         made = {
@@ -29,7 +29,7 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
 
 
 def text_of(node: ast.expr) -> str:
-    """Return the message with holes for values; empty for one that is built elsewhere."""
+    """Return the message with a hole for each value; empty if the message is built elsewhere."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -41,7 +41,7 @@ def text_of(node: ast.expr) -> str:
 
 
 def problems_of(sentence: str) -> Iterator[str]:
-    """Yield the faults in the form of a sentence."""
+    """Yield the formal faults of a sentence."""
     if not sentence.endswith((".", HOLE)):
         yield "ends without a period"
     if "\n" in sentence:

@@ -34,7 +34,7 @@ SETTINGS = [
 
 @dataclass(frozen=True)
 class ExactEpisode:
-    """An episode in fractions; tokens with turn -1 are not trained and their entries are ignored."""
+    """An episode in fractions; tokens of turn -1 are untrained, and their penalties and values are ignored."""
 
     rewards: Exact
     turns: list[int]
@@ -46,7 +46,7 @@ class ExactEpisode:
         return [token for token, turn in enumerate(self.turns) if turn >= 0]
 
     def episode(self, elsewhere: float = 0.0) -> RewardedEpisode:
-        """The episode in floats, with `elsewhere` on tokens that are not trained."""
+        """Return the episode in floats, with the number `elsewhere` at untrained tokens."""
 
         def filled(numbers: Exact) -> np.ndarray:
             return np.array(
@@ -63,7 +63,7 @@ class ExactEpisode:
 
 @st.composite
 def episodes(draw: st.DrawFn) -> ExactEpisode:
-    """A prompt, then turns of 0 to 3 trained tokens with observations between; the last turns may have no tokens."""
+    """Draw a prompt, then turns of 0 to 3 trained tokens with observations between; the last turns may be empty."""
     turns = [-1] * draw(st.integers(0, 2))
     lengths = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=4))
     for turn, (trained, observed) in enumerate(lengths):
@@ -92,7 +92,7 @@ Numbers = list[list[list[float]]]
 
 
 def oracle(batch: list[list[ExactEpisode]], config: AlgorithmConfig) -> tuple[Numbers, Numbers]:
-    """Advantages and the critic's targets."""
+    """Return the advantages and the critic's targets."""
     spread_of_batch = _spread(_of_units(batch, config))
     tokens = [_centred(one, token, group, batch, config) for group in batch for one in group for token in one.trained]
     mean, spread_of_tokens = sum(tokens) / max(1, len(tokens)), _spread(tokens)
@@ -129,7 +129,7 @@ def _token_rewards(one: ExactEpisode) -> dict[int, Fraction]:
 
 
 def _return(one: ExactEpisode, token: int | None, config: AlgorithmConfig) -> Fraction:
-    """Return of `token`, or of the whole episode if it is None."""
+    """Compute the return of a token, or of the whole episode if `token` is None."""
     if token is None or config.credit is Credit.trajectory:
         return sum(one.rewards, Fraction(0)) - sum((one.penalties[t] for t in one.trained), Fraction(0))
     rewards, result = _token_rewards(one), Fraction(0)
@@ -154,7 +154,7 @@ def _generalised(one: ExactEpisode, token: int, config: AlgorithmConfig) -> Frac
 
 
 def _returns_of(peers: list[ExactEpisode], one: ExactEpisode, token: int | None, config: AlgorithmConfig) -> Exact:
-    """Returns to compare with that of `token` of `one`: of the episodes, or of their same turns."""
+    """Return the peers' returns for the baseline of a token: of whole episodes, or of the token's turn in each peer."""
     if token is None or config.credit is Credit.trajectory:
         return [_return(peer, None, config) for peer in peers]
     alike = [[t for t in peer.trained if peer.turns[t] == one.turns[token]] for peer in peers]
@@ -168,7 +168,7 @@ def _centred(
     batch: list[list[ExactEpisode]],
     config: AlgorithmConfig,
 ) -> Fraction:
-    """Return of `token` minus its baseline."""
+    """Subtract the baseline from the return of a token, or of the whole episode if `token` is None."""
     if config.baseline is AdvantageBaseline.critic:
         assert token is not None
         return _generalised(one, token, config)
@@ -186,7 +186,7 @@ def _centred(
 
 
 def _of_units(batch: list[list[ExactEpisode]], config: AlgorithmConfig) -> Exact:
-    """One number for each unit of the mini-batch with its own return: an episode, a turn or a token."""
+    """Return the centred return of each episode, turn or token of the mini-batch, whichever the credit is given to."""
     found: Exact = []
     for group in batch:
         for one in group:

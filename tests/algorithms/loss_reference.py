@@ -34,7 +34,7 @@ Episode = list[Token]
 
 
 def episode(draw: random.Random, trained: Sequence[bool]) -> Episode:
-    """A random episode; many of its tokens, and many sequences, are far enough from the old policy to be clipped."""
+    """Draw an episode; many tokens and whole sequences are far enough from the old policy to be clipped."""
     drift = draw.gauss(0, 0.3)
 
     def token() -> Token:
@@ -46,7 +46,7 @@ def episode(draw: random.Random, trained: Sequence[bool]) -> Episode:
 
 
 def episodes(seed: int, count: int = 6, longest: int = 7) -> list[Episode]:
-    """Episodes of different lengths; the first has no trained token, the second has one."""
+    """Draw episodes of different lengths; the first has no trained token, the second has one."""
     draw = random.Random(seed)
     masks = [[False, False], [False, True]]
     masks += [[draw.random() < 0.7 for _ in range(draw.randint(2, longest))] for _ in range(count - 2)]
@@ -54,7 +54,7 @@ def episodes(seed: int, count: int = 6, longest: int = 7) -> list[Episode]:
 
 
 def surrogate(config: AlgorithmConfig, token: Token, held: Token, ratio: float) -> float:
-    """Policy loss of one token; `ratio` is the token's or its sequence's."""
+    """Policy loss of one token; `ratio` is the ratio of the token or of its sequence."""
     low, high, advantage = 1 - config.clip_low, 1 + config.clip_high, token.advantage
     if config.policy_loss is PolicyLoss.policy_gradient:
         return -advantage * token.logprob
@@ -67,7 +67,7 @@ def surrogate(config: AlgorithmConfig, token: Token, held: Token, ratio: float) 
 
 
 def token_losses(config: AlgorithmConfig, now: Episode, held: Episode) -> list[float]:
-    """Loss of each trained token of an episode, with a k3 KL term; `held` has the values behind stop-gradients."""
+    """Loss of each trained token, with a k3 KL term; terms behind a stop-gradient are computed from `held`."""
     pairs = [(token, fixed) for token, fixed in zip(now, held, strict=True) if token.trained]
     losses = []
     for token, fixed in pairs:
@@ -109,7 +109,7 @@ def reference_loss(config: AlgorithmConfig, batch: Sequence[Episode], held: Sequ
 
 
 def numeric_gradient(loss: Callable[[list[Episode]], float], batch: list[Episode], name: str) -> list[float]:
-    """Gradient by the field `name` of each trained token, from central differences, episode by episode."""
+    """Derivatives by the field `name` of each trained token, from central differences, in the order of episodes."""
     step, gradient = 1e-5, []
     for row, one in enumerate(batch):
         for column, token in enumerate(one):
@@ -125,9 +125,9 @@ def numeric_gradient(loss: Callable[[list[Episode]], float], batch: list[Episode
 
 
 class Flat:
-    """A mini-batch as tensors in one micro-batch, whose log-probs and entropies [rows, width] are leaves.
+    """A mini-batch as tensors of one micro-batch; the leaves are the log-probs and entropies, [rows, width] each.
 
-    Each episode has a row, or all share one if `packed`. Rows end with at least one column of padding, which holds NaN.
+    Each episode has its own row, or all share one row if `packed`. Each row ends with at least one column of NaN.
     """
 
     def __init__(self, config: AlgorithmConfig, batch: Sequence[Episode], packed: bool = False) -> None:
@@ -154,13 +154,13 @@ class Flat:
         )
 
     def trained(self, values: Tensor | None) -> list[float]:
-        """Entries of `values` [rows, width] at trained tokens, episode by episode."""
+        """Entries of `values` [rows, width] at trained tokens, in the order of episodes."""
         assert values is not None
         return values[self.inputs.mask].tolist()
 
 
 def poisoned(inputs: LossInputs, poison: float) -> LossInputs:
-    """A copy with `poison` at untrained tokens in every float tensor."""
+    """A copy whose float tensors hold `poison` at all untrained tokens."""
     floats = {
         one.name: getattr(inputs, one.name).masked_fill(~inputs.mask, poison)
         for one in fields(inputs)

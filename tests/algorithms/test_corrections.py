@@ -23,7 +23,7 @@ NAN, INF = math.nan, math.inf
 
 
 def logs(*probabilities: float) -> Floats:
-    """Log-probs; NaN stays."""
+    """Log-probs of `probabilities`; NaN stays NaN."""
     return np.log(np.array(probabilities)).astype(np.float32)
 
 
@@ -50,7 +50,7 @@ def test_correction_statistics_by_hand() -> None:
     assert (dropped.effective_share, dropped.cut_share, dropped.cut_mass) == (0, 1, 1)
     unknown = correct(logs(0.5, 0.5), logs(NAN, NAN), flags(1, 1), TOKEN_MASK)[1]
     assert (unknown.unknown_share, unknown.effective_share, unknown.cut_share, unknown.cut_mass) == (1, 1, 0, 0)
-    # Without a bound it would be 1.0000000000000002.
+    # Without the upper limit of 1, the share would be 1.0000000000000002.
     alike = correct(np.full(7, -0.1, np.float32), np.zeros(7, np.float32), np.ones(7, np.bool_), TOKEN_MASK)[1]
     assert alike.effective_share == 1
     assert correct(OLD, ROLLOUT, MASK, CorrectionConfig()) == (None, CorrectionStats())
@@ -89,7 +89,7 @@ def arrays(rows: list[Token]) -> tuple[Floats, Floats, NDArray[np.bool_]]:
 
 
 def one_by_one(rows: list[Token], config: CorrectionConfig) -> tuple[list[float], list[float], float]:
-    """The rules token by token in Python's floats: weights, ratios of known tokens, distance to the nearest bound."""
+    """The rules token by token in Python's floats: weights, ratios of known tokens, smallest distance to a bound."""
     known = [old - new for old, new, trained in rows if trained and math.isfinite(new)]
     weights, ratios, distance = [], [], INF
     for old, new, trained in rows:
@@ -115,7 +115,7 @@ def one_by_one(rows: list[Token], config: CorrectionConfig) -> tuple[list[float]
 @given(rows=tokens, config=configs)
 def test_weights_and_statistics_equal_the_rules_token_by_token(rows: list[Token], config: CorrectionConfig) -> None:
     expected, ratios, distance = one_by_one(rows, config)
-    assume(distance > 1e-4)  # Closer to a bound, rounding decides.
+    assume(distance > 1e-4)  # At smaller distances, rounding decides on which side of a bound a ratio is.
     weights, stats = correct(*arrays(rows), config)
     assert weights is not None
     np.testing.assert_allclose(weights, expected, rtol=2e-6)

@@ -18,14 +18,14 @@ TABLE = {
     "k5": (True, True, True),
     "abs": (False, False, False),
 }
-"""The table of `rlsys.algorithms.kl`: (unbiased in value, unbiased in gradient, estimates the forward KL)."""
+"""Estimator -> (unbiased in value, unbiased in gradient, estimates the forward KL), from `rlsys.algorithms.kl`."""
 SAMPLED = [KlEstimator(name) for name in TABLE]
 FAR = 0.01
 """Smallest relative error of a biased estimator."""
 
 
 def policies() -> tuple[Tensor, Tensor]:
-    """Logits of the policy and log-probs of the other, close enough that no clamp applies."""
+    """Logits of a policy and log-probs of another one, close enough that no clamp applies."""
     draw = torch.Generator().manual_seed(5)
     logits, other = (0.5 * torch.randn(2, 5, generator=draw, dtype=torch.float64)).unbind()
     return logits.requires_grad_(), torch.log_softmax(other, dim=0)

@@ -38,7 +38,7 @@ CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.28, kl_coef=0.05, entropy_coe
 
 
 def inputs_of(**columns: list[float]) -> LossInputs:
-    """One row, all of it trained, one sequence, weights 1."""
+    """A row of one sequence, whose tokens are all trained and have weight 1."""
     rows: dict[str, Any] = {name: torch.tensor([values]) for name, values in columns.items()}
     shape = rows["advantages"].shape
     return LossInputs(
@@ -50,7 +50,7 @@ def inputs_of(**columns: list[float]) -> LossInputs:
 
 
 def run(config: AlgorithmConfig, batch: list[Episode], packed: bool = False) -> tuple[Flat, float, dict]:
-    """Loss and statistics of a mini-batch in one micro-batch; gradients are on the leaves."""
+    """Loss and statistics of a mini-batch in one micro-batch; the returned leaves hold the gradients."""
     flat = Flat(config, batch, packed)
     total, stats = policy_loss(config)(flat.logprobs, flat.entropy, flat.inputs)
     loss = total / divisor(config.aggregation, flat.lengths, LOSS_LENGTH)
@@ -135,7 +135,7 @@ def test_all_terms_of_one_token_by_hand() -> None:
     ("kind", "aggregation", "packed"), list(zip(LOSSES, Aggregation, (False, True, False, True), strict=True))
 )
 def test_loss_and_gradient_equal_the_formula(kind: PolicyLoss, aggregation: Aggregation, packed: bool) -> None:
-    """The gradient is compared with finite differences in which values behind stop-gradients stay fixed."""
+    """The gradient is compared with finite differences in which values behind stop-gradients do not change."""
     dual = 1.3 if kind is PolicyLoss.ppo else None
     config = replace(CONFIG, policy_loss=kind, aggregation=aggregation, dual_clip=dual, kl_coef=0.3)
     if packed:
@@ -152,7 +152,7 @@ def test_loss_and_gradient_equal_the_formula(kind: PolicyLoss, aggregation: Aggr
 
 
 def at_random(config: AlgorithmConfig) -> tuple[Tensor, Tensor, LossInputs]:
-    """One padded micro-batch."""
+    """Inputs of one padded, random micro-batch."""
     flat = Flat(config, episodes(seed=7))
     return flat.logprobs, flat.entropy, replace(flat.inputs, divergence=flat.inputs.ref_logprobs)
 
@@ -214,7 +214,7 @@ def test_loss_without_trained_tokens_is_zero_and_backpropagates(kind: PolicyLoss
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert not gradient.any()
     assert float(loss) == int(stats["tokens"]) == 0
-    # It changes nothing beside a micro-batch that has trained tokens.
+    # The empty micro-batch changes nothing beside one that has trained tokens.
     full = policy_loss(replace(CONFIG, policy_loss=kind))(*at_random(CONFIG))[1]
     parts = [{**stats, DIVISOR: 0}, {**full, DIVISOR: 3}]
     assert reduce_stats(parts) == reduce_stats(parts[1:])

@@ -20,14 +20,14 @@ DIRECTIONS = pytest.mark.parametrize("forward_kl", [False, True], ids=["reverse"
 
 
 def top_k(forward_kl: bool, kind: KlTail | None, *, weighted: bool) -> TopKKl:
-    """A top-k KL without bounds of the weights; without a `kind` the tail is left out."""
+    """A top-k KL without bounds on the weights; the tail is left out if `kind` is None."""
     direction = KlEstimator.full_forward if forward_kl else KlEstimator.full_reverse
     config = AlgorithmConfig(kl_estimator=direction, kl_use_tail_sampling=kind is not None, use_kl_iw=weighted)
     return TopKKl(replace(config, kl_topk_tail=kind or EXACT))
 
 
 def distributions(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of a policy, and log-probs of a reference and of a policy that samples, [VOCAB] each."""
+    """Logits of the policy, then log-probs of the reference and of the policy that sampled, [VOCAB] each."""
     torch.manual_seed(seed)
     logits, ref, old = 1.5 * torch.randn(3, VOCAB, dtype=torch.float64)
     return logits.requires_grad_(), ref.log_softmax(-1), (logits.detach() + 0.5 * old).log_softmax(-1)
@@ -40,7 +40,7 @@ def dense(log_p: Tensor, log_r: Tensor, forward_kl: bool) -> Tensor:
 
 
 def expectation(kl: TopKKl, k: int, logits: Tensor, log_r: Tensor, log_old: Tensor) -> tuple[Tensor, Tensor]:
-    """Means over tokens sampled from `log_old`, of the estimate and of its gradient by the logits."""
+    """Means of the estimate and of its gradient by the logits, over tokens sampled from `log_old`."""
     log_p = logits.log_softmax(-1)
     picks = (log_r if kl.config.kl_estimator is KlEstimator.full_forward else log_p).topk(k).indices
     total = torch.zeros((), dtype=torch.float64)
@@ -52,7 +52,7 @@ def expectation(kl: TopKKl, k: int, logits: Tensor, log_r: Tensor, log_old: Tens
 
 
 def errors(kl: TopKKl, k: int, on_policy: bool) -> tuple[float, float]:
-    """Distances of the expected value and gradient from those of the exact KL."""
+    """Errors of the expected value and of the expected gradient against the exact KL."""
     logits, log_r, log_old = distributions(0)
     log_p = logits.log_softmax(-1)
     exact = dense(log_p, log_r, kl.config.kl_estimator is KlEstimator.full_forward)
@@ -68,7 +68,7 @@ def test_exact_tail_is_unbiased_in_value_and_gradient(forward_kl: bool, k: int) 
     weighted = top_k(forward_kl, EXACT, weighted=True)
     for kl, on_policy in ((plain, True), (weighted, True), (weighted, False)):
         assert max(errors(kl, k, on_policy)) < 1e-12
-    # Without weights, tokens of another policy must give a bias.
+    # Without weights, tokens sampled by another policy must give a bias.
     assert k == VOCAB or min(errors(plain, k, on_policy=False)) > 0.001
 
 
@@ -138,7 +138,7 @@ def test_joined_parts_equal_the_whole_vocabulary(forward_kl: bool) -> None:
         masses.append(part.logsumexp(0))
         ref_masses.append(ref_part.logsumexp(0))
         within.append(dense(part - masses[-1], ref_part - ref_masses[-1], forward_kl))
-    # The fourth part is empty.
+    # The fourth part of the vocabulary is empty.
     parts = [torch.stack([*values, torch.tensor(empty)])[:, None].double() for values, empty in
              ((masses, -3e38), (ref_masses, -3e38), (within, 0.0))]  # fmt: skip
     joined = join_parts(*parts, forward_kl)

@@ -68,7 +68,7 @@ def test_value_beyond_the_clip_has_no_gradient() -> None:
     zeros, mask = torch.zeros(1, 4), torch.ones(1, 4, dtype=torch.bool)
     loss, stats = ValueLoss(0.2)(values, zeros, zeros + 1.0, mask)
     loss.backward()
-    # 0.9^2, then 0.8^2 for 0.7^2, then 1.3^2 and not 1.2^2, then 1.
+    # Clipped: 0.8, more than 0.7. The third error stays 1.3, as the clipped 1.2 is smaller.
     assert float(loss) == pytest.approx((0.81 + 0.64 + 1.69 + 1.0) / 2)
     assert values.grad is not None
     assert values.grad[0].tolist() == pytest.approx([-0.9, 0.0, -1.3, -1.0])
@@ -94,7 +94,7 @@ def test_masked_values_get_no_gradient_and_change_nothing() -> None:
         ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], 1.0),
         ([2.0, 2.0, 2.0], [1.0, 2.0, 3.0], 0.0),
         ([3.0, 2.0, 1.0], [1.0, 2.0, 3.0], -3.0),
-        # The variance is too small beside the mean for float32 sums of squares.
+        # Beside this mean, the variance is too small for float32 sums of squares.
         ([1000.0, 1000.0], [1000.0, 1000.25], 0.0),
         ([0.1, 0.7, 0.2], [0.3, 0.3, 0.3], math.nan),
     ],

@@ -1,4 +1,4 @@
-"""Tests of the benchmarks in small, and that all mutants fit the code."""
+"""Tests that the benchmarks run at small sizes, and that every mutant can be planted."""
 
 from __future__ import annotations
 

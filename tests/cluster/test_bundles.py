@@ -48,7 +48,7 @@ def test_processes_fill_their_bundles_and_no_more(holdings: Holdings) -> None:
         several = any(sum(rank in other for _, other in held) > 1 for rank in bundle)
         assert slot.pinned == (len(bundle) > 1 and several)
     for number, size in enumerate(plan.sizes):
-        # Ray counts in rounded ten-thousandths.
+        # Ray rounds shares to ten-thousandths.
         shares = [Fraction(round(slot.share * 10_000), 10_000) for slot, _ in held if slot.bundle == number]
         assert size - Fraction(len(shares), 10_000) <= sum(shares) <= size
 

@@ -67,7 +67,7 @@ def test_host_names_are_sorted_by_their_numbers() -> None:
 
 
 def group_of(folder: Path, *calls: Future[Any], timeout_s: float = 300.0) -> WorkerGroup:
-    """Return a group without Ray, with a rank for each of `calls`, the future that all its calls return."""
+    """Return a group without Ray; every call of rank i returns the future `calls[i]`."""
     handles = [Mock(**{"call.remote.return_value.future.return_value": call}) for call in calls]
     ranks = [Rank(number, f"a rank {number}", handle, folder / "log") for number, handle in enumerate(handles)]
     return WorkerGroup("a", ranks, timeout_s)

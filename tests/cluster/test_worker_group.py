@@ -31,12 +31,12 @@ from tests.support.tiny_models import POLICY
 CLUSTER = ClusterConfig(device=Device.cpu, threads=1, start_timeout_s=300, call_timeout_s=300)
 SEATS = [DeviceSlot(bundle, (0,), 1.0, pinned=False) for bundle in (0, 1)]
 orphans: list[int] = []
-"""Ids of processes that workers have started and not ended."""
+"""Ids of processes that workers have started and that a test must end."""
 
 
 @pytest.fixture(scope="module")
 def bundles() -> Iterator[PlacementGroup]:
-    """Return three bundles of one CPU, in a Ray that also counts four GPUs, which do not exist."""
+    """Return three bundles of one CPU each, in a Ray that is also told of four GPUs, which do not exist."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime.ray, "init", partial(ray.init, num_gpus=4))
@@ -121,7 +121,7 @@ async def test_groups_on_one_slot_die_independently(bundles: PlacementGroup, tmp
 async def test_workers_on_gpus_see_their_own_and_the_same_nccl_settings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")  # A user's own choice, for all workers.
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")  # The user's own choice applies to all workers.
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     cluster = replace(CLUSTER, device=Device.gpu)
     holdings = {"engine": [(0, 1)], "inference": [(1,), (0,)]}
@@ -141,7 +141,7 @@ async def test_workers_on_gpus_see_their_own_and_the_same_nccl_settings(
     one, zero = seen["inference"]
     assert zero != one
     assert seen["engine"] == [f"{zero},{one}"]
-    # A broadcast between an engine and a trainer on one machine fails where these differ.
+    # A broadcast between an engine and a trainer on one machine fails if their NCCL settings differ.
     assert nccl == [worker_group.NCCL_SETTINGS | {"NCCL_NVLS_ENABLE": "1"}] * 3
 
 
@@ -166,7 +166,7 @@ def test_cluster_is_seen_from_outside() -> None:
 @pytest.mark.slow
 @pytest.mark.engine
 async def test_killed_engine_of_a_living_worker_is_named(bundles: PlacementGroup, tmp_path: Path) -> None:
-    """SGLang only sends a signal, which Python does not receive in a worker of Ray."""
+    """SGLang only sends a signal when its process dies, and Python does not receive the signal in a Ray worker."""
     engine = EngineConfig(dtype=Dtype.float32, memory_fraction=0.05, kv_cache_tokens=4096, start_timeout_s=600)
     task = TaskConfig(train_path="", eval_path="", max_total_tokens=1024)
     arguments = (str(POLICY), RolloutConfig(engine=engine), task, SearchConfig(enabled=False), Device.cpu, 7)

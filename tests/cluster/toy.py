@@ -12,7 +12,7 @@ from rlsys.errors import UserError
 
 
 class Toy:
-    """Answers, waits, raises or dies, as told."""
+    """Worker that answers, waits, raises or dies, depending on the call."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -27,7 +27,7 @@ class Toy:
             time.sleep(0.02)
 
     def raise_on(self, rank: int) -> None:
-        """Fail on one rank, while the others never answer."""
+        """Raise on one rank; the others do not answer for an hour."""
         if self.rank == rank:
             raise ValueError("the tensor is upside down")
         time.sleep(3600)
@@ -42,18 +42,18 @@ class Toy:
         return {name: value for name, value in os.environ.items() if name.startswith("NCCL_") and "IFNAME" not in name}
 
     def spawn(self) -> int:
-        """Start a process in its own session, which would outlive this one; return its id."""
+        """Start a process in its own session, so that it would outlive this worker; return its id."""
         return subprocess.Popen(["sleep", "3600"], start_new_session=True).pid
 
     def die_on(self, rank: int) -> None:
-        """End the process of one rank without telling Ray, while the others never answer."""
+        """End the process of one rank without telling Ray; the others do not answer for an hour."""
         if self.rank == rank:
             print("about to fall over", file=sys.stderr, flush=True)
             os._exit(3)
         time.sleep(3600)
 
     def lose(self, rank: int, file: Path) -> None:
-        """End the process of one rank after the others have failed because of it."""
+        """End the process of one rank after the other ranks have failed, as they do when they lose a peer."""
         if self.rank != rank:
             file.touch()
             raise ConnectionError("closed by peer")

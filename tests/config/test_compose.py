@@ -89,14 +89,14 @@ def test_values_arrive_typed_from_file_group_and_command_line() -> None:
     config = load_config(
         NAME, ["trainer.steps=7", "task.token_mode=append", "actor.parallel.pp_layers=[1,3]", 'name="a b"']
     )
-    assert (config.trainer.steps, config.name) == (7, "a b")  # the command line
+    assert (config.trainer.steps, config.name) == (7, "a b")  # set by the command line
     assert config.task.token_mode is TokenMode.append
     assert config.actor.parallel.pp_layers == [1, 3]
-    assert config.algorithm.n_samples == 8  # the file
-    assert config.model.dtype is Dtype.float32  # the profile, applied globally
-    assert config.cluster.placement == {"actor": "0", "inference": "1", "rollout": "2"}  # a group
-    assert config.trainer.seed == 1234  # the schema
-    # The next composition starts afresh.
+    assert config.algorithm.n_samples == 8  # set by the file
+    assert config.model.dtype is Dtype.float32  # set by the profile, which is a global package
+    assert config.cluster.placement == {"actor": "0", "inference": "1", "rollout": "2"}  # set by a group
+    assert config.trainer.seed == 1234  # the schema's default
+    # A composition leaves nothing behind for the next one.
     assert load_config("searchr1_qwen2.5_3b_1node").cluster.device is Device.gpu
     assert load_config(NAME).trainer.steps != 7
 
@@ -122,7 +122,7 @@ Composed = Callable[..., Any]
 
 @pytest.fixture
 def composed(tmp_path: Path) -> Composed:
-    """Composes the schedule of a file `mine`, which extends a file `beneath`, with overrides."""
+    """Function that composes a schedule from the file `mine`, the file `beneath` that it extends, and overrides."""
 
     def compose(mine: dict[str, Any], beneath: dict[str, Any], *overrides: str) -> Any:
         files = {"beneath": ("searchr1_tiny_cpu", beneath), "mine": ("beneath", mine)}
@@ -259,7 +259,7 @@ def test_changed_schedule_kind_is_a_difference() -> None:
     "schedule", [SequentialSchedule(), PipelinedSchedule(), AsyncSchedule(max_staleness=0)], ids=lambda one: one.kind
 )
 def test_old_record_with_keys_of_every_kind_shows_no_difference(schedule: Any) -> None:
-    """Earlier versions wrote all three keys of a schedule, and not the keys added since."""
+    """Earlier versions wrote all three keys of every schedule, and did not yet have the keys deleted here."""
     now = RunConfig(trainer=TrainerConfig(schedule=schedule))
     old = as_dict(now)
     old["trainer"]["schedule"] = {"max_staleness": 7, "on_update": "finish", **old["trainer"]["schedule"]}

@@ -73,7 +73,7 @@ def test_plan_of_groups_and_batches_by_hand(tiny_run: TinyRun) -> None:
 
 def test_engine_memory_by_hand(tiny_run: TinyRun) -> None:
     rollout = make_plan(tiny_run("rollout.engine.kv_cache_tokens=1000000"))
-    cache = 1_000_000 * 4 * 2 * (2 * 16) * 4  # tokens, layers, key and value, 2 heads of 16, float32
+    cache = 1_000_000 * 4 * 2 * (2 * 16) * 4  # tokens, layers, key and value, 2 heads of 16, 4 bytes of a float32
     held = rollout["model"]["parameters"] * 4 + cache
     assert rollout["groups"]["rollout"]["memory_gib_per_rank"] == pytest.approx(held / 2**30, abs=1e-4)
 
@@ -84,7 +84,7 @@ def test_memory_tables_page_is_up_to_date() -> None:
 
 
 def test_memory_of_a_3b_actor_by_hand() -> None:
-    """An actor with Transformer Engine, recomputation, DP 4 and a tied embedding."""
+    """An actor with Transformer Engine, recomputation, data parallelism of 4 and a tied embedding."""
     config = load_config("searchr1_qwen2.5_3b_1node")
     config.model.layers = Layers.te
     model = read_architecture(shape_of(config.model.path))
@@ -93,12 +93,13 @@ def test_memory_of_a_3b_actor_by_hand() -> None:
     assert found["parameters"] == 2 * parameters
     assert found["gradients"] == 4 * parameters
     assert found["optimizer"] == 12 * parameters / 4
-    # The input of each layer and of the final norm, and 4 bytes of 1/rms per token.
+    # Inputs of all layers and of the final norm, which also keeps 4 bytes of 1/rms per token.
     assert found["activations"] == pytest.approx(36 * tokens * hidden * 2 + tokens * (2 * hidden + 4))
-    # Logits, their gradient, and four pieces of 128 MiB.
+    # Logits, their gradient, the hidden states, and four pieces of 128 MiB.
     assert found["logits"] == 1000 * (2 * 2 * vocab + 2 * hidden) + 4 * 128 * 2**20
-    # Without recomputation a layer keeps: input, output and 4 bytes of 1/rms of both norms; queries, keys, values, output
-    # and 4 bytes of each of 16 heads' softmax of attention; gate, up and their product of the MLP.
+    # Without recomputation, a layer keeps the inputs, outputs and 4 bytes of 1/rms of both norms,
+    # the queries, keys, values and outputs of attention with 4 bytes per head, and gate, up and their product in the
+    # MLP.
     config.model.recompute = False
     layers, load = (model.layers, model.layers + 1), MicroBatchLoad(1000, targets=10, width=1000)
     less, more = (group_memory(config, replace(model, layers=n), "actor", load) for n in layers)
@@ -110,7 +111,7 @@ TWO_MACHINES = ["cluster.nodes=2", "cluster.devices_per_node=2", "cluster.sync_m
 SEARCHED = "cluster.search.nodes=[alpha]"
 APART = "cluster.placement={actor: 0-1, inference: '2', rollout: '3'}"
 THREE_EACH = "cluster.placement={actor: '4', inference: '5', rollout: 0-3}"
-"""A placement whose second engine of two ranks would be on both of two machines with 3 devices each."""
+"""A placement whose second engine, of two ranks, would lie on both of two machines of 3 devices."""
 
 
 def keys(config: RunConfig) -> list[str]:
@@ -141,7 +142,7 @@ def test_settings_that_do_not_fit_the_machines_are_refused_by_key(
 
 
 def test_groups_that_share_gpus_of_several_machines_need_sync_by_disk(tiny_run: TinyRun) -> None:
-    """NCCL does not support two members on one GPU, and the other modes stay within a machine."""
+    """NCCL does not support two ranks on one GPU, and the other modes work within one machine only."""
     shared = ["cluster.mode=colocated", "trainer.schedule.kind=sequential", "cluster.device=gpu"]
     places = "cluster.placement={actor: 0-3, inference: 0-3, rollout: 0-3}"
     for mode in SyncMode:
@@ -169,7 +170,7 @@ GIB = {"actor": 30.0, "critic": 25.0, "inference": 12.0, "rollout": 5.0}
 
 
 def test_memory_of_groups_that_use_a_device_at_once_adds_up(tiny_run: TinyRun) -> None:
-    """Actor and critic train together, 30 + 25; a colocated engine is not on the device at that time."""
+    """Actor and critic train at the same time and take 30 + 25 GiB; a colocated engine is offloaded meanwhile."""
     plan = plan_of({"actor": [0], "critic": [0], "inference": [1], "rollout": [2]}, GIB)
     assert fullest_device(tiny_run(*EIGHT), plan) == (("actor", "critic"), 55.0)
     colocated = tiny_run(*EIGHT, "cluster.mode=colocated", "trainer.schedule.kind=sequential")

@@ -1,4 +1,4 @@
-"""Tests of RLinf's config dialect: translated settings, and settings that are refused by their key."""
+"""Tests of RLinf's config dialect: translated settings, and refused settings with their keys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def part(config: RunConfig, key: str) -> Any:
 
 
 def yaml_of(settings: Mapping[str, Any]) -> list[str]:
-    """Overrides of the command line for `settings`."""
+    """Command-line overrides for `settings`."""
     return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
@@ -61,7 +61,7 @@ PUBLISHED = {
     "actor.optimizer.warmup_fraction": 0.285,
     "reward.max_answer_tags": 10,
 }
-"""RLinf's published file in our keys, translated by hand."""
+"""RLinf's published file in rlsys's keys, translated by hand."""
 
 
 def test_published_settings_are_translated() -> None:
@@ -81,15 +81,15 @@ def test_evaluation_settings_are_translated() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        # Of the table.
+        # Looked up in the table.
         ("rollout.model.precision", "fp16"),
         ("rollout.detokenize", False),
-        # Converted.
+        # Converted by code.
         ("agentloop.maxturn", 0),
         ("runner.logger.logger_backends", ["swanlab"]),
         ("data.train_data_paths", ["a.jsonl", "b.jsonl"]),
         ("tools.search.server_addr", "nowhere"),
-        # Together with others.
+        # Refused together with other keys.
         ("algorithm.sampling_params.do_sample", False),
         ("rollout.cuda_graph_max_bs", 64),
         ("runner.task_type", "embodied"),
@@ -206,7 +206,7 @@ def test_overrides_of_either_dialect_win_over_the_file() -> None:
     assert config.cluster.placement == {"actor": "0", "inference": "1", "rollout": "2"}
     assert (part(config, "algorithm.kl_estimator"), config.reward.terms) == ("k2", {"exact_match": 2.0})
     assert config.search.url == "http://127.0.0.1:8000", "a server on all interfaces is reached by the loopback address"
-    assert config.cluster.device is Device.cpu  # The profile wins over the file.
+    assert config.cluster.device is Device.cpu  # The profile overrides the file.
     assert (config.model.dtype, config.rollout.engine.memory_fraction) == (Dtype.float32, 0.5)
 
 

@@ -1,4 +1,4 @@
-"""Tests of validation: configs that cannot run are refused before anything starts, each problem by its key."""
+"""Tests of validation: configs that cannot run are refused before anything starts, and each problem has its key."""
 
 from __future__ import annotations
 

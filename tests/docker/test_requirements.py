@@ -22,7 +22,7 @@ def check() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["check_pins"] = module  # A dataclass looks up its module.
+    sys.modules["check_pins"] = module  # The decorator of dataclasses looks up the module here.
     spec.loader.exec_module(module)
     return module
 
@@ -49,7 +49,7 @@ def toy(check: ModuleType, pins: dict[str, str], requires: dict[str, list[str]],
     ],
 )
 def test_unmet_requirements_are_reported(check: ModuleType, needs: list[str], told: list[str]) -> None:
-    """a==1 has `needs`; b==2.0rc1 needs c, but only with its extra `fast`."""
+    """Package a==1 has the requirements `needs`; b==2.0rc1 requires c>3 only with its extra `fast`."""
     requires = {"a==1": needs, "b==2.0rc1": ["c>3; extra == 'fast'"]}
     assert toy(check, {"a": "1", "b": "2.0rc1"}, requires) == told
 

@@ -1,7 +1,7 @@
-"""Commands that the documents show, as a reader would type them.
+"""Reads the commands that the documents show, as a reader would type them.
 
 A command is a line of an indented or fenced block that begins with a program; a backslash at its end continues it, and
-a trailing comment is not part of it. Commands within a sentence (`rlsys ...`) count too, marked as such.
+a trailing comment is not part of it. Commands within a sentence (`rlsys ...`) are marked as such.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INLINE = re.compile(r"`(rlsys [^`]+|python -m [^`]+|bash [^`]+)`")
 
 
 def commands(page: Path) -> Iterator[tuple[str, bool]]:
-    """Yield each command of `page` on one line, in order, and True if it is in a block rather than a sentence."""
+    """Yield each command of `page` as one line, in order, and True if it is in a block, False if in a sentence."""
     text = re.sub(r"\s*\\\n\s*", " ", page.read_text(encoding="utf-8"))
     for line in _block_lines(text):
         bare = re.sub(r"\s{2,}#.*$", "", line.strip())
@@ -38,7 +38,7 @@ def commands(page: Path) -> Iterator[tuple[str, bool]]:
 
 
 def fenced_blocks(page: Path, language: str) -> list[str]:
-    """Return the texts of all fenced blocks of `page` in a language."""
+    """Return the texts of all fenced blocks of `page` in `language`."""
     text = page.read_text(encoding="utf-8")
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 

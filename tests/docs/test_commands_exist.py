@@ -21,7 +21,7 @@ from tests.docs.pages import PAGES, commands
 from tests.support.paths import PROJECT
 
 _PLACEHOLDER = re.compile(r"[A-Z][A-Z_.]*$|.*(\.\.\.|\[|\]|\|)")
-"""Matches a placeholder, or a word of a synopsis."""
+"""Matches a placeholder, or a part of a synopsis such as `a|b` or `[--flag]`."""
 _TARGET = re.compile(r"^([a-z-]+):", re.MULTILINE)
 
 
@@ -37,19 +37,19 @@ def parts(text: str) -> Iterator[list[str]]:
 
 @cache
 def composes(config: str, *settings: str) -> None:
-    """Raise for an unknown experiment or setting."""
+    """Raise if `config` is no experiment or a setting does not exist."""
     load_config(config, settings)
 
 
 def check_rlsys(command: Any, words: Sequence[str]) -> None:
-    """Raise for an unknown subcommand (`a|b` names two), flag, experiment or setting."""
+    """Raise if a subcommand, flag, experiment or setting does not exist; `a|b` names two subcommands."""
     if hasattr(command, "commands") and words:
         for name in words[0].split("|"):
             if not _PLACEHOLDER.match(name):
                 check_rlsys(command.commands[name], words[1:])
         return
     if command.context_settings.get("ignore_unknown_options"):
-        return  # The flags are those of another program.
+        return  # Its flags belong to another program.
     flags = {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)} | {"--help"}
     given = [re.sub(r"[\[\]]", "", word) for word in words]
     unknown = {word.split("=")[0] for word in given if word.startswith("-")} - flags
@@ -61,12 +61,12 @@ def check_rlsys(command: Any, words: Sequence[str]) -> None:
 
 
 def after(words: Sequence[str], *flags: str) -> str | None:
-    """Return the word after one of `flags`."""
+    """Return the word that follows one of `flags`; None if there is none."""
     return next((word for flag, word in pairwise(words) if flag in flags), None)
 
 
 def check(words: Sequence[str]) -> None:
-    """Raise for a command that names something unknown."""
+    """Raise if a command names a program, file, flag or setting that does not exist."""
     match list(words):
         case ["rlsys", *rest]:
             check_rlsys(get_command(app), rest)

@@ -1,7 +1,8 @@
-"""Tests that the documents' commands run, page by page, in an empty folder beside the project's files.
+"""Tests that the documents' commands run, page by page, in a folder like a fresh checkout.
 
 Training runs are made small by settings appended to the command; `RUN` and `OTHER` stand for existing runs. Commands
-that cannot run here are listed in `NEEDS` with the reason; `test_commands_exist.py` checks that what they name exists.
+that cannot run here are listed in `NEEDS` with the reason; `test_commands_exist.py` checks that the files and flags
+they name exist.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ def to_be_run(page: Path) -> list[str]:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """A run whose folder the documents' commands read."""
+    """A finished run, for commands that read a run's folder."""
     settings = ["trainer.steps=2", "eval.interval=1", "checkpoint.interval=1", "tracking.trajectories=null"]
     return Finished(tmp_path_factory.mktemp("documented"), *settings)
 
 
 @pytest.fixture
 def reader(tmp_path: Path, finished: Finished) -> Path:
-    """A folder like a fresh checkout with two runs, and files of a reader's own."""
+    """A folder like a fresh checkout with two runs, and with the files that a reader is asked to write."""
     for name in ("configs", "examples", "docs", "scripts", "toolkits", "rlsys", "data/tiny_world"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(PROJECT / name)
@@ -76,7 +77,7 @@ def reader(tmp_path: Path, finished: Finished) -> Path:
 
 
 def typed(command: str) -> str:
-    """Return the command with sizes that suit a test, and a step that the runs have."""
+    """Return the command with sizes that suit a test, and with a step that the runs have saved."""
     text = re.sub(r"global_step_(12|100)\b", "global_step_2", command)
     text = text.replace("outputs/own/runs/RUN", "outputs/RUN")
     if re.search(r"\brlsys train -c searchr1_tiny_cpu\b", text) and "--dry-run" not in text:
@@ -97,7 +98,7 @@ def run(text: str, folder: Path) -> None:
         said, _ = process.communicate()
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # Ends everything that it has started.
+            os.killpg(process.pid, signal.SIGKILL)  # Ends every process that the command has started.
     assert process.returncode == 0, f"{text}\n{said[-3000:]}"
 
 

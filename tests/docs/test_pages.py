@@ -27,7 +27,7 @@ DOCS = PROJECT / "docs"
 SOURCE = "".join(file.read_text() for file in (PROJECT / "rlsys").rglob("*.py"))
 GROUPS = {field.name for field in fields(RunConfig)}
 FILES = {"py", "yaml", "json", "safetensors", "png"}
-"""Endings of files, which are no keys."""
+"""File name extensions, which look like the last part of a key."""
 
 
 def is_known(key: str) -> bool:
@@ -82,7 +82,7 @@ def identifiers(file: Path) -> set[str]:
 
 
 def check(code: str) -> int:
-    """Return the number of calls of names imported from rlsys; raises for a wrong signature."""
+    """Return the number of calls of names imported from rlsys; raises if the arguments of one do not fit."""
     tree, names, checked = ast.parse(code), dict[str, Any](), 0
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rlsys":
@@ -96,7 +96,7 @@ def check(code: str) -> int:
                 target = getattr(names[name], method)
             case _:
                 continue
-        if not (isinstance(target, type) and issubclass(target, BaseException)):  # Their signature is not known.
+        if not (isinstance(target, type) and issubclass(target, BaseException)):  # Exceptions have no signature.
             keywords = {keyword.arg: None for keyword in node.keywords if keyword.arg}
             inspect.signature(target).bind(*[None] * len(node.args), **keywords)
             checked += 1
@@ -122,7 +122,7 @@ def test_every_public_class_and_error_code_is_documented() -> None:
 
 def test_the_site_builds_without_a_warning_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # A banner of its theme.
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # Suppresses a banner of the theme.
     built = subprocess.run(command, cwd=PROJECT, env=quiet, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     assert "WARNING" not in built.stderr

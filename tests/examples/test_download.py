@@ -37,7 +37,7 @@ Download = Callable[..., None]
 
 
 def tar_of(*contents: bytes) -> bytes:
-    """Return an archive with a folder and these files in it, as in wiki-18.jsonl.gz."""
+    """Return an archive of a folder with `contents` as files, like wiki-18.jsonl.gz."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         folder = tarfile.TarInfo("some")
@@ -59,7 +59,7 @@ def fake() -> Iterator[FakeHub]:
 
 @pytest.fixture
 def fetch(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Download:
-    """Function that runs the script with flags, in this process."""
+    """Function that runs the script with flags, within this process."""
     monkeypatch.setattr(download, "Hub", lambda: Hub(fake.url))
     monkeypatch.chdir(tmp_path)
 
@@ -77,7 +77,7 @@ def files(tmp_path: Path) -> dict[str, bytes]:
 
 
 def test_the_default_downloads_the_flat_index_and_the_corpus(fake: FakeHub, fetch: Download, tmp_path: Path) -> None:
-    """A dry run writes nothing; the archive of the corpus is unpacked and removed; connections drop on the way."""
+    """A dry run writes nothing; the corpus is unpacked and its archive removed; connections drop meanwhile."""
     fetch("--dry_run")
     assert (files(tmp_path), fake.asked) == ({}, [])
     fake.faults = [100, None, 500]
@@ -141,7 +141,7 @@ for folder in map(Path, sys.argv[1:]):
     except RunError as refused:
         print(str(refused).replace("\\n", " "))
 """
-"""Program that may write 128 MiB and take 512 MiB of memory."""
+"""Program that may write files of at most 128 MiB and take at most 512 MiB of memory."""
 
 
 def header(kind: bytes, size: int, **pax: str) -> bytes:

@@ -21,7 +21,7 @@ PASSAGES = [
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a corpus, its index and its pages."""
+    """A folder with a corpus, an index of it, and web pages."""
     folder = tmp_path_factory.mktemp("my data")
     (folder / "wiki-18.jsonl").write_text("".join(json.dumps(passage) + "\n" for passage in PASSAGES))
     (folder / "pages.jsonl").write_text('{"url": "AM", "contents": "A whole page."}\n')

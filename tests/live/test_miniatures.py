@@ -47,19 +47,19 @@ REWARD = f"{even_tokens.__module__}.{even_tokens.__name__}"
 
 @cache
 def composed(experiment: str) -> RunConfig:
-    """Config of `experiment`; cached, so callers must not change it."""
+    """Config of `experiment`; it is cached, so callers must not change it."""
     return load_config(experiment)
 
 
 def shape_of(experiment: str) -> Path:
-    """Folder with the shape of an experiment's model."""
+    """Folder with the config.json of an experiment's model."""
     name = composed(experiment).model.path.lower()
     return next(folder for folder in (SHAPES / name, SHAPES / f"{name}-instruct") if folder.is_dir())
 
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> list[str]:
-    """Overrides that replace data and index, which only the experiment's machines have."""
+    """Overrides that replace data and index, because only the experiment's own machines have them."""
     (tmp_path / "questions.jsonl").write_text("{}\n")
     (tmp_path / "index").mkdir()
     (tmp_path / "index" / "manifest.json").write_text("{}")
@@ -69,13 +69,13 @@ def elsewhere(tmp_path: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunConfig]:
-    """Function: model family -> `tiny_run` of a tiny model of that family, with world and model written."""
+    """Function from a model family to the config of a tiny run; it writes the tiny world and a tiny model."""
     prepare_world(Console(quiet=True))
     return cache(lambda family: tiny_run(tiny_model(family, tmp_path_factory.mktemp(family))))
 
 
 def tiny_run(model: Path) -> RunConfig:
-    """Config of a run on CPUs with `model`, the tiny config of miniatures."""
+    """Config of a run of `model` on CPUs, which gives miniatures their sizes."""
     return load_config(
         "searchr1_tiny_cpu",
         [
@@ -144,19 +144,17 @@ def placed(config: RunConfig) -> dict[str, tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Ran:
-    """Metrics and summary of a miniature's run."""
-
+class MiniatureRun:
     rows: list[dict[str, float]]
     summary: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory, tiny_of: Callable[[str], RunConfig]) -> Callable[[str], Ran]:
-    """Function that runs an experiment's miniature by `rlsys train`, once for miniatures that differ only in name."""
-    known: dict[str, Ran] = {}
+def ran(tmp_path_factory: pytest.TempPathFactory, tiny_of: Callable[[str], RunConfig]) -> Callable[[str], MiniatureRun]:
+    """Function that runs an experiment's miniature by `rlsys train`; miniatures that differ only in name run once."""
+    known: dict[str, MiniatureRun] = {}
 
-    def run(experiment: str) -> Ran:
+    def run(experiment: str) -> MiniatureRun:
         family = read_architecture(shape_of(experiment)).family
         small = miniature(composed(experiment), tiny_of(family), LAYERS)
         key = json.dumps(as_dict(replace(small, name="")), sort_keys=True)
@@ -167,7 +165,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory, tiny_of: Callable[[str], RunCo
     return run
 
 
-def train(config: RunConfig, folder: Path) -> Ran:
+def train(config: RunConfig, folder: Path) -> MiniatureRun:
     """Run `config` to its end in new processes."""
     file = folder / f"{config.name}.yaml"
     settings = {"defaults": ["rlsys_schema", "_self_"], **as_dict(config), "output_dir": str(folder / "out")}
@@ -186,14 +184,14 @@ def train(config: RunConfig, folder: Path) -> Ran:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     (run,) = (folder / "out").iterdir()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return Ran(rows, json.loads((run / "summary.json").read_text()))
+    return MiniatureRun(rows, json.loads((run / "summary.json").read_text()))
 
 
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_miniature_trains_two_steps(experiment: str, ran: Callable[[str], Ran]) -> None:
+def test_every_miniature_trains_two_steps(experiment: str, ran: Callable[[str], MiniatureRun]) -> None:
     run = ran(experiment)
     assert run.summary["steps"] == len(run.rows) == 2
     for step, row in enumerate(run.rows, start=1):

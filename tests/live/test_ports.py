@@ -1,4 +1,4 @@
-"""Tests that every port opened by a command is in the table of docs/security.md, and is as closed as the table says."""
+"""Tests that every port that a command opens is in the table of docs/security.md, and as closed as it says."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.runs import SETTINGS
 
 LIMIT_S = 500
 NOT_ALWAYS = {"monitor.py", "ray.util.client"}
-"""Processes that may not listen: another Ray may hold the first one's port, and the second one starts slowly."""
+"""Processes that need not listen: the first one's port may be taken by another Ray, and the second starts slowly."""
 POLICY, INDEX = "examples/searchr1/tiny/policy", "data/tiny_world/index"
 SMALL = [
     "-c",
@@ -45,7 +45,7 @@ SMALL = [
 
 @dataclass(frozen=True)
 class Row:
-    """Row of the table."""
+    """Row of the table of ports."""
 
     commands: tuple[str, ...]
     process: str
@@ -55,8 +55,6 @@ class Row:
 
 @dataclass(frozen=True)
 class Port:
-    """Listening socket."""
-
     process: str
     ip: str
     number: int
@@ -162,7 +160,7 @@ def started(words: list[str], home: Path, log: Path) -> Iterator[psutil.Popen]:
 
 
 def ports_until(process: psutil.Popen, log: Path, over: Callable[[], object]) -> set[Port]:
-    """All ports that were open at any time until `over()` is true."""
+    """All ports that were open at any time before `over()` became true."""
     seen, until = set[Port](), time.monotonic() + LIMIT_S
     while not over():
         assert process.poll() is None, log.read_text(errors="replace")[-3000:]
@@ -174,7 +172,7 @@ def ports_until(process: psutil.Popen, log: Path, over: Callable[[], object]) ->
 
 def check(command: str, open_ports: set[Port]) -> None:
     assert open_ports
-    with ThreadPoolExecutor(16) as knocks:  # Most wait until they time out.
+    with ThreadPoolExecutor(16) as knocks:  # Most attempts to connect wait until they time out.
         for _ in knocks.map(lambda port: knock(port, row_of(port, command, table())), open_ports):
             pass
 

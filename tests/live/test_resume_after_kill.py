@@ -21,7 +21,7 @@ from tests.trainer import reference
 OF_THE_CLOCK = re.compile(r"time$|time/|idle/|mfu|tokens_per_s|sync/|_s$|_gbps|throughput")
 
 
-class Ended:
+class RunResults:
     """Results of a run of one or more launches."""
 
     def __init__(self, outputs: Path) -> None:
@@ -47,14 +47,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ended:
+def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunResults:
     outputs = tmp_path_factory.mktemp("uninterrupted")
     assert ended(model, outputs) == 0
-    return Ended(outputs)
+    return RunResults(outputs)
 
 
-def test_uninterrupted_run_trains_evaluates_and_saves(uninterrupted: Ended) -> None:
-    """Without these, the comparisons below would prove nothing."""
+def test_uninterrupted_run_trains_evaluates_and_saves(uninterrupted: RunResults) -> None:
+    """Without these events, the comparisons below would prove nothing."""
     assert [row["step"] for row in uninterrupted.rows] == [1, 2, 3, 4]
     assert any(row["actor/grad_norm"] > 0 for row in uninterrupted.rows)
     for changing in ("actor/lr", "critic/kl_coef"):
@@ -79,15 +79,15 @@ def test_resuming_a_finished_run_trains_nothing_and_keeps_its_results(
 
 
 MID_STEP = "applied"
-"""Moment of the default suite: its second occurrence after a checkpoint is between two optimiser steps of a step."""
-FATES = [pytest.param(MID_STEP, 2, id=MID_STEP)]
-FATES += [pytest.param(moment, 1, id=moment, marks=pytest.mark.slow) for moment in MOMENTS if moment != MID_STEP]
+"""Moment at which the default suite kills: its second occurrence is between the two optimiser steps of one step."""
+KILLS = [pytest.param(MID_STEP, 2, id=MID_STEP)]
+KILLS += [pytest.param(moment, 1, id=moment, marks=pytest.mark.slow) for moment in MOMENTS if moment != MID_STEP]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("moment", "count"), FATES)
+@pytest.mark.parametrize(("moment", "count"), KILLS)
 def test_killed_and_resumed_run_equals_the_uninterrupted_one(
-    moment: str, count: int, model: Path, uninterrupted: Ended, tmp_path: Path
+    moment: str, count: int, model: Path, uninterrupted: RunResults, tmp_path: Path
 ) -> None:
     assert ended(model, tmp_path, moment, count) == -signal.SIGKILL
     saved = [int(path.name.rpartition("_")[2]) for path in tmp_path.glob("*/checkpoints/global_step_*")]
@@ -97,7 +97,7 @@ def test_killed_and_resumed_run_equals_the_uninterrupted_one(
         "trajectories of all checkpointed steps must be kept"
     )
     assert ended(model, tmp_path) == 0
-    again = Ended(tmp_path)
+    again = RunResults(tmp_path)
     assert again.weights.keys() == uninterrupted.weights.keys()
     for name, tensor in uninterrupted.weights.items():
         assert torch.equal(again.weights[name], tensor), name
@@ -112,7 +112,7 @@ def test_killed_and_resumed_run_equals_the_uninterrupted_one(
 
 @pytest.mark.slow
 def test_resume_without_the_optimizer_state_changes_the_metrics(
-    model: Path, uninterrupted: Ended, tmp_path: Path
+    model: Path, uninterrupted: RunResults, tmp_path: Path
 ) -> None:
     """Proves that the comparison above notices a lost optimiser state."""
     assert ended(model, tmp_path, "published") == -signal.SIGKILL
@@ -126,4 +126,4 @@ def test_resume_without_the_optimizer_state_changes_the_metrics(
     del manifest["files"]["actor/complete.json"], manifest["sha256"]["actor/complete.json"]
     (newest / "manifest.json").write_text(json.dumps(manifest))
     assert ended(model, tmp_path) == 0
-    assert Ended(tmp_path).rows != uninterrupted.rows
+    assert RunResults(tmp_path).rows != uninterrupted.rows

@@ -79,7 +79,7 @@ class Case:
         return len(self.sizes)
 
     def arrivals(self, seed: int) -> Arrivals:
-        """Arrivals that give each mini-batch the same groups for every seed."""
+        """Order of arrival that gives each mini-batch the same groups for every seed."""
         waves = [number for number, size in enumerate(self.sizes) for _ in range(size)]
         return Arrivals(seed, tuple(waves) if self.mini_batches > 1 else None)
 
@@ -164,7 +164,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture(scope="module")
 def outcome(bench: Bench) -> Callable[..., Outcome]:
-    """`Bench.run`, cached by its arguments."""
+    """Function like `Bench.run` that runs once for the same arguments."""
     return functools.cache(bench.run)
 
 
@@ -175,7 +175,7 @@ def cases(*quick: Case, slow: Sequence[Case] = ()) -> list[Any]:
 
 
 def distance(one: Outcome, other: Outcome) -> float:
-    """Largest difference of any parameter."""
+    """Largest absolute difference of any parameter."""
     return largest_difference(one.weights, other.weights)
 
 
@@ -185,7 +185,7 @@ def largest_difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -
 
 
 def shares(trained: Sequence[Sequence[str]], case: Case) -> list[frozenset[str]]:
-    """Questions of each optimiser step."""
+    """Questions of the groups in each optimiser step."""
     cuts = [*pairwise(accumulate(case.sizes, initial=0))]
     return [frozenset(step[begin:end]) for step in trained for begin, end in cuts]
 
@@ -199,7 +199,7 @@ def test_schedule_and_arrival_order_do_not_change_the_parameters(
     for other in [again, *pipelined]:
         assert distance(other, base) <= TOLERANCE
         assert shares(other.trained, case) == shares(base.trained, case)
-        # The old log-probs of a step come from its initial weights, not from older ones.
+        # The old log-probs of a step come from the weights at its start, not from older ones.
         assert all(update["actor/ratio_dev_max"] < 1e-4 for update in other.updates[:: case.mini_batches])
     initial = reference.named_tensors(reference.load(bench.model))
     assert largest_difference(base.weights, initial) > BREACH
@@ -268,7 +268,7 @@ def _logprobs(model: torch.nn.Module, trajectory: Trajectory) -> np.ndarray:
         return reference.logprobs_and_entropy(model, tokens)[0][0].numpy()
 
 
-class Doubling(Learner):
+class DoublingLearner(Learner):
     """Trains the first group of a run twice."""
 
     doubled = False
@@ -279,10 +279,10 @@ class Doubling(Learner):
         return super().shard([*samples, *twice])
 
 
-class ByMicroBatch(Learner):
-    """Averages over the tokens of each micro-batch separately.
+class MicroBatchMeanLearner(Learner):
+    """Averages over the tokens of each micro-batch separately, which is wrong.
 
-    Without KL and entropy the loss is linear in the advantages, so the factor is applied to them.
+    Without KL and entropy the loss is linear in the advantages, so scaling the advantages has the same effect.
     """
 
     def shard(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
@@ -293,12 +293,15 @@ class ByMicroBatch(Learner):
 
 
 def test_group_trained_twice_changes_the_parameters(outcome: Callable[..., Outcome]) -> None:
-    broken = outcome(PLAIN, PIPELINED, PLAIN.arrivals(1), learner=Doubling)
+    broken = outcome(PLAIN, PIPELINED, PLAIN.arrivals(1), learner=DoublingLearner)
     assert distance(broken, outcome(PLAIN, SEQUENTIAL, PLAIN.arrivals(0))) > BREACH
 
 
 def test_mean_per_micro_batch_makes_the_schedules_differ(outcome: Callable[..., Outcome]) -> None:
-    broken = [outcome(PLAIN, schedule, PLAIN.arrivals(1), learner=ByMicroBatch) for schedule in (SEQUENTIAL, PIPELINED)]
+    broken = [
+        outcome(PLAIN, schedule, PLAIN.arrivals(1), learner=MicroBatchMeanLearner)
+        for schedule in (SEQUENTIAL, PIPELINED)
+    ]
     assert distance(*broken) > BREACH
 
 

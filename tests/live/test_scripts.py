@@ -131,7 +131,7 @@ def test_nothing_starts_if_the_preflight_fails(script: str, tmp_path: Path) -> N
 
 
 def asked_for(tmp_path: Path, script: str, *arguments: str, cwd: Path, **settings: str) -> list[list[str]]:
-    """Arguments of each `rlsys` call, recorded by a stand-in interpreter that succeeds."""
+    """Arguments of each `rlsys` call of a script; a stand-in interpreter records them and succeeds."""
     asked = tmp_path / "asked"
     asked.unlink(missing_ok=True)
     python = tmp_path / "noting python"
@@ -235,7 +235,7 @@ def test_published_scripts_read_the_published_environment_variables(
 
 
 def test_default_config_is_rlinfs_once_its_paths_are_filled_in(tmp_path: Path) -> None:
-    """Runs in a copy of the examples, whose config is edited as in the walk-through."""
+    """The script runs in a copy of the examples, whose config is edited as in the walk-through."""
     copy = tmp_path / "a copy"
     shutil.copytree(EXAMPLE, copy / "examples" / "searchr1", ignore=shutil.ignore_patterns("tiny", "__pycache__"))
     python = tmp_path / "python"
@@ -255,7 +255,7 @@ CPU = (
     *("rollout.sglang.attention_backend=auto", "runner.seq_length=1024", "data.max_prompt_length=96"),
     *("algorithm.sampling_params.max_new_tokens=64", "agentloop.max_tool_response_length=256"),
 )
-"""Overrides that run a config for 8 GPUs on two cores."""
+"""Overrides that shrink a config for 8 GPUs to a run on two cores."""
 SMALL = (
     *("cluster.component_placement={actor: 0, inference: 1, rollout: 2}", "cluster.devices_per_node=null"),
     *("runner.max_steps=2", "runner.val_check_interval=-1", "runner.save_interval=-1", "eval.limit=4"),
@@ -265,7 +265,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the walk-through's downloads: passages, pages, and questions in RLinf's format."""
+    """Folder with the files that the walk-through downloads: passages, pages, and questions in RLinf's format."""
     prepare_world(Console(quiet=True))
     folder = tmp_path_factory.mktemp("the path to save")
     passages = (PROJECT / WORLD / "corpus.jsonl").read_text().splitlines()[:200]

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(600)]
 
 PROMPT = "Question: What is six by seven?\n"
 SEARCH = (f"<search> {tiny.QUERY} </search>", tiny.OBSERVATION)
-RIGHT = [  # (text that the policy writes, observation) of each turn.
+RIGHT = [  # (text that the policy writes, observation) of each turn
     SEARCH,
     ("<calculator> 6 * 7 </calculator>", "\n\n<information>42</information>\n\n"),
     (
@@ -48,7 +48,8 @@ def test_tools_and_search_are_called_and_observations_are_not_trained(
     policy = tmp_path / "policy"
     tiny.tokenizer().save_pretrained(policy)
     tiny.train(tiny.FIRST, tiny.tokenizer(), seed=0, steps=0).save_pretrained(policy)
-    # Loaded as in the run: for a Qwen2, transformers splits text like Qwen2, regardless of the tokenizer's file.
+    # The run loads it like this too: for a Qwen2, transformers splits text like Qwen2, whatever the tokenizer's file
+    # says.
     words = AutoTokenizer.from_pretrained(policy)
     learnt([RIGHT, WRONG], words).save_pretrained(policy)
     (tmp_path / "my_tools.py").write_text(fenced_blocks(PROJECT / "docs" / "tutorials" / "own-tool.md", "python")[0])
@@ -88,7 +89,7 @@ def test_tools_and_search_are_called_and_observations_are_not_trained(
 def learnt(episodes: list[list[tuple[str, str]]], words: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     """Train a model that plays each of two `episodes` in about 4 of 10 cases.
 
-    It also learns the observations, so that it would continue by itself if the engine did not stop it.
+    The model also learns the observations, so that it would continue by itself if the engine did not stop it.
     """
     model = tiny.train(tiny.FIRST, words, seed=0, steps=0).train()
     texts = [PROMPT + "".join(said + read for said, read in turns) + tiny.EOS for turns in episodes]

@@ -45,7 +45,7 @@ from tests.support.capabilities import H100
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wait long for programs, which start slowly on a busy machine and are left out after the timeout."""
+    """Give programs a long timeout, because they start slowly on a busy machine and would be left out."""
     monkeypatch.setattr("rlsys.observe.environment._TIMEOUT_S", 120)
 
 
@@ -96,7 +96,7 @@ def driver(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gpus_are_listed_without_initialising_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(torch.cuda, "_lazy_init", None)  # CUDA must not be initialised.
+    monkeypatch.setattr(torch.cuda, "_lazy_init", None)  # A call of it would raise.
     asked = tmp_path / "asked"
     script = f'echo "$@" >> {asked}\nwhile read row; do echo "$row"; done <<END\n{CARDS}END'
     driver(tmp_path / "bin", script, monkeypatch)
@@ -193,7 +193,7 @@ def test_sufficient_machine_lacks_nothing(here: Capabilities, asked: RunConfig) 
 
 
 def test_all_missing_capabilities_are_reported_at_once() -> None:
-    # No device, no NCCL and no kernels of SGLang are three problems of one key.
+    # No device, no NCCL and no SGLang kernels are three problems of the one key cluster.device.
     everywhere = ["model.layers", *["cluster.device"] * 3, "cluster.mode"]
     assert keys(config(mode=Mode.colocated, layers=Layers.te, fp8=True), LAPTOP) == everywhere
     assert keys(config(), V100) == ["model.dtype", "rollout.engine.dtype"], "a V100 has no bfloat16"

@@ -44,7 +44,7 @@ def test_failed_write_keeps_the_old_file_and_names_it(tmp_path: Path, monkeypatc
     write_atomically(path, "old")
     with pytest.raises(UnicodeEncodeError):
         write_atomically(path, "half \ud800")
-    full = OSError(errno.ENOSPC, "No space left on device")  # Like the error of a write, it has no file name.
+    full = OSError(errno.ENOSPC, "No space left on device")  # Like the error of a write, it names no file.
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(full))
     with pytest.raises(OSError, match="No space left") as raised:
         write_atomically(path, "new")
@@ -126,7 +126,7 @@ def rows(path: Path) -> list[dict[str, object]]:
 
 
 def filled(path: Path, count: int = 3) -> list[int]:
-    """Write a file of `count` rows; returns the position after each."""
+    """Write a file of `count` rows; returns the position after each row."""
     log, positions = LineLog(path), []
     for number in range(count):
         log.append({"row": number, "text": "ä" * number})
@@ -172,7 +172,7 @@ def test_any_text_stays_on_one_line(tmp_path: Path) -> None:
 
 
 def test_position_is_synced_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a checkpoint could refer to rows that are lost with a crash of the machine."""
+    """Otherwise a checkpoint could refer to rows that are lost if the machine crashes."""
     log, synced = LineLog(tmp_path / "rows.jsonl"), []
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_size))
     log.append({"row": 1})
@@ -204,7 +204,7 @@ FILES = ("run.json", "config.yaml", "metrics.jsonl", "timeline.jsonl", "summary.
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A complete run of three steps."""
+    """The folder of a complete run of three steps."""
     run = tmp_path / "outputs" / "run-20250101-120000"
     (run / "evaluations").mkdir(parents=True)
     (run / "trajectories").mkdir()
@@ -271,7 +271,7 @@ MAY_BE_MISSING = ("summary.json", "status.json", "evaluations/step_000003.json",
 
 DAMAGED = [*FILES, "evaluations/step_000003.json", "evaluations/step_000003.jsonl", "eval/results.json"]
 GRID = [
-    # By default, each damage is done to about two files, and each file gets several kinds.
+    # The default suite does each damage to about two files, and several kinds of damage to each file.
     pytest.param(name, damage, marks=() if (row + column) % 5 == 0 else pytest.mark.slow)
     for row, name in enumerate(DAMAGED)
     for column, damage in enumerate([*sorted(DAMAGES.keys() - {"blank"}), *NO_LIVES])
@@ -291,7 +291,7 @@ def test_damaged_file_is_one_problem_and_the_rest_is_read(folder: Path, name: st
         for row in run.evaluations:
             run.answers(row["step"])
     is_object = damage in (*OBJECTS, *NO_LIVES)
-    # A circular link is not found by the pattern for results, so it counts as removed.
+    # A circular link does not match the pattern of result files, so it counts as removed.
     is_gone = damage == "removed" or (damage == "circle" and name == "eval/results.json")
     fine = name in (MAY_BE_MISSING if is_gone else TAKE_ANY_OBJECT if is_object else ())
     assert len(run.problems) == (0 if fine else 1)

@@ -1,4 +1,4 @@
-"""Tests of guards: bounds, patience, NaN, and the figures that they watch."""
+"""Tests of guards: bounds, patience, NaN, and the metrics that they watch."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ HEALTHY = {
 def watch(
     rows: Sequence[Mapping[str, float | None]], config: GuardsConfig = CONFIG, estimator: KlEstimator = K3
 ) -> list[list[Alarm]]:
-    """Alarms of each row; rows are steps from 1 on."""
+    """Alarms of each row; row i is the metrics of step i + 1."""
     guards = Guards(config, estimator)
     return [guards.check(step, HEALTHY | row) for step, row in enumerate(rows, start=1)]
 
 
 def steps_alarmed(values: Sequence[float | None], figure: str = "actor/entropy") -> list[int]:
-    """Steps with an alarm if `figure` takes these values."""
+    """Steps that raise an alarm if `figure` takes these values."""
     alarms = watch([{figure: value} for value in values])
     return [step for step, found in enumerate(alarms, start=1) if found]
 

@@ -102,7 +102,7 @@ def test_row_comes_back_bit_for_bit(
     logprobs: np.ndarray, weights: np.ndarray | None, text: str, extra: dict[str, int | str]
 ) -> None:
     pieces = (text, "\u2028\n", "", "", "")
-    logprobs = np.where(np.isnan(logprobs), np.float32("nan"), logprobs)  # The file has null for every NaN.
+    logprobs = np.where(np.isnan(logprobs), np.float32("nan"), logprobs)  # The file has null for a NaN of any bits.
     weights = None if weights is None else np.nan_to_num(weights)
     one = replace(
         kept_one(), old_logprobs=logprobs, weights=weights, prompt=text + "\ud83d", pieces=pieces, extra=extra
@@ -168,12 +168,12 @@ def test_damage_loses_only_the_rows_that_it_hit(tmp_path: Path) -> None:
 
 
 def byte_level(ids: Sequence[int]) -> str:
-    """Text of tokens of one byte each, like those of byte-level BPE."""
+    """Text of one-byte tokens, as byte-level BPE decodes them."""
     return bytes(ids).decode("utf-8", "replace")
 
 
 def sentence_pieces(ids: Sequence[int]) -> str:
-    """Text of tokens of one word each, without the first word's space."""
+    """Text of one-word tokens; the space before the first word is dropped."""
     return "".join(f" w{one}" for one in ids).removeprefix(" ")
 
 
@@ -193,7 +193,7 @@ def test_character_belongs_to_the_last_of_its_tokens(text: str) -> None:
 
 
 def test_pieces_of_invalid_bytes_are_short() -> None:
-    """Thousands of invalid bytes are each shown near their place."""
+    """Each of thousands of invalid bytes is shown as a short piece near its position."""
     ids = [0xF0] * 3000 + list("€".encode())
     pieces = Pieces(byte_level)(ids)
     assert "".join(pieces) == byte_level(ids)
@@ -201,7 +201,7 @@ def test_pieces_of_invalid_bytes_are_short() -> None:
     assert pieces[-1].endswith("€")
 
 
-class Slow:
+class GatedWriter:
     """A writer that waits for `go`."""
 
     def __init__(self) -> None:
@@ -214,8 +214,8 @@ class Slow:
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
-    writes = Slow()
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[GatedWriter]:
+    writes = GatedWriter()
     monkeypatch.setattr(module, "write_trajectories", writes)
     yield writes
     writes.go.release(9)
@@ -227,16 +227,16 @@ def keeper(tmp_path: Path) -> TrajectoryWriter:
 
 
 async def still_waits(waiting: asyncio.Task[None]) -> bool:
-    """Tell if `waiting` is unfinished after the event loop has run 100 times."""
+    """Tell if `waiting` is still pending after the event loop has run 100 times."""
     for _ in range(100):
         await asyncio.sleep(0)
     return not waiting.done()
 
 
 async def test_writing_runs_beside_training_and_the_next_step_waits_for_it(
-    keeper: TrajectoryWriter, slow: Slow, tmp_path: Path
+    keeper: TrajectoryWriter, slow: GatedWriter, tmp_path: Path
 ) -> None:
-    await keeper.begin(1, [group(1)], None)  # Returns before anything is written.
+    await keeper.begin(1, [group(1)], None)  # The call returns before anything is written.
     assert await asyncio.to_thread(slow.begun.acquire, timeout=300)
     second = asyncio.create_task(keeper.begin(2, [group(2)], None))
     assert await still_waits(second)
@@ -251,8 +251,8 @@ async def test_writing_runs_beside_training_and_the_next_step_waits_for_it(
     keeper.close()
 
 
-def test_closing_waits_for_the_last_trajectories(keeper: TrajectoryWriter, slow: Slow, tmp_path: Path) -> None:
-    """A failed run has no event loop any more."""
+def test_closing_waits_for_the_last_trajectories(keeper: TrajectoryWriter, slow: GatedWriter, tmp_path: Path) -> None:
+    """A run that has failed has no event loop any more."""
     asyncio.run(keeper.begin(1, [group(1)], None))
     closing = threading.Thread(target=keeper.close)
     closing.start()

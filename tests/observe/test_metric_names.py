@@ -34,7 +34,7 @@ SOURCE = Path(rlsys.__file__).parent
 DOCUMENT = SOURCE.parent / "docs/metrics.md"
 KEY = re.compile(r"[a-z]+(/[a-z0-9_*]+)+")
 NOT_METRICS = {"search", "config", "cli", "evaluation"}
-"""Packages whose keys with a slash are not metrics; the logger adds the first part of an evaluation's names."""
+"""Rooms with keys that have a slash but are not metrics; an evaluation's names get their first part from the logger."""
 SPANS = (
     ("rollout", "rollout.group"),
     ("driver", "sync.transfer"),
@@ -58,7 +58,7 @@ def documented() -> set[str]:
 
 
 def covers(name: str, key: str) -> bool:
-    """Tell if a documented name matches `key`: a star matches one part, dots any number."""
+    """Tell if a documented name matches `key`: a star stands for one part, dots for any number of parts."""
     pattern = re.escape(name).replace(r"\*", "[^/]+").replace(r"\.\.\.", ".+")
     return re.fullmatch(pattern, key) is not None
 
@@ -80,7 +80,7 @@ def spelled(key: ast.expr | None) -> str:
 
 
 def updates() -> dict[str, float]:
-    """Figures of actor and critic for one optimiser step."""
+    """Metrics of actor and critic for one optimiser step."""
     two = torch.tensor([[-1.0, -2.0]])
     mask = torch.ones(1, 2, dtype=torch.bool)
     inputs = LossInputs(two, two, two, mask, torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.int64))
@@ -94,7 +94,7 @@ def updates() -> dict[str, float]:
 
 
 def full_group() -> Group:
-    """A group of a run that has a critic, a reference with its KL in the reward, and off-policy weights."""
+    """A prompt group of a run with a critic, a reference whose KL is in the reward, and off-policy weights."""
     turn = Turn("<answer>yes</answer>", Action.ANSWER, "yes", "", 2, 1, 0, 0.1, 0.0)
     one = rewarded(trajectory(range(3), turns=[turn], rollout_logprobs=[float("nan"), -1.0, -1.0]), 1.0)
     some = np.array([0.0, -1.0, -2.0], dtype=np.float32)
@@ -104,7 +104,7 @@ def full_group() -> Group:
 
 
 def asked(step: int) -> Evaluation:
-    """An evaluation with every figure: two data sources, one of them with hops."""
+    """An evaluation with every metric: two data sources, one of them with numbers of hops."""
     sources = (("nq", {}), ("hotpotqa", {"hops": 2}))
     questions = [replace(question(1), data_source=source, extra=extra) for source, extra in sources]
     return Evaluation(step, tuple(Answered(one, trajectory(), scores_of("yes", ("yes",))) for one in questions))
@@ -112,7 +112,7 @@ def asked(step: int) -> Evaluation:
 
 @pytest.fixture
 def logged(tmp_path: Path) -> set[str]:
-    """Names that a run with every feature logs, in its row and to its trackers."""
+    """Names that a run with every feature logs, both in its row and to its trackers."""
     config = RunConfig(tracking=TrackingConfig(wandb=False))
     record = RunLogger(config, tmp_path, Progress(), Flops(per_token=1.0))
     record.actor_peak = 1e15

@@ -49,7 +49,7 @@ class Clock:
         return self.seconds * S
 
 
-class Run:
+class RecordedRun:
     """A record whose tracers share one clock."""
 
     def __init__(self, folder: Path, cost: Flops | None = None, history: History | None = None, **guards: Any) -> None:
@@ -71,7 +71,7 @@ class Run:
             self.clock.seconds += seconds
 
     def step(self, step: int, entropy: float = 1.0) -> list[Alarm]:
-        """Record a step of one second, at whose end two prompts have ended."""
+        """Record a step of one second, and two prompts that end with it."""
         self.record.begin_step()
         with self.working("actor", "train.apply", 1):
             pass
@@ -107,7 +107,7 @@ def test_updates_are_merged_by_mean_maximum_and_minimum() -> None:
 
 
 def test_times_of_a_step_by_hand(tmp_path: Path) -> None:
-    run = Run(tmp_path, Flops(per_token=1e12))
+    run = RecordedRun(tmp_path, Flops(per_token=1e12))
     run.record.actor_peak = 1e13
     with run.working("driver", "eval.ask", 50):
         pass
@@ -134,13 +134,12 @@ def test_times_of_a_step_by_hand(tmp_path: Path) -> None:
 
 
 def evaluation(step: int, em: float) -> Evaluation:
-    """An evaluation of one question."""
     scores = scores_of("yes" if em else "no", ("yes",))
     return Evaluation(step, (Answered(question(1), trajectory(), scores),))
 
 
 def content(folder: Path) -> list[list[Any]]:
-    """Recorded figures, prompt ends and trajectories of a run, without clock times."""
+    """Recorded metrics, prompt ends and trajectories of a run, without clock times."""
     rows, ends = (
         [json.loads(line) for line in (folder / name).read_text().splitlines()]
         for name in ("metrics.jsonl", "prompts.jsonl")
@@ -151,26 +150,26 @@ def content(folder: Path) -> list[list[Any]]:
 
 
 def test_resumed_run_records_the_same_as_an_uninterrupted_one(tmp_path: Path) -> None:
-    """One run has six steps; the other is killed in its fifth and resumes after the third."""
+    """One run has six steps; another is killed in step 5 and resumes after step 3."""
     entropies = {1: 1.0, 2: 0.1, 3: 0.1, 4: 0.1, 5: 0.1, 6: 1.0}
-    whole = Run(tmp_path / "whole", patience=3, entropy_floor=0.5)
+    whole = RecordedRun(tmp_path / "whole", patience=3, entropy_floor=0.5)
     expected = {step: [str(alarm) for alarm in whole.step(step, entropies[step])] for step in entropies}
     whole.record.close()
     assert [step for step in expected if expected[step]] == [4, 5]
 
     folder = tmp_path / "killed"
-    killed = Run(folder, patience=3, entropy_floor=0.5)
+    killed = RecordedRun(folder, patience=3, entropy_floor=0.5)
     for step in (1, 2, 3):
         killed.step(step, entropies[step])
     history = killed.record.history(3)
     for step in (4, 5):
-        killed.step(step, 1.0)  # Figures differ, as prompts came in another order.
+        killed.step(step, 1.0)  # The metrics differ, as if prompts had come in another order.
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "actor/ent')
 
-    resumed = Run(folder, history=history, patience=3, entropy_floor=0.5)
+    resumed = RecordedRun(folder, history=history, patience=3, entropy_floor=0.5)
     assert resumed.record.history(3) == history
-    # Readers before the next step must see nothing of the lost steps.
+    # Readers that come before the next step must see nothing of the lost steps.
     assert [one.step for one in open_run(folder).timeline()] == trajectory_steps(folder) == [1, 2, 3]
     for step in (4, 5, 6):
         assert [str(alarm) for alarm in resumed.step(step, entropies[step])] == expected[step]
@@ -183,7 +182,7 @@ def test_resumed_run_records_the_same_as_an_uninterrupted_one(tmp_path: Path) ->
 
 def test_timeline_has_every_span_once(tmp_path: Path) -> None:
     """Spans lie in a step, between steps, across a step's end, and after the last step."""
-    run = Run(tmp_path)
+    run = RecordedRun(tmp_path)
     with run.working("rollout", "rollout.group", 1):
         run.step(1)
     with run.working("driver", "eval.ask", 5):
@@ -204,7 +203,7 @@ def test_timeline_has_every_span_once(tmp_path: Path) -> None:
 
 
 def test_resume_keeps_evaluations_up_to_its_step_and_removes_partial_files(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run = RecordedRun(tmp_path)
     for step, em in ((0, 0.0), (2, 1.0), (3, 1.0), (4, 1.0)):
         if step:
             run.step(step)
@@ -212,7 +211,7 @@ def test_resume_keeps_evaluations_up_to_its_step_and_removes_partial_files(tmp_p
     for left in ("evaluations/.step_000003.json.123.part", "trajectories/.step_000003.jsonl.gz.123.part"):
         (tmp_path / left).write_text("half")
     (tmp_path / "evaluations" / "step_000009.json.old").write_text("a user's own file")
-    resumed = Run(tmp_path, history=replace(run.record.history(3), step=3))
+    resumed = RecordedRun(tmp_path, history=replace(run.record.history(3), step=3))
     assert [resumed.record.em_of(step) for step in range(5)] == [0.0, None, 1.0, 1.0, None]
     left_over = {path.name for path in (tmp_path / "evaluations").iterdir() if path.suffix != ".jsonl"}
     assert left_over == {"step_000000.json", "step_000002.json", "step_000003.json", "step_000009.json.old"}

@@ -38,16 +38,16 @@ ONE_STEP = [
     span("rollout.group", 0, 4, "rollout", lane="a"),
     span("rollout.group", 0, 10, "rollout", lane="b"),
     span("logprob.compute", 4, 6, "inference"),
-    span("logprob.compute", 9, 12, "inference"),  # 1 s before the last group has ended
-    span("train.accumulate", 5, 8, "actor", lane="rank 0"),  # 1 s beside the log-probs
+    span("logprob.compute", 9, 12, "inference"),  # 1 s of it before the last group has ended
+    span("train.accumulate", 5, 8, "actor", lane="rank 0"),  # 1 s of it at the same time as log-probs
     span("train.accumulate", 5, 7, "actor", lane="rank 1"),
     span("train.apply", 12, 13, "actor"),
-    span("sync.send", 5, 9, "actor"),  # neither trained nor scored: not counted
+    span("sync.send", 5, 9, "actor"),  # neither training nor scoring: not counted
 ]
 
 
 def test_overlap_is_counted_only_within_the_window() -> None:
-    """Log-probs at 4-6 and 9-10 and training at 5-8 make 4-8 and 9-10."""
+    """Log-probs are computed at 4-6 and 9-10, and the actor trains at 5-8: together 4-8 and 9-10."""
     later = [span("rollout.group", 20, 100, "rollout", step=2), span("train.apply", 20, 30, "actor", step=2)]
     assert overlap_seconds(ONE_STEP + later, (0, 20 * S)) == pytest.approx(5.0)
     assert overlap_seconds(ONE_STEP + later, (25 * S, 60 * S)) == pytest.approx(5.0)
@@ -103,7 +103,7 @@ def test_chrome_trace_has_named_rows_without_partial_overlap(tmp_path: Path) -> 
         named = (names["process_name", pid, 0], names["thread_name", pid, tid])
         assert named == (("actor", "main") if "train" in event["name"] else ("rollout", "engine 0"))
         rows[pid, tid].append(event)
-    # Five groups at a time overlap; nested spans share a row.
+    # Five groups overlap in time; a nested span is in the row of its group.
     assert sorted(map(len, rows.values())) == [1, 1, 2, 2, 2, 2]
     for row in rows.values():
         for first, second in permutations(row, 2):
@@ -114,7 +114,7 @@ def test_chrome_trace_has_named_rows_without_partial_overlap(tmp_path: Path) -> 
 
 
 def test_device_peaks_add_up_and_an_unknown_device_makes_the_sum_unknown() -> None:
-    """Peaks are those of the vendors' data sheets; whole words of a name identify a device."""
+    """The peaks come from the vendors' data sheets; a device is identified by whole words of its name."""
     assert peak_flops(["NVIDIA H100 PCIe", "NVIDIA L4"]) == pytest.approx((756 + 121) * 1e12)
     assert peak_flops(["NVIDIA H100 PCIe", "cpu"]) is None
     assert peak_flops(["NVIDIA A10G"]) is None, "an A10G is not an A10"
@@ -131,11 +131,11 @@ def call(group: str, end_ns: int, tokens: int, room: int, budget: int) -> Span:
 
 def test_batch_fill_covers_all_calls_that_ended_in_the_window() -> None:
     spans = [
-        call("actor", 10, 999, 999, 999),  # ended at the window's begin: of the previous step
+        call("actor", 10, 999, 999, 999),  # ended when the window began, so it belongs to the step before
         call("actor", 11, 30, 40, 100),
         call("actor", 20, 50, 60, 100),
         call("actor", 21, 999, 999, 999),
-        call("inference", 15, 120, 120, 100),  # one sample that exceeds the budget
+        call("inference", 15, 120, 120, 100),  # one sample, larger than the budget
         Span("train.apply", 11, 12, "critic", "main", {}),
     ]
     assert batch_figures(spans, (10, 20)) == pytest.approx(
@@ -149,7 +149,7 @@ def test_batch_fill_covers_all_calls_that_ended_in_the_window() -> None:
 
 
 def episode(*turns: tuple[int, int, int]) -> Trajectory:
-    """An episode of turns (begin, seconds of generation, seconds of search)."""
+    """An episode whose turns are given as (begin, seconds of generation, seconds of search)."""
     return trajectory(
         turns=[
             Turn("", Action.SEARCH, "", "", 1, 1, 0, float(generate), float(search), "", begun * S)
@@ -171,11 +171,11 @@ TURNS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6), st.integers(0,
 def test_episode_spans_count_every_second_once(
     episodes: list[list[tuple[int, int, int]]], start: int, length: int
 ) -> None:
-    """Each second of the group's time is generation if any episode generates, else search if any searches."""
+    """A second counts as generation if any episode of the group generates, else as search if any of them searches."""
     whole = (start * S, (start + length) * S)
     found = episode_spans(whole, "engine 3", {"question": "q"}, [episode(*turns) for turns in episodes])
     within = set(range(start, start + length))
-    turns = [turn for one in episodes for turn in one if turn[0]]  # A turn at 0 has no known time.
+    turns = [turn for one in episodes for turn in one if turn[0]]  # A turn that begins at 0 has no known time.
     generating = {at for begun, generate, _ in turns for at in range(begun, begun + generate)} & within
     searching = {
         at

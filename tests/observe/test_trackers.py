@@ -27,7 +27,7 @@ def _without_account(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_curves_of_a_resumed_run_have_each_step_once(tmp_path: Path) -> None:
-    """The run is killed after step 5 and resumes after step 3, with fewer figures per step than before."""
+    """The run is killed after step 5 and resumes after step 3; it then logs fewer metrics per step than before."""
     config = TrackingConfig(wandb=False)
     killed = open_trackers(config, tmp_path, {})
     for step in range(6):
@@ -52,7 +52,7 @@ def test_curves_of_a_resumed_run_have_each_step_once(tmp_path: Path) -> None:
 
 
 def fake_wandb(monkeypatch: pytest.MonkeyPatch, rows: list[Any] | None = None) -> list[dict[str, Any]]:
-    """Replace the module of W&B; returns the calls that it gets, and adds logged rows to `rows`."""
+    """Replace the module of W&B; returns the arguments of its `init` calls, and adds logged rows to `rows`."""
     asked: list[dict[str, Any]] = []
 
     def init(**how: Any) -> SimpleNamespace:
@@ -70,7 +70,7 @@ def fake_wandb(monkeypatch: pytest.MonkeyPatch, rows: list[Any] | None = None) -
 
 
 def test_resumed_offline_wandb_run_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run is killed after step 4 and resumes after step 2. A branch is another run; uploaded parts stay."""
+    """The run is killed after step 4 and resumes after step 2. A branch is a new run; uploaded parts do not change."""
     rows: list[dict[str, float]] = []
     fake_wandb(monkeypatch, rows)
 
@@ -106,8 +106,8 @@ def test_tracker_that_cannot_start_gives_one_warning(tmp_path: Path, caplog: pyt
     assert len(warnings_in(caplog)) == 1
 
 
-class Failing:
-    """A tracker whose method `fails_at` raises."""
+class FailingTracker:
+    """A tracker that raises in the method named by `fails_at`."""
 
     id = "known there"
 
@@ -127,7 +127,7 @@ class Failing:
 def test_failing_tracker_is_dropped_with_one_warning(
     fails_at: str, calls: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    failing, fine = Failing(fails_at), Failing("never")
+    failing, fine = FailingTracker(fails_at), FailingTracker("never")
     trackers = Trackers(LineLog(tmp_path / "metrics.jsonl"), {"wandb": lambda: failing, "tensorboard": lambda: fine})
     for step in (1, 2):
         trackers.log(step, METRICS)

@@ -34,7 +34,7 @@ FIRST, SECOND = "run-20250101-120000", "run-20250102-120000"
 
 
 class Outputs:
-    """A folder of runs whose checkpoints have the driver's part and one other file."""
+    """A folder of runs, whose checkpoints hold the driver's part and one more file."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -70,7 +70,7 @@ class Outputs:
         return run_dir
 
     def save(self, run_dir: Path, step: int) -> Path:
-        """Save a checkpoint that is newer than all before it."""
+        """Save a checkpoint that is newer than all earlier ones."""
         store = CheckpointStore(run_dir / CHECKPOINTS)
         folder = store.begin(step)
         write_state(folder, self.state(run_dir, step), self.config("none"))
@@ -99,7 +99,7 @@ def outputs(tmp_path: Path) -> Outputs:
 
 
 def found(config: RunConfig) -> Origin:
-    """Return the origin, which must be found without a note."""
+    """Return the origin; fail if there is none or if a note is printed."""
     notes: list[str] = []
     origin = find_origin(config, notes.append)
     assert origin is not None
@@ -178,7 +178,7 @@ def test_path_without_a_checkpoint_is_refused(
 
 
 def seal(folder: Path, file: str, content: bytes) -> None:
-    """Replace a file and adapt the manifest, so that the sizes agree."""
+    """Replace a file and adapt the manifest, so that size and checksum show no difference."""
     (folder / file).write_bytes(content)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][file] = len(content)
@@ -257,7 +257,7 @@ def with_other_settings(outputs: Outputs, *may_differ: str) -> RunConfig:
 
 
 def test_changed_learning_settings_are_refused_with_each_key(outputs: Outputs) -> None:
-    """`fall_back` does not help, since the checkpoint is not damaged."""
+    """`fall_back` does not help, because the checkpoint is not damaged."""
     outputs.run(FIRST, 1, 2)
     config = with_other_settings(outputs)
     config.checkpoint.fall_back = True

@@ -26,7 +26,10 @@ def _poll_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Part:
-    """Part that writes one file once `written` is set, and fails once, as it begins or finishes, if `fails` says so."""
+    """Part of a checkpoint that writes one file once `written` is set.
+
+    It fails once if `fails` names an event, such as `begin actor`.
+    """
 
     def __init__(self, name: str, events: list[str]) -> None:
         self.name, self.events = name, events
@@ -45,7 +48,7 @@ class Part:
         return not self.written.is_set()
 
     async def finish_save(self) -> None:
-        """Finish; like a group, raise a failure once, and do nothing if the save is finished."""
+        """Finish the save, if there is one. A failure is raised once, as by a worker group."""
         await self.written.wait()
         folder, self.folder = self.folder, None
         self.note("finish")
@@ -59,8 +62,8 @@ class Part:
             raise RunError(f"{self.name} rank 0: the disk is full.")
 
 
-class Run:
-    """A saver with two parts, whose calls are in `events`."""
+class SavingRun:
+    """A saver with two parts, which log their calls in `events`."""
 
     def __init__(self, folder: Path, background: bool = True) -> None:
         self.events: list[str] = []
@@ -80,13 +83,13 @@ class Run:
         await self.saver.finish()
 
     def steps(self) -> list[int]:
-        """Return the steps of the checkpoints, after checking that each is whole."""
+        """Return the steps of all checkpoints; fails if one is not whole."""
         for one in self.store.saved():
             check(one.folder)
         return [one.step for one in self.store.saved()]
 
     def left(self) -> list[str]:
-        """Return the names in the folder of checkpoints, hidden ones included."""
+        """Return the names of all files in the folder of checkpoints, hidden files included."""
         return sorted(path.name for path in self.store.folder.iterdir())
 
     async def _need(self, group: str) -> None:
@@ -94,8 +97,8 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(tmp_path)
+def run(tmp_path: Path) -> SavingRun:
+    return SavingRun(tmp_path)
 
 
 BEGUN = ["need actor", "begin actor", "need critic", "begin critic"]
@@ -107,7 +110,7 @@ async def let_tasks_run() -> None:
         await asyncio.sleep(0)
 
 
-async def test_parts_are_begun_in_order_and_published_once_all_are_written(run: Run, tmp_path: Path) -> None:
+async def test_parts_are_begun_in_order_and_published_once_all_are_written(run: SavingRun, tmp_path: Path) -> None:
     await run.begin(3)
     assert (run.events, run.steps()) == (BEGUN, [])
     for part in run.parts.values():
@@ -118,14 +121,14 @@ async def test_parts_are_begun_in_order_and_published_once_all_are_written(run: 
     assert (run.store.path(3) / "critic" / "part").read_text() == "critic\n"
     await run.saver.finish()
     assert run.events == BEGUN + FINISHED, "finishing again does nothing"
-    blocking = Run(tmp_path / "blocking", background=False)
+    blocking = SavingRun(tmp_path / "blocking", background=False)
     for part in blocking.parts.values():
         part.written.set()
     await blocking.begin(3)
     assert blocking.steps() == [3]
 
 
-async def test_next_save_waits_for_the_previous_one(run: Run) -> None:
+async def test_next_save_waits_for_the_previous_one(run: SavingRun) -> None:
     await run.begin(1)
     settled = asyncio.create_task(run.saver.settle())
     second = asyncio.create_task(run.saver.begin(2, lambda _: None, {"actor": ("actor", run.parts["actor"])}))
@@ -141,7 +144,7 @@ async def test_next_save_waits_for_the_previous_one(run: Run) -> None:
 
 
 @pytest.mark.parametrize("way", ["settle", "finish"])
-async def test_failure_of_a_part_is_raised_once_and_leaves_older_checkpoints(way: str, run: Run) -> None:
+async def test_failure_of_a_part_is_raised_once_and_leaves_older_checkpoints(way: str, run: SavingRun) -> None:
     await run.save(1)
     await run.begin(2)
     run.parts["critic"].fails = "finish"
@@ -157,7 +160,7 @@ async def test_failure_of_a_part_is_raised_once_and_leaves_older_checkpoints(way
 
 
 @pytest.mark.parametrize("fails", ["begin", "finish"])
-async def test_failed_save_is_deleted_after_the_other_parts_have_ended(fails: str, run: Run) -> None:
+async def test_failed_save_is_deleted_after_the_other_parts_have_ended(fails: str, run: SavingRun) -> None:
     """The actor fails while the critic still writes."""
     await run.save(1)
     actor, critic = run.parts.values()
@@ -182,19 +185,19 @@ async def test_failed_save_is_deleted_after_the_other_parts_have_ended(fails: st
 
 
 def full(*_: Any) -> None:
-    """Fail as on a full disk."""
+    """Fail like a write to a full disk."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 async def test_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: SavingRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CheckpointStore, "prune", full)
     await run.save(1)
     assert run.steps() == [1]
 
 
-async def test_disk_full_while_the_drivers_part_is_written_leaves_nothing(run: Run) -> None:
+async def test_disk_full_while_the_drivers_part_is_written_leaves_nothing(run: SavingRun) -> None:
     await run.save(1)
     with pytest.raises(RunError, match="global_step_2"):
         await run.begin(2, full)
@@ -205,7 +208,7 @@ async def test_disk_full_while_the_drivers_part_is_written_leaves_nothing(run: R
 
 
 async def test_disk_full_while_a_checkpoint_is_published_leaves_the_one_before(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: SavingRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await run.save(1)
     await run.begin(2)
@@ -219,7 +222,7 @@ async def test_disk_full_while_a_checkpoint_is_published_leaves_the_one_before(
 
 
 async def test_checkpoint_begins_once_the_trajectories_of_its_steps_are_on_disk() -> None:
-    """A run that resumes from it would lack some of them otherwise."""
+    """Otherwise a run that resumes from the checkpoint would lack some trajectories."""
     called = AsyncMock()
     called.in_flight.side_effect = EOFError
     run = driver.Run.__new__(driver.Run)

@@ -1,4 +1,4 @@
-"""Tests of the causes of drift, and of their parts: matched tokens, tallies of numbers, bounds of truncated sampling."""
+"""Tests of the causes of drift and their parts: matched tokens, tallies of numbers, bounds of truncated sampling."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def row_of(report: DriftReport, cause: Cause) -> CauseDrift:
 
 
 def as_drawn(one: TrajectoryRecord, prompt: str, turns: list[tuple[list[int], str]]) -> dict[int, float]:
-    """Engine log-probs of the trained tokens that follow the same prefix as when they were drawn, by place."""
+    """Position -> engine log-prob, of trained tokens before which all tokens are the same as when they were drawn."""
     text, found = prompt, {}
     tokens = one.token_ids.tolist()
     for number, (ids, observation) in enumerate(turns):
@@ -116,12 +116,12 @@ def test_retokenised_turn_is_compared_by_its_sum() -> None:
     engine = sum(drawn_logprob([*inputs, *drawn[: at + 1]]) for at in range(len(drawn)))
     assert report.turns_changed.count == report.turns_same.count == 1
     assert report.turns_changed.mean == pytest.approx(recomputed - engine, abs=1e-5)
-    # The tokens of " capital" are trained as drawn, but were drawn after "Paris" in letters.
+    # The tokens of " capital" are trained as drawn, but "Paris" before them was drawn letter by letter.
     changed, recut = row_of(report, Cause.CHANGED_PREFIX), row_of(report, Cause.RETOKENISED)
     assert changed.tokens == changed.differences.count > 0
     assert (recut.tokens, recut.differences.count) == (len(places) - changed.tokens, 0)
     lost = drift_report([played("x", [(CODEC.encode("<search>"), "> x"), (CODEC.encode("Paris"), "\n")])], SAMPLING)
-    # The tokenizer joins >>, and with it the turn and the observation after it.
+    # The tokenizer makes one token of >>, which joins the turn and the observation after it.
     assert (lost.turns_changed.count, lost.turns_same.count, lost.turns_apart) == (0, 1, 1)
 
 
@@ -150,7 +150,7 @@ def test_matched_pairs_have_equal_tokens_in_order(first: list[int], second: list
 
 
 def test_matching_repetitive_tokens_is_fast() -> None:
-    """A search for the longest common runs would take hours."""
+    """A search for the longest common substrings would take hours."""
     first, second = [1, 2] * 2000, [1, 2, 3] * 1300
     assert len(list(matched_pairs(first, second))) < SHORT
     assert len(list(matched_pairs([*first, 9, 8], [*first, 7]))) == len(first)
@@ -187,7 +187,7 @@ SIZES = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=8)
 
 
 def kept_mass(probabilities: list[float], top_p: float, top_k: int) -> tuple[list[int], float]:
-    """Tokens that pass both filters, which SGLang applies to the whole vocabulary each, and their mass."""
+    """Tokens that pass both filters, and their mass; SGLang applies each filter to the whole vocabulary."""
     order = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])
     kept, before = [], 0.0
     for rank, token in enumerate(order):

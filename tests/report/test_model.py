@@ -33,7 +33,7 @@ def spread(value: Any, count: int) -> list[Any]:
 @settings(max_examples=40)
 @given(st.integers(0, 2**31), st.lists(st.sampled_from("pgcx"), max_size=30))
 def test_runs_keep_every_token_with_its_figures(seed: int, kinds: list[str]) -> None:
-    """Kinds are p: given; g, c: trained, of two versions; x: trained, without a sampled log-prob."""
+    """Kinds of tokens: p is given; g and c are trained, of two versions; x is trained without a sampled log-prob."""
     draws = np.random.default_rng(seed)
     size = len(kinds)
     mask = np.array([False, False] + [kind != "p" for kind in kinds])
@@ -74,7 +74,7 @@ def test_runs_keep_every_token_with_its_figures(seed: int, kinds: list[str]) -> 
 
 
 def test_chunks_read_singly_equal_those_handed_over(tmp_path: Path) -> None:
-    """Both runs have steps and evaluations that fill two chunks each."""
+    """Both runs have enough steps and evaluations to fill two chunks each."""
     size = Size(steps=2, groups=CHUNK // 4 + 1, answers=ANSWERS + 3, page=5, thought=4)
     runs = [open_run(made_run(tmp_path / name, Maker(size, seed=seed))) for seed, name in enumerate("ab")]
     chunks: dict[int, list[Any]] = {}
@@ -103,7 +103,7 @@ def test_chunks_read_singly_equal_those_handed_over(tmp_path: Path) -> None:
 
 
 def test_lag_is_relative_to_the_trained_policy_not_to_the_scoring_one() -> None:
-    """Step 5 trains version 4 on tokens of versions 2 and 3, which version 3 has scored."""
+    """Step 5 trains version 4 on tokens that versions 2 and 3 sampled and version 3 scored."""
     made = Maker().kept(5, 0, 0)
     trained = np.flatnonzero(made.loss_mask)
     versions = made.versions.copy()
@@ -122,7 +122,7 @@ VALUES = (LEVELS, b"1%s" % (b"0" * 400), b'"\\ud800"', b"NaN", b"-7", b"1.5", b"
 
 
 def with_other_values(line: bytes) -> list[bytes]:
-    """Copies of `line` with each of `VALUES` in each place, up to the second item of a list."""
+    """Copies of `line`, each with one of `VALUES` in place of one part; of a list, only two items are replaced."""
 
     def places(tree: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         inside = list(tree.items() if isinstance(tree, dict) else enumerate(tree[:2]) if isinstance(tree, list) else ())
@@ -186,7 +186,7 @@ def test_steps_are_read_once_and_again_after_a_change(tmp_path: Path, monkeypatc
 
 
 def test_measured_results_give_one_row_per_set(tmp_path: Path) -> None:
-    """One of 4 answers in nq and both in own are right; the expected Wilson interval is from a table."""
+    """One of 4 answers in nq and both answers in own are right; the expected Wilson interval is from a table."""
     folder = made_run(tmp_path / "run", Maker(Size(steps=1, groups=1)))
     failed = turn(Action.SEARCH, "x", "Search failed", error="no answer")
     answers = [answered(asked(number, "Nile"), said) for number, said in enumerate(["a b", "c", None])]
@@ -229,7 +229,7 @@ def test_damaged_results_are_reported_and_the_others_are_read(tmp_path: Path, ol
 
 
 def test_chunks_keep_their_numbers_while_a_run_goes_on(tmp_path: Path) -> None:
-    """An open page asks for chunks by their old numbers."""
+    """A page that is already open asks for chunks by their old numbers."""
     folder = made_run(tmp_path / "run", Maker(Size(steps=3)))
     late = [folder / "trajectories/step_000003.jsonl.gz", *folder.glob("evaluations/step_000003.json*")]
     contents = [file.read_bytes() for file in late]

@@ -1,4 +1,4 @@
-"""Tests of the file of `rlsys report`: complete data, data that cannot become markup, the script and its policy."""
+"""Tests of the file of `rlsys report`: complete data, data that cannot become markup, the script, the page's policy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXTS = st.text() | st.sampled_from(["</script><script>", "<!--<script>", "{{ sc
 
 
 class Scripts(HTMLParser):
-    """Collects the texts of script elements; `of` holds those with an id by it."""
+    """Collects the texts of script elements in `texts`; `of` maps ids to the texts of elements that have one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tests of time accounts and critical paths: by hand, by single nanoseconds, and on schedules with a known path."""
+"""Tests of time accounts and critical paths: by hand, by counting nanoseconds, and on schedules with a known path."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def step(*spans: Span, seconds: float, number: int = 1) -> StepTimeline:
 
 
 def test_scoring_for_a_later_step_is_on_the_path_if_it_delayed_the_weights() -> None:
-    """Question a is trained in this step of an `async` schedule; b and c are scored for the next one."""
+    """This step of an `async` schedule trains question a; b and c are scored for the next step."""
     training = [
         span("logprob.compute", "inference", 0, 1, questions=["a"]),
         span("train.accumulate", "actor", 1, 3, step=1, questions=["a"]),
@@ -50,12 +50,12 @@ def test_scoring_for_a_later_step_is_on_the_path_if_it_delayed_the_weights() -> 
         ("logprob.compute", ("a",), 0, 1),
         ("train.accumulate", ("a",), 1, 2),
         ("train.apply", (), 3, 1),
-        # Only 4 to 4.5, as before 4 the transfer waited for the training.
+        # Only 4 to 4.5 is on the path, since the transfer waited for the training until 4.
         ("logprob.compute", ("b",), 4, 0.5),
         ("logprob.compute", ("c",), 4.5, 1.5),
         ("sync.transfer", (), 6.5, 0.5),
     ]
-    # The previous switch ends at 5, after the training, so the step waits for it.
+    # The previous switch ends at 5, after the training, so the step waits for that switch.
     last_switch = span("sync.switch", "driver", -1, 5, step=0)
     found = critical_path(step(*training, last_switch, *ahead, seconds=7))
     assert found.seconds == {"sync": 5.5, "logprob": 1.0, "other": 0.5}
@@ -124,7 +124,7 @@ def spans(draw: st.DrawFn) -> list[Span]:
 
 
 def by_nanoseconds(found: Sequence[Span], group: str, lane: str | None) -> Counter[tuple[bool, str]]:
-    """Nanoseconds of work (True) and waits of a group or lane by activity, by the documented rules."""
+    """Nanoseconds by (True for work, False for waiting; activity) of a group or a lane, by the documented rules."""
     special = {
         "generate.turns": "generation",
         "search.queries": "search",
@@ -199,7 +199,7 @@ def test_critical_path_covers_the_window_once_in_order(found: list[Span]) -> Non
 def test_critical_path_without_slack_is_the_longest_chain(
     durations: list[tuple[int, ...]], slots: int, transfer: int
 ) -> None:
-    """Each span begins when its needs have ended, so the path has no gap and no chain is longer."""
+    """Each span begins when the last span that it needs ends, so the path has no gap and no chain is longer."""
     found: list[Span] = []
     needs: list[list[int]] = []
 

@@ -24,7 +24,7 @@ QUESTION = Question(uid="q1", prompt=tiny.FIRST.prompt, answers=("Paris",))
 
 @dataclass
 class Bench:
-    """Worker and models that tests share. Each test begins with `bring`, so that it depends on no other."""
+    """A worker and models that tests share. Each test begins with `bring`, so that it does not depend on others."""
 
     worker: RolloutWorker
     rollout: RolloutConfig
@@ -45,20 +45,19 @@ class Bench:
         return self.words(text)["input_ids"]
 
     def new_version(self, model: Qwen2ForCausalLM) -> int:
-        """Return a new version number for `model`."""
         version = max(self.models, default=0) + 1
         self.models[version] = model
         return version
 
     async def bring(self, model: Qwen2ForCausalLM) -> int:
         """Update the engine to `model`; return the new version."""
-        self.search.answering.set()  # A test that failed may have left it waiting.
+        self.search.answering.set()  # A failed test may have left the search server holding its answers back.
         version, total = await self.stage(model)
         await self.worker.finish_update(version, total)
         return version
 
     async def stage(self, model: Qwen2ForCausalLM) -> tuple[int, str]:
-        """Send `model` without the switch; return its version and digest."""
+        """Send the weights of `model` without switching to them; return the version and the digest."""
         version = self.new_version(model)
         buckets = list(pack(model.named_parameters(), bucket_bytes=40_000))
         assert len(buckets) > 2
@@ -68,14 +67,14 @@ class Bench:
         return version, digest_of(buckets)
 
     async def until_generating(self, requests: int, tokens: int = 50) -> None:
-        """Wait until `requests` requests have `tokens` tokens each; SGLang reports every 50."""
-        # A request that is not streamed shows its tokens only at its end; SGLang's own state has them.
+        """Wait until `requests` requests have at least `tokens` tokens each."""
+        # An unstreamed request reports its tokens only at its end, so this reads SGLang's own state.
         states = self.engine._sglang._manager.rid_to_state
         while sum(len(state.output_ids) >= tokens for state in states.values()) < requests:
             await asyncio.sleep(0.01)
 
     def assert_logprobs(self, input_ids: list[int], generation: Generation) -> None:
-        """Check each token's log-prob against transformers with the weights of the token's version."""
+        """Check each token's log-prob against transformers with the weights of the version that sampled the token."""
         ids = [*input_ids, *generation.token_ids]
         versions = np.array(generation.versions)
         assert len(versions) == len(generation.token_ids) == len(generation.logprobs)
@@ -86,7 +85,7 @@ class Bench:
 
 
 def endless(model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """Return a copy whose end-of-sequence token has the logit 0, which is never the largest."""
+    """Return a copy that never ends its text: the end-of-sequence token has the logit 0, which is never the largest."""
     copy = deepcopy(model)
     with torch.no_grad():
         copy.model.embed_tokens.weight[words.eos_token_id] = 0.0
@@ -98,7 +97,7 @@ def greedy(max_new_tokens: int, stop: tuple[str, ...] = ()) -> TurnSampling:
 
 
 def greedy_by_transformers(model: Qwen2ForCausalLM, ids: list[int], tokens: int) -> list[int]:
-    """Return at most `tokens` greedy tokens after `ids`."""
+    """Return at most `tokens` tokens that transformers picks greedily after `ids`."""
     said = model.generate(torch.tensor([ids]), max_new_tokens=tokens, do_sample=False)
     return said[0].tolist()[len(ids) :]
 

@@ -1,6 +1,7 @@
 """One worker on one real engine for all tests of this folder.
 
-It does not live for a whole session: SGLang ends all children of a process, also of an engine that a later test starts.
+The worker does not live for a whole session: SGLang ends all children of a process, including an engine that a later
+test starts.
 """
 
 from __future__ import annotations
@@ -44,5 +45,5 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
         await worker.stop()
         assert not [path for path in shared if Path(path).exists()], "shared memory is removed"
         living = [process for process in started if process.is_running()]
-        # SGLang also ends Python's resource tracker, a zombie until Python needs the next one.
+        # SGLang also ends Python's resource tracker, which stays a zombie until Python needs it again.
         assert {process.status() for process in living} <= {psutil.STATUS_ZOMBIE}

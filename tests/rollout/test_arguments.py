@@ -38,7 +38,7 @@ def test_backends_are_sglangs_defaults_on_a_gpu_except_for_experts(tmp_path: Pat
     assert (dense["tp_size"], dense["mem_fraction_static"], dense["random_seed"]) == (2, 0.6, 3)
     chosen = {"device", "attention_backend", "moe_runner_backend", "enable_memory_saver", *NO_GRAPHS}
     assert not dense.keys() & chosen
-    # The expected hashes need experts as they are sent: gate, then up, in this order of rows.
+    # The expected hashes assume that an expert's rows stay in the order sent: gate, then up.
     experts = arguments(tmp_path / "experts", EXPERTS, CONFIG, Device.gpu)
     assert experts == {**dense, "model_path": experts["model_path"], "moe_runner_backend": "triton"}
     no_graphs = replace(CONFIG, cuda_graphs=False)

@@ -34,7 +34,7 @@ async def test_watched_processes_are_the_scheduler_and_the_detokenizer(bench: Be
 
 
 async def test_log_probs_are_over_the_whole_vocabulary_at_the_temperature(bench: Bench) -> None:
-    """`rlsys.report.drift` depends on it."""
+    """`rlsys.report.drift` relies on this."""
     await bench.bring(bench.first)
     ids = bench.encode("France is")
     sampling = TurnSampling(temperature=1.7, top_p=0.6, top_k=3, max_new_tokens=60)

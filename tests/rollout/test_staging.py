@@ -54,7 +54,7 @@ def test_other_digest_or_version_is_refused() -> None:
 
 
 def rows(first: int, count: int, width: int = 2) -> torch.Tensor:
-    """Return a matrix whose row i is filled with `first + i`."""
+    """Return a matrix [count, width] whose row i is filled with `first + i`."""
     return torch.arange(first, first + count, dtype=torch.float32)[:, None].repeat(1, width)
 
 
@@ -96,7 +96,7 @@ PADDED = layout(tp=1, width_padding=4)
 def test_tensor_of_each_rank_is_predicted(
     layout: Layout, sent: dict[str, torch.Tensor], name: str, held: list[list[float]]
 ) -> None:
-    """`held` is the first column of each rank's matrix, or its only row."""
+    """`held` has the first column of each rank's matrix, or the only row if the matrix has one."""
     seen: list[list[float]] = []
 
     def remember(tensor: torch.Tensor) -> str:
@@ -116,7 +116,7 @@ def test_missing_extra_and_changed_tensors_are_named() -> None:
     for name in ("norm.weight", "extra.weight", "changed.weight"):
         version.predict(name, norm)
     version.predict("m.up_proj.weight", rows(0, 2))
-    version.predict("lm_head.weight", rows(0, 2))  # Tied: the engine has none.
+    version.predict("lm_head.weight", rows(0, 2))  # The embedding is tied, so the engine has no such tensor.
     version.predict("m.experts.1.down_proj.weight", rows(0, 2))
     reported = {"norm.weight": sha256_prefix(norm), "unsent.weight": sha256_prefix(norm)}
     reported["changed.weight"] = sha256_prefix(norm + 1e-6)

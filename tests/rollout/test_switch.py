@@ -28,20 +28,20 @@ SAMPLING = TurnSampling(temperature=0.0, max_new_tokens=1)
 
 
 def part(*tokens: int, finish: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return a part of a stream, which in SGLang has all tokens so far."""
+    """Return a part of a stream; as in SGLang, it has all tokens generated until then."""
     logprobs = [(-0.5, token, None) for token in tokens]
     return {"meta_info": {"output_token_logprobs": logprobs, "finish_reason": finish}}
 
 
 class Script:
-    """An SGLang that holds one tensor, logs its calls, and answers the step `broken` by `how`."""
+    """An SGLang that holds one tensor and logs its calls; `how` answers the step named by `broken`."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.broken = ""
         self.how: Callable[[Script], Awaitable[tuple[bool, str]]] = hang
         self.stray = False
-        """True if it loads other values than it is given."""
+        """True if it loads values that differ from those sent."""
         self.holds: dict[str, str] = {}
         self.reached = asyncio.Event()
         self.paused = False

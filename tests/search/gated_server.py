@@ -1,7 +1,7 @@
 """Server process that needs no index: `python -m tests.search.gated_server`, with the flags of `rlsys search serve`.
 
-Each search prints `finding` and waits for a line on standard input, unless the server is told to answer at once. The
-retriever prints `closed` when it is closed.
+Each search prints `finding` and waits for a line on standard input; with `at-once` it does not wait. The retriever
+prints `closed` when it is closed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODULE = "tests.search.gated_server"
 
 
 class GatedServer(SearchServer):
-    """A `SearchServer` whose process answers each query with `query/rank`, at once."""
+    """A `SearchServer` whose process finds `query/rank` for each query, without waiting."""
 
     def __init__(self, log: Path, *, port: int = 0, options: Sequence[str] = ()) -> None:
         words = [MODULE, "at-once", "--max-batch", "4", *options]
@@ -39,7 +39,7 @@ class _StepByStep(Gated):
 
 
 def main() -> int:
-    """Serve until a signal."""
+    """Run the server until a signal ends it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("pace", choices=["at-once", "step-by-step"])
     parser.add_argument("--device")

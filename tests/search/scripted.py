@@ -22,7 +22,7 @@ RECORD, REPLAY, EXTEND = CassetteMode.record, CassetteMode.replay, CassetteMode.
 
 
 def virtually(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run the coroutine test on a loop with a virtual clock."""
+    """Decorate a coroutine test to run on a loop with a virtual clock."""
 
     @wraps(test)
     def run(*args: Any, **named: Any) -> None:
@@ -33,11 +33,11 @@ def virtually(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 
 @dataclass
 class Script:
-    """Server with fixed answers and durations, on any loop."""
+    """Server with fixed answers and durations, on any event loop."""
 
     results: Mapping[str, SearchResult] = field(default_factory=dict)
     takes_s: Iterable[float] = (0.0,)
-    """Durations of the searches in the order they are asked, repeated after the last."""
+    """Seconds that each search takes, in the order in which searches are asked; starts again after the last."""
     serves: Mapping[str, Any] | None = field(default_factory=lambda: {"encoder": "e", "queries": 7})
     asked: list[str] = field(default_factory=list)
     closed: bool = False
@@ -52,7 +52,7 @@ class Script:
 
     async def health(self) -> Mapping[str, Any]:
         if self.closed:
-            raise RuntimeError("the client has been closed")  # as httpx does
+            raise RuntimeError("the client has been closed")  # httpx raises the same error
         await asyncio.sleep(0.5)
         if self.serves is None or self.closed:
             raise RunError("no /health here")
@@ -71,7 +71,7 @@ def tool(path: Path, mode: CassetteMode, server: Script | None = None, scale: fl
 
 
 def written(path: Path, latencies_s: Iterable[float], query: str = "Mali") -> Path:
-    """Write a cassette that holds one query once for each latency."""
+    """Write a cassette with one query, recorded once for each latency."""
     path.unlink(missing_ok=True)
     file = CassetteFile(path, Header(3, {"encoder": "e"}))
     for latency_s in latencies_s:
@@ -89,7 +89,7 @@ SERVES = {"passages": 7, "encoder": "e"}
 
 @dataclass
 class ScriptedServer:
-    """Behaviour of one server from now on, under a virtual clock."""
+    """Behaviour of a server under a virtual clock; tests change it while the server runs."""
 
     takes_s: float = 0.0
     status: int = 200
@@ -98,17 +98,17 @@ class ScriptedServer:
     body: bytes | None = None
     """Body to send in place of the passages."""
     refuses: Mapping[str, int] = field(default_factory=dict)
-    """Status for each of these queries, whatever else the request holds."""
+    """Query -> status of every request that holds the query."""
     serves: Mapping[str, Any] | None = field(default_factory=lambda: SERVES)
-    """Health of the server; None if it has no /health."""
+    """Answer of /health; None if the server has no /health."""
     asked: list[float] = field(default_factory=list)
-    """Times of the searches it received."""
+    """Times at which searches arrived."""
     probed: list[float] = field(default_factory=list)
     cancelled: int = 0
 
 
 class ScriptedWire:
-    """Wire to scripted servers by URL, in place of HTTP."""
+    """Connection to scripted servers by their URLs, in place of HTTP."""
 
     def __init__(self, **servers: ScriptedServer) -> None:
         self.servers = {f"http://{name}": server for name, server in servers.items()}
@@ -152,7 +152,7 @@ def answer(queries: Iterable[str]) -> bytes:
 
 
 class FixedApp:
-    """Application that records its requests and gives all of them the same answer."""
+    """Application that records its requests and answers all of them alike."""
 
     def __init__(self, body: bytes = b"", status: int = 200, headers: dict[str, str] | None = None) -> None:
         self._body, self._status = body, status

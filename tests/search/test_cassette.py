@@ -74,7 +74,7 @@ def test_as_many_searches_as_latencies_draw_each_latency_once(query: str, first:
 
 
 def test_first_draws_of_many_queries_are_uniform() -> None:
-    """5,000 draws of 10 ranks: a fair share is 500 with a standard deviation of 21."""
+    """A fair share of 5,000 draws of 10 ranks is 500, with a standard deviation of 21."""
     drawn = Counter(drawn_rank(f"query {number}", 0, 10) for number in range(5_000))
     assert set(drawn) == set(range(10))
     assert all(abs(count - 500) < 5 * 21 for count in drawn.values())

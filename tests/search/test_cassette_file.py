@@ -33,7 +33,7 @@ def test_only_a_torn_last_line_is_lost(data: st.DataObject, tmp_path: Path, capl
     whole = path.read_bytes()
     ends = [number + 1 for number, byte in enumerate(whole) if byte == ord("\n")]
     cut = data.draw(st.integers(ends[0], len(whole)))
-    # A line whose newline alone is missing is whole.
+    # A line that lacks only its newline counts as whole.
     kept = queries[: sum(end - 1 <= cut for end in ends) - 1]
     path.write_bytes(whole[:cut])
     caplog.clear()
@@ -51,7 +51,7 @@ def test_only_a_torn_last_line_is_lost(data: st.DataObject, tmp_path: Path, capl
 async def test_a_cancelled_search_is_not_recorded_and_the_others_are(tmp_path: Path) -> None:
     async with tool(tmp_path / "tape.jsonl", RECORD, Script(takes_s=[1.0, 1.0, 3.0])) as recorder:
         first, second, third = (asyncio.create_task(recorder.search(q)) for q in ("Mali", "Chad", "Togo"))
-        await asyncio.sleep(1.2)  # the first two have their answers, and one asks for the health
+        await asyncio.sleep(1.2)  # the first two searches have answers, and one of them asks for the health
         first.cancel()
         await second
         third.cancel()
@@ -90,7 +90,7 @@ async def test_a_full_disk_raises_a_run_error_and_keeps_the_cassette_whole(tmp_p
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, before[1]))
     try:
-        for _ in range(2):  # a part of the line fits, then nothing
+        for _ in range(2):  # a part of the first line fits on the disk, then nothing
             async with tool(path, EXTEND, Script()) as extender:
                 with pytest.raises(RunError, match=r"tape\.jsonl"):
                     await extender.search("Chad")
@@ -102,7 +102,7 @@ async def test_a_full_disk_raises_a_run_error_and_keeps_the_cassette_whole(tmp_p
 def test_an_append_waits_until_another_writer_has_finished_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another writer holds the lock with half a line written, until this one asks for the lock."""
+    """Another writer has the lock and has written half a line; it writes the rest when this one asks for the lock."""
     path = written(tmp_path / "tape.jsonl", [1.0])
     line = RecordedCall("Chad", found("Chad"), 2.0).line(with_passages=True)
     rest = [line[20:]]

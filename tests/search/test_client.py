@@ -27,7 +27,7 @@ from .scripted import ScriptedServer, ScriptedWire, answer, found, virtually
 
 
 def is_right(query: str, result: SearchResult) -> bool:
-    """True if the passages are those of the server's retriever."""
+    """Tell if the passages are the ones that the server's retriever finds."""
     return [passage.id for passage in result.passages] == [f"{query}/{rank}" for rank in range(3)]
 
 
@@ -46,9 +46,9 @@ async def test_concurrent_searches_share_requests_and_blank_ones_are_not_sent(
 
 
 async def test_no_search_is_lost_when_a_server_is_killed_and_restarted(tmp_path: Path) -> None:
-    """One client has the killed server alone, the other has a second server too."""
+    """One client has only the killed server; the other also has a second one."""
     port, queries = free_port(), [str(number) for number in range(400)]
-    # With these limits most searches are still to be sent when the first is answered.
+    # With these limits, most searches are not yet sent when the first one is answered.
     settings = {"max_coalesced": 4, "max_concurrent": 8}
     with serving(create_app(Gated())) as other, GatedServer(tmp_path / "first.log", port=port) as first:
         await asyncio.to_thread(first.wait_healthy, 120)
@@ -72,7 +72,7 @@ async def test_no_search_is_lost_when_a_server_is_killed_and_restarted(tmp_path:
 
 @asynccontextmanager
 async def raw_server(reply: bytes, *, reset: bool) -> AsyncIterator[str]:
-    """Serve `reply` to every search, and no /health."""
+    """Serve `reply` to every search; /health does not exist."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(asyncio.IncompleteReadError, ConnectionError):

@@ -30,7 +30,7 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 class Connection(asyncio.Transport):
-    """Client end of a connection to the server."""
+    """Client's end of a connection to the server."""
 
     def __init__(self, protocol: LimitedHttp) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Connection(asyncio.Transport):
         protocol.connection_made(self)
 
     async def send(self, sent: bytes) -> bytes:
-        """Send, and return all that the client has received once the server is idle."""
+        """Send bytes; return all that the client has received by the time the server is idle."""
         self._protocol.data_received(sent)
         await asyncio.sleep(0.001)
         return self.received
@@ -62,13 +62,13 @@ class Connection(asyncio.Transport):
         return not self.is_open
 
     def pause_reading(self) -> None:
-        """Do nothing: clients of these tests send small pieces."""
+        """Do nothing: the clients of these tests send only small pieces."""
 
     resume_reading = pause_reading
 
 
 class Server:
-    """Server whose application reads a body, waits for `may_answer`, and answers."""
+    """Server whose application reads a body, waits for `may_answer`, and then answers."""
 
     def __init__(self, most: int = 64) -> None:
         self.may_answer = asyncio.Event()
@@ -160,7 +160,7 @@ async def test_a_new_connection_gets_503_while_all_others_are_busy() -> None:
         pytest.param(HEAD + b"a: b\r\n" * (MAX_HEADERS - 1) + b"\r\n", b"200", id="many headers"),
         pytest.param(HEAD + b"a: b\r\n" * MAX_HEADERS + b"\r\n", b"431", id="too many headers"),
         pytest.param(b"GET /" + b"a" * HEAD_BYTES + b" HTTP/1.1\r\nHost: a\r\n\r\n", b"431", id="long URL"),
-        # A body does not count, and neither do the sizes of chunks that are no shorter than need be.
+        # Bodies do not count, and neither do the sizes of chunks, unless the chunks are needlessly short.
         pytest.param(HEAD + b"Content-Length: 400000\r\n\r\n" + b" " * 400_000, b"200", id="body"),
         pytest.param(CHUNKED + (b"200\r\n" + b" " * 512 + b"\r\n") * 9000 + b"0\r\n\r\n", b"200", id="chunks"),
         pytest.param(CHUNKED + b"1\r\n \r\n" * 8000 + b"0\r\n\r\n", b"431", id="tiny chunks"),

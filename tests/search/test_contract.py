@@ -75,7 +75,7 @@ def described() -> Any:
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode))
 @pytest.mark.parametrize("path", ["/retrieve", "/rerank", "/access", "/health", "/metrics"])
 def test_answers_match_the_openapi_description(described: Any, path: str, mode: schemathesis.GenerationMode) -> None:
-    """Runs all checks of schemathesis: valid bodies are answered as described, invalid ones refused, without a 500."""
+    """All checks of schemathesis run: valid bodies are answered as described, invalid ones refused, none gets a 500."""
     method = "GET" if path in ("/health", "/metrics") else "POST"
     if mode.is_negative and method == "GET":
         return  # A GET without parameters cannot be invalid.
@@ -86,7 +86,7 @@ def test_answers_match_the_openapi_description(described: Any, path: str, mode: 
     def check(case: schemathesis.Case) -> None:
         body: Any = case.body
         if path == "/rerank" and mode.is_positive:
-            # JSON schema cannot say that there are as many lists as queries.
+            # JSON schema cannot express that queries and lists are equally many.
             lists = body["documents"]
             body["documents"] = [lists[row % len(lists)] for row in range(len(body["queries"]))]
         case.call_and_validate(headers={"Authorization": f"Bearer {TOKEN}"})

@@ -1,4 +1,4 @@
-"""Tests of the corpus: random access by row, and an offsets file that is used only for the file it was made of."""
+"""Tests of the corpus: random access by row, and offsets that are used only for the file that they were made from."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def row(number: int, text: str) -> str:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A corpus of 2000 rows in its own folder: more than the blocks that a stamp samples."""
+    """A corpus of 2000 rows in its own folder, larger than the blocks that a stamp samples."""
     folder = tmp_path / "data"
     folder.mkdir()
     texts = random.Random(0)
@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def reference(path: Path) -> list[Any]:
-    """Return the rows by reading every line."""
+    """Return all rows, read line by line."""
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
@@ -54,7 +54,7 @@ def assert_is_file(corpus: Corpus, path: Path) -> None:
 
 
 def scans(path: Path) -> bool:
-    """Open the corpus, check its rows, and return True if all of the file was scanned."""
+    """Open the corpus and check its rows; return True if opening scanned the whole file."""
     with patch.object(corpus_module, "_write_offsets", wraps=corpus_module._write_offsets) as scanning:
         assert_is_file(Corpus.open(path), path)
     return scanning.called
@@ -126,7 +126,7 @@ def append(path: Path) -> None:
 
 
 def replace_and_keep_the_time(path: Path) -> None:
-    """Write another file of the same size and time, as `cp -p` may."""
+    """Replace the file by another one of the same size and time, as `cp -p` may do."""
     before = path.stat()
     path.write_bytes(b"".join(reversed(path.read_bytes().splitlines(keepends=True))))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -162,7 +162,7 @@ def test_a_damaged_offsets_file_is_never_used(tmp_path_factory: pytest.TempPathF
 def test_offsets_go_to_the_cache_or_memory_when_the_folder_is_not_writable(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path.with_name("corpus.jsonl.offsets").mkdir()  # blocks root too
+    path.with_name("corpus.jsonl.offsets").mkdir()  # a folder stops root too
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert scans(path)
     assert not scans(path)

@@ -58,18 +58,18 @@ def saved(model: BertModel, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def copy(saved: str, tmp_path: Path) -> Path:
-    """A copy to damage, whose name tells the family."""
+    """A copy of the model that a test may damage; its folder name tells the family."""
     return Path(shutil.copytree(saved, tmp_path / "e5-mine"))
 
 
 def alone(model: Any, text: str) -> Any:
-    """Return the model's output for one text without padding."""
+    """Return the model's output for a single, unpadded text."""
     with torch.no_grad():
         return model.eval()(**minilm_tokenizer()(text, return_tensors="pt", truncation=True, max_length=256))
 
 
 def assert_encodes(encoder: Encoder, query_prefix: str, passage_prefix: str, expected: Callable[[str], Array]) -> None:
-    """Check that every query and passage has the `expected` vector of its prefixed text."""
+    """Check that each query and passage gets the vector `expected(text)` of its text with the prefix."""
     for prefix, encode in ((query_prefix, encoder.encode_queries), (passage_prefix, encoder.encode_passages)):
         for text, vector in zip(TEXTS, encode(TEXTS), strict=True):
             np.testing.assert_allclose(vector, expected(prefix + text), rtol=1e-5, atol=1e-5)
@@ -244,7 +244,7 @@ def test_changed_weights_change_the_checksum(copy: Path) -> None:
 # ---- rerankers
 
 SHARP = SHAPE | {"initializer_range": 0.5}
-"""Large initial weights, for scores that differ."""
+"""Standard deviation of the initial weights, large so that scores differ."""
 PAIRS = [
     ("capital of Mali", "Bamako is the capital of Mali."),
     ("capital of Mali", "Lima is the capital of Peru. " * 80),

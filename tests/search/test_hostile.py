@@ -1,7 +1,7 @@
 """Tests of the cost of hostile requests for a search server in its own process, over real sockets.
 
-The promise: 100 MB of any head or body cost the server less than 100 MB of memory and 2 s of CPU time, and it answers
-others meanwhile. CPU time is measured because the clock depends on other work of the machine.
+The promise: 100 MB of any head or body cost the server less than 100 MB of memory and 2 s of CPU time, and the server
+answers other clients meanwhile. CPU time is measured because other processes on the machine delay the clock.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Attack = Callable[[], Iterator[bytes]]
 
 
 class Cost(NamedTuple):
-    """Resources that an attack took from a server, and the answer it got."""
+    """Resources that an attack cost the server, and the server's answer."""
 
     memory_mb: float
-    """Peak growth of its memory."""
+    """Peak growth of the server's memory."""
     cpu_s: float
     answer: bytes
 
@@ -47,8 +47,8 @@ class Target:
         self._process = psutil.Process(server.pid)
 
     def cost_of(self, attack: Attack, connections: int = 1) -> Cost:
-        """Return the cost of an attack over `connections` connections; checks that others are answered meanwhile."""
-        (self._proc / "clear_refs").write_text("5")  # Resets its peak of memory to the current value.
+        """Return the cost of an attack over `connections` connections; checks that other clients are answered."""
+        (self._proc / "clear_refs").write_text("5")  # Resets the process's peak of memory to the current value.
         memory, cpu_s = self._peak_mb(), self._cpu_s()
         answer = b""
         with ExitStack() as opened:
@@ -85,7 +85,7 @@ def _send(sock: socket.socket, attack: Attack, most: int) -> None:
             sock.sendall(piece)
             sent += len(piece)
             if sent >= most:
-                # Tells the server that nothing more follows.
+                # The client sends nothing more.
                 sock.shutdown(socket.SHUT_WR)
                 break
 
@@ -98,7 +98,7 @@ def attacked(log: Path, *options: str) -> Iterator[Target]:
 
 
 def endless(head: bytes, again: bytes) -> Attack:
-    """Return an attack that sends `head`, and then `again` forever."""
+    """Return an attack that sends `head` once, and then `again` without end."""
 
     def pieces() -> Iterator[bytes]:
         yield head
@@ -141,7 +141,7 @@ def assert_cheap(cost: Cost, what: str) -> None:
 
 @pytest.mark.parametrize("token", ["", "s3cret"])
 def test_endless_requests_are_cut_off(token: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server with a token refuses bodies unread; it reads headers as one without a token does."""
+    """A server with a token refuses bodies unread; endless heads are sent only to a server without one."""
     if token:
         monkeypatch.setenv(TOKEN_VARIABLE, token)
     with attacked(tmp_path / "log", "--full") as target:
@@ -161,7 +161,7 @@ def filled(begin: bytes, again: bytes, end: bytes, size: int) -> bytes:
 
 
 def bodies(size: int) -> Iterator[tuple[bytes, str, bytes]]:
-    """Yield route, name and bytes of JSON that is expensive to parse, of about `size` bytes."""
+    """Yield (route, name, body) of JSON that is expensive to parse, of about `size` bytes."""
     route, begin = b"/retrieve", b'{"queries":'
     for again in (b"1,", b"{},", b'"",', b"[[]],"):
         yield route, f"a list of {again.decode()}", filled(begin + b"[", again, b'""]}', size)
@@ -192,7 +192,7 @@ def sent(route: bytes, body: bytes) -> Attack:
 
 @pytest.mark.parametrize("size", [700_000, pytest.param(LIMITS.max_body_bytes, marks=pytest.mark.slow)])
 def test_expensive_json_is_answered_at_low_cost(size: int, tmp_path: Path) -> None:
-    """The small size is below the limit of values, so all of it is parsed; the large one is the limit of bytes."""
+    """The small size is below the limit of values, so everything is parsed; the large size is the limit of bytes."""
     with attacked(tmp_path / "log", "--full") as target:
         for route, name, body in bodies(size):
             assert len(body) <= LIMITS.max_body_bytes

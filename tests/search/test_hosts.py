@@ -48,7 +48,7 @@ async def test_a_server_without_a_token_refuses_foreign_hosts_and_origins() -> N
             ("/retrieve", {"Host": "127.0.0.1:8000"}, 200),
             ("/retrieve", {"Host": "evil.example"}, 403),
             ("/retrieve", {"Host": "search"}, 403),
-            # As a browser sends it for a page of another site, with or without a type.
+            # A browser sends these for a page of another site, with or without a type.
             ("/retrieve", {"Origin": "https://evil.example"}, 403),
             ("/retrieve", {"Origin": "https://evil.example", "Content-Type": "text/plain"}, 403),
             ("/retrieve", {"Origin": "null"}, 403),
@@ -60,7 +60,7 @@ async def test_a_server_without_a_token_refuses_foreign_hosts_and_origins() -> N
             answer = await client.post(path, content=body, headers={"Host": "localhost"} | headers)
             assert answer.status_code == status, (path, headers)
         probe = client.build_request("GET", "/health")
-        del probe.headers["Host"]  # some probes do so, browsers do not
+        del probe.headers["Host"]  # some probes send no Host, browsers always do
         assert (await client.send(probe)).status_code == 200
 
 
@@ -92,7 +92,7 @@ async def test_a_public_bind_accepts_internal_names_and_warns_without_a_token(
 
     monkeypatch.setattr(command, "_Server", served)
     monkeypatch.setattr(command._log, "warning", lambda *told: warnings.append(told))
-    # It sets no signal handlers outside the main thread.
+    # Outside the main thread, the command sets no signal handlers.
     options: dict[str, Any] = {"name": "x", "host": host, "port": 0, "allowed_hosts": allowed}
     await asyncio.to_thread(command.serve_parts, lambda: command.Parts(Gated()), **options)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(apps[0]), base_url="http://test") as client:

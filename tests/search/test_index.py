@@ -1,4 +1,4 @@
-"""Tests of dense and hybrid indexes: their hits and settings, and refusal of inputs they were not built with."""
+"""Tests of dense and hybrid indexes: hits, settings, and refusal of inputs that an index was not built with."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_a_memory_mapped_index_equals_a_loaded_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("faiss_type", ["HNSW16", "PQ32x4fs,RFlat", "IVF64,PQ32x4fs", "Flat"])
 def test_an_answer_does_not_depend_on_topk(faiss_type: str, tmp_path: Path) -> None:
-    """Every vector is stored twice, which makes scores tie; a deeper search in between changes nothing."""
+    """Every vector is stored twice, so that scores tie; a deeper search in between changes nothing."""
     stored, asked = np.tile(drawn(1500, seed=0), (2, 1)), drawn(100, seed=1)
     index = Vectors.open(write(tmp_path / "i", faiss_type, stored), SearchOptions(depth=200))
     scores, rows = index.search(asked, 200)

@@ -25,7 +25,7 @@ from tests.support.megatron_processes import forks
 from tests.support.refusals import refused
 
 CHUNK = 64
-"""Rows of a chunk; the corpus of 200 rows has four chunks."""
+"""Rows of a chunk, which divides the corpus of 200 rows into four chunks."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def copy(whole: Path, tmp_path: Path) -> Path:
 
 
 class Stages(dict[str, tuple[int, int]]):
-    """First and last count of each stage that a build reports."""
+    """First and last count that a build reports for each stage."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         first, last = self.get(stage, (done, done))
@@ -76,7 +76,7 @@ def build_and_die(corpus: Path, spec: EncoderSpec, out: Path, options: BuildOpti
 def test_a_killed_build_continues_to_the_same_index(
     corpus: Corpus, spec: EncoderSpec, whole: Path, tmp_path: Path
 ) -> None:
-    """A build of another corpus takes nothing from the draft."""
+    """A build of another corpus uses nothing of the draft."""
     out, options, stages = tmp_path / "index", BuildOptions("IVF4,Flat"), Stages()
     process = forks().Process(target=build_and_die, args=(corpus.path, spec, out, options))
     process.start()
@@ -129,7 +129,7 @@ def test_only_changed_stages_are_repeated(copy: Path, corpus: Corpus, spec: Enco
 def test_an_impossible_build_is_refused_before_encoding(
     copy: Path, corpus: Corpus, spec: EncoderSpec, tmp_path: Path, options: BuildOptions, code: Code
 ) -> None:
-    """The last build is of a corpus with a bad line."""
+    """The last build is of a corpus with an invalid line."""
     bad, stages = tmp_path / "bad.jsonl", Stages()
     bad.write_text('{"id": "0", "contents": "fine"}\n{"id": "1"}\n')
     with refused(code, bad if code == "malformed" else None):
@@ -158,7 +158,7 @@ def test_foreign_folders_and_claimed_drafts_are_left_unchanged(
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        # Killed before the new manifest, after it, between the renames, and while the old index was removed.
+        # Killed before the new manifest, after it, between the renames, and while the old index was being removed.
         ({"x/a": "old", "d/index/a": "new", "d/r": ""}, {"x/a": "old", "d/index/a": "new", "d/r": ""}),
         ({"x/a": "old", "d/index/a": "new", "d/index/manifest.json": "", "d/r": ""}, {"x/a": "new"}),
         ({"d/replaced/a": "old", "d/index/a": "new", "d/index/manifest.json": ""}, {"x/a": "new"}),
@@ -221,7 +221,7 @@ def build_as(kind: str, corpus: Corpus, spec: EncoderSpec, out: Path) -> bool:
 def test_a_full_disk_is_reported_and_the_build_succeeds_later(
     corpus: Corpus, spec: EncoderSpec, tmp_path: Path, kind: str, size: int
 ) -> None:
-    """The embeddings take 6,528 bytes and the FAISS file 12,845, of which it writes the last few as it closes."""
+    """The embeddings take 6,528 bytes and the FAISS file 12,845, of which the last few are written on closing."""
     out = tmp_path / "index"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))

@@ -83,7 +83,7 @@ def test_the_server_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
 
 @contextmanager
 def searching(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Yield a server process and its address."""
+    """Yield the process of a server, and the server's address."""
     port = str(free_port())
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", MODULE, "step-by-step", "--max-batch", "1", "--port", port, *options]
@@ -169,7 +169,7 @@ def test_flags_reach_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert isinstance(parts.pages, PageStore)
     ((folder, options),) = opened
     assert folder == tmp_path
-    # The index searches as deep as a client may ask.
+    # The depth of the search is the largest topk that a client may ask for.
     given = {"own_process": True, "nprobe": 9, "mmap": True, "depth": 2000}
     assert {key: value for key, value in options.items() if value is not None} == given
 

@@ -1,4 +1,4 @@
-"""Tests of BM25 indexes against the formula and bm25s, and with damaged files."""
+"""Tests of BM25 indexes: against the formula and bm25s, and with damaged files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Array = np.ndarray[Any, Any]
 
 
 def reference(passages: Sequence[Sequence[Any]], query: Sequence[Any], k1: float, b: float) -> list[float]:
-    """Return the BM25 score of every passage in double precision, by the formula."""
+    """Return the BM25 score of every passage, by the formula in double precision."""
     mean = sum(map(len, passages)) / len(passages)
     scores = []
     for passage in passages:
@@ -110,7 +110,7 @@ def test_postings_equal_the_formula_for_any_block_size(
     scorer = PostingsScorer(builder.finish(k1, b), len(passages))
     terms = np.array([names[term] for term in query if term in names], dtype=np.int32)
     expected = np.array(reference(passages, query, k1, b))
-    for _ in range(2):  # the second search must find clean buffers
+    for _ in range(2):  # the first search must leave clean buffers for the second
         rows, scores = scorer.best(terms, topk)
         np.testing.assert_allclose(scores, np.sort(expected[expected > 0])[::-1][:topk], rtol=1e-5)
         np.testing.assert_allclose(expected[rows], scores, rtol=1e-5)
@@ -138,7 +138,7 @@ def test_words_are_split_as_by_lucenes_english_analyser() -> None:
 
 
 def test_a_failed_build_leaves_the_old_index_and_no_draft(copy: Path, tmp_path: Path) -> None:
-    """One corpus has no words, one grows during the build."""
+    """One corpus has no words, the other grows during the build."""
     path = tmp_path / "corpus.jsonl"
 
     def grow(*_: object) -> None:
@@ -163,7 +163,7 @@ def edit_array(name: str, change: Callable[[Array], Array]) -> Edit:
 
 
 def edit_entry(name: str, value: float) -> Edit:
-    """Return an edit that sets the eighth entry."""
+    """Return an edit that sets the eighth entry of the array `name`."""
     return edit_array(name, lambda array: np.where(np.arange(len(array)) == 7, value, array).astype(array.dtype))
 
 
@@ -216,12 +216,12 @@ def test_concurrent_searches_give_the_same_hits(bm25_dir: Path, queries: list[st
 
 
 def test_a_failed_fsync_leaves_no_index(corpus_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux reports a lost page once: a second fsync succeeds."""
+    """Linux reports a lost page only once, so a second fsync would succeed."""
     real, synced = os.fsync, []
 
     def fail_once(descriptor: int) -> None:
         synced.append(descriptor)
-        if len(synced) == 3:  # the first is of the manifest
+        if len(synced) == 3:  # the first call syncs the manifest
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(descriptor)
 

@@ -42,7 +42,7 @@ def found(store: PageStore, *urls: str) -> list[str | None]:
 def test_the_store_finds_what_a_dict_filled_in_file_order_finds(
     tmp_path_factory: pytest.TempPathFactory, stored: list[tuple[str, str]], asked: list[str], collide: bool
 ) -> None:
-    """All hashes collide if `collide`."""
+    """All hashes are equal if `collide` is true."""
     pages = [page(f"{WIKI}/{name}", text) for name, text in stored]
     reference = {item["url"]: item for item in pages}
     path = write(tmp_path_factory.mktemp("pages") / "pages.jsonl", pages)

@@ -24,7 +24,7 @@ from .scripted import rows
 
 Reference = tuple[Any, Any]
 TOLERANCE = 1e-5
-"""Difference of two scores up to 1: sums of 384 products in float32, by two libraries."""
+"""Largest difference of two scores of at most 1, which two libraries sum from 384 products in float32."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def post(server: SearchServer, **body: Any) -> list[list[Any]]:
 
 
 def require_best(documents: list[Any], passages: list[dict[str, Any]], scores: Any, topk: int) -> None:
-    """Check that the documents of a query are the best of all passages, in any order of equal scores."""
+    """Check that `documents` are the best of all passages, in any order among equal scores."""
     places = [int(document["id"][1:]) for document in documents]
     assert documents == [passages[place] for place in places]
     np.testing.assert_allclose(scores[places], np.sort(scores)[::-1][:topk], atol=TOLERANCE)
@@ -56,7 +56,7 @@ def test_passages_and_scores_equal_brute_force(
         require_best([hit["document"] for hit in line], passages, scores, 5)
         np.testing.assert_allclose([hit["score"] for hit in line], np.sort(scores)[::-1][:5], atol=TOLERANCE)
     (plain,) = post(server, queries=queries[:1], topk=None, return_scores=False)
-    require_best(plain, passages, brute_force[0][0], 3)  # the number that the server was started with
+    require_best(plain, passages, brute_force[0][0], 3)  # the topk that the server was started with
 
 
 async def test_an_answer_does_not_depend_on_the_other_queries_of_its_batch(

@@ -28,7 +28,7 @@ from tests.support.serving import serving
 VERSIONS = {"elasticsearch": "9.1.0", "opensearch": "3.2.0"}
 PATIENCE = Patience(timeout_s=60, retries=3, backoff_s=0.001)
 ROWS = 230
-"""More than two blocks of a bulk load."""
+"""More rows than two blocks of a bulk load have."""
 
 CONNECTS = """
 import sys
@@ -47,13 +47,13 @@ print(json.dumps([seen, peak_mib() - before]))
 
 
 class FakeElastic:
-    """Fake of the REST API of Elasticsearch and OpenSearch; a score is the number of query words in a document."""
+    """Fake of the REST API of Elasticsearch and OpenSearch; a document's score is its number of query words."""
 
     def __init__(self, kind: str) -> None:
         self.kind, self.version, self.url = kind, VERSIONS[kind], ""
         self.authorization: str | None = None
-        self.busy = 0  # requests to answer with 503
-        self.room = 10**6  # documents after which bulk requests are answered with 500
+        self.busy = 0  # number of requests to answer with 503
+        self.room = 10**6  # number of documents from which on bulk requests are answered with 500
         self.indices: dict[str, Any] = {}
         self.documents: dict[str, dict[str, Any]] = {}
         self.written: list[str] = []
@@ -67,7 +67,7 @@ class FakeElastic:
         return Starlette(routes=[Route("/{path:path}", respond, methods=["GET", "PUT", "POST"])])
 
     def answer(self, request: Request, body: bytes) -> tuple[int, Any]:
-        """Return the status, and the answer or the cause of an error."""
+        """Return the status, and the answer or an error's cause."""
         if self.authorization is not None and request.headers.get("authorization") != self.authorization:
             return 401, {"type": "security_exception", "reason": "unable to authenticate"}
         spoken = re.search(r"compatible-with=(\d+)", request.headers.get("accept", ""))
@@ -184,13 +184,13 @@ def test_an_interrupted_load_continues_and_a_repeated_one_sends_nothing(
     with pytest.raises(RunError, match=fake.url):
         load(corpus, out, fake)
     assert not out.exists()
-    fake.room, fake.busy = 10**6, 1  # a busy server is asked again
+    fake.room, fake.busy = 10**6, 1  # a request that finds the server busy is repeated
     assert load(corpus, out, fake)
     assert fake.written == [str(row) for row in range(ROWS)]
     assert not load(corpus, out, fake)
     assert len(fake.written) == ROWS
     fake.indices.clear()
-    assert load(corpus, out, fake)  # the index on the server is gone
+    assert load(corpus, out, fake)  # the server has lost the index
     assert len(fake.documents["wiki"]) == ROWS
     assert [path.name for path in tmp_path.glob("*out*/*")] == ["manifest.json"]
 

@@ -1,4 +1,4 @@
-"""Tests of the states of replicas and of the choice among them."""
+"""Tests of the states of replicas, and of how a replica is picked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEALTHS = {"silent": None, "mute": {}, "same": {"corpus_sha256": "x"}, "other": 
         ("busy-busy-answered-busy", ReplicaState.healthy),
         ("lost-answered", ReplicaState.healthy),
         ("lost-same", ReplicaState.healthy),
-        ("lost-mute-busy", ReplicaState.suspect),  # after a probe one busy answer is enough
+        ("lost-mute-busy", ReplicaState.suspect),  # after a probe, a single busy answer is enough
         ("other-lost-silent-answered", ReplicaState.foreign),
         ("other-same", ReplicaState.healthy),
     ],
@@ -69,7 +69,7 @@ def test_the_best_replica_is_picked(
 
 
 def test_equal_replicas_are_picked_at_random() -> None:
-    """3000 choices of three: a fair share is 1000 with a standard deviation of 26."""
+    """A fair share of 3000 picks of three replicas is 1000, with a standard deviation of 26."""
     replicas = Replicas(URLS, Random(3))
     chosen = Counter(replica.url for _ in range(3000) if (replica := replicas.pick(SearchRequest())))
     assert set(chosen) == set(URLS)

@@ -33,7 +33,7 @@ async def pending(client: httpx.AsyncClient, queries: int) -> None:
 
 
 async def says(client: httpx.AsyncClient, path: str, text: str) -> None:
-    """Wait until the answer to GET holds `text`."""
+    """Wait until the answer to GET `path` holds `text`."""
     async with asyncio.timeout(60):
         while text not in (await client.get(path)).text:
             await asyncio.sleep(0.001)
@@ -79,7 +79,7 @@ async def test_requests_during_a_search_share_the_next_one() -> None:
             assert ids(answer) == [[f"{query}/{rank}" for rank in range(topk)]]
         health = (await client.get("/health")).json()
     assert (health["batches"], health["queries"], health["cached"]) == (2, 41, 0)
-    # One search for each topk, with each of its queries once.
+    # There is one search per topk, which has each of its queries once.
     assert gated.found[1:] == [([f"q{row}" for row in range(20) if row % 4 == topk - 1], topk) for topk in (1, 2, 3, 4)]
 
 
@@ -134,7 +134,7 @@ async def test_large_bodies_share_a_memory_limit_and_small_ones_are_exempt() -> 
 
 @pytest.mark.parametrize("values", [10, 11])
 async def test_the_values_of_a_body_are_limited(values: int) -> None:
-    """Object, field, list and texts count as values; JSON syntax within a text does not."""
+    """An object, its field, a list and its texts count as values; JSON syntax within a text does not."""
     texts = [*map(str, range(values - 4)), '", [{1, 2}], \\"']
     async with in_process(Gated(), ServerLimits(max_values=10)) as client:
         answer = await ask(client, *texts)
@@ -234,7 +234,7 @@ def test_the_cache_evicts_the_least_recent_entry_and_bounds_passages() -> None:
 
 
 async def test_rerank_gives_each_query_its_own_documents_in_order() -> None:
-    """Longer documents are better; equal ones keep their order."""
+    """Longer documents score higher; documents of equal length keep their order."""
     hit = {"document": {"contents": "cccc", "id": 2}, "score": 0.1}
     documents = [["bb", {"contents": "a", "id": 1}, hit], [], ["xx", "yy", "z"]]
     body = {"queries": ["q", "r", "s"], "documents": documents, "return_scores": True}
@@ -254,12 +254,12 @@ async def test_rerank_gives_each_query_its_own_documents_in_order() -> None:
 
 
 async def test_retrieve_with_rerank_orders_the_candidates() -> None:
-    class Backwards(Lengths):
+    class ReversingReranker(Lengths):
         def scores(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
             return [float(row) for row, _ in enumerate(pairs)]
 
     gated, limits = Gated(), ServerLimits(rerank_candidates=10, max_pending_pairs=40)
-    async with in_process(gated, limits, reranker=Backwards()) as client:
+    async with in_process(gated, limits, reranker=ReversingReranker()) as client:
         few = await ask(client, "a", topk=2, rerank=True, return_scores=True)
         more = await ask(client, "b", topk=12, rerank=True)
         assert (await ask(client, *"abcde", rerank=True)).status_code == 422

@@ -1,4 +1,4 @@
-"""Tests of a run's search server: when one is started, and which errors say that it does not answer."""
+"""Tests of a run's search server: when a run starts one, and which errors say that a server does not answer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_a_run_sends_its_own_server_the_inherited_token_and_names_its_log_
 
 
 async def test_a_named_server_is_tried_twice_before_a_run() -> None:
-    """The check also works in a running event loop, as here."""
+    """The check also works in a running event loop, as in this test."""
     require_named(SearchConfig(index="nowhere"))
     for retries, tries in ((8, 2), (0, 1)):
         with pytest.raises(RunError) as refused:

@@ -21,7 +21,7 @@ from .scripted import SERVES, ScriptedServer, ScriptedWire, found, virtually
 
 
 def over(wire: ScriptedWire, **settings: Any) -> SearchClient:
-    """Return a client that sends each search in its own request by default."""
+    """Return a client that sends each search in a request of its own, unless `settings` say otherwise."""
     fixed = {"coalesce_ms": 0.0, "max_coalesced": 1, "lots": Random(7)}
     return SearchClient(wire.urls, wire=wire, **(fixed | settings))
 
@@ -63,7 +63,7 @@ async def test_retry_after_is_respected_up_to_a_limit(asked_s: float, least_s: f
 
 
 def test_dead_or_silent_servers_give_a_typed_failure_in_bounded_time() -> None:
-    """The bound: (replicas + retries) * timeout_s + retries * 6."""
+    """The bound is (replicas + retries) * timeout_s + retries * 6."""
 
     async def work(**servers: ScriptedServer) -> float:
         async with over(ScriptedWire(**servers), retries=3, timeout_s=10.0) as client:
@@ -83,7 +83,7 @@ async def test_bad_queries_are_isolated_by_halving_and_the_others_are_answered(s
     async with over(ScriptedWire(a=server), max_coalesced=64) as client:
         for row, result in enumerate(await ask(client, 64)):
             assert result.failure is failure if row in (5, 40) else result == found(f"q{row}")
-    # The whole request, and both halves of each part with a bad query: 1 + 2 * (1 + 5 * 2).
+    # The whole request, then both halves of each part that has a bad query: 1 + 2 * (1 + 5 * 2).
     assert len(server.asked) == 23
 
 
@@ -170,7 +170,7 @@ async def test_a_cancelled_search_ends_neither_others_nor_the_request() -> None:
 @pytest.mark.parametrize("at_s", [0.0, 0.5, 1.5, 9.0])
 @virtually
 async def test_close_fails_all_searches_and_closes_the_wire(at_s: float) -> None:
-    """The client is closed in the first probe, in the first try, in a hedge or in a pause."""
+    """`at_s` is during the first probe, the first try, a hedge, or a pause."""
     wire = ScriptedWire(a=ScriptedServer(takes_s=7.0, status=503), b=ScriptedServer(takes_s=7.0, status=503))
     client = over(wire, hedge_after_s=1.0)
     searches = asyncio.gather(*(client.search(f"q{row}") for row in range(5)))
@@ -202,7 +202,7 @@ EVENTS = st.lists(st.tuples(st.integers(0, 2), st.floats(0, 30), TROUBLE), max_s
 @settings(max_examples=40)
 @given(events=EVENTS, seed=st.integers(0, 2**32), good=st.booleans(), hedged=st.booleans())
 def test_every_search_gets_its_own_answer(events: list[Any], seed: int, good: bool, hedged: bool) -> None:
-    """No search fails while one of three servers stays well (`good`), even without retries."""
+    """If `good`, one of three servers never fails; then no search fails, even without retries."""
     lots, servers = Random(seed), [ScriptedServer(takes_s=0.1) for _ in range(3)]
     patience = {"timeout_s": 5.0, "retries": 0 if good else 2, "hedge_after_s": 1.0 if hedged else None}
 

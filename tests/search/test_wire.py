@@ -1,4 +1,4 @@
-"""Tests of how answers of untrusted servers are read: how much, in which encoding, and with which meaning."""
+"""Tests of reading the answers of untrusted servers: their size, encoding and meaning."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .scripted import FixedApp
 LIMIT = 1000
 
 
-class Blocks:
-    """Blocks of a body, which count the bytes that are taken."""
+class CountedBlocks:
+    """Blocks of a body; `taken` counts the bytes that have been read."""
 
     def __init__(self, blocks: Iterable[bytes]) -> None:
         self._blocks = blocks
@@ -33,26 +33,26 @@ class Blocks:
             yield block
 
 
-async def read(blocks: Blocks, encoding: str | None = None, accepted: Encoding = Encoding.gzip) -> bytes:
+async def read(blocks: CountedBlocks, encoding: str | None = None, accepted: Encoding = Encoding.gzip) -> bytes:
     headers = {} if encoding is None else {"content-encoding": encoding}
     return await read_body(headers, aiter(blocks), LIMIT, accepted)
 
 
 @pytest.mark.parametrize("encoding", [None, "", " Identity "])
 async def test_a_plain_body_is_unchanged(encoding: str | None) -> None:
-    assert await read(Blocks([b"a" * 400, b"", b"b" * 600]), encoding) == b"a" * 400 + b"b" * 600
+    assert await read(CountedBlocks([b"a" * 400, b"", b"b" * 600]), encoding) == b"a" * 400 + b"b" * 600
 
 
 async def test_gzip_is_decoded_for_any_block_size() -> None:
     packed = gzip.compress(b"text " * 200)
     for size in (1, 7, len(packed)):
-        blocks = Blocks([packed[start : start + size] for start in range(0, len(packed), size)])
+        blocks = CountedBlocks([packed[start : start + size] for start in range(0, len(packed), size)])
         assert await read(blocks, "X-Gzip") == b"text " * 200
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "gzip, gzip", "x" * 10_000])
 async def test_an_encoding_that_was_not_requested_is_refused_unread(encoding: str) -> None:
-    blocks = Blocks([gzip.compress(b"text")])
+    blocks = CountedBlocks([gzip.compress(b"text")])
     with pytest.raises(BodyError) as error:
         await read(blocks, encoding, Encoding.identity)
     assert blocks.taken == 0
@@ -60,7 +60,7 @@ async def test_an_encoding_that_was_not_requested_is_refused_unread(encoding: st
 
 
 def nothing_in_gzip() -> Iterable[bytes]:
-    """Yield a body of 50 MB that never becomes a byte of text: empty blocks of deflate."""
+    """Yield a body of 50 MB without a single byte of text: empty blocks of deflate."""
     packer = zlib.compressobj(wbits=zlib.MAX_WBITS | 16)
     yield packer.compress(b"") + packer.flush(zlib.Z_FULL_FLUSH)
     empty = packer.flush(zlib.Z_FULL_FLUSH) or b"\x00\x00\x00\xff\xff"
@@ -80,7 +80,7 @@ def nothing_in_gzip() -> Iterable[bytes]:
 async def test_no_more_of_a_body_is_read_than_the_limit_and_a_block(
     blocks: Iterable[bytes], encoding: str | None, most: int
 ) -> None:
-    counted = Blocks(blocks)
+    counted = CountedBlocks(blocks)
     with pytest.raises(BodyError):
         await read(counted, encoding)
     assert counted.taken <= most

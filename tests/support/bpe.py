@@ -16,7 +16,7 @@ CORPUS = [
 
 
 def build_tokenizer(words: bool = False, trim_offsets: bool = False) -> PreTrainedTokenizerFast:
-    """Train a tokenizer. Without `words`, merges cross words, tags and white space, which is the hardest case."""
+    """Train a tokenizer. Without `words`, tokens may span words, tags and white space, which is the hardest case."""
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
     raw.decoder = decoders.ByteLevel()

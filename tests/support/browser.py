@@ -1,7 +1,7 @@
 """Fixtures that open pages in a real browser.
 
-Import both in a test module: `from tests.support.browser import browser, look`. Without Chromium, tests that use them
-are skipped with the reason. `browser` is open for a whole module, and its event loop is then the thread's running one,
+Import both into a test module: `from tests.support.browser import browser, look`. Tests that use them are skipped if
+there is no Chromium. `browser` is open for a whole module, and its event loop is then the running loop of the thread,
 so asynchronous tests must be in other modules.
 """
 
@@ -61,7 +61,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def look(browser: Browser) -> Iterator[Look]:
-    """Function `look(address or file, size=DESKTOP, dark=False)`, which opens a page in a new profile."""
+    """Function `look(address or file, size=DESKTOP, dark=False)` that opens a page in a new browser profile."""
     contexts = []
 
     def open_page(what: str | Path, size: tuple[int, int] = DESKTOP, dark: bool = False) -> Looked:

@@ -26,7 +26,7 @@ ANSWERS = "<think>It says so.</think><answer> Paris </answer>"
 
 
 class Script:
-    """A generator that writes `turns` token by token; after `halt_after` tokens of a turn it waits for cancellation."""
+    """A generator that writes `turns` token by token; after `halt_after` tokens of a turn it waits to be cancelled."""
 
     def __init__(self, codec: Codec, turns: Sequence[str], halt_after: int | None = None) -> None:
         self.codec = codec
@@ -95,7 +95,7 @@ def conversation(script: Script, search: FakeSearch | None, tasks: TaskConfig | 
 
 
 def opened(script: Script, search: FakeSearch) -> Opened:
-    """Open conversation with `script` and `search`."""
+    """An opened chat with `script` and `search`."""
     asked = conversation(script, search, task(max_prompt_tokens=512))
     return Opened(asked, EngineName.transformers, "folder/<b>model</b>", "http://127.0.0.1:9", 2, 0.0)
 

@@ -39,7 +39,7 @@ def pipe(file: Path) -> None:
 
 
 def device(file: Path) -> None:
-    """Replace the file by a link to /dev/null, which is harmless to read, unlike /dev/zero."""
+    """Replace the file by a link to /dev/null, which is harmless to read (/dev/zero would never end)."""
     file.unlink()
     file.symlink_to("/dev/null")
 
@@ -50,13 +50,13 @@ def circle(file: Path) -> None:
 
 
 def denied(file: Path) -> None:
-    """Remove all permissions; root can still read the invalid content."""
+    """Replace the file by an unreadable one; its content is invalid too, because root can read it."""
     file.write_bytes(b"{")
     file.chmod(0)
 
 
 def holding(content: bytes) -> Callable[[Path], None]:
-    """Function that replaces a file's content, compressed for a gzip file."""
+    """Function that replaces a file's content by `content`, compressed if the file is a .gz."""
 
     def replaced(file: Path) -> None:
         file.write_bytes(gzip.compress(content) if file.suffix == ".gz" else content)
@@ -85,4 +85,4 @@ DAMAGES = {
 }
 """Name -> function that damages a file. Only files damaged by `OBJECTS` can be read in part."""
 OBJECTS = ("nan", "surrogate")
-"""Damages that leave JSON objects without the expected keys."""
+"""Damages that leave valid JSON objects without the expected keys."""

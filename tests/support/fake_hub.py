@@ -1,7 +1,7 @@
 """Serves data sets with the protocol of the Hugging Face Hub, and injects faults.
 
 A download starts at /datasets/NAME/resolve/REVISION/FILE, which redirects to a storage path, as the Hub does for large
-files. `faults` lists the faults of the next requests for contents, in order.
+files. `faults` has the faults of the next requests for contents, in order.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class FakeHub:
     files: dict[str, bytes]
     """"owner/dataset/path" -> content."""
     small: set[str] = field(default_factory=set)
-    """Files stored in git itself, which have git's checksum."""
+    """Files stored in git itself, whose checksum is git's."""
     gated: bool = False
     checksums: bool = True
     faults: list[Any] = field(default_factory=list)
     """Faults: None (no fault), an int n (the connection drops after n bytes), "corrupt", "no ranges", "no ranges n",
     "shifted", "endless", or a status code such as "503"."""
     asked: list[tuple[str, str]] = field(default_factory=list)
-    """Path and Range header of each request for contents."""
+    """(path, Range header) of each request for contents."""
     authorised: list[bool] = field(default_factory=list)
-    """True for each download request with the token."""
+    """True for each download request that has the token."""
     url: str = ""
 
     def checksum(self, key: str) -> str:

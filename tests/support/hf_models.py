@@ -52,7 +52,6 @@ def make_model(
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a Hugging Face folder, by name."""
     reader = HfReader(folder)
     return {name: reader.get(name) for name in reader.names()}
 
@@ -68,7 +67,7 @@ def assert_same_tensors(one: Path, other: Path) -> None:
 def logits_by_transformers(
     folder: Path, tokens: Tensor, critic: bool = False, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Logits or values [row, token, vocabulary or 1] in float32, computed by transformers in `dtype`."""
+    """Logits [row, token, vocabulary], or values [row, token, 1] of a critic; transformers computes them in `dtype`."""
     kind = AutoModelForTokenClassification if critic else AutoModelForCausalLM
     model, report = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     assert not any(report.values()), "missing or unexpected tensors"
@@ -89,13 +88,12 @@ def assert_same_logits(found: Tensor, expected: Tensor) -> None:
 
 
 def json_of(path: Path) -> dict[str, object]:
-    """Object in a JSON file."""
     content: dict[str, object] = json.loads(path.read_text())
     return content
 
 
 def rewritten(model: Path, **changes: Tensor | None) -> Path:
-    """Replace tensors of `model`; `__` in a name stands for a dot, and None removes the tensor."""
+    """Replace tensors of `model`; `__` in an argument's name stands for a dot, and None removes the tensor."""
     tensors = tensors_of(model) | {name.replace("__", "."): tensor for name, tensor in changes.items()}
     kept = {name: tensor.clone() for name, tensor in tensors.items() if tensor is not None}
     save_file(kept, model / SINGLE, metadata={"format": "pt"})
@@ -103,7 +101,7 @@ def rewritten(model: Path, **changes: Tensor | None) -> Path:
 
 
 def reconfigured(model: Path, **changes: object) -> Path:
-    """Replace keys of `model`'s config.json."""
+    """Replace keys of the config.json of `model`."""
     config = json_of(model / "config.json")
     (model / "config.json").write_text(json.dumps(config | changes))
     return model

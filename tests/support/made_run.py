@@ -26,24 +26,22 @@ DAY = 1_790_000_000
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Size of a run."""
-
     steps: int = 3
     groups: int = 4
     samples: int = 4
     prompt: int = 12
     searches: int = 2
     thought: int = 12
-    """Generated tokens per turn."""
+    """Number of generated tokens per turn."""
     page: int = 40
-    """Tokens of each observation."""
+    """Number of tokens per observation."""
     answers: int = 30
-    """Answers per evaluation; one is before the first step and one after the last."""
+    """Answers per evaluation; one evaluation is before the first step, another after the last."""
 
 
 @dataclass(slots=True)
 class Maker:
-    """Draws the parts of a run; `words` are the texts of all generated and retrieved tokens."""
+    """Draws the parts of a run; generated and retrieved tokens have their texts from `words`."""
 
     size: Size = Size()
     words: Sequence[str] = WORDS
@@ -60,7 +58,7 @@ class Maker:
         return tuple(f" {self.words[place]}" for place in self._draws.integers(len(self.words), size=count))
 
     def kept(self, step: int, group: int, sample: int) -> TrajectoryRecord:
-        """Trajectory of `size.searches` searches and an answer."""
+        """Trajectory with `size.searches` searches and an answer."""
         size, draws = self.size, self._draws
         pieces: list[str] = []
         mask: list[bool] = []
@@ -149,7 +147,7 @@ class Maker:
         }
 
     def answers(self, after: int) -> list[dict[str, Any]]:
-        """Rows of the answers of the evaluation after step `after`."""
+        """Rows of the answers in the evaluation after step `after`."""
         return [
             {
                 "set": "made",
@@ -210,7 +208,7 @@ def add_measured(run: Path, name: str, *answers: Answered, **settings: Any) -> P
 
 
 def _write_timeline(folder: Path, steps: int) -> None:
-    """Write steps of 4 s rollout (3 s generation, 1 s search), 2 s log-probs and 3 s training."""
+    """Write steps of 9 s: 4 s of rollout (3 s generation, 1 s search), 2 s of log-probs and 3 s of training."""
     log = LineLog(folder / TIMELINE)
     parts = (
         ("rollout.group", 0, 4, "rollout", "engine 0"),

@@ -1,7 +1,7 @@
 """Starts Megatron processes over gloo, forked from a process that has imported Megatron.
 
-A call blocks until all processes have answered. An exception in one of them fails the test with that process's
-traceback and kills all of them, because the others may wait for it forever.
+A call blocks until all processes have answered. If one raises an exception, the test fails with the traceback of that
+process, and all processes are killed, because the others may wait for it forever.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PRELOADED = "tests.support.megatron_preloaded"
 ANSWER_S = 600.0
 COLLECTIVE_S = 120.0
 MEETINGS = 8
-"""Number of process groups that a function can form, one after the other."""
+"""Number of process groups that a function can form in sequence."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,10 @@ class Host:
         self.pipe.send_bytes(pickle.dumps((function, args)))
 
     def answer(self) -> Any:
-        """Result of the last call. Raises AssertionError with its traceback if it failed, or EOFError."""
+        """Result of the last call.
+
+        Raises AssertionError with the call's traceback if it failed, and EOFError if the process has died.
+        """
         well, result = torch.load(io.BytesIO(self.pipe.recv_bytes()), weights_only=False)
         assert well, result
         return result
@@ -63,8 +66,8 @@ class Host:
 def forks() -> BaseContext:
     """Context that forks new processes from one that has imported Megatron and has no threads.
 
-    A fork takes milliseconds, the import seconds. A process forked from it can fork again itself. No test may start a
-    fork server with other imports: a fork server cannot be replaced while one of its children is alive.
+    A fork takes milliseconds, the import seconds. A forked process can itself fork others. No test may start a fork
+    server with other imports, because a fork server cannot be replaced while one of its children is alive.
     """
     if PRELOADED in sys.modules:
         return multiprocessing.get_context("fork")
@@ -101,9 +104,10 @@ _USED: list[Host] = []
 
 
 def pool(count: int) -> list[Host]:
-    """Fork `count` new processes, which live until the next call.
+    """Fork `count` new processes, which live until the next call of `pool`.
 
-    Processes are not reused: process groups that a process has left keep gloo threads, some of which spin.
+    Processes are not used twice: gloo keeps the threads of process groups that a process has left, and some of them
+    spin.
     """
     for host in _USED:
         host.kill()
@@ -112,7 +116,7 @@ def pool(count: int) -> list[Host]:
 
 
 def ask(hosts: Sequence[Host], function: Callable[..., Any], arguments: Sequence[tuple]) -> list[Any]:
-    """Call `function(Shell, *args)` in each of `hosts`. Returns the results by rank."""
+    """Call `function(Shell, *arguments[rank])` in each of `hosts`. Returns the results by rank."""
     for host, args in zip(hosts, arguments, strict=True):
         host.begin(function, *args)
     waiting, answers = {host.pipe: rank for rank, host in enumerate(hosts)}, {}
@@ -131,13 +135,13 @@ def ask(hosts: Sequence[Host], function: Callable[..., Any], arguments: Sequence
 
 
 class Shell:
-    """Holder of a process's worker."""
+    """Holds the worker of a process between calls."""
 
     worker: Any = None
 
 
 def _serve(pipe: Connection) -> None:
-    """Execute calls from `pipe` until the other end is closed."""
+    """Execute calls from `pipe` until its other end is closed."""
     # Without this check, a failed preload would only make every test slow.
     assert PRELOADED in sys.modules
     shell = Shell()
@@ -157,7 +161,7 @@ def _serve(pipe: Connection) -> None:
 
 @dataclass
 class Group:
-    """One process's view of the processes that run a function."""
+    """View that one process has of the processes that run a function."""
 
     rank: int
     world: int
@@ -195,19 +199,15 @@ class HostedGroup:
         self.ranks = hosts
 
     async def build(self, factory: Callable[..., Any], arguments: Sequence[tuple], timeout_s: float) -> None:  # noqa: ARG002
-        """See `WorkerGroup`."""
         ask(self.ranks, _build, [(factory, *args) for args in arguments])
 
     async def free_address(self, timeout_s: float) -> tuple[str, int]:  # noqa: ARG002
-        """See `WorkerGroup`."""
         return "127.0.0.1", free_port()
 
     async def call(self, method: str, *args: Any, timeout_s: float = ANSWER_S) -> list[Any]:
-        """See `WorkerGroup`."""
         return await self.call_each(method, [args] * len(self.ranks), timeout_s)
 
     async def call_each(self, method: str, arguments: Sequence[tuple], timeout_s: float = ANSWER_S) -> list[Any]:  # noqa: ARG002
-        """See `WorkerGroup`."""
         return ask(self.ranks, _call, [(method, *args) for args in arguments])
 
     def begin(self, method: str, *args: Any) -> None:

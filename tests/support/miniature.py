@@ -1,4 +1,4 @@
-"""Shrinks the config of a big run to a few processes of one machine, with the same kinds of everything.
+"""Shrinks the config of a big run to a few processes on one machine, without changing kinds of settings.
 
 Contract of `miniature`, which is pure:
 - Keys that select a kind come from the big config: kinds of parallelism, uneven stages, groups that share devices,
@@ -6,9 +6,9 @@ Contract of `miniature`, which is pure:
 - Keys that set a size come from the tiny config, a run on CPUs: model (of the same family), task, search server,
   batches, engines.
 - Context, pipeline, tensor, expert and data parallelism of 2 and more become 2, or 1 if the Megatron groups would have
-  more than `MOST_PROCESSES` processes together. Priorities: first, each of the first four in some group, in this order;
-  then other model parallelism of the actor, the critic and inference; then data parallelism.
-- Groups on the same devices stay on the same devices.
+  more than `MOST_PROCESSES` processes together. Priorities: first, each of the first four kinds in some group, in this
+  order; then other model parallelism of the actor, the critic and inference; then data parallelism.
+- Groups that share devices still share them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from rlsys.config.schema import (
 )
 
 MOST_PROCESSES = 8
-"""Most processes of all Megatron groups together."""
+"""Largest number of processes of all Megatron groups together."""
 MOST_EPISODES = 4
-"""Most episodes per question."""
+"""Largest number of episodes per question."""
 
 _Ranks = Mapping[str, Sequence[int]]
 _IMPORTANCE = ("actor", "critic", "inference")
@@ -113,7 +113,7 @@ def _has_uneven_mini_batches(config: RunConfig) -> bool:
 
 
 def _choose_cuts(config: RunConfig, ranks: _Ranks) -> dict[str, _Cut]:
-    """Best of all cuts of the Megatron groups that fit, by the priorities of the module."""
+    """Best cuts of the Megatron groups among all that fit, by the priorities given above."""
     groups = megatron_groups(config)
     wanted = {name: groups[name].parallel for name in _IMPORTANCE if name in groups}
     options = [list(_options(parallel, len(ranks[name]))) for name, parallel in wanted.items()]
@@ -153,13 +153,13 @@ def _parallel(wanted: ParallelConfig, cut: _Cut, layers: int) -> ParallelConfig:
 
 
 def _stages(wanted: Sequence[int], layers: int) -> list[int]:
-    """Layers of two uneven stages; the first is the smaller one if it is in `wanted`."""
+    """Layers of two uneven stages; the first stage has fewer, unless the first of `wanted` has more than the last."""
     fewer = layers // 2 - 1
     return [fewer, layers - fewer] if wanted[0] <= wanted[-1] else [layers - fewer, fewer]
 
 
 def _cluster(wanted: ClusterConfig, tiny: ClusterConfig, ranks: _Ranks, sizes: Mapping[str, int]) -> ClusterConfig:
-    """One machine of CPU slots: groups that share devices still share them, in the same order."""
+    """One machine of CPU slots; groups that share devices still share them, in the same order."""
     blocks: dict[frozenset[int], list[str]] = defaultdict(list)
     for name in sorted(ranks, key=lambda name: min(ranks[name])):
         blocks[frozenset(ranks[name])].append(name)
@@ -178,12 +178,12 @@ def _cluster(wanted: ClusterConfig, tiny: ClusterConfig, ranks: _Ranks, sizes: M
 
 
 def _optimizer(wanted: OptimizerConfig, tiny: OptimizerConfig) -> OptimizerConfig:
-    """`wanted` with the tiny run's learning rate."""
+    """The optimiser of the big run with the tiny run's learning rate."""
     return replace(wanted, lr=tiny.lr, min_lr=0.0)
 
 
 def _algorithm(wanted: AlgorithmConfig) -> AlgorithmConfig:
-    """`wanted` with small prompt groups, and a reference that is updated at every step."""
+    """The algorithm of the big run with small prompt groups, and with a reference that is updated at every step."""
     return replace(
         wanted,
         n_samples=min(wanted.n_samples, MOST_EPISODES),

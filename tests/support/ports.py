@@ -8,10 +8,10 @@ from collections import deque
 from rlsys.cluster.local_ray import promised_port
 
 _PROMISES: deque[socket.socket] = deque(maxlen=200)
-"""Sockets that reserve ports; old ones are dropped to limit open files, because their ports are in use or done."""
+"""Sockets that reserve ports; the oldest are closed to limit open files, as their ports are in use or free again."""
 
 
 def free_port() -> int:
-    """Return a free port, reserved for the caller until a server listens on it."""
+    """Return a free port that is reserved until a server of the caller listens on it."""
     _PROMISES.append(promised_port())
     return int(_PROMISES[-1].getsockname()[1])

@@ -1,8 +1,8 @@
 """Runs the real driver, Megatron workers and checkpoints on recorded episodes, and kills the run at a given moment.
 
-The run trains a few steps with the sequential schedule, which is deterministic to the bit for the same episodes. It
-saves after every step and resumes from its newest checkpoint. At the `count`th `moment` after its first checkpoint it
-kills itself and all its processes, like a machine that fails.
+The run trains a few steps with the sequential schedule, which gives the same bits for the same episodes. It saves after
+every step and resumes from its newest checkpoint. At the `count`th `moment` after its first checkpoint it kills itself
+and all its processes, as if the machine had failed.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ MOMENTS = (
 QUESTIONS = [Question(f"q:{number}", "?", (RIGHT,)) for number in range(2 * GROUPS)]
 
 
-class Fate:
-    """Kills this process and its children at the `count`th `moment`; None never kills."""
+class KillSwitch:
+    """Kills this process and its children at the `count`th `moment` after the first checkpoint; None never kills."""
 
     def __init__(self, moment: str | None, count: int) -> None:
         self._moment, self._left = moment, count
@@ -92,7 +92,7 @@ class Fate:
         """True after the first checkpoint."""
 
     def __call__(self, moment: str) -> None:
-        """Kill the process group if `moment` is the last one to count."""
+        """Report that `moment` is reached; kill the process group if its count is full."""
         if self.saved and moment == self._moment:
             self._left -= 1
             if not self._left:
@@ -100,109 +100,100 @@ class Fate:
 
 
 async def no_pause() -> None:
-    """Return at once; takes the place of seeded waits."""
+    """Return at once, in place of a seeded wait."""
 
 
 class Episodes(Playback):
-    """Playback without waits; evaluation answers are a question's first recorded episode."""
+    """Playback without waits; in evaluations, the answer is a question's first recorded episode."""
 
-    def __init__(self, config: RunConfig, recording: Recording, fate: Fate) -> None:
+    def __init__(self, config: RunConfig, recording: Recording, kill_switch: KillSwitch) -> None:
         super().__init__(config, recording, Arrivals(SEED), Outcome())
-        self._fate = fate
+        self._kill_switch = kill_switch
         self.capacity = GROUPS
 
     async def run_group(self, question: Question, *_: Any) -> list[Trajectory]:
-        """See `EnginePool`."""
         version = self._version
         await asyncio.sleep(0)
-        self._fate("episode")
+        self._kill_switch("episode")
         return self._recording[question.uid, version]
 
     async def answer(self, question: Question, *_: Any) -> Trajectory:
-        """See `EnginePool`."""
-        self._fate("evaluating")
+        self._kill_switch("evaluating")
         return self._recording[question.uid, self._version][0]
 
 
-class MortalScorer(Scorer):
-    """A scorer after which the run may end."""
+class KillableScorer(Scorer):
+    """A scorer that reports a moment after each call."""
 
-    fate: Fate
+    kill_switch: KillSwitch
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
-        """See `InferenceGroup`."""
         found = await super().compute(samples)
-        self.fate("scoring")
+        self.kill_switch("scoring")
         return found
 
 
-class MortalLearner(Learner):
-    """An actor after whose calls the run may end."""
+class KillableLearner(Learner):
+    """An actor that reports a moment after each call."""
 
-    fate: Fate
+    kill_switch: KillSwitch
 
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
-        """See `ActorGroup`."""
         await super().accumulate(samples, last)
-        self.fate("accumulated")
+        self.kill_switch("accumulated")
 
     async def apply(self) -> dict[str, float]:
-        """See `ActorGroup`."""
         figures = await super().apply()
-        self.fate("applied")
+        self.kill_switch("applied")
         return figures
 
 
-class MortalCheckpoints(Checkpoints):
-    """Checkpoints of a group; the run may end once the state is copied."""
+class KillableCheckpoints(Checkpoints):
+    """Checkpoints of a worker group that report a moment once the state is copied."""
 
-    def __init__(self, group: TrainedGroup, fate: Fate) -> None:
+    def __init__(self, group: TrainedGroup, kill_switch: KillSwitch) -> None:
         super().__init__(group)
-        self._fate = fate
+        self._kill_switch = kill_switch
 
     async def begin_save(self, folder: Path) -> None:
         await super().begin_save(folder)
-        self._fate("staged")
+        self._kill_switch("staged")
 
 
-class MortalStore(CheckpointStore):
-    """A checkpoint store around whose renames the run may end."""
+class KillableStore(CheckpointStore):
+    """A checkpoint store that reports moments around its renames."""
 
-    def __init__(self, folder: Path, fate: Fate) -> None:
+    def __init__(self, folder: Path, kill_switch: KillSwitch) -> None:
         super().__init__(folder)
-        self._fate = fate
+        self._kill_switch = kill_switch
 
     def publish(self, step: int) -> Path:
-        """See `CheckpointStore`."""
-        self._fate("publishing")
+        self._kill_switch("publishing")
         folder = super().publish(step)
-        self._fate("published")
-        self._fate.saved = True
+        self._kill_switch("published")
+        self._kill_switch.saved = True
         return folder
 
     def prune(
         self, keep: RetentionPolicy, score_of: Callable[[int], float | None], spared: Collection[int] = ()
     ) -> None:
-        """See `CheckpointStore`."""
         super().prune(keep, score_of, spared)
-        self._fate("pruned")
+        self._kill_switch("pruned")
 
 
-class MortalSync(WeightSync):
-    """A weight sync after whose stages the run may end."""
+class KillableSync(WeightSync):
+    """A weight sync that reports a moment after each stage."""
 
-    fate: Fate
+    kill_switch: KillSwitch
 
     async def push(self, version: int) -> SyncReport:
-        """See `WeightSync`."""
         report = await super().push(version)
-        self.fate("transferred")
+        self.kill_switch("transferred")
         return report
 
     async def activate(self, version: int) -> SyncReport:
-        """See `WeightSync`."""
         report = await super().activate(version)
-        self.fate("switched")
+        self.kill_switch("switched")
         return report
 
 
@@ -236,7 +227,7 @@ def settings(model: Path, outputs: Path) -> RunConfig:
             schedule=SequentialSchedule(),
             steps=STEPS,
             prompts_per_step=GROUPS,
-            mini_batches=3,  # One group, one and two; the run may die between them.
+            mini_batches=3,  # The mini-batches have one group, one and two; the run may be killed between them.
             seed=SEED,
         ),
         eval=EvalConfig(interval=2),
@@ -247,9 +238,9 @@ def settings(model: Path, outputs: Path) -> RunConfig:
 
 @asynccontextmanager
 async def opened(
-    hosts: Sequence[Host], fate: Fate, config: RunConfig, run_dir: Path, origin: Origin | None
+    hosts: Sequence[Host], kill_switch: KillSwitch, config: RunConfig, run_dir: Path, origin: Origin | None
 ) -> AsyncIterator[Run]:
-    """Open a run like `open_run`, with recorded episodes and without Ray."""
+    """Open a run like `open_run`, but with recorded episodes and without Ray."""
     state = origin.state if origin else None
     groups = {"inference": HostedGroup("inference", hosts[:1]), "actor": HostedGroup("actor", hosts[1:])}
     async with AsyncExitStack() as stack:
@@ -258,7 +249,7 @@ async def opened(
         stack.callback(run.close)
         for name, group in groups.items():
             await launch_megatron(group, name, config)  # type: ignore[arg-type]
-        session = _session(config, run_dir, run, groups, fate, origin)
+        session = _session(config, run_dir, run, groups, kill_switch, origin)
         await session.weights.open()
         if origin:
             await session.load(origin)
@@ -272,7 +263,7 @@ def _session(
     run_dir: Path,
     record_of_run: RunLogger,
     groups: dict[str, HostedGroup],
-    fate: Fate,
+    kill_switch: KillSwitch,
     origin: Origin | None,
 ) -> Run:
     state = origin.state if origin else None
@@ -289,13 +280,13 @@ def _session(
         ),
         functools.partial(finish, config=config.algorithm, kl=kl),
     )
-    rollout: Any = Episodes(config, recording, fate)
-    scorer = MortalScorer(groups["inference"], sharders["inference"], no_pause, seen)  # type: ignore[arg-type]
-    learner = MortalLearner(groups["actor"], sharders["actor"], tracer, no_pause, seen)  # type: ignore[arg-type]
+    rollout: Any = Episodes(config, recording, kill_switch)
+    scorer = KillableScorer(groups["inference"], sharders["inference"], no_pause, seen)  # type: ignore[arg-type]
+    learner = KillableLearner(groups["actor"], sharders["actor"], tracer, no_pause, seen)  # type: ignore[arg-type]
     takes = InferenceGroup(groups["inference"], sharders["inference"], tracer)  # type: ignore[arg-type]
-    MortalScorer.fate = MortalLearner.fate = MortalSync.fate = fate
-    learner.checkpoints = MortalCheckpoints(learner, fate)
-    store = MortalStore(run_dir / CHECKPOINTS, fate)
+    KillableScorer.kill_switch = KillableLearner.kill_switch = KillableSync.kill_switch = kill_switch
+    learner.checkpoints = KillableCheckpoints(learner, kill_switch)
+    store = KillableStore(run_dir / CHECKPOINTS, kill_switch)
     pipeline = RolloutPipeline(
         make_scheduler(config), prompts, rollout, scorer, handlers, score_batch_size(config), devices,
         state.pipeline if state else None,
@@ -307,7 +298,7 @@ def _session(
     )  # fmt: skip
     search: Any = NoSearch()
     evaluator = Evaluator(config, record_of_run, search, rollout, QUESTIONS[:3], trained.count_to, saver.awaited)
-    weights = MortalSync(
+    weights = KillableSync(
         groups["actor"], [rollout], config.cluster, run_dir, tracer, [takes], activated=pipeline.publish
     )  # type: ignore[arg-type]
     return Run(
@@ -327,10 +318,10 @@ def _session(
 
 def train_recorded(model: Path, outputs: Path, moment: str | None, count: int) -> None:
     """Train to the end, or until the run kills itself at `moment`."""
-    config, fate = settings(model, outputs), Fate(moment, count)
+    config, kill_switch = settings(model, outputs), KillSwitch(moment, count)
     origin = find_origin(config, print)
     run_dir = folder_of(config, origin)
-    asyncio.run(train(config, run_dir, origin, functools.partial(opened, pool(3), fate)))
+    asyncio.run(train(config, run_dir, origin, functools.partial(opened, pool(3), kill_switch)))
 
 
 def ended(model: Path, outputs: Path, moment: str | None = None, count: int = 1) -> int:

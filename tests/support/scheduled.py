@@ -1,8 +1,8 @@
 """Runs the real pipeline and real Megatron workers on recorded episodes, under a virtual clock.
 
 Session, step, pipeline, scheduler, sharders, weight sync, actor and log-prob worker are the real ones. Episodes are
-played back after seeded waits, and there are seeded waits around every call for log-probs or training. The seed thus
-decides when each prompt group arrives, which groups share a call or a micro-batch, and which calls overlap.
+played back after seeded waits, and there are seeded waits around every call for log-probs or training. The seed
+therefore decides when each prompt group arrives, which groups share a call or a micro-batch, and which calls overlap.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from tests.support.recorded_episodes import Recording
 from tests.support.virtual_time import run_virtually
 
 EPISODE_S, CALL_S = 10.0, 2.0
-"""Longest waits for a group's episodes, and before and after a call to a worker."""
+"""Longest wait for a group's episodes, and longest wait before and after a call to a worker."""
 WAVE_S = 1000.0
-"""Time between waves; longer than all work on the groups of a mini-batch."""
+"""Seconds between waves, more than all work on the groups of a mini-batch takes."""
 PAD_ID = 0
 
 
@@ -52,7 +52,7 @@ class Arrivals:
 
     seed: int
     waves: tuple[int, ...] | None = None
-    """Wave of each prompt of a step, in prompt order; the seed orders the groups within a wave. None is one wave."""
+    """Wave of each prompt of a step, in prompt order; the seed orders the groups within a wave. None means one wave."""
 
 
 @dataclass
@@ -64,17 +64,18 @@ class Outcome:
     trained: list[list[str]] = field(default_factory=list)
     """Questions of each step, in the order of training."""
     updates: list[Mapping[str, float]] = field(default_factory=list)
-    """Statistics of every optimiser step."""
+    """Statistics of each optimiser step."""
     events: list[str] = field(default_factory=list)
-    """Events of each step, in order: `r` a group's episodes have ended, `s` groups are scored, `t` groups are trained,
-    `u` the weights are updated."""
+    """Events of each step, in order.
+
+    `r`: a group's episodes have ended, `s`: groups are scored, `t`: groups are trained, `u`: the weights are updated.
+    """
 
     def happened(self, event: str) -> None:
         """Record an event of the current step."""
         self.events[-1] += event
 
     def begin_step(self) -> None:
-        """See `RunLogger`."""
         self.events.append("")
 
     def step(
@@ -84,7 +85,6 @@ class Outcome:
         updates: Sequence[Mapping[str, float]],
         _figures: Mapping[str, float],
     ) -> list[Alarm]:
-        """See `RunLogger`."""
         self.trained.append([group.question.uid for group in groups])
         self.updates += updates
         return []
@@ -97,7 +97,7 @@ class Outcome:
 
 
 class Playback:
-    """Rollout group: an engine that holds real weights, with recorded episodes for every weight version."""
+    """Rollout group of one engine, which holds real weights and returns recorded episodes of its weight version."""
 
     def __init__(self, config: RunConfig, recording: Recording, arrivals: Arrivals, seen: Outcome) -> None:
         self.workers = SimpleNamespace(ranks=[SimpleNamespace(name="rollout rank 0")])
@@ -111,13 +111,12 @@ class Playback:
         self._waves = arrivals.waves or (0,) * self._groups
         self._random = random.Random(arrivals.seed)
         self._begun = 0
-        # With less capacity than groups, waiting groups would miss their wave.
+        # If the capacity were below the number of groups, waiting groups would miss their wave.
         self.capacity = self._groups if arrivals.waves else self._random.randint(3, self._groups)
 
     async def run_group(
         self, question: Question, _group: int, _progress: Sequence[EpisodeProgress] = ()
     ) -> list[Trajectory]:
-        """See `EnginePool`."""
         version = self._version
         place = self._begun % self._groups
         self._begun += 1
@@ -126,36 +125,29 @@ class Playback:
         return self._recording[question.uid, version]
 
     async def in_flight(self) -> Mapping[int, tuple[EpisodeProgress, ...]]:
-        """Return no partial episodes: episodes are played back whole."""
+        """Return no partial episodes, as episodes are played back whole."""
         return {}
 
     async def refresh_activity(self) -> None:
-        """Do nothing: played-back episodes do not search."""
+        """Do nothing, as played-back episodes do not search."""
 
     async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
-        """See `weight_sync.WeightReceiver`."""
         self._end: Receiver = open_receiver(specs[0])
 
     async def begin_update(self, _: int) -> None:
-        """See `weight_sync.WeightReceiver`."""
         self.weights = {}
 
     async def load_bucket(self, handle: BucketHandle) -> None:
-        """See `weight_sync.WeightReceiver`."""
         self.weights |= {record.name: one.clone() for record, one in unpack(self._end.receive(handle))}
 
     async def finish_update(self, version: int, _: str) -> None:
-        """See `weight_sync.WeightReceiver`."""
         self._version = version
 
     async def metrics(self) -> dict[str, float]:
-        """See `EnginePool`."""
         return {}
 
 
 class Pauses:
-    """Seeded waits."""
-
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
@@ -172,7 +164,6 @@ class Scorer:
         self._workers, self._sharder, self._pause, self._seen = workers, sharder, pause, seen
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
-        """See `InferenceGroup`."""
         await self._pause()
         self._seen.happened("s")
         plan, batches = self._sharder.shard(samples)
@@ -185,7 +176,7 @@ class Scorer:
 
 
 class Learner(ActorGroup):
-    """Actor group without an object store."""
+    """Actor group that passes micro-batches without Ray's object store."""
 
     def __init__(
         self, workers: HostedGroup, sharder: BatchSharder, tracer: Tracer, pause: Pauses, seen: Outcome
@@ -194,7 +185,6 @@ class Learner(ActorGroup):
         self._pause, self._seen = pause, seen
 
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
-        """See `ActorGroup`."""
         await self._pause()
         self._seen.happened("t")
         batches = self.shard(samples)
@@ -204,18 +194,17 @@ class Learner(ActorGroup):
         await self._pause()
 
     async def apply(self) -> dict[str, float]:
-        """See `ActorGroup`."""
         await self._pause()
         self._seen.happened("u")
         return await super().apply()
 
     def shard(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
-        """Micro-batches of each data-parallel rank."""
+        """Return the micro-batches of each data-parallel rank."""
         return self._sharder.shard(samples)[1]
 
 
 class NoSearch:
-    """Search server for recorded episodes: always available."""
+    """Search server that is always available, as recorded episodes do not search."""
 
     async def require(self) -> None:
         """See `Serving`."""

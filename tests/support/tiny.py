@@ -60,7 +60,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def train(trace: Trace, words: PreTrainedTokenizerFast, seed: int, steps: int = 120) -> Qwen2ForCausalLM:
-    """Model that continues `trace` from every point of it."""
+    """Model that has learnt to continue `trace` from any point."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(words),
@@ -92,13 +92,13 @@ def save(model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, folder: Path) 
 
 @dataclass
 class Search:
-    """A running server of one passage."""
+    """A running search server of one passage."""
 
     url: str
     asked: list[str] = field(default_factory=list)
-    """Queries received, answered or not."""
+    """Queries that have arrived, answered or not."""
     answering: threading.Event = field(default_factory=threading.Event)
-    """While it is cleared, queries wait for their answers."""
+    """Cleared to let queries wait for their answers."""
 
     async def until_asked(self, queries: int) -> None:
         """Wait until `queries` queries have arrived in total."""
@@ -117,7 +117,7 @@ def search_server() -> Iterator[Search]:
             search.answering.wait()
             hit = {"document": {"id": "0", "contents": PASSAGE}, "score": 1.0}
             body = json.dumps({"result": [[hit] for _ in queries]}).encode()
-            with suppress(ConnectionError):  # The client may have given up.
+            with suppress(ConnectionError):  # The client may have left.
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()

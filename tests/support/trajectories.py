@@ -25,7 +25,7 @@ def trajectory(
     version: int = 0,
     turn_of_token: Sequence[int] | None = None,
 ) -> Trajectory:
-    """Trajectory of `tokens`; by default all but the first are trained, and trained tokens are of turn 0."""
+    """Trajectory of `tokens`; by default all tokens but the first are trained, and trained tokens belong to turn 0."""
     trained = list(mask) if mask is not None else [False] + [True] * (len(tokens) - 1)
     logprobs = rollout_logprobs if rollout_logprobs is not None else [float("nan")] * len(tokens)
     return Trajectory(
@@ -52,7 +52,7 @@ def sample(
     old: Sequence[float] | None = None,
     reference: Sequence[float] | None = None,
 ) -> Sample:
-    """Sample with the given log-probs, and one advantage for all tokens or one per token."""
+    """Sample with the given log-probs, and with one advantage for all tokens or one for each."""
     return Sample(
         trajectory(tokens, mask),
         reward=0.0,
@@ -70,7 +70,6 @@ def rewarded(one: Trajectory, reward: float) -> Sample:
 
 
 def question(number: int) -> Question:
-    """Question number `number`."""
     return Question(f"q:{number}", "?", ("yes",))
 
 

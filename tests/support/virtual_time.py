@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 MOST_TURNS = 1_000_000
-"""Most turns of one loop; work that needs more counts as endless."""
+"""Largest number of turns of a loop; work that needs more counts as endless."""
 
 
 def _nothing() -> None:
@@ -63,7 +63,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self.clock.now
 
     def end_tasks(self) -> None:
-        """Cancel all tasks; abandons those that still hang."""
+        """Cancel all tasks, and abandon those that still do not end."""
         tasks = asyncio.all_tasks(self)
         for task in tasks:
             task.cancel()

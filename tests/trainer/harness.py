@@ -22,7 +22,7 @@ TOTAL_STEPS = 3
 
 
 def local_model(path: Path | str, dtype: Dtype = Dtype.float32, recompute: bool = False) -> ModelConfig:
-    """Settings of the model at `path` on a CPU."""
+    """Config of the model at `path` for a run on a CPU."""
     return ModelConfig(str(path), Layers.local, dtype, recompute)
 
 
@@ -37,19 +37,22 @@ def make_actor(
     recompute: bool = False,
     scratch: Path | str = ".",
 ) -> Actor:
-    """An actor without weights, in the next process group."""
+    """An actor without weights, in the next process group that `group` forms."""
     config = local_model(model, dtype, recompute)
     return Actor(group.meet(), config, parallel or ParallelConfig(), optimizer, objective, TOTAL_STEPS, 1, scratch)
 
 
 def shared_memory(rank: int, bucket_bytes: int) -> TransportSpec:
-    """A transport within one process."""
+    """Transport between a sender and a receiver in the same process."""
     members = ("the actor", "the test")
     return TransportSpec(SyncMode.tensor, rank, members, bucket_bytes, 120.0, Device.cpu, ("", 0), "")
 
 
 def export(worker: WeightSender, bucket_bytes: int) -> list[Bucket]:
-    """All buckets, on rank 0. Like the driver, asks for the next one when all ranks have answered."""
+    """Return all exported buckets on rank 0, none elsewhere.
+
+    Like the driver, ask for the next bucket once all ranks have answered.
+    """
     buckets: list[Bucket] = []
     first = worker.coords.rank == 0
     sender = open_sender(shared_memory(0, bucket_bytes)) if first else None
@@ -104,7 +107,7 @@ class Layout:
 
     @property
     def filler(self) -> MicroBatch | None:
-        """A packed micro-batch without trained tokens if the layout needs packing, else None."""
+        """A packed micro-batch without trained tokens; None if the layout does not need packing."""
         if self.cp == 1:
             return None
         wide = 2 * self.cp * self.tp
@@ -112,5 +115,5 @@ class Layout:
 
     @property
     def reporting(self) -> list[int]:
-        """Ranks that return results, one for each data-parallel rank."""
+        """Ranks that return results: one rank of each data-parallel replica."""
         return [self.tp * self.cp * (self.dp * (self.pp - 1) + dp) for dp in range(self.dp)]

@@ -1,7 +1,7 @@
-"""Counts the bytes of live tensors with a dispatch mode that follows storages, not the process's pages.
+"""Counts the bytes of live tensors with a dispatch mode that follows storages, not the pages of the process.
 
 Workspaces that torch's kernels allocate and free within one operation are not counted. A storage counts once, whatever
-the number of its views, from the operation that makes it until its last holder, autograd included, releases it.
+the number of its views, from the operation that makes it until its last holder (which may be autograd) releases it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_iter
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Measures `peak`, the largest number of bytes alive at a time within its `with` block."""
+    """Measures `peak`, the largest number of bytes that are alive at the same time within its `with` block."""
 
     def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        """Count `tensors` from the start; others are counted when an operation first touches them."""
+        """Count `tensors` from the start, and other tensors from the first operation that touches them."""
         super().__init__()
         self.alive = self.peak = 0
         self._held: dict[int, int] = {}

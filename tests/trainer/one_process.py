@@ -25,7 +25,7 @@ LOSS_LENGTH = 13
 
 
 def _samples() -> list[Sample]:
-    """Episodes of different lengths with masked stretches and an advantage per token; one has no trained token."""
+    """Samples of different lengths with untrained stretches and an advantage per token; one has no trained token."""
     random = np.random.default_rng(5)
     samples = []
     for number, length in enumerate(random.integers(6, 21, size=11)):
@@ -41,7 +41,7 @@ SAMPLES = _samples()
 
 @dataclass(frozen=True)
 class Policies:
-    """Folders of the three models."""
+    """Folders of the three policies."""
 
     sampling: Path
     current: Path
@@ -63,12 +63,12 @@ class Policies:
 
 @dataclass(frozen=True)
 class Expected:
-    """Results of one step."""
+    """Expected results of one optimiser step."""
 
     gradients: dict[str, Tensor]
     divisor: int
     figures: dict[str, float]
-    """Statistics, reduced."""
+    """Reduced statistics of the step."""
 
 
 class OneProcess:
@@ -114,13 +114,13 @@ class OneProcess:
         )
 
     def _divergence(self, config: AlgorithmConfig) -> Tensor | None:
-        """KL term [n] if it compares distributions, else None."""
+        """KL term [n] of an estimator that compares distributions, None for other estimators."""
         if not sums_over_vocabulary(config):
             return None
         forward = config.kl_estimator is KlEstimator.full_forward
         if config.kl_topk_tokens is None:
             return shares(self.log_p, self.log_r, forward).sum(-1)
-        # The log-prob group picks with the policy that sampled.
+        # The log-prob group picks tokens by the policy that sampled.
         picks = (self.log_r if forward else self.log_old).topk(config.kl_topk_tokens).indices
         picked = (picks == self.y[:, None]).any(-1)
         assert 0 < picked.sum() < len(picked), "sampled tokens must lie both among the picks and in the tail"
@@ -144,5 +144,4 @@ def _distributions(model: torch.nn.Module) -> Tensor:
 
 
 def flat(tensors: dict[str, Tensor]) -> Tensor:
-    """Concatenation of all tensors."""
     return torch.cat([tensor.flatten() for tensor in tensors.values()])

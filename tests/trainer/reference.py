@@ -51,7 +51,7 @@ def tiny_qwen3_moe(layers: int = 3, tied: bool = False, norm_topk: bool = True) 
 
 
 def tiny_llama3(layers: int = 3, tied: bool = False) -> PretrainedConfig:
-    """A Llama with the rotary scaling of 3.1; a context of 100 covers all three of its frequency ranges."""
+    """A Llama with the rotary scaling of 3.1; a context of 100 reaches all three of the scaling's frequency ranges."""
     rope = {
         "rope_type": "llama3",
         "rope_theta": 1234.0,
@@ -123,8 +123,8 @@ def make_batches(count: int, seed: int = 0) -> list[MicroBatch]:
 def packed(*batches: MicroBatch, also: Sequence[str] = (), cp: int = 1, tp: int = 1) -> MicroBatch:
     """The sequences of padded micro-batches in one row, padded at its end to a multiple of 4.
 
-    `also` names further fields [rows, width] to pack. With `cp` above 1, every sequence is padded to a multiple
-    of 2 cp, and the row to one of 2 cp tp.
+    `also` names further fields [rows, width] to pack. With `cp` above 1, every sequence is padded to a multiple of 2
+    cp, and the row to a multiple of 2 cp tp.
     """
     pieces = [(batch, row) for batch in batches for row in range(len(batch.lengths))]
     room, wide = (1, 4) if cp == 1 else (2 * cp, 2 * cp * tp)
@@ -167,7 +167,7 @@ def train(
     rates: Sequence[float],
     aggregation: str = "token-mean",
 ) -> tuple[torch.nn.Module, list[float]]:
-    """Train on each step's micro-batches as one batch; the model and the gradient norms before clipping."""
+    """Train on each step's micro-batches as one batch; returns the model, and the gradient norms before clipping."""
     model = load(path)
     optimizer = adamw(model, config)
     norms = []
@@ -182,7 +182,7 @@ def train(
 
 
 def by_sequence(model: torch.nn.Module, batches: Sequence[MicroBatch]) -> list[tuple[Tensor, int]]:
-    """(sum of losses, trained tokens) of each sequence with trained tokens, from padded rows."""
+    """(sum of losses, number of trained tokens) of each sequence that has trained tokens, from padded rows."""
     return [(loss_of(model, row), row.trained_tokens) for row in rows_of(batches) if row.trained_tokens]
 
 
@@ -209,7 +209,7 @@ def aggregated(aggregation: str, parts: Sequence[tuple[Tensor, int]]) -> Tensor:
 
 
 def loss_of(model: torch.nn.Module, batch: MicroBatch, loss: LossFunction = LOSS) -> Tensor:
-    """Sum of losses over trained tokens of padded rows, one sequence each."""
+    """Sum of the losses of trained tokens in padded rows of one sequence each."""
     logprobs, entropy = logprobs_and_entropy(model, batch.tokens)
     assert batch.old_logprobs is not None
     inputs = LossInputs(
@@ -224,12 +224,12 @@ def loss_of(model: torch.nn.Module, batch: MicroBatch, loss: LossFunction = LOSS
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Tensors by their names in a checkpoint: a tied matrix appears once, each expert separately."""
+    """Tensors by their names in a checkpoint: a tied matrix appears once, experts appear separately."""
     return by_checkpoint_names((name, parameter.detach()) for name, parameter in model.named_parameters())
 
 
 def by_checkpoint_names(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Parameters of a transformers model, or tensors of their shapes, with stacked experts split."""
+    """Parameters of a transformers model, or tensors of their shapes, by checkpoint names; experts are unstacked."""
     tensors: dict[str, Tensor] = {}
     for name, parameter in parameters:
         experts, _, kind = name.rpartition(".")

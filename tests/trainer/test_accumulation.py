@@ -20,7 +20,7 @@ FLOATS = ("advantages", "old_logprobs", "ref_logprobs")
 
 
 def _poisoned(batch: MicroBatch) -> MicroBatch:
-    """A copy with NaN in every per-token array where nothing is trained, and with other tokens in the padding."""
+    """A copy with NaN in every per-token array at untrained tokens, and with other token ids in the padding."""
     held = batch.lengths.sum() if batch.packed else batch.lengths[:, None]
     padding = np.arange(batch.tokens.shape[1])[None] >= held
     floats = {name: np.where(batch.loss_mask, getattr(batch, name), np.float32(np.nan)) for name in FLOATS}

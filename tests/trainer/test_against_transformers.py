@@ -27,7 +27,7 @@ OPTIMIZER = OptimizerConfig(
     lr=5e-3,
     decay=LrDecay.cosine,
     weight_decay=0.1,
-    # Large, so that Adam's update depends on the size of the gradient and not only on its sign.
+    # Large, so that Adam's update depends on the size of the gradient as well as its sign.
     eps=1e-2,
     clip_grad=2.0,
 )
@@ -38,13 +38,14 @@ LAYOUTS = [
     pytest.param(Layout(tp=2, ep=2, sequence_parallel=True, tied=False), "qwen3_moe", id="moe-tp2-ep2-sp"),
 ]
 MORE_LAYOUTS = {
-    # More TP ranks than the two key-value heads.
+    # The TP ranks outnumber the two key-value heads.
     "tp4": (Layout(tp=4, tied=False), "qwen3"),
     "pp3-dp2": (Layout(pp=3, dp=2, tied=False), "llama"),
     "cp4-not-distributed": (Layout(cp=4, distributed=False), "qwen2"),
     "tp2-cp2-pp2": (Layout(tp=2, cp=2, pp=2, pp_layers=(1, 2), sequence_parallel=True, recompute=True), "qwen2"),
     "moe-pp2-dp2-ep2": (Layout(pp=2, dp=2, ep=2, pp_layers=(1, 2), tied=False, recompute=True), "qwen3_moe"),
-    # One copy of the experts over all tensor and data parallel ranks, then two with context parallel ranks as well.
+    # All tensor and data parallel ranks hold one copy of the experts; with context parallel ranks as well, they hold
+    # two.
     "moe-tp2-dp2-ep4": (Layout(tp=2, dp=2, ep=4, sequence_parallel=True, distributed=False, tied=False), "qwen3_moe"),
     "moe-tp2-cp2-dp2-ep4": (Layout(tp=2, cp=2, dp=2, ep=4, sequence_parallel=True, tied=False), "qwen3_moe"),
 }
@@ -55,7 +56,7 @@ def _steps() -> list[list[MicroBatch]]:
 
 
 def _half_packed(batches: list[MicroBatch], layout: Layout) -> list[MicroBatch]:
-    """The same micro-batches, every second one packed; with context parallelism all of them."""
+    """The same micro-batches, every second one packed; with context parallelism, all are packed."""
     return [
         reference.packed(batch, cp=layout.cp, tp=layout.tp) if index % 2 or layout.cp > 1 else batch
         for index, batch in enumerate(batches)
@@ -72,8 +73,8 @@ def _in_group(group: Group, layout: Layout, model: Path) -> dict[str, Any]:
     results["applied"] = []
     for step, batches in enumerate(_steps()):
         mine = _half_packed(batches[place.dp :: place.dp_size], layout)
-        # Each step splits its batches differently over calls, which must change nothing. One batch has no trained token,
-        # so no rank has a logit to compute.
+        # Each step splits its batches differently over calls, which must change nothing. One batch has no trained
+        # token, so that no rank has a logit to compute.
         filler = layout.filler or collate([], pad_id=0, multiple_of=4, packed=bool(step % 2))
         for piece in (mine[:step], [*mine[step : step + 1], filler], mine[step + 1 :]):
             actor.accumulate(piece)
@@ -112,7 +113,7 @@ def _close(actual: Any, expected: Any, tolerance: float) -> None:
 
 
 def _of_trained(values: np.ndarray, batch: MicroBatch) -> np.ndarray:
-    """Values of the trained tokens, row by row, after asserting that all others are 0."""
+    """Return the values of trained tokens, row by row; asserts that all other values are 0."""
     assert not values[~batch.loss_mask].any()
     return values[batch.loss_mask]
 

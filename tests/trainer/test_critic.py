@@ -21,7 +21,7 @@ from tests.support.refusals import refused
 from tests.trainer import reference
 from tests.trainer.harness import Layout, local_model
 
-# Large eps, so that Adam's update depends on the size of the gradient and not only on its sign.
+# Large, so that Adam's update depends on the size of the gradient as well as its sign.
 OPTIMIZER = OptimizerConfig(lr=2e-3, weight_decay=0.1, eps=1e-2, clip_grad=4.0)
 CLIP, STEPS, PER_STEP = 0.3, 2, 4
 
@@ -36,7 +36,7 @@ LAYOUTS = [
 
 
 def _classifier(policy: Path, out: Path, labels: int = 1) -> Path:
-    """A classifier of the policy's transformer with a random head and bias."""
+    """A token classifier on the policy's transformer, with a random head and bias."""
     model = AutoModelForTokenClassification.from_pretrained(policy, num_labels=labels, dtype=torch.float32)
     torch.manual_seed(11)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def _train(critic: Critic, step: int, layout: Layout = ONE_RANK) -> list[Any]:
 
 
 def _probe(layout: Layout) -> list[MicroBatch]:
-    """A micro-batch of the first step, two more in one row, and one without trained tokens."""
+    """One micro-batch of the first step, two others packed in one row, and one without trained tokens."""
     first, *others = _steps()[0][:3]
     if layout.cp > 1:
         first = _packed(first, layout=layout)
@@ -93,7 +93,7 @@ def _in_group(group: Group, layout: Layout, model: Path, checkpoint: Path) -> di
     critic.finish_save()
     results["steps"].append(_train(critic, 1, layout))
     results["after"] = critic.compute(_probe(layout))
-    # Resume under another layout: one stage, one copy per rank.
+    # Resume under another layout: one pipeline stage, and a whole copy on each rank.
     critic = _critic(group, model)
     critic.load(checkpoint)
     _train(critic, 1)
@@ -101,7 +101,7 @@ def _in_group(group: Group, layout: Layout, model: Path, checkpoint: Path) -> di
 
 
 def _values(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
-    """Values [rows, width] of padded rows by transformers, each from the state before its token."""
+    """Values [rows, width] of padded rows by transformers, each computed from the state before its token."""
     scores = model.eval()(torch.tensor(batch.tokens)).logits[..., 0]
     return torch.nn.functional.pad(scores[:, :-1], (1, 0))
 
@@ -126,7 +126,7 @@ def _reference_steps(model: torch.nn.Module) -> list[float]:
 
 
 def _assert_values(found: list[np.ndarray], model: torch.nn.Module, tolerance: float, layout: Layout) -> np.ndarray:
-    """Compare the results of `_in_group` for its probe with `model`; returns the expected values."""
+    """Compare the probe's values, as returned by `_in_group`, with those of `model`; returns the expected values."""
     with torch.no_grad():
         expected = [_values(model, batch).numpy()[batch.loss_mask] for batch in _steps()[0][:3]]
     numbers = expected[0], np.concatenate(expected[1:]), np.zeros(0, np.float32)

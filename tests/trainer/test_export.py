@@ -1,4 +1,4 @@
-"""Tests of the weight export: the smallest buckets, reused memory, and pipeline stages that send their own parts."""
+"""Tests of the weight export: the smallest buckets, reused memory, and pipeline stages that each send their part."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _in_process(group: Group, model: Path, other: Path) -> None:
     probe = reference.make_batches(2, seed=3)
     worker = LogProbWorker(group.meet(), local_model(model), ParallelConfig(), 0.7, seed=1)
     worker.begin_update()
-    # Query, key and value arrive in separate buckets, and all buckets use the same memory in turn.
+    # Query, key and value arrive in separate buckets, which all use the same memory in turn.
     memory = np.empty(smallest, dtype=np.uint8)
     tensors = reference.named_tensors(reference.load(other))
     single = list(pack(tensors.items(), bucket_bytes=1))
@@ -73,7 +73,7 @@ def _every_stage_sends(group: Group, models: list[Path], folder: Path) -> None:
         found, checksums = {}, {}
         pids = set()
         while True:
-            # Like the driver, ask for the next before the last is read.
+            # Like the driver, ask for the next handle before the last one is read.
             handle = actor.next_handle(taken)
             done = [handle is None]
             dist.broadcast_object_list(done, src=0)

@@ -75,7 +75,7 @@ def test_logits_of_every_family_equal_transformers(tmp_path: Path) -> None:
 
 
 def _expected(path: Path) -> Tensor:
-    """Logits by transformers at the position before each target, row by row."""
+    """Logits that transformers computes at the position before each target, row by row."""
     with torch.no_grad():
         return reference.load(path)(torch.tensor(_batch().tokens)).logits[:, :-1].flatten(0, 1)
 

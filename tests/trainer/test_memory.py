@@ -67,25 +67,25 @@ KL: dict[str, dict[str, Any]] = {
     "whole, average": {"kl_estimator": FULL_KL[1], "ref_policy_ema_tau": 0.9},
     "sampled, average": {"ref_policy_ema_tau": 0.9},
 }
-"""The algorithm's settings for the `kl` of a case."""
+"""Kind of KL term -> settings of the algorithm."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step to measure."""
+    """Training step whose memory is measured."""
 
     layout: Layout = PLAIN
     shape: str = "dense"
     group: str = "actor"
     packed: bool = True
     targets: float = 0.5
-    """Share of a sequence that is trained, at its end."""
+    """Share of trained tokens in a sequence; they are at its end."""
     micro_batches: int = 1
     dtype: schema.Dtype = schema.Dtype.float32
     kl: str = "sampled"
 
     def config(self, path: Path) -> schema.RunConfig:
-        """A run whose measured group has the ranks from 0 on to itself."""
+        """Config of a run whose measured group has the first ranks to itself."""
         layout = self.layout
         packing = schema.Packing.packed if self.packed else schema.Packing.padded
         optimizer = schema.OptimizerConfig(distributed=layout.distributed)
@@ -154,7 +154,7 @@ def test_memory_estimate_of_local_layers_on_a_gpu_follows_their_kernels(fusions:
 
 
 def _measure(group: Group, folder: Path, case: Case) -> None:
-    """Run the step once to warm up and once under the meter, and compare."""
+    """Run the step once to warm up and once under the meter; compare the measured memory with the estimate."""
     config, batch = case.config(folder), _batch(case)
     worker = WORKERS[case.group].from_config(config, group.meet())
     batches = [batch] * case.micro_batches
@@ -171,7 +171,7 @@ def _measure(group: Group, folder: Path, case: Case) -> None:
         batch.trained_tokens,
         int(batch.lengths.max()) if case.packed else batch.tokens.shape[1],
         case.micro_batches,
-        # Recomputed layers are there one at a time.
+        # Only one recomputed layer is in memory at a time.
         (max(routed) if case.layout.recompute else sum(routed) // len(routed)) if routed else None,
     )
     estimate = stage_memory(StageRank(config, read_architecture(config.model.path), case.group, worker.coords.pp, load))
@@ -179,7 +179,7 @@ def _measure(group: Group, folder: Path, case: Case) -> None:
 
 
 def _unmetered(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` outside of the meter: it makes a tensor subclass, which torch does not allow in a dispatch mode."""
+    """Return `function` outside the meter: it makes a tensor subclass, which torch refuses in a dispatch mode."""
 
     def called(*arguments: Any) -> Any:
         with _disable_current_modes():
@@ -192,7 +192,7 @@ def _check(estimate: GroupMemory, always: int, peak: int) -> None:
     constant = sum(estimate.parts.get(part, 0.0) for part in ALWAYS)
     assert constant == pytest.approx(always, rel=0.01)
     assert estimate.total == pytest.approx(peak, rel=TOLERANCE)
-    # Weights and optimiser must not hide an error in the transient part.
+    # Without the constant part, whose size would hide an error in the transient part.
     assert estimate.total - constant == pytest.approx(peak - always, rel=TOLERANCE)
 
 
@@ -208,7 +208,7 @@ def _step(worker: Learner | LogProbWorker, batches: Sequence[MicroBatch]) -> Non
 
 
 def _count_routed(worker: Learner | LogProbWorker) -> list[int]:
-    """A list that collects the tokens routed to the experts of each layer from now on."""
+    """Return a list that collects, from now on, the number of tokens routed to the experts of each layer."""
     counts: list[int] = []
     model = worker._policy if isinstance(worker, LogProbWorker) else worker._model
     for name, module in model.module.named_modules():

@@ -1,4 +1,4 @@
-"""Tests of offloading: memory is released, comes back bit for bit, and is refused to callers in between."""
+"""Tests of offloading: memory is released, comes back bit for bit, and cannot be used in between."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_offloaded_bytes_come_back_and_views_stay_views(tmp_path: Path) -> None:
     # Random bytes include all kinds of NaN, which a copy by value could change.
     flat = torch.randint(0, 256, (MIB,), dtype=torch.uint8).view(torch.bfloat16)
     front, back = flat[:1000].view(10, 100), flat[1000:200_000]
-    pages = flat.view(torch.uint8).numpy()  # torch does not resize a storage after this
+    pages = flat.view(torch.uint8).numpy()  # from now on, torch cannot resize the storage
     alone, zeros = torch.randn(3333, 3), torch.zeros(5000)
     before = raw(flat), raw(alone)
     memory = Offload("The test", lambda: (front, alone, flat, back), lambda: (zeros[10:], zeros, back))
@@ -55,7 +55,7 @@ def test_offloaded_bytes_come_back_and_views_stay_views(tmp_path: Path) -> None:
     assert list((tmp_path / "made").iterdir()) == [], "the file must be unlinked"
     assert int((pages != 0).sum()) < 2 * 4096, "all pages but the ends are released"
     for tensor in (flat, alone, zeros):
-        tensor.fill_(1)  # must be overwritten
+        tensor.fill_(1)  # `restore` must overwrite this
     there = memory.restore()
     assert there.bytes == away.bytes
     assert memory.restore().bytes == 0, "it is restored already"
@@ -113,7 +113,7 @@ def test_failed_restore_can_be_repeated(tmp_path: Path) -> None:
 def test_storages_are_kept_in_host_blocks_of_any_size(sizes: list[int], block: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     host = HostBlocks(block)
-    for _ in range(2):  # the second time reuses the blocks
+    for _ in range(2):  # the second round reuses the blocks
         values = [random.integers(0, 256, size, dtype=np.uint8) for size in sizes]
         tensors = [torch.tensor(value) for value in values]
         views, zeros = [tensor[1:] for tensor in tensors], torch.zeros(7)
@@ -147,7 +147,7 @@ def test_offloading_frees_gpu_memory(tmp_path: Path) -> None:
 
 
 def _train(actor: Actor, step: int) -> dict[str, Tensor]:
-    """Weights and gradient norm after one step."""
+    """Train one step; returns the weights and the gradient norm."""
     actor.accumulate(STEPS[step][actor.coords.dp :: actor.coords.dp_size])
     norm = actor.apply().grad_norm
     return {**weights_of(actor), "norm": torch.tensor(norm)}
@@ -161,7 +161,7 @@ def _offload_and_restore(actor: Actor) -> None:
 def _trained_with_and_without_offloading(
     group: Group, model: Path, out: Path, parallel: ParallelConfig, distributed: bool, dtype: Dtype
 ) -> tuple[list[Any], list[Any]]:
-    """Weights after each step without offloading, and with it."""
+    """Weights after each step, without offloading and with it."""
     optimizer = replace(OPTIMIZER, distributed=distributed)
     new = partial(make_actor, group, model, parallel, optimizer, dtype=dtype, scratch=out / "scratch")
     actor = new()
@@ -169,7 +169,7 @@ def _trained_with_and_without_offloading(
     plain = [_train(actor, step) for step in range(3)]
 
     actor = new()
-    _offload_and_restore(actor)  # before Adam has any state
+    _offload_and_restore(actor)  # when Adam has no state yet
     actor.load_hf(model)
     offloaded = [_train(actor, 0)]
     _offload_and_restore(actor)

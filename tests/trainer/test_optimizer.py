@@ -17,7 +17,7 @@ from tests.trainer import reference
 from tests.trainer.harness import Layout, make_actor, weights_of
 
 SMALL_BUCKET = 4000
-"""Numbers in a bucket, so that a small model has several."""
+"""Numbers per bucket, few enough that a small model has several buckets."""
 STEPS = 2
 # Without momentum and with a large epsilon, an Adam step is nearly the gradient.
 PLAIN = OptimizerConfig(lr=0.3, beta1=0.0, beta2=0.0, eps=1.0, clip_grad=1e9, weight_decay=0.0)
@@ -30,7 +30,7 @@ WAYS = {
 
 
 def _trained(group: Group, layout: Layout, model: Path, way: OptimizerConfig, marked: bool) -> dict[str, Any]:
-    """Results of `STEPS` steps of several calls each; with `marked` the last call of a step is marked as such."""
+    """Results of `STEPS` steps of several calls each; with `marked`, the last call of a step says that it is last."""
     actor = make_actor(group, model, layout.parallel, way, recompute=layout.recompute)
     actor.load_hf(model)
     wrapped = actor._wrapped
@@ -73,11 +73,11 @@ def test_overlapped_communication_changes_no_step(layout: Layout, tmp_path: Path
         assert found["norms"] == pytest.approx(plain["norms"], rel=1e-5), way
         for key, tensor in plain["weights"].items():
             torch.testing.assert_close(found["weights"][key], tensor, rtol=1e-5, atol=1e-6, msg=f"{way} {key}")
-    # Sums are in flight after a step's last call, from the second step on: Megatron learns the order in the first.
+    # After the last call of a step, sums are in flight, but not in the first step: Megatron learns the order from it.
     for way, found in [item for rank in ranks for item in rank.items()]:
         overlaps = way not in ("plain", "unmarked")
         assert found["in_flight"] == [0] * 5 + [found["buckets"] if overlaps else 0], way
-    # Megatron puts the gradients of each later stage in one bucket.
+    # On later pipeline stages, Megatron puts all gradients in one bucket.
     assert ranks[0]["sums"]["buckets"] > 1
 
 

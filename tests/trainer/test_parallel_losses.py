@@ -31,10 +31,10 @@ from tests.trainer import reference
 from tests.trainer.harness import digest_of, local_model, weights_of
 from tests.trainer.one_process import LOSS_LENGTH, SAMPLES, Expected, OneProcess, Policies, flat
 
-# Without momentum a step is gradient / (|gradient| + 1), from which the gradient follows.
+# Without momentum a step is gradient / (|gradient| + 1), from which the gradient can be computed.
 OPTIMIZER = OptimizerConfig(lr=1.0, beta1=0.0, beta2=0.0, eps=1.0, clip_grad=1e9, weight_decay=0.0)
 CALLS = (slice(0, 6), slice(6, 10), slice(10, None))
-"""Samples of each call of `accumulate`; the last call has one sample for two ranks."""
+"""Samples of each call of `accumulate`; in the last call, one of the two ranks has no sample."""
 
 
 @dataclass(frozen=True)
@@ -83,16 +83,16 @@ CASES = {
     "reverse-top-weighted": replace(DUAL, kl_estimator=REVERSE, kl_topk_tokens=12, **WEIGHTED),
     "forward-top-upstream": replace(DUAL, kl_estimator=FORWARD, kl_topk_tokens=12, kl_topk_tail=KlTail.upstream),
 }
-"""Each loss, each aggregation and each kind of KL term."""
+"""Settings that cover each loss, each aggregation and each kind of KL term."""
 
 
 class _Actor(Actor):
-    """An actor whose objective can be replaced, so that it is built once."""
+    """An actor that is built once and then trained with one objective after another."""
 
     _held: ReferencePolicy | None = None
 
     def replace_objective(self, objective: Objective) -> None:
-        """Train another objective, with the first one's reference if it needs one."""
+        """Train another objective; if it needs a reference policy, use that of the first objective."""
         self._objective = objective
         self._held = self._reference or self._held
         self._reference = None if objective.reference is None else self._held
@@ -104,7 +104,7 @@ def _objective_of(algorithm: AlgorithmConfig) -> Objective:
 
 
 Result = tuple[OptimizerStep, list[dict[str, float]], dict[str, Tensor]]
-"""The answer of `apply`, statistics, and weights after one step."""
+"""(answer of `apply`, statistics, weights after one step)."""
 
 
 def _in_group(group: Group, policies: Policies, run: Run) -> dict[str, Result]:
@@ -120,7 +120,7 @@ def _in_group(group: Group, policies: Policies, run: Run) -> dict[str, Result]:
 
 
 def _scored(group: Group, policies: Policies, run: Run) -> dict[bool, list[Sample]]:
-    """The samples by direction of the KL term (forward or not), with log-probs of both policies and picked tokens."""
+    """Return the samples for the forward (True) and the reverse KL, with both policies' log-probs and picked tokens."""
     fixed = ReferencePlan(tau=1.0, update_period=1, reset_period=None)
     model = local_model(policies.reference)
     worker = LogProbWorker(group.meet(), model, run.scored, reference.TEMPERATURE, 1, fixed)
@@ -157,7 +157,7 @@ Worlds = Callable[[str], tuple[Policies, OneProcess]]
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
-    """Makes the policies of a family and the one process that has them, once per family."""
+    """Function from a family to its policies and their losses in one process; each family is made once."""
 
     @functools.cache
     def world(family: str) -> tuple[Policies, OneProcess]:
@@ -182,7 +182,7 @@ def test_loss_and_gradient_equal_those_of_one_process(layout: str, worlds: World
 def _check(case: str, expected: Expected, ranks: list[Result], before: dict[str, Tensor]) -> None:
     figures = reduce_stats([part for _, stats, _ in ranks for part in stats if part])
     compared = {name: figures[name] for name in expected.figures}
-    # The means cancel over log-probs of about 5 nats, so their error is several units of the last place of those.
+    # Log-probs of about 5 nats cancel in the means, so the errors are several units in the last place of a log-prob.
     assert compared == pytest.approx(expected.figures, rel=2e-5, abs=5e-6), case
     applied, _, weights = ranks[0]
     assert applied.divisor == expected.divisor, case

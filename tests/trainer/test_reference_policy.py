@@ -1,4 +1,4 @@
-"""Tests of the reference policy against a float64 loop, on parallel layouts and over saves."""
+"""Tests of the reference policy: against a float64 loop, on parallel layouts, and saved and resumed."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ LAYOUTS = {
     "dp2": (ONE, 2),
     "tp2 pp2": (ParallelConfig(tp=2, pp=2, pp_layers=[1, 2]), 4),
 }
-"""Layout and number of processes."""
+"""(layout, number of processes) by name."""
 AVERAGE = ReferencePlan(tau=0.9, update_period=2, reset_period=None)
 FIXED = replace(AVERAGE, tau=1.0)
 
 
 def policy(model: str, version: int, dtype: Dtype, drift: float = 0.02) -> dict[str, Tensor]:
-    """Weights of a policy version; each version is a different distance along one direction."""
+    """Weights of a policy version; each version lies at a different distance along the same direction."""
     reader = HfReader(model)
     generator = torch.Generator().manual_seed(1)
     found = {}
@@ -47,7 +47,7 @@ def policy(model: str, version: int, dtype: Dtype, drift: float = 0.02) -> dict[
 
 
 def averaged(model: str, dtype: Dtype, plan: ReferencePlan, versions: int, drift: float) -> dict[str, Tensor]:
-    """The reference after `versions` in float64, by the plan's rules."""
+    """The reference policy in float64 after this many versions, by the rules of the plan."""
     held = {name: tensor.double() for name, tensor in policy(model, 0, dtype, drift).items()}
     for version in range(1, versions + 1):
         new = policy(model, version, dtype, drift)
@@ -59,7 +59,7 @@ def averaged(model: str, dtype: Dtype, plan: ReferencePlan, versions: int, drift
 
 
 class SelfUpdatingWorker(LogProbWorker):
-    """A log-prob worker that updates itself to made-up versions of the policy."""
+    """A log-prob worker that updates itself to versions made by `policy`."""
 
     def __init__(
         self,
@@ -89,11 +89,11 @@ class SelfUpdatingWorker(LogProbWorker):
         self.finish_save()
 
     def exported(self) -> dict[str, np.ndarray]:
-        """Every exported tensor as float32, on rank 0."""
+        """Exported tensors in float32; empty on ranks other than 0."""
         return {name: tensor.float().numpy() for name, tensor in weights_of(self).items()}
 
     def convert(self, checkpoint: str, out: str) -> None:
-        """Leave the process group and convert; no other call may follow."""
+        """Leave the process group and convert the checkpoint; no other call may follow."""
         mesh.stop()
         megatron_to_hf(checkpoint, out, self._path, processes=1)
 
@@ -104,7 +104,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 async def start(layout: str, model: str, *more: Any) -> HostedGroup:
-    """A group of `SelfUpdatingWorker` workers."""
     parallel, world = LAYOUTS[layout]
     group = HostedGroup("bench", pool(world))
     _, port = await group.free_address(60)
@@ -133,7 +132,7 @@ async def test_bfloat16_average_accumulates_steps_below_its_rounding(model: str)
     for name, tensor in exact.items():
         equal += int((found[name] == tensor.bfloat16().float()).sum())
         count += tensor.numel()
-        # Only exact values near the middle of two bfloat16 numbers may be rounded the other way.
+        # Only values near the middle between two bfloat16 numbers may be rounded the other way.
         torch.testing.assert_close(found[name].double(), tensor, rtol=2**-8, atol=0, msg=name)
     assert equal > 0.999 * count
 
@@ -160,7 +159,7 @@ async def test_reference_resumes_under_another_layout(
     group = await start(other, model, AVERAGE, dtype)
     assert await group.call("load", folder) == [False] * LAYOUTS[other][1]
     assert same(saved, await reference_of(group))
-    # A resumed run first sends the weights of a version that the reference has followed already.
+    # A resumed run first sends the weights of a version that the reference already includes.
     await group.call("updates", 4, 4, drift)
     await group.call("offload", str(tmp_path))
     await group.call("restore")
@@ -168,7 +167,7 @@ async def test_reference_resumes_under_another_layout(
     await group.call("updates", 6, 8, drift)
     assert same(uninterrupted, await reference_of(group)), "the master weights must be saved unrounded"
 
-    # A fixed reference loads the weights, and the checkpoint converts like any model.
+    # A fixed reference loads the weights, and the checkpoint can be converted like any other.
     group = await start("one", model, FIXED, dtype)
     await group.call("load", folder)
     assert same(saved, await reference_of(group))

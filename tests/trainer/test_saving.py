@@ -1,4 +1,4 @@
-"""Tests of saving and resuming: the state at the start of a save, whole or absent checkpoints, refused damage."""
+"""Tests of saving and resuming: the state when a save begins, whole or absent checkpoints, refused damage."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WRITTEN_FILES = ("__1_0.distcp", ".complete.json.partial")
 
 
 class ObservedActor(Actor):
-    """An actor whose saves can be delayed and observed."""
+    """An actor whose saves tests can delay and observe."""
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class ObservedActor(Actor):
             self.end_step(step + 1)
 
     def weights(self) -> dict[str, np.ndarray]:
-        """Exported weights as float32, on rank 0."""
+        """Exported weights in float32; empty on ranks other than 0."""
         return {name: tensor.float().numpy() for name, tensor in weights_of(self).items()}
 
     def reference_is_half_way(self) -> bool:
-        """Tell if the reference is the mean of the first and the current weights."""
+        """Tell if the reference's weights are the mean of the first and the current ones."""
         assert self._reference is not None
         weights = zip(self._matrices(self._reference.model), self._initial, self._matrices(self._policy), strict=True)
         return all(torch.allclose(found, (old + new) / 2, rtol=0, atol=1e-6) for found, old, new in weights)
@@ -87,7 +87,7 @@ class ObservedActor(Actor):
         return [parameter.detach() for parameter in model.module.parameters()]
 
     def hold(self) -> None:
-        """Block the writer until `go_on`."""
+        """Block the writer until `go_on` is called."""
         self._writer._thread.submit(self._go_on.wait)
 
     def go_on(self) -> None:
@@ -102,16 +102,16 @@ class ObservedActor(Actor):
         self.finish_save()
 
     def keeps_a_copy(self) -> bool:
-        """Tell if the copy of the last save is still in memory after the writer has finished."""
+        """Tell if the copy made by the last save is still in memory after the writer has finished."""
         self._writer._thread.submit(int).result()
         return self._copy() is not None
 
     def load_weights(self, folder: str) -> None:
-        """Load only the model's weights, like a conversion."""
+        """Load only the model's weights, as a conversion does."""
         self._model.load_checkpoint(folder)
 
     def fails(self, method: str, *args: Any) -> tuple[str, str]:
-        """Class and message of the error that a call raises; empty if it raises none."""
+        """Class and message of the error that a call raises; two empty texts if it raises none."""
         try:
             getattr(self, method)(*args)
         except (UserError, RunError) as error:
@@ -149,7 +149,7 @@ def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
 
 
 async def test_checkpoint_holds_the_state_at_the_start_of_the_save(model: str, tmp_path: Path) -> None:
-    """Runs that save, that do not save, and that resume from the save end with the same weights."""
+    """A run that saves, a run that does not, and a run that resumes from the save end with the same weights."""
     folder = str(tmp_path / "saved")
     group = await start(model, DP2, True)
     await group.call("train", 0, 1, 2)
@@ -172,7 +172,7 @@ async def test_checkpoint_holds_the_state_at_the_start_of_the_save(model: str, t
     assert await group.call("saving") == [False, False]
     assert is_complete(folder)
     assert same(await weights_in(group), undisturbed)
-    # Each process must write its share.
+    # Each process must write a share of about the same size.
     assert all(one.bytes > 0.3 * written[0].bytes for one in written)
 
     group = await start(model, DP2, True)
@@ -242,7 +242,7 @@ async def test_full_disk_is_reported_on_all_ranks_and_leaves_no_complete_checkpo
         full.mkdir()
         (full / name).symlink_to("/dev/full")
         await group.call("begin", str(full))
-        # The next save, or `finish_save`, raises the error of the previous save.
+        # The next `begin_save` or `finish_save` raises the error of the previous save.
         for kind, message in await group.call(
             "fails", *(("begin", str(tmp_path / "other")) if number else ("finish_save",))
         ):
@@ -276,7 +276,7 @@ async def test_kill_during_a_save_leaves_no_checkpoint_and_the_previous_one_inta
         with fresh(2) as killed:
             saving = await start(model, hosts=killed)
             saving.begin("save", str(after))
-            # The pipe opens when a process starts to write that file.
+            # Opening the pipe returns when a process starts to write that file.
             with (after / name).open("rb"):
                 for host in killed:
                     host.kill()
@@ -309,7 +309,7 @@ async def test_damaged_checkpoint_is_refused_by_its_file(model: str, tmp_path: P
         shutil.copytree(whole, damaged)
         damage(damaged / name)
         of_first, (kind, message) = await group.call("fails", "load", str(damaged))
-        # Each rank reads only its own generators.
+        # Each rank reads only its own random generators.
         assert of_first == (("", "") if name == "rng_00001.npz" else (kind, message))
         assert kind == "UserError"
         assert str(damaged / name) in message or (name == "complete.json" and str(damaged) in message)

@@ -1,4 +1,4 @@
-"""Tests of the setup of a Megatron process: kernels, Megatron-core without CUDA, and places in the mesh."""
+"""Tests of the setup of a Megatron process: kernels, Megatron-core without CUDA, and ranks in the mesh."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_fp8_needs_transformer_engine_layers() -> None:
     model = ModelConfig("model", fp8=True)
     assert "fp8" not in kernel_settings(replace(model, fp8=False), Layers.te, TE)
     assert kernel_settings(model, Layers.te, TE)["fp8"] == "hybrid"
-    # Without it the first micro-batch overwrites fused gradients, and copies of weights stay in memory when offloaded.
+    # Otherwise the first micro-batch overwrites fused gradients, and offloading leaves copies of weights in memory.
     assert kernel_settings(model, Layers.te, replace(TE, apex=True))["disable_parameter_transpose_cache"]
     for here in (TE, NOTHING):
         with refused("conflict", "model.fp8"):
@@ -115,5 +115,5 @@ def test_ranks_vary_by_tensor_then_context_then_data_then_pipeline() -> None:
 def test_experts_are_spread_over_neighbouring_ranks_of_a_stage() -> None:
     places = [mesh_coordinates(rank, 12, ParallelConfig(tp=2, pp=2, ep=3)) for rank in range(12)]
     assert [place.ep for place in places] == [0, 1, 2] * 4
-    # Ranks 0 to 2 hold one copy of all experts, ranks 0 and 1 one copy of everything else.
+    # Ranks 0 to 2 together hold all experts once, ranks 0 and 1 everything else.
     assert [place.rank for place in places if place.exports] == [0, 1, 2, 6, 7, 8]

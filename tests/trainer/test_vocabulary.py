@@ -31,11 +31,11 @@ Results = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """Logits of two models, their shards and the chunks to process."""
+    """Logits of two models, and how they are sharded and cut into chunks."""
 
     vocab: int
     columns: int
-    """Columns per rank; those beyond the vocabulary are padding."""
+    """Number of columns per rank; columns beyond the vocabulary are padding."""
     count: int = 37
     k: int = 5
     temperature: float = 0.7
@@ -62,7 +62,7 @@ class Case:
 
 CASES = [
     Case(vocab=23, columns=16),
-    # The second rank has only padding.
+    # All columns of the second rank are padding.
     Case(vocab=9, columns=9, k=9, chunk_rows=1, temperature=1.3),
     Case(vocab=31, columns=16, k=1, dtype=torch.bfloat16),
     Case(vocab=30, columns=16, k=6, ties=True),
@@ -71,7 +71,7 @@ CASES = [
 
 
 def everything(case: Case, shard: VocabShard) -> Results:
-    """Every value, and under `d <name>` the gradient of its weighted sum by the local columns."""
+    """Return every value and, as `d <name>`, the gradient of its weighted sum with respect to the local columns."""
     part = slice(shard.start, shard.start + case.columns) if shard.group is not None else slice(None)
     logits, reference = (tensor[:, part].clone() for tensor in case.tensors())
     logits.requires_grad_()
@@ -93,7 +93,7 @@ def everything(case: Case, shard: VocabShard) -> Results:
     keep("entropy", entropy)
     for name, model in (("policy", logits), ("reference", reference)):
         results[f"{name} tokens"], results[f"{name} top"] = top_tokens(model, shard, case.temperature, case.k)
-    # The repeated target must count twice.
+    # The target is repeated, and must count twice.
     asked = torch.cat([targets[:, None], targets[:, None], results["reference tokens"]], dim=1)
     keep("at", logprobs_at(logits, asked.int(), shard, case.temperature))
     for estimator in DIRECTIONS:
@@ -136,7 +136,7 @@ def sharded(group: Group) -> list[Results]:
 
 
 def joined(parts: Sequence[Results]) -> Results:
-    """Values, which all ranks must share, and gradients concatenated over ranks."""
+    """Return the values, which all ranks must share, and the gradients, which are concatenated over the ranks."""
     for part in parts:
         for name, values in part.items():
             assert name.startswith("d ") or torch.equal(values, parts[0][name]), f"ranks differ in {name}"
@@ -147,7 +147,7 @@ def joined(parts: Sequence[Results]) -> Results:
 
 
 def dense(case: Case, picks: Results) -> Results:
-    """Expected results; ties between picked tokens are broken as in `picks`."""
+    """Return the expected results; ties between picked tokens are broken as in `picks`."""
     targets, weights, old, ref = case.rows()
     weights = weights.double()
     whole, reference = (tensor.double() for tensor in case.tensors())
@@ -216,7 +216,7 @@ def test_no_float32_copy_of_all_logits_is_made(monkeypatch: pytest.MonkeyPatch) 
         with MemoryMeter([logits, ref_logits]) as meter:
             before = meter.alive
             torch.autograd.grad(function(), logits)
-        # The gradient takes as much as the bfloat16 logits, a copy in float32 would take twice that.
+        # The gradient is as large as the bfloat16 logits; a float32 copy of them would be twice as large.
         assert meter.peak - before < 1.5 * logits.nbytes, name
 
 

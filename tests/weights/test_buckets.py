@@ -51,7 +51,7 @@ def test_unpacking_undoes_packing_in_host_memory_and_on_a_device(
     in_host = list(pack(tensors, bucket_bytes))
     for bucket in in_host:
         assert len(bucket.data) <= bucket_bytes or len(bucket.records) == 1
-        # Shared memory of another process is read-only.
+        # Memory that another process shares is read-only.
         bucket.in_host.flags.writeable = False
     for buckets in (in_host, [pack_into(torch.empty(30_000, dtype=torch.uint8), tensors)]):
         arrived = [(record, tensor) for bucket in buckets for record, tensor in unpack(bucket)]
@@ -63,7 +63,7 @@ def test_unpacking_undoes_packing_in_host_memory_and_on_a_device(
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 def test_flipped_bit_is_detected_and_its_tensor_named(on_device: bool) -> None:
-    """On a device, before the first tensor is returned."""
+    """The error in a bucket on a device comes before the first tensor is returned."""
     (bucket,) = pack(some_tensors(1)[0], 10**6)
     if on_device:
         bucket = pack_into(torch.empty(50_000, dtype=torch.uint8), some_tensors(1)[0])
@@ -115,7 +115,7 @@ def test_checksum_is_the_hash_of_the_hashes_of_4_mib_pieces() -> None:
 
 
 def hash_in_whole_numbers(data: bytes) -> bytes:
-    """The hash by its definition: a sum of SplitMix64 outputs over the words, each offset by its place."""
+    """Compute the hash by its definition: a sum of SplitMix64 outputs over the words, each offset by its position."""
     every = (1 << 64) - 1
     whole = data + bytes(-len(data) % 8)
     total = 0
@@ -161,7 +161,7 @@ def test_largest_tensor_bytes_is_the_smallest_bucket_that_holds_every_parameter(
         parts = [(name, torch.empty(shape, dtype=getattr(torch, dtype))) for name, shape in shapes]
         pack_into(room, parts)
         try:
-            # Sizes are rounded up to 64 bytes, so take away one such unit.
+            # Sizes are rounded up to multiples of 64 bytes, so take away 64.
             pack_into(room[: size - 64], parts)
         except BucketFullError:
             full += 1

@@ -52,16 +52,16 @@ PUBLISHED = {
     "Qwen3-0.6B": (QWEN3_0_6B, 596_049_920),
     "Qwen3-30B-A3B": (QWEN3_30B_A3B, 30_532_122_624),
 }
-"""The config.json that these models publish, and their number of parameters."""
+"""Model -> (its published config.json, its number of parameters)."""
 NEEDED = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("max_position_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
 }
-"""Required keys, for which transformers has only the sizes of an arbitrary model as defaults."""
+"""Required keys; the defaults of transformers for them are the sizes of some arbitrary model."""
 
 
 def of_transformers(config: PretrainedConfig) -> dict[str, Any]:
-    """Sizes and choices of the model that transformers builds from a config, by the names of our fields."""
+    """Sizes and choices of the model that transformers builds from a config, by the field names of `Architecture`."""
     rope = config.rope_parameters
     moe = config.model_type == "qwen3_moe"
     return {
@@ -85,7 +85,7 @@ def of_transformers(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def ours(config: Any, names: dict[str, Any]) -> dict[str, Any]:
-    """Fields `names` of the architecture that rlsys reads from a config."""
+    """The fields in `names` of the architecture that rlsys reads from a config."""
     architecture = architecture_of(config)
     return {name: getattr(architecture, name) for name in names}
 
@@ -96,7 +96,7 @@ def written(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def mapped(weights: WeightMap) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors by the weight map."""
+    """Names and shapes of a model's tensors in the weight map."""
     entries = weights.entries()
     return {hf: shape for entry in entries for hf, shape in zip(entry.hf, entry.rule.shapes, strict=True)}
 
@@ -191,7 +191,7 @@ only:
 
 
 def test_new_family_needs_only_one_file(tmp_path: Path) -> None:
-    """A family that rlsys does not have matches a model of transformers."""
+    """One YAML file adds a family that rlsys lacks (Mistral); its weight map matches the tensors of transformers."""
     families, model = tmp_path / "families", tmp_path / "model"
     families.mkdir()
     sizes: Any = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2}

@@ -60,7 +60,7 @@ def test_sharded_model_of_transformers_is_read(tmp_path: Path) -> None:
 def test_files_are_exchanged_with_the_safetensors_library(
     contents: dict[str, tuple[torch.dtype, tuple[int, ...]]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Dtypes come in any order, so that some tensors are not aligned."""
+    """Dtypes come in any order, so that some tensors are unaligned."""
     path = tmp_path_factory.mktemp("any") / SINGLE
     tensors = {name: of_dtype(dtype, *shape) for name, (dtype, shape) in contents.items()}
     specs = [spec_of(*item) for item in tensors.items()]
@@ -136,7 +136,7 @@ def _index(content: object) -> Callable[[Path], object]:
 
 
 def _beside_an_index(folder: Path) -> None:
-    """transformers reads the single file, other programs read those of the index."""
+    """Add a single file with other tensors: transformers reads this file, other programs those of the index."""
     _index({"weight_map": {"b": "part.safetensors"}})(folder)
     save_file({"a": torch.zeros(1)}, folder / SINGLE)
 
@@ -219,7 +219,7 @@ def test_stacked_experts_are_read_one_by_one(tmp_path: Path) -> None:
 
 
 def test_too_many_stacked_experts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each expert takes a few bytes on disk and hundreds in memory."""
+    """An expert takes a few bytes on disk, but hundreds in memory."""
     monkeypatch.setattr(hf_io, "_MAX_TENSORS", 100)
     for experts in (50, 51):
         stack = {"layers.0.experts.gate_up_proj": torch.zeros(experts, 2, 1, dtype=torch.uint8)}

@@ -1,6 +1,6 @@
 """Tests of the weight transports: exact delivery to several receivers, killed, missing and hanging members, memory.
 
-Memory that torch shares stands for GPU memory.
+Memory that torch shares between processes stands in for GPU memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ BUCKETS = some_tensors(1)
 
 @contextmanager
 def receivers_of(sending: TransportSpec, threads: ThreadPoolExecutor) -> Iterator[list[Receiver]]:
-    """Open all receivers at once, as those of a broadcast wait for each other and for the sender."""
+    """Open all receivers at once, because those of a broadcast wait for the other receivers and for the sender."""
     ranks = range(1, len(sending.members))
     receivers = list(threads.map(lambda rank: receiver_of(replace(sending, rank=rank)), ranks))
     yield receivers
@@ -64,11 +64,11 @@ def receivers_of(sending: TransportSpec, threads: ThreadPoolExecutor) -> Iterato
 
 @contextmanager
 def opened(sending: TransportSpec, threads: ThreadPoolExecutor) -> Iterator[tuple[Sender, list[Receiver]]]:
-    """Open all ends in this process."""
+    """Open the sender and all receivers in this process."""
     opening = threads.submit(sender_of, sending)
     with receivers_of(sending, threads) as receivers:
         yield opening.result(), receivers
-    # Close the sender last: it waits for open receivers that take nothing.
+    # Close the sender last, because it waits for open receivers.
     opening.result().close()
 
 
@@ -83,7 +83,7 @@ def bits(tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
 
 
 def received(receiver: Receiver, handle: BucketHandle) -> dict[str, Any]:
-    """Receive the bits of every tensor of a bucket."""
+    """Receive a bucket; return the bits of its tensors."""
     found = bits([(record.name, tensor) for record, tensor in unpack(receiver.receive(handle))])
     receiver.release()
     return found
@@ -93,7 +93,7 @@ def received(receiver: Receiver, handle: BucketHandle) -> dict[str, Any]:
 def test_buckets_reach_every_receiver_and_memory_is_reused_only_after_release(
     mode: SyncMode, tmp_path: Path, threads: ThreadPoolExecutor
 ) -> None:
-    """The next bucket is packed while the previous one is read."""
+    """The next bucket is packed while the previous one is being read."""
     with opened(spec(mode, 2, tmp_path), threads) as (sender, receivers):
         handle = sender.send(pack_into(sender.next_slot(), BUCKETS[0]))
         for taken, following in enumerate([*BUCKETS[1:], BUCKETS[0]], start=1):
@@ -107,7 +107,7 @@ def test_buckets_reach_every_receiver_and_memory_is_reused_only_after_release(
 
 
 def _send(shell: Shell, sending: TransportSpec, buckets: int) -> list[BucketHandle]:
-    """Send buckets from a process that stays alive."""
+    """Send buckets from a process that stays alive afterwards."""
     sender = shell.worker = sender_of(sending)
     return [sender.send(pack_into(sender.next_slot(), tensors)) for tensors in BUCKETS[:buckets]]
 
@@ -149,7 +149,7 @@ def test_broadcast_receivers_fail_at_once_when_the_sender_was_killed(
 def test_send_returns_before_a_receiver_that_connects_late_receives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: ThreadPoolExecutor
 ) -> None:
-    """NCCL blocks at a member's first broadcast until every member has begun one."""
+    """NCCL blocks in a member's first broadcast until every member has begun its own."""
     open_group = transport._open_group
 
     def like_nccl(spec: TransportSpec, store: dist.Store) -> Any:
@@ -169,7 +169,7 @@ def test_send_returns_before_a_receiver_that_connects_late_receives(
 
 
 def test_missing_members_are_named_after_the_timeout(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
-    """The member that comes may be late too, on a busy machine."""
+    """On a busy machine, the member that does come may be too late as well."""
     broadcast = spec(SyncMode.broadcast, 3, tmp_path, timeout_s=1.0)
     coming = threads.submit(open_receiver, replace(broadcast, rank=2))
     with pytest.raises(RunError, match=r"rollout rank 0 and .*rollout rank 2") as caught:
@@ -236,7 +236,7 @@ def test_device_memory_is_freed_when_all_buckets_are_released(tmp_path: Path) ->
 
 
 def rebuilt(*arguments: Any) -> Tensor:
-    """Replaces torch's `rebuild_cuda_tensor`; returns its arguments as a tensor."""
+    """Stand in for torch's `rebuild_cuda_tensor`; returns its arguments as a tensor."""
     return torch.tensor([int(one) for one in arguments])
 
 

@@ -1,4 +1,4 @@
-"""Tests of the weight map: a bijection, bit for bit, for every family and layout, with Megatron's places of layers."""
+"""Tests that the weight map is a bijection, bit for bit, for every family and layout, and of Megatron's layer order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QWEN2, MOE = FAMILIES["qwen2"], FAMILIES["qwen3_moe"]
 
 
 def checkpoint_of(weights: WeightMap) -> dict[str, Tensor]:
-    """A checkpoint whose elements all have different bits, some of them infinite or NaN."""
+    """A checkpoint of the model, with different bits in all elements, some of which are infinite or NaN."""
     entries = weights.entries()
     shapes = {hf: shape for entry in entries for hf, shape in zip(entry.hf, entry.rule.shapes, strict=True)}
     sizes = list(map(prod, shapes.values()))
@@ -43,7 +43,7 @@ def checkpoint_of(weights: WeightMap) -> dict[str, Tensor]:
 
 
 def expected_shard(arch: Architecture, name: str, parts: Sequence[Tensor], rank: int, tp: int) -> Tensor:
-    """The tensor `name` on a TP rank as Megatron's layers read it, row by row, from whole Hugging Face tensors."""
+    """The tensor `name` as Megatron reads it on a TP rank, built row by row from whole Hugging Face tensors."""
     if "linear_qkv" in name:
         rows = []
         per_group = arch.heads // arch.kv_heads
@@ -72,12 +72,12 @@ def expected_shard(arch: Architecture, name: str, parts: Sequence[Tensor], rank:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """Compare bits, so that equal NaNs are equal."""
+    """Compare bits, so that NaNs of the same bits are equal."""
     return torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32))
 
 
 def stage_names(weights: WeightMap, layers: range, first: bool, last: bool, experts: range) -> list[str]:
-    """Megatron tensors of a pipeline stage and expert rank; a tied last stage has its own copy of the embedding."""
+    """Names of the Megatron tensors of a pipeline stage and expert rank; a tied last stage has its own embedding."""
     entries = weights.entries()
     held = [entry for entry in entries if entry.layer in layers and (entry.expert is None or entry.expert in experts)]
     (embedding, *_), after = entries, [entry for entry in entries[1:] if entry.layer is None]
@@ -87,13 +87,13 @@ def stage_names(weights: WeightMap, layers: range, first: bool, last: bool, expe
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a layout; the TP size may exceed the query groups, and need not divide the model."""
+    """A model and a layout; `tp` may be larger than the number of query groups, and need not divide the model."""
 
     arch: Architecture
     tp: int
     ep: int
     stages: list[int]
-    """Layers of each."""
+    """Number of layers of each pipeline stage."""
 
 
 @st.composite
@@ -120,7 +120,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def _divides(arch: Architecture, tp: int) -> bool:
-    """Tell if every sharded tensor divides evenly over the TP ranks; experts are not sharded."""
+    """Tell if the TP size divides every sharded tensor; experts are not sharded."""
     fused = (arch.heads + 2 * arch.kv_heads) * arch.head_dim
     cut = [fused, arch.heads * arch.head_dim, tp if arch.experts else arch.ffn]
     return all(size % tp == 0 for size in cut)
@@ -131,7 +131,7 @@ def _divides(arch: Architecture, tp: int) -> bool:
 @example(case=Case(QWEN2, 2, 1, [1, 2]), values=False, random=Random(1))
 @example(case=Case(MOE, 2, 2, [2, 1]), values=False, random=Random(1))
 def test_every_layout_shards_as_megatron_reads_and_merges_bit_for_bit(case: Case, values: bool, random: Random) -> None:
-    """Tensors come in any order; a size that does not divide is refused."""
+    """Tensors come in any order; a TP size that does not divide them is refused."""
     arch, tp, ep, counts = case.arch, case.tp, case.ep, case.stages
     weights = WeightMap(arch, values)
     checkpoint = checkpoint_of(weights)
@@ -158,7 +158,7 @@ def test_every_layout_shards_as_megatron_reads_and_merges_bit_for_bit(case: Case
 def _sharded(
     weights: WeightMap, names: list[str], checkpoint: dict[str, Tensor], order: list[str], tp: int
 ) -> dict[str, list[Tensor]]:
-    """The shards of all TP ranks of one stage and expert rank, each compared with what Megatron reads."""
+    """Return the shards of all TP ranks of a stage and expert rank; compares each with what Megatron reads."""
     shards: dict[str, list[Tensor]] = {name: [] for name in names}
     arch = weights.architecture
     for rank in range(tp):
@@ -255,7 +255,7 @@ def test_virtual_stages_hold_the_same_layers_as_in_megatron(
 
 
 def test_virtual_stages_may_be_uneven_or_empty() -> None:
-    """The order is rank 0, rank 1, rank 0, rank 1; the second rank's first chunk is empty."""
+    """The chunks' order is rank 0, rank 1, rank 0, rank 1; the first chunk of the second rank is empty."""
     assert chunk_layers(4, [[2, 1], [0, 1]]) == [[range(2), range(2, 3)], [range(2, 2), range(3, 4)]]
     with pytest.raises(ValueError, match="4 layers"):
         chunk_layers(4, [[2, 1], [1]])

@@ -1,4 +1,4 @@
-"""Tests of the API's arguments: the settings and question files of a run that they become."""
+"""Tests that the API's arguments become the settings and question files of a run."""
 
 from __future__ import annotations
 

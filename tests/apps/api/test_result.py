@@ -40,7 +40,7 @@ def evaluated(tmp_path: Path) -> EvaluationResult:
 
 
 def test_a_whole_run_has_its_history_and_its_report(trained: TrainingResult) -> None:
-    (trained.run_dir / "run.json").write_text("{")  # The history does not read it.
+    (trained.run_dir / "run.json").write_text("{")  # The history does not need this file.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rows = trained.history

@@ -34,7 +34,7 @@ SERVER = HttpRetriever("http://127.0.0.1:8000")
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
-    """Configs that the trainer was to train; no run is started."""
+    """Configs that the trainer was called to train; no run starts."""
     configs: list[RunConfig] = []
 
     def note(config: RunConfig) -> tuple[Path, dict[str, Any]]:

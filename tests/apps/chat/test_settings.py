@@ -23,10 +23,10 @@ CALCULATOR = "rlsys.rollout.tools.calculator.Calculator"
 
 
 def save(place: Path, tree: dict[str, Any], **changes: dict[str, Any]) -> None:
-    """Write a run's config to `place`, with changes to groups."""
+    """Write a config to the folder `place`, with changes to some of its groups."""
     place.mkdir(parents=True, exist_ok=True)
     changed = tree | {group: tree[group] | values for group, values in changes.items()}
-    (place / "config.yaml").write_text(json.dumps(changed))  # JSON is YAML.
+    (place / "config.yaml").write_text(json.dumps(changed))  # Every JSON text is also YAML.
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def tree(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def run(tmp_path: Path, tree: dict[str, Any]) -> Path:
-    """The folder of that run."""
+    """The folder of a run with the config `tree`."""
     save(tmp_path / "run", tree)
     (tmp_path / "run" / "run.json").write_text("{}")
     return tmp_path / "run"
@@ -85,7 +85,7 @@ def test_an_own_prompt_equals_that_of_prepared_rows(run: Path, tree: dict[str, A
 
 
 def test_the_config_of_a_foreign_folder_is_not_used(tree: dict[str, Any], tmp_path: Path) -> None:
-    """A Hugging Face folder may hold a config at the place where a checkpoint has one."""
+    """A Hugging Face folder may hold a config.yaml at the same relative path as a checkpoint."""
     hub = tmp_path / "a" / "b" / "c" / "hub"
     save(hub / "data", tree, search={"url": "http://evil.example", "index": None}, task={"tools": ["a.B"]})
     found = settings_of(Model(hub, None), ChatOptions(max_turns=0))

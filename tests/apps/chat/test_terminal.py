@@ -59,13 +59,13 @@ def test_characters_that_the_encoding_lacks_are_escaped() -> None:
 
 
 async def test_a_dead_engine_is_reported_and_raised() -> None:
-    class Dead(Script):
+    class DeadScript(Script):
         async def generate(self, *_: object) -> Generation:  # type: ignore[override]
             raise RunError("The engine has died.")
 
     out = io.StringIO()
     with pytest.raises(RunError):
-        await session(conversation(Dead(codec(), ()), FakeSearch()), these("Who?"), JsonScreen(out))
+        await session(conversation(DeadScript(codec(), ()), FakeSearch()), these("Who?"), JsonScreen(out))
     asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
     last = json.loads(out.getvalue().splitlines()[-1])
     assert (last["event"], last["reason"], last["code"]) == ("failed", "The engine has died.", None)

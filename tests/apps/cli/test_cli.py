@@ -133,7 +133,7 @@ def test_an_invalid_size_is_refused(text: str) -> None:
 
 @pytest.fixture
 def evaluate(call: Call, tmp_path: Path) -> Call:
-    """Function that evaluates one question without searches; its row has only a prompt."""
+    """Function that evaluates one question without searches; the question's row has only a prompt and an answer."""
     row = {"prompt": [{"role": "user", "content": "Who?"}], "reward_model": {"ground_truth": {"target": ["I"]}}}
     (tmp_path / "own.jsonl").write_text(json.dumps(row))
     engine = ("--engine", "transformers", "--model", POLICY, f"output_dir={tmp_path}")

@@ -1,4 +1,4 @@
-"""Tests of `rlsys own`: the commands it runs, the ones a repeated call skips, and mistakes found before any work."""
+"""Tests of `rlsys own`: the commands that run, those that a repeated call skips, and mistakes found before any work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HUB = "Some/Model"
 
 
 class World:
-    """Documents and questions, and a stand-in for the expensive commands, which writes their results at once."""
+    """Documents and questions; trainings and evaluations are replaced by writing their results at once."""
 
     def __init__(self, folder: Path) -> None:
         self.killed = False
@@ -43,7 +43,7 @@ class World:
         return OwnOptions(self.docs, self.questions, POLICY, self.out, **given)  # type: ignore[arg-type]
 
     def run(self, wish: OwnOptions) -> list[Words]:
-        """Run all commands, the expensive ones by a stand-in, and return them."""
+        """Run all commands, with replaced trainings and evaluations, and return them."""
         done = []
         for words in commands(wish):
             done.append(words)
@@ -66,7 +66,7 @@ class World:
 
     def train(self, name: str, note: Path, settings: list[str]) -> None:
         config = load_config(name, settings)
-        run_dir = Path(config.output_dir) / f"{config.name}-20250101-000000"  # `folder_of` finds it again.
+        run_dir = Path(config.output_dir) / f"{config.name}-20250101-000000"  # `folder_of` looks for this name.
         checkpoint = run_dir / "checkpoints" / f"global_step_{config.trainer.steps}" / "actor"
         note.write_text(str(run_dir))
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ class World:
 
 
 class Downloaded(Exception):
-    """Raised when the Hub is asked."""
+    """Raised in place of a download from the Hub."""
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_a_failed_command_ends_with_its_exit_status(capfd: pytest.CaptureFixture
 
 
 def refusal(world: World, model: str | Path = HUB, **more: object) -> UserError:
-    """Return the error that refuses a wish; checks that no file has changed."""
+    """Return the error that refuses the options, after checking that no file was created or removed."""
     before = set(world.docs.parent.rglob("*"))
     with pytest.raises(UserError) as caught:
         next(commands(replace(world.wish(**more), model=model)))

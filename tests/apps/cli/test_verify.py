@@ -51,7 +51,7 @@ def test_a_changed_number_is_found_in_bytes_and_logits(tmp_path: Path) -> None:
 
 
 def test_wrong_rotary_scaling_is_found_by_logits_alone(tmp_path: Path) -> None:
-    """The bytes are equal, the configs are not."""
+    """The tensors are equal, only the configs differ."""
     model, other = (make_model(tmp_path / name, "llama") for name in ("model", "other"))
     rope = json_of(model / "config.json")["rope_parameters"]
     assert isinstance(rope, dict)

@@ -26,8 +26,8 @@ def fake() -> Iterator[FakeHub]:
         yield hub
 
 
-class Bench:
-    """A downloader to a folder with a space in its name; it records its pauses and does not wait."""
+class DownloadBench:
+    """A downloader that records its pauses without waiting, and a folder with a space in its name."""
 
     def __init__(self, fake: FakeHub, tmp_path: Path) -> None:
         self.hub = Hub(fake.url, TOKEN)
@@ -49,14 +49,14 @@ class Bench:
 
 
 @pytest.fixture
-def bench(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    """A bench with small blocks and without the pauses of huggingface_hub."""
+def bench(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DownloadBench:
+    """A bench with small blocks, on which huggingface_hub does not pause either."""
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 10)
     monkeypatch.setattr("huggingface_hub.file_download.time", SimpleNamespace(sleep=lambda _: None))
-    return Bench(fake, tmp_path)
+    return DownloadBench(fake, tmp_path)
 
 
-def test_pieces_are_joined_and_checked(fake: FakeHub, bench: Bench) -> None:
+def test_pieces_are_joined_and_checked(fake: FakeHub, bench: DownloadBench) -> None:
     assert bench.downloader.missing(bench.target) == 4000
     assert bench.fetch() == WHOLE
     assert (bench.told, bench.downloader.missing(bench.target), bench.waits) == (4000, 0, [])
@@ -64,7 +64,7 @@ def test_pieces_are_joined_and_checked(fake: FakeHub, bench: Bench) -> None:
     assert fake.authorised == [True, True]
 
 
-def test_small_files_are_checked_by_their_git_checksum(fake: FakeHub, bench: Bench) -> None:
+def test_small_files_are_checked_by_their_git_checksum(fake: FakeHub, bench: DownloadBench) -> None:
     target = Target("docs/README.md", bench.hub.find("a/set", ["README.md"]))
     assert bench.downloader.fetch(target, bench.advance).read_bytes() == b"small"
     (bench.folder / "docs" / "README.md").unlink()
@@ -73,21 +73,21 @@ def test_small_files_are_checked_by_their_git_checksum(fake: FakeHub, bench: Ben
         bench.downloader.fetch(target, bench.advance)
 
 
-def test_a_download_continues_after_a_dropped_connection(fake: FakeHub, bench: Bench) -> None:
+def test_a_download_continues_after_a_dropped_connection(fake: FakeHub, bench: DownloadBench) -> None:
     fake.faults = [100, 200, None, 400]
     assert bench.fetch() == WHOLE
     assert [asked for _, asked in fake.asked] == ["", "bytes=100-", "bytes=300-", "", "bytes=400-"]
     assert (bench.told, bench.waits) == (4000, [])
 
 
-def test_a_new_process_continues_an_unfinished_download(fake: FakeHub, bench: Bench, tmp_path: Path) -> None:
+def test_a_new_process_continues_an_unfinished_download(fake: FakeHub, bench: DownloadBench, tmp_path: Path) -> None:
     fake.faults = [None, 100, *["503"] * 6]
     with pytest.raises(RunError, match="503"):
         bench.fetch()
     assert len(bench.waits) == 5
     assert not bench.path.exists()
     fake.asked.clear()
-    again = Bench(fake, tmp_path)
+    again = DownloadBench(fake, tmp_path)
     assert again.downloader.missing(again.target) == 900
     assert again.fetch() == WHOLE
     assert fake.asked == [("a/set/part_ab", "bytes=100-")]
@@ -95,25 +95,27 @@ def test_a_new_process_continues_an_unfinished_download(fake: FakeHub, bench: Be
 
 
 @pytest.mark.parametrize("faults", [["corrupt"], [100, "no ranges"], [100, "shifted"]])
-def test_a_corrupted_body_or_wrong_range_is_downloaded_again(fake: FakeHub, bench: Bench, faults: list[object]) -> None:
+def test_a_corrupted_body_or_wrong_range_is_downloaded_again(
+    fake: FakeHub, bench: DownloadBench, faults: list[object]
+) -> None:
     fake.faults = faults
     assert bench.fetch() == WHOLE
     assert bench.told == 4000
 
 
-def test_a_changed_file_is_downloaded_from_its_start(fake: FakeHub, bench: Bench, tmp_path: Path) -> None:
+def test_a_changed_file_is_downloaded_from_its_start(fake: FakeHub, bench: DownloadBench, tmp_path: Path) -> None:
     fake.faults = [100, *["503"] * 6]
     with pytest.raises(RunError):
         bench.fetch()
     fake.files["a/set/part_aa"] = b"new" * 500
-    again = Bench(fake, tmp_path)
+    again = DownloadBench(fake, tmp_path)
     assert again.downloader.missing(again.target) == 2500
     assert again.fetch() == b"new" * 500 + PARTS["a/set/part_ab"]
     assert fake.asked[-2][1] == ""
 
 
 @pytest.mark.parametrize("content", [WHOLE[:-1], b"!" + WHOLE[1:]])
-def test_an_existing_file_is_checked_and_not_overwritten(fake: FakeHub, bench: Bench, content: bytes) -> None:
+def test_an_existing_file_is_checked_and_not_overwritten(fake: FakeHub, bench: DownloadBench, content: bytes) -> None:
     bench.folder.mkdir()
     bench.path.write_bytes(content)
     with refused("exists", bench.path):
@@ -124,7 +126,7 @@ def test_an_existing_file_is_checked_and_not_overwritten(fake: FakeHub, bench: B
     assert fake.asked == []
 
 
-def test_a_second_download_to_a_folder_is_refused(bench: Bench) -> None:
+def test_a_second_download_to_a_folder_is_refused(bench: DownloadBench) -> None:
     (bench.folder / ".downloads").mkdir(parents=True)
     with (bench.folder / ".downloads" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -143,14 +145,14 @@ def test_a_second_download_to_a_folder_is_refused(bench: Bench) -> None:
     ],
 )
 def test_an_unknown_data_set_file_or_revision_is_refused(
-    bench: Bench, dataset: str, pattern: str, revision: str, code: Code
+    bench: DownloadBench, dataset: str, pattern: str, revision: str, code: Code
 ) -> None:
     with refused(code) as caught:
         bench.hub.find(dataset, [pattern], revision)
     assert caught.value.key.startswith(dataset)
 
 
-def test_gated_sets_missing_checksums_and_oversized_files_are_refused(fake: FakeHub, bench: Bench) -> None:
+def test_gated_sets_missing_checksums_and_oversized_files_are_refused(fake: FakeHub, bench: DownloadBench) -> None:
     fake.faults = ["endless"]
     with pytest.raises(RunError, match="part_aa"):
         bench.fetch()
@@ -162,7 +164,7 @@ def test_gated_sets_missing_checksums_and_oversized_files_are_refused(fake: Fake
         bench.hub.find("a/set", ["part_aa"])
 
 
-def test_too_little_space_and_an_unwritable_folder_are_refused(tmp_path: Path, bench: Bench) -> None:
+def test_too_little_space_and_an_unwritable_folder_are_refused(tmp_path: Path, bench: DownloadBench) -> None:
     require_space(tmp_path / "not" / "there yet", 1)
     with refused("no_room", tmp_path / "not"):
         require_space(tmp_path / "not", 10**15)

@@ -133,7 +133,7 @@ CALCULATOR = "rlsys.rollout.tools.calculator.Calculator"
 
 
 def own(tmp_path: Path, *arguments: object) -> list[str]:
-    """Return the prompts that `prepare own` makes of two questions."""
+    """Return the prompts that `prepare own` makes from two questions."""
     source, out = jsonl(tmp_path / "raw.jsonl", HAMLET, PARIS), tmp_path / "own.jsonl"
     done = prepare("own", source, "--out", out, *arguments)
     if done.exception:

@@ -174,7 +174,7 @@ def test_the_last_partial_batch_is_left_out_only_under_the_quirk(tmp_path: Path)
     ],
 )
 def test_the_prompts_example_counts_only_under_the_quirk(written: str, gold: str, plain: float, quirky: float) -> None:
-    """The quirk reads the whole text, so an episode without an answer "gives" the example of the prompt."""
+    """`answer_over_prompt` reads the whole text, so an episode without an answer gives the prompt's example."""
     prompt = "put it between <answer> and </answer>, like <answer> Beijing </answer>. Question: ...?"
     about, done = question(gold, prompt=prompt), episode(written, task=task_of(max_turns=0))
     assert heldout_score(config())(done, about).em == plain

@@ -33,7 +33,7 @@ DEAD = "http://127.0.0.1:9"
 
 
 def write_set(file: Path, *sources: str) -> Path:
-    """Write a row for each of `sources`."""
+    """Write one row with each data source."""
     file.parent.mkdir(parents=True, exist_ok=True)
     rows = [
         {"question": f"Who is {n}?", "golden_answers": ["x"], "data_source": name} for n, name in enumerate(sources)
@@ -78,7 +78,7 @@ def hf_folder(path: Path) -> Path:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A run's checkpoint with a manifest and a config."""
+    """A checkpoint of a run, with a manifest and a config."""
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     folder = store.begin(12)
     (folder / "actor").mkdir()
@@ -157,7 +157,7 @@ def test_a_critic_is_refused_as_a_policy(tmp_path: Path) -> None:
 
 @pytest.fixture
 def own(tmp_path: Path) -> str:
-    """A file of questions, which is not read here."""
+    """Path of a file of questions, whose content these tests do not read."""
     file = tmp_path / "own.jsonl"
     file.write_text("{}\n")
     return str(file)
@@ -176,7 +176,7 @@ async def want(
 
 
 async def problems_of(config: RunConfig, *names: str, **flags: object) -> list[str]:
-    """Return the first word of each message that refuses the inputs."""
+    """Return the first word of each line of the error that refuses the inputs."""
     with pytest.raises(UserError) as caught:
         await want(config, *names, **flags)  # type: ignore[arg-type]
     return [line.partition(" ")[0] for line in str(caught.value).splitlines()]

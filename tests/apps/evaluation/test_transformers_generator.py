@@ -73,7 +73,7 @@ async def test_a_batch_generates_what_hugging_face_generates_for_each_prompt(
     prompts = [words(prompt)["input_ids"] for prompt in PROMPTS]
     assert len({len(prompt) for prompt in prompts}) > 2
     tokens, _ = reference(model, words, prompts[1])
-    stop = (words.decode(tokens[2:4]), "never said")  # The first is in the middle of one answer and ends it.
+    stop = (words.decode(tokens[2:4]), "never said")  # The first stop is within one answer and ends it.
     sampling, ends = TurnSampling(0.0, stop=stop, max_new_tokens=NEW_TOKENS), set()
     for prompt, got in zip(prompts, await generate_all(generator_of(batch=3), prompts, sampling), strict=True):
         tokens, logprobs = reference(model, words, prompt, *stop)
@@ -88,7 +88,7 @@ async def test_a_batch_generates_what_hugging_face_generates_for_each_prompt(
 async def test_end_tokens_of_both_configs_end_an_answer(
     model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, file: str, tmp_path: Path
 ) -> None:
-    """Chat models have several; the engine stops at each of them."""
+    """Chat models have several end tokens; the engine stops at each of them."""
     prompt = words(QUESTION)["input_ids"]
     said, _ = reference(model, words, prompt)
     end = next(token for token in said[2:] if token not in said[:2])
@@ -148,7 +148,7 @@ def test_missing_misshaped_and_truncated_weights_are_refused(tmp_path: Path) -> 
 async def test_a_cancelled_request_does_not_disturb_the_others(
     model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, leaves: str
 ) -> None:
-    """`leaves` is the request that decodes for both, or the one that waits."""
+    """`leaves` names the cancelled request: the first decodes for both, the second waits for its tokens."""
     generator, prompt = generator_of(), words(PROMPTS[0])["input_ids"]
     sampling = TurnSampling(0.0, max_new_tokens=NEW_TOKENS)
     heard: dict[str, list[list[int]]] = {"first": [], "second": []}

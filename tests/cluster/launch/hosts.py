@@ -1,8 +1,8 @@
 """Two hosts on one machine, each a set of namespaces with its own address, and `rlsys launch` on them.
 
-A host has its own network, host name, process numbers, /tmp and /dev/shm; the rest of the file system is shared, as on a
-cluster with a common disk. No packet leaves the cable between them. A host's processes end with its first one, which ends
-when this process closes it or dies.
+A host has its own network, host name, process numbers, /tmp and /dev/shm; the rest of the file system is shared, as on
+a cluster with a common disk. A virtual cable connects the hosts; no packet leaves it. All processes of a host end with
+its first process, which ends when this process closes its input or dies.
 """
 
 from __future__ import annotations
@@ -45,13 +45,11 @@ _SETTINGS = [
 
 @dataclass
 class Host:
-    """One of the hosts."""
-
     address: str
     _first: psutil.Process
 
     def start(self, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """Start a command there, in the project's folder; its output goes to `log`."""
+        """Start a command on the host, in the project's folder; its output goes to `log`."""
         with log.open("ab") as output:
             return subprocess.Popen(
                 [*self._enter(), f"--wd={PROJECT}", *command],
@@ -62,11 +60,11 @@ class Host:
             )
 
     def run(self, *command: str) -> str:
-        """Run a command there and return its output. Raises CalledProcessError if it fails."""
+        """Run a command on the host and return its output. Raises CalledProcessError if the command fails."""
         return subprocess.run([*self._enter(), *command], check=True, capture_output=True, text=True).stdout
 
     def processes(self) -> list[psutil.Process]:
-        """Return the processes there, without the host's first."""
+        """Return the processes on the host, except its first one."""
         namespace = os.readlink(f"/proc/{self._first.pid}/ns/pid")
         found = []
         for process in psutil.process_iter():
@@ -76,7 +74,7 @@ class Host:
         return found
 
     def cut_off(self, other: Host) -> None:
-        """Lose all packets between the two hosts: they go to an address without a card. Connections stay open."""
+        """Lose all packets between the hosts by sending them to an unknown hardware address. Connections stay open."""
         for here, there in ((self, other), (other, self)):
             nowhere = ("lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", "eth0")
             here.run("ip", "neighbour", "replace", there.address, *nowhere)
@@ -102,7 +100,7 @@ def two_hosts(folder: Path) -> Iterator[list[Host]]:
 
 
 def _set_up(name: str, folder: Path) -> str:
-    """Return a script that gives a host its name, its own /dev/shm, and its own /tmp with the shared folders."""
+    """Return a script that gives a host its own name, /dev/shm and /tmp, with the shared folders in /tmp."""
     own = folder / "private" / name
     own.mkdir(parents=True)
     both = {path.resolve() for path in (folder, PROJECT, Path(sys.prefix), Path(sys.base_prefix))}
@@ -119,7 +117,7 @@ def _set_up(name: str, folder: Path) -> str:
 
 @contextmanager
 def _first_process(set_up: str) -> Iterator[psutil.Process]:
-    """Start a process in its own namespaces; at the end, all processes in them end."""
+    """Start a process in its own namespaces; on leaving, end all processes in them."""
     wrapper = subprocess.Popen(
         [*_ALONE, "sh", "-c", f'{set_up} && exec {sys.executable} -S -c "{_INIT}"'],
         stdin=subprocess.PIPE,
@@ -143,12 +141,11 @@ def _first_process(set_up: str) -> Iterator[psutil.Process]:
 
 
 def _in(process: psutil.Process, script: str) -> None:
-    """Run a script in the network of a process."""
     subprocess.run(["nsenter", "-t", str(process.pid), "--net", "sh", "-c", script], check=True)
 
 
 class Launched:
-    """The launcher on one of two hosts. `home` is by default this user's."""
+    """The launcher on one of two hosts, with `home` as its home folder, by default this user's."""
 
     def __init__(
         self, hosts: Sequence[Host], rank: int, folder: Path, *arguments: str, home: Path | None = None
@@ -165,7 +162,7 @@ class Launched:
         )
 
     def wait(self) -> int:
-        """Wait for the end and return the exit status."""
+        """Wait for the launcher's end and return its exit status."""
         try:
             return self._process.wait(540)
         except subprocess.TimeoutExpired:
@@ -173,22 +170,22 @@ class Launched:
             raise AssertionError(f"still running:\n{self.said()}") from None
 
     def signal(self, number: int) -> None:
-        """Send a signal to the launcher, a child of the command that enters the host."""
+        """Send a signal to the launcher, which is the only child of `nsenter`."""
         (launcher,) = psutil.Process(self._process.pid).children()
         launcher.send_signal(number)
 
     def said(self) -> str:
-        """Return its output so far."""
+        """Return the launcher's output so far."""
         return self.log.read_text(errors="replace")
 
     def leaves_nothing(self) -> bool:
-        """Wait until no process is left on its host; return True if none of its folders is left either."""
+        """Wait until the host has no process left; return True if no folder of rlsys is left in its /tmp either."""
         wait_until(lambda: not self.host.processes(), self)
         return "rlsys-" not in self.host.run("ls", "/tmp")
 
 
 def wait_until(condition: Callable[[], object], *launched: Launched) -> None:
-    """Return once `condition` holds. Raises AssertionError with the launchers' output if it does not in time."""
+    """Wait until `condition` holds. Raises AssertionError with the launchers' output after 600 s."""
     until = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < until, "\n".join(one.said() for one in launched)

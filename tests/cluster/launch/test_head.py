@@ -1,4 +1,4 @@
-"""Tests of the first machine of a launch: missing and lost machines, logs that are copied as they grow."""
+"""Tests of the first machine of a launch: missing and lost machines, and logs that are copied while they grow."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_missing_machines_are_named_and_duplicate_ranks_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def assembled(*there: Machine) -> Coroutine[Any, Any, list[Machine]]:
-        """Assemble a run of three machines of which `there` have come, without waiting for more."""
+        """Assemble a run of three machines, of which only `there` have joined, without waiting for the others."""
         monkeypatch.setattr(head, "machines", lambda: list(there))
         return head._assemble(ROLE, "a:6379", 60.0, 0.0, None, print)
 
@@ -63,7 +63,7 @@ async def test_taken_port_of_the_head_is_refused() -> None:
 
 
 def called(*agents: NodeAgent, silent: int = -1) -> Mock:
-    """Return a mock of a group of agents, one of which may be silent."""
+    """Return a mock of a worker group of agents; the agent with the index `silent` does not answer."""
 
     async def call_rank(index: int, method: str, *args: Any, timeout_s: float) -> Any:
         if index == silent and timeout_s:
@@ -101,7 +101,7 @@ async def test_logs_are_copied_once_as_they_grow_move_and_restart(ray_logs: Path
     (ray_logs / "raylet.out").write_bytes(b"new\n")
     await gathering.gather(1)
     assert (there / "raylet.out").read_bytes() == b"one\ntwo\nnew\n"
-    # A resumed run keeps the logs of its earlier lives beside its own.
+    # A resumed run keeps the logs of its earlier launches beside its own.
     resumed = GatheredLogs(called(NodeAgent()), [3], tmp_path / "second")
     await resumed.gather(1)
     resumed.move_to(tmp_path / "run" / "logs" / "nodes")

@@ -120,6 +120,6 @@ def test_machines_say_why_a_run_has_ended_and_leave_nothing(
         assert one.wait() == status, one.said()
         assert re.search(said, one.said()), one.said()
         if status == -signal.SIGKILL:
-            wait_until(lambda: not hosts[0].processes(), *launched)  # Its folder stays.
+            wait_until(lambda: not hosts[0].processes(), *launched)  # A killed launcher leaves its folder behind.
         else:
             assert one.leaves_nothing()

@@ -70,7 +70,7 @@ async def test_launcher_leaves_after_sigterm_and_the_heads_end_a_time_out_or_a_s
     monkeypatch.setattr(worker, "LOST_S", 600.0)
     monkeypatch.setattr(worker, "ENDING_GRACE_S", 0.2 if then == "time" else 600.0)
     said: list[str] = []
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Another test may have left asyncio's own.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Another test may have left asyncio's handler.
     with closing(socket.create_server(("127.0.0.1", 0))) as head:
         role = Role(1, 2, "127.0.0.1", head.getsockname()[1])
         stay = asyncio.create_task(worker._wait_for_ending(role, node, said.append))

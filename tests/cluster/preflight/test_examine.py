@@ -51,7 +51,7 @@ from tests.support.capabilities import H100
 
 URL = "http://127.0.0.1:8000"
 BARE_H100 = replace(H100, transformer_engine=None, flash_attn_4=None, apex=False)
-"""Capabilities without the optional packages of the gpu profile."""
+"""An H100 without the optional packages of the gpu profile."""
 
 _PROFILE = {
     pin.name: next(iter(pin.specifier)).version
@@ -87,7 +87,8 @@ def machine(
 ) -> Mock:
     """Return mock probes of a node of eight H100 that lacks nothing by default.
 
-    `free_gib` is by path; other paths have 1000 of 2000 free. `answers` are by address of a search server.
+    `free_gib` maps paths to free space; other paths have 1000 of 2000 GiB free. `answers` maps addresses of search
+    servers to their answers.
     """
     made = Mock(spec=ThisMachine, capabilities=here, version=packages.get, variable=environment.get)
     made.gpus = Mock(side_effect=found) if isinstance(found, Unseen) else Mock(return_value=found)
@@ -141,7 +142,7 @@ def node_run(tmp_path: Path, model: Path) -> Compose:
 
 
 def findings_of(config: RunConfig, machine: Mock) -> dict[str, Finding]:
-    """Return the findings by the thing examined; of several for one thing, a wrong one."""
+    """Return the findings by the thing that was examined; a wrong finding wins over others about the same thing."""
     findings = examine(config, list(find_problems(config)), machine)
     return {one.what: one for one in sorted(findings, key=lambda one: one.state is FindingState.wrong)}
 
@@ -209,7 +210,7 @@ def test_missing_requirement_is_the_only_wrong_finding(
 
 
 def test_memory_of_an_engine_is_a_share_of_the_actual_card(node_run: Compose) -> None:
-    """The card has 40 GiB, not `cluster.device_memory_gib`."""
+    """The GPUs have 40 GiB each, less than `cluster.device_memory_gib`."""
     small = machine(Gpus("580.82", cards(8, total_gib=40.0)))
     memory = findings_of(node_run("rollout.engine.memory_fraction=0.8"), small)["GPU memory"]
     assert memory.state is FindingState.ok
@@ -224,8 +225,11 @@ def test_all_missing_requirements_are_found_at_once(node_run: Compose, tmp_path:
 
 
 def test_disk_for_checkpoints_is_counted_and_the_fix_fits(node_run: Compose, tmp_path: Path) -> None:
-    """The model has 320*64 weights of the embedding, per layer q 64*64+64, k and v 2*(32*64+32), o 64*64, MLP 3*64*96 and
-    two norms of 64, and one norm at the end; a checkpoint has 2 + 12 bytes of each."""
+    """A checkpoint has 2 + 12 bytes of each weight.
+
+    The embedding has 320*64 weights. Each layer has q 64*64+64, k and v 2*(32*64+32), o 64*64, MLP 3*64*96 and two
+    norms of 64. One more norm follows the last layer.
+    """
     layer = 64 * 64 + 64 + 2 * (32 * 64 + 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64
     one = (320 * 64 + 4 * layer + 64) * 14 / 2**30
     outputs = str(tmp_path / "outputs")
@@ -280,7 +284,7 @@ def test_services_of_the_launcher_are_wrong_without_it(node_run: Compose) -> Non
     wrong = wrong_findings(config, machine())
     assert set(wrong) == {"cluster.address", "cluster.search.nodes"}
     assert is_right(examine(config, list(find_problems(config)), machine(), launched=True))
-    # Settings that the launcher adds.
+    # The launcher adds these settings.
     added = ("cluster.address=10.0.0.1:6379", "search.url=http://10.0.0.2:8000")
     launched = node_run(*TWO_NODES[1:-1], "search.index=none", "cluster.search.nodes=['1']", *added)
     assert wrong_findings(launched, machine(cluster=CLUSTER)) == {}

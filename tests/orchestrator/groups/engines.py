@@ -1,7 +1,7 @@
-"""Scripted workers of rollout engines, called as through Ray, on any event loop.
+"""Scripted workers of rollout engines, which are called as through Ray, on any event loop.
 
-A call continues in the worker after the driver has stopped waiting for it. The calls of a worker that dies or is killed
-fail; those of a silent one stay pending.
+A call continues in the worker after the driver has stopped waiting for it. Calls fail if their worker dies or is
+killed, and stay pending if it is silent.
 """
 
 from __future__ import annotations
@@ -38,24 +38,23 @@ class Worker:
         self.alive = True
         self.silent = False
         self.unreachable = False
-        """True if its death goes unnoticed."""
+        """True if callers do not notice that the worker has died."""
         self.killed = False
         self.switching = False
         self.version = -1
         self.staged: int | None = None
         self.running: dict[str, int] = {}
-        """Key -> episodes."""
+        """Key of a running group -> number of its episodes."""
         self.begun: dict[str, tuple[EpisodeProgress, ...]] = {}
-        """Key -> progress that the call of a group resumed from."""
+        """Key of a group -> progress that it resumed from."""
         self.activity = EngineActivity(False, {})
         self.most_episodes = 0
         self.log: list[tuple[str, tuple[Any, ...]]] = []
         self.pending: dict[asyncio.Future[Any], str | None] = {}
-        """Pending call -> key of its group, None for other calls."""
+        """Pending call -> key of the group that it runs, None for other calls."""
         self.timers: dict[asyncio.Future[Any], asyncio.TimerHandle] = {}
 
     def end(self) -> None:
-        """End the process."""
         self.alive = False
         self.running.clear()
         death = RankDied(f"rollout rank {self.number} died before it could answer.", self.number)
@@ -63,12 +62,12 @@ class Worker:
             self.answer(call, death)
 
     def finish(self, key: str) -> None:
-        """End a running group without episodes."""
+        """End a running group: its call returns no episodes."""
         for call in [call for call, running in self.pending.items() if running == key]:
             self.answer(call, [])
 
     def answer(self, call: asyncio.Future[Any], answer: Any) -> None:
-        """Answer a call; raise the answer if it is an exception."""
+        """End a call with `answer`, which is raised if it is an exception."""
         self.running.pop(self.pending.pop(call, None) or "", None)
         timer = self.timers.pop(call, None)
         if timer is not None:
@@ -76,13 +75,13 @@ class Worker:
         if not call.done():
             if isinstance(answer, BaseException):
                 call.set_exception(answer)
-                call.exception()  # The caller may be gone.
+                call.exception()  # Marks it as retrieved, as its caller may be gone.
             else:
                 call.set_result(answer)
 
 
 class Engines:
-    """The methods of WorkerGroup that EnginePool uses."""
+    """The methods of WorkerGroup that EnginePool uses, on scripted workers."""
 
     def __init__(
         self,
@@ -90,12 +89,12 @@ class Engines:
         seconds: Callable[[str, tuple[Any, ...]], float] = lambda *_: 1.0,
         failures: dict[str, Exception] | None = None,
     ) -> None:
-        """A call takes `seconds(method, arguments)`; `failures` maps methods to the exceptions that they raise."""
+        """Each call takes `seconds(method, arguments)`; `failures` maps methods to exceptions that they raise."""
         self.ranks = [Worker(number) for number in range(count)]
         self.starts: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
-        """Question -> (engine, time) of every attempt."""
+        """Question -> (engine, time) of every attempt to run it."""
         self.answered_by: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-        """Question -> (engine, its version) of every attempt at an answer."""
+        """Question -> (engine, its version) of every attempt to answer it in an evaluation."""
         self.published = -1
         """Oldest version with which rollouts may begin."""
         self.breaches: list[str] = []
@@ -139,7 +138,7 @@ class Engines:
         return f"The last lines of engine {index}"
 
     def die(self, index: int) -> None:
-        """End the process of an engine without telling the driver."""
+        """End an engine's process without telling the driver."""
         self.ranks[index].end()
 
     def _plain(self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]) -> None:
@@ -173,7 +172,7 @@ class Engines:
         worker.most_episodes = max(worker.most_episodes, sum(worker.running.values()))
 
     def _in_flight(self, worker: Worker, call: asyncio.Future[Any], _: str, args: tuple[Any, ...]) -> None:
-        """Report for each group the episodes that it resumed from, and the first as done."""
+        """Report the progress of running groups: the episodes that they resumed from, and sample 0 as done."""
         found = {}
         for key in worker.running.keys() & worker.begun.keys() & set(args[0]):
             first = trajectory(uid=key.partition("~")[0], sample=0)
@@ -191,7 +190,7 @@ class Engines:
         self._plain(worker, call, method, args)
 
     def _finish_update(self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]) -> None:
-        """Switch once no group runs, as with `on_update=finish`."""
+        """Switch to the staged version once no group runs, as with `on_update=finish`."""
         if worker.switching:
             self.breaches.append(f"engine {worker.number} was told to switch while it did")
         if worker.staged not in (args[0], None):
@@ -223,12 +222,12 @@ class Engines:
 
 
 def episodes(question: Question, samples: int) -> list[Trajectory]:
-    """Return the trajectories of a whole group."""
+    """Return the trajectories of all samples of a question."""
     return [trajectory(uid=question.uid, sample=number) for number in range(samples)]
 
 
 def make(engines: Engines, slots: int = 8) -> tuple[EnginePool, Tracer]:
-    """Return a pool whose engines have room for `slots` episodes each, and its tracer."""
+    """Return a pool, whose engines have room for `slots` episodes each, and the pool's tracer."""
     config = RunConfig(
         rollout=RolloutConfig(max_episodes=slots, episode_timeout_s=TIMEOUT_S),
         algorithm=AlgorithmConfig(n_samples=SAMPLES),
@@ -238,7 +237,7 @@ def make(engines: Engines, slots: int = 8) -> tuple[EnginePool, Tracer]:
 
 
 def taking(**seconds: float) -> Callable[[str, tuple[Any, ...]], float]:
-    """Return durations by method; other methods take no time."""
+    """Return a function of durations by method; methods not named take no time."""
     return lambda method, _: seconds.get(method, 0.0)
 
 
@@ -249,7 +248,7 @@ async def settle() -> None:
 
 
 async def ask(group: EnginePool, count: int) -> list[Any]:
-    """Ask `count` questions at once; return the (outcome, time) of each."""
+    """Ask `count` questions at the same time; return (outcome, time) of each."""
 
     async def one(number: int) -> Any:
         try:

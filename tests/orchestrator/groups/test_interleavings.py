@@ -1,4 +1,4 @@
-"""Test of the engine pool in seeded runs with deaths, silence, cancellations, updates and evaluations at once."""
+"""Test of the engine pool in seeded runs that mix deaths, silence, cancellations, updates and evaluations."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.support.trajectories import question
 from tests.support.virtual_time import now, run_virtually
 
 
-class Chaos:
-    """A seeded run: questions, evaluations, deaths, silence, groups that hang, cancellations, updates."""
+class SeededRun:
+    """A seeded run of questions and evaluations, during which engines die, hang, are cancelled or are updated."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -75,7 +75,7 @@ class Chaos:
             assert uid not in [key.partition("~")[0] for key in ran_on[-1].running], "its episodes have ended"
 
     async def _evaluate(self, number: int) -> None:
-        """Run an evaluation, and cancel some."""
+        """Run an evaluation; one in five is cancelled."""
         await asyncio.sleep(self.random.uniform(0, 3000))
         evaluating = asyncio.ensure_future(self._ask_aside(number))
         if self.random.random() < 0.2:
@@ -136,7 +136,7 @@ class Chaos:
             assert not any(worker.alive for worker in self.engines.ranks)
 
     async def run(self) -> None:
-        """Run everything, then check that the remaining engines have all their slots again."""
+        """Run everything, then check that all slots of the remaining engines are free again."""
         async with asyncio.TaskGroup() as tasks:
             for number in range(30):
                 tasks.create_task(self._ask(number))
@@ -162,7 +162,7 @@ class Chaos:
             await self._refill()
 
     async def _refill(self) -> None:
-        """Check that as many groups as fit begin at once."""
+        """Check that as many groups as the engines have room for begin at once."""
         begun, capacity = now(), self.group.capacity
         self.stuck.clear()
         asked = [asyncio.ensure_future(self.group.run_group(question(100 + n), 100 + n)) for n in range(capacity)]
@@ -177,10 +177,10 @@ def test_every_group_ends_in_any_interleaving_of_deaths_cancellations_and_update
     evaluations: Counter[str] = Counter()
 
     async def one(seed: int) -> None:
-        chaos = Chaos(seed)
-        await chaos.run()
-        outcomes.update(chaos.outcomes)
-        evaluations.update(chaos.evaluations)
+        seeded = SeededRun(seed)
+        await seeded.run()
+        outcomes.update(seeded.outcomes)
+        evaluations.update(seeded.evaluations)
 
     for seed in range(60):
         run_virtually(one(seed))

@@ -77,7 +77,7 @@ async def test_cancelled_group_is_aborted_on_its_engine_before_its_slot_is_free(
 async def test_engine_takes_groups_again_once_it_has_switched_itself() -> None:
     engines = Engines(2, taking(run_group=10, finish_update=1))
     group, tracer = make(engines)
-    first = asyncio.ensure_future(ask(group, 1))  # on engine 0, until 10
+    first = asyncio.ensure_future(ask(group, 1))  # on engine 0, until second 10
     await asyncio.sleep(5)
     await group.begin_update(7)
     await group.load_bucket("handle")
@@ -124,14 +124,14 @@ async def test_rollouts_wait_for_the_tools_that_every_engine_waits_for() -> None
 
 
 async def update(group: EnginePool, version: int) -> None:
-    """Update the pool as `WeightSync` does."""
+    """Update the pool's engines as `WeightSync` does."""
     await group.begin_update(version)
     await group.load_bucket(version)
     await group.finish_update(version, f"digest {version}")
 
 
 async def hold(group: EnginePool, until: float, engines: int = 1) -> ReservedEngines:
-    """Run an evaluation that asks nothing and ends at `until`."""
+    """Run an evaluation that asks no questions and ends at the time `until`."""
     async with group.reserve(engines) as reserved:
         await asyncio.sleep(until - now())
     return reserved
@@ -179,7 +179,7 @@ async def test_engine_whose_staged_version_is_superseded_waits_for_the_next() ->
     assert now() == 20, "there is no version to switch to"
     await ask(group, 3)
     assert {engines.starts[f"q:{number}"][0][0] for number in range(3)} == {1}
-    # The next evaluation gets the engine that has the new version.
+    # The next evaluation gets the engine that already has the new version.
     again = await hold(group, until=now() + 1)
     assert again.version == 1
     await group.finish_update(2, "digest 2")
@@ -195,7 +195,7 @@ def ended(number: int, *samples: int) -> tuple[EpisodeProgress, ...]:
 
 
 def episodes_of(begun: dict[int, tuple[EpisodeProgress, ...]]) -> dict[int, list[tuple[str, int]]]:
-    """Return the question and sample of each episode, by prompt group."""
+    """Return (question, sample) of each episode, by prompt group."""
     return {prompt_group: [(one.question_uid, one.sample) for one in found] for prompt_group, found in begun.items()}
 
 
@@ -212,7 +212,7 @@ async def test_running_groups_report_progress_and_queued_ones_keep_theirs() -> N
     assert episodes_of(await group.in_flight()) == {
         70: [("q:0", 0)],
         71: [("q:1", 0), ("q:1", 2)],
-        72: [("q:2", 1), ("q:2", 3)],  # queued
+        72: [("q:2", 1), ("q:2", 3)],  # in the queue
     }
     await asyncio.sleep(10)
     assert episodes_of(await group.in_flight()) == {
@@ -232,7 +232,7 @@ async def test_progress_on_a_dead_or_silent_engine_is_that_of_the_call() -> None
     engines.die(0)
     engines.ranks[2].silent = True
     found = episodes_of(await group.in_flight())
-    # Engine 1 had already reported when the group of engine 0 moved to it.
+    # Engine 1 had reported before the group of engine 0 moved to it.
     assert found == {0: [("q:0", 3)], 1: [("q:1", 0), ("q:1", 3)], 2: [("q:2", 3)]}
     assert now() == IN_FLIGHT_TIMEOUT_S
     given = [begun for worker in engines.ranks for key, begun in worker.begun.items() if key.startswith("q:0")]

@@ -1,4 +1,4 @@
-"""Tests of weight sync: push and switch, one bucket ahead of the receivers, and no scoring during an update."""
+"""Tests of weight sync: push and switch, one bucket packed ahead of the receivers, and no scoring during an update."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def handle(number: int, nbytes: int = 100) -> BucketHandle:
 
 @dataclass
 class Actor:
-    """A sender that hands out `buckets` handles and logs its calls."""
+    """A sender that hands out handles of `buckets` buckets and logs its calls."""
 
     events: list[str]
     name: str = "actor"
@@ -58,7 +58,7 @@ class Actor:
 
 @dataclass
 class Receivers:
-    """A receiving group that takes longer for a bucket than the actor, and logs its calls."""
+    """A receiving worker group that needs longer for a bucket than the sender, and logs its calls."""
 
     name: str
     events: list[str]
@@ -181,7 +181,7 @@ async def test_transport_has_a_rank_per_living_process_and_reopens_after_a_death
 
 
 class Workers:
-    """The inference group's processes, which log the begin and end of each call."""
+    """Workers of the inference group, which log the begin and the end of each call."""
 
     def __init__(self, events: list[str]) -> None:
         self.ranks = [SimpleNamespace(name="inference rank 0")]

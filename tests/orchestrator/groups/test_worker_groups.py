@@ -44,12 +44,12 @@ LENGTHS = (9, 7, 5, 5, 3, 2, 2)
 
 
 def samples() -> list[Sample]:
-    """Return samples of which number i holds the tokens 100 i, 100 i + 1, ...; every other one is trained."""
+    """Return samples; sample i has the tokens 100 i, 100 i + 1, ..., of which every second one is trained."""
     return [sample([100 * i + t for t in range(n)], [t % 2 == 1 for t in range(n)]) for i, n in enumerate(LENGTHS)]
 
 
 def answer(batch: MicroBatch, full: bool) -> LogProbs:
-    """Return log-probs, and with `full` those of a reference and picks, that follow from the tokens."""
+    """Return log-probs that follow from the tokens, and with `full` a reference's log-probs and picked tokens."""
     policy = np.where(batch.loss_mask, -batch.tokens, 0).astype(np.float32)
     if not full:
         return LogProbs(policy, None)
@@ -59,7 +59,7 @@ def answer(batch: MicroBatch, full: bool) -> LogProbs:
 
 @pytest.mark.parametrize(("packed", "full", "count"), [(False, True, 7), (True, False, 7), (True, True, 1)])
 def test_scores_are_in_the_order_of_the_samples(packed: bool, full: bool, count: int) -> None:
-    """One sample leaves a rank with empty micro-batches only."""
+    """A single sample leaves one of two ranks with empty micro-batches only."""
     asked = samples()[:count]
     sharder = BatchSharder(ParallelConfig(pp=2), processes=4, budget_tokens=16, pad_id=0, packed=packed)
     plan, batches = sharder.shard(asked)
@@ -84,12 +84,12 @@ NAMES = ("actor", "inference", "rollout")
 
 
 class SwitchError(Exception):
-    """Failure of a resident."""
+    """Raised when a resident fails to enter or leave the device."""
 
 
 @dataclass
 class Device:
-    """A device that logs which residents hold memory on it; moves may fail."""
+    """A device that logs when residents enter and leave it; a resident's move may fail."""
 
     rng: random.Random
     on_it: set[str] = field(default_factory=set)

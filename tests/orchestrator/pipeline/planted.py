@@ -1,6 +1,6 @@
-"""Bugs planted on purpose, at least one for each property of a simulated run, which the checks must find.
+"""Bugs that the checks of a simulated run must find, at least one for each property.
 
-Each is a method of the product with a piece of its text replaced.
+Each bug is a method of rlsys in which a piece of text is replaced.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PARTS = {Scheduler: "scheduler", Pipeline: "pipeline", PromptSource: "prompts"}
 
 
 def bug(name: str, broken: Broken, method: Callable[..., Any], old: str, new: str) -> Any:
-    """Return a test case: the property that breaks, and a function that plants the bug."""
+    """Return a test case: the property that the bug breaks, and a function that plants the bug."""
     return pytest.param(broken, partial(_planted, method, old, new), id=name)
 
 
 def _planted(method: Callable[..., Any], old: str, new: str) -> Parts:
-    """Return the parts of a run in whose `method` the text `old` is replaced by `new`."""
+    """Return the classes of a run, one of them with the text `old` of `method` replaced by `new`."""
     (part,) = [part for part in PARTS if vars(part).get(method.__name__) is method]
     source = dedent(inspect.getsource(method))
     assert source.count(old) == 1, f"{method.__qualname__} has not one {old!r}"
@@ -88,4 +88,4 @@ PLANTED_IN_RESUMING = [
         "state.given_back if state else ()", "()",
     ),
 ]  # fmt: skip
-"""Bugs that show in a run that is killed and resumed."""
+"""Bugs that show only if a run is killed and resumed."""

@@ -1,4 +1,4 @@
-"""The script of a simulated run, decided by a seed: sizes, rules, durations and faults."""
+"""Script of a simulated run: sizes, rules, durations and faults, all drawn from a seed."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ class Script:
 
     rng: random.Random
     sizes: tuple[int, ...] = (2,)
-    """Groups of each optimiser step of a step."""
+    """Number of groups in each optimiser step of a step."""
     samples: int = 1
     steps: int = 2
     knows_end: bool = True
-    """The scheduler is told how many steps there are."""
+    """True if the scheduler knows the number of steps."""
     sequential: bool = False
     max_staleness: int = 0
     oversample: float = 1.0
     max_replaced: int = 0
     whole: bool = False
     mixed: bool = False
-    """`on_update=continue`: episodes continue with new weights; otherwise they finish with the old ones."""
+    """True for `on_update=continue`: episodes continue with new weights. Otherwise they finish with the old ones."""
     least: float = 1
     most: int = 2
-    """Bounds on the groups of a score batch."""
+    """Largest number of groups in a score batch; `least` is the smallest."""
     fills_micro_batches: int = 1
-    """Samples worth a call of the learner."""
+    """Number of samples that are worth a call of the learner."""
     questions: int = 5
     engines: int = 1
     slots: int = 4
     turns: int = 3
-    """Most turns of an episode; each has the version of its engine at that time."""
+    """Largest number of turns in an episode; each turn has the version that its engine has at that time."""
     critic: bool = False
-    """There is a critic: it scores beside the inference group and learns beside the actor."""
+    """True if a critic scores beside the inference group and learns beside the actor."""
     warmup: int = 0
     """Steps in which only the critic learns."""
     flat: float = 0.0
-    """Share of groups without spread."""
+    """Share of groups whose rewards are all equal."""
     scale_s: dict[str, float] = field(default_factory=dict)
-    """Stage -> typical seconds."""
+    """Stage -> typical seconds of a call."""
     deaths: Sequence[tuple[float, int]] = ()
-    """Time and engine of each death."""
+    """(time, engine) of each death."""
     poisoned: frozenset[str] = frozenset()
     """Questions whose groups are always lost."""
     ending: str = "finish"
-    """`finish`; or a worker fails (`fail`), the pipeline is stopped (`stop`), or the whole run is cancelled (`cancel`)."""
+    """`finish`, `fail` (a worker fails), `stop` (the pipeline is stopped) or `cancel` (the whole run is cancelled)."""
     end_at: float = 0.0
-    """Time at which it is stopped or cancelled."""
+    """Time at which a run is stopped or cancelled."""
     fails: tuple[str, int] = ("", 0)
-    """(worker, number of the call that fails)"""
+    """(worker, number of its call that fails)."""
 
     def learning(self, step: int) -> tuple[str, ...]:
-        """Groups that learn in `step`, counted from 1."""
+        """Worker groups that learn in `step`, counted from 1."""
         if not self.critic:
             return ("actor",)
         return ("critic",) if step <= self.warmup else ("actor", "critic")
@@ -71,17 +71,17 @@ class Script:
 
     @property
     def spare(self) -> int:
-        """Prompt groups beyond those that the steps need."""
+        """Number of prompt groups that a step may roll beyond those that it needs."""
         return next(n for n in range(100) if self.groups_per_step + n >= self.oversample * self.groups_per_step)
 
     @property
     def most_outstanding(self) -> int:
-        """The bound that the scheduler promises."""
+        """Largest number of outstanding prompt groups that the scheduler promises."""
         return (self.max_staleness + 1) * self.groups_per_step + self.spare
 
     @property
     def room(self) -> int:
-        """Groups that an engine generates at a time."""
+        """Number of groups that an engine generates at the same time."""
         return max(1, self.slots // self.samples)
 
     @classmethod
@@ -121,7 +121,7 @@ class Script:
             deaths=[(10 * below(), rng.randrange(engines)) for _ in range(rng.randint(0, 2 * engines))] if odd else (),
             poisoned=frozenset(f"q:{n}" for n in range(1, questions) if below() < 0.2) if odd else frozenset(),
         )
-        if script.mixed:  # Long episodes, so that some see an update.
+        if script.mixed:  # Long episodes, so that some continue through an update.
             script.scale_s["roll"] *= 10
         if below() < 0.15:
             script.ending = pick(["fail", "stop", "cancel"])
@@ -140,7 +140,7 @@ class Script:
         return 30 * scale if luck > 0.97 else scale * self.rng.random()
 
     async def pause(self, stage: str) -> None:
-        """Sleep for a call of `stage`; 0 s may be some turns of the event loop, or none."""
+        """Wait as long as a call of `stage`; for 0 s, yield to the event loop up to twice."""
         duration_s = self.duration_s(stage)
         if duration_s:
             await asyncio.sleep(duration_s)

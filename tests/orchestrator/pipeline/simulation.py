@@ -32,12 +32,12 @@ from tests.support.trajectories import question
 from tests.support.virtual_time import EndlessError, HangError, run_virtually
 
 MOST_TURNS = 20_000
-"""Limit of turns of the event loop. A run takes some hundred, the longest of 3,000 seeds a thousand."""
+"""Limit of the event loop's turns. A typical run takes some hundred; the longest of 3,000 seeds took a thousand."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Classes that a run is built from; a planted bug replaces one."""
+    """Classes that a run is built from; a planted bug replaces one of them."""
 
     scheduler: type[StalenessScheduler] = StalenessScheduler
     pipeline: type[RolloutPipeline] = RolloutPipeline
@@ -46,14 +46,14 @@ class Parts:
 
 @dataclass(frozen=True)
 class Moment:
-    """The moment at which a run is saved, and killed."""
+    """Moment at which a run is saved, and the delay after which it is killed."""
 
     steps: int
-    """Number of closed steps."""
+    """Number of steps closed before the save."""
     published: bool
-    """True if the new version has been sent to the engines."""
+    """True if the save comes after the new version is sent to the engines."""
     killed_after_s: float
-    """Seconds between the save and the kill; the run may end earlier."""
+    """Seconds between the save and the kill; the run may end before the kill."""
 
 
 @dataclass(frozen=True)
@@ -66,20 +66,20 @@ class State:
 
 @dataclass(frozen=True)
 class Saved:
-    """Remains of a killed run: its saved state, and the record until the save."""
+    """Parts of a killed run that remain: the saved state, and the record up to the save."""
 
     state: State
     record: Record
 
 
 class Simulation:
-    """One life of a run, from its beginning or from the state that an earlier life saved."""
+    """A run from its start, or from the state that an earlier life of it saved, to its end or its kill."""
 
     def __init__(self, script: Script, parts: Parts, saved: Saved | None = None, moment: Moment | None = None) -> None:
         self.script = script
         self.record = record = saved.record.resumed() if saved else Record(script)
         self.saved: Saved | None = None
-        """State that this life has saved, if any."""
+        """State that this life has saved; None before its save."""
         self._moment, self._killed = moment, False
         self.questions = [question(number) for number in range(script.questions)]
         self.prompts = parts.prompts(self.questions, 0, saved.state.prompts if saved else None)
@@ -107,7 +107,7 @@ class Simulation:
         )
 
     def state(self) -> State:
-        """Return the state without any report of the engines."""
+        """Return the state to save, without reports of the engines."""
         return State(self.pipeline.state({}), self.prompts.state())
 
     async def drive(self) -> None:
@@ -165,7 +165,7 @@ class Simulation:
         asyncio.get_running_loop().call_later(moment.killed_after_s, self._kill)
 
     def _kill(self) -> None:
-        """End the process: later actions of its tasks no longer count."""
+        """Kill the run: actions of its tasks no longer count."""
         self.record.over = self._killed = True
         self._life.cancel()
 
@@ -188,7 +188,7 @@ class Simulation:
         self.pipeline.stop()
 
     def check_idle(self) -> None:
-        """Check, when all tasks wait and time is about to advance, that no stage waits for something that is there."""
+        """Check, whenever all tasks wait for time to pass, that no stage waits although it has work."""
         record, waits = self.record, self.record.states
         if record.over or not waits:
             return
@@ -204,7 +204,7 @@ class Simulation:
         record.hold(Property.waiting, not scorer_waits or not enough, f"the scorer waits for {record.unscored}")
 
     def check_end(self) -> None:
-        """Check at the end of the run that every prompt is accounted for."""
+        """Check that every prompt is accounted for at the end of the run."""
         record, script = self.record, self.script
         record.hold(Property.once, not record.open, f"{record.open} are neither trained nor dropped")
         if script.ending == "finish":
@@ -219,14 +219,14 @@ class Simulation:
         record.hold(Property.conserved, asked == found, f"asked {asked}, found {found}")
 
     def _for_good(self) -> Counter[str]:
-        """Count the prompts that were dropped and will not be asked again."""
+        """Count dropped prompts that will not be asked again, by question."""
         count: Counter[str] = Counter(one.uid for one, reason in self.record.dropped if reason is DropReason.no_spread)
         losses = Counter(one.uid for one, reason in self.record.dropped if reason is DropReason.lost)
         return count + Counter({uid: max(0, lost - MAX_LOSSES + 1) for uid, lost in losses.items()})
 
 
 def _live(simulation: Simulation) -> None:
-    """Run the simulation to its end or kill. Only the error of a failing worker may escape, and it must."""
+    """Run the simulation to its end or kill. Only the error of a failed worker may end the run, and it must."""
     script, record = simulation.script, simulation.record
     try:
         run_virtually(simulation.drive(), MOST_TURNS, simulation.check_idle)
@@ -244,7 +244,7 @@ def _live(simulation: Simulation) -> None:
 
 
 def simulate(seed: int, parts: Parts = Parts()) -> Simulation:
-    """Run what `seed` scripts. Raises Breach."""
+    """Run the script of `seed`. Raises Breach."""
     simulation = Simulation(Script.seeded(seed), parts)
     _live(simulation)
     simulation.check_end()
@@ -254,7 +254,7 @@ def simulate(seed: int, parts: Parts = Parts()) -> Simulation:
 def simulate_lives(
     seed: int, parts: Parts = Parts(), through: Callable[[State], State] = lambda state: state
 ) -> list[Simulation]:
-    """Run what `seed` scripts, kill it once or twice and resume it from `through(state)`; return all its lives.
+    """Run the script of `seed`, kill the run once or twice, and resume it from `through(state)`; return all its lives.
 
     The last life may have fewer steps. Raises Breach.
     """
@@ -280,7 +280,7 @@ def simulate_lives(
 
 
 def breach_of(live: Callable[[int, Parts], object], seed: int, parts: Parts) -> Property | None:
-    """Return the property that `parts` break in `live(seed, parts)`, None if they break none."""
+    """Return the property that breaks in `live(seed, parts)`; None if all hold."""
     try:
         live(seed, parts)
     except Breach as breach:

@@ -36,7 +36,7 @@ SIZES = st.lists(
     max_size=60,
 )
 MULTIPLES = st.sampled_from([(1, 1), (2, 1), (4, 1), (8, 1), (4, 4), (16, 8)])
-"""Multiples of a row, and of each of its sequences."""
+"""(multiple of a row, multiple of each of its sequences)."""
 FRAME = MULTIPLES.flatmap(
     lambda multiples: st.builds(
         MicroBatchSpec,
@@ -51,7 +51,7 @@ FRAME = MULTIPLES.flatmap(
 
 
 def area(sizes: list[SampleSize], batch: list[int], frame: MicroBatchSpec) -> int:
-    """Return the tokens that `batch` takes, padding included."""
+    """Return the number of tokens that `batch` takes, padding included."""
     lengths = [sizes[index].tokens for index in batch]
     rooms = [length + -length % frame.room_multiple for length in lengths]
     width = sum(rooms) if frame.packed else max(lengths, default=0)
@@ -61,7 +61,7 @@ def area(sizes: list[SampleSize], batch: list[int], frame: MicroBatchSpec) -> in
 
 
 def cost(sizes: list[SampleSize], batch: list[int], frame: MicroBatchSpec) -> float:
-    """Return the operations of `batch`; in a rectangle every row is as long as the longest."""
+    """Return the number of operations of `batch`; without packing, every row costs as much as the longest."""
     if not frame.packed and batch:
         width = area(sizes, batch, frame) // len(batch)
         return sum(50.0 * width + width**2 + 20.0 * sizes[index].targets for index in batch)
@@ -73,8 +73,10 @@ def cost(sizes: list[SampleSize], batch: list[int], frame: MicroBatchSpec) -> fl
 def test_plan_has_every_sample_once_within_the_budget_and_is_balanced(
     sizes: list[SampleSize], frame: MicroBatchSpec
 ) -> None:
-    """Ranks have equally many micro-batches, enough to fill every stage if possible. Only a single sample may exceed the
-    budget. The loads of two ranks differ by at most one sample, or one rectangle.
+    """All ranks have the same number of micro-batches, enough to fill every stage if possible.
+
+    A micro-batch may exceed the budget only if it holds a single sample. The loads of two ranks differ by at most one
+    sample if packed, else by one micro-batch.
     """
     plan = plan_micro_batches(sizes, FLOPS, frame)
     dealt = [[index for batch in batches for index in batch] for batches in plan]
@@ -97,7 +99,7 @@ def test_plan_has_every_sample_once_within_the_budget_and_is_balanced(
     ("lengths", "frame", "plan"),
     [
         ([5], MicroBatchSpec(10, packed=False, ranks=2), [[[0]], [[]]]),
-        # Rectangles of width 4 and 3; packed, 6 + 4 and 5 + 3 + 2 fill two rows.
+        # Padded rows are 4 and 3 tokens wide; packed, 6 + 4 and 5 + 3 + 2 tokens fill two rows.
         ([4, 3, 4, 1], MicroBatchSpec(8, packed=False), [[[0, 2], [1, 3]]]),
         ([6, 5, 4, 3, 2], MicroBatchSpec(10, packed=True), [[[0, 2], [1, 3, 4]]]),
         # One micro-batch would be enough, but there are two stages.
@@ -132,7 +134,7 @@ LENGTHS = (9, 7, 5, 5, 3, 2, 2)
 
 
 def samples(*lengths: int) -> list[Sample]:
-    """Return samples of these lengths; sample i holds only the token i + 1."""
+    """Return samples of these lengths; all tokens of sample i are i + 1."""
     return [sample([i + 1] * n, [False] + [True] * (n - 1), old=[0.0] * n) for i, n in enumerate(lengths)]
 
 
@@ -147,7 +149,7 @@ def samples(*lengths: int) -> list[Sample]:
 def test_every_sample_is_dealt_once_in_rows_that_ranks_can_cut(
     parallel: ParallelConfig, packed: bool, fp8: bool, budget: int, multiple: int
 ) -> None:
-    """Sequence and context parallelism cut rows, with fp8 into shares of 16 tokens; cp also cuts each sequence."""
+    """Sequence and context parallelism split rows, with fp8 into shares of 16 tokens; cp also splits each sequence."""
     replica = parallel.tp * parallel.pp * parallel.cp
     sharder = BatchSharder(parallel, processes=2 * replica, budget_tokens=budget, pad_id=0, packed=packed, fp8=fp8)
     plan, batches = sharder.shard(samples(*LENGTHS))
@@ -181,7 +183,7 @@ def test_rank_without_a_sample_gets_an_empty_micro_batch() -> None:
 
 
 def test_load_counts_padding_to_the_longest_row() -> None:
-    # Rectangles of 9 + 7, of 5 + 5 + 3 and of 2 + 2 tokens as wide as their longest, rounded up to 2 tokens.
+    # Micro-batches of 9 + 7, of 5 + 5 + 3 and of 2 + 2 tokens; rows are as wide as the longest, rounded up to 2 tokens.
     padded = BatchSharder(ParallelConfig(tp=2, sequence_parallel=True), 2, 20, pad_id=0, packed=False)
     _, batches = padded.shard(samples(*LENGTHS))
     assert padded.load(batches) == {"micro_batches": 3, "tokens": 33, "room": 2 * 10 + 3 * 6 + 2 * 2, "budget": 60}
@@ -202,7 +204,7 @@ def test_cost_of_a_sequence_is_that_of_a_forward_pass_of_transformers() -> None:
     for tokens in (1, 64):
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             model(torch.zeros(1, tokens, dtype=torch.long))
-        # Subtract the rotary table, an outer product of positions and frequencies, computed once for the model.
+        # Leave out the rotary table, an outer product of positions and frequencies that is computed once per model.
         counted = sum(counter.get_flop_counts()["Global"].values()) - 2 * tokens * config.head_dim // 2
-        # Eager attention also computes the half above the diagonal, and masks it.
+        # Eager attention also computes the half above the diagonal, which it then masks.
         assert flops.of(tokens, targets=tokens) + flops.per_square * tokens**2 == counted

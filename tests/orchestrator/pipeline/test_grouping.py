@@ -56,7 +56,7 @@ def test_episodes_of_a_group_are_rewarded_at_the_same_time_and_in_order() -> Non
 
 
 def of_rewards(*rewards: float) -> Group:
-    """Return a group of scored samples, each with one trained token."""
+    """Return a group of scored samples with these rewards and one trained token each."""
     return Group(
         question(1),
         tuple(rewarded(trajectory(), one).with_scores(Scores(np.zeros(2, np.float32))) for one in rewards),
@@ -81,7 +81,7 @@ def test_mini_batch_is_scaled_by_the_spread_of_all_its_groups() -> None:
 
 
 def of_turns() -> Sample:
-    """Return a sample whose turns have earned 1 and 2."""
+    """Return a sample of two turns with the rewards 1 and 2."""
     one = trajectory(range(6), MASK, turn_of_token=TURNS)
     return Sample(one, 3.0, (1.0, 2.0), {}, np.zeros(6, np.float32))
 
@@ -106,7 +106,7 @@ def test_observation_tokens_belong_to_the_turn_before_them() -> None:
 
 @pytest.mark.parametrize(("observations", "in_reward"), [(False, True), (True, False)])
 def test_critic_returns_sum_later_rewards_and_penalties(observations: bool, in_reward: bool) -> None:
-    """`observations` have values too (`compat.observations_in_values`). There is no discount."""
+    """`observations` gives values to observed tokens too (`compat.observations_in_values`). There is no discount."""
     random = np.random.default_rng(5)
     old, reference, values = (random.normal(size=6).astype(np.float32) for _ in range(3))
     config = replace(
@@ -122,7 +122,7 @@ def test_critic_returns_sum_later_rewards_and_penalties(observations: bool, in_r
     sample = of_turns().with_scores(Scores(old, reference, values=values))
     mask_of = response_tokens if observations else trained_tokens
     (found,) = finish(Group(question(1), (sample,)), config, KlController(0.25), mask_of).samples
-    # The first turn's reward is on its last token, or on the last one of its observation.
+    # The first turn's reward is on its last token or, with observations, on the last token of its observation.
     rewards = np.array([0, 0, 0, 0, 1, 2] if observations else [0, 0, 1, 0, 0, 2], dtype=float)
     divergence = np.where(MASK, old.astype(float) - reference, 0.0)
     if in_reward:
@@ -139,20 +139,20 @@ def test_mean_kl_weighs_episodes_alike() -> None:
     long, short = trajectory(range(5)), trajectory(range(2))
     untrained = trajectory(range(3), [False] * 3)
     samples = [replace(rewarded(one, 0.0), kl_sum=kl) for one, kl in ((long, 2.0), (short, 0.25), (untrained, 0.0))]
-    # 2 nats over four tokens, 1/4 over one.
+    # The first sample has 2 nats over four tokens, the second 1/4 over one.
     assert mean_kl([Group(question(1), tuple(samples))]) == pytest.approx((0.5 + 0.25) / 2)
     assert mean_kl([of_rewards(1, 0)]) is None
 
 
 def sampled_and_scored(old: list[float], rollout: list[float]) -> Sample:
-    """Return a sample with these probabilities of its tokens."""
+    """Return a sample whose tokens have these probabilities, trained and sampled."""
     one = trajectory(range(len(old)), rollout_logprobs=np.log(rollout).tolist())
     return rewarded(one, 1.0).with_scores(Scores(np.log(old).astype(np.float32)))
 
 
 def test_every_sample_of_a_group_gets_its_correction_weights() -> None:
     unknown = float("nan")
-    # The first token is untrained; ratios 1.5 and 3, then 0.5 and none.
+    # The first token is untrained; the others have the ratios 1.5 and 3, then 0.5 and an unknown one.
     samples = (
         sampled_and_scored([0.9, 0.6, 0.6], [0.1, 0.4, 0.2]),
         sampled_and_scored([0.9, 0.2, 0.5], [0.1, 0.4, unknown]),
@@ -168,7 +168,7 @@ def test_every_sample_of_a_group_gets_its_correction_weights() -> None:
 @pytest.mark.parametrize(
     ("episodes", "spread"),
     [
-        # (reward, its parts) of each episode.
+        # (reward, reward by term) of each episode.
         ([(1.0, {"exact_match": 1.0, "overlong": 0.0}), (0.5, {"exact_match": 1.0, "overlong": 0.5})], False),
         # Equal rewards: one answer is right and long, the other wrong and short.
         ([(0.0, {"exact_match": 1.0, "overlong": 1.0}), (0.0, {"exact_match": 0.0, "overlong": 0.0})], True),

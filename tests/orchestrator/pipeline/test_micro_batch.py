@@ -93,7 +93,7 @@ def test_advantages_of_trained_tokens_are_weighted(packed: bool) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_values_are_laid_out_as_tokens_and_picks_as_targets(packed: bool) -> None:
     def scored(one: Sample, first: float) -> Sample:
-        """Return `one` with values from `first` on, and picks that follow from its trained tokens."""
+        """Return `one` with values that count up from `first`, and with picks that follow from its trained tokens."""
         values = np.arange(first, first + len(one.trajectory.tokens), dtype=np.float32)
         trained = one.trajectory.tokens[one.trajectory.loss_mask]
         picks = TopkLogprobs(np.stack([trained, trained + 100], 1), -np.stack([trained] * 2, 1) / 2)

@@ -15,12 +15,12 @@ from tests.orchestrator.pipeline.watched import Property
 from tests.support.trajectories import same
 
 SEEDS = 250
-"""Seeds of a block, of which the first is always run."""
+"""Number of seeds in a block; the default suite runs the first block only."""
 
 
 @pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 8))])
 def test_every_property_holds_across_kills_and_resumes(block: int) -> None:
-    """`simulate_lives(seed)` repeats a run that failed. `python -m bench.interleavings` takes more seeds."""
+    """`simulate_lives(seed)` repeats a run that failed. `python -m bench.interleavings` tries more seeds."""
     for seed in range(SEEDS * block, SEEDS * (block + 1)):
         try:
             simulate_lives(seed)
@@ -36,7 +36,7 @@ def test_planted_bug_is_found(broken: Property, planted: Callable[[], Parts]) ->
 
 
 def test_resumed_run_has_the_state_that_was_saved(tmp_path: Path) -> None:
-    """The state goes through a file, and over all seeds every field of it is filled."""
+    """The state goes through a file; together, the seeds fill every field of it."""
     seen: set[str] = set()
 
     def through_a_file(state: State) -> State:

@@ -22,12 +22,12 @@ from tests.support.trajectories import question, rewarded, trajectory
 from tests.support.virtual_time import run_virtually
 
 SEEDS = 1000
-"""Seeds of a block, of which the first is always run."""
+"""Number of seeds in a block; the default suite runs the first block only."""
 
 
 @pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 10))])
 def test_every_property_holds_in_any_interleaving(block: int) -> None:
-    """`simulate(seed)` repeats a run that failed. `python -m bench.interleavings` takes more seeds."""
+    """`simulate(seed)` repeats a run that failed. `python -m bench.interleavings` tries more seeds."""
     for seed in range(SEEDS * block, SEEDS * (block + 1)):
         try:
             simulate(seed)
@@ -42,7 +42,7 @@ def test_planted_bug_is_found(broken: Property, planted: Callable[[], Parts]) ->
     assert broken in (breach_of(simulate, seed, parts) for seed in range(SEEDS))
 
 
-class Instant:
+class InstantWorkers:
     """Workers and devices that answer without ever yielding to the event loop, unlike those of a simulation."""
 
     capacity, waits_for, groups = 2, "", ("inference",)
@@ -73,8 +73,8 @@ class Instant:
 
 
 def test_group_cancelled_before_its_first_turn_frees_its_slot() -> None:
-    """Each of ten steps ends before the task of its second, spare group has started."""
-    workers = Instant()
+    """Each of ten steps ends before the task of its second group, which is a spare one, has started."""
+    workers = InstantWorkers()
     pipeline = workers.pipeline(StalenessScheduler(groups_per_step=1, max_staleness=0, oversample=2))
 
     async def ten_steps() -> int:
@@ -91,13 +91,13 @@ def test_group_cancelled_before_its_first_turn_frees_its_slot() -> None:
 
 
 def test_death_of_the_last_engine_ends_the_run_while_nothing_rolls() -> None:
-    class Dead(Instant):
+    class DeadWorkers(InstantWorkers):
         capacity = 0
 
         async def run_group(self, asked: Question, *_: Any) -> list[Trajectory]:
             raise NoEngineLeft(asked.uid)
 
-    pipeline = Dead().pipeline(StalenessScheduler(groups_per_step=1, max_staleness=0))
+    pipeline = DeadWorkers().pipeline(StalenessScheduler(groups_per_step=1, max_staleness=0))
     with pytest.raises(ExceptionGroup) as caught:
         run_virtually(pipeline.run())
     assert isinstance(root_cause(caught.value), NoEngineLeft)

@@ -1,4 +1,4 @@
-"""Tests of the staleness scheduler against a model that deals out places one by one."""
+"""Tests of the staleness scheduler against a model that gives out places in steps one by one."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def test_stale_group_that_was_not_dropped_cannot_be_taken() -> None:
 
 
 @dataclass(eq=False)
-class Modelled:
+class ModelGroup:
     """A prompt group in the model."""
 
     real: PromptGroup
     oldest: int
     ready: int | None = None
-    """Order in which it became ready, None if it rolls."""
+    """Rank in the order in which groups became ready; None while the group is still rolling."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random calls in random order. The model keeps the places of each step and deals them out one by one."""
+    """Random calls in random order. The model knows the free places of each step and gives them out one by one."""
 
     @initialize(
         groups=st.integers(1, 4),
@@ -59,8 +59,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = self.new_scheduler()
         self.ended: list[GroupOutcome] = []
         self.version = self.published = self.replaced = self.clock = 0
-        self.open: list[Modelled] = []
-        self.taken: list[Modelled] = []
+        self.open: list[ModelGroup] = []
+        self.taken: list[ModelGroup] = []
         self.dropped: Counter[DropReason] = Counter()
 
     def new_scheduler(self) -> StalenessScheduler:
@@ -69,18 +69,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
 
     def free(self) -> Counter[int]:
-        """Return the free places of each step, 20 steps ahead."""
+        """Return the number of free places in each of the next 20 steps."""
         end = self.version + 20 if self.steps is None else self.steps
         free = Counter(dict.fromkeys(range(self.version, end), self.groups))
         free[self.version] -= len(self.taken)
         return +free
 
     def last(self, oldest: int) -> int:
-        """Return the last step that may train a group of that version."""
+        """Return the last step that may train a group whose oldest token has the version `oldest`."""
         return oldest + self.staleness
 
     def unschedulable(self) -> dict[PromptGroup, DropReason]:
-        """Give each ready group the first free place, oldest first; return the groups without one."""
+        """Give each ready group the first free place, oldest first; return the groups that get none."""
         free, found = self.free(), {}
         reasons = {
             one: DropReason.surplus if any(step <= self.last(one.oldest) for step in free) else DropReason.stale
@@ -99,14 +99,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         return found
 
     def free_for_new(self) -> int:
-        """Return the places left for new groups once every ready group has the first free one."""
+        """Return the number of free places that new groups may use once every ready group has a place."""
         free = sorted(self.free().elements())
         return len([step for step in free[len(self.of(ready=True)) :] if step <= self.last(self.published)])
 
-    def of(self, *, ready: bool) -> list[Modelled]:
+    def of(self, *, ready: bool) -> list[ModelGroup]:
         return [one for one in self.open if (one.ready is not None) == ready]
 
-    def forget(self, one: Modelled, reason: DropReason) -> None:
+    def forget(self, one: ModelGroup, reason: DropReason) -> None:
         self.scheduler.drop(one.real, reason)
         self.ended.append(GroupOutcome(one.real.number, one.real.question.uid, reason))
         (self.taken if one in self.taken else self.open).remove(one)
@@ -118,7 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def admit(self, most: int) -> None:
         for number in range(most):
             if self.scheduler.may_admit():
-                self.open.append(Modelled(self.scheduler.admit(question(number)), self.published))
+                self.open.append(ModelGroup(self.scheduler.admit(question(number)), self.published))
 
     @precondition(lambda self: self.of(ready=False))
     @rule(number=st.integers(0, 99), newer=st.none() | st.integers(-1, 2), has_spread=st.booleans())
@@ -200,7 +200,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.taken)
     @rule()
     def save_and_resume(self) -> None:
-        """Replace the scheduler by another that resumes its state; both must decide alike from here on."""
+        """Replace the scheduler by a new one that resumes its state, and must decide like the old one."""
         self.report_ended()
         state = self.scheduler.state()
         self.scheduler = self.new_scheduler()

@@ -28,7 +28,7 @@ ANSWER = Turn("d", Action.ANSWER, "Yes!", "", 1, 40, 0, 0.1, 0.0)
 
 
 def sample(one: Trajectory, reward: float, advantage: float = 0.0, **more: Any) -> Sample:
-    """Return a sample with one advantage for its trained tokens, and 99 on the others, which must not count."""
+    """Return a sample whose trained tokens have one advantage; untrained ones have 99, which must not count."""
     advantages = np.where(one.loss_mask, np.float32(advantage), np.float32(99.0))
     parts: Mapping[str, float] = more.pop("parts", {})
     return Sample(one, reward, (reward,), parts, advantages, **more)
@@ -43,7 +43,7 @@ GROUPS = [
         question(1),
         (
             sample(RIGHT, 2.0, 0.5, old_logprobs=OLD, parts={"f1": 1.0, "search_penalty": 2.0}),
-            # Its tokens were changed by the retokenization, so no log-probs are compared.
+            # Retokenization has changed the tokens of this sample, so no log-probs are compared.
             sample(WRONG, 0.0, -0.25, old_logprobs=np.full(4, -9.0, dtype=np.float32), parts={"f1": 0.5}),
         ),
     ),
@@ -138,16 +138,16 @@ def test_answers_are_counted_by_tags_that_the_policy_wrote(texts: Sequence[str],
 
 
 def with_versions(versions: Sequence[int], mask: Sequence[bool] | None = None) -> Sample:
-    """Return a sample of tokens with these versions; by default all but the first are trained."""
+    """Return a sample of tokens with these versions; by default all tokens but the first are trained."""
     one = trajectory(range(len(versions)), mask)
     return sample(replace(one, versions=np.array(versions, dtype=np.int32)), 0.0)
 
 
 def test_staleness_counts_trained_tokens_alone() -> None:
     groups = [
-        # An episode that continued through an update and ends with a token that was added.
+        # This episode continued through an update, and ends with a token that was not sampled but added.
         Group(question(1), (with_versions([-1, 5, 5, 7, -1]),)),
-        # The version of an untrained token does not count.
+        # The versions of untrained tokens do not count.
         Group(question(2), (with_versions([-1, 2, 7, 4], [False, False, True, True]),)),
     ]
     assert staleness_metrics(groups, version=7) == {
@@ -192,5 +192,5 @@ def test_values_and_returns_are_compared_over_trained_tokens() -> None:
     metrics = critic_metrics([with_arrays([False, True, True, True], values=[70, 3, 2, 1], returns=[-70, 1, 2, 6])])
     for name, expected in (("values", [3, 1, 2]), ("returns", [6, 1, 3])):
         assert [metrics[f"critic/{name}/{kind}"] for kind in ("max", "min", "mean")] == expected
-    # The variance of the errors -2, 0, 5 over that of the returns.
+    # The variance of the errors -2, 0, 5 over the variance of the returns.
     assert metrics["critic/vf_explained_var"] == pytest.approx(1 - np.var([-2, 0, 5]) / np.var([1, 2, 6]))

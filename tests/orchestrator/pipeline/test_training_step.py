@@ -23,8 +23,8 @@ from tests.support.trajectories import question, rewarded, trajectory
 Event = tuple[str, int]
 
 
-class OneAtATime:
-    """A pipeline in which groups are scored one after the other, each when it is waited for."""
+class OneAtATimePipeline:
+    """A pipeline that scores one group at a time, when the learner asks for it."""
 
     def __init__(self, made: Sequence[Group], events: list[Event]) -> None:
         self._made, self._events = list(made), events
@@ -38,8 +38,8 @@ class OneAtATime:
         self._events.append(("closed", len(self._made)))
 
 
-class Logged:
-    """A learner that logs its calls, and devices that are always there."""
+class LoggingLearner:
+    """Stands in for the learner, whose calls it logs, and for the devices, which are always ready."""
 
     def __init__(self, events: list[Event]) -> None:
         self._events = events
@@ -62,10 +62,10 @@ class Logged:
 def run(cut: MiniBatches) -> list[Event]:
     """Train a step on groups of one sample each; return the events in order."""
     events: list[Event] = []
-    learner, one = Logged(events), trajectory(range(3), [False, True, True])
+    learner, one = LoggingLearner(events), trajectory(range(3), [False, True, True])
     uids = [f"q:{number}" for number in range(sum(cut.sizes))]
     made = [Group(question(n), (rewarded(replace(one, question_uid=uid), 1.0),)) for n, uid in enumerate(uids)]
-    pipeline = cast(RolloutPipeline, cast(Any, OneAtATime(made, events)))
+    pipeline = cast(RolloutPipeline, cast(Any, OneAtATimePipeline(made, events)))
     trained, updates = asyncio.run(learn(pipeline, {"critic": learner}, learner, cut))
     assert [group.question.uid for group in trained] == uids == learner.seen
     assert updates == [{"critic/lr": 1.0}] * len(cut.sizes)
@@ -82,7 +82,7 @@ def test_mini_batch_is_stepped_on_once_its_last_group_has_come() -> None:
 
 
 def test_critic_does_not_step_before_the_last_score_of_the_step() -> None:
-    """All values of a step are of one critic, also with several mini-batches."""
+    """One version of the critic computes all values of a step, also with several mini-batches."""
     events = run(MiniBatches([3, 3], scored_first=True))
     first_step = events.index(("applied", 3))
     assert events[:first_step].count(("scored", 1)) == 6
@@ -93,13 +93,13 @@ def test_critic_does_not_step_before_the_last_score_of_the_step() -> None:
 async def test_actor_and_critic_learn_at_the_same_time() -> None:
     both = asyncio.Barrier(2)
 
-    class Waits(Logged):
+    class WaitingLearner(LoggingLearner):
         async def accumulate(self, *_: Any) -> None:
             await both.wait()
 
     group = Group(question(1), (rewarded(trajectory(), 1.0),))
-    pipeline = cast(RolloutPipeline, cast(Any, OneAtATime([group], [])))
-    learners = {"actor": Waits([]), "critic": Waits([])}
+    pipeline = cast(RolloutPipeline, cast(Any, OneAtATimePipeline([group], [])))
+    learners = {"actor": WaitingLearner([]), "critic": WaitingLearner([])}
     await asyncio.wait_for(learn(pipeline, learners, learners["actor"], MiniBatches([1])), 60)
 
 
@@ -111,7 +111,7 @@ def test_mini_batches_share_all_groups_and_the_larger_ones_are_spread_out(groups
     sizes = mini_batches(config).sizes
     assert (len(sizes), sum(sizes)) == (count, groups)
     assert {*sizes} <= {groups // count, -(-groups // count)}
-    # No prefix of the mini-batches has more than its share of the groups, or a whole group less.
+    # The first mini-batches together have at most their share of the groups, and less than one group below it.
     for number, taken in enumerate(accumulate(sizes), start=1):
         assert taken <= Fraction(number * groups, count) < taken + 1
     assert score_batch_size(config).max_groups == max(sizes)

@@ -1,6 +1,6 @@
 """Properties that are checked while a simulated run runs, and the record that they are checked against.
 
-The record is independent of the scheduler's own state: it logs prompt groups and the calls of the workers.
+The record does not depend on the scheduler's own state: it logs prompt groups and the calls of the workers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GROUPS = ("rollout", "inference", *LEARNERS)
 
 
 class Property(StrEnum):
-    """A property of every run."""
+    """A property that must hold in every run."""
 
     deadlock = "something is always under way"
     livelock = "the run ends after boundedly many admissions"
@@ -52,7 +52,7 @@ class Property(StrEnum):
 
 
 class Breach(Exception):
-    """A property does not hold."""
+    """Raised if a property does not hold."""
 
     def __init__(self, broken: Property, detail: str = "") -> None:
         super().__init__(f"{broken.name}: not {broken}: {detail}")
@@ -60,82 +60,82 @@ class Breach(Exception):
 
 
 class Failure(Exception):
-    """A scripted worker's failure."""
+    """Failure of a worker that the script asks for."""
 
 
 class Record:
-    """Log of a run, checked at every entry."""
+    """Log of a run, which checks properties at every entry."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.version = 0
         self.running = self.rewarded_now = 0
-        """Groups being generated and groups being rewarded, including cancelled ones that have not ended."""
+        """Numbers of groups being generated and being rewarded; cancelled groups count until they have ended."""
         self.prompt_groups: dict[int, PromptGroup] = {}
         self.open: set[int] = set()
         self.taken: list[int] = []
-        """Groups of the current step."""
+        """Groups that the current step has taken."""
         self.trained: list[Question] = []
-        """Questions of closed steps."""
+        """Questions trained in closed steps."""
         self.dropped: list[tuple[Question, DropReason]] = []
         self.begun: dict[int, tuple[EpisodeProgress, ...]] = {}
-        """Prompt group -> episodes that a run resumed now must continue from; all of them once they are done."""
+        """Prompt group -> episodes that it must continue from after a resume; all its episodes once they are done."""
         self._all_done: set[int] = set()
         self.again: list[int] = []
-        """Prompt groups that rolled when the run was saved and have not been begun again."""
+        """Prompt groups that were rolling when the run was saved and have not been begun again yet."""
         self.gone_on: set[int] = set()
-        """Prompt groups that have been begun again."""
+        """Prompt groups that were rolling when the run was saved and have been begun again."""
         self.unscored: dict[int, None] = {}
         """Ready groups that have not been scored, in the order in which they became ready."""
         self.offered: set[int] = set()
-        """Groups that are scored but not taken or dropped."""
+        """Groups that have been scored, and neither taken nor dropped."""
         self.states: dict[str, str] = {}
         """Stage -> its last status line."""
         self.resident: Callable[[], Collection[str]] = lambda: GROUPS
         """Worker groups that are on the devices."""
         self.over = False
-        """True once the pipeline has ended; later actions of the workers no longer count."""
+        """True once the pipeline has ended; actions of the workers after that do not count."""
         self.failed = False
         self.broken: Breach | None = None
         """First breach; later ones follow from it."""
         self.ended: dict[int, str] = {}
-        """Prompt group -> `trained` or the reason of its drop, in order."""
+        """Prompt group -> `trained` or the reason of its drop, in the order of the ends."""
         self.told: list[GroupOutcome] = []
-        """Ends that the schedulers of earlier lives reported."""
+        """Ends of groups that the schedulers of earlier lives reported."""
         self._ready: dict[int, None] = {}
         """Ready prompt groups, scored or not."""
         self._replaced = 0
-        """Replaced groups of the current step."""
+        """Number of groups replaced in the current step."""
         self._scored: set[tuple[int, int]] = set()
         self._accumulated: set[tuple[str, int, int]] = set()
-        """(learner, prompt group, sample)"""
+        """(learner, prompt group, sample) of all samples given to learners."""
         self._updates: dict[str, list[set[int]]] = {name: [set()] for name in LEARNERS}
         self._working: set[str] = set()
         self._worker_calls: Counter[str] = Counter()
 
     def hold(self, named: Property, holds: object, detail: object = "") -> None:
-        """Raise the run's first breach unless `holds`."""
+        """Raise Breach unless `holds` is true; after the first breach of a run, always raise that one."""
         if not holds:
             self.over = True
             self.broken = self.broken or Breach(named, str(detail))
             raise self.broken
 
     def fail_if_due(self, worker: str) -> None:
-        """Raise Failure if the script has one for this call."""
+        """Raise Failure if the script says that this call fails."""
         self._worker_calls[worker] += 1
         if self.script.fails == (worker, self._worker_calls[worker]):
             self.over = self.failed = True
             raise Failure(worker)
 
     def resumed(self) -> Record:
-        """Return the record of a run that resumes at this moment."""
+        """Return the record of a run that resumes from this moment."""
         later = deepcopy(self, {id(self.script): self.script})
         later.again = sorted(self.open - self._ready.keys())
         later.begun = {number: self.begun[number] for number in later.again if number in self.begun}
         later.running = later.rewarded_now = 0
         later._all_done = set()
         later.states, later._working, later.resident = {}, set(), lambda: GROUPS
-        # Groups that were being scored are scored again.
+        # Groups whose scores were being computed are scored again.
         later.unscored = {number: None for number in self._ready if number not in self.offered}
         later._scored = {(number, sample) for number, sample in self._scored if number not in later.unscored}
         return later
@@ -146,7 +146,7 @@ class Record:
         self.prompt_groups.update((one.number, one) for one in prompt_groups)
 
     def begin_group(self, number: int, begun: Sequence[EpisodeProgress]) -> None:
-        """Log a call for the episodes of a prompt group, some of which were `begun` before."""
+        """Log a call that runs the episodes of a prompt group, continuing those in `begun`."""
         self.hold(Property.resumed, not self.again or number == self.again[0], f"{number} before {self.again}")
         self.hold(Property.resumed, _facts(begun) == _facts(self.begun.get(number, ())), f"{number} from {begun}")
         if self.again:
@@ -156,18 +156,18 @@ class Record:
         self.begin("rollout")
 
     def tell(self, begun: Mapping[int, tuple[EpisodeProgress, ...]]) -> None:
-        """Log the progress that an engine reports. A group may still run there after another engine has answered."""
+        """Log the progress that an engine reports. An engine may still run a group that another engine has finished."""
         self.begun |= {number: found for number, found in begun.items() if number not in self._all_done}
 
     def begin(self, stage: str) -> None:
-        """Log that a worker begins."""
+        """Log that the worker of a stage begins a call."""
         if self.script.sequential and not self.over:
             self._check_sequence(stage)
         if stage != "rollout":
             self._working.add(stage)
 
     def end(self, stage: str) -> None:
-        """Log that a worker has ended."""
+        """Log that the worker of a stage has ended a call."""
         if stage == "rollout":
             self.running -= 1
         else:
@@ -182,7 +182,7 @@ class Record:
 
     @contextmanager
     def rewarding(self, number: int, episodes: Sequence[EpisodeProgress]) -> Iterator[None]:
-        """Log that the episodes of a prompt group are being rewarded, all of which are done."""
+        """Log that the episodes of a prompt group, which are all done, are being rewarded."""
         self.begun[number] = tuple(episodes)
         self._all_done.add(number)
         self.rewarded_now += 1
@@ -263,7 +263,7 @@ class Record:
         self.open.remove(prompt_group.number)
 
     def _most_admitted(self) -> int:
-        """Return the bound on admissions that docs/pipeline.md derives."""
+        """Return the largest number of admissions; docs/pipeline.md derives it."""
         replaced = sum(reason in (DropReason.no_spread, DropReason.lost) for _, reason in self.dropped)
         most, spare = self.script.most_outstanding, self.script.spare
         return (self.version + 1) * (most * (2 + spare) + spare) + replaced
@@ -282,7 +282,7 @@ class Record:
 
 
 def _facts(begun: Sequence[EpisodeProgress]) -> list[tuple[type[EpisodeProgress], int, list[int]]]:
-    """Return facts that identify partial episodes."""
+    """Return facts that suffice to compare partial episodes."""
     return [(type(one), one.sample, one.versions.tolist()) for one in begun]
 
 

@@ -1,7 +1,7 @@
 """Workers of a simulated run, scripted by a seed: engines, rewards, scorer, learners, devices.
 
-They sleep for seeded times, many of them equal or 0 and some very long; answer twice, late or never; die; and take new
-weights while they generate. They raise `Breach` if they are called as they must not be.
+Workers sleep for seeded times, of which many are equal or 0 and some are very long. They answer twice, late or never,
+die, and take new weights while they generate. They raise `Breach` if a call breaks a property.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tests.support.trajectories import rewarded, trajectory
 
 
 def number_of(sample: Sample) -> int:
-    """Return the number of the sample's prompt group."""
+    """Return the number of the prompt group that a sample belongs to."""
     return int(sample.trajectory.response)
 
 
 def mark(sample: Sample) -> Floats:
-    """Return log-probs that identify the sample."""
+    """Return log-probs from which the sample can be recognised."""
     return np.full(len(sample.trajectory.tokens), -(10 * number_of(sample) + sample.trajectory.sample), np.float32)
 
 
 @lru_cache(1000)
 def whole_episode(uid: str, number: int, sample: int, versions: tuple[int, ...]) -> Trajectory:
-    """Return an episode with a token for each of `versions`; its response is the number of its prompt group."""
+    """Return an episode with a sampled token for each of `versions`; its response is the number of its prompt group."""
     finish = Finish.ANSWER if versions else Finish.ABORTED
     of_tokens = (-1, *versions)
     one = trajectory([1] * len(of_tokens), uid=uid, sample=sample, finish=finish, version=of_tokens)
@@ -64,21 +64,21 @@ class _Engine:
 
 @dataclass(eq=False)
 class _Play:
-    """A group on an engine; `versions` are those of the turns begun on this engine."""
+    """A group that plays on an engine; `versions` has the version of each turn that was begun on this engine."""
 
     number: int
     question: Question
     engine: _Engine
     turns: int
     lengths: Sequence[int]
-    """Turns of each episode on this engine; an episode that had ended before has none."""
+    """Number of turns of each episode on this engine; 0 if the episode had ended before."""
     before: Mapping[int, EpisodeProgress]
     """Sample -> progress from another engine."""
     versions: list[int] = field(default_factory=list)
     aborted: bool = False
 
     def begun(self) -> tuple[EpisodeProgress, ...]:
-        """Return the episodes that have ended or have whole turns; the last turn is in progress."""
+        """Return the progress of episodes that have ended or have a whole turn; the last begun turn is not whole."""
         whole = max(0, len(self.versions) - 1)
         found: list[EpisodeProgress] = []
         for sample, length in enumerate(self.lengths):
@@ -92,14 +92,14 @@ class _Play:
         return tuple(found)
 
     def trajectories(self) -> list[Trajectory]:
-        """Return all episodes; some end early, and one that is aborted at once has no sampled token."""
+        """Return all episodes; some end early, and an episode that is aborted at once has no sampled token."""
         return [
             whole_episode(self.question.uid, self.number, sample, self._versions(sample, len(self.versions)))
             for sample in range(len(self.lengths))
         ]
 
     def _versions(self, sample: int, turns: int) -> tuple[int, ...]:
-        """Return the versions of an episode's turns: those before, then the first `turns` on this engine."""
+        """Return the versions of an episode's turns: all on earlier engines, then the first `turns` on this one."""
         before = self.before[sample].versions.tolist() if sample in self.before else []
         here = self.versions[: min(turns, self.lengths[sample])]
         return (*(version for version in before if version >= 0), *here)
@@ -111,7 +111,7 @@ class _Worker:
 
 
 class Engines(_Worker):
-    """The rollout group: the real router over scripted engines."""
+    """The rollout group: the real router in front of scripted engines."""
 
     waits_for = ""
 
@@ -124,13 +124,13 @@ class Engines(_Worker):
 
     @property
     def capacity(self) -> int:
-        """Number of groups that the living engines have room for."""
+        """Number of groups that the living engines can run at the same time."""
         return self.script.room * len(self.router.living)
 
     async def run_group(
         self, question: Question, number: int, begun: Sequence[EpisodeProgress] = ()
     ) -> list[Trajectory]:
-        """Return all episodes of `question`. If cancelled, may end slowly, or still return its answer."""
+        """Return all episodes of `question`. A cancelled call may end slowly, or still return its episodes."""
         self.record.begin_group(number, begun)
         play = None
         try:
@@ -158,7 +158,7 @@ class Engines(_Worker):
             self._changed.set()
 
     async def in_flight(self) -> Mapping[int, tuple[EpisodeProgress, ...]]:
-        """Ask the engines one after the other for their progress."""
+        """Ask the engines for their progress, one after the other."""
         found: dict[int, tuple[EpisodeProgress, ...]] = {}
         for engine in self._engines:
             await self.script.pause("save")
@@ -174,7 +174,7 @@ class Engines(_Worker):
                 tasks.create_task(self._switch(engine, version))
 
     def kill(self, number: int) -> None:
-        """Kill an engine unless it is the last. Its groups may still answer, too late."""
+        """Kill an engine unless it is the last one. Its groups may still answer, which is too late."""
         if len(self.router.living) == 1 or number not in self.router.living:
             return
         engine = self._engines[number]
@@ -226,7 +226,7 @@ class Engines(_Worker):
         asyncio.get_running_loop().call_later(self.script.duration_s("roll"), then, play)
 
     def _deliver(self, play: _Play) -> None:
-        """Answer the call that waits for the key of `play`; of two attempts the first answer counts."""
+        """Answer the call that runs the group of `play`; of two attempts, the first one to answer counts."""
         if play.aborted:
             return
         self._end(play)
@@ -264,14 +264,14 @@ class Engines(_Worker):
 
 
 class Scorer(_Worker):
-    """The inference group, and the critic where there is one."""
+    """The inference group and, in runs with a critic, the critic."""
 
     @property
     def groups(self) -> Sequence[str]:
         return ("inference", "critic") if self.script.critic else ("inference",)
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
-        """Return log-probs and values that identify each sample."""
+        """Return log-probs and values from which each sample can be recognised."""
         self.record.begin("inference")
         self.record.hold(Property.unschedulable, samples, "the scorer is called for nothing")
         for sample in samples:
@@ -283,8 +283,6 @@ class Scorer(_Worker):
 
 
 class Learner:
-    """The actor, or the critic."""
-
     def __init__(self, name: str, script: Script, record: Record) -> None:
         self.name, self.script, self.record = name, script, record
 
@@ -292,7 +290,7 @@ class Learner:
         return len(samples) >= self.script.fills_micro_batches
 
     async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:  # noqa: ARG002
-        """Check all properties of samples that are trained."""
+        """Check all properties that concern samples given to a learner."""
         self.record.begin(self.name)
         for sample in samples:
             number, one = number_of(sample), sample.trajectory
@@ -318,12 +316,12 @@ class Learner:
 
 
 class Devices:
-    """Devices with room for all worker groups; in sequence, the real offload manager over fewer."""
+    """Devices with room for all worker groups; in sequential runs, the real offload manager for fewer devices."""
 
     def __init__(self, script: Script, record: Record) -> None:
         self.script, self.record = script, record
         self.pending: Counter[str] = Counter()
-        """Worker groups that are waited for."""
+        """Number of callers that wait for a worker group to be on the devices."""
         self._offload = None
         if script.sequential:
             members = {name: (partial(self._leave, name), self._enter) for name in GROUPS}
@@ -348,10 +346,8 @@ class Devices:
 
 
 class Handling(_Worker):
-    """The handling of groups between the stages."""
-
     async def reward(self, question: Question, trajectories: Sequence[Trajectory]) -> Group:
-        """Reward episodes, in some groups all alike. May take long, and end slowly if cancelled."""
+        """Reward episodes; in some groups all rewards are equal. May take long; a cancelled call may end slowly."""
         flat = self.script.rng.random() < self.script.flat
         samples = tuple(rewarded(one, 0.0 if flat else float(one.sample)) for one in trajectories)
         with self.record.rewarding(number_of(samples[0]), trajectories):

@@ -28,7 +28,7 @@ def test_answer_is_normalised(text: str, expected: str) -> None:
 
 
 def squad_f1(prediction: str, answer: str) -> float:
-    """Return F1 by crossing off one word after the other."""
+    """Return SQuAD's F1, counting shared words by crossing them off one after the other."""
     predicted, accepted = normalize(prediction).split(), normalize(answer).split()
     left, shared = list(accepted), 0
     for word in predicted:

@@ -39,7 +39,7 @@ asyncio.run(main())
 
 
 def ask(chat: Chat, **changes: object) -> str:
-    """Ask one question in virtual time; return the reply."""
+    """Ask the judge one question in virtual time; return the reply."""
 
     async def work() -> str:
         endpoint = ChatEndpoint(settings(**changes), chat.transport)

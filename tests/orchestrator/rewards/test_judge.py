@@ -55,7 +55,7 @@ def test_answer_cannot_leave_its_quotation(answer: str) -> None:
 def grades(
     chat: Chat, answers: Sequence[str | None], figures: dict[str, float] | None = None, **changes: object
 ) -> list[float]:
-    """Grade `answers` to a question with the answer Bamako, all at once in virtual time."""
+    """Grade `answers` to a question whose right answer is Bamako, all at once in virtual time."""
 
     async def work() -> list[float]:
         judge = Judge(settings(**changes), chat.transport)

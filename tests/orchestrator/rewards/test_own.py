@@ -39,7 +39,7 @@ async def test_term_returns_one_number_or_one_per_turn(name: str, expected: list
 
 
 async def test_plain_functions_run_in_daemon_threads_at_the_same_time(calls: TimedCalls) -> None:
-    """Each blocks until the other is called, so that on the event loop the first would never return."""
+    """Each function blocks until the other is called, so the first would never return if it ran on the event loop."""
     both = [value("meets_another", calls) for _ in range(2)]
     assert await asyncio.gather(*both) == [[0.0, 1.0], [0.0, 1.0]]
 

@@ -1,4 +1,4 @@
-"""Tests of reading an episode: structure, retrieval and answer, also if the policy or a passage forges them."""
+"""Tests of reading an episode: structure, retrieval and answer, even if the policy or a passage forges tags."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ GOOD = st.sampled_from([think("search", "Mali"), ANSWER, think("search", "Mali",
 @given(st.lists(TURNS | GOOD, max_size=4))
 def test_structure_of_turns_is_that_of_their_text_without_forged_information(texts: list[str]) -> None:
     trajectory = episode(*((text, "found") for text in texts))
-    # A query of white space is a search for Search-R1 and an invalid action for the protocol.
+    # Search-R1 takes a query of white space for a search; the protocol takes it for an invalid action.
     if not re.search(r"<search>\s*</search>", trajectory.response):
         assert read(trajectory, "x").well_formed == in_order(trajectory.response)
 
@@ -134,7 +134,7 @@ def test_answer_over_prompt_reads_prompt_and_response_together() -> None:
 
 
 TOOLS = {"calculator": "sum", "dictionary": "word"}
-"""Name -> tag."""
+"""Name of a tool -> its tag."""
 SUM = (think("sum", "3 + 4"), "7")
 
 

@@ -51,7 +51,7 @@ async def test_user_defined_term_counts_beside_built_in_ones() -> None:
 
 
 async def test_equal_totals_are_bitwise_equal_rewards() -> None:
-    """The sums over turns differ in the last bit, which must not give a group a spread."""
+    """The sums differ in the last bit, which must not make a group look as if its rewards differed."""
     blind = (think("search", "Mali"), "nothing")
     config = terms(exact_match=1.0, search_penalty=-0.3, retrieval=0.1)
     first = await scored(config, episode(SEARCH, blind, blind, RIGHT))

@@ -1,7 +1,7 @@
 """Makes kept episodes from chosen token ids with the real book-keeping.
 
-Every log-prob is a function of the token's whole prefix, the engine's `drawn_logprob` or the trained policy's
-`trained_logprob`, so that a test can recompute that of any token.
+Every log-prob is a function of the token and all tokens before it (`drawn_logprob` for the engine, `trained_logprob`
+for the trained policy), so that a test can recompute any of them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tests.support.made_run import Maker, Size
 TOKENIZER = build_tokenizer()
 CODEC = Codec(TOKENIZER)
 MADE = Maker(Size(steps=1)).kept(1, 0, 0)
-"""A kept episode that supplies all other fields."""
+"""A kept episode from which the made ones take all other fields."""
 POLICY = 3
-"""The trained version."""
+"""The version that is trained."""
 
 
 def by_letter(text: str) -> list[int]:
-    """Token ids of `text`, letter by letter."""
+    """Token ids of `text`, each letter encoded separately."""
     return [token for letter in text for token in CODEC.encode(letter)]
 
 
@@ -52,7 +52,7 @@ def played(
     uid: str = "q",
     step: int = POLICY + 1,
 ) -> TrajectoryRecord:
-    """An episode of `turns` (drawn ids, observation), each of one version, by default the trained one."""
+    """An episode of `turns` (drawn ids, observation); each turn has one of `versions`, by default the trained one."""
     context = open_context(mode, CODEC, prompt)
     of_turns = []
     for number, (drawn, observation) in enumerate(turns):
@@ -88,7 +88,7 @@ def played(
 
 
 def with_differences(by_version: dict[int, float]) -> TrajectoryRecord:
-    """An episode with a turn of each version, whose log-probs differ by the value of `by_version`."""
+    """An episode with one turn of each version in `by_version`, whose value is added to the turn's log-probs."""
     turn = (CODEC.encode("Paris"), "\n")
     one = played("x", [turn] * len(by_version), versions=list(by_version))
     known = np.isfinite(one.rollout_logprobs)

@@ -34,9 +34,10 @@ ANY_IDS = st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=8)
 
 
 def of_bytes(prompt: str, turns: list[tuple[list[int], str]]) -> tuple[list[int], dict[str, list[float]]]:
-    """Counts of the audit and log-ratios by kind, from the token boundaries of ASCII text, where a byte is a character.
+    """The audit's counts, and log-ratios by kind, computed from token boundaries in ASCII text, whose characters are
+    bytes.
 
-    Counts are drawn, drawn differing, trained, trained differing, stretches, crossing.
+    The counts are drawn, drawn differing, trained, trained differing, stretches, crossing.
     """
     text = prompt + "".join(TOKENIZER.decode(ids) + observation for ids, observation in turns)
     final = TOKENIZER(text)["input_ids"]
@@ -93,7 +94,7 @@ def test_counts_and_log_ratios_equal_those_by_bytes(prompt: str, turns: list[tup
 def test_figures_are_consistent_for_any_drawn_tokens(
     prompt: str, turns: list[tuple[list[int], str]], eos: bool
 ) -> None:
-    """Equal tokens are as many on both sides and parts sum to the whole, even with bytes that form no character."""
+    """Equal drawn and equal trained tokens have the same number, and parts sum to the whole, even for invalid bytes."""
     one = played(prompt, turns, eos=eos)
     found = audit([one], CODEC, RETOKENIZE)
     total = found.total
@@ -159,7 +160,7 @@ def test_another_tokenizers_tokens_are_refused(mode: TokenMode) -> None:
 
 
 def test_stretches_do_not_split_characters_or_shared_white_space() -> None:
-    """Tokens of one character have the same span in a tokenizer's offsets, and empty pieces in texts."""
+    """If several tokens form a character, a tokenizer gives them the same span, and all but one have an empty piece."""
     assert spans_of(["a", "", "é", "b", ""], 3) == [(3, 4), (4, 5), (4, 5), (5, 6), (6, 6)]
     found = stretches([(0, 1), (1, 2), (1, 2), (2, 3)], [(0, 1), (1, 2), (2, 3)], (0, 3))
     assert [one.sampled for one in found] == [(0, 1), (1, 3), (3, 4)]
@@ -173,14 +174,14 @@ Run = Callable[..., Path]
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
-    """Folder of the tokenizer of `played` episodes."""
+    """Folder of the tokenizer that `played` uses."""
     TOKENIZER.save_pretrained(tmp_path / "tokenizer")
     return tmp_path / "tokenizer"
 
 
 @pytest.fixture
 def run(tmp_path: Path, tokenizer: Path) -> Run:
-    """Makes a run's folder with the given trajectories of step 4."""
+    """Function that makes a run's folder with the given trajectories of step 4."""
 
     def make(kept: Sequence[TrajectoryRecord], model: str = str(tokenizer), mode: str = "retokenize") -> Path:
         folder = tmp_path / "run"

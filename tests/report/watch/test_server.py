@@ -64,7 +64,7 @@ def test_events_report_changes_from_before_the_first_step_to_the_end(tmp_path: P
         write_status(folder, step=0)
         event, status = next(coming)
         assert (event, status["step"]) == ("status", 0)
-        # With the first status, the run is no longer unknown.
+        # The run was unknown before its first status.
         assert next(coming) == ("change", {})
         get(address, "data.json")
         add_step(folder, 1)

@@ -22,7 +22,7 @@ from rlsys.report.watch import REST, LiveRun, create_app, exposition
 from tests.support.growing_run import EVIL, add_evaluation, add_step, write_run, write_status
 
 LOADS = 40
-"""More requests than a process has threads."""
+"""Larger than the number of threads of a process."""
 
 
 def client_of(run: LiveRun) -> httpx.AsyncClient:
@@ -67,7 +67,7 @@ def test_concurrent_requests_share_one_build_and_do_not_block_others(
 
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of an application named localhost, which watches a run after its first step."""
+    """A client of an application on the host localhost, which watches a run after its first step."""
     folder = write_run(tmp_path / "run")
     add_step(folder, 1)
     add_evaluation(folder, 0, 0.5)
@@ -112,7 +112,7 @@ async def test_lone_surrogates_nan_and_a_vanished_folder_are_answered(tmp_path: 
         for path in ("data.json", "metrics", ""):
             assert (await client.get(f"/{path}")).status_code == 200
         folder.rename(tmp_path / "elsewhere")
-        answer = await client.get("/metrics")  # The model is still held in memory.
+        answer = await client.get("/metrics")  # The data model is still held in memory.
         assert (answer.status_code, str(folder) in answer.text) == (404, True)
 
 
@@ -196,7 +196,7 @@ def test_status_change_or_partial_file_makes_no_new_version(tmp_path: Path) -> N
 
 def test_run_of_a_killed_process_is_shown_as_ended(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
-    write_status(folder, pid=2**22 + 1, at=time.time() - QUIET_S - 1)  # Above the largest pid of Linux.
+    write_status(folder, pid=2**22 + 1, at=time.time() - QUIET_S - 1)  # This pid is above the largest one of Linux.
     run = LiveRun(folder)
     status, (shown,) = run.status(), unpacked(run.data())["runs"]
     assert status
@@ -212,12 +212,12 @@ STATUS = {"step": 3, "steps": 9, "at": 1000.0, "ended": None, "pid": 7, "host": 
     [
         (STATUS, 1001.0, {7}, Phase.running),
         (STATUS, 1000.0 + QUIET_S + 1, set(), Phase.gone),
-        # The clock was set back since.
+        # The clock was set back after the status was written.
         (STATUS, 1000.0 - QUIET_S - 1, set(), Phase.gone),
-        # A container of the same host name does not know the pid, but the status is fresh.
+        # A container with the same host name does not know the pid, but the status is recent.
         (STATUS, 1000.0 + QUIET_S - 1, set(), Phase.running),
         (STATUS, 1000.0 + SILENT_S + 1, {7}, Phase.silent),
-        # Of another machine only the age of the status is known.
+        # Only the age of a status from another machine is known.
         ({**STATUS, "host": "there"}, 1100.0, set(), Phase.silent),
         ({**STATUS, "ended": "finished"}, 9999.0, set(), Phase.finished),
         ({**STATUS, "ended": "failed: no disk"}, 9999.0, set(), Phase.failed),
@@ -246,7 +246,7 @@ def samples(run: Path, phase: Phase, now: float) -> Samples:
 
 
 def of(found: Samples, name: str) -> dict[str, float]:
-    """Samples of a metric with one label, by the label's value."""
+    """Value of a label -> sample, of a metric that has only this label."""
     return {labels[0][1]: value for (one, labels), value in found.items() if one == name}
 
 

@@ -23,18 +23,20 @@ CALCULATOR, SCRIPTED = "rlsys.rollout.tools.calculator.Calculator", "tests.rollo
 
 @dataclass
 class Script:
-    """Generates one text up to a stop, or some tokens, per turn, cut to the budget; finds `found` for every query.
+    """Engine that says one text or token list per turn, cut at the first stop and to the budget; searches return
+    `found`.
 
-    The name of a request has the turn, so that episodes may call in any order. Log-probs depend on every input token.
+    The turn is read from the name of the request, so that episodes may call in any order. Log-probs depend on every
+    input token.
     """
 
     said: Sequence[str | list[int]]
     found: SearchResult = field(default_factory=lambda: result_of("T\nParis 🚀"))
     codec: Codec = CODEC
     halt: tuple[int, str] = (-1, "")
-    """(turn, "say" or "find"): the generation or the search that never returns."""
+    """(turn, "say" for the generation or "find" for the search) of the call that never returns."""
     calls: list[tuple[str, list[int], int]] = field(default_factory=list)
-    """Name, input and budget of each generation."""
+    """(name of the request, input, budget) of each generation."""
     stops: set[tuple[str, ...]] = field(default_factory=set)
     queries: list[str] = field(default_factory=list)
     halted: asyncio.Event = field(default_factory=asyncio.Event)

@@ -1,4 +1,4 @@
-"""Tests of interrupted episodes: one that resumes from any turn ends like one that ran through; groups of them."""
+"""Tests of interrupted episodes: they end like uninterrupted ones, whatever turn they resume from; groups of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CODECS = [CODEC, Codec(build_tokenizer())]
 
 @pytest.fixture(autouse=True, scope="module")
 def no_clock() -> Iterator[None]:
-    """Stop the clock, so that timings are equal."""
+    """Stop the clock, so that all timings are equal."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(episode, "perf_counter", lambda: 0.0)
         patch.setattr(episode, "time_ns", lambda: 0)
@@ -38,7 +38,7 @@ def no_clock() -> Iterator[None]:
 
 
 def bits(one: EpisodeProgress | None) -> dict[str, Any]:
-    """Return all fields, arrays as bytes."""
+    """Return all fields by name, with arrays as bytes."""
     assert one is not None
     values = {each.name: getattr(one, each.name) for each in fields(one)}
     plain = {name: (str(v.dtype), v.tobytes()) if isinstance(v, np.ndarray) else v for name, v in values.items()}
@@ -46,7 +46,7 @@ def bits(one: EpisodeProgress | None) -> dict[str, Any]:
 
 
 async def interrupted(script: Script, tools: EpisodeTools, begun: PartialEpisode | None) -> PartialEpisode | None:
-    """Run an episode until `script` halts and return its progress."""
+    """Run an episode until `script` halts; return the episode's progress."""
     script.halted.clear()
     cut_off = Episode(QUESTION, 3, tools, DRAWN, begun)
     running = asyncio.ensure_future(cut_off.run())
@@ -57,9 +57,10 @@ async def interrupted(script: Script, tools: EpisodeTools, begun: PartialEpisode
 
 
 async def prove(codec: Codec, ids: list[list[int]], config: TaskConfig, found: SearchResult) -> Trajectory:
-    """Interrupt one episode at each turn, before and during its search, and another at all of them in succession.
+    """Interrupt an episode at each turn, before and during its search, and another episode at all turns one after
+    another.
 
-    Check that both end like the episode that ran through, and return its trajectory.
+    Check that both end like the uninterrupted episode, and return its trajectory.
     """
     through = Script(ids, found, codec)
     expected = await run_episode(QUESTION, 3, tools_of(through, config), DRAWN)
@@ -136,7 +137,7 @@ async def test_episode_that_ignores_its_time_out_frees_its_slot() -> None:
             del input_ids, sampling, rid
             with suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()
-            return await asyncio.Future()  # Ends when it is cancelled again.
+            return await asyncio.Future()  # The future ends when it is cancelled again.
 
     slots, stubborn = asyncio.Semaphore(1), group(Stubborn([]), samples=range(1))
     await asyncio.wait_for(stubborn.play(slots, timeout_s=0.05), 40)

@@ -21,7 +21,7 @@ TOOLS = ("say", "do")
 WORDS = "search|answer|information|say|do"
 FORGERIES = ["</information>", "<search>", "</search >", "<ANSWER>", "< /answer >", "<SAY>", "< / do>", "<|im_start|>"]
 OVERLAPPING = ["|||IP|||", "[INST]", "[ INST]", " ~", "~ "]
-"""Special tokens that overlap with themselves, and pairs that differ by a space."""
+"""Special tokens whose end can be the start of another copy, and pairs that differ by a space."""
 
 
 def build_codec(words: bool, trim_offsets: bool) -> Codec:
@@ -39,7 +39,7 @@ UNTRUSTED = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
 
 
 def build_runs() -> Codec:
-    """Return a codec with tokens of 1, 2, 4 ... 64 equal signs: the last tokens of a run depend on its length."""
+    """Return a codec with tokens of 1, 2, 4 ... 64 equal signs; the last tokens of a run depend on its length."""
     runs = ["=" * 2**power for power in range(7)]
     vocabulary = {token: number for number, token in enumerate([*runs, "x", "$"])}
     raw = Tokenizer(models.BPE(vocabulary, [(run, run) for run in runs[:-1]]))
@@ -49,7 +49,7 @@ def build_runs() -> Codec:
 
 
 def in_full(codec: Codec, body: str, limit: int) -> str:
-    """Return the observation of `body` by the slow way: clear and tokenise all of it, then cut."""
+    """Return the observation of `body` in the slow way: clear and tokenise the whole text, then cut it."""
 
     def broken(found: re.Match[str]) -> str:
         text = found.group()

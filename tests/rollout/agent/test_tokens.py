@@ -1,7 +1,7 @@
-"""Tests of token records against an independent account in bytes, on a tokenizer whose merges cross tags.
+"""Tests of token records against an independent account in bytes, with a tokenizer whose merges cross tags.
 
-The engine of these tests gives every token a hash of the whole prefix as its log-prob. A log-prob that is kept therefore
-proves that the prefix is, token by token, the one that the engine saw.
+The engine of these tests gives every token a hash of the token and all tokens before it as its log-prob. A log-prob
+that is kept therefore proves that these are exactly the tokens that the engine saw.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ CODEC = Codec(TOKENIZER)
 
 PIECES = ["<search>", "</search>", "東京", "🚀", "é", "naïve", " ", "\n\n", ">", "Paris", "Doc 1(Title: ", "x"]
 TEXTS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=5).map("".join)
-PLAIN_IDS = st.integers(3, len(TOKENIZER) - 1)  # Special tokens come first.
+PLAIN_IDS = st.integers(3, len(TOKENIZER) - 1)  # The lowest ids are special tokens.
 CANONICAL = TEXTS.map(CODEC.encode)
 BY_CHARACTER = TEXTS.map(lambda text: [token for letter in text for token in CODEC.encode(letter)])
 OUTPUTS = st.one_of(CANONICAL, BY_CHARACTER, st.lists(PLAIN_IDS, max_size=6))
 
 
 class Said(NamedTuple):
-    """One turn."""
+    """Output of a turn and the observation after it."""
 
     output: list[int]
     versions: list[int]
-    """Version of each token; never decreasing along an episode."""
+    """Version of each token; versions never decrease along an episode."""
     observation: str
-    """Text after the turn, empty for none."""
+    """Text after the turn; empty if there is none."""
 
 
 @st.composite
@@ -64,7 +64,7 @@ def sampled_by(inputs: list[int], output: list[int], versions: Sequence[int] | N
 
 
 def play(mode: TokenMode, prompt: str, turns: Sequence[Said], eos: bool) -> tuple[TokenRecord, list[list[int]]]:
-    """Play the turns; return the record and the engine's input of each turn."""
+    """Play the turns; return the record, and the engine's input at each turn."""
     context, inputs = open_context(mode, CODEC, prompt), []
     for output, versions, observation in turns:
         inputs.append(context.input_ids())
@@ -74,7 +74,7 @@ def play(mode: TokenMode, prompt: str, turns: Sequence[Said], eos: bool) -> tupl
 
 
 def bytes_of(token: int) -> bytes:
-    """Return a token's bytes by GPT-2's table of characters."""
+    """Return the bytes of a token, by GPT-2's table of characters."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(rest)}
@@ -95,7 +95,7 @@ def test_log_prob_is_kept_exactly_where_the_engine_saw_the_same_prefix(
     for at, logprob in enumerate(record.rollout_logprobs):
         prefix = tuple(record.tokens[: at + 1].tolist())
         if math.isnan(logprob):
-            # Two turns may have sampled the same prefix only if a turn was empty of text.
+            # Two turns can have sampled the same prefix only if the text of one of them was empty.
             assert not record.loss_mask[at] or sampled.get(prefix) != record.turn_of_token[at]
         else:
             assert record.loss_mask[at]
@@ -130,8 +130,8 @@ def test_retokenize_trains_tokens_of_a_single_turn_with_no_version_later_than_th
 ) -> None:
     record, inputs = play(TokenMode.retokenize, prompt, turns, eos=False)
     tokens = record.tokens.tolist()
-    # For each byte of the whole text: its turn, and the version of the sampled token that it comes from. Ill-formed
-    # output decodes to other bytes than were sampled; the version of these is at most the turn's latest.
+    # The turn of each byte of the whole text, and the version of the sampled token that the byte comes from. Ill-formed
+    # output decodes to other bytes than were sampled; their version is at most the turn's latest.
     owner, true = [-1] * len(prompt.encode()), [-1] * len(prompt.encode())
     text = prompt
     for number, (output, versions, observation) in enumerate(turns):
@@ -185,7 +185,7 @@ def test_differing_tokens_are_outside_a_longest_common_subsequence(sampled: list
 
 
 def test_differing_tokens_of_a_collapsed_policy_are_counted_fast() -> None:
-    """A recursive search for blocks would take hours on thousands of repeated tokens."""
+    """A recursive search for equal blocks would take hours on thousands of repeated tokens."""
     assert _count_differing([1, 2] * 2000, [1, 2, 3] * 1300) == 1300
     assert _count_differing([1] * 3000 + [2], ([1] * 9 + [3]) * 300) == 300
 
@@ -208,7 +208,7 @@ def test_added_eos_is_trained_and_a_sampled_one_is_not_doubled(mode: TokenMode) 
 def test_append_cuts_after_the_token_that_completes_the_tag() -> None:
     context = open_context(TokenMode.append, CODEC, "x")
     kept = [token for letter in "q</search" for token in CODEC.encode(letter)]
-    # One token may hold the tag's last letter and more; it cannot be split.
+    # A token may hold the tag's last letter and more text; it cannot be split.
     closing = TOKENIZER.convert_tokens_to_ids(">Ċ")
     output = [*kept, closing, *CODEC.encode("Paris")]
     context.add_turn(sampled_by([], output), "q</search>")

@@ -10,14 +10,14 @@ from rlsys.rollout.tools.interface import ToolError
 
 
 class Mute(Exception):
-    """Error whose text raises another error."""
+    """Error that raises another error when it is turned into text."""
 
     def __str__(self) -> str:
         raise RuntimeError("nor can this")
 
 
 class Echo:
-    """Returns its text in capitals."""
+    """Returns the text in capitals."""
 
     name = "echo"
     tag = "say"
@@ -29,7 +29,7 @@ class Echo:
 
 
 class Scripted:
-    """Behaves as its text says."""
+    """Does what the text names."""
 
     name = "scripted"
     tag = "do"
@@ -49,7 +49,7 @@ class Scripted:
             case "stubborn":
                 with suppress(asyncio.CancelledError):
                     await asyncio.Event().wait()
-                await asyncio.Event().wait()  # Ends when it is cancelled again.
+                await asyncio.Event().wait()  # The task ends when it is cancelled again.
             case "number":
                 return 7
             case "surrogate":

@@ -1,4 +1,4 @@
-"""Tests of the calculator: values of expressions, and text that is none."""
+"""Tests of the calculator: values of expressions, and text that is no expression."""
 
 from __future__ import annotations
 

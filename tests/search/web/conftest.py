@@ -31,12 +31,12 @@ def web(served: FakeWeb) -> FakeWeb:
 
 @pytest.fixture(autouse=True)
 def _patient_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give readers of pages time enough on a busy machine."""
+    """Give readers of pages enough time on a busy machine."""
     monkeypatch.setattr(web_search, "_JOB_TIMEOUT_S", 300.0)
 
 
 def local(web: FakeWeb, *more_ports: int) -> Policy:
-    """Return a policy that permits this machine at the port of `web` and at `more_ports`."""
+    """Return a policy that permits this machine, at the port of `web` and at `more_ports`."""
     return Policy(frozenset({port_of(web), *more_ports}), frozenset({LOOPBACK}))
 
 

@@ -20,7 +20,7 @@ CSE_ID = "engine-9876543210"
 KEYS = ("GOOGLE_API_KEY", "SERPAPI_API_KEY", "SERPER_API_KEY", "BRAVE_API_KEY", "BING_API_KEY")
 ENVIRON = {**dict.fromkeys(KEYS, KEY), "GOOGLE_CSE_ID": CSE_ID}
 RESULTS = 200
-"""Number of results of any query."""
+"""Number of results for every query."""
 ARTICLE = "".join(
     f"<p>{text}</p>"
     for text in (
@@ -38,12 +38,12 @@ class FakeWeb:
     def __init__(self) -> None:
         self.base = ""
         self.script: list[Callable[[], Response]] = []
-        """Answers that providers give first, in order, in place of results."""
+        """Answers that providers give before any results, in order."""
         self.asked: list[dict[str, Any]] = []
-        """Parameters, or the body, of requests to providers, and the headers that hold a key."""
+        """Parameters or body of each request to a provider, with the headers that hold a key."""
         self.fetched: list[str] = []
         self.headers: list[Mapping[str, str]] = []
-        """Headers of the requests for pages."""
+        """Headers of each request for a page."""
 
     def forget(self) -> None:
         """Clear the records and the script."""
@@ -89,7 +89,7 @@ def redirect_to(url: str) -> str:
 
 @cache
 def gzipped(size: int) -> bytes:
-    """Return `size` zeros, compressed a thousandfold."""
+    """Return `size` zero bytes, compressed to a thousandth."""
     return gzip.compress(bytes(size))
 
 

@@ -31,7 +31,7 @@ from tests.search.web.fake_web import BOMB_BYTES, HTML, FakeWeb, gzipped, redire
 
 
 def answering(*answers: list[str]) -> Resolver:
-    """Return a resolver that gives `answers` in turn, and then the last one forever."""
+    """Return a resolver that gives `answers` in turn, and then repeats the last one."""
     left = list(answers)
 
     async def resolver(_host: str, _port: int) -> Sequence[str]:
@@ -67,7 +67,7 @@ def test_no_address_is_permitted_that_ipaddress_calls_private(address: Address) 
 
 
 async def get(url: str, policy: Policy, *answers: list[str]) -> httpx.Response:
-    """GET over a transport that resolves names to `answers`, or by the system if there are none."""
+    """Send a GET request; names resolve to `answers` in turn or, without `answers`, as on this system."""
     named = {"resolver": answering(*answers)} if answers else {}
     async with httpx.AsyncClient(transport=GuardedTransport(policy, max_connections=1, **named)) as client:
         return await client.get(url)
@@ -89,7 +89,7 @@ async def test_loopback_is_refused_under_all_its_names(web: FakeWeb, host: str) 
 
 
 async def test_a_name_is_connected_to_at_the_address_that_was_checked(web: FakeWeb) -> None:
-    """127.0.0.2 refuses connections, so a second look-up before connecting would fail."""
+    """127.0.0.2 refuses connections, so the test fails if the name is looked up again before connecting."""
     url, answers = f"http://rebinding.test:{port_of(web)}/page/html", [["127.0.0.1"], ["127.0.0.2"]]
     only = Policy(frozenset({port_of(web)}), frozenset({ipaddress.ip_network("127.0.0.1/32")}))
     transport = GuardedTransport(only, max_connections=1, resolver=answering(*answers))

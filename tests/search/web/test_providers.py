@@ -115,7 +115,7 @@ def client_of(web: FakeWeb, clock: Clock, name: str = "serper", env: Any = ENVIR
 
 
 async def search(client: ProviderClient, query: str = "a query", count: int = 3) -> list[str]:
-    """Return the URLs of the results, or the snippets of those without one."""
+    """Return the URL of each result, or its snippet if it has no URL."""
     try:
         return [result.url or result.snippet for result in await client.search(query, count)]
     finally:
@@ -155,8 +155,8 @@ def test_a_missing_or_invalid_key_is_refused_without_repeating_it(value: str, co
 
 @pytest.mark.parametrize("name", ["google", "serper"])
 async def test_keys_appear_in_no_log_error_or_repr(web: FakeWeb, clock: Clock, name: str, caplog: Any) -> None:
-    """One provider takes its key as a parameter, the other as a header."""
-    # Other libraries raise the log level of httpx in this process; a server does not.
+    """One provider takes its key as a URL parameter, the other as a header."""
+    # Other libraries may have raised the log level of httpx in this process.
     caplog.set_level(logging.DEBUG, "httpx")
     caplog.set_level(logging.DEBUG)
     web.script = [lambda: JSONResponse(GOOGLE | SERPER)]
@@ -194,7 +194,7 @@ async def test_a_busy_provider_is_asked_again_after_its_retry_after(web: FakeWeb
     [
         (lambda: JSONResponse({"error": "No searches left."}, 429, {"Retry-After": "3600"}), "No searches left"),
         (lambda: JSONResponse({"error": {"message": "Daily limit"}}, 403), "403: Daily limit.*SERPER_API_KEY"),
-        (lambda: RedirectResponse("/search", 307), "status 307"),  # the key would travel with it
+        (lambda: RedirectResponse("/search", 307), "status 307"),  # following the redirect would send the key along
         (lambda: Response("<html>Welcome to our portal</html>", media_type="text/html"), "serper"),
         (lambda: JSONResponse({"organic": "many"}), "serper"),
         (lambda: Response(gzipped(BOMB_BYTES), headers={"Content-Encoding": "gzip"}), "serper"),

@@ -94,7 +94,7 @@ def test_wrong_settings_are_refused() -> None:
 
 
 class Reader:
-    """Reader that reads a page whose URL starts with `fast` at once, and never finishes any other."""
+    """Reader that reads pages whose URL starts with `fast` at once, and never finishes any other page."""
 
     def __init__(self) -> None:
         self.reading: list[str] = []
@@ -110,7 +110,7 @@ class Reader:
             self.reading.remove(url)
 
     async def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """Do nothing, as there is nothing to release."""
 
 
 async def test_reading_stops_when_the_caller_is_cancelled_and_others_are_not_blocked() -> None:
@@ -169,7 +169,7 @@ async def test_pages_give_contents_or_none_in_the_requested_order(web: FakeWeb) 
 # ---- the text of pages
 
 ENDLESS = "<html><body><p " + " ".join(f"a{row}=1" for row in range(100_000)) + ">text</p></body></html>"
-"""Attributes that libxml2 compares in pairs, which takes minutes."""
+"""A page whose attributes libxml2 compares in pairs, which takes minutes."""
 
 
 def read(html: str) -> Page:
@@ -222,7 +222,7 @@ async def test_a_worker_ends_on_a_hostile_page_and_the_next_page_is_read(monkeyp
     good, endless = Fetched(HTML.encode(), "text/html", "utf-8"), Fetched(ENDLESS.encode(), "text/html", None)
     try:
         assert await workers.read(endless) is None
-        workers._job_timeout_s = 300.0  # applies to workers that are started from now on
+        workers._job_timeout_s = 300.0  # applies to workers that start after this
         assert await workers.read(good) == extract(HTML.encode(), "text/html", "utf-8")
         (worker,) = children_of("rlsys.search.web.extract")
         assert "PATH" in worker.environ()

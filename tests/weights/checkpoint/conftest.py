@@ -1,4 +1,4 @@
-"""The model that these tests make checkpoints of."""
+"""Fixture of the model whose checkpoints these tests make."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ def write(
 ) -> Path:
     """Write a checkpoint of step 40; returns the step's folder.
 
-    `stages` holds the layers of each chunk of each pipeline rank. `etp` is the experts' tensor parallelism, `tp` by
-    default. With `te`, layers have Transformer Engine's names and extra states.
+    `stages` gives the number of layers of each chunk of each pipeline rank. `etp` is the tensor parallelism of experts,
+    by default `tp`. With `te`, layers have the names and extra states of Transformer Engine.
     """
     weights, reader = WeightMap(read_architecture(hf)), HfReader(hf)
     vocab, per_rank = weights.architecture.vocab, weights.architecture.experts // ep
@@ -92,7 +92,7 @@ def write(
                     )
         return state
 
-    # Tensor, expert and expert-tensor rank of each rank, in Megatron's order.
+    # (tensor rank, expert rank, expert-tensor rank) of each rank, in Megatron's order.
     ranks = sorted({(rank % tp, rank // etp % ep, rank % etp) for rank in range(tp * ep * etp)})
     for stage, of_rank in product(range(len(stages)), ranks):
         count = len(stages[stage])
@@ -115,7 +115,7 @@ def write(
 
 
 def change(file: Path, how: Callable[[str, Tensor], Tensor]) -> None:
-    """Replace each weight of one rank."""
+    """Replace each weight in the file of one rank."""
     state = torch.load(file, weights_only=False)
     state["model"] = {name: how(name, tensor) for name, tensor in state["model"].items()}
     torch.save(state, file)
@@ -184,7 +184,7 @@ def test_damaged_rank_file_is_refused_by_its_path(
 
 @pytest.fixture(params=["with Megatron", "without"])
 def _safe_globals(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Runs with and without the classes that an imported Megatron lets torch unpickle, such as that of settings."""
+    """Run with and without the classes that torch may unpickle once Megatron is imported, such as the settings."""
     known = get_safe_globals()
     if request.param == "without":
         clear_safe_globals()
@@ -195,7 +195,7 @@ def _safe_globals(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("_safe_globals")
 @pytest.mark.parametrize("kind", [argparse.Namespace, SimpleNamespace])
 def test_settings_with_more_ranks_than_files_are_refused(kind: type, tmp_path: Path) -> None:
-    """Even 10^18 claimed ranks are refused at once, without a loop over them."""
+    """A claim of 10^18 ranks is refused at once, without a loop over the ranks."""
     file = tmp_path / "mp_rank_00" / RANK_FILE
     file.parent.mkdir()
     for axis, size in (("expert", 2), ("pipeline", 10**18), ("tensor", 10**18)):
@@ -233,7 +233,7 @@ def test_vocabulary_beyond_its_padding_is_refused(models: Mapping[str, Path], tm
 
 
 def test_tied_output_layer_with_other_values_is_refused(models: Mapping[str, Path], tmp_path: Path) -> None:
-    """The last pipeline stage of a tied model has an output layer; its config may wrongly say that it is tied."""
+    """A tied model on several pipeline stages has an output layer; its config may wrongly claim that it is tied."""
     folder = write(tmp_path, models["qwen2"], stages=((2,), (4,)))
     tied = read_architecture(models["qwen2"])
 
@@ -244,7 +244,7 @@ def test_tied_output_layer_with_other_values_is_refused(models: Mapping[str, Pat
             lambda name, tensor: tensor + place if name == "output_layer.weight" else tensor,
         )
 
-    # The last row is padding.
+    # The last row is padding, whose values may differ.
     add_one(-1)
     open_checkpoint(folder).check_copies(WeightMap(tied))
     add_one(0)

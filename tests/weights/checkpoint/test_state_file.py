@@ -1,4 +1,4 @@
-"""Tests of state files: values come back bit for bit, damage and foreign content are refused."""
+"""Tests of state files: values come back bit for bit, and damage and foreign content are refused."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ FULL = Tree(
 
 
 WORDS = st.text(max_size=5)
-"""Texts with lone surrogates, which UTF-8 cannot encode, among them."""
+"""Texts, among them lone surrogates, which UTF-8 cannot encode."""
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | WORDS,
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(WORDS, inner, max_size=2),

@@ -47,7 +47,7 @@ def test_checkpoint_appears_when_it_is_published(tmp_path: Path) -> None:
 
 
 def killed_before(home: Any, call: str, which: int, work: Callable[[], object]) -> bool:
-    """Run `work` in a process that is killed before its n-th call of a function; tell if it reached that call."""
+    """Run `work` in a process that is killed before the `which`th call of `call`; tell if the process came that far."""
     pid = os.fork()
     if pid == 0:
         original, calls = getattr(home, call), count(1)
@@ -72,7 +72,7 @@ def killed_before(home: Any, call: str, which: int, work: Callable[[], object]) 
 def test_kill_at_any_moment_leaves_a_whole_checkpoint(
     home: Any, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that saves step 2 again, then 3, and prunes, is killed before each of its calls of the function."""
+    """The process saves step 2 again, saves step 3, and prunes; it is killed before each of its calls in turn."""
     # Written data survives a kill without fsync, which would take most of the test's time.
     monkeypatch.setattr(os, "fsync", lambda _: None)
 

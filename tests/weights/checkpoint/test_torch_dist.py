@@ -1,4 +1,4 @@
-"""Tests of distributed checkpoints: writing them without Megatron, and reading those of any writer.
+"""Tests of distributed checkpoints: written without Megatron, and read whatever program wrote them.
 
 `tests/weights/convert/test_grid.py` exchanges them with Megatron itself.
 """
@@ -40,7 +40,7 @@ def weights(hf: Path) -> WeightMap:
 
 
 def written(writer: TorchDistWriter, folder: Path, hf: Path, jobs: list[FileJob]) -> Path:
-    """Write a checkpoint's files in the order of `jobs`; returns its folder."""
+    """Write a checkpoint's files in the order of `jobs`; returns the checkpoint's folder."""
     reader = HfReader(hf)
 
     def parts_of(entry: Entry) -> list[Tensor]:
@@ -84,7 +84,7 @@ def test_full_disk_is_reported_with_the_file(hf: Path, weights: WeightMap, tmp_p
 
 
 def is_mapped(folder: Path) -> bool:
-    """Tell if this process has mapped a file of `folder`."""
+    """Tell if a file of `folder` is mapped into the memory of this process."""
     return str(folder) in Path("/proc/self/maps").read_text()
 
 
@@ -97,7 +97,7 @@ def test_weights_are_mapped_while_in_use_and_writes_reach_no_file(hf: Path, weig
     for entry in weights.entries():
         parts = checkpoint.parts(entry, weights)
         assert all(torch.equal(part, expected.get(name).bfloat16()) for name, part in parts)
-        # Interleaved query, key and value are copied.
+        # Query, key and value are interleaved in one tensor, so they are copied; other tensors are mapped.
         assert is_mapped(folder) == (entry.rule.cut is not Cut.QKV), entry.name
         fused += len(parts) == 2
         parts[0][1].zero_()
@@ -150,7 +150,7 @@ def test_expert_keys_of_any_stacking_give_one_name(key: str, numbers: tuple[int,
 
 
 def test_numbered_layers_and_split_halves_are_read(hf: Path, weights: WeightMap, tmp_path: Path) -> None:
-    """Megatron writes dissimilar layers and separate shards like this; tensors of an optimiser are ignored."""
+    """Megatron writes such tensors if layers differ or have separate shards; an optimiser's tensors are ignored."""
     tensors: dict[str, Tensor] = {}
     reader = HfReader(hf)
     for entry in weights.entries():

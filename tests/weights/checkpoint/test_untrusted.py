@@ -1,4 +1,4 @@
-"""Tests of untrusted distributed checkpoints: damage is refused by its file, and no code in them runs."""
+"""Tests of untrusted distributed checkpoints: the error names the damaged file, and no code in a file runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Damage = Callable[[Path], object]
 
 @pytest.fixture
 def folder(tmp_path: Path, hf: Path) -> Path:
-    """A sound checkpoint."""
+    """An undamaged checkpoint."""
     checkpoint = tmp_path / "checkpoint"
     hf_to_megatron(hf, checkpoint, parallel=ParallelConfig(tp=2, pp=2, pp_layers=[1, 2]), processes=1)
     require_sound(checkpoint)
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, hf: Path) -> Path:
 
 
 class Evil:
-    """An object whose unpickling makes a folder."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -49,7 +49,7 @@ def change_metadata(folder: Path, change: Callable[[Metadata], object]) -> None:
 
 
 def put_object(folder: Path, value: object, key: str = "_extra_state") -> None:
-    """Replace the stored object of a key by `value`."""
+    """Replace the object stored under `key` by `value`."""
     torch.save(value, folder / "evil.distcp")
 
     def place_it(metadata: Metadata) -> None:
@@ -101,7 +101,7 @@ def test_pickled_code_is_refused_before_conversion(folder: Path, hf: Path, tmp_p
 
 
 def test_pickle_inside_a_layer_state_is_refused(folder: Path) -> None:
-    """Transformer Engine unpickles the bytes of a state tensor, which is empty without FP8."""
+    """Transformer Engine unpickles the bytes of such a tensor, which is empty without FP8."""
     put_object(folder, [torch.zeros(0, dtype=torch.uint8)])
     require_sound(folder)
     put_object(folder, [torch.frombuffer(bytearray(pickle.dumps(1)), dtype=torch.uint8)])
@@ -127,7 +127,7 @@ def _claim_huge_stack(folder: Path) -> None:
 
 
 def _claim_huge_memo(folder: Path) -> None:
-    """Write a pickle whose memo index makes an unpickler allocate room for billions of objects."""
+    """Write a pickle whose memo index makes unpicklers allocate memory for billions of objects."""
     (folder / ".metadata").write_bytes(b"\x80\x02]r\xff\xff\xff\x7f.")
 
 

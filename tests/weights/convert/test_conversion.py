@@ -60,7 +60,7 @@ def test_weights_that_do_not_match_the_config_are_refused(changes: dict[str, obj
 @pytest.mark.parametrize(
     ("family", "parallel"),
     [
-        ("llama", ParallelConfig(tp=4, pp=3)),  # more TP ranks than query groups
+        ("llama", ParallelConfig(tp=4, pp=3)),  # the TP ranks outnumber the query groups
         ("llama-tied", ParallelConfig()),
         ("qwen2", ParallelConfig(tp=2)),
         ("qwen3", ParallelConfig(pp=3)),
@@ -76,7 +76,7 @@ def test_model_round_trip_is_bit_exact(family: str, parallel: ParallelConfig, tm
 
 
 def test_missing_value_head_is_converted_as_zeros(tmp_path: Path) -> None:
-    """A policy has no value head, and that of a sequence classifier has no bias."""
+    """A policy has no value head, and the head of a sequence classifier has no bias."""
     model = make_model(tmp_path / "model", "qwen2")
     back = round_trip(model, values=True)
     assert json_of(back / "config.json")["architectures"] == ["Qwen2ForTokenClassification"]
@@ -193,7 +193,7 @@ def test_repeated_embedding_must_have_the_same_shape_and_dtype(tmp_path: Path) -
 
 
 def test_conversion_resumes_after_a_damaged_source_is_repaired(tmp_path: Path) -> None:
-    """The destination lies within the checkpoint."""
+    """The converted model is written to a folder within the checkpoint."""
     model = make_model(tmp_path / "model")
     hf_to_megatron(model, tmp_path / "mg", parallel=ParallelConfig(pp=3), processes=1)
     last, out = sorted((tmp_path / "mg").glob("__2_*.distcp"))[-1], tmp_path / "mg" / "inner"

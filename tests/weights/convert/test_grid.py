@@ -1,7 +1,8 @@
 """Tests of the round trip through real process groups for every family and parallel layout, bit for bit.
 
-A Hugging Face model is converted to torch_dist for one layout; a gloo group of another layout loads it, computes what
-transformers computes, and saves it; that is converted back. `tests/weights/test_weight_map.py` tries the map alone.
+A Hugging Face model is converted to torch_dist for one layout. A gloo group of another layout loads this checkpoint,
+computes the same logits as transformers, and saves a checkpoint, which is converted back.
+`tests/weights/test_weight_map.py` tests the map alone.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from tests.trainer import reference
 from tests.trainer.harness import OBJECTIVE
 
 PROCESSES = 8
-"""Largest number of processes of a point."""
+"""Largest number of processes of a layout."""
 LAYERS = 5
 STAGES = {1: None, 2: [2, 3], 3: [1, 2, 2]}
-"""Layers of each stage, uneven if there are several."""
+"""Number of pipeline stages -> layers of each stage, which are uneven; None for a single stage."""
 WIDTH = 48
 """Tokens per row: three times the original context of the models' rotary scaling."""
 
@@ -48,12 +49,12 @@ class Cut(NamedTuple):
 
     @property
     def processes(self) -> int:
-        """The fewest that hold the model and spread its experts."""
+        """The smallest number of processes that can hold the model and spread its experts."""
         return self.pp * max(self.tp, self.ep)
 
 
 class Kind(NamedTuple):
-    """A kind of model; `family` is one of `make_model`."""
+    """A kind of model; `family` is a family of `make_model`."""
 
     family: str
     critic: bool = False
@@ -71,11 +72,11 @@ KINDS = {
     "critic-bfloat16": Kind("qwen2", critic=True, dtype=Dtype.bfloat16),
 }
 NORMAL = (("qwen3-moe", Cut(tp=2, ep=2)), ("critic", Cut(tp=2, pp=2)))
-"""The points of the normal suite."""
+"""Kinds and layouts of the default suite."""
 
 
 def points() -> Iterator[object]:
-    """Kind, layout of the group, and layout of the checkpoint that it loads: the next one's."""
+    """Yield the kind, the layout of the group, and the layout of the checkpoint that the group loads: the next one."""
     for name, kind in KINDS.items():
         spreads = (1, 2) if "moe" in kind.family else (1,)
         cuts = [cut for cut in map(Cut._make, product((1, 2, 4), (1, 2, 3), spreads)) if cut.processes <= PROCESSES]
@@ -126,9 +127,12 @@ def test_round_trip_through_a_process_group_is_bit_exact(
 
 
 def assert_computed(folder: Path, kind: Kind) -> None:
-    """Assert that the group's logits are near transformers' float32 ones: within rounding, or 1.5 times its bfloat16 error."""
+    """Assert that the group's logits are near those of transformers in float32.
+
+    The difference may be rounding only, or 1.5 times the error of transformers in bfloat16.
+    """
     columns = [np.load(file) for file in sorted(folder.glob("columns-*.npy"))]
-    # A tensor-parallel rank has all values of a critic, but only its part of the vocabulary.
+    # Each tensor-parallel rank has all values of a critic, but only a part of a policy's vocabulary.
     whole = columns[0][:, None] if kind.critic else np.concatenate(columns, axis=1)[:, : reference.VOCAB]
     found = torch.tensor(whole).unflatten(0, (2, WIDTH - 1))
     exact, rounded = (

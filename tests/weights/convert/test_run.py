@@ -34,14 +34,14 @@ FAILURES = {
 
 @dataclass(frozen=True)
 class FakeConversion:
-    """Writes one repeated byte per file, and logs each file that it begins with its process."""
+    """Conversion that fills each file with one byte, and logs each begun file with its process."""
 
     log: Path
     source: str = "first"
     hold: str = ""
-    """File that is never finished."""
+    """Name of a file that is never finished."""
     fail: str = ""
-    """File that fails, and its failure, such as `3.bin:user`."""
+    """Name of a file that fails and kind of its failure, such as `3.bin:user`."""
     crowd: int = 1
     """Number of processes that must have begun before a file is written."""
 
@@ -90,7 +90,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def journal(out: Path) -> dict[str, Any]:
-    """Complete files by the journal of the conversion to `out`."""
+    """Files that the journal of the conversion to `out` lists as complete."""
     file = out.with_name(f".{out.name}.partial") / "journal.json"
     return dict(json.loads(file.read_text())["files"]) if file.is_file() else {}
 
@@ -102,12 +102,12 @@ def conversion(tmp_path: Path) -> FakeConversion:
 
 @pytest.mark.parametrize(("processes", "done"), [(1, 2), pytest.param(2, COUNT - 1, marks=pytest.mark.slow)])
 def test_killed_conversion_resumes_with_the_missing_files(processes: int, done: int, tmp_path: Path) -> None:
-    """The worker processes end too; the result equals that of an undisturbed conversion in one process."""
+    """The kill also ends worker processes; the result equals that of an undisturbed conversion in one process."""
     conversion, out = FakeConversion(tmp_path / "log", hold="2.bin", crowd=processes), tmp_path / "out"
     process = forks().Process(target=run, args=(conversion, out, processes))
     process.start()
     try:
-        # With two processes, one waits at the held file and the other writes all others.
+        # With two processes, one holds the file that is never finished, and the other writes all other files.
         until(lambda: (len(journal(out)) == done and "2.bin" in conversion.begun()) or not process.is_alive())
     finally:
         process.kill()
@@ -171,7 +171,7 @@ def test_dead_worker_process_is_a_run_error_that_mentions_memory(death: Exceptio
 
 
 def fail(conversion: FakeConversion, out: Path) -> None:
-    """Fail a conversion after three of its six files."""
+    """Run a conversion that fails after three of its six files."""
     with refused("malformed", "the source"):
         run(FakeConversion(conversion.log, source=conversion.source, fail="3.bin:user"), out, 1)
     conversion.log.unlink()
