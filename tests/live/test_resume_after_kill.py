@@ -67,12 +67,12 @@ def test_uninterrupted_run_trains_evaluates_and_saves(uninterrupted: RunResults)
 
 
 def test_resuming_a_finished_run_trains_nothing_and_keeps_its_results(
-    model: Path, uninterrupted: Ended, tmp_path: Path
+    model: Path, uninterrupted: RunResults, tmp_path: Path
 ) -> None:
     outputs = tmp_path / "outputs"
     shutil.copytree(uninterrupted.outputs, outputs, symlinks=True)
     assert ended(model, outputs) == 0
-    again = Ended(outputs)
+    again = RunResults(outputs)
     assert all(torch.equal(again.weights[name], tensor) for name, tensor in uninterrupted.weights.items())
     assert (again.rows, again.prompts) == (uninterrupted.rows, uninterrupted.prompts)
     assert (again.evaluations, again.kept) == (uninterrupted.evaluations, uninterrupted.kept)
