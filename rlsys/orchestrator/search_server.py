@@ -78,7 +78,7 @@ class Serving:
 
 @contextmanager
 def serving(search: SearchConfig, threads: int | None, log_dir: Path) -> Iterator[Serving]:
-    """Start a server if one is needed and the config names none; stop it on exit. When yielded, it may be starting up."""
+    """Start a server if one is needed and none is named; stop it on exit. It may be starting up when it is yielded."""
     if search.url is not None or not needs_server(search):
         yield Serving(search, None)
         return
