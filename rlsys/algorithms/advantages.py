@@ -240,8 +240,8 @@ def placed(turn_rewards: Sequence[float], turns: Ints) -> Floats:
     """Place each turn's reward on the last trained token of the turn: [turns] -> [trained].
 
     `turns` [trained] is the turn of each trained token, in order. A turn without trained tokens places its reward on
-    the nearest trained token before it, else on the first one after it. The sum is preserved unless no token is
-    trained.
+    the nearest trained token before it, else on the first trained token after it. The sum is preserved unless no token
+    is trained.
 
         rewards 1, 2, 4; turns 0 0 2   ->   0 3 4
     """

@@ -85,7 +85,7 @@ class _Request:
     prompt_group: int | None = None
     """Number of the scheduler's prompt group; None for an evaluation."""
     progress: tuple[EpisodeProgress, ...] = ()
-    """Partial episodes that the group resumes from."""
+    """Partial episodes from which the group resumes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class EnginePool:
 
     @property
     def capacity(self) -> int:
-        """Number of groups that living engines can generate at a time, without those set aside."""
+        """Number of groups that living engines can generate at a time, not counting engines set aside."""
         return max(1, self._slots // self._samples) * (len(self.living) - len(self._router.aside))
 
     async def run_group(
@@ -480,7 +480,7 @@ class VersionSwitch:
         """Engine -> its version; absent before its first update."""
         self._engines, self._router, self._advance = engines, router, advance
         self._switching = asyncio.Lock()
-        """Held during a switch, and while engines are set aside, so that these have one version."""
+        """Held during a switch, and while engines are being set aside, so that all of these have one version."""
         self._updating = [asyncio.Lock() for _ in engines.workers.ranks]
         """Lock of each engine, held while the engine begins an update or catches up."""
         self._staged: dict[int, tuple[int, str]] = {}
@@ -514,10 +514,10 @@ class VersionSwitch:
                 self._reopen(*switching)
 
     async def set_aside(self, count: int) -> tuple[int, ...]:
-        """Set aside up to `count` engines of the newest version, those with the fewest episodes; return them.
+        """Set aside up to `count` engines that have the newest version, and return them.
 
-        Their episodes in flight continue. Blocks while a switch runs. Takes at least one engine, but leaves one for
-        rollouts if more than one lives. Raises NoEngineLeft if none lives.
+        Engines with the fewest episodes are chosen; these episodes continue. Blocks while a switch runs. Takes at least
+        one engine, but leaves one for rollouts if more than one lives. Raises NoEngineLeft if none lives.
         """
         async with self._switching:
             living = self._router.living

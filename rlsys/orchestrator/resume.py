@@ -1,4 +1,4 @@
-"""Writes the driver's part of a checkpoint, and finds the checkpoint to resume from.
+"""Writes the driver's part of a checkpoint, and finds the checkpoint from which a run resumes.
 
     global_step_N/data/state.npz          state of the pipeline, the prompt source, the KL controller and the logs
     global_step_N/data/config.yaml        config of the run
@@ -62,7 +62,7 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Checkpoint that a run resumes from."""
+    """Checkpoint from which a run resumes."""
 
     checkpoint: SavedCheckpoint
     run_dir: Path

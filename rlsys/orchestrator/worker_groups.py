@@ -461,7 +461,7 @@ class OffloadManager:
 
     @property
     def holding(self) -> frozenset[str]:
-        """Members that hold device memory: the ready ones, and those whose last offload or restore did not finish."""
+        """Members that hold device memory: ready members, and members whose last offload or restore did not finish."""
         return frozenset(self._holding)
 
     async def built(self, name: str) -> None:

@@ -466,7 +466,7 @@ class Engine:
 
 
 def _release_cached_memory() -> None:
-    """Return cached GPU memory of this process to the device, including memory that SGLang had a handle to."""
+    """Return cached GPU memory of this process to the device, including memory to which SGLang had a handle."""
     if torch.cuda.is_initialized():
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()

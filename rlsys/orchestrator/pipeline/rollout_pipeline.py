@@ -18,7 +18,7 @@ Invariants:
 - After `run`, every prompt is trained, dropped for good, or back in the source.
 - A pipeline that resumed from a state and has not run yet returns that same state.
 
-Depends on asyncio alone: tests run it under a virtual clock and in any interleaving.
+Depends only on asyncio: tests run it under a virtual clock and in any interleaving.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class PipelineState:
     losses: Mapping[str, int]
     """Question id -> number of times that its group was lost."""
     progress: Mapping[int, tuple[EpisodeProgress, ...]] = field(metadata={KEY: "begun"})
-    """Partial episodes of rolling groups; complete ones of groups being rewarded."""
+    """Partial episodes of rolling groups; complete episodes of groups being rewarded."""
     rewarded: Mapping[int, Group] = field(metadata={KEY: "rolled"})
     """Rewarded groups, in scoring order."""
     scored: Mapping[int, Group]
@@ -203,9 +203,9 @@ class RolloutPipeline:
         self._rewarding: dict[PromptGroup, Sequence[Trajectory]] = {}
         """Groups in `_rolling` with all episodes done -> their trajectories."""
         self._resumed_from: dict[PromptGroup, Sequence[EpisodeProgress]] = {}
-        """Partial episodes that each task resumed from."""
+        """Partial episodes from which each task resumed."""
         self._to_resume: OrderedDict[PromptGroup, Sequence[EpisodeProgress]] = OrderedDict()
-        """Rolling groups of a resumed state without a task yet -> partial episodes to resume from."""
+        """Rolling groups of a resumed state without a task yet -> partial episodes to resume."""
         # Not a dict: finding the first key of a dict slows down with the number of keys removed before it.
         self._rewarded: OrderedDict[PromptGroup, Group] = OrderedDict()
         self._scoring: Sequence[tuple[PromptGroup, Group]] = ()

@@ -1,6 +1,6 @@
 """Reward term `judge`: a language model decides if an answer means the same as an accepted answer.
 
-    no answer, or an empty one       0.0 without a request.
+    no answer, or an empty answer    0.0 without a request.
     exact match                      1.0 without a request.
     reply "yes" / "no"               1.0 / 0.0, and cached.
     any other reply (a refusal)      0.0, counted, not cached.

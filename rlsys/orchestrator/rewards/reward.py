@@ -353,8 +353,10 @@ class CustomTerm:
         self._calls = calls
 
     async def __call__(self, episode: ParsedEpisode) -> Sequence[float]:
-        """Return the function's values [slots]. Raises RunError if the function fails or times out, or for other
-        values."""
+        """Return the function's values [slots].
+
+        Raises RunError if the function fails, times out or returns anything else.
+        """
         where = f"reward.terms.{self._name}, called for sample {episode.trajectory.sample} of {episode.question.uid},"
         try:
             result = await self._calls.result_of(self._function, episode.question, episode.trajectory)

@@ -650,5 +650,5 @@ async def within(call: Coroutine[Any, Any, T] | asyncio.Future[T], *, timeout_s:
     finally:
         if not task.done():
             task.cancel()
-            # The gather retrieves the task's exception, so that asyncio does not warn of it.
+            # The gather retrieves the task's exception, so that asyncio does not warn about it.
             await asyncio.wait([asyncio.gather(task, return_exceptions=True)], timeout=CANCEL_GRACE_S)

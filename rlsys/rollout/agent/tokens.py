@@ -381,4 +381,4 @@ class PartialEpisode:
 
 
 EpisodeProgress = Trajectory | PartialEpisode
-"""A finished episode, or the whole turns of an unfinished one."""
+"""A finished episode, or the whole turns of an unfinished episode."""
