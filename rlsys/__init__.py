@@ -2,8 +2,8 @@
 
 Python API: `from rlsys import SearchR1Trainer, DenseRetriever` loads `rlsys.apps.api` on first use.
 
-The former packages `rlsys.tools`, `rlsys.api` and `rlsys.cli` are aliases of the new ones, submodules included, in
-`import`, `python -m` and a config's `task.tools`. An alias is the same module object, for example
+The former package names `rlsys.tools`, `rlsys.api` and `rlsys.cli` still work, also for submodules: in `import`, with
+`python -m` and in a config's `task.tools`. A former name gives the same module object as the current name, so
 `rlsys.tools.interface.ToolError is rlsys.rollout.tools.interface.ToolError`. The first import of each former package
 issues a DeprecationWarning.
 
@@ -63,7 +63,7 @@ class _OldNames(MetaPathFinder, Loader):
         return _MOVED.get(old, old) + name[len(old) :]
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        if not name.startswith(_OLD):  # Fast path: called for every import of every package.
+        if not name.startswith(_OLD):  # Fast path: Python asks for every import of every package.
             return None
         new = self._new_name(name)
         found = None if new == name else find_spec(new)
@@ -78,7 +78,7 @@ class _OldNames(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the module's own spec; it has already been executed under its current name."""
+        """Restore the module's own spec; the module has already been executed under its current name."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
 

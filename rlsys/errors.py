@@ -30,7 +30,7 @@ Code = Literal[
 
 
 class UserError(Exception):
-    """Invalid user input: one sentence with the key, the value and the fix.
+    """Raised for invalid user input. The message is one sentence with the key, the value and the fix.
 
         raise UserError("trainer.steps=0 must be at least 1.", code="out_of_range", key="trainer.steps")
 
@@ -48,7 +48,7 @@ class UserError(Exception):
 
 
 class RunError(Exception):
-    """Fatal failure of a run (dead worker, timeout): one sentence that names the missing worker or machine."""
+    """Failure of a run, such as a dead worker or a time-out. The message is one sentence that names the cause."""
 
 
 class Interrupted(Exception):
@@ -81,9 +81,9 @@ def without_code(text: str) -> tuple[str, Code | None]:
 
 
 def in_one(problems: Sequence[UserError | RunError], *more: str) -> UserError:
-    """Merge `problems` into one UserError: one line each, then the lines of `more`.
+    """Merge `problems` into one UserError: one line per problem, then the lines of `more`.
 
-    The code and the key are those of the first UserError among them.
+    The code and the key come from the first UserError in `problems`.
     """
     first = next(problem for problem in problems if isinstance(problem, UserError))
     return UserError("\n".join([*map(str, problems), *more]), code=first.code, key=first.key)

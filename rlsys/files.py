@@ -29,7 +29,7 @@ OBJECT_BYTES = 64 * 1024**2
 LINE_BYTES = 64 * 1024**2
 """Maximum size of one line of a JSONL file, uncompressed."""
 PACKED_BYTES = 4 * 1024**3
-"""Maximum compressed size of a gzip file, whose zero padding is otherwise unlimited."""
+"""Maximum compressed size of a gzip file. The format allows any number of padding zeros after the data."""
 CONFIG_BYTES = 256 * 1024
 """Maximum size of a YAML file; PyYAML parses about 100 KB per second."""
 DEPTH = 64
@@ -48,7 +48,8 @@ def write_atomically(path: Path, text: str) -> None:
 def open_atomically(path: Path) -> Iterator[BinaryIO]:
     """Yield a temporary file that replaces the file at `path` when the body completes.
 
-    Every OSError, the body's included, is re-raised with `path` as its file name; "disk full" errors carry none.
+    Every OSError, also one from the body, is re-raised with `path` as its file name, because "disk full" errors have no
+    file name.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -75,7 +76,7 @@ def remove_partial_files(folder: Path) -> None:
 def open_regular(path: Path, most: int | None = None) -> Iterator[BinaryIO]:
     """Open a regular file for reading, without blocking.
 
-    Raises OSError if it is not a regular file (a pipe, a device) or is larger than `most` bytes.
+    Raises OSError if `path` is not a regular file (for example a pipe) or is larger than `most` bytes.
     """
 
     def opened(name: str, flags: int) -> int:
@@ -91,7 +92,7 @@ def open_regular(path: Path, most: int | None = None) -> Iterator[BinaryIO]:
 
 
 def read_regular(path: Path, most: int = OBJECT_BYTES) -> bytes:
-    """Return the content of the regular file at `path`. Raises OSError, also if it is larger than `most` bytes."""
+    """Return the content of the regular file at `path`. Raises OSError as `open_regular` does."""
     with open_regular(path, most) as file:
         return file.read(most)
 
@@ -128,8 +129,8 @@ def require_shallow(value: Any) -> None:
 def read_yaml(path: Path) -> Any:
     """Parse the YAML file at `path`, restricted to the JSON data model.
 
-    Raises OSError, also if it is larger than `CONFIG_BYTES`. Raises ValueError for invalid YAML, for values outside
-    the limits of `parse_json`, and for aliases, which can expand a few hundred bytes to gigabytes.
+    Raises OSError if the file cannot be read or is larger than `CONFIG_BYTES`. Raises ValueError for invalid YAML, for
+    values beyond the limits of `parse_json`, and for aliases: a few hundred bytes of them can expand to gigabytes.
     """
     content = read_regular(path, CONFIG_BYTES)
     try:
@@ -182,7 +183,7 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def _integer(digits: str) -> int:
-    """Parse an integer. Raises ValueError beyond 64 bits, since converting a larger one to float can overflow."""
+    """Parse an integer. Raises ValueError beyond 64 bits, since converting a larger integer to float can overflow."""
     number = int(digits)
     if not -(2**63) <= number < 2**64:
         raise ValueError("It holds an integer of more than 64 bits.")
@@ -190,14 +191,14 @@ def _integer(digits: str) -> int:
 
 
 LOCK = "lock"
-"""Lock file of a `working_folder`."""
+"""Name of the lock file in a `working_folder`."""
 _RUN_LOCK = ".lock"
 _ATTEMPTS = 100
-"""Attempts to lock a folder that ending processes may remove concurrently; all fail only if it cannot be created."""
+"""Maximum number of attempts to lock a folder; one fails if another process removes the folder meanwhile."""
 
 
 class Claimed(UserError):
-    """Another process holds the folder's lock."""
+    """Raised if another process holds the lock of a run folder."""
 
 
 @contextmanager

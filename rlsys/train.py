@@ -8,8 +8,8 @@ The driver runs these stages as concurrent tasks. The staleness scheduler bounds
                     +------------------------- activate: new weight version <-----------------------+
 
 - Rollout loop (`RolloutPipeline`): hands each admitted prompt group to the engine pool. It blocks until an engine has
-  room and the scheduler admits a group; at the staleness bound, the scheduler admits none before the next version is
-  published.
+  room and the scheduler admits a group; at the staleness bound, the scheduler admits no group before the next version
+  is published.
 - Score loop (`RolloutPipeline`): recomputes log-probs of rewarded groups and computes advantages. It blocks until
   enough groups are rewarded.
 - Training loop (`train`): takes scored groups, accumulates their gradients and steps the optimiser. It blocks until
@@ -19,8 +19,8 @@ The driver runs these stages as concurrent tasks. The staleness scheduler bounds
 
 The `sequential` schedule runs the same stages one after the other.
 
-Evaluations and checkpoints start between steps. Evaluations on engines set aside (`eval.engines`) and checkpoint writes
-(`checkpoint.background`) overlap the next steps.
+Evaluations and checkpoints start between steps. Evaluations on engines that are set aside (`eval.engines`) and
+checkpoint writes (`checkpoint.background`) overlap the next steps.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ async def train(
         await run.weights.push(version=done)
         await run.weights.activate(version=done)
         if run.log.em_of(done) is None and (done in (0, steps) or due(done, config.eval.interval)):
-            await evaluate(run, done)  # A new run, or a checkpoint whose evaluation never finished.
+            await evaluate(run, done)  # This is a new run, or the checkpoint's evaluation never finished.
         run.pipeline.publish(version=done)
         async with asyncio.TaskGroup() as background:
             background.create_task(run.pipeline.run())  # Generates and scores until `stop`.
@@ -98,14 +98,14 @@ async def train(
 
 
 async def evaluate(run: Run, step: int) -> None:
-    """Evaluate on all engines; training waits."""
+    """Evaluate the policy on all engines while training waits."""
     status.show("waits for the evaluation", *run.groups.trained)
     await run.groups.devices.onload("rollout")
     await run.evaluator.evaluate(step)
 
 
 def collapsed(alarm: Alarm, checkpoint: Path | None) -> RunError:
-    """Error that stops a collapsing run; raise it once `checkpoint` is written."""
+    """Return the error that ends a collapsing run. Raise it once `checkpoint` is written."""
     return RunError(f"{alarm} guards.action=stop ended the run; its last checkpoint is {checkpoint}.")
 
 

@@ -1,22 +1,24 @@
 """Computes the advantages of trained tokens from rewards.
 
-`credit` chooses the unit that has its own return: the episode, a turn or a trained token. `baseline` is subtracted from
-the return; `advantage_scale` divides the difference. A token takes the advantage of its unit.
+`credit` chooses the unit of credit: the episode, a turn or a trained token. Every unit has a return. `baseline` is
+subtracted from the return, and `advantage_scale` divides the difference. The result is the advantage of all trained
+tokens of the unit.
 
-    unit       return                                              peers, whose mean is a baseline
+    unit       return                                              peers (a baseline is their mean)
     episode:   all rewards, undiscounted                           episodes of the group, or of the mini-batch
-    turn:      rewards of this and later turns, gamma per turn     their turns of the same index
+    turn:      rewards of this and later turns, gamma per turn     turns with the same index in these episodes
     token:     rewards of this and later tokens, gamma per token   none
 
-A KL penalty in the reward is subtracted first. Example: a group earns 1, 0, 0, 1; `credit` is trajectory, `baseline`
-group. The advantages on every trained token are
+A KL penalty in the reward is subtracted from the rewards first. Example: the four episodes of a group earn 1, 0, 0 and
+1; `credit` is trajectory and `baseline` is group. The trained tokens of the four episodes then have the advantages
 
     scale none:    0.5   -0.5   -0.5   0.5     return - mean
     scale group:   0.87  -0.87  -0.87  0.87    the same, divided by the sample standard deviation, 0.577
 
-With a critic the unit is always the token: GAE assigns credit by gamma and lambda. The scale `group` is the standard
-deviation of a unit's peers in the group. `batch` is that of all units of the mini-batch, after their baselines are
-subtracted. `whiten` centres and scales the tokens of the mini-batch.
+With a critic the unit is always the token: GAE assigns credit by gamma and lambda. The scale `group` divides by the
+standard deviation over a unit's peers in the group. `batch` divides by the standard deviation over all units of the
+mini-batch, after their baselines are subtracted. `whiten` subtracts the mean over all trained tokens of the mini-batch
+and divides by their standard deviation.
 
 Known methods as credit, baseline, scale:
 
@@ -27,13 +29,14 @@ Known methods as credit, baseline, scale:
     Lite PPO (arXiv 2508.08221)      trajectory, group, batch
     PPO                              token, critic, whiten
 
-Pure numpy in float64. Tokens with turn -1 are ignored, NaN included, and get advantage 0. The caller assigns turns:
-with `compat.observations_in_values`, observation tokens carry the index of the turn before them and count as trained.
-`group_estimates` runs when a group is complete, `batch_advantages` when the mini-batch is.
+Pure numpy in float64. Tokens with turn -1 are ignored, even if their inputs are NaN, and get advantage 0. The caller
+assigns turns: with `compat.observations_in_values`, observation tokens carry the index of the turn before them and
+count as trained. `group_estimates` runs when a group is complete, `batch_advantages` when the mini-batch is complete.
 
-Arrays marked [trained] hold the trained tokens of one episode in order. A turn's last token is followed by the next
-turn's first; gamma and lambda skip the tokens in between. Standard deviations are sample ones (n - 1). Values equal up
-to rounding, or a single value, have deviations of exactly zero and are not divided.
+Arrays marked [trained] hold the trained tokens of one episode in order. The first token of a turn directly follows the
+last token of the turn before; gamma and lambda do not count the untrained tokens in between. Standard deviations are
+sample standard deviations (n - 1). If all values are equal up to rounding, or if there is only one value, the
+deviations from the mean are exactly zero and are not divided.
 """
 
 from __future__ import annotations
@@ -52,15 +55,15 @@ Ints = NDArray[np.int64]
 EPS = 1e-6
 """Added to a standard deviation before dividing by it."""
 ROUNDING = 1e-12
-"""Relative difference up to which values count as equal; the mean of equal floats is off by less."""
+"""Relative difference up to which values count as equal; the rounding error of the mean of equal floats is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardedEpisode:
-    """Inputs of one episode's advantages."""
+    """Data from which the advantages of one episode are computed."""
 
     turn_rewards: Sequence[float]
-    """[turns] rewards, turns without a trained token included; their sum is the episode's score."""
+    """[turns] rewards, also of turns without a trained token; their sum is the episode's score."""
     turn_of_token: NDArray[np.integer]
     """[seq] turn index of each trained token, non-decreasing; -1 where untrained."""
     penalties: Floats | None
@@ -71,12 +74,12 @@ class RewardedEpisode:
 
 @dataclass(frozen=True, slots=True)
 class CreditUnits:
-    """Units of an episode: the parts that have one return each."""
+    """Units of credit of an episode: the parts of the episode that each have a return."""
 
     values: Floats
-    """[units] returns, or the critic's advantages; after `group_estimates`, with group baseline and scale applied."""
+    """[units] returns, or generalised advantages with a critic. `group_estimates` applies group baseline and scale."""
     peers: Ints
-    """[units] peer number; units with equal numbers are compared with each other."""
+    """[units] peer number; units with the same number are peers."""
     of_token: Ints
     """[seq] unit of each token, -1 where untrained."""
 
@@ -92,17 +95,17 @@ class AdvantageEstimate:
     """Advantages of one episode."""
 
     advantages: Floats
-    """[seq], 0 where untrained; final unless baseline or scale need the whole mini-batch."""
+    """[seq], 0 where untrained; final unless the baseline or the scale needs the whole mini-batch."""
     returns: Floats | None
     """[seq] targets of the critic: unscaled advantage + value, 0 where untrained; None without a critic."""
     units: CreditUnits
 
 
 def group_estimates(episodes: Sequence[RewardedEpisode], config: AlgorithmConfig) -> list[AdvantageEstimate]:
-    """Return the advantages of one prompt group, as far as the group alone determines them.
+    """Return the advantages of one prompt group, before baselines and scales that need the whole mini-batch.
 
     With credit `trajectory`, an episode without trained tokens still counts in the group's baseline and scale: its
-    score is a sample like the others. A group baseline gives a single episode an advantage of 0.
+    score is a sample like the others. With a group baseline, the only episode of a group has an advantage of 0.
 
     Raises ValueError for:
     - rewards that are not finite;
@@ -135,8 +138,8 @@ def batch_advantages(groups: Sequence[Sequence[CreditUnits]], config: AlgorithmC
 
     Applies the baseline `batch` and the scales `batch` and `whiten`. `groups` holds each episode's
     `AdvantageEstimate.units`. With a group baseline, the scale `batch` measures differences within groups, not between
-    easy and hard prompts, because returns are centred first. REINFORCE++ with baseline does the same; the code of Lite
-    PPO's authors uses raw rewards.
+    easy and hard prompts, because returns are centred first. REINFORCE++ with baseline does the same; the code by the
+    authors of Lite PPO uses raw rewards.
     """
     flat = list(chain.from_iterable(groups))
     if not flat:
@@ -167,7 +170,7 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
 
 
 def _units(episode: RewardedEpisode, config: AlgorithmConfig) -> CreditUnits:
-    """Units of one episode with their returns or, with a critic, their generalised advantages."""
+    """Return the units of one episode. Their values are returns, or generalised advantages with a critic."""
     _check(episode)
     trained = episode.turn_of_token >= 0
     turns = episode.turn_of_token[trained].astype(np.int64)
@@ -177,7 +180,7 @@ def _units(episode: RewardedEpisode, config: AlgorithmConfig) -> CreditUnits:
     if config.baseline is AdvantageBaseline.critic:
         values = generalised_advantages(rewards, _values(episode), config.gamma, config.gae_lambda)
     elif config.credit is Credit.trajectory:
-        # Not the sum of `rewards`, which is empty for an episode without trained tokens; its score counts too.
+        # Sum the turn rewards: `rewards` is empty for an episode without trained tokens, whose score counts too.
         values = np.array([float(sum(episode.turn_rewards) - penalties.sum())])
         of_trained, peers = np.zeros_like(turns), np.zeros(1, dtype=np.int64)
     elif config.credit is Credit.turn:
@@ -215,14 +218,14 @@ def _check(episode: RewardedEpisode) -> None:
 
 
 def _values(episode: RewardedEpisode) -> Floats:
-    """[trained] values of the critic."""
+    """Return the critic's values [trained]. Raises ValueError if the episode has none."""
     if episode.values is None:
         raise ValueError("algorithm.baseline=critic needs values, but an episode has none: score it with the critic.")
     return episode.values[episode.turn_of_token >= 0].astype(np.float64)
 
 
 def _whitened(tokens: Sequence[Floats], masks: Sequence[NDArray[np.bool_]]) -> list[Floats]:
-    """[seq] advantages of each episode, whitened over all masked-in tokens; 0 elsewhere."""
+    """Return the advantages [seq] of each episode, whitened over all tokens in `masks`; other tokens keep their 0."""
     every, mask = np.concatenate(tokens), np.concatenate(masks)
     every[mask] = whitened(every[mask])
     return np.split(every, np.cumsum([len(own) for own in tokens])[:-1])
@@ -237,21 +240,21 @@ def placed(turn_rewards: Sequence[float], turns: Ints) -> Floats:
     """Place each turn's reward on the last trained token of the turn: [turns] -> [trained].
 
     `turns` [trained] is the turn of each trained token, in order. A turn without trained tokens places its reward on
-    the nearest trained token before it, else on the first one after it. The sum is preserved unless no token is
-    trained.
+    the nearest trained token before it, else on the first trained token after it. The sum is preserved unless no token
+    is trained.
 
         rewards 1, 2, 4; turns 0 0 2   ->   0 3 4
     """
     rewards = np.zeros(len(turns))
     if len(turns):
-        # Index of the last token whose turn is this one or an earlier one.
+        # For each turn: index of the last token that belongs to this turn or an earlier turn.
         ends = np.searchsorted(turns, np.arange(len(turn_rewards)), side="right") - 1
         np.add.at(rewards, ends.clip(min=0), np.asarray(turn_rewards, dtype=np.float64))
     return rewards
 
 
 def to_go(rewards: Floats, discount: float) -> Floats:
-    """Return the discounted sums G_t = r_t + discount G_{t+1}, with G = 0 after the last: [n] -> [n]."""
+    """Return the discounted sums G_t = r_t + discount G_{t+1}, with G = 0 after the last reward: [n] -> [n]."""
     backwards = accumulate(reversed(rewards.tolist()), lambda later, now: now + discount * later)
     return np.array(list(backwards), dtype=np.float64)[::-1]
 
@@ -267,10 +270,10 @@ def generalised_advantages(rewards: Floats, values: Floats, gamma: float, gae_la
 
 
 def centred(values: Floats, peers: Ints, *, leave_one_out: bool = False) -> Floats:
-    """Subtract from each value the mean of its peers, the values with the same number in `peers`; all [n].
+    """Subtract from each value the mean of its peers: the values with the same number in `peers`.
 
-    With `leave_one_out` the mean excludes the value itself (RLOO, arXiv 2402.14740):
-    x - mean(others) = (x - mean(all)) n / (n - 1).
+    Both arrays and the result are [n]. With `leave_one_out` the mean excludes the value itself (RLOO, arXiv
+    2402.14740): x - mean(others) = (x - mean(all)) n / (n - 1).
     """
     deviations = np.zeros_like(values)
     for peer in np.unique(peers):
@@ -283,7 +286,10 @@ def centred(values: Floats, peers: Ints, *, leave_one_out: bool = False) -> Floa
 
 
 def spreads(values: Floats, peers: Ints) -> Floats:
-    """[n] `spread` of each value's peers, the values with the same number in `peers` [n]."""
+    """Return for each value the `spread` of its peers: the values with the same number in `peers`.
+
+    Both arrays and the result are [n].
+    """
     found = np.ones_like(values)
     for peer in np.unique(peers):
         among = peers == peer
@@ -292,16 +298,16 @@ def spreads(values: Floats, peers: Ints) -> Floats:
 
 
 def spread(values: Floats) -> float:
-    """Sample standard deviation of `values` + EPS; 1 if they are equal up to rounding."""
+    """Return the sample standard deviation of `values`, plus EPS; 1 if all values are equal up to rounding."""
     return float(values.std(ddof=1)) + EPS if _differ(values) else 1.0
 
 
 def whitened(values: Floats) -> Floats:
-    """(x - mean) / (std + EPS) over all of `values` [n]; zeros if they are equal up to rounding.
+    """Return (x - mean) / (std + EPS) for each x of `values` [n]; zeros if all values are equal up to rounding.
 
-    Source: REINFORCE++ (arXiv 2501.03262) and PPO implementations, which differ in details. veRL and TRL, which
-    Search-R1 follows, also use the sample standard deviation; OpenRLHF uses the population's. All of them bound the
-    variance by 1e-8 instead of adding EPS.
+    Source: REINFORCE++ (arXiv 2501.03262) and PPO implementations, which differ in details. veRL and TRL (Search-R1
+    follows them) also use the sample standard deviation; OpenRLHF uses the population standard deviation. All three
+    keep the variance away from 0 by 1e-8 instead of adding EPS.
     """
     return _deviations(values) / spread(values)
 

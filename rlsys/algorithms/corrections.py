@@ -1,4 +1,4 @@
-"""Computes correction weights for tokens whose sampling policy differs from the one before the update.
+"""Computes correction weights for off-policy tokens, which the policy before the update did not sample.
 
 Three policies are involved in an off-policy token: mu sampled it (`rollout_logprobs`), pi_prox is the policy before the
 update (`old_logprobs`, recomputed), and pi is trained. Decoupled PPO corrects for mu by importance weighting and keeps
@@ -6,18 +6,19 @@ the trust region around pi_prox:
 
     maximise  w min(r A, clip(r) A),   w = pi_prox / mu, bounded,   r = pi / pi_prox
 
-Example at high = 2: mu = 0.1 and pi_prox = 0.3 give a ratio of 3. `truncate` sets w = 2, `mask` sets w = 0.
+Example with the upper bound `high` = 2: mu = 0.1 and pi_prox = 0.3 give a ratio of 3. `truncate` sets w = 2, `mask`
+sets w = 0.
 
-Because w is not negative, it is multiplied into A (`Sample.weights`) and the loss needs no change. KL and entropy terms
-are not weighted. A dropped token still counts in the divisor of `token-mean`: dropping weakens the update and does not
-scale up the remaining tokens.
+The weight w (`Sample.weights`) is not negative, so A can be multiplied by it and the loss needs no change. KL and
+entropy terms are not weighted. A dropped token still counts in the divisor of `token-mean`: dropping weakens the update
+and does not scale up the remaining tokens.
 
 Sources: decoupled PPO: Hilton et al. (arXiv 2110.00641), AReaL (arXiv 2505.24298). Ratios cut at a bound: V-trace in
-IMPALA (arXiv 1802.01561); between engine and trainer: Yao et al., "Your Efficient RL Framework Secretly Brings You
-Off-Policy RL Training" (2025), truncated importance sampling. Two-sided masking: IcePop, in Ring-1T (arXiv 2510.18855).
+IMPALA (arXiv 1802.01561). Truncated importance sampling between engine and trainer: Yao et al., "Your Efficient RL
+Framework Secretly Brings You Off-Policy RL Training" (2025). Two-sided masking: IcePop, in Ring-1T (arXiv 2510.18855).
 
 Pure numpy. Invariants: weights are finite and not negative. They are exactly 1 where mu and pi_prox agree, where mu is
-unknown (token level), and on untrained tokens, whatever their log-probs are.
+unknown (token level), and on untrained tokens, whatever the log-probs there are.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Floats = NDArray[np.float32]
 Mask = NDArray[np.bool_]
 
 LOG_RATIO_LIMIT = 20.0
-"""exp(20) is 5e8: far outside any useful bound, and its square still sums accurately in float64."""
+"""Bound of |log-ratio|. exp(20) is 5e8: far above any useful bound, and its square still sums accurately in float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +45,13 @@ class CorrectionStats:
     unknown: int = 0
     """Trained tokens without an engine log-prob, hence without a ratio of their own."""
     cut: int = 0
-    """Known tokens whose weight is not their ratio: truncated or dropped."""
+    """Known tokens whose weight differs from their ratio, because the ratio was truncated or the token dropped."""
     ratio_sum: float = 0.0
     """Sum of the ratios before cutting; at the sequence level, each token has its sequence's ratio."""
     weight_sum: float = 0.0
     weight_square_sum: float = 0.0
     abs_log_ratio_sum: float = 0.0
-    """Sum of |log pi_prox - log mu|, per token at both levels; likewise k1 and k3."""
+    """Sum of |log pi_prox - log mu| over single tokens, at both levels; so are `k1_sum` and `k3_sum`."""
     k1_sum: float = 0.0
     k3_sum: float = 0.0
 
@@ -61,7 +62,7 @@ class CorrectionStats:
     def effective_share(self) -> float:
         """Effective sample size (Kish, 1965), (sum w)^2 / sum w^2, as a share of the known tokens.
 
-        Lies in (0, 1]; 1 if all weights are equal or no token is known; 0 if every known token is dropped.
+        In [0, 1]: 1 if all weights are equal or no token is known, 0 if every known token is dropped.
         """
         if not self.known:
             return 1.0
@@ -95,7 +96,7 @@ class CorrectionStats:
 
     @property
     def k3(self) -> float:
-        """KL(mu || pi_prox) in nats per known token, by ratio - 1 - log ratio: unbiased, not negative; see `kl`."""
+        """KL(mu || pi_prox) in nats per known token, estimated by ratio - 1 - log ratio: unbiased, not negative."""
         return _share(self.k3_sum, self.known)
 
 
@@ -106,8 +107,8 @@ def correct(
 
     All arrays are [seq]; `mask` is True for trained tokens. mu is unknown where a trained token's `rollout_logprobs` is
     NaN or infinite. At the token level such a token has weight 1. At the sequence level, all trained tokens share one
-    weight, computed from the known ones; it is 1 if none is known. Log-ratios are clamped to +-20, and so is their sum
-    over a sequence.
+    weight, computed from the known tokens; the weight is 1 if no token is known. Log-ratios are clamped to +-20, and so
+    is their sum over a sequence.
 
     Requires low <= 1 <= high, so that equal policies give weight 1. Raises ValueError if shapes differ or a trained
     token's `old_logprobs` is not finite.
@@ -133,7 +134,7 @@ def measure(
 
 
 def _log_ratios(old_logprobs: Floats, rollout_logprobs: Floats, mask: Mask) -> tuple[NDArray[np.float64], Mask]:
-    """log pi_prox - log mu (0 where unknown) and the mask of known tokens, both [seq]."""
+    """Return log pi_prox - log mu (0 where mu is unknown) and the mask of known tokens, both [seq]."""
     if not old_logprobs.shape == rollout_logprobs.shape == mask.shape:
         raise ValueError(
             f"Log-probs and mask of a sample must be aligned, got {old_logprobs.shape} recomputed, "
@@ -150,7 +151,7 @@ def _log_ratios(old_logprobs: Floats, rollout_logprobs: Floats, mask: Mask) -> t
 
 
 def _ratios(log_ratios: NDArray[np.float64], known: Mask, mask: Mask, level: CorrectionLevel) -> Floats:
-    """[seq] pi_prox / mu of each token, or of its sequence; 1 where undefined."""
+    """Return pi_prox / mu [seq] of each token, or of its whole sequence; 1 where the ratio is undefined."""
     if level is CorrectionLevel.sequence:
         whole = log_ratios[known].sum().clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         log_ratios = np.where(mask, whole, 0.0)
@@ -158,7 +159,7 @@ def _ratios(log_ratios: NDArray[np.float64], known: Mask, mask: Mask, level: Cor
 
 
 def _stats(log_ratios: NDArray[np.float64], ratios: Floats, weights: Floats, mask: Mask) -> CorrectionStats:
-    """Statistics of one sample. `log_ratios`, `ratios` and `weights` are [known], `mask` is [seq]."""
+    """Return the statistics of one sample. `log_ratios`, `ratios` and `weights` are [known], `mask` is [seq]."""
     uncut, exact = ratios.astype(np.float64), weights.astype(np.float64)
     return CorrectionStats(
         known=len(weights),

@@ -1,7 +1,10 @@
-"""Computes KL divergences from sampled tokens, distributions or their top k; controls the KL coefficient of the reward.
+"""Computes KL divergences from sampled tokens, from distributions or from their top k tokens.
 
-Estimators are elementwise. For a token sampled from the policy, let w = other / policy and sg(x) be x without gradient.
-r = policy / sg(policy) has value 1 and carries a gradient.
+Also controls the KL coefficient of the reward.
+
+Estimators are elementwise. For a token sampled from the policy, let w = other / policy be the ratio of the token's
+probabilities, and let sg(x) be x without gradient. The factor r = policy / sg(policy) has value 1 and carries a
+gradient.
 
     estimator   form                  of                  value unbiased   gradient unbiased
     k1:         -log w                KL(policy, other)   yes              no, zero on average
@@ -14,18 +17,18 @@ r = policy / sg(policy) has value 1 and carries a gradient.
 
 Example, w = 0.5: k1 and k4 give 0.69, k2 0.24, k3 and k3++ 0.19, k5 -0.35, abs 0.69 nats.
 
-Clamps: estimators that grow like w (k3, k3++, k5) clamp the log-ratio to +-20 and the value to +-10, as Search-R1 does
-for k3; one token of vanishing probability then cannot dominate a batch. A clamped value has zero gradient, and
-"unbiased" holds only for unclamped values. k3 reaches the clamp at w = 13.6 or log w = -11, k5 at w = 5.7. The other
-estimators grow at most like the square of the log-ratio and are not clamped: a clamp would remove the gradient of the
-tokens that diverge most.
+Clamps: the estimators that grow like w (k3, k3++, k5) clamp the log-ratio to +-20 and the value to +-10, as Search-R1
+does for k3. A single token of vanishing probability then cannot dominate a batch. A clamped value has zero gradient,
+and "unbiased" holds only for unclamped values. k3 reaches the clamp at w = 13.6 or log w = -11, k5 at w = 5.7. The
+other estimators grow at most like the square of the log-ratio and are not clamped: a clamp would remove the gradient of
+the tokens that diverge most.
 
 Distributions are compared in one of two directions: reverse, KL(policy || reference), or forward, KL(reference ||
-policy). Log-probs are finite and at the sampling temperature; the reference's are constants. For a set q of tokens and
-the sampled token y,
+policy). Log-probs are finite and computed at the sampling temperature; log-probs of the reference carry no gradient.
+For a set q of tokens and the sampled token y,
 
     KL = L1 + s L2        L1 = sum of `shares` over q, exact
-                          L2 = `tail`: 0 if y is in q, else y's estimate for all tokens outside q.
+                          L2 = `tail`: 0 if y is in q, else the estimate from y for all tokens outside q.
 
 The value is unbiased for any q independent of y, if y is sampled from the policy and s = 1. It is also unbiased if y is
 sampled from mu and s = policy(y) / mu(y). The gradient is unbiased too with the tail `exact`, but not with `upstream`.
@@ -45,23 +48,23 @@ from torch import Tensor
 from rlsys.config.algorithm import AlgorithmConfig, KlControl, KlEstimator, KlTail
 
 LOG_RATIO_LIMIT = 20.0
-"""exp(20) is 5e8: far outside any healthy ratio, far inside float32."""
+"""Bound of |log-ratio|. exp(20) is 5e8: far above any healthy ratio, far below the float32 maximum."""
 VALUE_LIMIT = 10.0
-"""Bound, in nats, of the estimators that grow like the ratio."""
+"""Bound of the absolute value of the estimators that grow like the ratio, in nats."""
 LARGEST_ERROR = 0.2
-"""Bound of the relative error, KL / target - 1, of `kl_control=adaptive`."""
+"""Bound of |KL / target - 1|, the relative error that `kl_control=adaptive` corrects."""
 
 K1, K2, K3, K3PP, K4, K5, ABS = (KlEstimator(name) for name in ("k1", "k2", "k3", "k3++", "k4", "k5", "abs"))
 
 DISTINCT = (K1, K2, K3, K5, ABS)
-"""Estimators with different values: k4 equals k1, and k3++ equals k3."""
+"""Estimators with distinct values. The others repeat a value: k4 has the value of k1, and k3++ the value of k3."""
 
 
 def estimate(estimator: KlEstimator, logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     """Return the divergence per token in nats, by the formula in the module's table; gradients flow into `logprobs`.
 
-    `logprobs`, `other_logprobs` and the result have the same shape; the result is 0 where they agree. Raises ValueError
-    for `full_reverse` and `full_forward`, which compare distributions.
+    `logprobs`, `other_logprobs` and the result have the same shape; the result is 0 where both log-probs agree. Raises
+    ValueError for `full_reverse` and `full_forward`, which compare distributions.
     """
     log_w = other_logprobs - logprobs
     if estimator is K1:
@@ -85,7 +88,7 @@ def estimate(estimator: KlEstimator, logprobs: Tensor, other_logprobs: Tensor) -
 
 
 def importance_weights(logprobs: Tensor, old_logprobs: Tensor, lower: float | None, upper: float | None) -> Tensor:
-    """Return policy / old policy of each token without gradient, clamped to [`lower`, `upper`]; None is no bound.
+    """Return policy / old policy of each token without gradient, clamped to [`lower`, `upper`]; None means no bound.
 
     Corrects a KL term on tokens that the old policy sampled. The log-ratio is clamped to +-20.
     """
@@ -96,12 +99,12 @@ def importance_weights(logprobs: Tensor, old_logprobs: Tensor, lower: float | No
 
 @dataclass(frozen=True, slots=True)
 class SampledLogprobs:
-    """Log-probs of the sampled tokens. All [n]."""
+    """Log-probs of the sampled tokens; all tensors are [n]."""
 
     logprobs: Tensor
     """Log-probs under the policy that is updated; carries gradient."""
     old_logprobs: Tensor
-    """Old log-probs: under the policy before the update, which counts as the sampler."""
+    """Log-probs under the policy before the update; this policy counts as the one that sampled the tokens."""
     ref_logprobs: Tensor
     picked: Tensor
     """bool, True if the sampled token is among the top k."""
@@ -109,7 +112,7 @@ class SampledLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class TopKKl:
-    """KL from the top k tokens and the sampled one, for `full_reverse` and `full_forward`."""
+    """KL from the top k tokens and the sampled token, for `full_reverse` and `full_forward`."""
 
     config: AlgorithmConfig
 
@@ -129,7 +132,7 @@ class TopKKl:
 def shares(logprobs: Tensor, ref_logprobs: Tensor, forward_kl: bool) -> Tensor:
     """Return each token's summand of the KL, elementwise; the sum over the vocabulary is the KL.
 
-    reverse: p (log p - log r)        forward: r (log r - log p)
+    reverse: p (log p - log r)        forward: r (log r - log p)        p: policy, r: reference
     """
     if forward_kl:
         return ref_logprobs.exp() * (ref_logprobs - logprobs)
@@ -139,7 +142,7 @@ def shares(logprobs: Tensor, ref_logprobs: Tensor, forward_kl: bool) -> Tensor:
 def logit_gradient(logprobs: Tensor, ref_logprobs: Tensor, kl: Tensor, forward_kl: bool) -> Tensor:
     """Return the derivative of the KL with respect to the policy's temperature-scaled logits, [n, tokens].
 
-    reverse: p (log p - log r - KL)        forward: p - r
+    reverse: p (log p - log r - KL)        forward: p - r        p: policy, r: reference
 
     `kl` [n] covers the whole vocabulary; `logprobs` and `ref_logprobs` may cover any subset.
     """
@@ -151,26 +154,26 @@ def logit_gradient(logprobs: Tensor, ref_logprobs: Tensor, kl: Tensor, forward_k
 def join_parts(log_masses: Tensor, ref_log_masses: Tensor, within: Tensor, forward_kl: bool) -> Tensor:
     """Combine the KLs of vocabulary shards into the KL of the whole vocabulary [n], by the chain rule.
 
-    All [parts, n]: log of each part's probability mass under policy and reference, and `within`, the KL of the two
-    distributions normalised inside the part. The result is the KL of the masses plus the mass-weighted mean of
-    `within`.
+    `log_masses` and `ref_log_masses` are the logs of each part's probability mass under the policy and the reference.
+    `within` is the KL of the two distributions, both normalised inside the part. All are [parts, n]. The result is the
+    KL of the masses plus the mass-weighted mean of `within`.
     """
     masses = (ref_log_masses if forward_kl else log_masses).exp()
     return (shares(log_masses, ref_log_masses, forward_kl) + masses * within).sum(dim=0)
 
 
 def tail(sampled: SampledLogprobs, kind: KlTail, forward_kl: bool) -> Tensor:
-    """Return the sampled token's summand [n], 0 where it is among the top k.
+    """Return the sampled token's summand [n]; 0 where the token is among the top k.
 
-    With w = r(y) / p(y), p the policy, r the reference, and sg for no gradient:
+    For the sampled token y, policy p and reference r, let w = r(y) / p(y), and let sg(x) be x without gradient:
 
                  exact                          upstream
     reverse:     p / sg(p) * -log w             p / sg(p) * sg(-log w)
     forward:     sg(w) log w                    sg(w) log w + log p - sg(log p)
 
-    The forward direction clamps log w to +-20; beyond it, the gradient of log w is zero. `upstream` has a gradient
-    error: the gradient of the probability mass outside the top k. The reverse direction lacks it, while the top k sum
-    has its negative; the forward direction has it in excess.
+    The forward direction clamps log w to +-20; a clamped log w has zero gradient. The gradient of `upstream` is off by
+    the gradient of the probability mass outside the top k. In the reverse direction the tail lacks this term, which
+    would cancel its negative in the top k sum. In the forward direction the tail has this term in excess.
     """
     # Fill before any arithmetic: a picked token then has a gradient of exactly zero.
     logprobs = sampled.logprobs.masked_fill(sampled.picked, 0.0)
@@ -189,20 +192,20 @@ def tail(sampled: SampledLogprobs, kind: KlTail, forward_kl: bool) -> Tensor:
 class KlController:
     """Coefficient of the KL penalty in the reward: fixed, or adapted towards a target KL.
 
-    A step's rewards use the current `coef`. `observe` then takes the step's KL and sets the coefficient of the next
-    step, which grows while the KL is above the target and shrinks while it is below:
+    A step's rewards use the current `coef`. `observe` then takes the step's KL and sets the coefficient for the next
+    step. The coefficient grows while the KL is above the target, and shrinks while the KL is below it:
 
         coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon
 
     Example: target 0.01, KL 0.03, 512 episodes, horizon 10240: coef *= 1 + 0.2 * 0.05 = 1.01.
 
-    Source: arXiv 1909.08593, section 2.2, with episodes / horizon in place of its constant 0.1, as in its authors'
-    code. The coefficient stays positive because `horizon` must exceed a fifth of a step's episodes.
+    Source: arXiv 1909.08593, section 2.2, with episodes / horizon instead of the constant 0.1, as in the code of its
+    authors. The coefficient stays positive because `horizon` must exceed a fifth of a step's episodes.
     """
 
     coef: float
     target: float | None = None
-    """Target KL in nats per token. None keeps the configured coefficient, also on a resume with another coefficient."""
+    """Target KL in nats per token. If None, `coef` stays as configured, whatever it was before a resume."""
     horizon: int = 0
     """Episodes over which the coefficient adapts."""
 

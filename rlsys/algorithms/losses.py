@@ -1,6 +1,6 @@
 """Computes policy and critic losses as sums over trained tokens, with statistics and aggregation weights.
 
-A loss is a weighted sum over tokens, divided once by a divisor that is itself a sum (the critic's weights are 1):
+A loss is a weighted sum over tokens, divided once by a sum of divisors (for the critic, all weights are 1):
 
     loss = sum_t w_t l_t / sum of divisors
 
@@ -14,18 +14,19 @@ micro-batches with token losses (1, 2) and (6) gives (1 + 2 + 6) / (2 + 1) = 3, 
     seq-mean-token-sum     1                                sequences
     fixed-length           1                                sequences * loss_length
 
-A token's weight depends only on its own sequence. Up to rounding, the result therefore equals that of a single batch
-for any split into micro-batches and ranks. A sequence cut over ranks is also allowed, except with `gspo`, whose ratio
-needs the whole sequence: take the weight from the whole sequence and count its divisor once. A sequence without a
-trained token contributes nothing.
+A token's weight depends only on its own sequence. Up to rounding, any split into micro-batches and ranks therefore
+gives the same loss as a single batch. A sequence may also be cut over ranks, except with `gspo`, whose ratio needs the
+whole sequence. The caller then takes the weight from the whole sequence and counts the sequence's divisor once. A
+sequence without a trained token contributes nothing.
 
 Invariant: an untrained token adds nothing to a loss and has a gradient of exactly zero, even with NaN or infinite
 inputs. A NaN that enters the loss at a trained token makes the loss NaN. Maxima and minima propagate NaN as well.
 
-With the ratio r, its logarithm clamped to +-20, the advantage A, and sg for no gradient, the policy losses are
+Let r be the ratio pi / pi_old with its logarithm clamped to +-20, A the advantage, and sg(x) x without gradient. The
+policy losses are
 
     ppo              max(-r A, -clip(r, 1 - low, 1 + high) A); with `dual_clip` c, at most -c A where A < 0
-    gspo             as ppo without c; r is the sequence's: exp(mean of log r over its trained tokens)
+    gspo             as ppo without c, with the ratio of the sequence: exp(mean of log r over its trained tokens)
     cispo            -sg(clip(r, 1 - low, 1 + high)) A log pi
     policy_gradient  -A log pi
 
@@ -52,9 +53,9 @@ from rlsys.config.algorithm import FULL_KL, Aggregation, AlgorithmConfig, KlPlac
 
 TOKEN_MEAN = Aggregation("token-mean")
 TOKENS = "tokens"
-"""Statistic that counts trained tokens; the divisor of all means but those of losses."""
+"""Statistic that counts trained tokens. All means except the means of losses are divided by it."""
 DIVISOR = "divisor"
-"""Statistic with the micro-batch's part of the loss's divisor; the caller adds it to those of a policy loss."""
+"""Statistic with the micro-batch's part of the loss's divisor; for a policy loss, the caller adds this statistic."""
 LOSS_SUFFIX = "_loss"
 """Suffix of weighted sums, which `reduce_stats` divides by `divisor` like the loss itself."""
 MAX_SUFFIX = "_max"
@@ -64,7 +65,7 @@ MIN_SUFFIX = "_min"
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Inputs of the loss besides the policy's outputs, all [rows, width]; only `divergence` carries gradient."""
+    """Inputs of the loss besides the policy's outputs, all [rows, width]; only `divergence` carries a gradient."""
 
     old_logprobs: Tensor
     """Log-probs under the policy before the update (the proximal policy)."""
@@ -74,11 +75,11 @@ class LossInputs:
     mask: Tensor
     """Bool, True where a token is trained."""
     weights: Tensor
-    """`token_weights` of each token's sequence."""
+    """Weight of each token: the `token_weights` of its sequence."""
     sequences: Tensor
     """int64 index of the token's sequence within the micro-batch, -1 for padding."""
     divergence: Tensor | None = None
-    """KL to the reference in nats, computed from distributions; replaces the estimator."""
+    """KL to the reference in nats, computed from distributions; replaces the KL estimator's value."""
 
 
 Stats = dict[str, Tensor]
@@ -108,9 +109,10 @@ class ConfiguredLoss:
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Stats]:
         """Return the weighted sum over trained tokens (scalar) and its statistics (detached scalars).
 
-        Statistics: `ratio` per token, also for gspo; `ratio_dev_max`, the largest |ratio - 1|; `approx_kl`, the k3
-        estimate of KL(old policy || policy); `clip_fraction*` and `dual_clip_fraction`, the clipped tokens; `kl`, by
-        the configured estimator if its inputs are given; `kl_loss`, with a KL term; `entropy`, if given.
+        Statistics: `ratio` is the ratio of each token, also for gspo. `ratio_dev_max` is the largest |ratio - 1|.
+        `approx_kl` is the k3 estimate of KL(old policy || policy). `clip_fraction*` and `dual_clip_fraction` count
+        clipped tokens. `kl` is the value of the configured estimator, if its inputs are given. `kl_loss` exists if the
+        loss has a KL term, and `entropy` if it is given.
 
         Raises ValueError if a term with a non-zero coefficient lacks its input.
         """
@@ -158,7 +160,7 @@ class ConfiguredLoss:
         return _Surrogate(-ratio.clamp(low, high) * advantages * logprobs, ratio < low, ratio > high, none)
 
     def _penalty(self, logprobs: Tensor, inputs: LossInputs) -> Tensor:
-        """KL term of each token. A given divergence already includes importance weights."""
+        """Return the KL term of each token. `inputs.divergence`, if given, already includes importance weights."""
         if inputs.divergence is not None:
             return inputs.divergence
         assert inputs.ref_logprobs is not None
@@ -203,15 +205,16 @@ def policy_loss(config: AlgorithmConfig) -> LossFunction:
 
 
 def sequence_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:
-    """Return each trained token's sequence ratio, the geometric mean of pi / pi_old over the sequence; 1 elsewhere.
+    """Return for each trained token the ratio s of its sequence: the geometric mean of pi / pi_old over the sequence.
 
-    All are [rows, width]. `sequences` holds each token's sequence index, below rows x width; it is read where `mask` is
-    True. The value is the sequence's, but the gradient flows only into the token: s_t = sg(s) pi_t / sg(pi_t). If all
-    tokens of a sequence have the same advantage, this is GSPO; otherwise it is GSPO-token (arXiv 2507.18071). Requires
-    all trained tokens of a sequence: a sequence must not be cut over ranks.
+    All are [rows, width]; the result is 1 at untrained tokens. `sequences` holds each token's sequence index, below
+    rows x width; it is read where `mask` is True. All tokens of a sequence have the same value, but the gradient of
+    each flows only into the token itself: s_t = sg(s) pi_t / sg(pi_t). If all tokens of a sequence have the same
+    advantage, this is GSPO; otherwise it is GSPO-token (arXiv 2507.18071). Requires all trained tokens of a sequence: a
+    sequence must not be cut over ranks.
     """
-    # Untrained tokens add zeros to sequence 0. The sums have one place per token, an upper bound of the number of
-    # sequences, which avoids a device-to-host copy of that number.
+    # Untrained tokens add zeros to sequence 0. The sums have one entry per token, an upper bound of the number of
+    # sequences, because reading that number would need a copy from the device to the host.
     numbers = sequences.masked_fill(~mask, 0).flatten()
     log_ratios = (logprobs - old_logprobs).detach().masked_fill(~mask, 0.0).flatten()
     sums = torch.zeros_like(log_ratios).index_add(0, numbers, log_ratios)
@@ -222,7 +225,7 @@ def sequence_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequen
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None) -> _Surrogate:
-    """Clipped surrogate of PPO for token or sequence ratios, with the range [`low`, `high`].
+    """Return PPO's clipped surrogate for token or sequence ratios, with the clip range [`low`, `high`].
 
     `dual`, above 1, bounds the loss of tokens with A < 0 by -dual A; None for no bound.
     """
@@ -250,9 +253,10 @@ def token_weights(aggregation: Aggregation, trained_lengths: NDArray[np.integer]
 
 
 def divisor(aggregation: Aggregation, trained_lengths: NDArray[np.integer], loss_length: int) -> int:
-    """Return the sequences' part of the mini-batch's divisor; `trained_lengths` [sequences] as in `token_weights`.
+    """Return the part that these sequences contribute to the mini-batch's divisor.
 
-    `loss_length`, in tokens, is the constant of `fixed-length`. Raises ValueError if it is needed and not positive.
+    `trained_lengths` [sequences] is as in `token_weights`. `loss_length`, in tokens, is the constant of `fixed-length`.
+    Raises ValueError if `loss_length` is needed and not positive.
     """
     lengths = np.asarray(trained_lengths)
     sequences = int(np.count_nonzero(lengths))
@@ -282,8 +286,8 @@ class ValueLoss:
     def __call__(self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor) -> tuple[Tensor, Stats]:
         """Return the loss summed over trained tokens (scalar) and sums of its statistics (detached scalars).
 
-        All [rows, width]; gradient flows only into `values`. `vf_clipfrac` counts the tokens whose loss the clip
-        raises; their gradient is zero. `vf_loss`, `vf_clipfrac` and `vpred_mean` are veRL's names.
+        All tensors are [rows, width]; gradients flow only into `values`. `vf_clipfrac` counts the tokens whose loss the
+        clip raises; their gradient is zero. veRL uses the names `vf_loss`, `vf_clipfrac` and `vpred_mean` too.
         """
         values, old, returns = (_filled(tensor, mask) for tensor in (values, old_values, returns))
         squared = (values - returns).square()
@@ -305,7 +309,7 @@ class ValueLoss:
 def explained_variance(values: NDArray[np.floating], returns: NDArray[np.floating]) -> float:
     """Return 1 - Var(returns - values) / Var(returns) over [n] tokens, n >= 1; NaN if all returns are equal.
 
-    1 for a perfect critic, 0 for one that predicts a constant, negative for one worse than a constant.
+    1 for a perfect critic, 0 for one that predicts a constant, negative for a critic that is worse than a constant.
     """
     if np.ptp(returns) == 0:
         return float("nan")
@@ -324,7 +328,7 @@ def join_stats(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float
 
 
 def reduce_stats(parts: Iterable[Mapping[str, Tensor | float]]) -> dict[str, float]:
-    """Join statistics and turn sums into means: losses over `divisor`, the others over `tokens`.
+    """Join statistics and turn sums into means: losses are divided by `divisor`, other sums by `tokens`.
 
     The result keeps the sum `tokens` and omits `divisor`. Without trained tokens, all other values are NaN. Raises
     ValueError for losses without a divisor.
@@ -354,7 +358,7 @@ def _join(name: str, one: float, other: float) -> float:
 
 
 def _filled(values: Tensor, mask: Tensor, fill: float = 0.0) -> Tensor:
-    """`values` where a token is trained, else `fill`; apply before any arithmetic, because 0 * NaN is NaN."""
+    """Return `values` where a token is trained, else `fill`. Apply before any arithmetic, because 0 * NaN is NaN."""
     return values.masked_fill(~mask, fill)
 
 
@@ -373,12 +377,12 @@ def _all_filled(inputs: LossInputs) -> LossInputs:
 
 
 def _ratio_stats(logprobs: Tensor, inputs: LossInputs) -> Stats:
-    """Statistics of the token ratios. Without a trained token, extrema are the neutral elements of max and min."""
+    """Return statistics of the ratios. Without a trained token, extrema are the neutral elements of max and min."""
     current, old, mask = logprobs.detach(), inputs.old_logprobs, inputs.mask
     ratio = _exp(current - old)
 
     def largest(values: Tensor, least: float) -> Tensor:
-        """Largest of the trained tokens' `values`; `least` without trained tokens."""
+        """Return the largest of `values` over trained tokens; `least` without trained tokens."""
         candidates = _filled(values, mask, least).flatten()
         return torch.cat([candidates, candidates.new_full((1,), least)]).max()
 

@@ -1,7 +1,7 @@
 """Presents the rollout engines as one generator: assigns prompt groups, retries after engine deaths, switches versions.
 
 All episodes of a prompt group run on one engine and share its prefix cache. A new group goes to the engine with the
-fewest episodes in flight; it queues while no engine has room or all are switching weights.
+fewest episodes in flight; the group queues while no engine has room or all are switching weights.
 
     run_group --queue--> engine --> trajectories
                          engine dies                 retry from the head of the queue; a second death raises GroupLost
@@ -9,11 +9,12 @@ fewest episodes in flight; it queues while no engine has room or all are switchi
 
 Contract:
 - `run_group` returns the whole group or raises: `GroupLost` if only this group fails, another RunError if the run
-  cannot continue. Each of at most two attempts is bounded by the episode time-out plus `MARGIN_S`, a ping and an abort.
+  cannot continue. It makes at most two attempts. Each lasts at most the episode time-out (once per round of episodes)
+  plus `MARGIN_S`, a ping and an abort.
 - An engine is dead once its process has died or a ping times out. It is killed, dropped from the pool and never called
   again; pending calls to it fail at once. Each of its groups is retried once on another engine, from the progress
   passed to `run_group`. The run continues while one engine lives.
-- A cancelled group has ended on its engine, or the engine has had `ABORT_TIMEOUT_S` to end it.
+- When a cancelled `run_group` ends, its engine has ended the group, or has had `ABORT_TIMEOUT_S` to do so.
 
 Engines set aside serve an evaluation while the others roll out. Every engine stages each new version as it arrives. A
 switch skips engines set aside: they keep their version until they are put back, and then switch before they get
@@ -52,7 +53,7 @@ IN_FLIGHT_TIMEOUT_S = 30.0
 ACTIVITY_TIMEOUT_S = 5.0
 """Time-out for reporting the activity, which is for display only."""
 PING_TIMEOUT_S = 30.0
-"""Time-out of a ping after a call has timed out; an engine that misses it is dead."""
+"""Time-out of a ping after a call has timed out; an engine that does not answer it is dead."""
 
 _log = logging.getLogger(__name__)
 
@@ -80,11 +81,11 @@ class _Request:
     """Method of the worker."""
     args: tuple[Any, ...]
     aside: bool
-    """True if only an engine set aside may take it, False if only another may."""
+    """True if only engines set aside may take the request, False if only the other engines may."""
     prompt_group: int | None = None
     """Number of the scheduler's prompt group; None for an evaluation."""
     progress: tuple[EpisodeProgress, ...] = ()
-    """Partial episodes that the group resumes from."""
+    """Partial episodes from which the group resumes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class ReservedEngines:
     capacity: int
     """Number of answers that they can generate at a time."""
     version: int | None
-    """Weight version of all their answers; None before the first update."""
+    """Weight version with which these engines answer; None before the first update."""
     _pool: EnginePool
 
     async def answer(self, question: Question, sample: int = 0, temperature: float = 0.0) -> Trajectory:
@@ -110,7 +111,7 @@ class EnginePool:
         self.workers = workers
         self.step = 0
         self.waits_for = ""
-        """Tools that all episodes waited for at the last `refresh_activity`; empty if some generated, or if unknown."""
+        """Tools that all episodes waited for at the last `refresh_activity`; empty if any generated, or if unknown."""
         self._samples = config.algorithm.n_samples
         self._slots = config.rollout.max_episodes
         self._episode_timeout_s = config.rollout.episode_timeout_s
@@ -135,7 +136,7 @@ class EnginePool:
 
     @property
     def capacity(self) -> int:
-        """Number of groups that living engines can generate at a time, without those set aside."""
+        """Number of groups that living engines can generate at a time, not counting engines set aside."""
         return max(1, self._slots // self._samples) * (len(self.living) - len(self._router.aside))
 
     async def run_group(
@@ -162,8 +163,8 @@ class EnginePool:
     ) -> Trajectory:
         """Generate one episode of `question` as sample number `sample`; temperature 0 is greedy.
 
-        With `compat.sampled_validation` it is sampled as in training. `aside` selects the engines set aside. Raises
-        GroupLost as `run_group` does.
+        With `compat.sampled_validation` the episode is sampled as in training. `aside` selects the engines set aside.
+        Raises GroupLost as `run_group` does.
         """
         key = self._key(question)
         request = _Request(key, question.uid, 1, "answer", (question, sample, temperature, key), aside)
@@ -182,7 +183,7 @@ class EnginePool:
         return {number: progress for number, progress in groups.items() if number is not None and progress}
 
     async def refresh_activity(self) -> None:
-        """Update `waits_for` from the activity of the engines; empty if one of them does not answer."""
+        """Update `waits_for` from the activity of the engines; it becomes empty if an engine does not answer."""
         rolling = [engine for engine in self.living if engine not in self._router.aside]
         answers = await asyncio.gather(*(self._activity_of(engine) for engine in rolling))
         known = [activity for activity in answers if activity]
@@ -192,11 +193,10 @@ class EnginePool:
     async def reserve(self, engines: int) -> AsyncIterator[ReservedEngines]:
         """Set up to `engines` engines aside for `ReservedEngines.answer` while the others roll out.
 
-        One caller at a time.
-
-        Groups already on them finish there. One engine stays with rollouts if more than one lives. Rollouts wait while
-        every living engine is set aside. Switches skip engines set aside. On exit these switch to the version they have
-        staged, and the caller blocks until they have, unless it is cancelled.
+        One caller at a time. Groups that are already on these engines finish there. If more than one engine lives, one
+        stays with rollouts. Rollouts wait while every living engine is set aside. Weight switches skip engines set
+        aside. On exit, these engines switch to their staged version. The caller blocks until they have switched, unless
+        it is cancelled.
         """
         async with self._reserving:
             taken = await self._versions.set_aside(engines)
@@ -219,7 +219,7 @@ class EnginePool:
         }
 
     async def open_transport(self, specs: Sequence[Any]) -> None:
-        """Open the transport on each engine in `living`, each with the spec at its position."""
+        """Open the transport on each engine in `living`; `specs` has one spec per engine, in the same order."""
         of_engine = dict(zip(self.living, specs, strict=True))
         await self._engines.run_on_all(
             lambda engine: self._engines.try_call(engine, "open_transport", of_engine[engine])
@@ -236,7 +236,8 @@ class EnginePool:
     async def finish_update(self, version: int, digest: str) -> None:
         """Switch every engine not set aside to `version`; each gets new groups again as soon as it has switched.
 
-        `digest` is the sender's, over all tensors. Raises RunError if an engine's staged tensors do not match it.
+        `digest` is the digest that the sender computed over all tensors. Raises RunError if the staged tensors of an
+        engine do not match it.
         """
         await self._versions.finish_update(version, digest)
 
@@ -305,12 +306,12 @@ class EnginePool:
         return loss
 
     async def _abort(self, engine: int, key: str) -> None:
-        """End a group's episodes on its engine. Best effort: another call will detect a broken engine."""
+        """End a group's episodes on its engine. Best effort: a later call will detect a broken engine."""
         with contextlib.suppress(RunError):
             await self._engines.call(engine, "abort_group", key, timeout_s=ABORT_TIMEOUT_S, ping=False)
 
     async def _progress_on(self, engine: int, keys: Sequence[str]) -> Mapping[str, tuple[EpisodeProgress, ...]]:
-        """Key -> progress of the groups in `keys` that `engine` runs; empty if it does not answer."""
+        """Return key -> progress of the groups in `keys` that `engine` runs; empty if it does not answer."""
         try:
             progress: dict[str, tuple[EpisodeProgress, ...]] = await self._engines.call(
                 engine, "in_flight", keys, timeout_s=IN_FLIGHT_TIMEOUT_S, ping=False
@@ -320,7 +321,7 @@ class EnginePool:
         return progress
 
     async def _activity_of(self, engine: int) -> EngineActivity | None:
-        """Activity of `engine`; None if the call fails."""
+        """Return the activity of `engine`; None if the call fails."""
         try:
             activity: EngineActivity = await self._engines.call(
                 engine, "activity", timeout_s=ACTIVITY_TIMEOUT_S, ping=False
@@ -342,7 +343,7 @@ class EnginePool:
         return self._tracer.span(name, lane=_lane(engine), **facts)
 
     async def _wait_for_engine(self, request: _Request, retry: bool) -> int:
-        """Queue for an engine with room, at the head for a retry (`retry`); return the engine."""
+        """Queue for an engine with room, a `retry` at the head of the queue; return the engine."""
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         queue = self._queues[request.aside]
         if retry:
@@ -353,12 +354,12 @@ class EnginePool:
         return await turn
 
     def _on_engine_death(self, lost: Mapping[str, str]) -> None:
-        """Record the lost groups of a dead engine. If it was the last, queued requests fail in `_advance`."""
+        """Record the lost groups of a dead engine. If no engine is left, queued requests fail in `_advance`."""
         self._lost |= lost
         self._advance()
 
     def _advance(self) -> None:
-        """Assign engines to queued requests, in order, while the head of the queue fits."""
+        """Assign engines to queued requests, in order, until the head of each queue must wait."""
         for queue in self._queues.values():
             while queue and self._assign(*queue[0]):
                 queue.popleft()
@@ -413,9 +414,9 @@ class EngineCalls:
     async def run_on_all(
         self, do: Callable[[int], Coroutine[Any, Any, dict[int, Any]]], engines: Iterable[int] | None = None
     ) -> dict[int, Any]:
-        """Run `do` for all living engines, or for `engines`, at once and merge the results.
+        """Run `do` concurrently for all living engines, or for `engines`, and merge the results.
 
-        Raises the first error, cancelling the others, and NoEngineLeft if no engine lives afterwards.
+        Raises the first error and cancels the other calls. Raises NoEngineLeft if no engine lives afterwards.
         """
         tasks = [asyncio.ensure_future(do(engine)) for engine in (self._router.living if engines is None else engines)]
         try:
@@ -449,7 +450,7 @@ class EngineCalls:
             raise
 
     async def ping(self, engine: int, late: RankSilent) -> None:
-        """Call `metrics` on an engine after a time-out `late`. Raises RankDied if this times out too."""
+        """Call `metrics` on an engine after the time-out `late`. Raises RankDied if this call times out too."""
         try:
             await self.call(engine, "metrics", timeout_s=PING_TIMEOUT_S, ping=False)
         except RankSilent:
@@ -468,7 +469,7 @@ class VersionSwitch:
     Invariants:
     - Engines set aside together have one version and keep it.
     - An engine that a switch skipped gets no rollouts before it has that version or a later one. On `put_back` it
-      switches to its staged version; if a newer one is already being staged, it waits for that one.
+      switches to its staged version; if a newer version is already being staged, it waits for that version.
     - An engine that is behind never blocks a caller for ever: it catches up, waits for a running switch, or dies.
     - Updates of one engine are serialised: the next begins after a running switch has ended.
     """
@@ -479,9 +480,9 @@ class VersionSwitch:
         """Engine -> its version; absent before its first update."""
         self._engines, self._router, self._advance = engines, router, advance
         self._switching = asyncio.Lock()
-        """Held during a switch, and while engines are set aside, so that these have one version."""
+        """Held during a switch, and while engines are being set aside, so that all of these have one version."""
         self._updating = [asyncio.Lock() for _ in engines.workers.ranks]
-        """Held by engine while it begins an update or catches up."""
+        """Lock of each engine, held while the engine begins an update or catches up."""
         self._staged: dict[int, tuple[int, str]] = {}
         """Engines that a switch skipped -> staged version and digest, until the next update begins."""
         self._outdated: set[int] = set()
@@ -513,10 +514,10 @@ class VersionSwitch:
                 self._reopen(*switching)
 
     async def set_aside(self, count: int) -> tuple[int, ...]:
-        """Set aside up to `count` engines of the newest version, those with the fewest episodes; return them.
+        """Set aside up to `count` engines that have the newest version, and return them.
 
-        Their episodes in flight continue. Blocks while a switch runs. Takes at least one engine, but leaves one for
-        rollouts if more than one lives. Raises NoEngineLeft if none lives.
+        Engines with the fewest episodes are chosen; these episodes continue. Blocks while a switch runs. Takes at least
+        one engine, but leaves one for rollouts if more than one lives. Raises NoEngineLeft if none lives.
         """
         async with self._switching:
             living = self._router.living
@@ -527,13 +528,13 @@ class VersionSwitch:
             taken = sorted(fit, key=self._router.load)[: min(count, max(1, len(living) - 1))]
             for engine in taken:
                 self._router.set_aside(engine)
-                self._router.reopen(engine)  # Closed if it was behind, but it may answer evaluations.
+                self._router.reopen(engine)  # An engine that was behind is closed, but it may answer evaluations.
             return tuple(taken)
 
     async def put_back(self, engines: Sequence[int]) -> None:
-        """Return engines to rollouts; block until those with a staged version have switched to it.
+        """Return `engines` to rollouts; block until each engine that has a staged version has switched to it.
 
-        They also switch if the caller is cancelled. An engine that refuses the version is marked dead.
+        The engines switch even if the caller is cancelled. An engine that refuses the version is marked dead.
         """
         for engine in engines:
             if engine in self._outdated:
@@ -582,7 +583,7 @@ class NoneSetAside(RunError):
 
 @dataclass(frozen=True, slots=True)
 class Orphans:
-    """Keys of an engine that died."""
+    """Keys that were assigned to an engine that died."""
 
     retry: tuple[str, ...]
     """Keys to assign again, in their order of assignment."""
@@ -597,23 +598,23 @@ class _Assignment:
 
 
 class Router:
-    """Assigns keys to `engines` engines with room for `slots` episodes each; None means no limit. Pure.
+    """Assigns keys to `engines` engines with room for `slots` episodes each. Pure.
 
-    A key stands for one group and its size is the group's number of episodes. An engine's load is the sum of the sizes
-    of its keys. Engines set aside take only keys meant for them.
+    Without `slots` there is no limit. A key stands for one group and its size is the group's number of episodes. An
+    engine's load is the sum of the sizes of its keys. Engines set aside take only keys meant for them.
 
     Example with 2 engines and 8 slots:
 
         assign("a", 5) -> 0     both are empty: lowest number
         assign("b", 5) -> 1     smallest load
         assign("c", 5) -> None  neither has room: retry after `release`
-        died(1)                 again=("b",); after a second death under it, "b" is lost
+        died(1)                 retry=("b",); if the next engine of "b" dies too, "b" is lost
 
     Invariants:
     - A key is on at most one engine, which lives.
     - A key goes to the engine with the smallest load among those that may take it; ties go to the lowest number.
     - A load exceeds `slots` only if a single key is larger than `slots`.
-    - A key survives one engine death; the second one loses it.
+    - A key is retried after the death of its first engine, and lost after the death of its second engine.
     """
 
     def __init__(self, engines: int, slots: int | None = None) -> None:
@@ -643,11 +644,12 @@ class Router:
         return self._loads.get(engine, 0)
 
     def assign(self, key: str, size: int = 1, aside: bool = False) -> int | None:
-        """Assign `key` to an engine until `release` or the engine's death; return the engine, the same one if repeated.
+        """Assign `key` to an engine until `release` or the engine's death, and return the engine.
 
-        With `aside`, only engines set aside may take it, otherwise only the others. Returns None if all of these are
-        closed or full: retry after `release`, `died`, `reopen` or `put_back`. Raises NoEngineLeft if no engine lives,
-        and NoneSetAside if `aside` is set and no engine set aside lives.
+        A repeated call returns the same engine. With `aside`, only engines set aside may take the key, otherwise only
+        the other engines. Returns None if all of these are closed or full: retry after `release`, `died`, `reopen` or
+        `put_back`. Raises NoEngineLeft if no engine lives, and NoneSetAside if `aside` is set and no engine set aside
+        lives.
         """
         if key in self._assignments:
             return self._assignments[key].engine

@@ -1,4 +1,4 @@
-"""Evaluates the policy during a run, on all engines or on a few set aside while the others keep rolling out."""
+"""Evaluates the policy during a run, on all engines, or on a few that are set aside while the others do rollouts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Evaluator:
         count_to: Callable[[int], None],
         awaited: set[int],
     ) -> None:
-        """`count_to` records the groups' work under a step. The evaluator adds and removes steps in `awaited`."""
+        """`count_to` makes the worker groups record work under a step. `awaited` gets the steps being evaluated."""
         self._config, self._log, self._search, self._engines = config, log, search, engines
         self._questions, self._count_to, self._awaited = questions, count_to, awaited
 
@@ -40,9 +40,9 @@ class Evaluator:
         self._log.evaluation(await self.ask_all(step))
 
     async def evaluate_aside(self, step: int, background: asyncio.TaskGroup) -> None:
-        """Start an evaluation on `eval.engines` engines; return once they are set aside, or once it has failed.
+        """Start an evaluation on `eval.engines` engines; return once they are set aside or the evaluation has failed.
 
-        The engines keep the weights of `step` while the others keep rolling out. Such evaluations run one at a time.
+        These engines keep the weights of `step` while the others do rollouts. Such evaluations run one at a time.
         """
         set_aside: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         asking = background.create_task(self._ask_aside(step, set_aside))

@@ -1,4 +1,4 @@
-"""Writes the driver's part of a checkpoint, and finds the checkpoint to resume from.
+"""Writes the driver's part of a checkpoint, and finds the checkpoint from which a run resumes.
 
     global_step_N/data/state.npz          state of the pipeline, the prompt source, the KL controller and the logs
     global_step_N/data/config.yaml        config of the run
@@ -7,8 +7,8 @@
 Nothing here is unpickled. `find_origin` returns an intact checkpoint that fits the config, or raises UserError; it
 skips damaged checkpoints only with `checkpoint.fall_back`.
 
-A run that resumes from its newest checkpoint continues in its own folder. From an earlier checkpoint it branches: a new
-folder starts with the records up to that checkpoint.
+A run that resumes from its newest checkpoint continues in its own folder. A run that resumes from an earlier checkpoint
+branches: it gets a new folder, which starts with the records up to that checkpoint.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Checkpoint that a run resumes from."""
+    """Checkpoint from which a run resumes."""
 
     checkpoint: SavedCheckpoint
     run_dir: Path
-    """Folder of the run that saved it."""
+    """Folder of the run that saved the checkpoint."""
     newest: bool
     """True if it is the newest checkpoint of that run."""
     state: RunState
     changed: tuple[str, ...]
-    """Packages whose version has changed since, each as `NAME OLD -> NEW`."""
+    """Packages whose version has changed since the checkpoint, each as `NAME OLD -> NEW`."""
 
     @property
     def history(self) -> History:
-        """Records up to the checkpoint; without tracker ids for a branch, which trackers show as a new run."""
+        """Records up to the checkpoint. A branch gets no tracker ids, so that trackers show it as a new run."""
         return self.state.history if self.newest else replace(self.state.history, trackers={})
 
 
@@ -121,7 +121,10 @@ def find_origin(config: RunConfig, note: Callable[[str], None]) -> Origin | None
 
 
 def folder_of(config: RunConfig, origin: Origin | None) -> Path:
-    """Return the run's folder: the resumed run's own, or a new one. Raises RunError if a branch cannot copy records."""
+    """Return the folder of the run that `origin` continues, or a new folder for a new run or a branch.
+
+    Raises RunError if the records cannot be copied to the folder of a branch.
+    """
     if origin is not None and origin.newest:
         return origin.run_dir
     run_dir = new_run_dir(config)
@@ -134,13 +137,13 @@ def folder_of(config: RunConfig, origin: Origin | None) -> Path:
 
 
 class _Damaged(UserError):
-    """Damaged checkpoint."""
+    """Raised for a damaged checkpoint."""
 
 
 def _candidates(config: RunConfig) -> tuple[Path, int, Sequence[SavedCheckpoint]] | None:
     """Return the run's folder, the step of its newest checkpoint, and the candidates to resume from, newest first.
 
-    None if a new run begins.
+    Return None if a new run begins.
     """
     if config.resume == "none":
         return None
@@ -170,13 +173,13 @@ def _candidates(config: RunConfig) -> tuple[Path, int, Sequence[SavedCheckpoint]
 
 
 def _published_ns(saved: SavedCheckpoint) -> int:
-    """Publication time of a checkpoint: its manifest's mtime, because later files change the folder's own."""
+    """Return the publication time: the mtime of the manifest, because later files change the mtime of the folder."""
     manifest = saved.folder / MANIFEST
     return manifest.stat().st_mtime_ns if manifest.is_file() else 0
 
 
 def _recovered(run_dir: Path) -> list[SavedCheckpoint]:
-    """Return the checkpoints of a run, after recovery from a kill unless the run is active or not writable."""
+    """Return the checkpoints of a run. First recover from a kill, unless the run is active or not writable."""
     store = CheckpointStore(run_dir / CHECKPOINTS)
     if store.folder.is_dir():
         with suppress(Claimed, OSError), claim(run_dir):

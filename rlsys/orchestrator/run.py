@@ -150,7 +150,7 @@ class Run:
         return alarms
 
     def log_prompts(self, step: int) -> None:
-        """Record the prompt groups that ended by the end of `step`."""
+        """Record under `step` the prompt groups that have ended since the last call."""
         self.log.prompts(step, self.pipeline.scheduler.ended())
 
     async def watch_rollouts(self) -> None:
@@ -179,7 +179,7 @@ class Run:
         self.log.reference_evaluation(await self.evaluator.ask_all(step))
 
     async def save(self, step: int) -> None:
-        """Begin a checkpoint after `step`, of all groups and all prompt groups in flight.
+        """Begin a checkpoint after `step`, with all worker groups and all prompt groups in flight.
 
         Trajectories up to `step` are written to disk first.
         """
@@ -206,7 +206,7 @@ class Run:
             await self.saver.begin(step, lambda folder: write_state(folder, state, self.config), parts)
 
     async def load(self, origin: Origin) -> None:
-        """Load every group's part of the checkpoint."""
+        """Load the part of the checkpoint that belongs to each worker group."""
         folder = origin.checkpoint.folder
         for name, group in self.groups.trained.items():
             await self.groups.devices.onload(name)
@@ -241,9 +241,9 @@ class Run:
 def ready_to_start(config: RunConfig, note: Callable[[str], None]) -> tuple[Path, Origin | None]:
     """Check that a valid `config` can start; return the run's folder and the checkpoint to resume from, if any.
 
-    `note` is called with remarks for the user. Raises before it creates the folder or starts a process: UserError
-    listing every missing requirement, or if the run cannot resume; RunError if the search server named by the config
-    does not answer.
+    `note` is called with remarks for the user. All checks come before the folder is created and any process is started.
+    Raises UserError if requirements are missing (it lists all of them) or if the run cannot resume. Raises RunError if
+    the search server that the config names does not answer.
     """
     missing = launched = list(launch_problems(config))
     if config.cluster.address is None:  # Else other machines do the work; their packages cannot be checked here.
@@ -318,7 +318,7 @@ async def open_run(config: RunConfig, run_dir: Path, origin: Origin | None = Non
 
 
 def _groups(config: RunConfig, log: RunLogger, workers: Mapping[str, WorkerGroup]) -> Groups:
-    """Return the groups; their worker processes are still empty."""
+    """Return the worker groups, whose processes have no workers yet."""
     engines = EnginePool(workers["rollout"], config, log.tracers["rollout"], log.episodes)
     actor = ActorGroup(workers["actor"], _sharder(config, "actor", workers), log.tracers["actor"])
     switches = {"rollout": (engines.offload, engines.restore), "actor": (actor.offload, actor.restore)}
@@ -362,9 +362,10 @@ def _pipeline(
 
 
 def _weight_sync(config: RunConfig, log: RunLogger, groups: Groups, pipeline: RolloutPipeline) -> WeightSync:
-    """Return the weight sync. Disaggregated, an activated version is published to the pipeline at once.
+    """Return the weight sync. In a disaggregated run it publishes an activated version to the pipeline at once.
 
-    Colocated, the training loop publishes it after evaluation and checkpoint, because rollouts would take the devices.
+    In a colocated run, the training loop publishes the version after evaluation and checkpoint, because rollouts would
+    take the devices away from these.
     """
     immediate = [groups.inference] if groups.inference else []
     colocated = config.cluster.mode is Mode.colocated

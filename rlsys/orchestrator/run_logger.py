@@ -1,8 +1,8 @@
 """Writes a run's records to its folder: metrics, prompts, timeline, evaluations, trajectories, trace, curves.
 
 Rows are on disk as soon as their step ends. `close` writes the trace and the curves, also after an error. A span that
-covers several steps counts towards each with its part. A resumed run first deletes rows after its checkpoint, because
-it repeats those steps. This module does not import Ray, Megatron or SGLang.
+covers several steps counts towards each step with the part in that step. A resumed run first deletes rows after its
+checkpoint, because it repeats those steps. This module does not import Ray, Megatron or SGLang.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ PROMPTS = "prompts.jsonl"
 EVALUATED = re.compile(r"(?:reference_)?step_(\d+)\.jsonl?")
 """Pattern of evaluation file names."""
 LOGS = (METRICS, PROMPTS, TIMELINE)
-"""Row files, to which a resumed run appends."""
+"""Files with one row per line; a resumed run appends to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def new_run_dir(config: RunConfig) -> Path:
 
 
 class RunLogger:
-    """Collects the metrics, spans and samples of one run."""
+    """Collects and writes the metrics, spans and samples of one run."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class RunLogger:
             _forget_evaluations(run_dir, history.step)
             remove_trajectories_after(run_dir, history.step)
         record_launch(run_dir, history.step if history else 0)
-        # The summary of an earlier life of the run is outdated; a new one is written at the end.
+        # A summary from before the resume is outdated; a new summary is written at the end.
         (run_dir / SUMMARY).unlink(missing_ok=True)
         resolved = as_dict(config)
         write_atomically(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(resolved)))
@@ -151,7 +151,7 @@ class RunLogger:
         self._trackers = open_trackers(config.tracking, run_dir, resolved, resumed)
 
     def history(self, step: int) -> History:
-        """Return the extent of the records after `step`, the last finished one."""
+        """Return the extent of the records after `step`, the last finished step."""
         positions = (self._trackers.metrics.position, self._prompts.position, self._timeline.position)
         return History(
             step,
@@ -162,11 +162,11 @@ class RunLogger:
         )
 
     def em_of(self, step: int) -> float | None:
-        """Held-out exact match after `step`; None if it was not evaluated."""
+        """Return the held-out exact match after `step`; None if that step was not evaluated."""
         return self._evaluations[step]["em"] if step in self._evaluations else None
 
     def prompts(self, step: int, ended: Iterable[GroupOutcome]) -> None:
-        """Record the prompt groups that ended by the end of `step`."""
+        """Record the prompt groups `ended` under `step`."""
         for group in ended:
             self._prompts.append({"step": step, "group": group.number, "uid": group.uid, "end": str(group.outcome)})
 
@@ -179,7 +179,7 @@ class RunLogger:
     ) -> list[Alarm]:
         """Log one step: metrics of its groups, its optimiser steps (see `update_metrics`), its times, and `more`.
 
-        Return the guards' alarms; a new one is also printed.
+        Return the guards' alarms; a new alarm is also printed.
         """
         window = (self._begun_ns, self.tracers["driver"].now())
         trained = step_metrics(groups, step - 1, self.config.algorithm.correction.level, self.config.task.tags.answer)
@@ -202,7 +202,7 @@ class RunLogger:
         return alarms
 
     async def trajectories(self, step: int, groups: Sequence[Group]) -> None:
-        """Start to save trajectories of `step` token by token, once those of the previous step are on disk."""
+        """Start to save trajectories of `step` token by token, once the previous step's trajectories are on disk."""
         if self._trajectory_writer is not None:
             await self._trajectory_writer.begin(step, groups, self.config.tracking.trajectories)
 
@@ -218,7 +218,7 @@ class RunLogger:
         self._keep(evaluation, "", "eval")
 
     def reference_evaluation(self, evaluation: Evaluation) -> None:
-        """Record an evaluation of the reference policy in the same way."""
+        """Record an evaluation of the reference policy, as `evaluation` does for the policy."""
         self._reference = evaluation
         self._keep(evaluation, "reference ", "reference")
 
@@ -246,7 +246,7 @@ class RunLogger:
         write_samples(shown[: self.config.tracking.sample_trajectories], self.run_dir / "samples")
 
     def summary(self, weight_syncs: int) -> dict[str, Any]:
-        """Return the contents of `summary.json`, without the checkpoint."""
+        """Return the contents of `summary.json`, except for the checkpoint."""
         rows = read_metrics(self.run_dir / METRICS)
         evaluations = [self._evaluations[step] for step in sorted(self._evaluations)]
         first, last = evaluations[0], evaluations[-1]
@@ -334,7 +334,8 @@ class RunLogger:
 def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Combine the metrics of a step's optimiser steps: the mean, or the extreme for `_max` and `_min` metrics.
 
-    NaN in one gives NaN. A learner that did not learn in this step (the actor during critic warm-up) has no metrics.
+    NaN in one optimiser step gives NaN. A learner that did not learn in this step (the actor during critic warm-up) has
+    no metrics.
     """
     joined = {}
     for name in dict.fromkeys(name for update in updates for name in update):
@@ -363,7 +364,7 @@ def _resumed(run_dir: Path, history: History) -> ResumePoint:
 
 
 def _forget_evaluations(run_dir: Path, step: int) -> None:
-    """Delete partial evaluation files, and those of steps after `step`, which the resumed run repeats."""
+    """Delete partial evaluation files, and the files of steps after `step`, which the resumed run repeats."""
     remove_partial_files(run_dir / EVALUATIONS)
     for path in (run_dir / EVALUATIONS).glob("*"):
         found = EVALUATED.fullmatch(path.name)

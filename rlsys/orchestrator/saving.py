@@ -3,8 +3,8 @@
     begin -> every group has copied its state -> files are written -> publish, then prune older checkpoints
     returns here                                 in the background    by `settle` (polls) or `finish` (blocks)
 
-With `checkpoint.background=false`, `begin` also finishes. A failed write raises RunError once. That checkpoint is never
-published; its files are deleted once all groups have stopped writing, and earlier checkpoints stay.
+With `checkpoint.background=false`, `begin` also calls `finish`. A failed write raises RunError once. That checkpoint is
+never published; its files are deleted once all groups have stopped writing, and earlier checkpoints stay.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ POLL_S = 0.5
 
 
 class CheckpointedGroup(Protocol):
-    """Part of a checkpoint, such as the actor or the reference policy."""
+    """Saves one part of a checkpoint, such as the actor or the reference policy."""
 
     async def begin_save(self, folder: Path) -> None:
         """Copy the state and start writing it to the new folder `folder`."""
@@ -41,7 +41,7 @@ class CheckpointedGroup(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PendingSave:
-    """Checkpoint that is being written."""
+    """A checkpoint that is being written."""
 
     step: int
     parts: Sequence[CheckpointedGroup]
@@ -59,14 +59,16 @@ class Saver:
         background: bool,
         newest: Path | None = None,
     ) -> None:
-        """`score_of` returns the score of a step's checkpoint; `onload` brings a group onto its devices; `newest` is
-        the checkpoint that a resumed run started from."""
+        """`newest` is the checkpoint from which a resumed run started.
+
+        `score_of` returns the score of a step's checkpoint, and `onload` brings a worker group onto its devices.
+        """
         self._store, self._keep, self._score_of = store, keep, score_of
         self._onload, self._background = onload, background
         self.newest = newest
         """Last published checkpoint."""
         self.awaited: set[int] = set()
-        """Steps still being evaluated; pruning keeps their checkpoints, because one may be the best."""
+        """Steps still being evaluated; pruning keeps their checkpoints, because one of them may be the best."""
         self._pending: _PendingSave | None = None
         self._finishing = asyncio.Lock()
 

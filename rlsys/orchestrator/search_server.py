@@ -1,4 +1,4 @@
-"""Provides the search server of a run: a running one named by the config, one started for the run, or none."""
+"""Provides the search server of a run: the server that the config names, a server started for the run, or none."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rlsys.search.server_process import SearchServer
 from rlsys.search.web.loop import LoopThread
 
 _RETRIES_AT_START = 1
-"""Retry limit of the check before a run starts: low, because a failure then loses no work."""
+"""Maximum number of retries in the check before a run starts: low, because a failure then loses no work."""
 
 
 class Serving:
-    """Search server of a run. `search` is the config with the server's address filled in."""
+    """Search server of a run. `search` is the search config with the server's address filled in."""
 
     def __init__(self, search: SearchConfig, server: SearchServer | None) -> None:
         """`server` is the server started for the run, None if there is none."""
         self._server = server
         self.search = search
         if server is not None:
-            # The server inherits this process's environment, and its token with it.
+            # The server inherits the environment of this process, including the token.
             token_env = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else None
             self.search = replace(search, url=server.url, token_env=token_env)
 
@@ -48,8 +48,8 @@ class Serving:
         """Check that the search server answers a query; no-op if the run needs none.
 
         Without this check, a run whose server has died would learn from failed searches. Raises RunError with the fix
-        if no server answers, UserError if replicas serve different indexes. `setting` is the option that names a
-        server.
+        if no server answers, UserError if replicas serve different indexes. `setting` is the option by which the user
+        names a server; the fix mentions it.
         """
         search = self.search
         if not needs_server(search):
@@ -65,7 +65,7 @@ class Serving:
                 await client.health()
 
     def _remedy(self, failure: Failure | None, setting: str) -> str:
-        """Fix to suggest for `failure`."""
+        """Return the fix to suggest for `failure`."""
         if self._server is not None:
             return f"its log {self._server.log} may say why"
         if failure is Failure.unavailable:
@@ -78,7 +78,7 @@ class Serving:
 
 @contextmanager
 def serving(search: SearchConfig, threads: int | None, log_dir: Path) -> Iterator[Serving]:
-    """Start a server if one is needed and none is named; stop it on exit. It may still be starting up when yielded."""
+    """Start a server if one is needed and none is named; stop it on exit. It may be starting up when it is yielded."""
     if search.url is not None or not needs_server(search):
         yield Serving(search, None)
         return

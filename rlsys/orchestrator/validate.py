@@ -267,7 +267,7 @@ def _tools(config: RunConfig) -> Iterator[Problem]:
 
 def _search(config: RunConfig) -> Iterator[Problem]:
     search = config.search
-    # The index of cluster.search.nodes is on those machines.
+    # With cluster.search.nodes, the index is on those machines, not here.
     if search.url is None and needs_server(search) and not config.cluster.search.nodes:
         if search.index is None:
             yield Problem(
@@ -308,8 +308,8 @@ def _search(config: RunConfig) -> Iterator[Problem]:
     if search.token_env is not None and not os.environ.get(search.token_env):
         yield Problem(
             "search.token_env",
-            f"search.token_env={search.token_env} is not set in the environment: export the servers' token as "
-            f"{search.token_env}, or set search.token_env to null.",
+            f"search.token_env={search.token_env} names an environment variable that is not set: export the servers' "
+            f"token as {search.token_env}, or set search.token_env to null.",
             "missing",
         )
 

@@ -7,11 +7,13 @@
 `push` sends every bucket to every receiver; the caller must not change the sender's weights meanwhile. `activate` makes
 the engines switch, which is slow if they finish their episodes first. The next push blocks until the switch has ended.
 
-Invariant: a receiver uses a version only if the hash of all its tensors equals the sender's. On a mismatch it refuses
-the version and the run ends; an engine that was set aside and catches up later is dropped from the pool instead.
+Invariant: a receiver uses a version only if the digest of all its tensors equals the digest that the sender computed.
+On a mismatch the receiver refuses the version and the run ends. An engine that was set aside and catches up later is
+dropped from the pool instead.
 
-Bucket bytes travel over a transport (`cluster.sync_mode`), which the next push reopens after a receiver has died. Only
-small handles pass through this module. To distribute the reference policy, the inference group is the sender.
+Bucket bytes travel over a transport (`cluster.sync_mode`). After a receiver has died, the next push reopens the
+transport. Only small handles pass through this module. The reference policy is distributed in the same way, with the
+inference group as the sender.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class WeightReceiver(Protocol):
         """Ranks of the living processes, which receive weights."""
 
     async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
-        """Open the transport on each rank in `living`, each with the spec at its position."""
+        """Open the transport on each rank in `living`; `specs` has one spec per rank, in the same order."""
 
     async def begin_update(self, version: int) -> None:
         """Prepare to receive `version`."""
@@ -73,7 +75,7 @@ class SyncReport:
         return self.sent_bytes / self.transfer_s / 1e9
 
     def figures(self) -> dict[str, float]:
-        """Metrics by name."""
+        """Return the metrics by name."""
         return {
             "time/sync_transfer": self.transfer_s,
             "time/sync_switch": self.switch_s,
@@ -146,7 +148,7 @@ class WeightSync:
     async def push(self, version: int) -> SyncReport:
         """Send the sender's weights to every receiver as `version`, bringing colocated groups onto their devices first.
 
-        Blocks until the previous activation has ended. Raises RunError if that failed or timed out.
+        Blocks until the previous activation has ended. Raises RunError if that activation failed or timed out.
         """
         if self._onload:
             await self._onload(self._sender.name, *(receiver.workers.name for receiver in self._immediate))
@@ -157,7 +159,7 @@ class WeightSync:
             if self._living_members() != self._members:
                 await self.open()
             status.show("waits for log-probs", "sync")
-            # Not measured: receivers may first finish work in flight.
+            # This wait is not measured, because receivers may first finish work in flight.
             await asyncio.gather(*(receiver.begin_update(version) for receiver in self._all))
             started = time.perf_counter()
             status.show(f"sends version {version}", "sync")
@@ -193,12 +195,15 @@ class WeightSync:
         return report
 
     async def send(self, version: int) -> SyncReport:
-        """Push and activate."""
+        """Push and activate `version`."""
         await self.push(version)
         return await self.activate(version)
 
     def figures(self) -> dict[str, float]:
-        """Metrics of the last pushed version; until it is active, `time/sync_switch` is the previous version's."""
+        """Return the metrics of the last pushed version.
+
+        Until that version is active, `time/sync_switch` is the duration of the previous switch.
+        """
         last = self.reports[-1] if self.reports else None
         if self._transferred is None:
             return last.figures() if last else {}

@@ -1,11 +1,11 @@
-"""Wraps the worker groups of a run for the driver: their processes, the Megatron groups, and turns on shared devices.
+"""Wraps the worker groups of a run for the driver: starts, calls and kills them, moves them on and off devices.
 
 `started_groups` launches empty processes and kills them on exit. `build_groups` builds the workers in them: in parallel
 if disaggregated; one after the other if colocated, each leaving the devices before the next is built.
 
 A Megatron group shards samples over its data-parallel ranks and sends each process the micro-batches of its own rank.
-Every process receives calls in the order in which they are made. So callers may overlap calls; a later one waits for
-the earlier.
+Every process receives calls in the order in which they are made. Callers may therefore overlap calls: a later call
+waits for the earlier calls.
 
     samples -> micro-batches by data-parallel rank -> one call per process -> results by rank -> scores by sample
 """
@@ -65,7 +65,7 @@ async def started_groups(config: RunConfig, log_dir: Path) -> AsyncIterator[dict
 
 
 def _search_token(config: RunConfig) -> dict[str, str]:
-    """Environment variable with the search servers' token, which workers on other machines lack."""
+    """Return the environment variable with the token of the search servers: workers on other machines lack it."""
     name = config.search.token_env
     return {name: os.environ[name]} if name and name in os.environ else {}
 
@@ -99,7 +99,7 @@ async def build_groups(
 
 
 def _rollout_worker(config: RunConfig, seed: int) -> Any:
-    """Build one engine's worker; runs in its process. `search.url` names a running server."""
+    """Build one engine's worker; runs in the worker's process. `search.url` names a running server."""
     from rlsys.rollout.engine import RolloutWorker  # imports SGLang; keep it out of the driver
 
     cluster = config.cluster
@@ -126,9 +126,9 @@ async def _build(name: str, group: WorkerGroup, config: RunConfig, done: int) ->
 
 
 def holdings(config: RunConfig) -> dict[str, list[tuple[int, ...]]]:
-    """Group name -> device ranks of each of its worker processes, in the order in which groups are built.
+    """Return group name -> device ranks of each worker process, in the order in which groups are built.
 
-    An engine holds `tp` ranks, a Megatron process one.
+    An engine holds `tp` ranks, a Megatron process holds one.
     """
     with_critic = has_critic(config.algorithm)
     placed = parse_placement(config.cluster.placement, with_critic)
@@ -172,7 +172,7 @@ class MegatronGroup:
     def work(
         self, name: str, samples: Sequence[Sample], batches: Sequence[Sequence[MicroBatch]]
     ) -> AbstractContextManager[dict[str, Arg]]:
-        """Span of a call with `samples`, sharded as `batches`; records their questions and the load of the batches."""
+        """Record a call with `samples`, sharded as `batches`, as a span with the questions and the batches' load."""
         questions = dict.fromkeys(sample.trajectory.question_uid for sample in samples)
         facts: dict[str, Arg] = {"samples": len(samples), QUESTIONS: list(questions)}
         return self.span(name, **facts, **self._sharder.load(batches))
@@ -224,8 +224,8 @@ class Checkpoints:
     async def load(self, folder: Path) -> bool:
         """Load a checkpoint; return True if random generators were restored too.
 
-        They are restored only in the parallel layout of the save. Raises UserError if the checkpoint is incomplete,
-        damaged or of another model.
+        They are restored only if the parallel layout is the same as at the save. Raises UserError if the checkpoint is
+        incomplete, damaged or of another model.
         """
         with self._group.span("checkpoint.load"):
             return all(await self._group.workers.call("load", str(folder)))
@@ -389,7 +389,7 @@ def scores_of(plan: Plan, batches: Sequence[Sequence[MicroBatch]], answers: Answ
 
 
 def _split(result: LogProbs, batch: MicroBatch) -> list[Scores]:
-    """Scores of each sequence of `batch`."""
+    """Return the scores of each sequence of `batch`."""
     nothing: list[None] = [None] * len(batch.lengths)
     references = nothing if result.reference is None else batch.split(result.reference)
     picks: list[TopkLogprobs] | list[None] = nothing
@@ -435,8 +435,8 @@ class OffloadManager:
 
     Example with members rollout, actor and inference, rollout on the devices:
 
-        need("actor")               offload rollout, restore actor
-        need("actor", "inference")  restore inference; the actor stays
+        onload("actor")               offload rollout, restore actor
+        onload("actor", "inference")  restore inference; the actor stays
 
     Invariant: a member is restored only after every member that holds memory and is not needed has been offloaded.
 
@@ -461,7 +461,7 @@ class OffloadManager:
 
     @property
     def holding(self) -> frozenset[str]:
-        """Members that hold device memory: the ready ones, and those whose last offload or restore did not finish."""
+        """Members that hold device memory: ready members, and members whose last offload or restore did not finish."""
         return frozenset(self._holding)
 
     async def built(self, name: str) -> None:
@@ -474,7 +474,7 @@ class OffloadManager:
     async def onload(self, *names: str) -> None:
         """Offload all other members, then restore the members `names` in this order.
 
-        Raises the error of a member; the call may then be repeated, or made with other names.
+        Raises the error of a member that failed; the call may then be repeated, also with other names.
         """
         async with self._switching:
             for name in self._groups:

@@ -1,4 +1,4 @@
-"""The rollout process: an SGLang engine, the agent's episodes and the tools they call.
+"""The rollout process: an SGLang engine, the agent's episodes and the tools that they call.
 
 `agent/` has the episodes, `tools/` the tools. Only this package imports sglang.
 

@@ -1,19 +1,20 @@
 """The rollout worker: runs prompt groups on one SGLang engine and verifies every weight update.
 
-`RolloutWorker` runs the episodes and receives new weights. `Engine` drives SGLang. Beneath it are the conversion of
-requests, the watch over SGLang's processes (`Liveness`) and the staged weights of one version (`StagedVersion`).
+`RolloutWorker` runs the episodes and receives new weights. `Engine` drives SGLang. `Liveness` watches SGLang's
+processes, and `StagedVersion` holds the staged weights of one version.
 
 Contract of an engine:
-- All methods belong to one event loop, the one that first generates.
+- All methods must be called on one event loop: the loop on which `generate` is first called.
 - Buckets are staged while generation continues: in host memory, or on the engine's first device if they arrive on GPUs
   (`cluster.sync_mode=ipc`) and the engine is awake.
-- `finish_update` activates: it pauses generation, loads and verifies the weights, and resumes. Requests in flight keep
-  their tokens, new ones wait. Each token has the version that sampled it, and its log-prob is under that version.
-- `finish_update` succeeds only if every tensor that the engine reports has the hash of the one received.
-- After a failed update, requests in flight and later ones raise the reason, until another update succeeds.
+- `finish_update` activates the staged weights: it pauses generation, loads and verifies the weights, and resumes
+  generation. Requests in flight keep their tokens; new requests wait. Each token has the version that sampled it, and
+  its log-prob is under that version.
+- `finish_update` succeeds only if every tensor that the engine reports has the hash of the received tensor.
+- After a failed update, requests in flight and later requests raise the reason, until another update succeeds.
 - If SGLang dies, every call raises EngineDied.
-- Asleep, an engine neither generates nor activates. It stages in host memory, because other groups use its device.
-  Awake again, it holds the same weights as before.
+- A sleeping engine neither generates nor activates weights. It stages buckets in host memory, because other worker
+  groups use its device. After waking, it holds the same weights as before.
 - SGLang signals SIGQUIT to this process when one of its processes dies, and kills every child of this process on
   shutdown: give an engine a process of its own.
 """
@@ -73,13 +74,13 @@ T = TypeVar("T")
 Hasher = Callable[[Tensor], str]
 
 FLUSH_TIMEOUT_S = 30.0
-"""Time for aborted requests to leave SGLang's scheduler before it sleeps."""
+"""Maximum time for aborted requests to leave SGLang's scheduler before the engine sleeps."""
 POLL_S = 0.5
 """Interval between checks of SGLang's processes."""
 VOCAB_PADDING = 64
-"""Multiple of rows that SGLang pads the vocabulary to by default."""
+"""SGLang pads the number of vocabulary rows to a multiple of this by default."""
 CPU_WIDTH_PADDING = 32
-"""Multiple that SGLang pads an MLP's width to, per tensor-parallel rank of an engine on a CPU."""
+"""SGLang pads the width of an MLP to a multiple of this on each tensor-parallel rank, if the engine is on a CPU."""
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _OF_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
@@ -113,7 +114,7 @@ class Engine:
     def __init__(
         self, model_path: str, config: EngineConfig, device: Device, seed: int, memory_saver: bool = False
     ) -> None:
-        """`memory_saver` makes `sleep` free device memory; no effect on a CPU."""
+        """`memory_saver` makes `sleep` free device memory; it has no effect on a CPU."""
         self._model_path = model_path
         self._name = f"The engine on {model_path}"
         self._asleep_reason = f"{self._name} is asleep: wake it first."
@@ -170,7 +171,7 @@ class Engine:
         starting = asyncio.create_task(asyncio.to_thread(self._launch))
         done, _ = await asyncio.wait({starting}, timeout=self._config.start_timeout_s)
         if not done:
-            while not starting.done():  # More processes may still start; without them the launch returns.
+            while not starting.done():  # More processes may still start. Once all are killed, the launch returns.
                 for child in _children():
                     if child.pid not in before:
                         child.kill()
@@ -238,7 +239,7 @@ class Engine:
             async with self._staging:
                 await asyncio.to_thread(update.stage, bucket, to_host=self._asleep)
             if self._asleep:
-                _release_cached_memory()  # Memory used by the check.
+                _release_cached_memory()  # The check used memory of the device.
         except ChecksumError as error:
             self._fail_update(str(error))
         except torch.OutOfMemoryError as error:
@@ -253,9 +254,9 @@ class Engine:
     async def finish_update(self, version: int, expected_digest: str) -> None:
         """Switch to the staged weights and verify every tensor; generation pauses meanwhile.
 
-        `expected_digest` is the sender's, over all tensors. Raises RunError if the received or the loaded tensors
-        differ from it. While asleep it raises RunError too, but the update stays staged and can be finished after
-        `wake`.
+        `expected_digest` is the digest that the sender computed over all tensors. Raises RunError if the received
+        tensors have another digest, or if the loaded tensors differ from the received ones. Also raises RunError if the
+        engine is asleep; the update then stays staged and can be finished after `wake`.
         """
         update = self._open_update()
         if self._asleep:
@@ -293,7 +294,7 @@ class Engine:
                     "both have ended."
                 )
             self._asleep = True  # Before the first await, so that no request slips in.
-            async with self._staging:  # Wait for a bucket in flight, which stages on the device.
+            async with self._staging:  # Wait for a bucket that is being staged on the device.
                 if self._update is not None:
                     await asyncio.to_thread(self._update.move_to_host)
             _release_cached_memory()
@@ -303,14 +304,14 @@ class Engine:
                 raise RunError(f"{self._name} could not sleep: {message}.")
 
     async def wake(self) -> None:
-        """Allocate memory again, with the same weights as before. Idempotent."""
+        """Allocate device memory again and restore the weights. Idempotent."""
         async with self._sleep_lock:
             if self._asleep:
                 await self._await_call(self._sglang.wake())
                 self._asleep = False
 
     async def stop(self) -> None:
-        """Stop SGLang's processes and wait for their exit. Idempotent, with or without a start."""
+        """Stop SGLang's processes and wait for their exit. Idempotent; may be called without a `start`."""
         self._failure = f"{self._name} is not running."
         process, self._process = self._process, None
         if self._liveness is not None:
@@ -320,7 +321,7 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """Requests in flight."""
+        """Number of requests in flight."""
         return len(self._requests)
 
     @property
@@ -376,17 +377,17 @@ class Engine:
             "log_level": "error",
         }
         if self.frees_memory:
-            # The weights move to host memory: little beside a trainer's state there.
+            # The weights move to host memory; the trainer's state there is much larger.
             arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
         backend = config.attention_backend
         if self._device is Device.cpu:
             arguments["device"] = "cpu"
-            # Otherwise its scheduler polls all the time, on a core that training could use.
+            # Otherwise SGLang's scheduler polls all the time, on a core that training could use.
             arguments["sleep_on_idle"] = True
             backend = "torch_native" if backend == "auto" else backend
         else:
             if self._layout.experts:
-                # On Blackwell, other kernels permute the experts' weights, which `StagedVersion` does not predict.
+                # On Blackwell, other kernels permute the experts' weights; `StagedVersion` does not predict that order.
                 arguments["moe_runner_backend"] = "triton"
             if not config.cuda_graphs:
                 arguments |= {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
@@ -413,7 +414,7 @@ class Engine:
             raise
         finally:
             try:
-                with suppress(RunError):  # The engine is dead or stopped.
+                with suppress(RunError):  # Raised if the engine is dead or stopped.
                     await self._await_call(self._sglang.resume())
             finally:
                 self.counts.pause_s += perf_counter() - started
@@ -457,7 +458,7 @@ class Engine:
         raise RunError(self._failure)
 
     def _discard_update(self, reason: str) -> None:
-        """Discard the update and end requests in flight; later requests raise the reason too."""
+        """Discard the update and end requests in flight. These and all later requests raise RunError with `reason`."""
         self._update = None
         self._failure = f"{self._name} refused a weight update: {reason.rstrip('.')}."
         for request in self._requests:
@@ -465,7 +466,7 @@ class Engine:
 
 
 def _release_cached_memory() -> None:
-    """Return cached GPU memory of this process to the device, including memory that SGLang had a handle to."""
+    """Return cached GPU memory of this process to the device, including memory to which SGLang had a handle."""
     if torch.cuda.is_initialized():
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
@@ -482,15 +483,15 @@ def sampling_params(sampling: TurnSampling, eos_id: int) -> dict[str, Any]:
 
 
 def _token_ids(output: dict[str, Any]) -> list[int]:
-    """Return the sampled tokens of an output; partial outputs of a stream are cumulative."""
+    """Return the sampled tokens of an output. In a stream, every output has all tokens so far."""
     return [token for _, token, _ in output["meta_info"]["output_token_logprobs"]]
 
 
 async def read_stream(call: Awaitable[AsyncIterable[dict[str, Any]]], on_tokens: OnTokens) -> dict[str, Any]:
     """Consume a stream and return its last output, which is complete; `on_tokens` is called for each output.
 
-    Raises RunError with SGLang's reason for a rejected or abandoned request, and for an empty stream. The output of a
-    request aborted here is returned as far as it came.
+    Raises RunError with SGLang's reason for a rejected or abandoned request, and for an empty stream. If `abort_all`
+    ended the request, the output so far is returned.
     """
     output: dict[str, Any] = {}
     async for output in await call:
@@ -516,7 +517,7 @@ def as_generation(output: dict[str, Any]) -> Generation:
         token_ids=sampled,
         logprobs=[logprob for logprob, _, _ in meta["output_token_logprobs"]],
         finish=meta["finish_reason"]["type"],
-        # SGLang omits it for a request aborted in the queue.
+        # SGLang omits the count if the request was aborted in the queue.
         cached_tokens=meta.get("cached_tokens", 0),
         versions=versions,
     )
@@ -526,7 +527,7 @@ class Liveness:
     """Awaits calls to processes that may die: raises EngineDied instead of hanging.
 
     Watches `processes` from construction to `stop`, on one running event loop. SGLang's own watchdog is not enough: it
-    signals the main thread, which runs no Python in a Ray worker.
+    signals the main thread, and in a Ray worker this thread runs no Python code.
     """
 
     def __init__(self, name: str, processes: Sequence[psutil.Process]) -> None:
@@ -580,7 +581,7 @@ class Layout:
     experts: int = 0
     """Experts per layer; 0 for a dense model."""
     width_padding: int = 1
-    """Multiple that an MLP's width is padded to on each rank."""
+    """The width of an MLP is padded to a multiple of this on each rank."""
 
 
 class StagedVersion:
@@ -589,9 +590,9 @@ class StagedVersion:
     Contract: `stage` copies a bucket once and checks the copy, so later changes to the sender's memory have no effect.
     `check` passes only for exactly the tensors that were sent. `pop_buckets` frees the buckets one by one.
 
-    Buckets stay where they arrive: in host memory, or on a device, which then holds a whole copy of the model beside the
-    engine. A bucket that moves from a device to host memory is checked on the device, which hashes much faster; the hashes
-    that the engine reports verify move and load (`mismatches`).
+    Buckets stay where they arrive: in host memory, or on a device, which then holds a second copy of the model. A
+    bucket that moves from a device to host memory is checked before the move, because hashing is much faster on the
+    device. The hashes that the engine reports after loading verify the move too (`mismatches`).
 
     SGLang's weight checker reports one hash per engine tensor and tensor-parallel rank. The expected hashes are
     computed from the Hugging Face tensors, which are fused, cut and padded as in SGLang:
@@ -603,14 +604,14 @@ class StagedVersion:
         embed_tokens, lm_head padded with zero rows to a multiple of 64;
         MLP on a CPU          width padded to a multiple of 32 per rank.
 
-    If all hashes match, the engine holds the weights that were sent. The parts of a fused tensor are kept until all
-    have arrived, for experts those of one layer; nothing else is kept.
+    If all hashes match, the engine holds the weights that were sent. Besides the buckets, only the parts of incomplete
+    fused tensors are kept; for experts, these are the parts of one layer.
     """
 
     def __init__(self, version: int, layout: Layout, hasher: Hasher) -> None:
         self.version = version
         self.nbytes = 0
-        """Bytes taken so far."""
+        """Number of bytes staged so far."""
         self.hashes: list[dict[str, str]] = [{} for _ in range(layout.tp)]
         """Per tensor-parallel rank: engine tensor name -> expected hash."""
         self._layout = layout
@@ -620,8 +621,10 @@ class StagedVersion:
         self._buckets: list[Bucket] = []
 
     def stage(self, bucket: Bucket, to_host: bool = False) -> None:
-        """Copy and check a bucket; `to_host` moves a device bucket. Raises ChecksumError for a tensor that differs from
-        the one sent."""
+        """Copy and check a bucket; `to_host` moves a device bucket to host memory.
+
+        Raises ChecksumError for a tensor that differs from the tensor that was sent.
+        """
         moves = to_host and isinstance(bucket.data, Tensor)
         staged = bucket.copy(to_host)
         for record, tensor in unpack(bucket if moves else staged):
@@ -631,7 +634,7 @@ class StagedVersion:
         self.nbytes += staged.flat.nbytes
 
     def check(self, version: int, expected_digest: str) -> None:
-        """Raise ChecksumError unless this is `version` and holds all tensors of the sender's digest."""
+        """Raise ChecksumError unless `version` is staged and the received tensors have the digest `expected_digest`."""
         if version != self.version:
             raise ChecksumError(f"finish_update({version}) was called, but version {self.version} is staged")
         if digest(self._checksums) != expected_digest:
@@ -642,12 +645,12 @@ class StagedVersion:
         self._buckets = [each.copy(to_host=True) if isinstance(each.data, Tensor) else each for each in self._buckets]
 
     def pop_buckets(self) -> Iterator[Bucket]:
-        """Yield the buckets in order of arrival; each is freed when the next is requested."""
+        """Yield the buckets in order of arrival; each bucket is freed when the next is requested."""
         while self._buckets:
             yield self._buckets.pop(0)
 
     def predict(self, name: str, tensor: Tensor) -> None:
-        """Add a Hugging Face tensor; hash the engine's tensor once all of its parts are present."""
+        """Add a Hugging Face tensor. Hash an engine tensor once all of its parts have been added."""
         if self._layout.tied and name == "lm_head.weight":
             return
         tensor = tensor.to(self._layout.dtype)
@@ -659,8 +662,10 @@ class StagedVersion:
             self._hash(target, [known[index] for index in range(parts)])
 
     def mismatches(self, reported: Sequence[Mapping[str, str]]) -> list[str]:
-        """Return names of tensors that are incomplete, missing, unexpected or different on any rank; `reported` is as
-        `hashes`."""
+        """Return names of tensors that are incomplete, missing, unexpected or different on any rank.
+
+        `reported` has the format of `hashes`.
+        """
         if len(reported) != len(self.hashes):
             raise ValueError(f"{len(reported)} ranks reported, {len(self.hashes)} expected")
         wrong = set(self._parts)
@@ -674,7 +679,7 @@ class StagedVersion:
             hashes[target] = self._hasher(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
 
     def _piece(self, target: str, index: int, part: Tensor, rank: int) -> Tensor:
-        """Return the share of rank `rank` in one part of the engine's tensor `target`."""
+        """Return the shard that `rank` holds of one part of the engine tensor `target`."""
         tp = self._layout.tp
         *_, module, leaf = target.rsplit(".", 2)
         module = leaf if leaf in _OF_EXPERTS else module
@@ -691,8 +696,10 @@ class StagedVersion:
 
 
 def _engine_tensor(name: str, experts: int) -> tuple[str, int, int]:
-    """Return the engine tensor that contains the Hugging Face tensor `name`, its index among the parts, and their
-    number."""
+    """Return the name of the engine tensor that contains the Hugging Face tensor `name`.
+
+    Also return the index of `name` among the parts of the engine tensor, and the number of parts.
+    """
     if expert := _EXPERT.fullmatch(name):
         for fused, modules in _OF_EXPERTS.items():
             if expert["module"] in modules:
@@ -706,13 +713,13 @@ def _engine_tensor(name: str, experts: int) -> tuple[str, int, int]:
 
 
 def _padded(matrix: Tensor, multiple: int, dim: int) -> Tensor:
-    """Return `matrix` padded with zeros to the next `multiple` along `dim`."""
+    """Return `matrix` padded with zeros along `dim`, to the next multiple of `multiple`."""
     missing = -matrix.shape[dim] % multiple
     return matrix if not missing else pad(matrix, [0, 0] * (matrix.dim() - 1 - dim) + [0, missing])
 
 
 class DrainLock:
-    """Reader-drain lock: closing it blocks new calls and waits for those in flight. It always reopens."""
+    """Lock that blocks new calls and waits for calls in flight while it is closed. It always reopens."""
 
     def __init__(self) -> None:
         self._gate = asyncio.Lock()
@@ -723,7 +730,7 @@ class DrainLock:
 
     @asynccontextmanager
     async def inside(self) -> AsyncIterator[None]:
-        """Enter once the lock is open; leave at the end."""
+        """Wait until the lock is open, then run the body as a call in flight."""
         async with self._gate:
             self._inside += 1
             self._empty.clear()
@@ -736,7 +743,7 @@ class DrainLock:
 
     @asynccontextmanager
     async def closed(self) -> AsyncIterator[None]:
-        """Block new calls and wait for those in flight; one caller at a time."""
+        """Block new calls, wait for calls in flight, then run the body; one caller at a time."""
         async with self._gate:
             await self._empty.wait()
             yield
@@ -746,14 +753,14 @@ class RolloutWorker:
     """Runs prompt groups on its own engine. Call `start` first; `stop` leaves no process.
 
     Contract:
-    - All methods belong to one event loop and may be called concurrently.
-    - All episodes and turns of a group run on this worker's engine, so later turns and siblings find their prefix in
-      its cache. At most `max_episodes` run at once.
+    - All methods must be called on one event loop; calls may overlap.
+    - All episodes and turns of a group run on this worker's engine, so that later turns and other episodes of the group
+      find their prefix in its cache. At most `max_episodes` episodes run at once.
     - `run_group` returns as many trajectories as requested, or raises. An episode that exceeds `episode_timeout_s`, or
-      whose group is aborted, returns the tokens so far, in any state of the engine. A resumed episode has the full
-      timeout again.
-    - On activation, groups in flight follow `on_update`. With `finish` they end under the old version and new groups
-      wait, so all tokens of a group have one version; with `continue` they pause.
+      whose group is aborted, returns its tokens so far, even if the engine does not respond. A resumed episode has the
+      full timeout again.
+    - `on_update` decides what an activation does to groups in flight. With `finish` they end under the old version
+      while new groups wait, so all tokens of a group have one version. With `continue` they only pause.
 
     `search.url` must name a running server unless `search.enabled` is false. Workers with different `seed` sample
     differently.
@@ -772,7 +779,7 @@ class RolloutWorker:
         memory_saver: bool = False,
         sampled_answers: bool = False,
     ) -> None:
-        """`memory_saver` makes `sleep` free device memory; `sampled_answers` samples evaluations as in training."""
+        """`memory_saver` makes `sleep` free device memory; `sampled_answers` makes `answer` sample as in training."""
         self._sampled_answers = sampled_answers
         self._rollout = rollout
         self._on_update = on_update
@@ -805,9 +812,9 @@ class RolloutWorker:
     ) -> list[Trajectory]:
         """Run `n_samples` episodes of one question concurrently, sampled as in training unless `sampling` is given.
 
-        They are the question's samples from `first` on. `key` names the group for `abort_group` and `in_flight`.
-        `progress` has the episodes that began elsewhere, each at most once. Raises UserError for a question that is too
-        long and RunError after a failed weight update.
+        The episodes are the samples `first`, `first` + 1, ... of the question. `key` names the group for `abort_group`
+        and `in_flight`. `progress` has the episodes that began elsewhere, each at most once. Raises UserError for a
+        question that is too long and RunError after a failed weight update.
         """
         drawn = sampling or training_sampling(self._rollout.sampling)
         group = EpisodeGroup(question, range(first, first + n_samples), self._tools, drawn, progress)
@@ -839,8 +846,10 @@ class RolloutWorker:
                 until_aborted.reschedule(asyncio.get_running_loop().time())
 
     def in_flight(self, keys: Sequence[str]) -> dict[str, tuple[EpisodeProgress, ...]]:
-        """Return the progress of the groups of `keys` that run here: episodes that have finished or have a whole
-        turn."""
+        """Return key -> progress of each group in `keys` that is in flight here.
+
+        The progress has the episodes that have finished or completed a turn.
+        """
         return {key: group.progress() for key, group in self._in_flight.values() if key in keys}
 
     def activity(self) -> EngineActivity:
@@ -853,17 +862,20 @@ class RolloutWorker:
         self._receiver = await asyncio.to_thread(open_receiver, spec)
 
     async def load_bucket(self, handle: BucketHandle) -> None:
-        """Receive a bucket from the transport; see `Engine.load_bucket`."""
+        """Receive a bucket from the transport and stage it; see `Engine.load_bucket`."""
         if self._receiver is None:
             raise RunError("The rollout worker received weights without a transport: call open_transport first.")
         async with self._receiving:
             bucket = await asyncio.to_thread(self._receiver.receive, handle)
-            await self.engine.load_bucket(bucket)  # Copies: the receiver reuses the bytes.
+            await self.engine.load_bucket(bucket)  # Copies the bytes, which the receiver reuses.
             del bucket
             await asyncio.to_thread(self._receiver.release)
 
     async def finish_update(self, version: int, digest: str) -> None:
-        """Switch to the new version, with `OnUpdate.finish` after the groups in flight; see `Engine.finish_update`."""
+        """Switch to the new version; see `Engine.finish_update`.
+
+        With `OnUpdate.finish`, first wait until the groups in flight have ended.
+        """
         if self._on_update is not OnUpdate.finish:
             await self.engine.finish_update(version, digest)
             return
@@ -873,10 +885,10 @@ class RolloutWorker:
             await self.engine.finish_update(version, digest)
 
     def metrics(self) -> dict[str, float]:
-        """Return `EngineCounts`, totals of the worker and ratios of them. Names in `_s` are seconds, shares are from 0
-        to 1.
+        """Return totals of the engine and the worker since the start, and ratios of totals.
 
-        `drain_s` is time before activation in which groups in flight end and no group begins.
+        Metrics named `..._s` are in seconds. `drain_s` is the time for which activations waited until the groups in
+        flight had ended; no group begins meanwhile.
         """
         counts = self.engine.counts
         return {

@@ -1,16 +1,16 @@
-"""Makes SGLang run without a GPU. A CUDA build of torch uses nothing here.
+"""Makes SGLang run without a GPU. A run on GPUs uses nothing from this module.
 
 `prepare` must run before a process first imports sglang. It does three things:
 
 - `SGLANG_USE_CPU_ENGINE=1` selects SGLang's CPU backend, here and in child processes.
 - The folder `cpu_standins` is appended to `sys.path`, also in spawned processes. It has stand-ins for `sgl_kernel` and
-  `torchvision`, which SGLang imports on this path but does not call, and which have no build for a CPU torch. Installed
-  packages take precedence; calling a stand-in raises.
-- transformers looks for torchvision once, on import. If that was earlier, its finding is reset, because SGLang
-  registers an image processor with it on import.
+  `torchvision`: without a GPU, SGLang imports these packages but does not call them, and neither has a build for a CPU
+  torch. Installed packages take precedence; calling a stand-in raises.
+- transformers looks for torchvision once, on import. If transformers is already imported, its finding is reset, because
+  SGLang registers an image processor with transformers when it is imported itself.
 
-`scheduler_entry` is the scheduler's process function. In that child alone, `torch.cuda.synchronize` is a no-op:
-SGLang's weight checker calls it on every device, and a CPU build of torch raises.
+`scheduler_entry` is the main function of SGLang's scheduler process. Only in that process, `torch.cuda.synchronize` is
+a no-op: SGLang's weight checker calls it on every device, and in a CPU build of torch it raises.
 """
 
 from __future__ import annotations

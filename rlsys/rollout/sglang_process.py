@@ -1,7 +1,7 @@
-"""Wraps SGLang's engine object. Import only after `sglang_cpu.prepare`.
+"""Wraps SGLang's engine object. Import this module only after `sglang_cpu.prepare`.
 
 The engine object offers weight updates only as blocking calls that run an event loop, which fails inside a running
-loop. This module awaits the underlying coroutines of its tokenizer manager instead.
+loop. This module instead awaits the underlying coroutines of the engine's tokenizer manager.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ from rlsys.weights.sockets import INTERFACE_VARIABLES, listener
 from rlsys.weights.transport import Bucket
 
 _LOGGING = Path(__file__).with_name("sglang_logging.json")
-"""Log settings of SGLang, here and in its processes, whatever its `log_level`.
+"""Log settings of SGLang in this process and in SGLang's own processes, whatever `log_level` says.
 
-Without them, SGLang removes the handlers of this process's root logger and silences warnings of all other loggers.
+Without these settings, SGLang removes the handlers of this process's root logger and silences warnings of all other
+loggers.
 """
 _HERE = "127.0.0.1"
 Answer = tuple[bool, str]
-"""Success, and the reason of a failure."""
+"""(True, any text) for a success; (False, reason) for a failure."""
 
 
 class _CpuEngine(Engine):
-    """SGLang's engine with the CPU scheduler process, by a hook of its class."""
+    """SGLang's engine, with `scheduler_entry` as the main function of its scheduler process."""
 
     run_scheduler_process_func = staticmethod(sglang_cpu.scheduler_entry)
 
@@ -78,7 +79,7 @@ class SglangProcess:
     async def freeze_gc(self) -> None:
         """Exclude the objects loaded at the start from garbage collection, here and in the children.
 
-        SGLang collects each time it empties the prefix cache, which would walk all objects.
+        SGLang collects garbage each time it empties the prefix cache, and the collection would visit all objects.
         """
         await self._manager.freeze_gc()
 
@@ -115,9 +116,9 @@ class SglangProcess:
         return await self._empty_cache(timeout_s=0.0) if success else (False, message)
 
     async def sleep(self, flush_timeout_s: float) -> Answer:
-        """Empty the prefix cache and free memory, if SGLang runs with its memory saver.
+        """Empty the prefix cache. If SGLang runs with its memory saver, also free device memory.
 
-        Waits up to `flush_timeout_s` for aborted requests to leave: SGLang crashes if it sleeps with any.
+        Waits up to `flush_timeout_s` for aborted requests to leave: SGLang crashes if a request is left when it sleeps.
         """
         emptied = await self._empty_cache(flush_timeout_s)
         if emptied[0]:
@@ -125,11 +126,11 @@ class SglangProcess:
         return emptied
 
     async def wake(self) -> None:
-        """Allocate memory again and restore the weights."""
+        """Allocate device memory again and restore the weights."""
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput())
 
     async def checksums(self) -> tuple[Answer, list[dict[str, str]]]:
-        """Return each rank's tensor names and hashes from SGLang's weight checker."""
+        """Return success, and for each rank tensor name -> hash, from SGLang's weight checker."""
         request = CheckWeightsReqInput(action="checksum")
         success, message, ranks, _ = await self._manager.check_weights(request)
         return (success, message), [rank["checksums"] for rank in ranks or []]
@@ -142,9 +143,9 @@ class SglangProcess:
         """Stop SGLang's processes and all other children of this process; blocks until they are gone."""
         ended = [child.pid for child in psutil.Process().children(recursive=True)]
         self.engine.shutdown()
-        # SGLang kills its processes without joining them; active_children joins the dead.
+        # SGLang kills its processes without joining them; active_children joins all dead children.
         multiprocessing.active_children()
-        # Killed processes leave shared memory behind: the engine's load, and semaphores named after their ids.
+        # Killed processes leave shared memory behind: the engine's load, and semaphores named after process ids.
         left = [path for pid in ended for path in Path("/dev/shm").glob(f"sem.loky-{pid}-*")]
         for path in (Path(self._manager.load_snapshot_reader.path), *left):
             path.unlink(missing_ok=True)
@@ -165,7 +166,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def gpu_hash(tensor: torch.Tensor) -> str:
-    """Return SGLang's hash of a tensor on a GPU: its own kernel, run on the received tensor."""
+    """Return SGLang's hash of a tensor on a GPU, computed with SGLang's own kernel."""
     from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
 
     return f"{gpu_tensor_hash(tensor.cuda()):016x}"
@@ -174,8 +175,8 @@ def gpu_hash(tensor: torch.Tensor) -> str:
 def _serialize(bucket: Bucket, ranks: int) -> list[bytes]:
     """Return a bucket as SGLang's flattened bucket, once per rank.
 
-    In host memory, the first serialisation copies the tensor to shared memory, and the others point to the same copy.
-    On a GPU, each is a handle; the tensor is freed when all ranks have released it.
+    In host memory, the first serialisation copies the tensor to shared memory, and the others refer to this copy. On a
+    GPU, each serialisation is a handle to the tensor, which is freed when all ranks have released it.
     """
     metadata = [
         FlattenedTensorMetadata(

@@ -37,7 +37,7 @@ class Answered:
 
     @property
     def em(self) -> float:
-        """Exact match: 1 for a correct answer, 0 for a wrong one or none."""
+        """Exact match: 1 for a correct answer, 0 for a wrong or missing answer."""
         return self.scores.em
 
     @property
@@ -58,7 +58,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Metrics over the answers of one evaluation; `answered` keeps answers to one question adjacent."""
+    """Metrics over the answers of one evaluation; `answered` has the answers to one question side by side."""
 
     step: int
     answered: tuple[Answered, ...]
@@ -114,7 +114,7 @@ class Evaluation:
         }
 
     def row(self) -> dict[str, object]:
-        """Return the row that the evaluation's files and the summary hold."""
+        """Return the row for the evaluation's files and the summary."""
         return {
             "step": self.step,
             "questions": len(self.by_question),
@@ -158,7 +158,7 @@ def heldout_questions(config: RunConfig) -> list[Question]:
 
 
 def whole_batches(questions: list[Question], batch: int | None) -> list[Question]:
-    """Return the questions that fill whole batches; all if `batch` is None. Raises UserError if they fill none."""
+    """Return the questions that fill whole batches; all if `batch` is None. Raises UserError if no batch is filled."""
     if batch is None:
         return questions
     if len(questions) < batch:
@@ -177,7 +177,7 @@ def plain_score(trajectory: Trajectory, question: Question) -> AnswerScores:
 
 
 def heldout_score(config: RunConfig) -> Callable[[Trajectory, Question], AnswerScores]:
-    """Return the scoring function for a run, which extracts the answer as `compat.answer_over_prompt` sets."""
+    """Return the scoring function for a run, which extracts the answer as `compat.answer_over_prompt` specifies."""
     parser = EpisodeParser(config.task.tags, config.compat, tool_tags(config.task.tools))
     return lambda trajectory, question: scores_of(parser.read(question, trajectory).answer, question.answers)
 
@@ -194,7 +194,8 @@ async def evaluate(
 ) -> Evaluation:
     """Generate and score `samples` answers to each question, at most `concurrency` at a time.
 
-    `note` is called with each answer as it arrives. On an error in `ask`, cancels the others and raises it.
+    `note` is called with each answer as it arrives. If `ask` raises an error, cancels the other calls and raises an
+    exception group with the error.
     """
     slots = asyncio.Semaphore(concurrency)
     done, total = 0, len(questions) * samples

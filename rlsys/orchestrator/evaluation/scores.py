@@ -4,12 +4,12 @@ Scores compare normalised text (SQuAD; `rlsys.data.answers.normalize`) and use t
 score is within [0, 1]; an exact match scores 1 on all three, and a missing answer 0.
 
 Intervals:
-- Shares: Wilson's interval (J. Am. Stat. Assoc. 22, 1927), which keeps its level for few questions and for shares near
-  0 or 1. Identical values use it too, because a bootstrap of them has no spread.
+- Shares: Wilson's interval (J. Am. Stat. Assoc. 22, 1927), which keeps its confidence level for few questions and for
+  shares near 0 or 1. Identical values use it too, because a bootstrap of them has no spread.
 - Other means: percentile bootstrap over questions (Efron and Tibshirani, An Introduction to the Bootstrap, 1993,
   chapter 13), with a fixed seed so that equal answers give equal estimates.
-- Mean over data sets: variance estimates recovery from the sets' intervals (Zou and Donner, Stat. Med. 27, 2008), which
-  accepts independent estimates with any kind of interval.
+- Mean over data sets: the method of variance estimates recovery (Zou and Donner, Stat. Med. 27, 2008) combines the
+  intervals of the data sets. It accepts independent estimates with any kind of interval.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CLOSED = frozenset({"yes", "no", "noanswer"})
 
 @dataclass(frozen=True, slots=True)
 class AnswerScores:
-    """Scores of one answer; the defaults are those of a missing answer."""
+    """Scores of one answer; the defaults are the scores of a missing answer."""
 
     em: float = 0.0
     """1 if the answer equals an accepted answer."""
@@ -51,10 +51,10 @@ class Estimate:
 
 
 def scores_of(answer: str | None, accepted: Sequence[str]) -> AnswerScores:
-    """Return the scores of `answer`, None if missing, against the `accepted` ones.
+    """Return the scores of `answer` against the `accepted` answers; `answer` is None if it is missing.
 
-    Word F1 follows HotpotQA's script and FlashRAG: SQuAD's F1 (1606.05250), except that yes, no and noanswer match only
-    themselves. So "no" scores 0 against "no one".
+    Word F1 follows the script of HotpotQA and FlashRAG: it is the F1 of SQuAD (arXiv 1606.05250), except that yes, no
+    and noanswer match only themselves. For example, "no" scores 0 against "no one".
     """
     if answer is None:
         return AnswerScores()
@@ -68,14 +68,14 @@ def scores_of(answer: str | None, accepted: Sequence[str]) -> AnswerScores:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of `values` with its interval: one value per question, within [0, 1], at least one."""
+    """Return the mean of `values` with its interval. Needs at least one value; each is a question's, within [0, 1]."""
     if all(value in (0.0, 1.0) for value in values) or len(set(values)) == 1:
         return wilson(sum(values), len(values))
     return bootstrap(values)
 
 
 def wilson(right: float, asked: int) -> Estimate:
-    """Return the share p = `right / asked`, n = `asked`, with Wilson's interval.
+    """Return the share p = `right / asked` with Wilson's interval, where n is `asked`.
 
         centre      (p + z^2 / 2n) / (1 + z^2 / n)
         half width  z sqrt(p(1-p)/n + z^2 / 4n^2) / (1 + z^2 / n)
@@ -108,8 +108,9 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def pass_at(k: int, samples: int, right: int) -> float:
-    """Return pass@k: the chance that `k` of `samples` answers, `right` of them correct, include a correct one.
+    """Return pass@k: the chance that `k` answers drawn from `samples` include one of the `right` correct answers.
 
-    1 - C(n - c, k) / C(n, k), unbiased for independent answers (arXiv 2107.03374, equation 1).
+    With n = `samples` and c = `right`: 1 - C(n - c, k) / C(n, k), unbiased for independent answers (arXiv 2107.03374,
+    equation 1).
     """
     return 1.0 - comb(samples - right, k) / comb(samples, k)

@@ -29,7 +29,7 @@ def finish(group: Group, config: AlgorithmConfig, kl: KlController, mask_of: Mas
 
     `kl` holds the coefficient of a KL term in the reward; `mask_of` selects the tokens that enter advantage estimates.
     Advantages are final unless the config needs the whole mini-batch (`over_mini_batch`). Raises ValueError if a sample
-    lacks a score, or if a trained token has a non-finite one.
+    lacks log-probs or values that the config needs, or if these are not finite on a trained token.
     """
     in_reward = config.kl_in is KlPlace.reward and config.kl_coef > 0
     divergences = [_kl(sample, config.kl_estimator) if in_reward else None for sample in group.samples]
@@ -76,10 +76,10 @@ def over_mini_batch(groups: Sequence[Group], config: AlgorithmConfig) -> list[Gr
 
 
 def mean_kl(groups: Sequence[Group]) -> float | None:
-    """Mean KL in the reward, in nats per token; None if no episode has a KL term.
+    """Return the mean KL in the reward, in nats per token; None if no episode has a KL term.
 
-    Mean over episodes of each episode's mean over trained tokens. Episodes weigh alike whatever their length, as in
-    Search-R1, whose adaptive KL coefficient follows this value.
+    The mean over trained tokens is computed for each episode, then the mean over episodes. Every episode has the same
+    weight, whatever its length, as in Search-R1, whose adaptive KL coefficient follows this value.
     """
     means = [
         sample.kl_sum / sample.trained_tokens
@@ -91,7 +91,7 @@ def mean_kl(groups: Sequence[Group]) -> float | None:
 
 
 def turns_of(trajectory: Trajectory, mask_of: MaskOf) -> NDArray[np.int32]:
-    """[seq] turn of each token selected by `mask_of`, -1 elsewhere.
+    """Return the turn of each token [seq] that `mask_of` selects; -1 elsewhere.
 
     A selected observation token belongs to the turn that made the tool call.
     """
@@ -104,7 +104,7 @@ def _with_advantages(sample: Sample, advantages: NDArray[np.float64]) -> Sample:
 
 
 def _kl(sample: Sample, estimator: KlEstimator) -> NDArray[np.float64]:
-    """[seq] KL to the reference policy at trained tokens, 0 elsewhere."""
+    """Return the KL to the reference policy [seq] at trained tokens; 0 elsewhere."""
     policy = _known(sample, sample.old_logprobs, "no log-probs of the policy: score it first")
     groups_missing = "no log-probs of the reference policy to take a KL off its reward"
     reference, mask = _known(sample, sample.ref_logprobs, groups_missing), sample.trajectory.loss_mask
@@ -115,7 +115,7 @@ def _kl(sample: Sample, estimator: KlEstimator) -> NDArray[np.float64]:
 
 
 def _known(sample: Sample, value: T | None, groups_missing: str) -> T:
-    """Return `value`. Raises ValueError naming the sample if it is None, because an earlier stage did not run."""
+    """Return `value`. If it is None, because an earlier stage did not run, raise a ValueError that names the sample."""
     if value is None:
         trajectory = sample.trajectory
         raise ValueError(f"Sample {trajectory.sample} of {trajectory.question_uid} has {groups_missing}.")

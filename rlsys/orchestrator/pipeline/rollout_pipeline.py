@@ -7,7 +7,7 @@ finished groups. It returns prompts of dropped groups to the source and hands sc
                      engines     CPU       Megatron
 
 `run` works until `stop`; meanwhile the driver calls `take` for scored groups (oldest first), closes steps and publishes
-weight versions. Run it in the task group of the caller of `take`: an error in any stage ends `run` with that error.
+weight versions. Run it in the task group that also calls `take`: an error in any stage ends `run` with that error.
 Between two steps `state` holds everything in flight, and another pipeline can resume from it.
 
 Invariants:
@@ -18,7 +18,7 @@ Invariants:
 - After `run`, every prompt is trained, dropped for good, or back in the source.
 - A pipeline that resumed from a state and has not run yet returns that same state.
 
-Depends on asyncio alone: tests run it under a virtual clock and in any interleaving.
+Depends only on asyncio: tests run it under a virtual clock and in any interleaving.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from rlsys.rollout.agent.tokens import EpisodeProgress
 from rlsys.weights.checkpoint.state_file import KEY
 
 MAX_LOSSES = 3
-"""Losses after which a prompt is no longer returned to the source: it may be killing the engines.
+"""Lost groups after which a prompt is no longer returned to the source: the prompt may be killing the engines.
 
-The next epoch tries it once; each further loss ends it for that epoch."""
+Each later epoch tries the prompt once more; if that group is lost too, the prompt is out for the rest of the epoch."""
 SCORES = {"inference": "log-probs", "critic": "values"}
 """Scoring group -> name of its scores in status lines."""
 
@@ -60,13 +60,13 @@ class LostReason(StrEnum):
     """Reason for giving up a group."""
 
     engine_died = "engine_died"
-    """Two engines died while they generated it."""
+    """Two engines died while they generated the group."""
     timeout = "timeout"
-    """A live engine did not return it in time."""
+    """A live engine did not return the group in time."""
 
 
 class GroupLost(RunError):
-    """One group failed while the run can continue: the pipeline drops it and usually retries its prompt."""
+    """Raised if a group fails but the run can continue: the pipeline drops the group and usually retries its prompt."""
 
     def __init__(self, uid: str, reason: LostReason, detail: str) -> None:
         super().__init__(f"the prompt group of question {uid} is lost ({reason}): {detail}.")
@@ -83,29 +83,32 @@ class GroupGenerator(Protocol):
 
     @property
     def waits_for(self) -> str:
-        """Tools that all episodes in flight wait for, for the status line; empty if some generate, or if unknown."""
+        """For the status line: the tools that all episodes in flight wait for.
+
+        Empty if any episode is generating, or if unknown.
+        """
 
     async def run_group(
         self, question: Question, prompt_group: int, progress: Sequence[EpisodeProgress] = ()
     ) -> list[Trajectory]:
         """Return all episodes of `question`, resuming the partial episodes in `progress`.
 
-        Raises GroupLost if the group fails. Cancellation ends its episodes and frees their slots.
+        Raises GroupLost if the group fails. Cancellation ends the episodes and frees their slots.
         """
 
     async def in_flight(self) -> Mapping[int, tuple[EpisodeProgress, ...]]:
-        """Prompt group number -> progress of its unfinished generation, to pass to a later `run_group`."""
+        """Return prompt group number -> progress of its unfinished generation, to pass to a later `run_group`."""
 
 
 class SampleScorer(Protocol):
-    """Computes log-probs, and values where a critic is trained."""
+    """Computes log-probs, and also values if a critic is trained."""
 
     @property
     def groups(self) -> Sequence[str]:
         """Worker groups that must be on the devices for `compute`."""
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
-        """Log-probs and values in the order of `samples`."""
+        """Return log-probs and values in the order of `samples`."""
 
 
 class Prompts(Protocol):
@@ -125,7 +128,7 @@ class Devices(Protocol):
     """Moves colocated groups on and off the devices that they share."""
 
     async def onload(self, *groups: str) -> None:
-        """Bring `groups` onto the devices, after other groups have left them; no-op for groups that are there."""
+        """Bring `groups` onto the devices, after other groups have left; no-op for groups that are already there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +146,9 @@ class ScoreBatchSize:
     """Bounds on the number of groups that the scorer takes at a time."""
 
     min_groups: float
-    """The scorer blocks until that many groups are rewarded, or until nothing rolls out and no group may be admitted.
+    """The scorer waits until this many groups are rewarded, or until no group is rolling and none may be admitted.
 
-    Infinity always waits for the latter."""
+    Infinity means that only the second condition counts."""
     max_groups: int
 
 
@@ -157,7 +160,7 @@ class PipelineState:
     losses: Mapping[str, int]
     """Question id -> number of times that its group was lost."""
     progress: Mapping[int, tuple[EpisodeProgress, ...]] = field(metadata={KEY: "begun"})
-    """Partial episodes of rolling groups; complete ones of groups being rewarded."""
+    """Partial episodes of rolling groups; complete episodes of groups being rewarded."""
     rewarded: Mapping[int, Group] = field(metadata={KEY: "rolled"})
     """Rewarded groups, in scoring order."""
     scored: Mapping[int, Group]
@@ -165,7 +168,7 @@ class PipelineState:
 
 
 class _Scored(NamedTuple):
-    """Scored group, sorted in the order of taking. `take` skips it if it was dropped meanwhile."""
+    """Scored group; sorts in the order in which groups are taken. `take` skips a group that was dropped meanwhile."""
 
     oldest: int
     number: int
@@ -196,13 +199,13 @@ class RolloutPipeline:
         }
         """Name of the scores -> status stage that reports them."""
         self._rolling: dict[PromptGroup, asyncio.Task[None]] = {}
-        """Tasks that have not ended. A cancelled task outlives its prompt group's stage `rolling`."""
+        """Rollout tasks that have not ended. A cancelled task may end after its group has left the stage `rolling`."""
         self._rewarding: dict[PromptGroup, Sequence[Trajectory]] = {}
         """Groups in `_rolling` with all episodes done -> their trajectories."""
         self._resumed_from: dict[PromptGroup, Sequence[EpisodeProgress]] = {}
-        """Partial episodes that each task resumed from."""
+        """Partial episodes from which each task resumed."""
         self._to_resume: OrderedDict[PromptGroup, Sequence[EpisodeProgress]] = OrderedDict()
-        """Rolling groups of a resumed state without a task yet -> partial episodes to resume from."""
+        """Rolling groups of a resumed state without a task yet -> partial episodes to resume."""
         # Not a dict: finding the first key of a dict slows down with the number of keys removed before it.
         self._rewarded: OrderedDict[PromptGroup, Group] = OrderedDict()
         self._scoring: Sequence[tuple[PromptGroup, Group]] = ()
@@ -280,7 +283,7 @@ class RolloutPipeline:
     def close_step(self) -> None:
         """Close the step after its last optimiser step.
 
-        No group becomes unschedulable here: `take` already dropped those whose only place was in this step.
+        No group becomes unschedulable here: `take` already dropped the groups whose only place was in this step.
         """
         self.scheduler.close_step()
         self._show_rollouts()
@@ -406,13 +409,13 @@ class RolloutPipeline:
             status.show("waits for weight sync" if trained else "waits for training", "rollout")
 
     def _awaited_stage(self) -> str:
-        """Stage blocking the next trainable group."""
+        """Return the stage for which `take` waits."""
         if self._scoring:
             return " and ".join(self._scoring_stages) or "scores"
         return "rewards" if self._rolling and len(self._rolling) == len(self._rewarding) else "rollouts"
 
     def _drop_unschedulable(self) -> None:
-        """Drop unschedulable groups."""
+        """Drop the groups that no step can train, and cancel their episodes."""
         self._drop_and_cancel(self.scheduler.unschedulable())
 
     def _drop_and_cancel(self, found: Iterable[tuple[PromptGroup, DropReason]]) -> None:

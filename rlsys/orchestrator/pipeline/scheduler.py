@@ -8,10 +8,10 @@ A prompt group is one attempt at one prompt: its n episodes, from admission to t
 
 Versions count closed steps. Step s, counted from 0, trains from version s to version s + 1. `published` is the newest
 version that every rolling engine has. The staleness of a group is the actor's version minus the version of the group's
-oldest token. A group may be trained in any step from the actor's version to `max_staleness` after its oldest token's
-version.
+oldest token. A group may be trained in any step from the actor's current version up to its oldest token's version +
+`max_staleness`.
 
-Example: two groups a step, `max_staleness=1`, the actor at version 3.
+Example: two groups per step, `max_staleness=1`, the actor at version 3.
 
     g0, g1  ready, oldest token 2     have places in step 3, the last step that may train them
     g2      rolling since version 2   no place is left: unschedulable, dropped as surplus, its prompt returned
@@ -58,13 +58,13 @@ class DropReason(StrEnum):
     """Reason for dropping a prompt group."""
 
     stale = "stale"
-    """Too old: the last step that could train it is full or closed."""
+    """Too old: the last step that could train the group is full or closed."""
     surplus = "surplus"
-    """Too many: other ready groups fill the steps that could train it."""
+    """Too many: other ready groups fill the steps that could train the group."""
     no_spread = "no_spread"
-    """All episodes earned the same."""
+    """All episodes earned the same reward."""
     lost = "lost"
-    """Two engines died under it, or an engine never returned it."""
+    """Two engines died while they generated the group, or a live engine did not return it in time."""
     end = "end"
     """The run ended before the group's step was closed."""
 
@@ -125,8 +125,8 @@ class StalenessScheduler:
     """Schedules prompt groups under a staleness bound: admits, places, drops and trains them.
 
     `oversample` (at least 1) adds ceil(oversample x groups_per_step) - groups_per_step spare groups in flight. A step
-    drops and replaces up to `max_replaced` groups without spread and trains further ones; 0 replaces none. `steps` is
-    the total number of steps, None for no limit: no group is admitted for a later step.
+    drops and replaces up to `max_replaced` groups without spread; further groups without spread are trained. `steps` is
+    the total number of steps: no group is admitted for a later step. None means no limit.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class StalenessScheduler:
         )
 
     def resume(self, state: SchedulerState) -> None:
-        """Continue from `state`: its prompt groups become outstanding. Call it before admitting any group."""
+        """Continue from `state`: its prompt groups become outstanding. Call this before admitting any group."""
         self.version, self.published = state.version, state.published
         self._admitted, self._replaced = state.admitted, state.replaced
         self.dropped = Counter(state.dropped)
@@ -189,7 +189,10 @@ class StalenessScheduler:
                 buckets.add(PromptGroup(one.number, one.question, one.oldest, stage))
 
     def ended(self) -> list[GroupOutcome]:
-        """Return, in order, and forget the groups ended since the last call. `state` omits them: call this first."""
+        """Return the outcomes of the groups that have ended since the last call, in order, and forget them.
+
+        `state` does not have these outcomes, so call this before `state`.
+        """
         ended, self._ended = self._ended, []
         return ended
 
@@ -228,10 +231,10 @@ class StalenessScheduler:
         return prompt_group
 
     def finish_rolling(self, prompt_group: PromptGroup, oldest: int | None, has_spread: bool) -> DropReason | None:
-        """Mark a rolling group as ready and return None, or return the reason for which the caller must drop it.
+        """Mark a rolling group as ready and return None, or return the reason for which the caller must drop the group.
 
-        `oldest` is the version of its oldest token, None if unknown. Raises RunError if a token is older than the
-        version published at admission: no engine had such weights any more.
+        `oldest` is the version of the group's oldest token, None if unknown. Raises RunError if a token is older than
+        the version published at admission: no engine had such weights any more.
         """
         self._require(prompt_group, GroupStage.rolling)
         oldest = prompt_group.oldest if oldest is None else oldest
@@ -250,8 +253,9 @@ class StalenessScheduler:
     def unschedulable(self) -> list[tuple[PromptGroup, DropReason]]:
         """Return the prompt groups that no step can train, each with the reason to drop it.
 
-        Places go to ready groups, oldest first, within a version in the order in which they became ready. A ready group
-        without a place is unschedulable. So is a rolling group if ready groups as old or older leave it no place.
+        Places in steps go to ready groups, oldest first; groups of one version get them in the order in which they
+        became ready. A ready group without a place is unschedulable. A rolling group is unschedulable too if ready
+        groups of the same or an older version take every place that it could have.
         """
         found: list[tuple[PromptGroup, DropReason]] = []
         placed = 0
@@ -309,7 +313,7 @@ class StalenessScheduler:
     def publish(self, version: int) -> None:
         """Record that every rolling engine has `version`.
 
-        Raises RuntimeError unless it is newer than the published version and at most the actor's.
+        Raises RuntimeError unless `version` is newer than the published version and at most the actor's version.
         """
         if not self.published < version <= self.version:
             raise RuntimeError(
@@ -319,7 +323,10 @@ class StalenessScheduler:
         self.published = version
 
     def _places(self, oldest: int) -> int:
-        """Places left in the steps that may train a group with oldest token version `oldest`; 0 or less if too old."""
+        """Return the places left in the steps that may train a group whose oldest token has version `oldest`.
+
+        The result is 0 or less if the group is too old.
+        """
         end = oldest + self.max_staleness + 1
         if self._steps is not None:
             end = min(end, self._steps)

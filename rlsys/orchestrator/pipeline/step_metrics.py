@@ -1,8 +1,8 @@
 """Computes the metrics of a step from its trained groups. Pure.
 
-docs/metrics.md defines each metric and its name in other systems; a test keeps both in step. Metrics that do not apply
-are left out: values without a critic, divergences without a reference policy. Names follow Search-R1 and veRL, so
-`critic/score`, `critic/rewards` and `critic/advantages` exist without a critic too.
+docs/metrics.md defines each metric and its name in other systems; a test checks that page against the code. Metrics
+that do not apply are left out: values without a critic, divergences without a reference policy. Names follow Search-R1
+and veRL, so `critic/score`, `critic/rewards` and `critic/advantages` exist without a critic too.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rlsys.orchestrator.rewards.reward import count_answer_tags
 from rlsys.trainer.batches import Flops
 
 _TRAINING_PASSES = 3
-"""Training cost in forward passes: one forward, and a backward that costs two."""
+"""Cost of training in units of forward passes: one for the forward pass, and two for the backward pass."""
 
 
 def step_metrics(groups: Sequence[Group], version: int, level: CorrectionLevel, answer_tag: str) -> dict[str, float]:
     """Return all metrics of a step's groups by name.
 
-    `version` is the weight version that was trained, `level` the level of the correction weights. Requires at least one
-    group, and no empty group.
+    `version` is the weight version that was trained, and `level` is the level of the correction weights. Requires at
+    least one group; every group must have a sample.
     """
     samples = _samples(groups)
     trajectories = [sample.trajectory for sample in samples]
@@ -54,10 +54,10 @@ def step_metrics(groups: Sequence[Group], version: int, level: CorrectionLevel, 
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return rewards of episodes, the mean of each reward term, and exact match whatever the reward is.
+    """Return rewards of episodes, the mean of each reward term, and exact match, which need not be a term.
 
-    With a KL term in the reward, `critic/kl` is `mean_kl`, `critic/kl_coef` its coefficient, and `critic/rewards` the
-    rewards less the KL penalty.
+    With a KL term in the reward, `critic/kl` is `mean_kl`, `critic/kl_coef` is the coefficient of the term, and
+    `critic/rewards` are the rewards less the KL penalty.
     """
     samples = _samples(groups)
     terms = sorted({term for sample in samples for term in sample.parts})
@@ -111,7 +111,7 @@ def critic_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 def divergence_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Return KL(policy || reference) in nats per trained token by each estimator; empty without a reference policy.
 
-    k5 estimates KL(reference || policy). The policy is that of `old_logprobs`, from before the step's updates.
+    k5 estimates KL(reference || policy). The policy is the one from before the step's updates (`old_logprobs`).
     Estimators that give equal values appear once: k4 equals k1 here, and k3++ equals k3.
     """
     old, reference = map(torch.from_numpy, _trained(samples, "old_logprobs", "ref_logprobs"))
@@ -119,9 +119,9 @@ def divergence_metrics(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return diversity within groups, as means over groups of shares in [0, 1].
+    """Return the diversity within groups: for each measure, a share in [0, 1] per group, averaged over groups.
 
-    Answers are compared after normalisation, over the episodes with an answer; groups without answers are skipped.
+    Answers are compared after normalisation. Episodes without an answer, and groups without answers, are skipped.
     """
     answered = [answers for group in groups if (answers := _answers(group))]
     responses = [
@@ -139,7 +139,8 @@ def answer_metrics(groups: Sequence[Group], tag: str) -> dict[str, float]:
     """Return signs of reward hacking, as shares of all episodes.
 
     `many_share` counts episodes with more than one opening or more than one closing `tag`. `same_share` is the share of
-    the most frequent answer given to at least two questions; episodes of one question may well agree.
+    episodes with the most frequent answer. Only answers given to at least two questions count, because episodes of one
+    question may well agree.
     """
     given: Counter[str] = Counter()
     questions: Counter[str] = Counter()
@@ -211,7 +212,7 @@ def _token_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Return the staleness of trained tokens: `version`, which is trained, minus the version that sampled them.
+    """Return the staleness of trained tokens: the trained `version` minus the version that sampled the token.
 
     `lag_k` is the share of tokens with staleness k, for each k up to the maximum. Tokens that were not sampled have no
     version; only `unversioned_tokens` counts them. Raises ValueError if a token is of a version after `version`.
@@ -257,7 +258,7 @@ def correction_metrics(groups: Sequence[Group], level: CorrectionLevel) -> dict[
 
 
 def training_flops(groups: Sequence[Group], cost: Flops) -> float:
-    """Floating-point operations of one training pass on `groups`, without recomputed activations."""
+    """Return the floating-point operations of one training pass on `groups`, without recomputed activations."""
     trajectories = [sample.trajectory for sample in _samples(groups)]
     return _TRAINING_PASSES * sum(cost.of(len(one.tokens), int(one.loss_mask.sum())) for one in trajectories)
 
@@ -267,7 +268,7 @@ def _samples(groups: Sequence[Group]) -> list[Sample]:
 
 
 def _answers(group: Group) -> list[str]:
-    """Normalised answers of the episodes with an answer."""
+    """Return the normalised answers of the episodes with an answer."""
     return [normalize(answer) for sample in group.samples if (answer := sample.trajectory.answer) is not None]
 
 
@@ -291,9 +292,9 @@ def _trained(samples: Sequence[Sample], *names: str) -> list[NDArray[np.float64]
 
 
 def _logprob_difference(sample: Sample, version: int) -> float:
-    """Largest absolute difference between old and engine log-probs of one sample; 0 if none are comparable.
+    """Return the largest absolute difference between a sample's old and engine log-probs; 0 if none are comparable.
 
-    Only tokens sampled by `version` are compared: older ones may have been recomputed with other weights.
+    Only tokens sampled by `version` are compared: older tokens may have been recomputed with other weights.
     """
     trajectory = sample.trajectory
     if trajectory.tokens_differing or sample.old_logprobs is None:

@@ -28,7 +28,7 @@ from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
 
 
 class LearnerGroup(Protocol):
-    """Actor or critic."""
+    """Worker group that learns: the actor or the critic."""
 
     def fills_micro_batches(self, samples: Sequence[Sample]) -> bool:
         """Return True if a call with `samples` keeps every rank and pipeline stage busy."""
@@ -47,7 +47,7 @@ class MiniBatches:
     sizes: Sequence[int]
     """Groups in each mini-batch, in order; their sum is the scheduler's `groups_per_step`."""
     whole: Callable[[Sequence[Group]], list[Group]] | None = None
-    """Computation over a whole mini-batch that training must wait for; None if there is none."""
+    """Computation that needs all groups of a mini-batch before they can be trained; None if there is none."""
     scored_first: bool = False
     """True if all groups of the step must be scored before its first optimiser step."""
 
@@ -60,10 +60,10 @@ def make_scheduler(config: RunConfig) -> StalenessScheduler:
 
 
 def score_batch_size(config: RunConfig) -> ScoreBatchSize:
-    """Batch size of the score loop.
+    """Return the batch size of the score loop.
 
-    `sequential` scores the whole step once all rollouts have ended, aborted ones included. Other schedules score the
-    groups that are rewarded, up to the largest mini-batch.
+    The `sequential` schedule scores the whole step at once, when all rollouts have ended or been aborted. Other
+    schedules score the groups that are rewarded so far, at most as many as the largest mini-batch has.
     """
     trainer = config.trainer
     if trainer.schedule.kind == "sequential":
@@ -82,7 +82,7 @@ def mini_batches(config: RunConfig) -> MiniBatches:
 
 
 def learning(config: RunConfig, step: int) -> tuple[str, ...]:
-    """Groups that learn in `step`, counted from 1: the critic alone during its warm-up."""
+    """Return the worker groups that learn in `step` (counted from 1): only the critic during the critic's warm-up."""
     if not has_critic(config.algorithm):
         return ("actor",)
     return ("critic",) if step <= config.critic.warmup_steps else ("actor", "critic")
@@ -91,9 +91,10 @@ def learning(config: RunConfig, step: int) -> tuple[str, ...]:
 async def learn(
     pipeline: RolloutPipeline, learners: Mapping[str, LearnerGroup], devices: Devices, cut: MiniBatches
 ) -> tuple[list[Group], list[Mapping[str, float]]]:
-    """Train one step; return its groups and the statistics of each optimiser step.
+    """Train one step; return its prompt groups and the statistics of each optimiser step.
 
-    `learners` maps group names to the groups that learn in this step, at least one. Statistics are named `GROUP/NAME`.
+    `learners` has the worker groups that learn in this step by name, at least one. The statistics are named
+    `GROUP/NAME`.
     """
     total = sum(cut.sizes)
     held: list[Group] = []
@@ -138,7 +139,7 @@ async def learn(
 async def _worth_a_call(
     take: Callable[[int], Awaitable[list[Group]]], learners: Sequence[LearnerGroup], missing: int, cut: MiniBatches
 ) -> list[Group]:
-    """Collect groups for one `accumulate`: enough to keep every learner busy, or the rest of the mini-batch."""
+    """Collect prompt groups for one `accumulate`: enough to keep every learner busy, or the rest of the mini-batch."""
     held: list[Group] = []
     samples: list[Sample] = []
     while len(held) < missing:

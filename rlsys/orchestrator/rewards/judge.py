@@ -1,6 +1,6 @@
-"""Reward term `judge`: a language model decides if an answer means the same as an accepted one.
+"""Reward term `judge`: a language model decides if an answer means the same as an accepted answer.
 
-    no answer, or an empty one       0.0 without a request.
+    no answer, or an empty answer    0.0 without a request.
     exact match                      1.0 without a request.
     reply "yes" / "no"               1.0 / 0.0, and cached.
     any other reply (a refusal)      0.0, counted, not cached.
@@ -9,8 +9,8 @@
 Concurrent episodes with the same prompt share one request.
 
 The answer is untrusted, because the policy earns reward by influencing the judge. Values are inserted into the prompt
-as one line of JSON with quotes, line ends and `<` escaped. So they cannot end their quotation or forge a special token
-of the judge's chat template (`<|im_end|>`). Persuading the judge stays possible.
+as one line of JSON with quotes, line ends and `<` escaped. They therefore cannot end their quotation or forge a special
+token of the judge's chat template (`<|im_end|>`). An answer can still persuade the judge.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _THOUGHT_END = "</think>"
 _MARKER = "Question:"
 """Text before the question in the prompt templates of Search-R1, RLinf and this project."""
 _BUSY = (408, 409, 425, 429)
-"""Statuses below 500 that are retried."""
+"""HTTP statuses below 500 that are retried."""
 _HINTS = {
     401: "check reward.judge.token_env",
     403: "check reward.judge.token_env",
@@ -50,7 +50,7 @@ _HINTS = {
 }
 _MAX_RETRY_AFTER_S = 60.0
 _KEPT_ALIVE_S = 2.0
-"""Idle time after which a connection is closed: below uvicorn's 5 s, which could cut off a new request."""
+"""Idle time after which a connection is closed, before the server closes it and cuts off a request (uvicorn: 5 s)."""
 _MAX_ANSWER_BYTES = 4 * 1024 * 1024
 """Largest response body, enough for some hundred thousand tokens. httpx limits headers to 100 KB."""
 _QUOTED_CHARS = 200
@@ -140,22 +140,22 @@ def verdict_of(reply: str) -> bool | None:
 
 
 def _quoted(value: Any) -> str:
-    """`value` as one line of JSON with `<` escaped; characters that UTF-8 cannot encode become question marks."""
+    """Return `value` as a line of JSON with `<` escaped; characters that UTF-8 cannot encode become question marks."""
     text = json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def key_of(model: str, prompt: str) -> str:
-    """Cache key of a verdict: SHA-256 of the model name and the prompt, in hex."""
+    """Return the cache key of a verdict: SHA-256 of the model name and the prompt, in hex."""
     return hashlib.sha256(json.dumps([model, prompt]).encode()).hexdigest()
 
 
 class Verdicts:
     """Caches verdicts in memory and, given a path, in a file that outlives the run. Call `close` at the end.
 
-    The file is append-only JSON lines (`{"key": HEX, "yes": BOOL}`), one write per line. So several runs may share it
-    on a local disk. Unreadable lines (killed writer, full disk) are skipped and cost one request each. For a repeated
-    key the last line counts. Raises UserError if the file cannot be used.
+    The file is append-only JSON lines (`{"key": HEX, "yes": BOOL}`). Each line is a single write, so several runs may
+    share the file on a local disk. Unreadable lines (killed writer, full disk) are skipped and cost one request each.
+    For a repeated key the last line counts. Raises UserError if the file cannot be used.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -235,7 +235,7 @@ class ChatEndpoint:
         self._http = httpx.AsyncClient(
             transport=transport,
             headers={"Accept-Encoding": Encoding.identity} | _authorization(config.token_env),
-            timeout=None,  # httpx limits each read only; `_try` limits the whole request.
+            timeout=None,  # httpx would limit only each read; `_try` limits the whole request.
             limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEPT_ALIVE_S),
             trust_env=False,
         )
@@ -258,8 +258,8 @@ class ChatEndpoint:
                 return await retrying(self._try, body)
             except _RetryableError as error:
                 raise RunError(
-                    f"the judge at {self._url} gave no answer in {self._tries} attempts, the last time because of "
-                    f"{error}: check that it runs, raise reward.judge.retries, or remove judge from reward.terms."
+                    f"the judge at {self._url} gave no usable answer in {self._tries} attempts; the last failure was: "
+                    f"{error}. Check that it runs, raise reward.judge.retries, or remove judge from reward.terms."
                 ) from error
 
     async def close(self) -> None:
@@ -301,7 +301,7 @@ class ChatEndpoint:
 
 
 class _RetryableError(Exception):
-    """Failed try that may succeed when repeated."""
+    """Raised for a failed attempt that may succeed when repeated."""
 
     def __init__(self, reason: str, after_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -313,8 +313,9 @@ def _authorization(token_env: str | None) -> dict[str, str]:
         return {}
     token = os.environ.get(token_env, "").strip()
     if not (token and token.isascii() and token.isprintable()):
+        fault = "has characters that are not printable ASCII" if token else "is not set"
         raise UserError(
-            f"reward.judge.token_env={token_env} is not set to plain text in the environment: export the endpoint's "
+            f"reward.judge.token_env={token_env} names an environment variable that {fault}: export the endpoint's "
             f"key as {token_env}, or set reward.judge.token_env to null.",
             code="malformed" if token else "missing",
             key="reward.judge.token_env",
@@ -334,12 +335,12 @@ def _reply(content: bytes) -> str:
 
 
 def _pause_s(state: RetryCallState) -> float:
-    """Pause before the next try: the back-off, at least the Retry-After."""
+    """Return the pause before the next try: the back-off, but at least the Retry-After."""
     error = state.outcome.exception() if state.outcome else None
     return max(_PAUSE(state), error.after_s if isinstance(error, _RetryableError) else 0.0)
 
 
 def _beginning(content: bytes) -> str:
-    """Beginning of a response body, on one line."""
+    """Return the beginning of a response body, on one line."""
     text = content[: 8 * _QUOTED_CHARS].decode("utf-8", "replace")
     return " ".join(text.split())[:_QUOTED_CHARS] or "empty"

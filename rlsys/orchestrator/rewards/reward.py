@@ -8,18 +8,19 @@ Example with `reward.terms={exact_match: 1, search_penalty: -0.1}`; three turns,
     turn_rewards      -0.1     -0.1      1.0     reward 0.8
 
 Invariants:
-- Every term returns one finite unweighted value per turn, at least one. Values of the whole episode go to the last
+- Every term returns one finite unweighted value per turn, at least one. A value for the whole episode goes to the last
   turn.
 - `turn_rewards` add up to `reward`, up to rounding.
-- `reward` is computed from the terms' totals, so episodes with equal totals have bitwise equal rewards whatever the
-  turns. Groups without spread are recognised by that.
+- `reward` is computed from the terms' totals, so episodes with equal totals have bitwise equal rewards, whatever their
+  turns are. This equality is how groups without spread are recognised.
 
-Terms read the turns: `Turn.text` from the policy and `Turn.observation` from the environment. So an `<information>` tag
-that the policy writes is no retrieval (it breaks the structure). An answer tag in the prompt, in a passage or in the
-invalid-action message is no answer. Only `compat.answer_over_prompt` extracts the answer as Search-R1 does.
+Terms read the text of the policy (`Turn.text`) apart from the text of the environment (`Turn.observation`). An
+`<information>` tag that the policy writes is therefore no retrieval (it breaks the structure). An answer tag in the
+prompt, in a passage or in the invalid-action message is no answer. Only with `compat.answer_over_prompt` is the answer
+extracted as in Search-R1.
 
 A user-defined term is a function `package.module.function` of (question, trajectory). It returns a number for the
-episode, or one number per turn. Plain functions run in threads and async ones on an event loop of their own, so they
+episode, or one number per turn. Plain functions run in threads and async functions on a separate event loop, so they
 never block the driver. An error, or a call longer than `reward.custom_timeout_s`, raises RunError naming the term. A
 function that never returns does not keep the process alive. Formulas and sources are in docs/rewards.md.
 """
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from rlsys.orchestrator.rewards.judge import Judge
 
 _THINK = "think"
-"""Tag of reasoning. Not in `task.tags`, but part of the expected structure."""
+"""Tag of reasoning. It is not in `task.tags`, but it is part of the expected structure."""
 JUDGE = "judge"
 """Built-in term that calls a language model; all others are pure."""
 ALIASES = {"correct_answer": "exact_match"}
@@ -102,11 +103,11 @@ class ParsedEpisode:
         return max(1, len(self.trajectory.turns))
 
     def at_end(self, value: float) -> list[float]:
-        """[slots] `value` on the last turn, 0 elsewhere."""
+        """Return `value` on the last turn and 0 elsewhere: [slots]."""
         return [0.0] * (self.slots - 1) + [value]
 
     def each_turn(self, value_of: Callable[[Turn], bool]) -> list[float]:
-        """[slots] 1 for each turn for which `value_of` is true, 0 elsewhere."""
+        """Return 1 for each turn for which `value_of` is true, and 0 elsewhere: [slots]."""
         return [float(value_of(turn)) for turn in self.trajectory.turns] or [0.0]
 
 
@@ -142,12 +143,15 @@ class EpisodeParser:
         )
 
     def _last_match(self, question: Question, trajectory: Trajectory) -> str | None:
-        """Answer as Search-R1 extracts it: the last match; None for a single one, taken for the prompt's example."""
+        """Return the answer as Search-R1 extracts it: the last match in prompt and response.
+
+        A single match counts as the example in the prompt and gives None.
+        """
         found = self._answer.findall(question.prompt + trajectory.response)
         return str(found[-1]).strip() if len(found) > 1 else None
 
     def _carried_out(self, turn: Turn) -> str:
-        """Tag of the search or tool call that the environment answered in `turn`; empty if it answered none."""
+        """Return the tag of the search or tool call that the environment answered in `turn`; empty without one."""
         if turn.action is Action.TOOL and turn.observation:
             return self._tools[turn.tool]
         return self._tags.search if _searched(turn) else ""
@@ -167,12 +171,12 @@ class EpisodeParser:
 
 
 def count_answer_tags(turns: Sequence[Turn], tag: str) -> int:
-    """Number of opening or of closing tags that the policy wrote, whichever is larger; observations do not count."""
+    """Return the number of opening or of closing tags in the policy's own text, whichever number is larger."""
     return max(sum(turn.text.count(mark) for turn in turns) for mark in (f"<{tag}>", f"</{tag}>"))
 
 
 def pure_terms(config: RewardConfig, task: TaskConfig) -> Mapping[str, PureTerm]:
-    """Name -> built-in term, without the judge."""
+    """Return name -> built-in term, without the judge."""
     return {
         "exact_match": _of_answer(exact_match),
         "correct_answer": _of_answer(exact_match),
@@ -188,7 +192,7 @@ def pure_terms(config: RewardConfig, task: TaskConfig) -> Mapping[str, PureTerm]
 
 
 def overlong_penalty(length: int, limit: int, buffer: int) -> float:
-    """DAPO's soft overlong punishment (2503.14476, eq. 13) with the opposite sign: 0 to 1."""
+    """Return the soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13) with the opposite sign: from 0 to 1."""
     return min(1.0, max(0.0, (length - (limit - buffer)) / buffer))
 
 
@@ -218,7 +222,7 @@ def _judged_by(judge: Judge) -> Callable[[ParsedEpisode], Awaitable[Sequence[flo
 
 
 def _format_score(episode: ParsedEpisode, config: RewardConfig) -> float:
-    """Search-R1's qa_em_format score, with `structure_score`, `final_score` and `retrieval_score` from `config`."""
+    """Return Search-R1's score qa_em_format, with the scores for structure, final answer and retrieval of `config`."""
     if episode.answer is not None and exact_match(episode.answer, episode.question.answers):
         return 1.0 if episode.well_formed else 1.0 - config.structure_score
     if episode.well_formed:
@@ -233,7 +237,7 @@ def _overlong(episode: ParsedEpisode, config: RewardConfig, task: TaskConfig) ->
 
 
 def _searched(turn: Turn) -> bool:
-    """Return True if the turn executed a search, as `Trajectory.searches` counts."""
+    """Return True if the turn executed a search; `Trajectory.searches` counts the same turns."""
     return turn.action is Action.SEARCH and bool(turn.observation)
 
 
@@ -322,7 +326,7 @@ class TimedCalls:
     async def result_of(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return the result of `function` or raise its exception.
 
-        Raises OverdueError on a time-out, in which the wait for a free thread does not count.
+        Raises OverdueError on a time-out. The time-out starts when a thread is free.
         """
         plain = not inspect.iscoroutinefunction(function)
         async with self._slots if plain else contextlib.nullcontext():
@@ -349,7 +353,10 @@ class CustomTerm:
         self._calls = calls
 
     async def __call__(self, episode: ParsedEpisode) -> Sequence[float]:
-        """Return the function's values [slots]. Raises RunError if it raises, times out or returns anything else."""
+        """Return the function's values [slots].
+
+        Raises RunError if the function fails, times out or returns anything else.
+        """
         where = f"reward.terms.{self._name}, called for sample {episode.trajectory.sample} of {episode.question.uid},"
         try:
             result = await self._calls.result_of(self._function, episode.question, episode.trajectory)
@@ -398,7 +405,7 @@ async def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> Any
 
 
 def weights_of(config: RewardConfig) -> Mapping[str, float]:
-    """Term -> non-zero weight; exact match with weight 1 if the config names no term."""
+    """Return term -> non-zero weight; exact match with weight 1 if the config names no term."""
     if not config.terms:
         return {"exact_match": 1.0}
     return {name: weight for name, weight in config.terms.items() if weight != 0}
@@ -491,8 +498,8 @@ def _judge_problems(judge: JudgeConfig) -> Iterator[UserError]:
         yield UserError(sentence, code="missing", key="reward.judge.model")
     if judge.token_env is not None and not os.environ.get(judge.token_env):
         yield UserError(
-            f"reward.judge.token_env={judge.token_env} is not set in the environment: export the endpoint's key as "
-            f"{judge.token_env}, or set reward.judge.token_env to null.",
+            f"reward.judge.token_env={judge.token_env} names an environment variable that is not set: export the "
+            f"endpoint's key as {judge.token_env}, or set reward.judge.token_env to null.",
             code="missing",
             key="reward.judge.token_env",
         )

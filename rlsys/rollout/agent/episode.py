@@ -5,12 +5,12 @@ turn, per observation and per episode, and time per episode.
 
 Invariants:
 - A trajectory never has more than `max_total_tokens` tokens.
-- An episode that times out returns its turns so far as `Finish.ABORTED`, and its running generation is cancelled. A
-  `Generator` must then free its request; the episode returns even if it does not.
+- An episode that times out returns its turns so far as `Finish.ABORTED`, and its running generation is cancelled. The
+  `Generator` must then free the request; the episode returns even if the generator does not.
 - A failed search or tool call becomes an observation, not an exception.
 - An observation begins and ends with its own tags, whatever its length. No passage, title, result or error can forge a
   tag of the protocol or of a tool, or a special token of the tokenizer.
-- Making an observation blocks the event loop for a time bounded by its token limit: of a longer text, only the
+- The token limit of an observation bounds how long making it blocks the event loop: if the text is longer, only its
   beginning is processed.
 - An episode can be interrupted at any time and resumed elsewhere from its last whole turn: see `PartialEpisode`.
 """
@@ -42,13 +42,13 @@ Number = TypeVar("Number", bound=np.generic)
 CANCEL_GRACE_S = 1.0
 """Time for a cancelled call to end; afterwards it is abandoned."""
 MAX_CHARS = 100_000
-"""Length at which a tool's result is cut before any processing."""
+"""Maximum length of a tool's result; the rest is cut off before any processing."""
 SEARCH = "search"
-"""Name of the search in `EpisodeTools.awaited`; the other names are tools."""
+"""Key of the search in `EpisodeTools.awaited`; the other keys are names of tools."""
 _CHARS_A_TOKEN = 8
-"""Characters per token: more than most texts have, so that one tokenisation of their beginning suffices."""
+"""Assumed characters per token: more than in most texts, so that tokenising the beginning once usually suffices."""
 _LOOK_AHEAD = 1024
-"""Characters after a token beyond which nothing can change it: four of the longest tokens in use, and any forgery."""
+"""A token depends on at most this many characters after it: more than any forged tag or any four tokens have."""
 
 OnTokens = Callable[[list[int]], None]
 """Callback that receives all tokens of a turn so far, each time more arrive."""
@@ -73,7 +73,7 @@ def training_sampling(rollouts: SamplingConfig) -> TurnSampling:
 
 
 def evaluation_sampling(rollouts: SamplingConfig, temperature: float, *, as_rollouts: bool) -> TurnSampling:
-    """Return the sampling parameters of an evaluation: `temperature`, whole vocabulary.
+    """Return the sampling parameters of an evaluation: the given `temperature` over the whole vocabulary.
 
     `as_rollouts`, set by `compat.sampled_validation`, samples as in training and ignores `temperature`.
     """
@@ -108,7 +108,7 @@ class Streaming(Protocol):
     async def generate(
         self, input_ids: list[int], sampling: TurnSampling, rid: str, on_tokens: OnTokens | None = None
     ) -> Generation:
-        """Continue `input_ids` as `Generator.generate`; calls `on_tokens` in the event loop as tokens arrive."""
+        """Continue `input_ids` as `Generator.generate` does; call `on_tokens` in the event loop as tokens arrive."""
 
 
 class SearchTool(Protocol):
@@ -143,11 +143,11 @@ class TurnRules:
 
     After `max_turns` turns, one last generation follows, in which only an answer counts.
 
-    Invariants: `step` never raises on any text; at most `max_turns + 1` steps until one ends the episode.
+    Invariants: `step` never raises, whatever the text. An episode ends after at most `max_turns + 1` steps.
     """
 
     def __init__(self, task: TaskConfig, tools: Mapping[str, str] = {}, *, searches: bool = True) -> None:
-        """`tools` maps tag to name of each tool; without `searches` the search tag has no effect."""
+        """`tools` maps the tag of each tool to its name. Without `searches`, the search tag has no effect."""
         tags = task.tags
         self._acts = {**({tags.search: ""} if searches else {}), **tools}
         """Tag -> name of the tool, empty for the search."""
@@ -156,7 +156,7 @@ class TurnRules:
         self._max_turns = task.max_turns
 
     def cut(self, text: str) -> str:
-        """Return `text` up to and including the tag that ends the turn; all of it without one."""
+        """Return `text` up to and including the tag that ends the turn; all of `text` if no tag ends it."""
         for tags in (self._acts, (self._answer_tag,)):
             cuts = [text.partition(f"</{tag}>")[:2] for tag in tags]
             if ended := [head + closer for head, closer in cuts if closer]:
@@ -178,8 +178,10 @@ class TurnRules:
         return Parsed(kept, Action.TOOL if tool else Action.SEARCH, content, tool)
 
     def step(self, turns: int, text: str) -> tuple[Parsed, Finish | None]:
-        """Parse the generated `text` of the turn after `turns` others; return its action and the finish reason, if it
-        ends the episode."""
+        """Parse the generated `text` of a turn that follows `turns` earlier turns.
+
+        Return the parsed turn, and the finish reason if this turn ends the episode.
+        """
         turn = self.parse(text)
         if turn.action is Action.ANSWER:
             return turn, Finish.ANSWER
@@ -187,8 +189,10 @@ class TurnRules:
 
 
 def render_search(contents: Iterable[str], error: str) -> str:
-    """Return passages as `Doc {i}(Title: {first line}) {rest}`, one per line, numbered from 1; or the message for a
-    non-empty `error`."""
+    """Return the passages as `Doc {i}(Title: {first line}) {rest}`, one per line, numbered from 1.
+
+    If `error` is not empty, return an error message instead.
+    """
     if error:
         return f"Search failed: {error}"
     parts = (content.partition("\n") for content in contents)
@@ -197,7 +201,7 @@ def render_search(contents: Iterable[str], error: str) -> str:
 
 
 def render_call(tool: str, text: str, error: str) -> str:
-    """Return the result `text` of `tool`, or the message for a non-empty `error`."""
+    """Return the result `text` of `tool`, or an error message if `error` is not empty."""
     return f"{tool} failed: {error}" if error else text or "No result."
 
 
@@ -215,11 +219,13 @@ class Observer:
         # Possessive quantifiers: otherwise "<" before n spaces takes n * n steps.
         self._forgery = re.compile(rf"<\s*+/?\s*+(?:{words})\s*+>{specials}", re.IGNORECASE)
         self.wrapper_tokens = len(codec.encode(self._open + self._close))
-        """Tokens of an empty observation: the least possible limit."""
+        """Number of tokens of an empty observation: the smallest possible limit."""
 
     def observe(self, body: str, max_tokens: int) -> str:
-        """Return the observation of `body`: at most `max_tokens` tokens, tokenised alone. `max_tokens` is
-        `wrapper_tokens` or more."""
+        """Return `body` as an observation that has at most `max_tokens` tokens if tokenised on its own.
+
+        Raises ValueError if `max_tokens` is below `wrapper_tokens`.
+        """
         if max_tokens < self.wrapper_tokens:
             raise ValueError(f"an observation needs {self.wrapper_tokens} tokens, {max_tokens} given")
         chars = _CHARS_A_TOKEN * max_tokens + _LOOK_AHEAD
@@ -236,7 +242,7 @@ class Observer:
         return self._cut(whole, self._codec.encode_spans(whole).spans, max_tokens)
 
     def _beginning(self, text: str, chars: int) -> str:
-        """Return the first characters of `text`; a tag that closes beyond them is neutralised as in the whole text."""
+        """Return the first `chars` characters of `text`. A tag that begins in them but ends later is neutralised."""
         start = text.rfind("<", 0, chars)
         tag = self._forgery.match(text, start) if start >= 0 else None
         if tag is None or tag.end() <= chars:
@@ -244,8 +250,10 @@ class Observer:
         return f"{text[:start]}{_broken(tag.group())}"[:chars]
 
     def _neutralise(self, text: str) -> str:
-        """Replace the angle brackets of tags and special tokens by parentheses, and split other special tokens by a
-        space, until none is left."""
+        """Neutralise tags and special tokens until none is left.
+
+        Angle brackets become parentheses; a special token without angle brackets is split by a space.
+        """
         while True:
             broken = self._forgery.sub(lambda match: _broken(match.group()), text)
             if broken == text:
@@ -253,8 +261,10 @@ class Observer:
             text = broken
 
     def _cut(self, body: str, spans: Sequence[tuple[int, int]], max_tokens: int) -> str:
-        """Return the observation of the longest prefix of `body` that keeps the limit, tags included. `spans` are its
-        tokens."""
+        """Return an observation with the longest prefix of `body` for which it has at most `max_tokens` tokens.
+
+        `spans` are the character ranges of the tokens of `body`.
+        """
         keep = min(max_tokens - self.wrapper_tokens, len(spans))
         while keep > 0:
             # The cut may split a character or change the tokens at the tag, so count the result.
@@ -272,7 +282,7 @@ def _broken(marker: str) -> str:
     """Neutralise `marker`: `</search>` becomes `(/search)`, `[INST]` becomes `[ INST]`."""
     if marker.startswith("<") and marker.endswith(">"):
         return f"({marker[1:-1]})"
-    # After the first visible character: otherwise a marker with white space at an end matches again for ever.
+    # Split after the first visible character: otherwise a marker with white space at an end matches again for ever.
     first = len(marker) - len(marker.lstrip()) + 1
     return f"{marker[:first]} {marker[first:]}" if marker[first:].strip() else " "
 
@@ -291,7 +301,7 @@ class EpisodeTools:
         task: TaskConfig,
         custom: Sequence[Tool] | None = None,
     ) -> None:
-        """Without `search`, its tag has no effect. `custom` replaces the tools made from `task.tools`."""
+        """If `search` is None, the search tag has no effect. `custom` replaces the tools made from `task.tools`."""
         self.generator = generator
         self.search = search
         self.codec = codec
@@ -337,7 +347,7 @@ class Episode:
         sampling: TurnSampling,
         progress: PartialEpisode | None = None,
     ) -> None:
-        """`progress` is from the same question, task and tokenizer; the episode resumes after its turns."""
+        """`progress` is from the same question, task and tokenizer; the episode resumes after the turns in it."""
         self._question = question
         self._sample = sample
         self._tools = tools
@@ -460,7 +470,7 @@ class Episode:
         self._sampled.append(sampled)
 
     async def _respond(self, turn: Parsed, room: int) -> bool:
-        """Append the observation of `turn`; return False if even the shortest does not fit."""
+        """Append the observation of `turn`; return False if even the shortest observation does not fit."""
         tools, task = self._tools, self._tools.task
         if turn.action is Action.INVALID:
             observation, seconds, error = task.invalid_message, 0.0, ""
@@ -499,11 +509,12 @@ def _joined(parts: Iterable[Sequence[float]], dtype: type[Number]) -> NDArray[Nu
 class EpisodeGroup:
     """Runs the episodes of one prompt group concurrently. Play it once, on one event loop.
 
-    Every episode yields a trajectory. A finished one stays unchanged, one with progress resumes, the others begin. An
-    episode that times out, or is not played to its end, is `Finish.ABORTED` and keeps its complete turns.
+    Every episode yields a trajectory. In `play`, a finished episode stays unchanged, an episode with progress resumes,
+    and all others begin. An episode that times out, or is not played to its end, is `Finish.ABORTED` and keeps its
+    complete turns.
 
-    `progress` may be passed at any moment to another group of the same question, which then ends as this one would
-    have.
+    The result of `progress` may be passed at any moment to another group of the same question. That group then ends as
+    this group would have ended.
     """
 
     def __init__(
@@ -514,7 +525,7 @@ class EpisodeGroup:
         sampling: TurnSampling,
         progress: Sequence[EpisodeProgress] = (),
     ) -> None:
-        """`progress` belongs to some of the `samples`, in any order.
+        """`progress` has episodes of some of the `samples`, in any order.
 
         Raises UserError for a question that is too long, ValueError for `progress` of another group.
         """
@@ -525,7 +536,7 @@ class EpisodeGroup:
                 f"question {question.uid}."
             )
         self._episodes: dict[int, Episode | Trajectory] = {}
-        """Sample -> running episode, or trajectory of a finished one; in order of samples."""
+        """Sample -> running episode, or trajectory of a finished episode; in order of samples."""
         for sample in samples:
             begun = known.get(sample)
             if not isinstance(begun, Trajectory):
@@ -536,7 +547,7 @@ class EpisodeGroup:
                 raise ValueError(f"An episode of question {begun.question_uid} was given for question {question.uid}.")
 
     async def play(self, slots: asyncio.Semaphore, timeout_s: float) -> None:
-        """Run each episode to its end, or for `timeout_s` seconds after it gets one of the `slots`."""
+        """Run each episode to its end, but at most `timeout_s` seconds from when it gets one of the `slots`."""
 
         async def play(sample: int, episode: Episode) -> None:
             async with slots:
@@ -548,24 +559,24 @@ class EpisodeGroup:
         try:
             await asyncio.gather(*tasks)
         finally:
-            # After an error or a cancellation, end the sibling episodes.
+            # After an error or a cancellation, end the other episodes.
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def progress(self) -> tuple[EpisodeProgress, ...]:
-        """Return the samples that have finished or have a whole turn, in order."""
+        """Return the episodes that have finished or completed a turn, in order of samples."""
         known = (each.progress() if isinstance(each, Episode) else each for each in self._episodes.values())
         return tuple(episode for episode in known if episode is not None)
 
     def trajectories(self) -> list[Trajectory]:
-        """Return all samples in order; unfinished episodes are aborted."""
+        """Return the trajectories of all samples, in order; unfinished episodes count as aborted."""
         every = self._episodes.values()
         return [each.trajectory(Finish.ABORTED) if isinstance(each, Episode) else each for each in every]
 
 
 class EngineDied(RunError):
-    """An engine is gone, although its driving process may live. The message names the engine."""
+    """Raised if an engine is dead, even if the process that drives it lives. The message names the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -623,14 +634,14 @@ def _reason(error: BaseException) -> str:
 
 
 def _encodable(text: str) -> str:
-    """Return `text` cut to `MAX_CHARS`, with lone surrogates replaced, which no tokenizer accepts."""
+    """Return `text` cut to `MAX_CHARS`. Lone surrogates are replaced, because no tokenizer accepts them."""
     return text[:MAX_CHARS].encode("utf-8", "replace").decode("utf-8")
 
 
 async def within(call: Coroutine[Any, Any, T] | asyncio.Future[T], *, timeout_s: float | None = None) -> T | None:
     """Return the result of `call`, or None after `timeout_s` seconds.
 
-    The call is then cancelled; if it ignores that, it is abandoned after `CANCEL_GRACE_S`.
+    A call that has not ended by then is cancelled; if it still runs after `CANCEL_GRACE_S`, it is abandoned.
     """
     task = asyncio.ensure_future(call)
     try:
@@ -639,5 +650,5 @@ async def within(call: Coroutine[Any, Any, T] | asyncio.Future[T], *, timeout_s:
     finally:
         if not task.done():
             task.cancel()
-            # The gather retrieves the task's exception, so that asyncio does not warn of it.
+            # The gather retrieves the task's exception, so that asyncio does not warn about it.
             await asyncio.wait([asyncio.gather(task, return_exceptions=True)], timeout=CANCEL_GRACE_S)

@@ -4,8 +4,8 @@ Token modes: `retokenize` keeps the context as text and tokenises it again for e
 the text is trained only if it lies wholly within generated text. `append` keeps the sampled ids up to the token that
 completes the stop tag, and appends observations tokenised on their own.
 
-Example: after prompt P the engine samples a and b under version 7; version 8 is activated during a search, which returns
-O; the engine samples c. In `retokenize` mode this holds if re-tokenisation gives the same ids:
+Example: after prompt P the engine samples a and b under version 7; version 8 is activated during a search, which
+returns O; the engine samples c. The record is as follows (in `retokenize` mode, if re-tokenisation gives the same ids):
 
     tokens             P    a    b    O    c
     loss_mask          0    1    1    0    1
@@ -18,11 +18,11 @@ Invariants, in both modes:
 - `rollout_logprobs[t]` is a number only if the engine sampled `tokens[t]` after exactly `tokens[:t]`, so that it can be
   compared with a recomputed log-prob; elsewhere it is NaN.
 - `turn_of_token` is the turn of every trained token, and -1 elsewhere.
-- `versions[t]` is set for every trained token but an end-of-sequence token that was added, not sampled: that one has
-  version -1 and no log-prob.
-- A recorded version is never later than the true one, so a bound on recorded staleness bounds the true staleness. It is
-  exact if the token and all tokens before it equal those of the engine's call: always in `append` mode, but not always
-  in `retokenize` mode. Any other generated token has the oldest version of its turn.
+- `versions[t]` is set for every trained token, except for an end-of-sequence token that was added and not sampled: this
+  token has version -1 and no log-prob.
+- A recorded version is never later than the true version, so a bound on recorded staleness bounds the true staleness.
+  The recorded version is exact if the engine call had the same token after the same tokens. This always holds in
+  `append` mode. In `retokenize` mode, any other generated token has the oldest version of its turn.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Encoded:
 class Codec:
     """Encodes and decodes text with a Hugging Face fast tokenizer; reports the character span of every token.
 
-    Contract: encoding adds no BOS or EOS and cleans nothing up; a templated prompt contains its special tokens as text.
-    Spans are conservative: white space that a tokenizer leaves out of its offsets (`trim_offsets`) belongs to both
-    neighbouring tokens, so that no token is mistaken for purely generated text.
+    Contract: encoding adds no BOS or EOS, and decoding does not clean up spaces. A templated prompt contains its
+    special tokens as text. Spans are conservative: white space that a tokenizer leaves out of its offsets
+    (`trim_offsets`) belongs to both neighbouring tokens, so that no token is mistaken for purely generated text.
 
     Raises `UserError` for a tokenizer without character offsets or without an end-of-sequence token.
     """
@@ -98,7 +98,7 @@ class Codec:
     def prompt(self, question: str) -> str:
         """Return `question` as one templated user message; unchanged if the tokenizer has no chat template.
 
-        A question that contains a special token is templated already and stays unchanged too.
+        A question that contains a special token counts as templated already and stays unchanged too.
         """
         if self._tokenizer.chat_template is None or any(text in question for text in self.special_texts):
             return question
@@ -109,7 +109,7 @@ class Codec:
 def _close_gaps(offsets: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
     """Widen spans over characters that belong to no token.
 
-    Tokens of one multi-byte character share its range, so ends may repeat but never decrease.
+    If a multi-byte character has several tokens, all have its range, so ends may repeat but never decrease.
     """
     ends = [0, *(end for _, end in offsets)]
     starts = [*(start for start, _ in offsets[1:]), length]
@@ -131,7 +131,7 @@ class SampledTurn:
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """Per-token part of a trajectory; the fields are those of `Trajectory`."""
+    """Per-token part of a trajectory. `Trajectory` explains all fields but `truncated`."""
 
     tokens: NDArray[np.int32]
     prompt_length: int
@@ -152,14 +152,16 @@ class Context(Protocol):
         """Return the engine's input for the next turn."""
 
     def add_turn(self, turn: SampledTurn, text: str) -> None:
-        """Append a generation, of which the protocol kept `text`."""
+        """Append a generation; `text` is the part of it that the protocol kept."""
 
     def add_observation(self, text: str) -> None:
         """Append an observation."""
 
     def close(self, end_with_eos: bool, limit: int) -> TokenRecord:
-        """Return the finished sequence of at most `limit` tokens. `end_with_eos` adds a trained EOS unless one was
-        sampled."""
+        """Return the finished sequence of at most `limit` tokens.
+
+        `end_with_eos` adds a trained EOS unless the last turn sampled one.
+        """
 
 
 def open_context(mode: TokenMode, codec: Codec, prompt: str) -> Context:
@@ -235,7 +237,7 @@ class Appended(Context):
         self._eos = _sampled_eos(self._codec, self._turns) if whole else None
 
     def add_observation(self, text: str) -> None:
-        """Tokenise `text` alone and append it."""
+        """Tokenise `text` on its own and append it."""
         ids = self._codec.encode(text)
         self._tokens += ids
         self._owners += [UNSAMPLED] * len(ids)
@@ -247,7 +249,7 @@ class Appended(Context):
 
 
 def _owners(spans: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the index of the range that contains each span entirely, or UNSAMPLED. Both lists ascend."""
+    """Return for each span the index of the range that contains all of it, or UNSAMPLED. Both lists are sorted."""
     owners = []
     current = 0
     for start, end in spans:
@@ -259,7 +261,7 @@ def _owners(spans: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, int]])
 
 
 def _sampled_eos(codec: Codec, turns: Sequence[SampledTurn]) -> int | None:
-    """Return the special token with which the engine ended the last turn, if it sampled one."""
+    """Return the sampled special token that ended the last turn; None if no such token ended it."""
     if not turns or not turns[-1].output_ids or not turns[-1].ended_itself:
         return None
     last = turns[-1].output_ids[-1]
@@ -269,7 +271,7 @@ def _sampled_eos(codec: Codec, turns: Sequence[SampledTurn]) -> int | None:
 def _shortest_prefix(codec: Codec, ids: Sequence[int], text: str) -> list[int]:
     """Return the shortest prefix of `ids` whose text begins with `text`; all ids if the turn was not cut.
 
-    Stop strings end a generation in the engine, so usually nothing is cut.
+    The engine itself ends a generation at a stop string, so usually nothing is cut.
     """
     kept = list(ids)
     if codec.decode(kept) == text:
@@ -288,10 +290,10 @@ def _record(
     closing_eos: int | None,
     limit: int,
 ) -> TokenRecord:
-    """Align the final tokens with the samples of each turn. `owners[t]` is the turn of token t.
+    """Align the final tokens with the tokens that each turn sampled. `owners[t]` is the turn of token t.
 
-    A token gets the log-prob and version of its sample if it and all tokens before it equal those of the turn's call.
-    Any other owned token gets no log-prob and the turn's oldest version.
+    A token gets the log-prob and version with which it was sampled if the engine call of its turn had the same token
+    after the same tokens. Any other token of a turn gets no log-prob, and the oldest version of the turn.
     """
     length = min(len(tokens), limit)
     final = np.array(tokens[:length], dtype=np.int32)
@@ -330,9 +332,9 @@ def _record(
 def _count_differing(sampled: Sequence[int], trained: Sequence[int]) -> int:
     """Return the number of trained tokens outside a longest common subsequence of the two lists.
 
-    Uses Hyyrö's bit-vectors ("Bit-parallel LCS-length computation revisited", 2004): milliseconds for thousands of
-    tokens, even if a collapsed policy repeats a few of them. A set bit of `free` is a trained token without a match so
-    far.
+    Uses Hyyrö's bit-vectors ("Bit-parallel LCS-length computation revisited", 2004). This takes milliseconds for
+    thousands of tokens, even if a collapsed policy repeats the same few tokens. A set bit of `free` stands for a
+    trained token without a match so far.
     """
     if list(sampled[: len(trained)]) == list(trained):
         return 0
@@ -355,13 +357,13 @@ def _common_prefix(sampled: Sequence[int], final: NDArray[np.int32]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PartialEpisode:
-    """The whole turns of an interrupted episode, at least one: all that resuming it needs.
+    """The whole turns of an interrupted episode, at least one. Resuming the episode needs nothing else.
 
     `Episode` rebuilds the context, in either token mode, from the turns and the question. Tokens of an incomplete turn
     are dropped and sampled again.
 
-    Invariant: an episode that is interrupted between two turns and resumed ends with the trajectory of an uninterrupted
-    one, given the same further generations and observations.
+    Invariant: an episode that is interrupted between two turns and resumed ends with the same trajectory as without the
+    interruption, if the later generations and observations are the same.
     """
 
     question_uid: str
@@ -379,4 +381,4 @@ class PartialEpisode:
 
 
 EpisodeProgress = Trajectory | PartialEpisode
-"""A finished episode, or the whole turns of an unfinished one."""
+"""A finished episode, or the whole turns of an unfinished episode."""

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 
 def absent(module: str) -> Callable[[str], Callable[..., NoReturn]]:
-    """Return a module `__getattr__` whose functions raise when called."""
+    """Return a `__getattr__` for `module`, which returns functions that raise when called."""
 
     def attribute(name: str) -> Callable[..., NoReturn]:
         if name.startswith("__"):

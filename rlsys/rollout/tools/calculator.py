@@ -1,8 +1,8 @@
 """A calculator tool: exact arithmetic on the policy's text, without evaluating it as code.
 
-Contract: numbers, + - * / // % ** and parentheses; also `^`, `×`, `÷` and `−`. Rational numbers are exact decimals as
-written: 0.1 + 0.2 is 0.3. Roots have the precision of a float. Bounds on the length of an expression and on every
-intermediate number bound time and memory.
+Contract: an expression has numbers, + - * / // % ** and parentheses; `^`, `×`, `÷` and `−` work too. Decimal numbers
+are exact: 0.1 + 0.2 is 0.3. Roots have the precision of a float. Limits on the length of an expression and on the size
+of every intermediate number bound time and memory.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from fractions import Fraction
 from rlsys.rollout.tools.interface import ToolError
 
 MAX_CHARS = 400
-"""Length limit of an expression; also bounds its nesting."""
+"""Maximum length of an expression; this also bounds the nesting."""
 MAX_BITS = 1024
-"""Size limit of numerator and denominator: 308 decimal digits each."""
+"""Maximum bits of a numerator and of a denominator: 308 decimal digits each."""
 DIGITS = 12
 """Significant digits of a result that is not an integer."""
 _TOO_LARGE = "a number is too large, or has too many digits"
@@ -37,7 +37,7 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | 
 
 
 class Calculator:
-    """The tool; see `rlsys.rollout.tools.interface.Tool`."""
+    """Calculator tool; `rlsys.rollout.tools.interface.Tool` explains the attributes."""
 
     name = "calculator"
     tag = "calculator"
@@ -45,12 +45,12 @@ class Calculator:
     description = "evaluate arithmetic with + - * / // % ** and parentheses"
 
     async def call(self, text: str) -> str:
-        """Return the value of the expression `text`. Raises ToolError if it has none."""
+        """Return the value of the expression `text`. Raises ToolError if the expression has no value."""
         return spelled(value_of(text))
 
 
 def value_of(text: str) -> Fraction:
-    """Return the exact value of an expression. Raises ToolError for anything else, for x / 0, and beyond the limits."""
+    """Return the exact value of an expression. Raises ToolError for other text, for x / 0 and beyond the limits."""
     expression = text.translate(_WRITTEN).strip()
     if len(expression) > MAX_CHARS:
         raise ToolError(f"the expression is longer than {MAX_CHARS} characters")
@@ -65,7 +65,7 @@ def value_of(text: str) -> Fraction:
 
 
 def spelled(value: Fraction) -> str:
-    """Return an integer in full, any other number to `DIGITS` significant digits."""
+    """Write an integer in full, and any other number with `DIGITS` significant digits."""
     if value.denominator == 1:
         return str(value.numerator)
     rounded = Context(prec=DIGITS).divide(Decimal(value.numerator), Decimal(value.denominator))
@@ -89,12 +89,12 @@ def _value(node: ast.expr, text: str) -> Fraction:
 
 
 def _as_written(literal: str) -> Fraction:
-    """Return the decimal number as written, not its nearest binary float."""
+    """Return the decimal number as written, not the nearest binary float."""
     try:
         number = Decimal(literal)
-    except InvalidOperation:  # The exponent alone exceeds all bounds.
+    except InvalidOperation:  # The exponent exceeds all bounds.
         raise ToolError(_TOO_LARGE) from None
-    # Check the exponent first: a short one can stand for any number of digits.
+    # Check the exponent first: even a short exponent can stand for any number of digits.
     if number and abs(number.adjusted()) > MAX_BITS:
         raise ToolError(_TOO_LARGE)
     return _bounded(Fraction(number)) if number else Fraction(0)

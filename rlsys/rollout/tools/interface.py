@@ -1,8 +1,8 @@
-"""Loads the tools of a task: a tag that the policy writes, and an async call that answers the text inside.
+"""Loads the tools of a task. A tool has a tag that the policy writes, and an async method that answers the text inside.
 
 A class is a tool if it has the attributes of `Tool` and needs no constructor arguments; no base class is required. Each
-process that runs episodes makes one instance and calls it concurrently on their event loop. Blocking work belongs in a
-thread (`asyncio.to_thread`).
+process that runs episodes makes one instance of the class and calls it concurrently, on the event loop of the episodes.
+Blocking work belongs in a thread (`asyncio.to_thread`).
 
 Invariant: the tools of `open_tools` have distinct names and tags, none of which is a tag of the protocol. Checking a
 tool imports its module; no tool is instantiated before all have passed the checks.
@@ -28,7 +28,7 @@ class Tool(Protocol):
 
     @property
     def name(self) -> str:
-        """Name in metrics, trajectories and samples: letters, digits and underscores, first a letter."""
+        """Name in metrics, trajectories and samples: letters, digits and underscores, beginning with a letter."""
 
     @property
     def tag(self) -> str:
@@ -36,7 +36,7 @@ class Tool(Protocol):
 
     @property
     def timeout_s(self) -> float:
-        """Time limit of a call; on expiry it is cancelled and the policy reads an error."""
+        """Time limit of a call. A call that takes longer is cancelled, and the policy reads an error."""
 
     @property
     def description(self) -> str:
@@ -45,13 +45,13 @@ class Tool(Protocol):
     async def call(self, text: str) -> str:
         """Answer `text`: the text between the tags, stripped, never empty. The policy reads the result.
 
-        Untrusted on both sides: the policy wrote `text`, and the caller cuts the result and neutralises tags in it.
-        Raise `ToolError` for a text that cannot be answered; the policy also reads the message of any other exception.
+        Do not trust `text`, which the policy wrote. The caller cuts the result and neutralises tags in it. Raise
+        `ToolError` for a text that cannot be answered; the policy also reads the message of any other exception.
         """
 
 
 class ToolError(Exception):
-    """A call that cannot be answered. The policy reads the message after the tool's name."""
+    """Raised for a call that cannot be answered. The policy reads the message after the tool's name."""
 
 
 def find_tool(path: str) -> type[Any]:
@@ -75,7 +75,7 @@ def find_tool(path: str) -> type[Any]:
 
 
 def tool_tags(paths: Sequence[str]) -> dict[str, str]:
-    """Return the tag of each tool by name. Raises UserError for a class that is not a tool."""
+    """Return tool name -> tag. Raises UserError for a class that is not a tool."""
     return {tool.name: tool.tag for tool in map(find_tool, paths)}
 
 
@@ -112,7 +112,7 @@ def _problems(task: TaskConfig) -> Iterator[UserError]:
 
 
 def described(paths: Sequence[str]) -> str:
-    """Return the prompt's sentences about the tools, one per tool; empty without any."""
+    """Return the prompt's sentences about the tools, one per tool; empty without tools."""
     return " ".join(
         f"You can {tool.description} by <{tool.tag}> text </{tool.tag}> and the result will be returned between "
         "<information> and </information>."

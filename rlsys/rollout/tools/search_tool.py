@@ -1,4 +1,4 @@
-"""Opens the search tool of a config: a client of the search servers, or a cassette in front of it."""
+"""Opens the search tool of a config: a client of the search servers, or a cassette that records or replays answers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rlsys.search.client import SearchClient
 
 
 def open_tool(search: SearchConfig) -> SearchClient | CassetteTool:
-    """Open the search tool of one worker process; processes that record together must all open it before the first
-    search.
+    """Open the search tool of one worker process.
 
-    Raises UserError if a server is needed and `search.url` is null, if a cassette does not fit these settings, and if
-    `record` finds an existing cassette.
+    If several processes record to one cassette, all must open the tool before the first search. Raises UserError if a
+    server is needed and `search.url` is null, if a cassette does not fit these settings, and if mode `record` finds an
+    existing cassette.
     """
     cassette = search.cassette
     if cassette.path is None:
@@ -28,7 +28,7 @@ def open_tool(search: SearchConfig) -> SearchClient | CassetteTool:
 
 
 def search_metrics(tool: SearchClient | CassetteTool) -> dict[str, float]:
-    """Return totals of the client, or of the cassette in front of it, since the start."""
+    """Return totals since the start: of the cassette if there is one, else of the client."""
     if isinstance(tool, CassetteTool):
         kept = tool.counts
         return {"search_hits": kept.hits, "search_misses": kept.misses, "search_recorded": kept.recorded}
@@ -44,7 +44,7 @@ def search_metrics(tool: SearchClient | CassetteTool) -> dict[str, float]:
 
 
 def open_client(search: SearchConfig, *, topk: int) -> SearchClient:
-    """Return a client of the configured servers. Raises UserError if there are none."""
+    """Return a client of the configured servers. Raises UserError if `search.url` or the token is missing."""
     if search.url is None:
         raise UserError(
             "search.url is null, so a rollout worker has no search server: start one and set search.url.",
@@ -54,7 +54,8 @@ def open_client(search: SearchConfig, *, topk: int) -> SearchClient:
     token = None if search.token_env is None else os.environ.get(search.token_env)
     if search.token_env is not None and not token:
         raise UserError(
-            f"search.token_env={search.token_env} is not set on {socket.gethostname()}: export the servers' token there.",
+            f"search.token_env={search.token_env} names a variable that is not set on {socket.gethostname()}: export "
+            "the servers' token there.",
             code="missing",
             key="search.token_env",
         )

@@ -1,4 +1,4 @@
-"""Stand-in for SGLang's CUDA kernels: imported on the CPU path, never called there."""
+"""Stand-in for SGLang's CUDA kernels, which SGLang imports but never calls without a GPU."""
 
 from rlsys.rollout.cpu_standins import absent
 

@@ -1,10 +1,10 @@
-"""Stand-in, see the package."""
+"""Stand-in for the torchvision module of this name; see `rlsys.rollout.sglang_cpu`."""
 
 from enum import Enum
 
 
 class InterpolationMode(Enum):
-    """Named at import time by image processors."""
+    """Interpolation modes to which image processors refer when they are imported."""
 
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"

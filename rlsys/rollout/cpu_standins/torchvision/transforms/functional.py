@@ -1,4 +1,4 @@
-"""Stand-in, see the package."""
+"""Stand-in for the torchvision module of this name; see `rlsys.rollout.sglang_cpu`."""
 
 from rlsys.rollout.cpu_standins import absent
 
