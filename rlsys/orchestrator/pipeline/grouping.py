@@ -67,8 +67,8 @@ def over_mini_batch(groups: Sequence[Group], config: AlgorithmConfig) -> list[Gr
 
     Raises ValueError if a group was not finished by `finish` with a config that needs the whole mini-batch.
     """
-    groups_missing = "no units for batch advantages: call `finish` on its group first"
-    units = [[_known(sample, sample.units, groups_missing) for sample in group.samples] for group in groups]
+    missing = "no units for batch advantages: call `finish` on its group first"
+    units = [[_known(sample, sample.units, missing) for sample in group.samples] for group in groups]
     return [
         replace(group, samples=tuple(map(_with_advantages, group.samples, found)))
         for group, found in zip(groups, batch_advantages(units, config), strict=True)
@@ -106,17 +106,17 @@ def _with_advantages(sample: Sample, advantages: NDArray[np.float64]) -> Sample:
 def _kl(sample: Sample, estimator: KlEstimator) -> NDArray[np.float64]:
     """Return the KL to the reference policy [seq] at trained tokens; 0 elsewhere."""
     policy = _known(sample, sample.old_logprobs, "no log-probs of the policy: score it first")
-    groups_missing = "no log-probs of the reference policy to take a KL off its reward"
-    reference, mask = _known(sample, sample.ref_logprobs, groups_missing), sample.trajectory.loss_mask
+    missing = "no log-probs of the reference policy to take a KL off its reward"
+    reference, mask = _known(sample, sample.ref_logprobs, missing), sample.trajectory.loss_mask
     kl = np.zeros(len(mask))
     trained = [torch.from_numpy(logprobs[mask].astype(np.float64)) for logprobs in (policy, reference)]
     kl[mask] = estimate(estimator, *trained).numpy()
     return kl
 
 
-def _known(sample: Sample, value: T | None, groups_missing: str) -> T:
+def _known(sample: Sample, value: T | None, missing: str) -> T:
     """Return `value`. If it is None, because an earlier stage did not run, raise a ValueError that names the sample."""
     if value is None:
         trajectory = sample.trajectory
-        raise ValueError(f"Sample {trajectory.sample} of {trajectory.question_uid} has {groups_missing}.")
+        raise ValueError(f"Sample {trajectory.sample} of {trajectory.question_uid} has {missing}.")
     return value
