@@ -76,8 +76,8 @@ def test_the_command_line_runs_under_its_deprecated_name() -> None:
     assert "Warning" not in done.stderr
 
 
-def test_transformer_engine_is_told_of_the_cudnn_of_torchs_wheel(tmp_path: Path) -> None:
-    """In an environment with that wheel alone, where the machine names another cuDNN; and without the wheel."""
+def test_cudnn_home_names_the_wheel_that_torch_uses(tmp_path: Path) -> None:
+    """Checks an environment with the wheel, in which CUDNN_HOME names another cuDNN, and one without the wheel."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", "env"], cwd=tmp_path, check=True)
 
     def cudnn_home() -> Path:

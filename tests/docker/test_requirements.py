@@ -60,8 +60,8 @@ def test_unknown_requirements_are_reported_except_for_packages_installed_alone(c
     assert toy(check, {"a": "1"}, {"a==1": ["c"]}, alone=("a",)) == []
 
 
-def test_a_pre_release_is_pinned_only_where_one_is_asked_for(check: ModuleType) -> None:
-    """By hand: something names a pre-release of b and d, and a release of a and c."""
+def test_pre_release_that_nothing_requires_is_refused(check: ModuleType) -> None:
+    """Other packages require a pre-release of b and d, and a release of a and c."""
     versions = {"a": "1rc1", "b": "2.0b3", "c": "3.dev1", "d": "4", "app": "1"}
     requires = {"app==1": ["a>=0.9", "B>=2.0b1", "c", "d==4rc1"]}
     told = list(check.needless_pre_releases("toy", {name: Version(text) for name, text in versions.items()}, requires))
