@@ -126,7 +126,7 @@ def lost(known: Sequence[Machine]) -> list[Machine]:
 
 
 def remote_shell(shell: type, strategy: Any, log: Path, environment: Mapping[str, str], **options: Any) -> Any:
-    """Start an actor of class `shell` as `strategy` places it, and return its handle. By default it takes no device."""
+    """Start an actor of class `shell`, placed by `strategy`, and return its handle. By default it takes no device."""
     settings = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": dict(environment)}, **options}
     return ray.remote(shell).options(scheduling_strategy=strategy, **settings).remote(str(log), list(sys.path))
 

@@ -58,8 +58,8 @@ FULL_KL = (KlEstimator["full_reverse"], KlEstimator["full_forward"])
 """Estimators that compare distributions instead of the sampled token's log-probs."""
 
 KlTail = StrEnum("KlTail", ["exact", "upstream"])
-"""Estimate of the KL from tokens outside of the top k, made from the sampled token. `exact`: Unbiased in value and
-gradient. `upstream`: The estimate of EMA-PG's published code, whose gradient is biased."""
+"""Estimate of the part of the KL that tokens outside of the top k contribute; it uses the sampled token. `exact`:
+Unbiased in value and gradient. `upstream`: The estimate of EMA-PG's published code, whose gradient is biased."""
 
 KlControl = StrEnum("KlControl", ["fixed", "adaptive"])
 """Weight of a KL term in the reward. `fixed`: Always `kl_coef`. `adaptive`: Adjusted after every step so that the KL
@@ -98,8 +98,8 @@ class CurationConfig:
     """Replace prompt groups whose episodes all earn the same reward (dynamic sampling, DAPO). Compares only the reward
     terms that grade the answer, or the whole reward if there is no such term."""
     max_replaced: NotNegative = 3.0
-    """Maximum number of prompt groups replaced in a step, as a multiple of `trainer.prompts_per_step`; further groups
-    are trained."""
+    """Maximum number of prompt groups replaced in a step, as a multiple of `trainer.prompts_per_step`; beyond it,
+    groups without a spread are trained."""
 
 
 @dataclass

@@ -41,8 +41,8 @@ _TRANSLATED = "rlsys_translated"
 _BENEATH = {"profile": "gpu", "task": "searchr1", "search": "local_server"}
 """Config groups that a file in RLinf's dialect builds on, unless the command line chooses other groups."""
 _Composed = tuple[Any, dict[str, int]]
-"""Composed tree, and level of each dotted key. The level is the position of the last entry of the defaults list that
-sets the key; a key set on the command line has a level above all entries."""
+"""Composed tree, and level of each dotted key. Several entries of the defaults list can set a key; its level is the
+position of the last of these entries. A key set on the command line has a level above all entries."""
 _BUILT_ON_SCHEMA = "__rlsys__"
 """Marker key of the schema node; a tree without it does not build on the schema."""
 _OVERRIDE = re.compile(r"\+{0,2}(?!hydra\b)[A-Za-z_][^\s=]*=.*", re.DOTALL)
@@ -125,7 +125,7 @@ def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | Non
 
 
 def find_config(name: str, config_dir: Path | None = None) -> Path:
-    """Return the file of a config, named as in `load_config`. Raises UserError if it does not exist."""
+    """Return the file of a config; `name` is as in `load_config`. Raises UserError if the file does not exist."""
     file_name = name if name.endswith(".yaml") else f"{name}.yaml"
     is_path = config_dir is None and (name.endswith(".yaml") or "/" in name)
     folder = (config_dir or PROJECT_CONFIGS).resolve()
@@ -173,7 +173,7 @@ def _composed(folder: Path, name: str, overrides: Sequence[str]) -> _Composed:
         if override.is_sweep_override():
             raise UserError(
                 f"{str(override.input_line).lstrip('+')} is a sweep, but a run has one value per key: start one run per "
-                "value, or put a list in [brackets] and a string in quotes.",
+                "value. If you meant a list, write it in [brackets]; if you meant a string, quote it.",
                 code="unsupported",
                 key=str(override.key_or_group),
             )
@@ -200,8 +200,8 @@ def _content(part: str, folder: Path) -> Any:
 
 
 def _opened(override: str, folder: Path = PROJECT_CONFIGS) -> str:
-    """Return `override` in the form in which Hydra accepts unknown keys; `typed` reports unknown keys. In a map with
-    free names, dots belong to the name."""
+    """Return `override` in the form that makes Hydra accept an unknown key; `typed` reports such keys later. In a map
+    whose keys the user chooses, a dot is part of the key."""
     key, _, value = override.lstrip("+").partition("=")
     if ((PROJECT_CONFIGS / key).is_dir() or (folder / key).is_dir()) and not value.startswith("{"):
         return override
@@ -213,8 +213,8 @@ def _opened(override: str, folder: Path = PROJECT_CONFIGS) -> str:
 
 
 def _refuse_other_kind(levels: Mapping[str, int], group: str, name: str, value: Any, own: str, chosen: str) -> None:
-    """Raise UserError for a key that belongs to another kind. No-op if the kind was chosen at a higher level than the
-    key; the caller then drops the key."""
+    """Raise UserError for a key of the kind `own`, which is not the chosen kind. No-op if the kind was chosen at a
+    higher level than the key; the caller then drops the key."""
     if levels[f"{group}.{name}"] >= levels[f"{group}.kind"]:
         raise UserError(
             f"{group}.{name}={shown(value)} belongs to {group}.kind={own}, and the kind is {chosen}: leave it out, or set "
@@ -362,7 +362,7 @@ class KeyDifference:
 def differences(before: Mapping[str, Any], config: RunConfig) -> list[KeyDifference]:
     """Return the keys that affect learning and differ between the resolved config `before` and `config`.
 
-    A key that is missing from `before`, because it is newer, has its default there.
+    A key that was added after `before` was recorded counts as having its default value there.
     """
     saved, current = dict(_flat(recorded(before))), dict(_flat(as_dict(config)))
     pairs = [KeyDifference(key, saved.get(key), current.get(key)) for key in sorted({*saved, *current})]

@@ -36,8 +36,8 @@ WHOLE_VOCABULARY = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Passes a converted value to the keys `ours`. Without `ours`, only checks the value, because rlsys supports no
-    other."""
+    """Passes a converted value to the keys `ours`. Without `ours`, only checks that the value matches
+    what rlsys always does."""
 
     ours: tuple[str, ...]
     convert: Callable[[Any], Any] = lambda value: value
@@ -128,7 +128,7 @@ IDLE_BRANCHES = (
 """Branches of RLinf's config that are ignored: Hydra, unused engines and tools, and duplicates of other keys."""
 
 DEVICES_PER_NODE = 8
-"""Devices per node that the placement `all` stands for, as on the machine of RLinf's example."""
+"""Number of devices per node with the placement `all`; the machine of RLinf's example has 8."""
 
 PLACEMENT = "cluster.component_placement"
 _PLACED = ("actor", "inference", "rollout")
@@ -180,7 +180,7 @@ def is_rlinf(file: Path) -> bool:
     try:
         tree = OmegaConf.load(file)
     except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError):
-        return False  # The next reader reports the error.
+        return False  # The function that loads the file next reports the error.
     return isinstance(tree, DictConfig) and "runner" in tree
 
 
@@ -365,7 +365,7 @@ def _steps(draft: _Draft) -> None:
 
 
 def _warm_up(draft: _Draft, steps: int | None) -> None:
-    """Convert the warm-up share: RLinf's is a share of `lr_decay_iters`, ours a share of the run's optimiser steps."""
+    """Convert the warm-up share of RLinf, a share of `lr_decay_iters`, to a share of the run's optimiser steps."""
     fraction = draft.given.get("actor.lr_sched.lr_warmup_fraction") or 0.0
     key = "actor.lr_sched.lr_decay_iters"
     spread = draft.given.get(key)

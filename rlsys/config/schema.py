@@ -417,8 +417,8 @@ class TrainerConfig:
     prompts_per_step: Annotated[Count, Unit("prompts")] = 512
     """Prompt groups trained per step, of `algorithm.n_samples` episodes each."""
     mini_batches: Annotated[Count, Unit("optimiser steps")] = 1
-    """Optimiser steps per step, at most `prompts_per_step`. Mini-batches differ in size by at most one prompt group: 8
-    groups in 3 mini-batches are 2, 3 and 3."""
+    """Optimiser steps per training step, at most `prompts_per_step`. Mini-batches differ in size by at most one prompt
+    group: 8 groups in 3 mini-batches are 2, 3 and 3."""
     seed: Whole = 1234
     """Seed of question order, sampling and newly initialised weights (the critic's value head)."""
 
@@ -445,8 +445,8 @@ class CompatConfig:
     """Behaviour of Search-R1's code beyond its settings, to reproduce its published numbers. See docs/algorithms.md."""
 
     answer_over_prompt: bool = False
-    """Look for the last answer in prompt and response together. A single match is taken for the prompt's example, not
-    for an answer."""
+    """Look for the last answer in prompt and response together. A single match counts as the prompt's example,
+    not as an answer."""
     sampled_validation: bool = False
     """Sample the answers of evaluations with the settings in `rollout.sampling`; `eval.temperature` is ignored."""
     validation_batch: Annotated[Count, Unit("questions")] | None = None
@@ -528,7 +528,7 @@ class GuardsConfig:
     kl_ceiling: Annotated[Positive, Unit("nats")] | None = 1.0
     """Largest mean KL per token to the reference policy, by the configured estimator."""
     ratio_ceiling: AboveOne | None = 20.0
-    """Largest ratio of any token in a step."""
+    """Largest ratio of current to old policy of any token in a step."""
     many_answers_ceiling: Share | None = 0.1
     """Largest share of episodes with more than one answer tag."""
     same_answer_ceiling: Share | None = 0.5

@@ -719,7 +719,7 @@ def _padded(matrix: Tensor, multiple: int, dim: int) -> Tensor:
 
 
 class DrainLock:
-    """Lock that blocks new calls and waits for calls in flight while it is closed. It always reopens."""
+    """Lock around calls. Closing it blocks new calls and waits for calls in flight; it always reopens."""
 
     def __init__(self) -> None:
         self._gate = asyncio.Lock()

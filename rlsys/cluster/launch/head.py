@@ -126,7 +126,7 @@ class ClusterNodes:
             gone = await answer(lambda: lost(self.machines))
         except RunError:
             if self.node is not None:
-                self.node.require_alive()  # If Ray has exited here, raise that cause instead.
+                self.node.require_alive()  # If Ray has exited here, that is the cause: report it instead.
             raise
         self.require(*map(self.machines.index, gone))
 

@@ -190,7 +190,7 @@ async def _await_head(role: Role, wait_s: float) -> str:
             address = await asyncio.to_thread(address_towards, role.host)
             if await asyncio.to_thread(answers, role.host, role.port, POLL_S):
                 return address
-        except OSError as error:  # The host name may resolve later, as a pod's does.
+        except OSError as error:  # The host name may resolve later: a pod gets its name after its start.
             problem = str(error)
         if time.monotonic() > until:
             raise RunError(

@@ -100,7 +100,10 @@ def find_role(
 
 
 def machine_count(given: int | None, wanted: int) -> int:
-    """Return the number of machines: `given`, or else the config's `wanted`. Raises UserError if fewer are given."""
+    """Return the number of machines: `given`, or else the config's `wanted`.
+
+    Raises UserError if `given` is below `wanted`.
+    """
     if given is None or given >= wanted:
         return given or wanted
     raise UserError(

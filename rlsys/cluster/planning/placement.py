@@ -12,8 +12,8 @@ processes with a common rank; unrelated ranks get separate bundles:
 With several machines of known size, a bundle is all placed ranks of one machine. Bundles are sorted by their lowest rank,
 which keeps the order of the placement.
 
-Ray itself picks the device for a process that reserves a share of a bundle. In a bundle with several devices, at least
-one of them shared, two processes could get the same device. Slots of such a bundle are `pinned`: they reserve nothing
+Ray itself picks the device for a process that reserves a share of a bundle. If processes share a device in a bundle
+of several devices, two of them could get the same device. Slots of such a bundle are `pinned`: they reserve nothing
 from Ray, and CUDA_VISIBLE_DEVICES names their devices.
 """
 
@@ -44,7 +44,7 @@ Ranks = tuple[int, ...]
 
 
 def parse_ranks(text: str, key: str) -> Ranks:
-    """Parse device ranks. Raises UserError for malformed text; `key` is the config key in its message."""
+    """Parse device ranks. Raises UserError for malformed text; its message names the config key `key`."""
     ranks: list[int] = []
     for part in str(text).split(","):
         match = _PART.fullmatch(part.strip())

@@ -361,7 +361,8 @@ def _training(rank: StageRank) -> tuple[dict[str, float], float]:
 
 
 def _left(rank: StageRank) -> float:
-    """Return the bytes that recomputed MoE layers hold until their next run: each layer's input and its gradient.
+    """Return the bytes that recomputed MoE layers hold until they run again: each layer's input and the gradient of
+    this input.
 
     Megatron's token dispatcher keeps the router probabilities, whose autograd graph references the layer's input.
     """
@@ -384,7 +385,7 @@ def _read_out_and_back(rank: StageRank) -> float:
 
 
 def _scoring(rank: StageRank) -> tuple[dict[str, float], float]:
-    """Return the parts and the peak bytes of forward passes without gradients, like `_training`."""
+    """Return the parts of forward passes without gradients, and their combined peak in bytes."""
     received = rank.stream if rank.parallel.pp > 1 else 0
     # Callers hold four residual streams: the embedding, the layer's input, the sum after attention, and its norm.
     activations = 4 * rank.stream + max(step.forward for step in _layer_steps(rank)) + received
@@ -470,9 +471,10 @@ def _column(rank: StageRank, width: int) -> float:
 
 
 def _row(rank: StageRank, width: int) -> float:
-    """Return the same bytes as `_column` for a row-parallel layer, `width` per TP rank -> residual stream.
+    """Return the bytes alive in the backward pass of a row-parallel layer, `width` per TP rank -> residual stream.
 
-    Its output's gradient is the gradient of the stream, which sequence parallelism first gathers.
+    Counts the same tensors as `_column`. The gradient of the layer's output is the gradient of the stream, which
+    sequence parallelism first gathers.
     """
     return (rank.tokens * width + width * rank.model.hidden) * rank.item + rank.gathered + rank.stream
 
@@ -574,7 +576,7 @@ def _mlp(rank: StageRank) -> list[LayerStep]:
     apart = 0 if rank.fused_swiglu else 2 * ffn
     return [
         LayerStep(0, _column(rank, 2 * rank.ffn), out + 2 * ffn),
-        # Gradients of gate and up, and of the product that they are computed from.
+        # Gradients of gate and up, and the gradient of their product, from which they are computed.
         LayerStep(2 * ffn + apart, 3 * ffn + rank.stream, 3 * ffn + apart),
         LayerStep(ffn, _row(rank, rank.ffn), out + ffn),
     ]

@@ -136,7 +136,7 @@ def verdict(name: str, findings: Sequence[Finding]) -> str:
 def examine(
     config: RunConfig, known: Sequence[Problem], machine: ThisMachine, *, launched: bool = False
 ) -> Iterator[Finding]:
-    """Yield all findings for a run of `config` from `machine`, in table order.
+    """Yield all findings for a run of `config` that is started on `machine`, in table order.
 
     `known` are the problems of the config itself. `launched` means that `rlsys launch` assembles the machines and starts
     the search servers before the run.
@@ -300,7 +300,10 @@ def _layers(config: RunConfig, here: Capabilities) -> Layers:
 
 
 def _cudnn_findings(config: RunConfig, machine: ThisMachine) -> Iterator[Finding]:
-    """Check that Transformer Engine's attention finds one cuDNN; its libraries work only with those of their own version."""
+    """Check that Transformer Engine's attention would load only torch's cuDNN.
+
+    Libraries of different cuDNN versions do not work together.
+    """
     uses_cudnn = config.model.attention in (Attention.auto, Attention.fused)
     if not uses_cudnn or _layers(config, machine.capabilities) is not Layers.te:
         return
@@ -537,8 +540,8 @@ def model_findings(folder: Path) -> Iterator[Finding]:
 
 
 def data_findings(key: str, path: Path) -> tuple[Finding, Question | None]:
-    """Check the first row of a question file. Returns the finding and the question in that row; None if it cannot be
-    read."""
+    """Check the first row of a question file. Returns the finding, and the question in that row or None if the row
+    cannot be read."""
     try:
         question = read_questions(path, limit=1)[0]
     except UserError as problem:
@@ -595,7 +598,7 @@ def _damage(file: Path) -> str:
 
 
 def _tokenizer(folder: Path) -> Finding:
-    """Check the tokenizer: a fast one (tokenizer.json) with an end-of-sequence token."""
+    """Check that the tokenizer is fast (tokenizer.json) and has an end-of-sequence token."""
     from tokenizers import Tokenizer
 
     what, file = "tokenizer", folder / "tokenizer.json"

@@ -127,9 +127,10 @@ class ThisMachine:
         return version_of(package)
 
     def foreign_cudnn(self) -> list[Path]:
-        """Return the libraries that torch's cuDNN, if it is a wheel, would load from another cuDNN of this machine.
+        """Return the libraries of another cuDNN on this machine that torch's cuDNN would load.
 
-        Raises Unseen if the loader's cache cannot be read.
+        Empty unless torch's cuDNN comes from a wheel and CUDNN_HOME is set. Raises Unseen if the loader's cache cannot
+        be read.
         """
         version, home = self.version("nvidia-cudnn-cu13"), os.environ.get("CUDNN_HOME")
         if version is None or home is None:
@@ -269,8 +270,8 @@ def read_gpus(cards: str, processes: str, visible: str | None) -> Gpus:
 def foreign_cudnn(own: Path, version: str, library_path: str, cache: str) -> list[Path]:
     """Return the libraries of other versions that the cuDNN `version` in the folder `own` would load.
 
-    It loads its libraries by name: from the folders of `library_path` (LD_LIBRARY_PATH), then from `own`, then from `cache`,
-    the output of `ldconfig -p`.
+    cuDNN loads its libraries by name: from the folders of `library_path` (LD_LIBRARY_PATH), then from `own`, then
+    from `cache`, the output of `ldconfig -p`.
     """
     major, minor, patch = version.split(".")[:3]
     found: list[Path] = []

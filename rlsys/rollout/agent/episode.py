@@ -10,8 +10,8 @@ Invariants:
 - A failed search or tool call becomes an observation, not an exception.
 - An observation begins and ends with its own tags, whatever its length. No passage, title, result or error can forge a
   tag of the protocol or of a tool, or a special token of the tokenizer.
-- The token limit of an observation bounds how long making it blocks the event loop: if the text is longer, only its
-  beginning is processed.
+- A long text does not block the event loop for long: only the beginning is processed, as far as the token limit of an
+  observation needs.
 - An episode can be interrupted at any time and resumed elsewhere from its last whole turn: see `PartialEpisode`.
 """
 
@@ -48,7 +48,7 @@ SEARCH = "search"
 _CHARS_A_TOKEN = 8
 """Assumed characters per token: more than in most texts, so that tokenising the beginning once usually suffices."""
 _LOOK_AHEAD = 1024
-"""A token depends on at most this many characters after it: more than any forged tag or any four tokens have."""
+"""Maximum number of following characters on which a token depends; no forged tag and no four tokens are as long."""
 
 OnTokens = Callable[[list[int]], None]
 """Callback that receives all tokens of a turn so far, each time more arrive."""

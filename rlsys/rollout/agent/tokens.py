@@ -377,7 +377,7 @@ class PartialEpisode:
     versions: NDArray[np.int32]
     """[sampled] weight version that sampled each token."""
     ended_itself: NDArray[np.bool_]
-    """[turns] as `SampledTurn.ended_itself`."""
+    """[turns] `SampledTurn.ended_itself` of each turn."""
 
 
 EpisodeProgress = Trajectory | PartialEpisode

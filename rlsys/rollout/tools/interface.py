@@ -80,7 +80,7 @@ def tool_tags(paths: Sequence[str]) -> dict[str, str]:
 
 
 def open_tools(task: TaskConfig) -> tuple[Tool, ...]:
-    """Instantiate each tool of `task`. Raises UserError with one line per problem, and the code of the first."""
+    """Instantiate each tool of `task`. Raises UserError with one line per problem and the code of the first problem."""
     if problems := list(_problems(task)):
         raise UserError("\n".join(map(str, problems)), code=problems[0].code, key=problems[0].key)
     return tuple(_made(path) for path in task.tools)
