@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Functions that the scripts of this folder source. Sourcing it only sets `root` and `called_from`.
+# Functions that the scripts of this folder source. Sourcing this file only sets `root` and `called_from`.
 
 root=$(CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../.." && pwd)
 called_from=$PWD

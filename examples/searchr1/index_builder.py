@@ -3,8 +3,8 @@
     python examples/searchr1/index_builder.py --retrieval_method e5 --model_path intfloat/e5-base-v2 \\
         --corpus_path wiki-18.jsonl --save_dir wiki18-e5 --faiss_type HNSW64
 
-The folder holds the corpus, the vectors and their settings, as from `rlsys search index`. An interrupted build
-continues when it is started again.
+The folder holds the corpus, the vectors and their settings, like a folder made by `rlsys search index`. An interrupted
+build continues when it is started again.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python examples/searchr1/local_retrieval_server.py --index_path e5_Flat.index --corpus_path wiki-18.jsonl
 
-`--index_path` is either a FAISS file, which needs `--corpus_path` and the encoder that it was made with, or a folder
+`--index_path` is either a FAISS file, which needs `--corpus_path` and the encoder with which it was made, or a folder
 made by `rlsys search index`, which contains both. The server is the same as with `rlsys search serve`.
 """
 

@@ -108,7 +108,7 @@ def _copy(content: _Content, file: IO[bytes]) -> int:
             content.allow(_AROUND_BYTES)
     if copied is None:
         raise RunError(f"{content.archive} holds no file: unpack it by hand")
-    # gzip compares its checksum only if it is read to the end, past the last member.
+    # gzip compares the checksum only if the content is read to its end, past the last member.
     content.allow()
     while content.read():
         pass

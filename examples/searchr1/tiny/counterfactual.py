@@ -17,8 +17,7 @@ from examples.searchr1.tiny.questions import WorldQuestion, one_hop, two_hop
 from examples.searchr1.tiny.traces import Script, Step
 
 FAMILIAR_SHARE = 0.3
-"""Share of the currencies, languages and continents in fictional worlds that are real; the others are names of
-places."""
+"""Share of real currencies, languages and continents in fictional worlds; the others have names of places."""
 LOOKALIKE_SHARE = 0.15
 """Share of new names that begin like an earlier name of the case; search confuses such names."""
 SHUFFLED_SHARE = 0.05
@@ -78,7 +77,7 @@ class Redrawer:
         self._rng = rng
 
     def redraw(self, case: Case) -> Case:
-        """Redraw `case` in a fictional world. City names are kept in 30 % of cases, all else changes."""
+        """Redraw `case` in a fictional world. 30 % of the cases keep the city names; everything else always changes."""
         new_names: dict[str, str] = {}
         new_places: dict[str, Place] = {}
         keep_cities = self._rng.random() < 0.3

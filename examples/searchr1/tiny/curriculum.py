@@ -1,4 +1,4 @@
-"""Draws the traces that the tiny policy is trained on, by phase.
+"""Draws the training traces of the tiny policy, phase by phase.
 
 Only questions of the train split are used, and no name of a held-out place is drawn.
 """
@@ -87,7 +87,7 @@ class Curriculum:
         self._redrawer = Redrawer(self._names, currencies, timezones, self._rng)
 
     def script(self, question: WorldQuestion) -> Script:
-        """Return the script of the question in the real world and in its own phrasing."""
+        """Return the script of the question, with real facts and the question's own phrasing."""
         case = self._case(question)
         script = case.script(0, self._rng.choice(self._guesses[question.relation]))
         return replace(script, prompt=question.prompt)

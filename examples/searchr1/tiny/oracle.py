@@ -51,7 +51,7 @@ class Ceiling:
 
 
 async def answer(question: Question, retrieve: Retrieve) -> OracleEpisode:
-    """Follow the correct searches; if one misses, the episode ends without an answer."""
+    """Follow the correct searches; if a search misses its passage, the episode ends without an answer."""
     place, relation = str(question.extra["entity"]), str(question.extra["relation"])
     wanted = ["country", relation] if question.extra["hops"] == 2 else [relation]
     found = []

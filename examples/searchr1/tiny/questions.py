@@ -115,7 +115,7 @@ class WorldQuestion:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> WorldQuestion:
-        """Return the question that `row` converted to a row."""
+        """Return the question in `row`, a row in Search-R1's format: the inverse of the method `row`."""
         extra = row["extra_info"]
         return cls(
             text=extra["question"],

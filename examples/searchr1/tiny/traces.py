@@ -47,7 +47,7 @@ class Script:
     steps: tuple[Step, ...]
     answer: str
     guess: str
-    """A value of the relation that was not looked up."""
+    """A possible value of the relation, given without a search."""
 
 
 def write_trace(script: Script, behaviour: Behaviour) -> str:

@@ -50,7 +50,7 @@ class Diet:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A schedule and its diets, keyed by their first step, a multiple of `every`."""
+    """A schedule and its diets. The key of a diet is its first step, a multiple of `every`."""
 
     schedule: Schedule
     diets: dict[int, Diet]
