@@ -33,7 +33,7 @@ OUT = Path("outputs/bench")
 RESULT = OUT / "algorithms.json"
 PRESETS = tuple(sorted(file.stem for file in (PROJECT_CONFIGS / "algorithm").glob("*.yaml")))
 MORE = {"ema_pg": ("algorithm.ref_policy_ema_update_period=1",)}
-"""Additional settings by preset: the published period of ten steps is longer than these runs."""
+"""Additional settings by preset. EMA-PG's published update period of ten steps is longer than these runs."""
 COLUMNS = 4
 GREY, INK, LEAD = "#c4cad1", "#24292f", "#0b5394"
 
@@ -123,7 +123,8 @@ def table(results: Results) -> Table:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draw exact match over updates to `path`: one panel per preset with its seeds and mean, other means in grey."""
+    """Draw exact match over updates to `path`: one panel per preset with its seeds and mean; the means of
+    other presets are grey."""
     names = _best_first(results)
     rows = -(-len(names) // COLUMNS)
     figure = Figure(figsize=(3.0 * COLUMNS, 2.3 * rows), layout="constrained")

@@ -5,7 +5,7 @@
 The same trajectories are batched in three ways. No micro-batch has more tokens than `ROWS` of the longest trajectories:
 
 - as they come: a fixed number of rows per micro-batch, padded to the longest row, dealt to the ranks in turn. Search-R1
-  trains with 8 rows on a GPU (`ppo_micro_batch_size=64` on 8 GPUs); half as many need less padding;
+  trains with 8 rows on a GPU (`ppo_micro_batch_size=64` on 8 GPUs); 4 rows need less padding;
 - sorted: rectangles of similar length up to the token budget, balanced by cost;
 - packed: sequences one after the other up to the token budget, balanced by cost.
 

@@ -204,7 +204,7 @@ def copy_seconds(source: Path) -> float:
 
 
 def touch_memory(source: Path) -> None:
-    """Free as much memory as a copy needs: a virtual machine would otherwise request it from its host while timed."""
+    """Use and free as much memory as a copy needs: a virtual machine gets it from its host before the copy is timed."""
     junk = source.with_name(f"junk-{os.getpid()}")
     block = bytes(2**24)
     with junk.open("wb") as file:

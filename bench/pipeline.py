@@ -1,4 +1,4 @@
-"""Compares the speed of sequential, pipelined and async runs of the demo, also with an ideal schedule.
+"""Compares the speed of sequential, pipelined and async runs of the demo with each other and with an ideal schedule.
 
     python -m bench.pipeline          # speed of every schedule; under 20 minutes on two cores
     python -m bench.pipeline --em     # adds held-out exact match at the end of whole runs, over seeds

@@ -33,13 +33,13 @@ LANES = {
     "training": ("train.accumulate", "train.apply"),
     "weight sync": ("sync",),
 }
-"""Row of a panel -> beginnings of the names of its spans, from top to bottom."""
+"""Rows of a panel, from top to bottom: row -> prefixes of the names of its spans."""
 COLOURS = ("#5b9bd5", "#e08e45", "#7fb069", "#8e6bbf")
 INK, FAINT = "#24292f", "#8c959f"
 
 
 def main() -> None:
-    """Run the demo's world under each schedule and draw the timelines below each other."""
+    """Run the demo's world under each schedule and draw one timeline below the other."""
     cassette, runs = record_searches(), []
     for schedule in SCHEDULES:
         settings = [*schedule.settings, "eval.interval=0", "eval.limit=8", f"trainer.steps={STEPS}"]
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def draw(runs: Sequence[Path], path: Path) -> Path:
-    """Draw a panel for each run, in the order of `SCHEDULES`, all with the time axis of the first, which takes longest."""
+    """Draw a panel for each run, in the order of `SCHEDULES`. All have the time axis of the first, longest run."""
     figure = Figure(figsize=(9.2, 1.45 * len(runs) + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(runs), 1, sharex=True)

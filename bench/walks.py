@@ -35,7 +35,7 @@ SETTINGS = [
 
 
 def record(folder: Path) -> None:
-    """Train two steps; every process writes the functions that it runs into `folder`."""
+    """Train two steps; every process writes to `folder` which functions it runs."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     path = os.pathsep.join(filter(None, [str(HOOK), os.environ.get("PYTHONPATH")]))

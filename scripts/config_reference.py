@@ -274,7 +274,7 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, owner: str) ->
 
 
 def _bind(function: ast.AST, types: Locals, known: Mapping[str, Types]) -> None:
-    """Add the types of assigned names, and of names looped over a literal."""
+    """Add the types of assigned names, and of loop variables over a literal."""
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
             _bind_one(node.targets[0], node.value, types, known)

@@ -33,8 +33,8 @@ _COLUMNS = {
 
 
 def gpu_experiments(folder: Path = PROJECT_CONFIGS) -> Iterator[RunConfig]:
-    """Yield the experiments of `folder` that run on GPUs, by name, with the folder of the model's shape as
-    `model.path`."""
+    """Yield the experiments of `folder` that run on GPUs, sorted by name. `model.path` is the folder of the model's
+    shape."""
     for file in sorted(folder.glob("*.yaml")):
         config = load_config(file.stem, config_dir=folder)
         if config.cluster.device is Device.gpu:

@@ -74,12 +74,12 @@ pip() {
     "$VENV/bin/python" -m pip --disable-pip-version-check "$@"
 }
 
-# The pinned versions of the packages with which other packages are compiled.
+# Pinned versions of the packages that are needed to compile other packages.
 build=$(grep -E '^(torch|setuptools|packaging|ninja|numpy)==' requirements/gpu.txt)
 echo "setup_gpu: installing torch and the build requirements"
 # shellcheck disable=SC2086  # One word per line.
 pip install $build -r requirements/gpu-build.txt
-# Transformer Engine includes cudnn.h and nccl.h, and looks for them in the CUDA toolkit alone, which has neither.
+# Transformer Engine includes cudnn.h and nccl.h, and looks for them only in the CUDA toolkit, which has neither.
 nvidia=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
 export CPATH="$nvidia/cudnn/include:$nvidia/nccl/include${CPATH:+:$CPATH}"
 echo "setup_gpu: installing the other packages (several GB; Transformer Engine is compiled)"

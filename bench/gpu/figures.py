@@ -97,6 +97,6 @@ def to_json(outcome: Outcome) -> str:
 
 
 def from_json(line: str) -> Outcome:
-    """Return the outcome that `to_json` converted to `line`."""
+    """Return the outcome in `line`, as written by `to_json`."""
     fields: dict[str, Any] = json.loads(line)
     return Outcome(**fields | {"figures": tuple(Figure(**row) for row in fields["figures"])})

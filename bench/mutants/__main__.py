@@ -31,7 +31,7 @@ from rich.table import Table
 PROJECT = Path(__file__).resolve().parents[2]
 RESULT = Path("outputs/bench/mutants.json")
 TEST_S, TIMEOUT_S = 60, 300
-"""Time limits of one test, so that the table names a test that hangs, and of all tests of a mutant."""
+"""Time limit of one test, with which the table names a test that hangs; time limit of all tests of a mutant."""
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 

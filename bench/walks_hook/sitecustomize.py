@@ -19,13 +19,13 @@ from typing import Any
 
 FOLDER, PACKAGE = os.environ.get("RLSYS_WALKS"), os.environ.get("RLSYS_PACKAGE", "")
 GROUP, VERSION = 0, 1
-"""Numbers of the prompt group and the weight version traced in the driver; in a worker, the called method decides."""
+"""Numbers of the prompt group and weight version traced in the driver. A worker traces calls by their method."""
 EPISODE_CALLS = ("run_group", "compute", "accumulate")
 VERSION_CALLS = ("apply", "begin_export", "next_handle", "end_export", "begin_update", "load_bucket", "finish_update")
 ENDS = ("publish",)
 """Functions that end a walk: the use of a version by rollouts is not traced."""
 OUTSIDE = (asyncio.events.__file__, "<frozen importlib._bootstrap>")
-"""Files whose frames end the search up the stack: a step of a task, which continues with its creator, or an import."""
+"""Files whose frames end the search up the stack: asyncio below a task (`_chain` adds its creator), and imports."""
 SGLANG = "sglang/srt/entrypoints/engine.py"
 
 _walk: ContextVar[str] = ContextVar("walk", default="")
