@@ -61,8 +61,8 @@ listed here and a value of another type are refused.
 Some groups of keys have a `kind`, and each kind has its own keys. A key of another kind than the chosen one
 is refused. The command line overrides the file, and the file overrides the files that it builds on. If one
 of them chooses another kind than what it overrides, the keys of the old kind are dropped: over a file with an
-`async` schedule, `trainer.schedule.kind=pipelined` is enough. The config.yaml of a run folder may contain keys
-of other kinds than the chosen one; they are ignored.
+`async` schedule, `trainer.schedule.kind=pipelined` is enough. The config.yaml of a run folder may contain
+keys of other kinds than the chosen one; they are ignored.
 """
 
 
