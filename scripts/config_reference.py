@@ -4,7 +4,8 @@ A key's bounds and unit are in its type; its explanation is the string literal u
 key are found by following types through the syntax trees. An attribute counts as read only if the expression before it
 is known to have the class that owns it: `engine.tp` does not read `ParallelConfig.tp`. Types are followed through
 annotations, attributes of the code's own classes, assignments (also of tuples, and of either branch), loops over
-literal tuples and `dataclasses.replace`. Other reads do not count, so the result may miss files but never adds one.
+literal tuples and `dataclasses.replace`. Other reads do not count, so the result may miss files but never adds one. A
+file that calls a function of config/derived.py counts as a reader of the keys that the function reads.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ _CONFIG = PACKAGE / "config"
 _CHECKS = {_CONFIG, PACKAGE / "cluster" / "planning", PACKAGE / "orchestrator" / "validate.py"}
 FILE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 COMMAND = "python scripts/config_reference.py"
+_DERIVED = "config/derived.py"
+"""File of functions that compute facts from keys for other files."""
 _CHOOSER = "config/compose.py"
 """File that reads the `kind` of a group and selects its class."""
 _MOST_FILES = 3
@@ -56,10 +59,10 @@ command line overrides both, for example `rlsys train -c searchr1_tiny_cpu train
 listed here and a value of another type are refused.
 
 Some groups of keys have a `kind`, and each kind has its own keys. A key of another kind than the chosen one
-is refused. The command line overrides the file, and the file overrides the files that it builds on. If a level
-chooses another kind than the level below it, the lower level's keys of the old kind are dropped: over a file
-with an `async` schedule, `trainer.schedule.kind=pipelined` is enough. The config.yaml of a run folder may
-contain keys of other kinds than the chosen one; they are ignored.
+is refused. The command line overrides the file, and the file overrides the files that it builds on. If one
+of them chooses another kind than what it overrides, the keys of the old kind are dropped: over a file with an
+`async` schedule, `trainer.schedule.kind=pipelined` is enough. The config.yaml of a run folder may contain
+keys of other kinds than the chosen one; they are ignored.
 """
 
 
@@ -193,12 +196,11 @@ def schema_classes(root: type) -> dict[str, Types]:
 def running_code() -> dict[str, str]:
     """Return file below rlsys/ -> its source, without schema, checks and estimates, which do not use the values.
 
-    config/derived.py is included, because running code calls it.
+    config/derived.py comes last; running code calls it.
     """
     files = [file for file in sorted(PACKAGE.rglob("*.py")) if not _CHECKS & {file, *file.parents}]
     return {
-        file.relative_to(PACKAGE).as_posix(): file.read_text(encoding="utf-8")
-        for file in [*files, _CONFIG / "derived.py"]
+        file.relative_to(PACKAGE).as_posix(): file.read_text(encoding="utf-8") for file in [*files, PACKAGE / _DERIVED]
     }
 
 
@@ -216,7 +218,39 @@ def fields_read(sources: Mapping[str, str], schema: Mapping[str, Types]) -> dict
         for owner, name in _reads(tree, known):
             if name in schema.get(owner, {}):
                 found[owner, name][file] = None
+    for read, callers in _read_through(trees, known).items():
+        if read in found:
+            found[read].update(dict.fromkeys(callers))
+            del found[read][_DERIVED]
     return {read: tuple(files) for read, files in found.items()}
+
+
+def _read_through(trees: Mapping[str, ast.AST], known: Mapping[str, Types]) -> dict[Read, list[str]]:
+    """Return each read in config/derived.py -> the files that call its function, also through another function there.
+
+    Reads whose function is called by no file are left out.
+    """
+    if _DERIVED not in trees:
+        return {}
+    functions = {function.name: function for _, function in _functions(trees[_DERIVED])}
+    found: dict[Read, dict[str, None]] = defaultdict(dict)
+    for file, tree in trees.items():
+        called = _names(tree) & functions.keys() if file != _DERIVED and _imports_derived(tree) else set()
+        while inner := {name for one in called for name in _names(functions[one]) & functions.keys()} - called:
+            called |= inner
+        for name in called:
+            for read in _reads(ast.Module([functions[name]], []), known):
+                found[read][file] = None
+    return {read: list(files) for read, files in found.items()}
+
+
+def _imports_derived(tree: ast.AST) -> bool:
+    module = f"{PACKAGE.name}.{_DERIVED.removesuffix('.py').replace('/', '.')}"
+    return any(isinstance(node, ast.ImportFrom) and node.module == module for node in ast.walk(tree))
+
+
+def _names(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def _reads(tree: ast.AST, known: Mapping[str, Types]) -> set[Read]:

@@ -30,7 +30,7 @@ Examples:
 
     bash run_main_searchr1_single_eval.sh searchr1_tiny_cpu
     bash run_main_searchr1_single_eval.sh searchr1_qwen2.5_3b_1node --data all \
-        --model outputs/RUN/checkpoints/global_step_100/actor search.url=http://127.0.0.1:8000
+        --model outputs/RUN/checkpoints/global_step_100 search.url=http://127.0.0.1:8000
 
 END
 }

@@ -163,6 +163,7 @@ class AlgorithmConfig:
     """Evaluate the reference policy too, after the last step. Needs a reference that changes during the run."""
     recompute_logprobs: bool = True
     """Compute old log-probs in the inference group; false uses engine log-probs, which needs `task.token_mode=append`,
-    `task.train_eos=false` and no reference policy or correction."""
+    `task.train_eos=false`, `algorithm.kl_coef=0`, `algorithm.eval_ref_policy=false` and
+    `algorithm.correction.kind=none`."""
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     curation: CurationConfig = field(default_factory=CurationConfig)

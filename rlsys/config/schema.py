@@ -372,8 +372,9 @@ class ClusterConfig:
     start_timeout_s: Seconds = 600.0
     """Time limit for Ray to provide the devices and for all workers of a group to be ready."""
     call_timeout_s: Seconds = 1800.0
-    """Time limit of one call to a worker; on expiry the run ends and names the missing workers. With the async schedule
-    and `on_update=finish` it must exceed `rollout.episode_timeout_s`, because an update waits for episodes."""
+    """Time limit of one call to a worker. On expiry, an engine that does not answer a ping either is dropped. In all
+    other cases the run ends and names the workers that did not answer. With the async schedule and `on_update=finish`
+    the limit must exceed `rollout.episode_timeout_s`, because an update waits for episodes."""
     sync_mode: SyncMode = SyncMode.tensor
     sync_bucket_bytes: Annotated[Count, Unit("bytes")] = 2 * 1024**3
     """Size of one weight bucket; at least the size of the model's largest tensor. Two buckets are in memory at a
@@ -402,7 +403,8 @@ class AsyncSchedule:
 
     kind: Literal["async"] = "async"
     max_staleness: Annotated[Whole, Unit("versions")] = 1
-    """Largest staleness of a trained token. 0 is on-policy; higher values keep engines busier."""
+    """Largest staleness of a trained token, which `orchestrator/pipeline/scheduler.py` enforces. 0 is on-policy; higher
+    values keep engines busier."""
     on_update: OnUpdate = OnUpdate.finish
 
 
@@ -445,8 +447,9 @@ class CompatConfig:
     """Behaviour of Search-R1's code beyond its settings, to reproduce its published numbers. See docs/algorithms.md."""
 
     answer_over_prompt: bool = False
-    """Look for the last answer in prompt and response together. A single match counts as the prompt's example,
-    not as an answer."""
+    """Take the last answer in prompt and response together; a single match is ignored. Search-R1's prompt has two
+    matches itself. An episode without an answer therefore counts as answering "Beijing", the prompt's example, or "and"
+    after the default `task.invalid_message`."""
     sampled_validation: bool = False
     """Sample the answers of evaluations with the settings in `rollout.sampling`; `eval.temperature` is ignored."""
     validation_batch: Annotated[Count, Unit("questions")] | None = None

@@ -34,6 +34,13 @@ def test_page_is_up_to_date_and_explains_every_key_once(page: str) -> None:
     assert f"| `trainer.schedule.max_staleness` | integer | `1` | versions | {meaning}" in page
 
 
+def test_page_names_the_callers_of_a_derived_fact_as_readers(page: str) -> None:
+    (row,) = [line for line in page.splitlines() if line.startswith("| `trainer.schedule.max_staleness` |")]
+    assert row.endswith("| `orchestrator/pipeline/training_step.py`, `orchestrator/run.py` |")
+    (row,) = [line for line in page.splitlines() if line.startswith("| `rollout.sampling.accept_truncation` |")]
+    assert row.endswith("| `config/derived.py` |"), "only the checks of a config call the function"
+
+
 def test_page_names_the_file_that_reads_a_key(page: str) -> None:
     (row,) = [line for line in page.splitlines() if line.startswith("| `actor.optimizer.beta1` |")]
     assert row.endswith("| `trainer/optimizer.py` |")

@@ -82,9 +82,12 @@ def check(words: Sequence[str]) -> None:
             if rest and rest[0].startswith("searchr1_"):
                 composes(rest[0], *(one for one in rest[1:] if "=" in one and not one.endswith("...")))
         case ["sbatch", *rest] | ["kubectl", "apply", *rest]:
-            files = [word for word in rest if "/" in word]
+            settings = [word for word in rest if re.match(r"[a-z_.]+=", word)]
+            files = [word for word in rest if "/" in word and word not in settings]
             assert files, rest
             assert all((PROJECT / file).is_file() for file in files), files
+            for config in (word for word in rest if word.startswith("searchr1_")):
+                composes(config, *settings)
         case [file, *_] if file.startswith("./"):
             assert (PROJECT / file).is_file(), file
         case _:

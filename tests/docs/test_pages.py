@@ -59,6 +59,15 @@ def test_keys_experiments_and_links_exist(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.name)
+def test_title_is_a_question_and_lines_are_at_most_110_characters(page: Path) -> None:
+    text = page.read_text()
+    assert text.startswith("# ")
+    assert text.partition("\n")[0].endswith("?")
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()
+    assert [line for line in prose if len(line) > 110 and not line.startswith(("|", "!", "    "))] == []
+
+
 def retired_in(text: str) -> set[str]:
     """Return the retired words in a text or in the parts of an identifier."""
     return {word for word in RETIRED if re.search(rf"(?<![a-z]){word}(?![a-z])", text.lower())}

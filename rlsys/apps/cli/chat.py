@@ -14,7 +14,7 @@ from rlsys.errors import Interrupted, UserError
 
 _SEARCH: dict[str, Any] = {"rich_help_panel": "Search"}
 _WEB: dict[str, Any] = {"rich_help_panel": "Page"}
-_MODEL = "Hugging Face folder, or Megatron checkpoint (.../global_step_N/actor)."
+_MODEL = "Hugging Face folder, or Megatron checkpoint (.../global_step_N)."
 _QUESTION = "Question; by default read from the terminal, or one per line from a pipe."
 _CONFIG = "Config with prompt, limits and search; by default the config of the training run, else Search-R1's."
 _INDEX = "Index folder made by `rlsys search index`, served for the chat."

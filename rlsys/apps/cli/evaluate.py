@@ -12,7 +12,7 @@ from rlsys.apps.running import run_to_end
 from rlsys.config.compose import load_config
 
 _WORDS = "Settings such as task.max_turns=2; after --data, further sets."
-_MODEL = "Hugging Face folder, or Megatron checkpoint (.../global_step_N/actor); by default model.path of the config."
+_MODEL = "Hugging Face folder, or Megatron checkpoint (.../global_step_N); by default model.path of the config."
 _DATA = (
     "Sets: nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle, all, or files; by default task.eval_path of the "
     "config."
