@@ -164,7 +164,7 @@ def build_lexical(
             )
         ranker = BM25sIndex(k1=options.k1, b=options.b, method=manifest.method)
         ranker.vocab_dict = dict(vocabulary)
-        ranker.nonoccurrence_array = None  # Lucene's method has none
+        ranker.nonoccurrence_array = None  # Lucene's method has no such array
         starts, rows, weights = builder.finish(options.k1, options.b)
         ranker.scores = {"data": weights, "indices": rows, "indptr": starts, "num_docs": manifest.rows}
         ranker.save(draft.folder / _POSTINGS_FOLDER, show_progress=False)
