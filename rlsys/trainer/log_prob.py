@@ -375,7 +375,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
         return self._reference
 
     def _scores(self, batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor | None, DevicePicks | None]]:
-        """Return log-probs of policy and reference, and picks, per micro-batch on the last stage; [] on other stages."""
+        """Return log-probs of policy and reference, and picks, per micro-batch on the last stage, else []."""
         plan = self._picks
         k, reverse = (None, False) if plan is None else (plan.k, not plan.forward)
         of_policy = self._forward(self._policy, batches, k if reverse else None)
