@@ -16,7 +16,7 @@ Invariants:
 - A cassette is replayed or extended only with the topk of its header, and extended only from an equivalent server.
 - The file appears under its name only once its header is complete.
 - Lines are appended whole, under a lock, so several processes of one host can share a file.
-- A line torn by a kill damages no other line.
+- A line that a killed process left incomplete damages no other line.
 - As long as no call is added, the k-th call of a query in a process has the same delay in every run.
 """
 
@@ -143,7 +143,7 @@ class Cassette:
         self._learn(call.query, call.result)
 
     def delay_s(self, query: str, asked: int) -> float:
-        """Return the recorded latency to replay for `query` after `asked` earlier calls of it; see `drawn_rank`."""
+        """Return the latency to replay for `query` if it was called `asked` times before; see `drawn_rank`."""
         return self.latencies_s[drawn_rank(query, asked, len(self.latencies_s))]
 
     def quantile_s(self, share: float) -> float:
@@ -173,7 +173,7 @@ class Cassette:
 
 
 def drawn_rank(query: str, asked: int, count: int) -> int:
-    """Return the index into `count` sorted latencies for a call of `query` after `asked` earlier calls of it.
+    """Return an index into `count` sorted latencies, for a call of `query` after `asked` earlier calls.
 
     The indices of a query start at a hash of the query and advance, modulo `count`, by a stride of about 0.618 `count`
     that is coprime to `count`. So `count` calls visit every index once, and a few calls are spread evenly.
@@ -208,7 +208,7 @@ class CassetteFile:
         self._file = os.open(path, os.O_RDWR | os.O_APPEND)
         with self._alone():
             if os.pread(self._file, 1, os.fstat(self._file).st_size - 1) != b"\n":
-                self._write(b"\n")  # separates a torn line of a killed process from the next line
+                self._write(b"\n")  # separates an incomplete line of a killed process from the next line
 
     def append(self, line: bytes) -> None:
         """Append a whole line. Raises RunError if the write fails or the disk is full."""
@@ -260,7 +260,7 @@ class CassetteTool(AbstractAsyncContextManager["CassetteTool"]):
     Args:
         mode: `record`, `replay`, or `extend`, which replays known queries and records the others.
         latency_scale: Factor on the recorded latencies in replay.
-        server: Client whose calls are recorded; None in mode `replay`, and only there.
+        server: Client whose calls are recorded; must be None in mode `replay` and given in the other modes.
 
     Raises UserError if the cassette cannot be replayed, or if mode `record` finds an existing file.
     """

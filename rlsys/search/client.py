@@ -16,9 +16,9 @@ never retried. A request takes at most `(replicas + retries) * (timeout_s + hedg
 `retries * 45` instead of the last term if servers send Retry-After.
 
 A healthy replica becomes suspect when a request to it is lost, or when it rejects `TURNED_AWAY` requests in a row
-as busy. It is healthy again after a successful probe or request. Each suspicion since the replica's last answered
-search doubles the wait before its next probe. A replica is foreign while its health describes a different index than
-the health of the other replicas.
+as busy. It is healthy again after a successful probe or request. The wait before its next probe doubles each time that
+the replica becomes suspect or fails a probe, until it answers a search. A replica is foreign while its health describes
+a different index than the health of the other replicas.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _MAX_PENDING = 1 << 20
 _FIRST_PAUSE_S = 0.25
 _LAST_PAUSE_S = 4.0
 _MAX_RETRY_AFTER_S = 30.0
-"""Cap of Retry-After; the two values above bound the pause between two tries. Jitter adds up to 50 %."""
+"""Cap of Retry-After. Pauses without it are _FIRST_PAUSE_S to _LAST_PAUSE_S long; jitter adds up to 50 %."""
 _HEDGED_EVERY = 20  # requests per hedge, so that hedging adds at most 5 % load to a slow cluster
 _HEDGES_SAVED = 10
 _log = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ class HedgeBudget:
         self._every, self._most, self._saved = every, every * most, every
 
     def earn(self) -> None:
-        """Record a first request."""
+        """Record the first try of a request."""
         self._saved = min(self._saved + 1, self._most)
 
     def take(self) -> bool:
@@ -283,8 +283,8 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
     """Search client for one event loop; `close` it at the end.
 
     Args:
-        urls: URL of the server, e.g. http://127.0.0.1:8000, or URLs of several replicas, which share the load. With
-            several, all are probed before the first search.
+        urls: URL of the server, e.g. http://127.0.0.1:8000, or URLs of several replicas, which share the load. All
+            replicas are probed before the first search; a single server is not.
         timeout_s: Timeout of one try.
         retries: Number of retries, each after a pause, once every healthy replica has failed the request.
         max_concurrent: Maximum number of requests in flight, hedges not counted.

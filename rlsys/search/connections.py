@@ -1,7 +1,8 @@
 """Connection limits for every HTTP server of rlsys; uvicorn itself bounds neither size nor time of a request head.
 
-A connection that exceeds a limit gets 400, 431 or 503 with one sentence and is closed. A connection that exceeds a time
-limit is closed without a response. The limits apply before authentication, because the token arrives in the head.
+A connection that exceeds a limit of size or number gets 400, 431 or 503 with one sentence and is closed. A connection
+that exceeds a time limit is closed without a response. The limits apply before authentication, because the token
+arrives in the head.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 HEAD_BYTES = 16_384
 """Limit of a request without its body: request line, headers, chunk sizes and trailers."""
 BODY_SHARE = 64
-"""Number of body bytes that raise the limit by one byte; a body in chunks of at least 512 bytes fits at any length."""
+"""Body bytes that raise the limit by one byte: enough for the chunk sizes of a body in chunks of at least 512 bytes."""
 MAX_HEADERS = 128
 HEAD_S = 10.0  # time to receive a whole head, from the connection's start or the previous response
 FLUSH_S = 120.0  # time for a client to read a written response
@@ -111,7 +112,7 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self._head_bytes > HEAD_BYTES:  # the count may include body bytes of the same piece
+        if self._head_bytes > HEAD_BYTES:  # the count may include body bytes that arrived with the head
             size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
             if size > HEAD_BYTES:
                 self._fail(*_TOO_LONG)

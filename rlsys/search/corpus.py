@@ -9,8 +9,9 @@ Reading: files are memory-mapped. A fetch first announces all its memory pages b
 reads overlap and skip unneeded read-ahead.
 
 Row offsets are cached in a sidecar file, so that only the first open reads the whole file. The sidecar of
-`corpus.jsonl` is `corpus.jsonl.offsets` in the same folder. If it cannot be written there, it is in
-`$XDG_CACHE_HOME/rlsys` or `~/.cache/rlsys`; if not there either, it is only in memory, with a warning. Invariants:
+`corpus.jsonl` is `corpus.jsonl.offsets` in the same folder. If that folder is not writable, the sidecar is in
+`$XDG_CACHE_HOME/rlsys` or `~/.cache/rlsys`. If neither is writable, the offsets are only in memory, and a warning is
+logged. Invariants:
 
 - A sidecar is used only if its checksum is valid and it matches its source by size, time and sampled content.
   Otherwise it is rebuilt. The check takes 0.1 s for 21 million rows.
@@ -205,8 +206,8 @@ def _prefetch(data: mmap.mmap, starts: NDArray[np.int64], ends: NDArray[np.int64
 def _write_offsets(source: BinaryIO, write: OnArray, path: Path, size: int, what: str) -> Mapping[str, Any]:
     """Write the byte offset of each row, and of the end of the last row, [rows + 1].
 
-    A line end is written only once text follows it. The first of the line ends that remain is the end of the last row;
-    the others belong to trailing blank lines.
+    The offset behind a newline is written only once more text follows, because newlines after the last text start no
+    row. The first of these final newlines ends the last row; the others belong to trailing blank lines.
     """
     digest = hashlib.sha256()
     done, text_end, rows = 0, 0, 1

@@ -1,9 +1,9 @@
 """Converts documents to a corpus with one passage per line, as `rlsys.search.corpus` reads it.
 
-Output: each line is {"id", "contents": '"title"\\ntext', ..., "source"}, where "..." are the other fields of the
-document's row. `source` is the document's file, unless the row has a `source` of its own. The same files give the same
-output. The passage of a document with a single passage has the document's id; the passages of a longer document have
-the ids "id#1", "id#2" and so on. Ids are unique. The output appears whole or not at all. Memory holds one document (for
+Output: each line is {"id", "contents": '"title"\\ntext', ..., "source"}, where "..." stands for the other fields of
+the document's row. `source` is the document's file, unless the row has a `source` of its own. The same files give the
+same output. If a document gives a single passage, the passage has the document's id; otherwise the passages have the
+ids "id#1", "id#2" and so on. Ids are unique. The output appears whole or not at all. Memory holds one document (for
 parquet, one batch of rows) and about 100 bytes per passage for the ids, or 200 bytes if duplicates are dropped.
 
 Input: text, Markdown, jsonl and parquet files, in path order; the documents of a file are read in order. Hidden
@@ -14,10 +14,10 @@ Markdown becomes one section of plain text per heading, titled with the `title` 
 headings. Links and images are replaced by their text, code stays unchanged, list items and table rows keep one line
 each, and HTML tags and comments are removed. A heading without text gives no section.
 
-Chunking is a pure function of the words (`cut`). Invariants for every text: the fresh parts of the chunks, joined in
-order, contain every word once; a chunk is an unchanged slice of the text that starts and ends with a word; the cost of
-a chunk is within the limit, unless it is a single word. A chunk ends at the first of these positions that exists within
-the limit:
+Chunking is a pure function of the words (`cut`). Invariants for every text: the chunks without their overlaps, joined
+in order, contain every word once; a chunk is an unchanged slice of the text that starts and ends with a word; the cost
+of a chunk is within the limit, unless it is a single word. A chunk ends at the first of these positions that exists
+within the limit:
 
 1. the last paragraph end in the second half of the limit,
 2. the last sentence end in the second half,
@@ -88,7 +88,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Field names of jsonl and parquet rows; "" selects the first usual name present in the row."""
+    """Field names of jsonl and parquet rows; "" selects the first of the usual names that the row has."""
 
     text: str = ""
     title: str = ""
@@ -448,7 +448,7 @@ def _without_tags(html: str) -> str:
 
 
 def _past_markup(html: str, begin: int, absent: set[str]) -> tuple[int, bool]:
-    """Return the end of the markup that starts at `begin` with "<", and True if it is text after all.
+    """Return the end of the markup that starts with the "<" at `begin`, and True if the markup is plain text after all.
 
     `absent` collects end markers that do not occur in the rest of `html`, so that each is searched for once.
     """
@@ -639,7 +639,7 @@ class _Writer:
             for text in chunk_text(section.text, code=section.code, **sizes)
         ]
         repeated = len(_line(document, "", "")) * (len(passages) - 1) if len(passages) > 1 else 0
-        if repeated + sum(len(title) for title, _ in passages[1:]) > _REPEATED_BYTES:  # could fill the disk
+        if repeated + sum(len(title) for title, _ in passages[1:]) > _REPEATED_BYTES:  # the repeats could fill the disk
             problem = f"{document.where} makes {len(passages)} passages, each of which repeats its titles and fields"
             most = f"more than {_REPEATED_BYTES >> 20} MiB"
             raise UserError(
@@ -745,7 +745,7 @@ def cut(costs: Sequence[int], cuts: Sequence[CutQuality], *, size: int, overlap:
 
 
 def _fitting(spent: Sequence[int], first: int, size: int) -> int:
-    """Return the largest end so that the words from `first` on cost at most `size`."""
+    """Return the largest `end` for which the words `first` to `end` - 1 cost at most `size`."""
     return bisect_right(spent, spent[first] + size) - 1
 
 
@@ -754,7 +754,7 @@ def _has_sentence_end(cuts: Sequence[CutQuality], first: int, end: int) -> bool:
 
 
 def _best_end(cuts: Sequence[CutQuality], half: int, least: int, most: int) -> int:
-    """Return the best end from `least` to `most`; the second half starts at `half`."""
+    """Return the best end from `least` to `most`; `half` is the first end in the second half of the chunk's limit."""
     paragraph, sentence, line = CutQuality.PARAGRAPH, CutQuality.SENTENCE, CutQuality.LINE
     for start, level in ((half, paragraph), (half, sentence), (least, sentence), (least, line)):
         for end in range(most, start - 1, -1):

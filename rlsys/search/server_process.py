@@ -35,7 +35,7 @@ class SearchServer(AbstractContextManager["SearchServer"]):
         topk: Default for requests without `topk`.
         threads: Threads of the encoder and the index (OMP_NUM_THREADS).
         encoder: Encoder of the queries, if it differs from the encoder recorded in the index.
-        token: Bearer token; None leaves it to the environment.
+        token: Bearer token; None inherits the token of this process's environment, if any.
         options: Further command-line arguments.
     """
 

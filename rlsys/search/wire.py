@@ -3,7 +3,7 @@
 It uses aiohttp, because one event loop carries the searches of hundreds of episodes. With 64 requests in flight a
 request costs 0.1 ms of loop time; with httpx it costs 2 ms.
 
-`read_body` reads the response of an untrusted server, received by any library. HTTP libraries decompress any number of
+`read_body` reads the response of an untrusted server, for any HTTP library. HTTP libraries decompress any number of
 layers without a limit, so a few kilobytes may become gigabytes. Therefore requests name the accepted encoding, and
 `read_body` decodes at most one layer of the raw bytes, under a limit.
 """
@@ -28,7 +28,7 @@ _NONSENSE = "its response violates the retrieval contract"
 _QUOTED_CHARS = 200  # characters quoted from an unexpected response
 _MAX_ANSWER_BYTES = 8 * 1024 * 1024
 """Limit for a response with passages; for 64 queries with 10 passages each, it allows 13,000 bytes per passage."""
-_MAX_SHORT_ANSWER_BYTES = 64 * 1024  # limit for any other response, such as a health or an error
+_MAX_SHORT_ANSWER_BYTES = 64 * 1024  # limit for any other response, such as a health object or an error
 _MAX_PASSAGE_CHARS = 65_536  # longer passages are cut; no observation holds as much
 _KEPT_ALIVE_S = 2.0  # lifetime of an idle connection; uvicorn closes it after 5 s, possibly while a request arrives
 
@@ -95,7 +95,7 @@ class HttpWire:
 class ReplicaVerdict(Enum):
     """Outcome of a request to a replica."""
 
-    answered = "answered"  # also with an error that the request itself caused
+    answered = "answered"  # with a result, or with an error that the request itself caused
     busy = "busy"  # rejected for now
     lost = "lost"  # timeout, lost connection or invalid response
     abandoned = "abandoned"  # cancelled; reveals nothing about the replica
@@ -212,7 +212,7 @@ class BodyError(Exception):
 async def read_body(
     headers: Mapping[str, str], blocks: AsyncIterator[bytes], max_bytes: int, accepted: Encoding = Encoding.identity
 ) -> bytes:
-    """Return the decoded body. Raises BodyError beyond `max_bytes`, and for encodings but `accepted` and identity."""
+    """Return the decoded body. Raises BodyError beyond `max_bytes` and for encodings except `accepted` and identity."""
     encoding = headers.get("content-encoding", "").strip().lower()
     if encoding in ("", "identity"):
         return await _join(blocks, max_bytes)

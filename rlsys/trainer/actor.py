@@ -3,7 +3,7 @@
 Contract of a `Learner`, per optimiser step:
 
     accumulate(a)              adds gradients; any number of calls;
-    accumulate(b, last=True)   the same, as an optional hint that `apply` follows;
+    accumulate(b, last=True)   the same, with an optional hint that `apply` follows;
     apply()                    divides, clips and steps once.
 
 A step's loss is the sum of the losses of all micro-batches and data-parallel ranks, divided once by the sum of their
@@ -88,7 +88,7 @@ class Learner(MegatronWorker, ABC):
         self._complete = False
         """True once the step's last micro-batch has passed; gradient reduction may have begun."""
         self._gathered = False
-        """True if all weights in this process's model shard are current, not only the weights that it updates."""
+        """True if the whole model shard of this process is current, not only the weights that this process updates."""
 
     @abstractmethod
     def _check(self, batch: MicroBatch) -> None:
@@ -264,7 +264,10 @@ class Actor(Learner, WeightSender):
         seed: int,
         scratch: str | Path = ".",
     ) -> None:
-        """Join the group and build the model; call `load_hf` or `load` next. A reference starts from `model.path`."""
+        """Join the group and build the model; call `load_hf` or `load` next.
+
+        The actor's own reference, if the objective has one, starts from the weights at `model.path`.
+        """
         architecture = read_architecture(model.path)
         coords = mesh.start(rendezvous, parallel, seed)
         self._policy = PolicyModel(architecture, model, parallel, coords)
@@ -306,7 +309,7 @@ class Actor(Learner, WeightSender):
         return Export(self._policy, partial(self._require, "export"), self._export_group, bucket_bytes, sender)
 
     def end_step(self, version: int) -> None:
-        """Let the actor's own reference follow the policy, now at `version`; no-op without a reference."""
+        """Let the actor's own reference follow the policy, which is now at `version`; no-op without a reference."""
         if self._reference is not None:
             self._require("end a step")
             self._gather()
@@ -340,7 +343,7 @@ class Actor(Learner, WeightSender):
     def _runs(self, micro_batches: Sequence[MicroBatch]) -> Iterable[Sequence[MicroBatch]]:
         if self._reference is None:
             return super()._runs(micro_batches)
-        # A run's reference logits are held until the run's losses are computed: limit a run to the pipeline's depth.
+        # Reference logits of a run are held until its losses are computed: limit a run to one micro-batch per stage.
         size = self.coords.pp_size
         return (micro_batches[start : start + size] for start in range(0, len(micro_batches), size))
 

@@ -6,8 +6,8 @@ Pure numpy: no torch, no Ray. A per-token array is [rows, width], either padded 
              b0 b1 .
 
 Each entry of a per-token array describes its token as a target. A sequence's first token has no predecessor and is
-never trained; `MicroBatch` rejects a mask that says otherwise, so no packed sequence is predicted from the sequence
-before it. `room_multiple` pads packed sequences so that context parallelism cuts each sequence evenly. Attention is
+never trained; `MicroBatch` rejects a mask that selects it, so no packed sequence is predicted from the sequence before
+it. `room_multiple` pads packed sequences so that context parallelism cuts each sequence evenly. Attention is
 causal: only padding attends to padding.
 
 Invariants of sharding:
@@ -255,9 +255,9 @@ def columns_of(boundaries: Sequence[int] | NDArray[np.integer], cp: int, rank: i
 
 
 Batch = list[int]
-"""Indices into the samples."""
+"""Sample indices of one micro-batch."""
 Plan = list[list[Batch]]
-"""[rank][micro-batch]"""
+"""Micro-batches of each data-parallel rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,7 +492,7 @@ class BatchSharder:
     def load(self, batches: Sequence[Sequence[MicroBatch]]) -> dict[str, int]:
         """Return counts over all ranks' micro-batches, empty ones included.
 
-        `tokens` excludes padding, `room` includes it, `budget` is the maximum.
+        `tokens` excludes padding, `room` includes it, and `budget` is the token budget of all micro-batches together.
         """
         every = [batch for rank in batches for batch in rank]
         return {

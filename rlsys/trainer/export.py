@@ -2,8 +2,8 @@
 
 Export gathers whole tensors, under their Hugging Face names, over TP and EP to the first rank of each pipeline stage:
 
-    stage 0:   ranks 0 .. 3  --gather-->  rank 0  --pack into the sender's memory-->             rank 0 sends
-    stage 1:   ranks 4 .. 7  --gather-->  rank 4  --pack, copy into rank 0's sender's memory-->  rank 0 sends
+    stage 0:   ranks 0 .. 3  --gather-->  rank 0  --pack into the sender's memory-->                rank 0 sends
+    stage 1:   ranks 4 .. 7  --gather-->  rank 4  --pack, copy to the sender's memory on rank 0-->  rank 0 sends
     ipc:       each stage's first rank packs and sends on its own device; rank 0 returns all handles.
 
 Every process of the group creates an `Export`, and all processes call `next` together and equally often, because
@@ -149,7 +149,7 @@ def _fetch(model: PolicyModel, entry: Entry, owner: int) -> list[Tensor]:
 
 
 def owners_group(coords: MeshCoordinates) -> dist.ProcessGroup:
-    """Return a gloo group of the first rank of every stage, to pass weights by host memory; all ranks call this."""
+    """Return a gloo group of every stage's first rank, to pass weights through host memory; all ranks call this."""
     owners = [stage * coords.stage_size for stage in range(coords.pp_size)]
     return dist.new_group(owners, backend="gloo")
 

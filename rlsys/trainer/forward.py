@@ -84,7 +84,7 @@ def context_share(batch: MicroBatch, coords: MeshCoordinates) -> ContextShare:
 
 
 OnOutput = Callable[[Tensor, ContextShare], Any]
-"""(output [own targets, ...], this rank's share) -> result of the micro-batch; `forward_backward`: (loss sum, result).
+"""(output [own targets, ...], this rank's share) -> result; for `forward_backward`, -> (loss sum, result).
 
 The output holds logits over the local vocabulary, or values; row i predicts target i of `ContextShare.targets`."""
 

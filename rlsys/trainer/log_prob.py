@@ -132,7 +132,7 @@ class ReferencePolicy:
         return chain(self._weights, self._master)
 
     def content(self, folder: Path) -> CheckpointContent:
-        """Return the content for a checkpoint in `folder`, which can be converted and loaded like one of the policy."""
+        """Return the content of a checkpoint in `folder`, which converts and loads like a checkpoint of the policy."""
         with_master = bool(self._master)
         info = CheckpointInfo(step=0, version=self.version, master=with_master)
         return CheckpointContent(folder, self._sharded_state(with_master), info)
@@ -375,7 +375,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
         return self._reference
 
     def _scores(self, batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor | None, DevicePicks | None]]:
-        """Return policy log-probs, reference log-probs and picks of each micro-batch; nothing before the last stage."""
+        """Return log-probs of policy and reference, and picks, per micro-batch on the last stage, else []."""
         plan = self._picks
         k, reverse = (None, False) if plan is None else (plan.k, not plan.forward)
         of_policy = self._forward(self._policy, batches, k if reverse else None)

@@ -289,7 +289,7 @@ def _measure() -> Callable[[int], OffloadStats]:
 def _storages(tensors: Iterable[Tensor], without: Sequence[UntypedStorage] = ()) -> list[UntypedStorage]:
     """Return the distinct, non-empty storages of `tensors` that are not in `without` and are on one device.
 
-    The device is that of `without`, or that of the first tensor if `without` is empty.
+    The device is the device of `without`, or of the first tensor if `without` is empty.
     """
     found: dict[int, UntypedStorage] = {}
     known = {storage.data_ptr() for storage in without}

@@ -79,7 +79,7 @@ def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float
     """Return the learning rate of optimiser step `step`, counted from 0; a resumed run gets the same rates.
 
     The rate rises linearly over the first W = round(warmup_fraction x total_steps) steps, from lr / W to lr. It then
-    decays, unless `decay` is constant, and would reach `min_lr` one step after the last.
+    stays at lr if `decay` is constant; otherwise it decays and would reach `min_lr` one step after the last.
     """
     warmup = round(config.warmup_fraction * total_steps)
     if step < warmup:
@@ -115,7 +115,7 @@ def _load_moments(member: DistributedOptimizer, moments: dict[str, Any]) -> None
     """Load Adam's moments and the float32 weights.
 
     torch's AdamW keeps a step count next to the moments. Megatron would look for the count among the moments of the
-    checkpoint, but it was saved with the parameter groups and is loaded already: remove the count during the load.
+    checkpoint, but the count was saved with the parameter groups and is loaded already: remove it during the load.
     Megatron also gives all parameters the same count tensor, which every parameter would increment at each step: clone
     the tensor.
     """

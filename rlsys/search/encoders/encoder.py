@@ -2,9 +2,9 @@
 
 Invariant: a vector depends only on its text, and a score only on its pair, not on the batch (except for rounding).
 
-Scores equal those of sentence-transformers' CrossEncoder with one label: the logit, passed through the activation named
-in the model's files (sigmoid or none; sigmoid by default). For a model with two labels (not relevant, relevant), the
-logit is the second minus the first; its sigmoid is the probability of "relevant".
+Scores equal the scores of sentence-transformers' CrossEncoder: the logit of the only label, passed through the
+activation named in the model's files (sigmoid or none; sigmoid by default). For a model with two labels (not relevant,
+relevant), the logit is the second minus the first; its sigmoid is the probability of "relevant".
 
 Sequence packing: search queries have few tokens and unequal lengths. Padding to the longest query of a batch wastes
 half of the compute, and a batch per length would need many forward passes. Therefore short texts are packed into shared
@@ -328,7 +328,8 @@ def length_buckets(lengths: Sequence[int], cost: PassCost) -> list[NDArray[np.in
     order = np.argsort(lengths, kind="stable")
     widths, first_rows = np.unique(np.asarray(lengths)[order], return_index=True)
     ends = np.append(first_rows[1:], len(order))
-    # least[k]: cost of all rows of the k smallest widths; begins[k]: the first width of the last bucket of these.
+    # For the rows of the k smallest widths: least[k] is the minimal cost, and begins[k] is the index of the smallest
+    # width in the last bucket.
     least = np.zeros(len(widths) + 1)
     begins = np.zeros(len(widths) + 1, dtype=np.int64)
     for last, width in enumerate(widths):
@@ -365,7 +366,7 @@ def shares_lines(model: Any) -> bool:
 def plan(lengths: Sequence[int], cost: PassCost, *, share: bool) -> list[Lines]:
     """Return the passes of minimal cost, with one row per line.
 
-    If `share` is set and it costs less, the lines are packed with several rows.
+    With `share`, several rows are packed into each line if that costs less.
     """
     buckets = length_buckets(lengths, cost)
     alone = [[[row] for row in rows.tolist()] for rows in buckets]

@@ -127,7 +127,7 @@ class EncoderProcess:
 
     def close(self) -> None:
         """Stop the subprocess. Idempotent."""
-        worker, self._worker = self._worker, None  # another thread may start a new one meanwhile
+        worker, self._worker = self._worker, None  # another thread may start a new worker meanwhile
         if worker is not None:
             worker.close()
 

@@ -1,8 +1,9 @@
 """Describes encoders as plain data, for manifests and other processes. Imports no model library.
 
 A family holds the prefixes, pooling and normalisation that a kind of encoder was trained with. Families come from
-FAMILIES, which follows the model cards, or from the sentence-transformers files beside the weights. The caller's
-settings have priority, then the name, then the files; if name and files disagree, UserError is raised.
+FAMILIES, which follows the model cards, or from the sentence-transformers files beside the weights. The caller gives
+the family, or `auto` derives it from the encoder's name or else from the files, and raises UserError if name and files
+disagree. The caller's settings override the family's fields.
 """
 
 from __future__ import annotations

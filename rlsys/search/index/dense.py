@@ -81,7 +81,7 @@ _MATRIX_QUERIES = 3
 """Batch size from which matrix products beat one scan per query, for any number of vectors."""
 _NEVER = 2**31 - 1
 _CENTROIDS = 256
-"""Number of centroids of an 8-bit code, which is FAISS's default."""
+"""Number of centroids that a code distinguishes; FAISS's codes have 8 bits by default."""
 _UNSUPPORTED = ("IndexIDMap", "IndexIDMap2", "IndexNSG", "IndexNSGFlat", "IndexNSGPQ", "IndexNSGSQ", "IndexNNDescent")
 """FAISS classes that assign row ids themselves or cannot be filled block by block."""
 _GPU = ("IndexFlat", "IndexFlatIP", "IndexIVFFlat", "IndexIVFPQ", "IndexIVFScalarQuantizer", "IndexPreTransform")
@@ -229,7 +229,7 @@ def _require_dimension(facts: EncoderFacts, dimension: int, held_by: str | Path,
 def _require_weights(facts: EncoderFacts, made: Manifest, folder: str | Path, *, named: bool) -> None:
     """Raise UserError for weights other than those that encoded the passages.
 
-    If the family has separate encoders and the user `named` the query encoder, all weights are accepted.
+    Any weights are accepted if the family has separate encoders and the user `named` the query encoder.
     """
     if facts.checksum != made.encoder_sha256:
         if not named or made.family not in _TWO_ENCODERS:
@@ -252,8 +252,8 @@ def open_prebuilt(
 ) -> VectorRetriever:
     """Open a bare FAISS file, as published by Search-R1 and others, with its corpus and a query encoder.
 
-    Row r of the file is line r + 1 of `corpus`. Without a manifest the passage encoder cannot be verified, so the query
-    encoder is logged as a warning. Raises UserError if rows, dimension or metric do not match.
+    Row r of the file is line r + 1 of `corpus`. Without a manifest the passage encoder cannot be verified, so a warning
+    names the query encoder. Raises UserError if rows, dimension or metric do not match.
     """
     index_file = Path(index_file)
     if not index_file.is_file():
@@ -556,7 +556,7 @@ class ChunkWriter:
 class FaissSettings:
     """Search breadth of an approximate index.
 
-    None takes the index's default, or means that the index lacks the setting.
+    None stands for the index's default, or for a setting that the index lacks.
     """
 
     nprobe: int | None = None
@@ -763,7 +763,7 @@ def _layers(index: faiss.Index) -> Iterator[Any]:
 
 
 def _least_rows(layer: Any) -> int:
-    """Return the minimum number of training vectors of only `layer`: one per k-means centroid or PCA dimension."""
+    """Return how many training vectors `layer` itself needs at least: one per k-means centroid or PCA dimension."""
     least = [1, getattr(layer, "nlist", 0), _CENTROIDS if hasattr(layer, "rq") else 0]
     if hasattr(layer, "pq"):
         least.append(layer.pq.ksub)

@@ -85,7 +85,7 @@ def read_values(folder: str | Path, kinds: Iterable[str], wanted: str) -> dict[s
 
 
 def typed(made: type[T], values: Any, folder: str | Path) -> T:
-    """Return the dataclass `made` from `values` of the manifest. Raises UserError if keys or types do not match."""
+    """Return the manifest's `values` as an instance of the dataclass `made`. Raises UserError if they do not match."""
     types = get_type_hints(made)
     needed = {item.name for item in fields(made) if item.default is MISSING}  # type: ignore[arg-type]
     given = values if isinstance(values, dict) else {}

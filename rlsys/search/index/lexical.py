@@ -10,8 +10,8 @@ them to eight bits:
     score(q, d) = sum over the words t of q of idf(t) * tf / (tf + k1 * (1 - b + b * |d| / mean |d|));
     idf(t) = ln(1 + (N - df + 0.5) / (df + 0.5)), always positive.
 
-So a passage scores above 0 exactly if it contains a query word. A repeated query word counts repeatedly. The default
-parameters are those of Anserini, which Search-R1 uses through pyserini; Anserini's Porter stemming is left out.
+So a passage scores above 0 exactly if it contains a query word. A repeated query word counts repeatedly. Anserini,
+which Search-R1 uses through pyserini, has the same default parameters, but its Porter stemming is left out here.
 
 The build streams the corpus in bounded memory; bm25s would hold 4 KB per passage of 100 words. The first pass writes
 one sorted run of (term, row, count) per block of passages. The second pass merges the runs by ranges of terms and
@@ -164,7 +164,7 @@ def build_lexical(
             )
         ranker = BM25sIndex(k1=options.k1, b=options.b, method=manifest.method)
         ranker.vocab_dict = dict(vocabulary)
-        ranker.nonoccurrence_array = None  # Lucene's method has none
+        ranker.nonoccurrence_array = None  # Lucene's method has no such array
         starts, rows, weights = builder.finish(options.k1, options.b)
         ranker.scores = {"data": weights, "indices": rows, "indptr": starts, "num_docs": manifest.rows}
         ranker.save(draft.folder / _POSTINGS_FOLDER, show_progress=False)

@@ -3,7 +3,7 @@
 The server stores the whole passages; the index folder is only a manifest with the server's URL and index name. Text is
 analysed as Anserini does for Search-R1 (Lucene's English analyser, with stemming). The index has one shard, because
 each shard has its own word statistics. Loading is idempotent: a passage's `_id` is its row, and the index's `_meta` has
-the corpus checksum. So a killed load resumes, and an index with other content is never written to.
+the corpus checksum. So a killed load resumes, and nothing is written to an index with other content.
 
 Credentials come from the environment and are never stored; certificates are always verified:
 
@@ -306,7 +306,7 @@ def _credentials(kind: str) -> dict[str, Any]:
 
 
 def _reason(error: Any) -> str:
-    """Return the text of a server error, which is a {"type", "reason"} object or an exception that may hold one."""
+    """Return the text of a server error: a {"type", "reason"} object, or an exception that may hold such an object."""
     body = getattr(error, "body", getattr(error, "info", error))
     inner = body.get("error", body) if isinstance(body, Mapping) else None
     if isinstance(inner, Mapping) and "type" in inner:

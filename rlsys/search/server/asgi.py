@@ -6,7 +6,7 @@ Errors: 4xx for an invalid request, 429 for a full queue, 503 for a temporary fa
 `{"detail": ...}`; 429 and 503 have Retry-After. If the client disconnects, its search is cancelled.
 
 Access to a server without a token: a request gets 403 if its Host is foreign (DNS rebinding) or its Origin is another
-page. Access to a server with a token: every path that is not in `OPEN`, even an unknown path, requires
+site. Access to a server with a token: every path that is not in `OPEN`, even an unknown path, requires
 `Authorization: Bearer <token>`; without this header, /health returns only the status.
 """
 
@@ -226,7 +226,8 @@ class _Routes:
     ) -> None:
         """Add a POST route that parses a body as `asks` and responds `{"result": await answer(body)}`.
 
-        A non-empty `lacking` makes every response 404 with that reason; None means that the route never gives 404.
+        `lacking` is the reason why the server cannot answer: every response is then 404. It is empty if the server can
+        answer. None is for routes that every server can answer: their documentation lists no 404.
         """
 
         async def endpoint(request: Request) -> Response:
@@ -330,7 +331,7 @@ async def _read_body(request: Request, limits: ServerLimits, held: _HeldBytes) -
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of `work`; cancels it and raises RequestRefused on a client disconnect or a shutdown."""
+    """Return the result of `work`. On a client disconnect or a shutdown, cancel `work` and raise RequestRefused."""
     task = asyncio.current_task()
     assert task is not None
 

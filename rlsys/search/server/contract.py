@@ -206,7 +206,7 @@ class Contract:
 
 
 def text_of(document: Document) -> str | None:
-    """Return the text to rerank by; None for an object without text."""
+    """Return the text that the reranker scores; None for an object without text."""
     contents = document if isinstance(document, str) else bare(document).get("contents")
     return contents if isinstance(contents, str) else None
 
@@ -265,7 +265,7 @@ class _Documents(_Texts):
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """Limits of a number of passages, or null."""
+    """Limits of a number of passages; null is also valid."""
 
     most: int
 

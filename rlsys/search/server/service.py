@@ -236,7 +236,7 @@ def _lines(found: Sequence[Sequence[tuple[float, Any]]], with_scores: bool) -> l
 
 
 def _in_order(documents: Sequence[Sequence[Any]], ranked: list[list[tuple[int, float]]], topk: int) -> Ranked:
-    """Return (score, document) of the first `topk` documents of each line, in the order of `ranked`."""
+    """Return (score, document) of the `topk` best documents of each query, in the order of `ranked`."""
     return [
         [(score, line[place]) for place, score in order[:topk]] for line, order in zip(documents, ranked, strict=True)
     ]

@@ -1,8 +1,8 @@
 """Extracts title and text from the bytes of a web page, in a subprocess that can be killed at any time.
 
 Pages are untrusted; the extracted text has no control characters and a bounded length. Parsing hostile HTML may take
-minutes in C code that cannot be interrupted (libxml2 scans all attributes of an element for each new one). So it runs
-in a subprocess, `python -m rlsys.search.web.extract`.
+minutes in C code that cannot be interrupted (libxml2 scans all attributes of an element for each new one). So parsing
+runs in a subprocess, `python -m rlsys.search.web.extract`.
 
 Protocol on standard input and output: the first output line is READY. A job is a JSON line
 {"media_type", "charset", "bytes"}, followed by that many bytes. The response is a JSON line: {"title", "text"}, or null

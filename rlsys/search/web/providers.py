@@ -12,8 +12,8 @@ Field names follow the public API references:
 Invariants:
   - An outage never looks like an empty result: `ProviderClient.search` returns results or raises ProviderError, even
     for a malformed response.
-  - Keys come from the environment and are sent only to the provider. They are added below httpx's client, which logs
-    URLs at INFO and keeps requests in its errors. Redirects are not followed and proxies not used.
+  - Keys come from the environment and are sent only to the provider. They are added by the transport, because httpx's
+    client logs URLs at INFO and keeps requests in its errors. Redirects are not followed and proxies not used.
   - 429, 5xx and lost connections are retried, no earlier than Retry-After; any other 4xx is never retried.
 """
 
@@ -38,8 +38,8 @@ from rlsys.search.wire import BodyError, Encoding, read_body
 
 MAX_QUERY_CHARS = 400
 MAX_QUERY_WORDS = 50
-"""Limits for queries to any provider, set by Brave, the strictest. Longer queries are cut, because engines ignore the
-rest of a query."""
+"""Maximum length of a query to any provider: Brave's limits, which are the strictest. Longer queries are cut, because
+engines ignore the rest of a query."""
 _MAX_ANSWER_BYTES = 8 * 1024 * 1024
 _MAX_REASON_CHARS = 400
 
@@ -418,7 +418,7 @@ class ProviderClient:
 
 
 class _Failed(Exception):
-    """A failed try. A retry may succeed after at least `after_s` seconds; infinity means that it cannot."""
+    """A failed try. A retry may succeed after at least `after_s` seconds; infinity means that no retry can."""
 
     def __init__(self, reason: str, after_s: float = math.inf) -> None:
         super().__init__(reason)
@@ -426,7 +426,7 @@ class _Failed(Exception):
 
 
 class _KeyedTransport(httpx.AsyncHTTPTransport):
-    """Adds the keys below httpx's client, so that the client's logs and errors do not contain them."""
+    """Sends a copy of each request with the keys added, so that logs and errors of httpx's client contain no keys."""
 
     def __init__(self, keys: Keys, limits: httpx.Limits) -> None:
         super().__init__(limits=limits, trust_env=False)

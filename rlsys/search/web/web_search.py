@@ -134,7 +134,7 @@ class Policy:
 
 
 def _carried(address: Address) -> Address:
-    """Return the IPv4 address embedded in an IPv6 one, or else `address`."""
+    """Return the IPv4 address embedded in an IPv6 `address`, or else `address` itself."""
     if isinstance(address, IPv4Address):
         return address
     if address in _NAT64:
@@ -332,7 +332,7 @@ class WebRetriever:
 
     client: ProviderClient
     reader: PageReader | None  # reads pages; None uses snippets
-    parallel: int  # the provider's request limit, because each batch waits for its slowest query
+    parallel: int  # the provider's limit of requests in flight, because each batch waits for its slowest query
     passage_words: int  # maximum number of words of a page's passage
     described: Mapping[str, Any]  # return value of `describe`
     _kept: OrderedDict[tuple[str, int], list[Hit]] = field(default_factory=OrderedDict)

@@ -228,7 +228,7 @@ def _routed(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     """Use `ExpertRouter` in `layer` if it has experts; change `layer` in place and return it."""
     if config.num_moe_experts is not None:
         layer.submodules.mlp.submodules.router = ExpertRouter
-        # Transformer Engine fuses the norm before the MLP only into a dense MLP: keep its unfused name in checkpoints.
+        # Transformer Engine fuses this norm only into a dense MLP; here checkpoints keep the name of the unfused norm.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     return layer
 

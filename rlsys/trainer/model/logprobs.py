@@ -68,7 +68,7 @@ def owned_columns(tokens: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
 
 
 def reduce(values: Tensor, shard: VocabShard, operation: Any) -> Tensor:
-    """All-reduce `values` over the TP ranks, in place; no-op if `values` is empty, as it then is on all ranks."""
+    """All-reduce `values` over the TP ranks, in place; no-op for empty `values`, which are then empty on all ranks."""
     if shard.group is not None and values.numel():
         dist.all_reduce(values, op=operation, group=shard.group)
     return values

@@ -50,7 +50,7 @@ class TargetModel(GPTModel):
     """GPTModel that computes outputs only at positions that predict targets."""
 
     def forward(self, input_ids: Tensor, predicting: Tensor, sequences: PackedSeqParams | None) -> Tensor:
-        """Return the outputs of `read_out`, in the order of `predicting`; before the last stage, the hidden states.
+        """Return the outputs in the order of `predicting`; on all stages but the last, return the hidden states.
 
         `input_ids` is [rows, width]; `predicting` [n] holds positions in [width, rows] flattened; `sequences` describes
         a packed row, None for padded rows. Hidden states are [width, rows, hidden].
@@ -94,7 +94,7 @@ class TargetLogitsModel(TargetModel):
 
 
 class TargetValuesModel(TargetModel):
-    """TargetModel whose outputs are values, in float32 for every model dtype, at the same positions as logits."""
+    """TargetModel whose outputs are values; they are float32 for every model dtype."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "share_embeddings_and_output_weights": False})
@@ -107,7 +107,7 @@ class TargetValuesModel(TargetModel):
         return linear(hidden.float(), self.value_head.weight.float(), self.value_head.bias.float())[:, 0]
 
     def sharded_state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """Return the state as a plain MegatronModule does: GPTModel's version handles the missing output layer."""
+        """Return the state as a plain MegatronModule does; GPTModel's version requires the output layer."""
         state: dict[str, Any] = MegatronModule.sharded_state_dict(self, *args, **options)
         return state
 
