@@ -415,7 +415,7 @@ class WeightMap:
     """The tensor map of one architecture."""
 
     def __init__(self, architecture: Architecture, values: bool = False, folder: Path = FAMILIES) -> None:
-        """`values`: the model is a critic, whose value head replaces the output layer. `folder` holds the family's file."""
+        """`values`: the model is a critic; a value head replaces the output layer. `folder` holds the family's file."""
         self.architecture = architecture
         self._rules = rules_of(architecture, values, folder)
         self._by_name = {name.format(layer="#", expert="#"): rule for rule in self._rules for name in rule.megatron}
