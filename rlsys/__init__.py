@@ -63,7 +63,7 @@ class _OldNames(MetaPathFinder, Loader):
         return _MOVED.get(old, old) + name[len(old) :]
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        if not name.startswith(_OLD):  # Fast path: Python asks for every import of every package.
+        if not name.startswith(_OLD):  # Fast path: Python calls this for every import of every package.
             return None
         new = self._new_name(name)
         found = None if new == name else find_spec(new)
@@ -112,8 +112,8 @@ def _log_from(level: str) -> None:
 def _name_cudnn(packages: Path) -> None:
     """Set CUDNN_HOME to the wheel's folder, where Transformer Engine looks first.
 
-    Otherwise it loads a cuDNN of the CUDA toolkit or the system into a process in which torch has loaded its own. A value
-    that is set already names such a cuDNN, and is replaced.
+    Otherwise Transformer Engine loads the cuDNN of the CUDA toolkit or the system, although torch has already loaded
+    the cuDNN of the wheel. An earlier value of CUDNN_HOME is replaced, because it names such a second cuDNN.
     """
     cudnn = packages / "nvidia" / "cudnn"
     if cudnn.is_dir():

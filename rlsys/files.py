@@ -194,7 +194,7 @@ LOCK = "lock"
 """Name of the lock file in a `working_folder`."""
 _RUN_LOCK = ".lock"
 _ATTEMPTS = 100
-"""Maximum number of attempts to lock a folder; one fails if another process removes the folder meanwhile."""
+"""Maximum number of attempts to lock a folder; an attempt fails if another process removes the folder meanwhile."""
 
 
 class Claimed(UserError):

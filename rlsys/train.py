@@ -105,10 +105,10 @@ async def evaluate(run: Run, step: int) -> None:
 
 
 def collapsed(alarm: Alarm, checkpoint: Path | None) -> RunError:
-    """Return the error that ends a collapsing run. Raise it once `checkpoint` is written."""
+    """Return the error that ends a collapsing run; the caller raises it after `checkpoint` has been written."""
     return RunError(f"{alarm} guards.action=stop ended the run; its last checkpoint is {checkpoint}.")
 
 
 def due(step: int, interval: int) -> bool:
-    """Return True if an action taken every `interval` steps follows `step`; interval 0 means never."""
+    """Return True if an action with this interval, in steps, is due after `step`; interval 0 means never."""
     return interval > 0 and step % interval == 0

@@ -1,4 +1,4 @@
 """Data passed between the stages: questions, prompts, trajectories and prompt groups.
 
-Process: every one. May import: algorithms, config, errors, files.
+Process: all. May import: algorithms, config, errors, files.
 """

@@ -5,11 +5,11 @@ Row formats:
 - RLinf: `prompt` and `solutions`;
 - FlashRAG: `question`, inserted into Search-R1's template, and `golden_answers`.
 
-A question's `uid` is the file stem and the row number, since merged data sets repeat their own `index`. Invalid rows
-raise a UserError naming the file, the line and the field.
+A question's `uid` is the file stem and the row number, because the rows of merged data sets repeat `index` values.
+Invalid rows raise a UserError naming the file, the line and the field.
 
-The template comes from Search-R1 (arXiv 2503.09516, table 1; the same for base and chat models), to which sentences
-about tools may be added, or from a user's own file.
+The template is the template of Search-R1 (arXiv 2503.09516, table 1; the same for base and chat models) or a user's own
+file. Sentences about tools may be added to either.
 """
 
 from __future__ import annotations
@@ -191,9 +191,9 @@ def search_prompt(question: str) -> str:
 
 
 def own_template(file: Path, tools: str = "", *, may_tell_itself: bool = False) -> Template:
-    """Return the template in a user's text file: {question} is the stripped question, {tools} the sentences `tools`.
+    """Return the template in a user's text file: {question} becomes the stripped question, and {tools} becomes `tools`.
 
-    Raises UserError unless the file has {question} exactly once, and if it has {tools} but `tools` is empty. A file
+    Raises UserError if {question} does not occur exactly once, or if the file has {tools} but `tools` is empty. A file
     without {tools} is an error if `tools` is not empty, unless `may_tell_itself`: the file may then describe the tools
     in its own words.
     """

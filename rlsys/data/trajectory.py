@@ -97,7 +97,8 @@ class Trajectory:
     loss_mask: NDArray[np.bool_]
     """[seq] True for trained tokens: those the policy sampled, and an added end-of-sequence token."""
     rollout_logprobs: NDArray[np.float32]
-    """[seq] engine log-probs of the sampled tokens; NaN where there is none."""
+    """[seq] engine log-probs of the sampled tokens; NaN if re-tokenisation changed the token or tokens before it, or if
+    it was not sampled."""
     versions: NDArray[np.int32]
     """[seq] weight version that sampled the token, or the oldest version of its turn if re-tokenisation changed the
     token or tokens before it; -1 if it was not sampled."""
@@ -148,7 +149,7 @@ def response_tokens(trajectory: Trajectory) -> Mask:
 
 
 def value_mask(compat: CompatConfig) -> MaskOf:
-    """Return the function that masks the tokens used to train the critic and to compute and whiten advantages."""
+    """Return the function that selects the tokens used to train the critic and to compute and whiten advantages."""
     return response_tokens if compat.observations_in_values else trained_tokens
 
 
@@ -195,14 +196,14 @@ class Sample:
     ref_logprobs: Floats | None = None
     """[seq] log-probs under the reference policy."""
     weights: Floats | None = None
-    """[seq] correction of each token, computed from its old and engine log-probs; None means 1 for every token."""
+    """[seq] correction factor of each token, from its old and engine log-probs; None means 1 for all tokens."""
     picks: TopkLogprobs | None = None
     values: Floats | None = None
     """[seq] the critic's values before the update; None without a critic."""
     returns: Floats | None = None
     """[seq] the critic's regression targets; None without a critic."""
     units: CreditUnits | None = None
-    """Part of the advantages that needs only the group, if the rest depends on the mini-batch; else None."""
+    """Returns of the units of credit, if the advantages also depend on other groups of the mini-batch; else None."""
     kl_sum: float | None = None
     """KL to the reference policy in nats, summed over trained tokens; `kl_coef` times this sum is the KL penalty in the
     reward. None if the reward has no KL penalty."""
@@ -237,7 +238,7 @@ class Group:
 
     @property
     def oldest_version(self) -> int | None:
-        """Oldest weight version that sampled a token of the group; None if no token has one."""
+        """Oldest weight version that sampled a token of the group; None if no token has a version."""
         versions = [known[known >= 0] for known in (sample.trajectory.versions for sample in self.samples)]
         return min((int(known.min()) for known in versions if known.size), default=None)
 

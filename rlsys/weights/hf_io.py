@@ -150,7 +150,7 @@ def map_bytes(file: Path, offset: int, nbytes: int) -> Tensor:
 
 
 def check_repeated(reader: HfReader, weights: WeightMap, source: str | Path) -> None:
-    """Raise UserError if `source` stores a tied tensor twice with different bits: only one of the two is used."""
+    """Raise UserError if `source` stores a tied tensor twice with different bits, because only one copy is used."""
     for again, name in weights.repeated.items():
         if again in reader.names() and checksum("", reader.get(again)) != checksum("", reader.get(name)):
             raise UserError(

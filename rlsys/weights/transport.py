@@ -1,6 +1,6 @@
 """Packs, hashes and sends the weights of a version in buckets, from the actor to every receiving process.
 
-A bucket holds named tensors in one contiguous byte range, each with a checksum. The bytes are a numpy array in host
+A bucket holds named tensors, each with a checksum, in one contiguous byte range. The bytes are a numpy array in host
 memory or a tensor in device memory; a device bucket is packed, hashed and checked on its device. Unpacking returns the
 packed bytes or raises an error that names the tensor. The digest of a version depends on every name, dtype, shape and
 byte, but not on tensor order or on the split into buckets.
@@ -66,7 +66,7 @@ DEVICE_PIECE_BYTES = (
 )  # Size of a separately hashed part on a device; hashing needs three times this size as scratch memory.
 _WORD_BYTES = 8
 _STEP, _FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_SHIFTS = (30, 27, 31)  # Constants of SplitMix64, like `_STEP` and `_FACTORS`.
+_SHIFTS = (30, 27, 31)  # `_STEP`, `_FACTORS` and `_SHIFTS` are the constants of SplitMix64.
 _COPY_BYTES = 256 * 1024 * 1024  # Size limit of a measured copy; larger copies run at the same speed.
 COPY_ROUNDS = 3
 
@@ -104,7 +104,7 @@ class Bucket:
 
     @property
     def in_host(self) -> NDArray[np.uint8]:
-        """Bytes of a bucket in host memory. Raises TypeError for a device bucket."""
+        """The bytes of this host bucket. Raises TypeError for a device bucket."""
         if isinstance(self.data, Tensor):
             raise TypeError(f"Expected a bucket in host memory, got one on {self.data.device}.")
         return self.data
@@ -252,7 +252,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """Return the tensor's bytes in host memory, row-major; copy them only if they are not stored like that."""
+    """Return the tensor's bytes in host memory, row-major; copy them only if they are not stored in that form."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
 
 
@@ -283,7 +283,7 @@ def hash_pieces(flats: Sequence[Tensor]) -> list[list[bytes]]:
     words = -(-longest // _WORD_BYTES)
     keys = torch.arange(1, words + 1, dtype=torch.int64, device=flats[0].device).mul_(_signed(_STEP))
     sums = [[_mixed_sum(piece, keys) for piece in _words(flat)] for flat in flats]
-    # One read for all sums: each read synchronises with the device.
+    # Read all sums at once, because each read synchronises with the device.
     numbers = iter(torch.stack([total for of_flat in sums for total in of_flat]).tolist())
     return [[next(numbers).to_bytes(_WORD_BYTES, "little", signed=True) for _ in of_flat] for of_flat in sums]
 
@@ -348,8 +348,8 @@ class TransportSpec:
     """Settings of one process in a transport, equal for all processes except `rank`."""
 
     mode: SyncMode
-    rank: int  # 0 sends, the others receive.
-    members: tuple[str, ...]  # Name of each rank in messages.
+    rank: int  # Rank 0 sends; the other ranks receive.
+    members: tuple[str, ...]  # Name of each rank, for error messages.
     bucket_bytes: int  # Size of the largest bucket.
     timeout_s: float  # Timeout of every wait for another process.
     device: Device  # Broadcast backend: gloo for CPU, NCCL for GPU. `ipc` needs GPU.
@@ -358,7 +358,7 @@ class TransportSpec:
 
     @property
     def name(self) -> str:
-        """Name of this process in messages."""
+        """Name of this process, for error messages."""
         return self.members[self.rank]
 
 
@@ -403,7 +403,7 @@ class Sender(ABC):
     def next_slot(self) -> Memory:
         """Return memory for the next bucket, [bucket_bytes].
 
-        Raises RuntimeError while an unreleased bucket occupies it.
+        Raises RuntimeError if all slots hold buckets that are not released yet.
         """
         if self._sent - self._taken >= len(self._slots):
             raise RuntimeError(

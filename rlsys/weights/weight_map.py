@@ -1,8 +1,8 @@
 """Maps Hugging Face tensors to Megatron shards and back, for model families described in YAML.
 
-Uses no process or device. Invariant: `merge` undoes `shard` bit for bit, for every tensor and any TP size, EP size and
-pipeline split. Loading, weight sync and conversion all use this one map, so they agree. Sizes are available without
-importing torch.
+Uses no process group or device. Invariant: `merge` undoes `shard` bit for bit, for every tensor and any TP size, EP
+size and pipeline split. Loading, weight sync and conversion all use this one map, so they agree. Sizes are available
+without importing torch.
 
 A family is a file `family/<model_type>.yaml`; a new file adds a family. Its sections:
 
@@ -116,7 +116,7 @@ _WIDTHS = {"query": "heads", "key_value": "kv_heads"}
 class Rule:
     """Template of a Megatron tensor for all layers and experts, with the Hugging Face tensors that it holds."""
 
-    megatron: tuple[str, ...]  # Names, preferred one first, with placeholders `{layer}` and `{expert}`.
+    megatron: tuple[str, ...]  # Names, preferred name first, with placeholders `{layer}` and `{expert}`.
     hf: tuple[str, ...]  # Hugging Face names, with the same placeholders.
     shapes: tuple[tuple[int, ...], ...]  # Whole shapes of the Hugging Face tensors.
     cut: Cut
@@ -329,7 +329,7 @@ def largest_tensor_bytes(model_path: str | Path, dtype: Dtype, folder: Path = FA
 
 
 def stage_layers(layers: int, pp: int, pp_layers: Sequence[int] | None = None) -> list[range]:
-    """Return the layer numbers of each of `pp` stages, which get equally many unless `pp_layers` gives the counts.
+    """Return the layer numbers of each of `pp` stages. All stages have equally many layers unless `pp_layers` is given.
 
     Raises UserError.
     """
@@ -415,7 +415,7 @@ class WeightMap:
     """The tensor map of one architecture."""
 
     def __init__(self, architecture: Architecture, values: bool = False, folder: Path = FAMILIES) -> None:
-        """`values` maps a critic, which has a value head and no output layer. `folder` holds the family's file."""
+        """`values`: the model is a critic; a value head replaces the output layer. `folder` holds the family's file."""
         self.architecture = architecture
         self._rules = rules_of(architecture, values, folder)
         self._by_name = {name.format(layer="#", expert="#"): rule for rule in self._rules for name in rule.megatron}
@@ -451,7 +451,7 @@ class WeightMap:
         return [entry for entry in entries if entry.rule.exported]
 
     def copies(self) -> list[Entry]:
-        """Return the Megatron tensors that copy a tied tensor; their `hf` are the names of the original tensor."""
+        """Return the Megatron tensors that copy a tied tensor; their `hf` names the original tensor."""
         return [_entry(rule) for rule in self._rules if not rule.exported]
 
     def hf_names(self) -> set[str]:

@@ -44,7 +44,7 @@ class RunSettings:
     config: str
     """Experiment: name of a config of the project, or a path."""
     overrides: tuple[str, ...]
-    """Settings in command-line form, `key=value`; the last one for a key wins."""
+    """Settings in command-line form, `key=value`; a later setting of the same key wins."""
     passing: frozenset[str] = frozenset()
     """Keys that are valid only during the run, such as the address of a server started for it."""
 
@@ -89,7 +89,8 @@ def _key(override: str) -> str:
 
 
 def _sets(override: str, key: str) -> bool:
-    """True if `override` sets `key` or a section around it. Choosing a config group does not count: keys override it."""
+    """True if `override` sets `key` or a section that contains it. Choosing a config group does not count, because
+    `key` still overrides the group."""
     name, value = _key(override), override.partition("=")[2]
     is_group = "." not in name and not value.lstrip().startswith("{")
     return name == key or (key.startswith(f"{name}.") and not is_group)
@@ -122,7 +123,7 @@ def quoted(value: object) -> str:
 
 
 def of_devices(devices: Devices | None) -> dict[str, Any]:
-    """Return the settings that place the groups; empty for None, which keeps the config's placement.
+    """Return the settings that place the worker groups; empty for None, which keeps the config's placement.
 
     On the CPU every group has a slot of its own. On one or two GPUs all groups are colocated. With more GPUs, half of
     them train, an eighth (at least one) scores, and the rest generate. Raises UserError for invalid devices.
@@ -144,7 +145,7 @@ def of_devices(devices: Devices | None) -> dict[str, Any]:
 
 
 def of_reward(reward: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the reward settings. `reward` holds terms with their weights and keys of the section `reward`.
+    """Return the reward settings. `reward` maps reward terms to weights, and keys of the section `reward` to values.
 
     `{"exact_match": 1.0, "format": 0.2, "structure_score": 0.3}` weights two terms and sets the key
     `reward.structure_score`. Raises UserError for any other entry.
@@ -204,8 +205,8 @@ def of_batch(batch_size: int | None, mini_batches: int) -> dict[str, Any]:
 
 
 def fitting_batch(config: RunConfig, overrides: Sequence[str], questions: int) -> int | None:
-    """Return `questions` as the batch size if a step of `config` needs more; None if there are enough, or if the
-    overrides set the batch size."""
+    """Return `questions` as the batch size if a step of `config` takes more questions than that; else None. Also None
+    if the overrides set the batch size."""
     asked = any(_sets(override, "trainer.prompts_per_step") for override in overrides)
     return None if asked or questions >= config.trainer.prompts_per_step else questions
 
@@ -274,7 +275,7 @@ def note(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Questions, read and checked."""
+    """Questions that have been read and checked."""
 
     name: str
     """Name used in error messages and file names."""
@@ -292,7 +293,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Question files of a run; no question is in both."""
+    """Question files of a run; no question is in both files."""
 
     train: Path
     """Training questions."""
@@ -305,9 +306,10 @@ class Files:
 
 
 def training_files(train: Data, heldout: Data | None, count: int | None, seed: int, folder: Path) -> Files:
-    """Return the files to train and to evaluate on. Without `heldout`, `count` questions of `train` are held out.
+    """Return the files of training and evaluation questions.
 
-    `apps.data.prepare.split` describes the split. Raises UserError, with the location, for an invalid question.
+    Without `heldout`, `count` questions of `train` are held out (see `apps.data.prepare.split`). Raises UserError, with
+    the location, for an invalid question.
     """
     trained = read_data(train, "train_data")
     if heldout is None:

@@ -84,8 +84,8 @@ class DenseRetriever(_IndexRetriever):
 
     Args:
         index_path: folder of an index; `from_documents` and `rlsys search index` make one.
-        embedding_model: query encoder; None takes the one that the index was built with. Give it only if the same
-            encoder is stored elsewhere: "minilm", a Hugging Face folder, or a name in the Hugging Face cache.
+        embedding_model: query encoder: "minilm", a Hugging Face folder, or a name in the Hugging Face cache. None takes
+            the encoder that the index was built with; give that encoder only if it is now stored elsewhere.
         top_k: number of passages per search.
         chunk_size: has an effect only in `from_documents`, which splits documents; here it causes a warning.
         device: device of the encoder: cpu, cuda or cuda:N.
@@ -139,8 +139,8 @@ class DenseRetriever(_IndexRetriever):
 
     @contextmanager
     def serving(self, log_dir: Path) -> Iterator[Mapping[str, Any]]:
-        """See `SearchBackend`. Starts a server only if the encoder is not the index's or the device is not the CPU;
-        otherwise the run serves the index."""
+        """See `SearchBackend`. Starts a server only if `embedding_model` differs from the encoder in the index's
+        manifest, or if the device is not the CPU; otherwise the run serves the index."""
         settings = self._settings(self.top_k)
         encoder = None if self.embedding_model == self._require()["encoder"] else self.embedding_model
         device = None if self.device == "cpu" else self.device
@@ -300,7 +300,7 @@ class WithoutSearch:
 
 
 def _at(url: str) -> dict[str, Any]:
-    """Return the settings for a server started here; its token, if any, comes from this environment."""
+    """Return the settings for a server started by this process, whose environment holds the token, if any."""
     token_env = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else None
     return {"search.url": url, "search.token_env": token_env}
 
@@ -318,7 +318,7 @@ def _require_device(device: str) -> None:
 def _index_documents(
     kind: str, documents: Documents, index: Path, settings: Mapping[str, Any], chunk_size: int
 ) -> None:
-    """Build the index folder `index` of `documents`, unless it exists.
+    """Build an index of `documents` in the folder `index`, unless it exists.
 
     If `index` holds other documents, raises UserError and changes neither the index nor the files next to it.
     """

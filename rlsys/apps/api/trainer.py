@@ -31,16 +31,16 @@ class SearchR1Trainer:
         search_backend: `DenseRetriever`, `BM25Retriever`, `WebSearch`, `HttpRetriever`, or your own `SearchBackend`. None
             for no search: the policy has only its tools (`task.tools`, see docs/tutorials/own-tool.md).
         rl_algorithm: name of a file in `configs/algorithm`: grpo, ppo, dapo, rloo, reinforce, gspo, ... None takes the
-            experiment's.
+            experiment's algorithm.
         reward_config: reward terms with their weights, and keys of the section `reward`, such as
-            `{"exact_match": 1.0, "format": 0.2, "structure_score": 0.3}`; see docs/rewards.md. None takes the experiment's,
-            by default exact match.
+            `{"exact_match": 1.0, "format": 0.2, "structure_score": 0.3}`; see docs/rewards.md. None takes the
+            experiment's reward, by default exact match.
         max_search_turns: maximum number of turns with a search per episode; one more turn may only answer. None takes the
-            experiment's.
+            experiment's number.
         devices: number of GPUs of this machine, or their ranks; "cpu" for none. None keeps the experiment's placement.
         config: experiment with all other settings: name of a config of the project, or a path.
         overrides: further settings in command-line form, such as `["actor.optimizer.lr=2e-6"]`.
-        name: name of the run, whose folder is `<output_dir>/<name>-<time>`; None takes the experiment's.
+        name: name of the run, whose folder is `<output_dir>/<name>-<time>`; None takes the experiment's name.
         output_dir: folder of runs.
 
     Raises UserError for mistakes that can be found without the data.
@@ -110,9 +110,9 @@ class SearchR1Trainer:
         Args:
             train_data: questions with accepted answers: a file (jsonl, parquet, csv, tsv), a list of mappings such as
                 `{"question": ..., "answers": [...]}`, or a list of `rlsys.data.question.Question`.
-            num_iterations: number of steps; None takes the experiment's.
-            batch_size: questions per step; None takes the experiment's, or all training questions if they are fewer. The
-                number of mini-batches is lowered to `batch_size` if it is larger.
+            num_iterations: number of steps; None takes the experiment's number.
+            batch_size: questions per step; None takes the experiment's number, or all training questions if they are
+                fewer. The number of mini-batches is lowered to `batch_size` if it is larger.
             eval_data: questions to evaluate on before, during and after training; removed from `train_data` if they are
                 in both. None holds out some of `train_data` instead.
             holdout: number of distinct questions to hold out of `train_data`; None holds out a tenth, at most 500.

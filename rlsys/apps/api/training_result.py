@@ -153,12 +153,12 @@ class TrainingResult:
 
         Args:
             data: questions, in any form that `train` takes; None takes the run's held-out questions.
-            limit: maximum number of questions; None takes `eval.limit` of the settings, or all.
+            limit: maximum number of questions; None takes `eval.limit` of the settings, or all questions.
             samples: answers per question; more than one needs a temperature above 0.
             temperature: sampling temperature; 0 is greedy.
             engine: sglang or transformers.
             model: model to evaluate instead of the last checkpoint: an earlier checkpoint, or a Hugging Face folder,
-                such as the initial model's.
+                such as the initial model.
 
         Raises UserError or RunError with the error message of the evaluation.
         """
@@ -192,7 +192,7 @@ class TrainingResult:
     def report(self) -> Path:
         """Write the run's report, report.html in its folder, and return the path.
 
-        Raises UserError if the folder is no run or is not writable.
+        Raises UserError if the folder is not a run's folder or is not writable.
         """
         from rlsys.report.report_page import write_report
 
@@ -204,10 +204,11 @@ class TrainingResult:
 
 
 def _rlsys(*words: str) -> None:
-    """Run an rlsys command as a subprocess and pass its stderr on; an interrupt ends the subprocess first.
+    """Run an rlsys command as a subprocess and pass its stderr on.
 
     It is a subprocess because engines spawn processes that would import the user's script again. It has its own process
-    group so that Ctrl-C reaches it exactly once, through this process, in both a terminal and a notebook.
+    group so that Ctrl-C reaches it exactly once, through this process, in both a terminal and a notebook. This function
+    raises the interrupt after the subprocess has ended.
 
     Raises UserError or RunError with the last lines of its stderr.
     """
@@ -230,7 +231,7 @@ def _rlsys(*words: str) -> None:
     if status:
         said, code = without_code("".join(lines).strip())
         sentence = f"rlsys {words[0]}: {said or f'it ended with status {status}'}"
-        if status == 2:  # A wrong command line has no code.
+        if status == 2:  # The error of a wrong command line has no code.
             raise UserError(sentence, code=code or "malformed", key=f"rlsys {words[0]}")
         raise RunError(sentence)
 

@@ -1,9 +1,8 @@
 """Finds the settings of a chat, so that the model is prompted as it was in training.
 
 Episode settings come from the named config, else from the run that trained the model, else from Search-R1. A sentence
-in `ChatSettings.notes` reports every fallback. A model folder is untrusted: its config never receives a secret of the
-environment, its tools are imported only if the config is in a run's folder, and its search address is shown to the
-user.
+in `ChatSettings.notes` reports every fallback. A model folder is untrusted: its `search.token_env` is ignored, its
+tools are imported only if its config is in a run's folder, and its search address is shown to the user.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ templates."""
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """Options given by the user; None means to use what is found."""
+    """Options given by the user; `settings_of` finds a value for each option that is None."""
 
     config: str | None = None
     config_dir: Path | None = None
@@ -159,7 +158,7 @@ def _with_run(here: RunConfig, file: Path, notes: list[str]) -> RunConfig:
 
 
 def _known(tree: Mapping[str, Any], prefix: str, known: set[str], unknown: list[str]) -> dict[str, Any]:
-    """Return `tree` without keys that the schema lacks; adds these to `unknown`."""
+    """Return `tree` without the keys that the schema lacks, and add those keys to `unknown`."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}.{name}"

@@ -236,7 +236,8 @@ async def opened(
 ) -> AsyncIterator[Opened]:
     """Start search and engine for a conversation with `model`, and stop them on exit. `report` receives the progress.
 
-    Checks the search server before the first question; if it fails later, only the search fails, not the conversation.
+    Checks the search server before the first question. If the server fails later, a search fails, but the conversation
+    continues.
     Raises UserError for an unusable model or settings, RunError if search or engine do not respond.
     """
     config = settings.config
@@ -261,7 +262,7 @@ async def opened(
         generator = await stack.enter_async_context(open_generator(config, engine))
         search: SearchTool | None = UnusedSearch() if config.search.enabled else None
         if server is not None:
-            if server.started:  # It has been starting while the model was loaded.
+            if server.started:  # The server has been starting while the model was loaded.
                 report("starting the search server")
                 await asyncio.to_thread(server.wait_healthy)
                 await require()

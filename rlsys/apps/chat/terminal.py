@@ -72,7 +72,7 @@ class TextScreen:
     """Streams the response as the policy sees it, then prints the answer and a line of statistics."""
 
     def __init__(self, console: Console, echo: bool = False) -> None:
-        """`echo` prints the question, for questions that were not typed."""
+        """`echo` prints each question; set it for questions that were not typed."""
         self._console, self._echo = console, echo
         self._at_line_start = True
 
@@ -158,7 +158,7 @@ async def session(
 
 @asynccontextmanager
 async def _interrupting(answering: asyncio.Task[Event]) -> AsyncIterator[None]:
-    """Make Ctrl-C cancel `answering` within the context, and the session after it. Always ends `answering`."""
+    """Make Ctrl-C cancel `answering` inside the context, and the whole session after it. `answering` ends on exit."""
     loop, outer = asyncio.get_running_loop(), asyncio.current_task()
     assert outer is not None
     loop.add_signal_handler(signal.SIGINT, answering.cancel)

@@ -94,7 +94,7 @@ def create_app(opened: Opened, names: frozenset[str]) -> FastAPI:
                         break
         except TimeoutError:
             return _error(408, f"The request did not arrive within {_BODY_S:g} s: ask again.")
-        except ClientDisconnect:  # Not a server error; the client does not receive the response.
+        except ClientDisconnect:  # Not a server error; nobody receives this response.
             return _error(400, "The request is incomplete: ask again.")
         if len(body) > _MAX_BYTES:
             return _error(413, f"The request is longer than {_MAX_BYTES} bytes: ask a shorter question.")
@@ -136,7 +136,7 @@ async def serve_chat(model: Model, settings: ChatSettings, engine: EngineName, h
 
 
 class _Server(LimitedServer):
-    """Server that leaves signals to the command around it."""
+    """Server that leaves signal handling to the command that runs it."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -145,7 +145,7 @@ class _Server(LimitedServer):
 
 
 class _Events(StreamingResponse):
-    """Server-sent events; closes their source also when the client disconnects while an event is sent."""
+    """Response of server-sent events; closes their source even if the client disconnects while an event is sent."""
 
     def __init__(self, events: AsyncGenerator[str, None]) -> None:
         super().__init__(events, media_type="text/event-stream")

@@ -176,7 +176,7 @@ def _flag(name: str, value: object) -> Words:
 
 
 def _settings(options: OwnOptions, index: Path, train: Path, heldout: Path) -> RunSettings:
-    """Return the settings of training and evaluation; the files must exist, because names contain their hashes."""
+    """Return the settings of training and evaluation. The files must exist: the name of the run contains their hash."""
     from rlsys.apps.api.arguments import ArgumentSettings, compose_settings, fitting_batch, of_batch, of_devices
 
     name = f"own-{_digest(index.name, sha256_of(train), sha256_of(heldout))}"
@@ -292,7 +292,7 @@ def _require_sound(options: OwnOptions, *, knows_model: bool) -> None:
         train, heldout = _planned_sides(options, folder)
         index = folder / "index"
         index.mkdir()
-        (index / "manifest.json").write_text("{}", encoding="utf-8")  # Enough to pass as an index.
+        (index / "manifest.json").write_text("{}", encoding="utf-8")  # Any manifest passes the check.
         settings = _settings(replace(options, out=folder), index, train, heldout)
         config = load_config(settings.config, settings.overrides)
         validate(config, ignored=() if knows_model else ("model.path",))

@@ -88,8 +88,8 @@ def verify(
 ) -> Comparison:
     """Compare two models, each a Hugging Face folder or a Megatron checkpoint. Raises UserError.
 
-    `hf`: Hugging Face folder with the config for a checkpoint that lacks one. Reads every byte, one tensor at a time;
-    `show` receives the bytes read so far and the total bytes of both models.
+    `hf`: Hugging Face folder with the config of a checkpoint that does not include its config. Reads every byte, one
+    tensor at a time; `show` receives the bytes read so far and the total bytes of both models.
     """
     config = None if hf is None else Path(hf)
     sides = open_model(Path(first), config), open_model(Path(second), config)
@@ -137,7 +137,7 @@ def _differences(
 
 
 def _not_computed(sides: Iterable[StoredModel]) -> str:
-    """Return a sentence if Megatron's model does not support a checkpoint's config; else an empty string."""
+    """Return a sentence for the user if Megatron does not support the config of a checkpoint; else an empty string."""
     try:
         for side in sides:
             if not isinstance(side, HfModel):
@@ -148,7 +148,7 @@ def _not_computed(sides: Iterable[StoredModel]) -> str:
 
 
 def _too_large(side: StoredModel) -> str:
-    """Return a sentence if the model does not fit into memory in float32; else an empty string."""
+    """Return a sentence for the user if the model does not fit into memory in float32; else an empty string."""
     numbers = sum(spec.nbytes // spec.dtype.itemsize for spec in side.specs().values())
     needed = int(numbers * 4 * 1.3)  # 4 bytes per weight, plus 30 % for activations.
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else psutil.virtual_memory().available
@@ -214,7 +214,7 @@ def _whole_model(side: StoredModel) -> Iterator[Any]:
     from rlsys.trainer.model.stage_model import PolicyModel, ValueModel
 
     device = Device.gpu if torch.cuda.is_available() else Device.cpu
-    # Port 0: a process group of one may take any free port.
+    # Port 0: a process group of one process may take any free port.
     alone = mesh.Rendezvous(0, 1, "127.0.0.1", 0, device, 600.0)
     place = mesh.start(alone, ParallelConfig(), seed=0)
     try:

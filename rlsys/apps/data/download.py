@@ -86,7 +86,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Hub:
-    """Looks up files of data sets; None takes endpoint or token from the environment."""
+    """Looks up files of data sets; an endpoint or token of None is taken from the environment."""
 
     endpoint: str | None = None
     token: str | None = None
@@ -140,7 +140,7 @@ class Downloader:
         self._sleep = sleep
 
     def missing(self, target: Target) -> int:
-        """Return the bytes of `target` still to download, judged by file sizes only."""
+        """Return the number of bytes of `target` still to download, judged by file sizes only."""
         part = self._part(target)
         if (self._folder / target.name).is_file():
             return 0
@@ -219,7 +219,7 @@ class Downloader:
                     ) from problem
                 self._sleep(min(2**tries, _LONGEST_WAIT_S))
             except RunError:
-                if file.seek(0, os.SEEK_END) > start + size:  # Excess bytes would count as the next piece.
+                if file.seek(0, os.SEEK_END) > start + size:  # Excess bytes would be taken for the next piece.
                     file.truncate(start)
                 raise
             else:
@@ -325,7 +325,7 @@ def _refusals(piece: RemoteFile) -> Iterator[None]:
     except OSError as problem:
         if problem.errno is not None:
             raise
-        # huggingface_hub compares sizes and raises an OSError without errno.
+        # huggingface_hub raises an OSError without errno if the size is wrong.
         raise RunError(f"{piece.url} sent more or fewer than its {piece.size:,} bytes: run again") from problem
 
 

@@ -28,7 +28,7 @@ REPOSITORY = "RUC-NLPIR/FlashRAG_datasets"
 QUESTION_FIELDS = ("question", "query", "problem")
 ANSWER_FIELDS = ("golden_answers", "answers", "answer", "solutions", "target")
 HELD_OUT_SHARE, MAX_HELD_OUT = 0.1, 500
-"""Default size of the held-out side: this share of the questions, at most this many."""
+"""Default size of the held-out side: the share `HELD_OUT_SHARE` of the questions, at most `MAX_HELD_OUT` questions."""
 _TABLES = {".csv": ",", ".tsv": "\t"}
 _MAX_SHOWN = 10
 
@@ -271,13 +271,13 @@ def split_file(
 
 
 def divide(rows: Sequence[Row], held_out: Sequence[bool]) -> tuple[list[Row], list[Row]]:
-    """Return the rows to train on and the rows held out."""
+    """Return the training rows and the held-out rows."""
     pairs = list(zip(rows, held_out, strict=True))
     return [row for row, out in pairs if not out], [row for row, out in pairs if out]
 
 
 def apart(texts: Sequence[str], heldout: Sequence[str], name: str, heldout_name: str) -> list[bool]:
-    """Return a mask of the `texts` that are also in `heldout`. Raises UserError if none is left to train on."""
+    """Return a mask of the `texts` that are also in `heldout`. Raises UserError if no text is left to train on."""
     held = set(map(_key, heldout))
     both = [_key(text) in held for text in texts]
     if all(both):
@@ -290,7 +290,7 @@ def apart(texts: Sequence[str], heldout: Sequence[str], name: str, heldout_name:
 
 
 def json_line(row: Any, name: str) -> str:
-    """Return the row as a line of jsonl. Raises UserError, which calls the source `name`, for a value that JSON cannot
+    """Return the row as a line of jsonl. Raises UserError, with `name` as the source, for a value that JSON cannot
     represent."""
     try:
         return json.dumps(row, ensure_ascii=False) + "\n"
@@ -304,7 +304,7 @@ def json_line(row: Any, name: str) -> str:
 def split(texts: Sequence[str], count: int | None, seed: int, name: str) -> list[bool]:
     """Return a mask of the questions to hold out: `count` distinct ones; None holds out a tenth, at most 500.
 
-    Raises UserError, which calls the source `name`, if a side would be empty.
+    Raises UserError, with `name` as the source, if a side would be empty.
     """
     different = sorted(set(map(_key, texts)), key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest())
     wanted = count if count is not None else min(MAX_HELD_OUT, max(1, round(HELD_OUT_SHARE * len(different))))

@@ -87,7 +87,7 @@ async def find_inputs(
     Raises UserError with one line per problem, or RunError if the only problem is an unreachable search server.
     """
     problems: list[UserError | RunError] = []
-    ignored = ["task.train_path"]  # Not needed without training.
+    ignored = ["task.train_path"]  # An evaluation needs no training questions.
     sources = [Source(config.task.eval_path, Path(config.task.eval_path))]
     if names:
         ignored.append("task.eval_path")
@@ -162,8 +162,8 @@ class Model:
 def find_model(path: Path, hf: Path | None, given: str) -> Model:
     """Return the model at `path`: a Hugging Face folder, a checkpoint, or a run's `global_step_N`. `hf`: value of `--hf`.
 
-    Raises UserError, which calls the path `given`, if it is none of these, or if the checkpoint is incomplete or its
-    original model is unknown.
+    Raises UserError if `path` is none of these, or if the checkpoint is incomplete or its original model is unknown.
+    `given` is the path as the user wrote it, for error messages.
     """
     if not path.is_dir():
         raise UserError(
@@ -249,7 +249,7 @@ def _require_policy(hf: Path, given: Path) -> None:
 
 
 def _original(folder: Path, saved: Path) -> Path | None:
-    """Return the Hugging Face folder recorded in a checkpoint of `rlsys convert hf2mg` or of a run; None if unknown."""
+    """Return the Hugging Face folder that `rlsys convert hf2mg` or a run recorded in a checkpoint; None if unknown."""
     if (folder / MODEL / CONFIG).is_file():
         return folder / MODEL
     file = saved / RUN_CONFIG

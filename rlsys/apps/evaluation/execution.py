@@ -83,8 +83,8 @@ _TAG = re.compile(r"(?<=<|/)(search|answer|information)(?=>)")
 def limits_of(baseline: Baseline, config: RunConfig) -> RunConfig:
     """Return `config` with the episode limits of `baseline`.
 
-    The baseline's prompt may use all tokens except those of one turn. Without searches, only the answer tag stops
-    generation. Baselines have no task tools, because their prompts do not mention them.
+    A baseline's prompt may take up all tokens of an episode except the tokens of one turn. Without searches, only the
+    answer tag stops generation. Baselines have no task tools, because their prompts do not mention them.
     """
     if baseline is Baseline.none:
         return config
@@ -149,9 +149,9 @@ async def run_evaluation(
 ) -> Evaluation:
     """Evaluate the model of a valid `config` on `questions`; start its search server if necessary.
 
-    `report` receives the progress, `note` each answer as it arrives. Raises UserError for settings that the engine does not
-    support and for a question without the text that `method` needs, RunError if a needed search server does not
-    respond.
+    `report` receives the progress; `note` receives each answer as it arrives. Raises UserError for settings that the
+    engine does not support and for a question without the text that `method` needs, RunError if a needed search server
+    does not respond.
     """
     require_texts(method.baseline, questions)
     limited = limits_of(method.baseline, config)
@@ -280,11 +280,11 @@ class UnusedSearch:
 
 
 def open_codec(folder: str | Path, given: str) -> Codec:
-    """Return the codec of the model in `folder`. Raises UserError, which calls the folder `given`, if the tokenizer is
-    unreadable."""
+    """Return the codec of the model in `folder`, which error messages call `given`. Raises UserError if the tokenizer
+    is unreadable."""
     try:
         return Codec(AutoTokenizer.from_pretrained(folder))
-    except Exception as problem:  # The tokenizers library raises nothing narrower.
+    except Exception as problem:  # The tokenizers library raises no narrower class.
         reason = (str(problem).splitlines() or [type(problem).__name__])[0].rstrip(".")
         raise UserError(
             f"{given} has no readable tokenizer ({reason}): give a complete model folder.",
@@ -366,7 +366,7 @@ class TransformersGenerator:
         self._device = torch.device("cuda" if device is Device.gpu else "cpu")
         self._tokenizer, model = _loaded(model_path, getattr(torch, dtype))
         self._model = model.to(self._device).eval()
-        # Tokens that end a turn: the ends in the tokenizer and in both configs, as in SGLang.
+        # Tokens that end a turn: the end tokens of the tokenizer and of both configs, as in SGLang.
         known = (self._tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id)
         listed = [ends if isinstance(ends, list) else [ends] for ends in known]
         self._ends = frozenset(token for ends in listed for token in ends if token is not None)

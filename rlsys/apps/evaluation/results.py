@@ -253,7 +253,7 @@ def render_page(evaluation: Evaluation, sets: Sequence[SetFigures], shown: int, 
     _add(head, "meta", name="viewport", content="width=device-width, initial-scale=1")
     _add(head, "title", "Answers of an evaluation")
     style = (files("rlsys.apps.evaluation") / "static" / "samples.css").read_text(encoding="utf-8")
-    _add(head, "style").text = f"\n{style}{_filter_rules(len(sets))}"  # Not escaped: it holds no untrusted text.
+    _add(head, "style").text = f"\n{style}{_filter_rules(len(sets))}"  # Not escaped: CSS holds no untrusted text.
     body = _add(page, "body")
     for group, choices in (("verdict", verdicts), ("set", names)):
         for identity in choices:

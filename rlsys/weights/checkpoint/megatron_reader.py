@@ -132,7 +132,7 @@ class MegatronCheckpoint(ABC):
         self.folder, self.step, self.layout, self._stored, self._pieces = folder, step, layout, stored, pieces
 
     def names(self) -> Mapping[str, StoredWeight]:
-        """Return every weight by its stored name; Transformer Engine layers use names of their own."""
+        """Return stored name -> weight; Transformer Engine layers store some weights under names of their own."""
         return self._stored
 
     def files(self) -> list[Path]:
@@ -272,7 +272,7 @@ class TensorOnDisk:
     """Location and layout of a tensor in a file."""
 
     file: Path
-    offset: int  # Bytes from the start of the file to its first element.
+    offset: int  # Bytes from the start of the file to the tensor's first element.
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -419,7 +419,7 @@ class _Piece(NamedTuple):
     start: int  # Byte offset of the chunk's `torch.save` stream in the file.
     length: int  # Bytes of that stream.
     sizes: tuple[int, ...]  # Shape of the chunk.
-    within: tuple[int, ...]  # Index of the weight along the chunk's leading axes.
+    within: tuple[int, ...]  # Index of the weight along the chunk's leading axes (layer, expert).
     at: tuple[int, ...]  # Index in the weight at which the piece begins.
 
 
@@ -623,7 +623,7 @@ def _damaged(file: Path, reason: object) -> UserError:
 
 
 def _index(folder: Path, found: metadata.Metadata) -> tuple[dict[str, StoredWeight], dict[str, list[_Piece]]]:
-    """Return every weight and the stored pieces of each, by name."""
+    """Return weight name -> shape and dtype, and weight name -> stored pieces."""
     stored: dict[str, StoredWeight] = {}
     pieces: dict[str, list[_Piece]] = {}
     files: dict[str, Path] = {}
@@ -680,7 +680,7 @@ class _Rank(NamedTuple):
 class _RankFile(NamedTuple):
     """Content of one rank's file."""
 
-    models: tuple[dict[str, TensorOnDisk], ...]  # One for each virtual stage, in order.
+    models: tuple[dict[str, TensorOnDisk], ...]  # One model for each virtual stage, in order.
     sizes: dict[str, int]  # TP, PP and EP size of the saving run, as far as its settings are stored.
     step: int | None
 
@@ -778,7 +778,7 @@ def _read_file(file: Path) -> _RankFile:
 def _with_expert_ranks(files: dict[_Rank, _RankFile]) -> dict[_Rank, _RankFile]:
     """Reinterpret `mp_rank_TT_NNN` as tensor and expert rank if the run had no pipeline stages.
 
-    Without stages every file has the embedding. NNN is then the expert rank, but `files` has it as pipeline rank.
+    A run had no stages if every file has the embedding. NNN, the pipeline rank in `files`, is then the expert rank.
     """
     first = "embedding.word_embeddings.weight"
     if any(rank.ep for rank in files) or not all(first in file.models[0] for file in files.values()):

@@ -200,8 +200,8 @@ class CheckpointInfo:
 
     step: int  # Optimiser steps taken.
     optimizer: bool = False  # The checkpoint holds optimiser state beside the weights.
-    version: int = 0  # Weight version of the policy at the last change of the reference.
-    master: bool = False  # The checkpoint holds a reference's float32 master weights beside the rounded weights.
+    version: int = 0  # Weight version of the policy when the reference policy last changed.
+    master: bool = False  # The checkpoint holds the reference policy's float32 weights beside the rounded weights.
     layout: Mapping[str, int] | None = None
     """Parallel sizes of the group that saved its random generators; None if none were saved."""
 

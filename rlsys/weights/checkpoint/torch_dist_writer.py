@@ -1,10 +1,11 @@
 """Writes weights as a Megatron distributed checkpoint, without a model or a process group.
 
-The assignment of tensors to files is fixed in advance by the model and its parallel sizes. So any process can write any
-file in any order, and complete files need not be rewritten. A file appears under its name only when whole;
+The assignment of tensors to files is fixed in advance by the model and its parallel sizes. Any process can therefore
+write any file in any order, and complete files need not be rewritten. A file appears under its name only when whole;
 `complete.json` is written last.
 
-A group with any TP, PP and EP can load the result; the chosen sizes only decide which shards a rank reads in one piece.
+Processes with any TP, PP and EP can load the result; the chosen sizes only decide which shards a rank reads in one
+piece.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ class TorchDistWriter:
         return described.Metadata(tensors, storage_data=places, storage_meta=described.StorageMeta(), version="1.0.0")
 
     def _key(self, entry: Entry) -> tuple[str, list[tuple[int, int]]]:
-        """Return the key that stores a weight, and (index of the weight, size) for each leading axis of that key."""
+        """Return the key that stores a weight, and (index of the weight, size) for each leading axis of its tensor."""
         architecture = self._weights.architecture
         numbers = ((entry.layer, architecture.layers), (entry.expert, architecture.experts))
         lead = [(number, count) for number, count in numbers if number is not None]

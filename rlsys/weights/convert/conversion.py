@@ -257,7 +257,7 @@ class ConversionDraft:
         self._write()
 
     def publish(self) -> None:
-        """Rename the finished folder to `out`. Raises UserError if `out` exists by now."""
+        """Rename the finished folder to `out`. Raises UserError if `out` has been created meanwhile."""
         _require_absent(self._out)
         self.folder.rename(self._out)
         (self._home / _JOURNAL).unlink()

@@ -289,7 +289,7 @@ class Info:
 
     folder: str
     format: str  # "hugging face", "torch_dist" or "mp_rank".
-    step: int | None  # Training step; None if unknown.
+    step: int | None  # Optimiser steps taken; None if unknown.
     layout: str  # Distribution of the weights over files, as text.
     architecture: dict[str, Any] | None  # None without a config.
     critic: bool
