@@ -100,7 +100,7 @@ class WeightSync:
         onload: Callable[..., Awaitable[None]] | None = None,
         activated: Callable[[int], None] = lambda _version: None,
     ) -> None:
-        """Send to `receivers`, which switch on `activate`, and to the receivers `immediate`, which switch when the push ends.
+        """Send to `receivers`, which switch on `activate`, and to `immediate`, which switch when the push ends.
 
         `onload` brings colocated groups, by name, onto their devices. `activated` is called with each version once all
         receivers have switched.
