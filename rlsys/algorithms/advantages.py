@@ -4,7 +4,7 @@
 subtracted from the return, and `advantage_scale` divides the difference. The result is the advantage of all trained
 tokens of the unit.
 
-    unit       return                                              peers (a baseline is their mean)
+    unit       return                                              peers (baseline: mean of their returns)
     episode:   all rewards, undiscounted                           episodes of the group, or of the mini-batch
     turn:      rewards of this and later turns, gamma per turn     turns with the same index in these episodes
     token:     rewards of this and later tokens, gamma per token   none

@@ -51,7 +51,7 @@ class CorrectionStats:
     weight_sum: float = 0.0
     weight_square_sum: float = 0.0
     abs_log_ratio_sum: float = 0.0
-    """Sum of |log pi_prox - log mu| over single tokens, at both levels; so are `k1_sum` and `k3_sum`."""
+    """Sum of |log pi_prox - log mu|. This sum, `k1_sum` and `k3_sum` use the ratios of single tokens at both levels."""
     k1_sum: float = 0.0
     k3_sum: float = 0.0
 
@@ -127,7 +127,7 @@ def correct(
 def measure(
     old_logprobs: Floats, rollout_logprobs: Floats, mask: Mask, weights: Floats, level: CorrectionLevel
 ) -> CorrectionStats:
-    """Recompute the statistics that `correct` returns with `weights`. All arrays are [seq]; raises like `correct`."""
+    """Recompute the statistics that `correct` returns with `weights`. Arrays are [seq]; raises as `correct` does."""
     log_ratios, known = _log_ratios(old_logprobs, rollout_logprobs, mask)
     ratios = _ratios(log_ratios, known, mask, level)
     return _stats(log_ratios[known], ratios[known], weights[known], mask)

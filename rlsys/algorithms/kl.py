@@ -88,9 +88,9 @@ def estimate(estimator: KlEstimator, logprobs: Tensor, other_logprobs: Tensor) -
 
 
 def importance_weights(logprobs: Tensor, old_logprobs: Tensor, lower: float | None, upper: float | None) -> Tensor:
-    """Return policy / old policy of each token without gradient, clamped to [`lower`, `upper`]; None means no bound.
+    """Return the ratio policy / old policy of each token, without gradient, clamped to [`lower`, `upper`].
 
-    Corrects a KL term on tokens that the old policy sampled. The log-ratio is clamped to +-20.
+    None means no bound. Corrects a KL term on tokens that the old policy sampled. The log-ratio is clamped to +-20.
     """
     log_ratio = (logprobs - old_logprobs).detach()
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
@@ -172,8 +172,8 @@ def tail(sampled: SampledLogprobs, kind: KlTail, forward_kl: bool) -> Tensor:
     forward:     sg(w) log w                    sg(w) log w + log p - sg(log p)
 
     The forward direction clamps log w to +-20; a clamped log w has zero gradient. The gradient of `upstream` is off by
-    the gradient of the probability mass outside the top k. In the reverse direction the tail lacks this term, which
-    would cancel its negative in the top k sum. In the forward direction the tail has this term in excess.
+    the gradient of the probability mass outside the top k. In the reverse direction the tail lacks this gradient,
+    so the negative of it in the top k sum is not cancelled. In the forward direction the tail has it in excess.
     """
     # Fill before any arithmetic: a picked token then has a gradient of exactly zero.
     logprobs = sampled.logprobs.masked_fill(sampled.picked, 0.0)

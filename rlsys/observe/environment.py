@@ -67,7 +67,7 @@ class Capabilities:
     cuda: str | None = None
     """CUDA version that torch is built for."""
     transformer_engine: str | None = None
-    """Version of Transformer Engine's PyTorch extension, without which its core package is of no use to rlsys."""
+    """Version of Transformer Engine's PyTorch extension; rlsys cannot use the core package without the extension."""
     flash_attn: str | None = None
     """FlashAttention 2."""
     flash_attn_3: str | None = None
@@ -126,7 +126,7 @@ def detect() -> Capabilities:
 
 
 def unmet_requirements(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
-    """Yield a problem, with its fix, for each setting of `config` that a machine with `here` does not support."""
+    """Yield a problem, with its fix, for each setting of `config` that the capabilities `here` do not support."""
     yield from _layers(config, here)
     if config.cluster.device is Device.cpu:
         return
@@ -268,7 +268,7 @@ class Launch:
     begun: float
     """Seconds since the epoch."""
     after_step: int
-    """Step that the launch resumed after; 0 for a fresh run."""
+    """Step after which the launch resumed; 0 for a fresh run."""
     environment: dict[str, str]
     """Environment of the driver's machine; see `environment`."""
     commit: str | None
@@ -348,8 +348,8 @@ def read_launches(run_dir: Path) -> list[Launch]:
 def _gpus(nvidia_smi: str | None) -> dict[str, str]:
     """Return GPU names and counts, driver version and torch's CUDA version; empty without a GPU.
 
-    Runs nvidia-smi as a subprocess, once: CUDA in this process would allocate GPU memory, and the driver may take
-    seconds.
+    Runs nvidia-smi as a subprocess, because CUDA in this process would allocate GPU memory. The result is cached,
+    because the GPU driver may take seconds to answer.
     """
     query = ["--query-gpu=name,driver_version", "--format=csv,noheader"]
     output = _output([nvidia_smi, *query]) if nvidia_smi else None

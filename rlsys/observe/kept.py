@@ -55,8 +55,8 @@ _FIELDS_NAMED = 3
 _BROKEN = "\ufffd"
 """Character that a tokenizer shows for invalid or incomplete UTF-8."""
 _MAX_PENDING = 16
-"""Maximum number of tokens decoded together as one character. A UTF-8 character has at most four bytes, so longer runs
-are invalid."""
+"""Maximum number of tokens decoded together as one character. A UTF-8 character has at most four bytes, so longer
+sequences are invalid."""
 _log = logging.getLogger(__name__)
 
 Decode = Callable[[Sequence[int]], str]
@@ -90,7 +90,7 @@ class TurnRecord:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryRecord:
-    """One trajectory as trained. Arrays align with `token_ids`: entry i belongs to token i as the predicted token."""
+    """One trajectory as trained. Arrays align with `token_ids`: entry i is about the prediction of token i."""
 
     step: int
     question_uid: str
@@ -291,7 +291,7 @@ def _parse_record(line: bytes | str) -> TrajectoryRecord:
     except orjson.JSONDecodeError:
         row = json.loads(line)  # Unpaired surrogates; see `write_row`.
     _require_fields(row, TrajectoryRecord)
-    np.int32(row["policy_version"])  # Raises OverflowError if it does not fit int32, the type of `versions`.
+    np.int32(row["policy_version"])  # Raises OverflowError if the version does not fit int32, the type of `versions`.
     _require_kinds(row["parts"].values(), int | float | None)
     _require_kinds((*row["pieces"], *row["golden_answers"]), str)
     require_shallow(row["extra"])

@@ -38,7 +38,7 @@ DPI = 200
 LABEL_GAP = 0.075
 """Minimum distance between two labels, in units of exact match."""
 MANY_STEPS = 60
-"""Number of steps from which bars have no gaps and points no markers."""
+"""Minimum number of steps at which bars are drawn without gaps and points without markers."""
 DASH = "-"
 NAME_WIDTH = 44
 """Width of the first column, which aligns the three tables within 80 columns."""
@@ -161,7 +161,7 @@ def _smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _label_points(axes: Axes, lines: Sequence[_Line], last: bool) -> None:
-    """Label each line at its last point with name and value, or at its first point with the value.
+    """Label each line: with name and value at its last point if `last`, else with the value at its first point.
 
     Overlapping labels are moved apart.
     """

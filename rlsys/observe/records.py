@@ -7,8 +7,9 @@ A row of timeline.jsonl is {"step", "window", "spans"}. `window` is the step's s
 row of a run has step null and holds the spans that ended after the last step.
 
 Besides traced spans, a row has two kinds of spans derived from episodes, in the lane of their prompt group.
-"generate.turns" covers the time in which an engine generates for an episode of the prompt group; "search.queries"
-covers the time in which no engine does, and an episode searches. Reward scoring and other waits are in neither.
+"generate.turns" covers the time in which an engine generates for an episode of the prompt group. "search.queries"
+covers the time in which an episode of the group searches and none generates. Reward scoring and other waits are in
+neither kind of span.
 """
 
 from __future__ import annotations
@@ -113,7 +114,10 @@ def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StepTimeline:
-    """Time window of a step, and the uncut spans that overlap it, sorted by start; some are work for other steps."""
+    """Time window of a step, and the spans that overlap it, not cut to the window and sorted by start.
+
+    Some of these spans are work for other steps.
+    """
 
     step: int
     window: Interval

@@ -55,7 +55,7 @@ _report: ContextVar[Report] = ContextVar("report", default=lambda _stage, _text:
 
 
 def show(text: str, *stages: str) -> None:
-    """Report the activity `text` for `stages`, until they report another."""
+    """Report the activity `text` for `stages`, until these stages report another activity."""
     for name in stages:
         _log.log(logging.DEBUG if not text or text.startswith(WAIT_PREFIX) else logging.INFO, "%s: %s", name, text)
         _report.get()(name, text)

@@ -93,13 +93,13 @@ class ReservedEngines:
     """Engines set aside by `EnginePool.reserve`."""
 
     capacity: int
-    """Number of answers that they can generate at a time."""
+    """Number of answers that these engines can generate at a time."""
     version: int | None
     """Weight version with which these engines answer; None before the first update."""
     _pool: EnginePool
 
     async def answer(self, question: Question, sample: int = 0, temperature: float = 0.0) -> Trajectory:
-        """Generate as `EnginePool.answer` does. Raises NoneSetAside if all these engines are dead and others live."""
+        """Generate as `EnginePool.answer` does. Raises NoneSetAside if all these engines are dead but others live."""
         return await self._pool.answer(question, sample, temperature, aside=True)
 
 
@@ -111,13 +111,13 @@ class EnginePool:
         self.workers = workers
         self.step = 0
         self.waits_for = ""
-        """Tools that all episodes waited for at the last `refresh_activity`; empty if any generated, or if unknown."""
+        """Tools that all episodes waited for at the last refresh; empty if any episode generated, or if unknown."""
         self._samples = config.algorithm.n_samples
         self._slots = config.rollout.max_episodes
         self._episode_timeout_s = config.rollout.episode_timeout_s
         self._tracer, self._episodes = tracer, episodes
         self._lost: dict[str, str] = {}
-        """Keys of groups under which two engines died -> reason, for the error message."""
+        """Keys of groups that have lost two engines -> reason, for the error message."""
         self._router = Router(len(workers.ranks), self._slots)
         self._engines = EngineCalls(workers, self._router, self._on_engine_death)
         self._versions = VersionSwitch(self._engines, self._router, self._advance)
@@ -172,9 +172,9 @@ class EnginePool:
         return trajectory
 
     async def in_flight(self) -> dict[int, tuple[EpisodeProgress, ...]]:
-        """Return prompt group number -> progress of each unfinished rollout group that has any.
+        """Return prompt group number -> progress of each unfinished rollout group that has made progress.
 
-        A group that is queued, or whose engine does not answer in time, keeps the progress passed to `run_group`.
+        A group that is queued, or whose engine does not answer in time, has the progress passed to `run_group`.
         """
         keys = list(self._rolling)
         answers = await asyncio.gather(*(self._progress_on(engine, keys) for engine in self.living))
@@ -193,10 +193,10 @@ class EnginePool:
     async def reserve(self, engines: int) -> AsyncIterator[ReservedEngines]:
         """Set up to `engines` engines aside for `ReservedEngines.answer` while the others roll out.
 
-        One caller at a time. Groups that are already on these engines finish there. If more than one engine lives, one
-        stays with rollouts. Rollouts wait while every living engine is set aside. Weight switches skip engines set
-        aside. On exit, these engines switch to their staged version. The caller blocks until they have switched, unless
-        it is cancelled.
+        One caller at a time. Groups that are already on these engines finish there. If more than one engine lives, at
+        least one is left for rollouts. Rollouts wait while every living engine is set aside. Weight switches skip the
+        engines set aside. On exit, these engines switch to their staged version. The caller blocks until they have
+        switched, unless it is cancelled.
         """
         async with self._reserving:
             taken = await self._versions.set_aside(engines)
@@ -343,7 +343,7 @@ class EnginePool:
         return self._tracer.span(name, lane=_lane(engine), **facts)
 
     async def _wait_for_engine(self, request: _Request, retry: bool) -> int:
-        """Queue for an engine with room, a `retry` at the head of the queue; return the engine."""
+        """Queue the request until an engine has room; return the engine. A `retry` goes to the head of the queue."""
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         queue = self._queues[request.aside]
         if retry:
@@ -408,7 +408,7 @@ class EngineCalls:
         self._on_death(orphans.lost)
 
     async def call_all(self, method: str, *args: Any) -> dict[int, Any]:
-        """Call `method` on all living engines at once; return engine -> answer of those that survive the call."""
+        """Call `method` on all living engines at once; return engine -> answer, for engines that survive the call."""
         return await self.run_on_all(lambda engine: self.try_call(engine, method, *args))
 
     async def run_on_all(
@@ -430,7 +430,7 @@ class EngineCalls:
         return {engine: answer for by_engine in answers for engine, answer in by_engine.items()}
 
     async def try_call(self, engine: int, method: str, *args: Any, timeout_s: float | None = None) -> dict[int, Any]:
-        """Return {engine: answer}, or {} if the engine died, which is no error while others live."""
+        """Return {engine: answer}, or {} if the engine died, which is no error while other engines live."""
         try:
             return {engine: await self.call(engine, method, *args, timeout_s=timeout_s)}
         except (RankDied, EngineDied) as death:
@@ -450,7 +450,7 @@ class EngineCalls:
             raise
 
     async def ping(self, engine: int, late: RankSilent) -> None:
-        """Call `metrics` on an engine after the time-out `late`. Raises RankDied if this call times out too."""
+        """Call `metrics` on an engine after another call timed out (`late`). Raises RankDied if `metrics` does too."""
         try:
             await self.call(engine, "metrics", timeout_s=PING_TIMEOUT_S, ping=False)
         except RankSilent:
@@ -467,7 +467,7 @@ class VersionSwitch:
         put_back([1])       engine 1 switches to 4, then gets rollouts again
 
     Invariants:
-    - Engines set aside together have one version and keep it.
+    - All engines that are set aside have the same version, and keep it.
     - An engine that a switch skipped gets no rollouts before it has that version or a later one. On `put_back` it
       switches to its staged version; if a newer version is already being staged, it waits for that version.
     - An engine that is behind never blocks a caller for ever: it catches up, waits for a running switch, or dies.
@@ -480,7 +480,7 @@ class VersionSwitch:
         """Engine -> its version; absent before its first update."""
         self._engines, self._router, self._advance = engines, router, advance
         self._switching = asyncio.Lock()
-        """Held during a switch, and while engines are being set aside, so that all of these have one version."""
+        """Held during a switch, and by `set_aside`, so that all engines set aside have the same version."""
         self._updating = [asyncio.Lock() for _ in engines.workers.ranks]
         """Lock of each engine, held while the engine begins an update or catches up."""
         self._staged: dict[int, tuple[int, str]] = {}
@@ -627,7 +627,7 @@ class Router:
         self._aside: set[int] = set()
         self._assignments: dict[str, _Assignment] = {}
         self._died_under: dict[str, int] = {}
-        """Keys under which an engine died -> that engine."""
+        """Keys that have lost one engine -> the engine that died."""
 
     @property
     def living(self) -> tuple[int, ...]:
@@ -647,9 +647,9 @@ class Router:
         """Assign `key` to an engine until `release` or the engine's death, and return the engine.
 
         A repeated call returns the same engine. With `aside`, only engines set aside may take the key, otherwise only
-        the other engines. Returns None if all of these are closed or full: retry after `release`, `died`, `reopen` or
-        `put_back`. Raises NoEngineLeft if no engine lives, and NoneSetAside if `aside` is set and no engine set aside
-        lives.
+        the other engines. Returns None if all engines that may take the key are closed or full: retry after `release`,
+        `died`, `reopen` or `put_back`. Raises NoEngineLeft if no engine lives, and NoneSetAside if `aside` is True and
+        no engine set aside lives.
         """
         if key in self._assignments:
             return self._assignments[key].engine

@@ -31,7 +31,7 @@ class Evaluator:
         count_to: Callable[[int], None],
         awaited: set[int],
     ) -> None:
-        """`count_to` makes the worker groups record work under a step. `awaited` gets the steps being evaluated."""
+        """`count_to` makes the worker groups record work under a step. A step is in `awaited` during its evaluation."""
         self._config, self._log, self._search, self._engines = config, log, search, engines
         self._questions, self._count_to, self._awaited = questions, count_to, awaited
 

@@ -157,7 +157,7 @@ def _candidates(config: RunConfig) -> tuple[Path, int, Sequence[SavedCheckpoint]
         run_dir = max(newest, key=_published_ns).folder.parent.parent
         saved = _recovered(run_dir)
         return run_dir, saved[-1].step, saved[::-1]
-    # First without resolving links, because a run's `checkpoints` may be a link to another disk.
+    # First try the path without resolving links, because a run's `checkpoints` may be a link to another disk.
     for path in (Path(os.path.abspath(config.resume)), Path(config.resume).resolve()):
         step = step_of(path)
         run_dir = path if step is None else path.parent.parent
@@ -179,7 +179,7 @@ def _published_ns(saved: SavedCheckpoint) -> int:
 
 
 def _recovered(run_dir: Path) -> list[SavedCheckpoint]:
-    """Return the checkpoints of a run. First recover from a kill, unless the run is active or not writable."""
+    """Return the checkpoints of a run. First clean up after a killed process, unless the run is active or read-only."""
     store = CheckpointStore(run_dir / CHECKPOINTS)
     if store.folder.is_dir():
         with suppress(Claimed, OSError), claim(run_dir):

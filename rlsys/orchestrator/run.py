@@ -134,7 +134,7 @@ class Run:
         status.show("waits for the critic to warm up", *(self.groups.trained.keys() - learners.keys()))
         self.log.begin_step()
         groups, updates = await learn(self.pipeline, learners, self.groups.devices, mini_batches(self.config))
-        await self.groups.devices.onload("actor")  # The critic may have learned last.
+        await self.groups.devices.onload("actor")  # The critic may have learned last and may still be on the devices.
         await self.groups.actor.end_step(step)
         kl = mean_kl(groups)
         if kl is not None:

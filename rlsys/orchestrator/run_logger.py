@@ -1,8 +1,8 @@
 """Writes a run's records to its folder: metrics, prompts, timeline, evaluations, trajectories, trace, curves.
 
 Rows are on disk as soon as their step ends. `close` writes the trace and the curves, also after an error. A span that
-covers several steps counts towards each step with the part in that step. A resumed run first deletes rows after its
-checkpoint, because it repeats those steps. This module does not import Ray, Megatron or SGLang.
+covers several steps counts towards each step with the part that lies in that step. A resumed run first deletes rows
+after its checkpoint, because it repeats those steps. This module does not import Ray, Megatron or SGLang.
 """
 
 from __future__ import annotations
@@ -171,13 +171,13 @@ class RunLogger:
             self._prompts.append({"step": step, "group": group.number, "uid": group.uid, "end": str(group.outcome)})
 
     def begin_step(self) -> None:
-        """Start the clock of the next step. Time between two steps counts towards neither."""
+        """Start the clock of the next step. Time between two steps counts towards neither step."""
         self._begun_ns, self._begun_cpu_s = self.tracers["driver"].now(), tree_cpu_seconds()
 
     def step(
         self, step: int, groups: Sequence[Group], updates: Sequence[Mapping[str, float]], more: Mapping[str, float]
     ) -> list[Alarm]:
-        """Log one step: metrics of its groups, its optimiser steps (see `update_metrics`), its times, and `more`.
+        """Log one step: metrics of its groups, optimiser steps (see `update_metrics`) and times, and `more` metrics.
 
         Return the guards' alarms; a new alarm is also printed.
         """
@@ -347,7 +347,7 @@ def update_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _resumed(run_dir: Path, history: History) -> ResumePoint:
-    """Return the records up to the checkpoint for the trackers; an evaluation follows the row of its step."""
+    """Return the point from which trackers continue. Its logged evaluations follow the row of their step."""
     file = run_dir / METRICS
     rows = [row for row in (read_metrics(file) if file.is_file() else []) if row["step"] <= history.step]
     times = {row["step"]: row["time"] for row in rows}

@@ -52,7 +52,7 @@ _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden
 
 
 def validate(config: RunConfig, ignored: tuple[str, ...] = ()) -> None:
-    """Raise UserError with one line per problem, and the code and key of the first.
+    """Raise UserError with one line per problem, and with the code and key of the first problem.
 
     Problems whose key starts with one of `ignored` are skipped.
     """

@@ -172,7 +172,7 @@ class MegatronGroup:
     def work(
         self, name: str, samples: Sequence[Sample], batches: Sequence[Sequence[MicroBatch]]
     ) -> AbstractContextManager[dict[str, Arg]]:
-        """Record a call with `samples`, sharded as `batches`, as a span with the questions and the batches' load."""
+        """Record the body, a call with `samples` sharded as `batches`, as a span with the questions and the load."""
         questions = dict.fromkeys(sample.trajectory.question_uid for sample in samples)
         facts: dict[str, Arg] = {"samples": len(samples), QUESTIONS: list(questions)}
         return self.span(name, **facts, **self._sharder.load(batches))
@@ -440,9 +440,9 @@ class OffloadManager:
 
     Invariant: a member is restored only after every member that holds memory and is not needed has been offloaded.
 
-    A member whose offload or restore failed or was cancelled counts as holding memory and not ready; the next call
-    repeats the operation, so both must be idempotent. Names of other groups are ignored: a disaggregated run has no
-    members, and every call is a no-op.
+    A member whose offload or restore failed or was cancelled counts as holding memory, but not as ready. The next call
+    repeats the operation, so both operations must be idempotent. Names of other groups are ignored: a disaggregated run
+    has no members, and every call is a no-op.
     """
 
     def __init__(self, groups: Mapping[str, tuple[Switch, Switch]], tracer: Tracer) -> None:

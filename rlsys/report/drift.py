@@ -5,10 +5,12 @@ trained token has exactly one cause, the first of these that applies:
 
 1. `unsampled`: an added end-of-sequence token, which no engine sampled.
 2. `retokenised`: re-tokenisation changed the token, so it has no engine log-prob.
-3. `changed_prefix`: the token is as sampled, but re-tokenisation changed tokens before it. Such tokens are separate,
-   because the two log-probs have different contexts.
-4. `version_lag`: same tokens, sampled by an older weight version. The difference includes the numerics.
-5. `numerics`: same tokens, same version. The difference is the arithmetic of engine and trainer.
+3. `changed_prefix`: the token is as sampled, but re-tokenisation changed tokens before it. Such tokens are a separate
+   cause, because the two log-probs have different contexts.
+4. `version_lag`: the token and the tokens before it are as sampled, but an older weight version sampled the token. The
+   difference includes the numerics.
+5. `numerics`: the tokens are as sampled, by the same weight version. The difference is due to the different arithmetic
+   of engine and trainer.
 
 Causes 2 and 3 are told apart by matching sampled with trained ids of the turn (`matched_pairs`); `turns_changed` has
 the sums over turns with such tokens. `SamplerDrift` bounds the contribution of truncated sampling to all tokens.
@@ -132,7 +134,7 @@ class DriftReport:
     causes: tuple[CauseDrift, ...]
     """All causes, in the order of `Cause`; their tokens add up to `tokens`."""
     by_lag: Mapping[int, Spread]
-    """Staleness -> differences of tokens that are as sampled and follow the tokens that they followed when sampled."""
+    """Staleness -> differences of the tokens with the cause `version_lag` or `numerics`."""
     beyond_numerics: float | None
     """sqrt(rms(`version_lag`)**2 - rms(`numerics`)**2), at least 0: drift due to the older policies without the
     numerics, if the two errors are independent. None unless both causes have differences."""
@@ -140,7 +142,7 @@ class DriftReport:
     """Summed differences of turns whose tokens are all as sampled: recomputed minus sampled."""
     turns_changed: Spread
     """Summed log-probs of turns that re-tokenisation changed: all recomputed minus all sampled tokens. Both sides are
-    the same text, except that a last sampled token reaching past the turn's text counts whole."""
+    the same text, except that a sampled token that crosses the end of the turn's text counts as a whole."""
     turns_apart: int
     """Turns without a sum: a token crosses the turn's edge, a limit truncated the turn, or its sampled tokens are
     unknown."""
@@ -226,7 +228,7 @@ def report_of(steps: Sequence[DriftTally], sampling: Mapping[str, Any]) -> Drift
 
 
 def as_json(report: DriftReport) -> dict[str, Any]:
-    """Return `report` in JSON types. The added keys `histogram_edges` and `quantiles` describe its lists."""
+    """Return `report` in JSON types. The added keys `histogram_edges` and `quantiles` describe the report's lists."""
     known = json_safe(asdict(report))
     return {**known, "histogram_edges": list(HISTOGRAM_EDGES), "quantiles": list(QUANTILES)}
 

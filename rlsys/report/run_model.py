@@ -133,7 +133,7 @@ def read_chunk(runs: Sequence[RunFolder], model: Mapping[str, Any], number: int)
 
 
 def _part(run: RunFolder, step: int, first: int, count: int) -> list[TrajectoryRecord]:
-    """Read `count` trajectories of `step` from index `first`; parses others only if the file has damaged rows."""
+    """Read `count` trajectories of `step` from index `first`; parses other rows only if the file has damaged rows."""
     file = trajectory_file(run.path, step)
     if not any(file.name in problem for problem in run.problems):
         with suppress(OSError, EOFError, zlib.error, ValueError):
@@ -301,7 +301,7 @@ class TrajectoryIndex:
         self._chunks: list[tuple[int, int, int]] = []
 
     def add(self, kept: TrajectoryRecord) -> None:
-        """Append a trajectory. Trajectories of a step must come together."""
+        """Append a trajectory. Trajectories of one step must be added consecutively."""
         asked: dict[str, Any] = {"uid": kept.question_uid, "text": kept.question or kept.prompt.strip()}
         asked |= {"golden": list(kept.golden_answers), "source": kept.data_source}
         trained = kept.loss_mask.astype(bool)

@@ -353,7 +353,7 @@ def leads_to(before: Span, after: Span, scored_first: bool = False) -> bool:
     """True if `after` may have waited for `before`, which ended earlier.
 
     `after` may wait for its input, for an earlier call of its group, for weights, for free engine slots, or until a
-    colocated group frees the devices. The actor may wait for the critic and the critic for the actor; with
+    colocated group frees the devices. The actor may wait for the critic, and vice versa; with
     `scored_first`, the optimiser steps of both may also wait for scores of any question.
     """
     done, due = _activity_of(before), _activity_of(after)
@@ -363,7 +363,7 @@ def leads_to(before: Span, after: Span, scored_first: bool = False) -> bool:
         case "rollout.group":
             return before.name in (ROLLOUT_SPAN, "eval.episode", _SWITCH_SPAN)
         case "sync.transfer":
-            # Log-probs in flight with the previous version, and its switch, finish first.
+            # A transfer waits for the switch to the previous version, and for the log-probs in flight.
             return before.name in (_APPLY_SPAN, _SCORES_SPAN, _SWITCH_SPAN)
         case "sync.switch":
             return before.name == _TRANSFER_SPAN
@@ -412,7 +412,7 @@ def _chain(spans: Sequence[Span], step: StepTimeline) -> list[tuple[Span, int]]:
 
 
 def _held_up(spans: Sequence[Span], at: int) -> tuple[list[tuple[Span, int]], int]:
-    """Return log-prob spans, up to the one at `at`, that delayed a transfer, and the index where the path continues.
+    """Return the log-prob spans up to index `at` that delayed a transfer, and the index where the path continues.
 
     In an async schedule, a transfer waits for log-probs of groups that a later step trains. The step waits for them
     only from the time the transfer could have begun: the end of its last optimiser step or of the last switch,

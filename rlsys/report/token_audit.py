@@ -90,7 +90,7 @@ class RetokenisedText:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Sampled tokens of a turn, without special tokens and tokens that were not kept."""
+    """Sampled tokens of a turn, without special tokens; with `append`, only the trained tokens."""
 
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float64]
@@ -304,7 +304,7 @@ class TokenAudit:
     crossing: int
     """Differing stretches with a token across the edge of the turn; such a token is not trained."""
     after_change: int
-    """Trained tokens that are as sampled but follow differing ones; they have no comparable log-prob either."""
+    """Trained tokens that are as sampled but follow differing tokens; like these, they have no comparable log-prob."""
     affected: Mapping[str, float]
     """Share of the trained `tokens` that differ or follow a change; shares of the `turns`, `trajectories` and `steps`
     that have at least one differing stretch."""
@@ -637,7 +637,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _counts(title: str, rows: Mapping[str, Count], *, of_all: bool) -> Table:
-    """`of_all`: the counts include tokens that do not differ."""
+    """Return the table of `rows`. Unless `of_all`, the counts are only of tokens that differ, and totals stay blank."""
     table = _table(title, "", "turns", "stretches", "sampled", "differ", "re-tokenised", "differ")
     for name, row in rows.items():
         sampled, trained = (f"{row.sampled:,}", f"{row.trained:,}") if of_all else ("", "")

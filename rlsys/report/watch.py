@@ -130,7 +130,7 @@ class _Shared:
         self._going_on: asyncio.Task[bytes] | None = None
 
     async def __call__(self) -> bytes:
-        """Return or raise the outcome of the running call, or of a new one."""
+        """Return or raise the outcome of the running call, or of a new call if none is running."""
         if self._going_on is None or self._going_on.done():
             self._going_on = asyncio.create_task(asyncio.to_thread(self._call))
         return await asyncio.shield(self._going_on)

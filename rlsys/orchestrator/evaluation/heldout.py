@@ -58,7 +58,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Metrics over the answers of one evaluation; `answered` has the answers to one question side by side."""
+    """Metrics over the answers of one evaluation; in `answered`, the answers to a question are consecutive."""
 
     step: int
     answered: tuple[Answered, ...]

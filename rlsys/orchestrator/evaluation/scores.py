@@ -5,7 +5,7 @@ score is within [0, 1]; an exact match scores 1 on all three, and a missing answ
 
 Intervals:
 - Shares: Wilson's interval (J. Am. Stat. Assoc. 22, 1927), which keeps its confidence level for few questions and for
-  shares near 0 or 1. Identical values use it too, because a bootstrap of them has no spread.
+  shares near 0 or 1. Equal values use it too, because their bootstrap means have no spread.
 - Other means: percentile bootstrap over questions (Efron and Tibshirani, An Introduction to the Bootstrap, 1993,
   chapter 13), with a fixed seed so that equal answers give equal estimates.
 - Mean over data sets: the method of variance estimates recovery (Zou and Donner, Stat. Med. 27, 2008) combines the
@@ -68,7 +68,7 @@ def scores_of(answer: str | None, accepted: Sequence[str]) -> AnswerScores:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of `values` with its interval. Needs at least one value; each is a question's, within [0, 1]."""
+    """Return the mean of question scores within [0, 1], with its interval. Needs at least one value."""
     if all(value in (0.0, 1.0) for value in values) or len(set(values)) == 1:
         return wilson(sum(values), len(values))
     return bootstrap(values)
@@ -108,7 +108,7 @@ def mean_of(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def pass_at(k: int, samples: int, right: int) -> float:
-    """Return pass@k: the chance that `k` answers drawn from `samples` include one of the `right` correct answers.
+    """Return pass@k: the chance of a correct one among `k` answers drawn from `samples`, of which `right` are correct.
 
     With n = `samples` and c = `right`: 1 - C(n - c, k) / C(n, k), unbiased for independent answers (arXiv 2107.03374,
     equation 1).

@@ -51,9 +51,9 @@ from rlsys.weights.checkpoint.state_file import KEY
 MAX_LOSSES = 3
 """Lost groups after which a prompt is no longer returned to the source: the prompt may be killing the engines.
 
-Each later epoch tries the prompt once more; if that group is lost too, the prompt is out for the rest of the epoch."""
+Each later epoch tries the prompt once more; if that group is lost too, the epoch does not use the prompt again."""
 SCORES = {"inference": "log-probs", "critic": "values"}
-"""Scoring group -> name of its scores in status lines."""
+"""Worker group that scores -> name of its scores in status lines."""
 
 
 class LostReason(StrEnum):

@@ -100,9 +100,9 @@ class SchedulerState:
     version: int
     published: int
     admitted: int
-    """Prompt groups admitted so far; also the next group's number."""
+    """Number of prompt groups admitted so far, which is also the number of the next group."""
     replaced: int
-    """Groups already dropped as `no_spread` for the next step."""
+    """Number of groups dropped as `no_spread` since the last step closed."""
     dropped: Mapping[DropReason, int]
     rolling: tuple[PromptGroupState, ...]
     """Rolling groups, sorted by number."""

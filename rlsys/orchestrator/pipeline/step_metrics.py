@@ -54,7 +54,7 @@ def step_metrics(groups: Sequence[Group], version: int, level: CorrectionLevel, 
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return rewards of episodes, the mean of each reward term, and exact match, which need not be a term.
+    """Return statistics of episode rewards, the mean of each reward term, and exact match, even if it is not a term.
 
     With a KL term in the reward, `critic/kl` is `mean_kl`, `critic/kl_coef` is the coefficient of the term, and
     `critic/rewards` are the rewards less the KL penalty.
@@ -156,7 +156,7 @@ def answer_metrics(groups: Sequence[Group], tag: str) -> dict[str, float]:
 
 
 def _episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return metrics of actions, searches and ends of episodes."""
+    """Return metrics of the actions, searches, endings and generated tokens of episodes."""
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     searches = [turn for turn in turns if turn.action is Action.SEARCH]
     valid = [sum(turn.action is not Action.INVALID for turn in one.turns) for one in trajectories]
@@ -215,7 +215,7 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
     """Return the staleness of trained tokens: the trained `version` minus the version that sampled the token.
 
     `lag_k` is the share of tokens with staleness k, for each k up to the maximum. Tokens that were not sampled have no
-    version; only `unversioned_tokens` counts them. Raises ValueError if a token is of a version after `version`.
+    version; only `unversioned_tokens` counts them. Raises ValueError if a token was sampled by a later version.
     """
     trajectories = [sample.trajectory for sample in _samples(groups)]
     versions = np.concatenate([one.versions[one.loss_mask] for one in trajectories])

@@ -5,8 +5,8 @@ Actor and critic learn in parallel from the same groups.
 Invariants:
 - Every learner accumulates every group of the step exactly once.
 - Each optimiser step covers exactly the groups of its mini-batch.
-- With a critic and several mini-batches, no optimiser step precedes the step's last score, so one critic version
-  computes all values of a step.
+- With a critic and several mini-batches, all groups of a step are scored before its first optimiser step, so one critic
+  version computes all values of the step.
 """
 
 from __future__ import annotations
@@ -93,8 +93,7 @@ async def learn(
 ) -> tuple[list[Group], list[Mapping[str, float]]]:
     """Train one step; return its prompt groups and the statistics of each optimiser step.
 
-    `learners` has the worker groups that learn in this step by name, at least one. The statistics are named
-    `GROUP/NAME`.
+    `learners`: name -> worker group that learns in this step; at least one. The statistics are named `GROUP/NAME`.
     """
     total = sum(cut.sizes)
     held: list[Group] = []

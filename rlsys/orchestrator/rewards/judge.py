@@ -50,7 +50,8 @@ _HINTS = {
 }
 _MAX_RETRY_AFTER_S = 60.0
 _KEPT_ALIVE_S = 2.0
-"""Idle time after which a connection is closed, before the server closes it and cuts off a request (uvicorn: 5 s)."""
+"""Idle time after which a connection is closed. It is below the idle limit of servers (uvicorn: 5 s), because a server
+that closes a connection may cut off a request."""
 _MAX_ANSWER_BYTES = 4 * 1024 * 1024
 """Largest response body, enough for some hundred thousand tokens. httpx limits headers to 100 KB."""
 _QUOTED_CHARS = 200
@@ -217,9 +218,9 @@ class ChatEndpoint:
                      compressed or exceeds 4 MiB
         not retried  other statuses: RunError at once
 
-    Retries pause with exponential back-off and jitter, at least for the Retry-After (capped at 60 s). A cancelled `ask`
-    ends its request and frees its slot. One `ask` lasts at most `(retries + 1) * timeout_s + retries * 60` seconds,
-    plus waits for a slot and for `requests_per_minute`.
+    Retries pause with exponential back-off and jitter, but at least as long as the Retry-After header demands (capped
+    at 60 s). A cancelled `ask` ends its request and frees its slot. One `ask` lasts at most
+    `(retries + 1) * timeout_s + retries * 60` seconds, plus the waits for a slot and for `requests_per_minute`.
 
     `transport` replaces the network in tests. Raises UserError if the variable named by `token_env` is not set.
     """
@@ -335,7 +336,7 @@ def _reply(content: bytes) -> str:
 
 
 def _pause_s(state: RetryCallState) -> float:
-    """Return the pause before the next try: the back-off, but at least the Retry-After."""
+    """Return the pause before the next try: the back-off, but at least the time in Retry-After."""
     error = state.outcome.exception() if state.outcome else None
     return max(_PAUSE(state), error.after_s if isinstance(error, _RetryableError) else 0.0)
 

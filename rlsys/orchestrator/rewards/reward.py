@@ -14,7 +14,7 @@ Invariants:
 - `reward` is computed from the terms' totals, so episodes with equal totals have bitwise equal rewards, whatever their
   turns are. This equality is how groups without spread are recognised.
 
-Terms read the text of the policy (`Turn.text`) apart from the text of the environment (`Turn.observation`). An
+Terms read the text of the policy (`Turn.text`) separately from that of the environment (`Turn.observation`). An
 `<information>` tag that the policy writes is therefore no retrieval (it breaks the structure). An answer tag in the
 prompt, in a passage or in the invalid-action message is no answer. Only with `compat.answer_over_prompt` is the answer
 extracted as in Search-R1.
@@ -99,7 +99,7 @@ class ParsedEpisode:
 
     @property
     def slots(self) -> int:
-        """Length of per-turn rewards: one per turn, and one for an episode without turns."""
+        """Number of per-turn rewards: one per turn, but 1 for an episode without turns."""
         return max(1, len(self.trajectory.turns))
 
     def at_end(self, value: float) -> list[float]:
@@ -244,8 +244,8 @@ def _searched(turn: Turn) -> bool:
 class Rewards:
     """Rewards episodes on one event loop; call `close` at the end.
 
-    `transport` replaces the judge's network in tests. Raises UserError with one line per config problem, and the code
-    and key of the first.
+    `transport` replaces the judge's network in tests. Raises UserError with one line per config problem, and
+    with the code and key of the first problem.
     """
 
     def __init__(
@@ -355,7 +355,7 @@ class CustomTerm:
     async def __call__(self, episode: ParsedEpisode) -> Sequence[float]:
         """Return the function's values [slots].
 
-        Raises RunError if the function fails, times out or returns anything else.
+        Raises RunError if the function fails, times out, or returns neither a finite number nor one per turn.
         """
         where = f"reward.terms.{self._name}, called for sample {episode.trajectory.sample} of {episode.question.uid},"
         try:
@@ -386,7 +386,7 @@ async def _wait(result: Awaitable[Any]) -> Any:
 
 
 async def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call `function` in a daemon thread, which does not keep the process alive; return its result or raise."""
+    """Call `function` in a daemon thread, which cannot keep the process alive; return its result or raise its error."""
     outcome: Future[tuple[Any, Exception | None]] = Future()
     outcome.set_running_or_notify_cancel()  # Else a cancelled caller cancels `outcome`, and set_result raises.
 
@@ -450,7 +450,10 @@ def check_terms(config: RewardConfig, task: TaskConfig) -> Iterator[UserError]:
 
 
 def load_term(name: str) -> Callable[..., Any]:
-    """Import and return the user-defined function `name`. Raises UserError if it is missing or does not fit."""
+    """Import and return the user-defined function `name`.
+
+    Raises UserError if it is missing or does not take two arguments.
+    """
     module_name, _, attribute = name.rpartition(".")
     key = f"reward.terms.{name}"
     try:
