@@ -34,7 +34,7 @@ SERVER = HttpRetriever("http://127.0.0.1:8000")
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
-    """Configs that the trainer is told to train; no run starts."""
+    """Configs passed to the training function, which is replaced and starts no run."""
     configs: list[RunConfig] = []
 
     def note(config: RunConfig) -> tuple[Path, dict[str, Any]]:
