@@ -1,4 +1,4 @@
-"""Sets environment variables before any test imports a library, and orders the tests among the workers."""
+"""Sets environment variables before any test imports a library, orders the tests and assigns them to workers."""
 
 import os
 import random

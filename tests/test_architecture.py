@@ -211,7 +211,7 @@ def test_no_sub_packages_import_each_other() -> None:
 
 
 def test_heavy_imports_are_found_through_a_chain() -> None:
-    """The walk must find a heavy import in a module that may have one."""
+    """Proves that `loads` finds a heavy import, in a module that may have one."""
     assert any(belongs(name, "ray") for name in loads("rlsys.orchestrator.run"))
     assert not any(belongs(name, "ray") for name in loads("rlsys.apps.cli.main")), "a plan would wait for Ray"
 

@@ -1,4 +1,4 @@
-"""Computes advantages in exact fractions by loops over tokens, and generates mini-batches for them."""
+"""Computes advantages in exact fractions by loops over tokens, and generates mini-batches for tests."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _generalised(one: ExactEpisode, token: int, config: AlgorithmConfig) -> Frac
 
 
 def _returns_of(peers: list[ExactEpisode], one: ExactEpisode, token: int | None, config: AlgorithmConfig) -> Exact:
-    """Return the peers' returns for the baseline of a token: of whole episodes, or of the token's turn in each peer."""
+    """Return the returns that a token's baseline averages: of each peer's whole episode, or of the peer's same turn."""
     if token is None or config.credit is Credit.trajectory:
         return [_return(peer, None, config) for peer in peers]
     alike = [[t for t in peer.trained if peer.turns[t] == one.turns[token]] for peer in peers]
@@ -186,7 +186,7 @@ def _centred(
 
 
 def _of_units(batch: list[list[ExactEpisode]], config: AlgorithmConfig) -> Exact:
-    """Return the centred return of each episode, turn or token of the mini-batch, whichever the credit is given to."""
+    """Return the centred returns of the mini-batch, one for each unit of credit: episode, turn or token."""
     found: Exact = []
     for group in batch:
         for one in group:

@@ -109,7 +109,7 @@ def reference_loss(config: AlgorithmConfig, batch: Sequence[Episode], held: Sequ
 
 
 def numeric_gradient(loss: Callable[[list[Episode]], float], batch: list[Episode], name: str) -> list[float]:
-    """Derivatives by the field `name` of each trained token, from central differences, in the order of episodes."""
+    """Derivatives for the field `name` of each trained token by central differences, in the order of episodes."""
     step, gradient = 1e-5, []
     for row, one in enumerate(batch):
         for column, token in enumerate(one):

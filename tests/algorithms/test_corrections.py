@@ -89,7 +89,7 @@ def arrays(rows: list[Token]) -> tuple[Floats, Floats, NDArray[np.bool_]]:
 
 
 def one_by_one(rows: list[Token], config: CorrectionConfig) -> tuple[list[float], list[float], float]:
-    """The rules token by token in Python's floats: weights, ratios of known tokens, smallest distance to a bound."""
+    """Return weights, known ratios and the smallest distance of a ratio to a bound, token by token in Python."""
     known = [old - new for old, new, trained in rows if trained and math.isfinite(new)]
     weights, ratios, distance = [], [], INF
     for old, new, trained in rows:

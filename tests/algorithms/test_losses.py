@@ -214,7 +214,7 @@ def test_loss_without_trained_tokens_is_zero_and_backpropagates(kind: PolicyLoss
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert not gradient.any()
     assert float(loss) == int(stats["tokens"]) == 0
-    # The empty micro-batch changes nothing beside one that has trained tokens.
+    # The empty micro-batch does not change the statistics of a micro-batch that has trained tokens.
     full = policy_loss(replace(CONFIG, policy_loss=kind))(*at_random(CONFIG))[1]
     parts = [{**stats, DIVISOR: 0}, {**full, DIVISOR: 3}]
     assert reduce_stats(parts) == reduce_stats(parts[1:])

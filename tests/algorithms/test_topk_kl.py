@@ -138,7 +138,7 @@ def test_joined_parts_equal_the_whole_vocabulary(forward_kl: bool) -> None:
         masses.append(part.logsumexp(0))
         ref_masses.append(ref_part.logsumexp(0))
         within.append(dense(part - masses[-1], ref_part - ref_masses[-1], forward_kl))
-    # The fourth part of the vocabulary is empty.
+    # The vocabulary has four parts, of which the last one is empty.
     parts = [torch.stack([*values, torch.tensor(empty)])[:, None].double() for values, empty in
              ((masses, -3e38), (ref_masses, -3e38), (within, 0.0))]  # fmt: skip
     joined = join_parts(*parts, forward_kl)

@@ -29,7 +29,7 @@ def make_case(rows: int, width: int, seed: int, scale: float = 1.0) -> Case:
 
 
 def by_loop(case: Case, clip: float | None) -> dict[str, float]:
-    """Every sum of the loss and its statistics, token by token."""
+    """Return every sum of the loss and its statistics, computed token by token."""
     found = dict.fromkeys(("tokens", "vf_loss", "vf_clipfrac", "vpred_mean", "value_error"), 0.0)
     for row, column in zip(*np.nonzero(case.mask.numpy()), strict=True):
         v, old, target = (float(part[row, column]) for part in (case.values, case.old_values, case.returns))
@@ -94,7 +94,7 @@ def test_masked_values_get_no_gradient_and_change_nothing() -> None:
         ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0], 1.0),
         ([2.0, 2.0, 2.0], [1.0, 2.0, 3.0], 0.0),
         ([3.0, 2.0, 1.0], [1.0, 2.0, 3.0], -3.0),
-        # Beside this mean, the variance is too small for float32 sums of squares.
+        # Relative to this mean, the variance is too small for float32 sums of squares.
         ([1000.0, 1000.0], [1000.0, 1000.25], 0.0),
         ([0.1, 0.7, 0.2], [0.3, 0.3, 0.3], math.nan),
     ],

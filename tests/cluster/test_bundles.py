@@ -1,4 +1,4 @@
-"""Tests of device slots and bundles: random placements against reachability, examples, refusals."""
+"""Tests of device slots and bundles: random placements checked by reachability of ranks, examples, refusals."""
 
 from __future__ import annotations
 

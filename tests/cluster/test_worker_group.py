@@ -36,7 +36,7 @@ orphans: list[int] = []
 
 @pytest.fixture(scope="module")
 def bundles() -> Iterator[PlacementGroup]:
-    """Return three bundles of one CPU each, in a Ray that is also told of four GPUs, which do not exist."""
+    """Return three bundles of one CPU each, in a Ray configured with four GPUs that do not exist."""
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime.ray, "init", partial(ray.init, num_gpus=4))

@@ -80,7 +80,7 @@ def test_conflicting_settings_are_each_named_once(tiny_run: TinyRun, settings: s
 
 
 def whole(name: str) -> str:
-    """`name` with its section, which is `algorithm` if it has none."""
+    """Return the full key of `name`; a name without a section is in `algorithm`."""
     return name if name.startswith(("algorithm=", "critic.", "rollout.")) else f"algorithm.{name}"
 
 

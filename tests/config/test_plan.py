@@ -111,7 +111,7 @@ TWO_MACHINES = ["cluster.nodes=2", "cluster.devices_per_node=2", "cluster.sync_m
 SEARCHED = "cluster.search.nodes=[alpha]"
 APART = "cluster.placement={actor: 0-1, inference: '2', rollout: '3'}"
 THREE_EACH = "cluster.placement={actor: '4', inference: '5', rollout: 0-3}"
-"""A placement whose second engine, of two ranks, would lie on both of two machines of 3 devices."""
+"""A placement on two machines of 3 devices; its second engine has two ranks, one on each machine."""
 
 
 def keys(config: RunConfig) -> list[str]:

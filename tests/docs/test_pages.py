@@ -91,7 +91,7 @@ def identifiers(file: Path) -> set[str]:
 
 
 def check(code: str) -> int:
-    """Return the number of calls of names imported from rlsys; raises if the arguments of one do not fit."""
+    """Return the number of calls of names imported from rlsys; raises if the arguments of a call do not fit."""
     tree, names, checked = ast.parse(code), dict[str, Any](), 0
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rlsys":

@@ -1,4 +1,4 @@
-"""Tests of the retrieval server of examples/searchr1: indexes under upstream's flags, and flags that are refused."""
+"""Tests of the retrieval server of examples/searchr1: indexes named by upstream flags, and refused flags."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def tiny_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunConf
 
 
 def tiny_run(model: Path) -> RunConfig:
-    """Config of a run of `model` on CPUs, which gives miniatures their sizes."""
+    """Config of a run of `model` on CPUs; miniatures take their sizes from this config."""
     return load_config(
         "searchr1_tiny_cpu",
         [

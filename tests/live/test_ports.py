@@ -1,4 +1,4 @@
-"""Tests that every port that a command opens is in the table of docs/security.md, and as closed as it says."""
+"""Tests that every port that a command opens is in the table of docs/security.md, and as closed as the table says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that a killed and resumed run equals an uninterrupted one: parameters, metrics and the end of every prompt."""
+"""Tests that a killed and resumed run equals an uninterrupted one: parameters, metrics and outcomes of prompts."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_resuming_a_finished_run_trains_nothing_and_keeps_its_results(
 
 
 MID_STEP = "applied"
-"""Moment at which the default suite kills: its second occurrence is between the two optimiser steps of one step."""
+"""Moment at which the default suite kills: its second occurrence is between two optimiser steps of a training step."""
 KILLS = [pytest.param(MID_STEP, 2, id=MID_STEP)]
 KILLS += [pytest.param(moment, 1, id=moment, marks=pytest.mark.slow) for moment in MOMENTS if moment != MID_STEP]
 

@@ -6,8 +6,9 @@ optimiser step always has the same groups. With several, mini-batches are filled
 which groups arrive for each mini-batch, and the seed orders them within it.
 
 Float32 sums in another order differ in the last bits. Adam divides by the root of the second moment, which enlarges the
-difference where a gradient is small. With `eps` at 1e-4, the largest measured difference between two schedules is 8e-7,
-and 1.3e-6 to transformers; with the default of 1e-8 they are 2.7e-6 and 1.6e-5. The parameters move by 1e-2.
+difference where a gradient is small. With `eps` at 1e-4, the largest measured difference is 8e-7 between two schedules
+and 1.3e-6 between a schedule and transformers. With the default `eps` of 1e-8, the two differences are 2.7e-6 and
+1.6e-5. The parameters move by 1e-2.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Case:
 
     @property
     def mini_batches(self) -> int:
-        """Optimiser steps per step."""
+        """Number of mini-batches, and thus of optimiser steps, in a training step."""
         return len(self.sizes)
 
     def arrivals(self, seed: int) -> Arrivals:

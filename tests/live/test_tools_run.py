@@ -48,8 +48,8 @@ def test_tools_and_search_are_called_and_observations_are_not_trained(
     policy = tmp_path / "policy"
     tiny.tokenizer().save_pretrained(policy)
     tiny.train(tiny.FIRST, tiny.tokenizer(), seed=0, steps=0).save_pretrained(policy)
-    # The run loads it like this too: for a Qwen2, transformers splits text like Qwen2, whatever the tokenizer's file
-    # says.
+    # The run loads the tokenizer in the same way. For a Qwen2 model, transformers always splits text like Qwen2's
+    # tokenizer, even if the tokenizer file says otherwise.
     words = AutoTokenizer.from_pretrained(policy)
     learnt([RIGHT, WRONG], words).save_pretrained(policy)
     (tmp_path / "my_tools.py").write_text(fenced_blocks(PROJECT / "docs" / "tutorials" / "own-tool.md", "python")[0])
@@ -110,7 +110,7 @@ def learnt(episodes: list[list[tuple[str, str]]], words: PreTrainedTokenizerFast
 
 
 def assert_as_played(one: TrajectoryRecord, turns: list[tuple[str, str]], words: PreTrainedTokenizerFast) -> None:
-    """Assert that the trajectory has `turns`, each called its tool, and only the policy's text is trained."""
+    """Assert that the trajectory has `turns`, its tools were called, and only the policy's text is trained."""
     assert [turn.observation for turn in one.turns] == [read for _, read in turns]
     assert [turn.tool for turn in one.turns] == ["", "calculator", "dictionary", ""]
     assert [turn.action for turn in one.turns] == ["search", "tool", "tool", "answer"]

@@ -45,7 +45,7 @@ from tests.support.capabilities import H100
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give programs a long timeout, because they start slowly on a busy machine and would be left out."""
+    """Lengthen the timeout, because programs start slowly on a busy machine and would be left out of the record."""
     monkeypatch.setattr("rlsys.observe.environment._TIMEOUT_S", 120)
 
 
@@ -87,7 +87,7 @@ NVIDIA H100 80GB HBM3, 580.82.07
 
 
 def driver(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put an nvidia-smi that runs `script` on the PATH, as the only program."""
+    """Make an nvidia-smi that runs `script` the only program on the PATH."""
     folder.mkdir()
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "nvidia-smi").chmod(0o755)
@@ -96,7 +96,7 @@ def driver(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gpus_are_listed_without_initialising_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(torch.cuda, "_lazy_init", None)  # A call of it would raise.
+    monkeypatch.setattr(torch.cuda, "_lazy_init", None)  # Any call would raise.
     asked = tmp_path / "asked"
     script = f'echo "$@" >> {asked}\nwhile read row; do echo "$row"; done <<END\n{CARDS}END'
     driver(tmp_path / "bin", script, monkeypatch)

@@ -44,7 +44,7 @@ def test_failed_write_keeps_the_old_file_and_names_it(tmp_path: Path, monkeypatc
     write_atomically(path, "old")
     with pytest.raises(UnicodeEncodeError):
         write_atomically(path, "half \ud800")
-    full = OSError(errno.ENOSPC, "No space left on device")  # Like the error of a write, it names no file.
+    full = OSError(errno.ENOSPC, "No space left on device")  # It names no file, like the error of a failed write.
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(full))
     with pytest.raises(OSError, match="No space left") as raised:
         write_atomically(path, "new")

@@ -1,4 +1,4 @@
-"""Tests of kept trajectories: exact rows, damage, texts of tokens, and writing beside training."""
+"""Tests of kept trajectories: exact rows, damage, texts of tokens, and writing during training."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_row_comes_back_bit_for_bit(
     logprobs: np.ndarray, weights: np.ndarray | None, text: str, extra: dict[str, int | str]
 ) -> None:
     pieces = (text, "\u2028\n", "", "", "")
-    logprobs = np.where(np.isnan(logprobs), np.float32("nan"), logprobs)  # The file has null for a NaN of any bits.
+    logprobs = np.where(np.isnan(logprobs), np.float32("nan"), logprobs)  # The file stores any NaN as null.
     weights = None if weights is None else np.nan_to_num(weights)
     one = replace(
         kept_one(), old_logprobs=logprobs, weights=weights, prompt=text + "\ud83d", pieces=pieces, extra=extra

@@ -38,8 +38,8 @@ ONE_STEP = [
     span("rollout.group", 0, 4, "rollout", lane="a"),
     span("rollout.group", 0, 10, "rollout", lane="b"),
     span("logprob.compute", 4, 6, "inference"),
-    span("logprob.compute", 9, 12, "inference"),  # 1 s of it before the last group has ended
-    span("train.accumulate", 5, 8, "actor", lane="rank 0"),  # 1 s of it at the same time as log-probs
+    span("logprob.compute", 9, 12, "inference"),  # its first second is before the end of the last group
+    span("train.accumulate", 5, 8, "actor", lane="rank 0"),  # its first second overlaps log-probs
     span("train.accumulate", 5, 7, "actor", lane="rank 1"),
     span("train.apply", 12, 13, "actor"),
     span("sync.send", 5, 9, "actor"),  # neither training nor scoring: not counted
@@ -47,7 +47,7 @@ ONE_STEP = [
 
 
 def test_overlap_is_counted_only_within_the_window() -> None:
-    """Log-probs are computed at 4-6 and 9-10, and the actor trains at 5-8: together 4-8 and 9-10."""
+    """Log-probs are computed at 4-6 and 9-10, and the actor trains at 5-8; the union is 4-8 and 9-10."""
     later = [span("rollout.group", 20, 100, "rollout", step=2), span("train.apply", 20, 30, "actor", step=2)]
     assert overlap_seconds(ONE_STEP + later, (0, 20 * S)) == pytest.approx(5.0)
     assert overlap_seconds(ONE_STEP + later, (25 * S, 60 * S)) == pytest.approx(5.0)

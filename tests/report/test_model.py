@@ -122,7 +122,7 @@ VALUES = (LEVELS, b"1%s" % (b"0" * 400), b'"\\ud800"', b"NaN", b"-7", b"1.5", b"
 
 
 def with_other_values(line: bytes) -> list[bytes]:
-    """Copies of `line`, each with one of `VALUES` in place of one part; of a list, only two items are replaced."""
+    """Copies of `line`, each with one part replaced by one of `VALUES`; in a list, only the first two items change."""
 
     def places(tree: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         inside = list(tree.items() if isinstance(tree, dict) else enumerate(tree[:2]) if isinstance(tree, list) else ())

@@ -1,4 +1,4 @@
-"""Tests of the file of `rlsys report`: complete data, data that cannot become markup, the script, the page's policy."""
+"""Tests of the file of `rlsys report`: complete data, data that cannot become markup, script, content policy."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def spans(draw: st.DrawFn) -> list[Span]:
 
 
 def by_nanoseconds(found: Sequence[Span], group: str, lane: str | None) -> Counter[tuple[bool, str]]:
-    """Nanoseconds by (True for work, False for waiting; activity) of a group or a lane, by the documented rules."""
+    """Nanoseconds of a group or lane by (is working, activity), counted one by one by the documented rules."""
     special = {
         "generate.turns": "generation",
         "search.queries": "search",

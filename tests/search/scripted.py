@@ -152,7 +152,7 @@ def answer(queries: Iterable[str]) -> bytes:
 
 
 class FixedApp:
-    """Application that records its requests and answers all of them alike."""
+    """Application that records its requests and gives each the same answer."""
 
     def __init__(self, body: bytes = b"", status: int = 200, headers: dict[str, str] | None = None) -> None:
         self._body, self._status = body, status

@@ -51,7 +51,7 @@ def test_only_a_torn_last_line_is_lost(data: st.DataObject, tmp_path: Path, capl
 async def test_a_cancelled_search_is_not_recorded_and_the_others_are(tmp_path: Path) -> None:
     async with tool(tmp_path / "tape.jsonl", RECORD, Script(takes_s=[1.0, 1.0, 3.0])) as recorder:
         first, second, third = (asyncio.create_task(recorder.search(q)) for q in ("Mali", "Chad", "Togo"))
-        await asyncio.sleep(1.2)  # the first two searches have answers, and one of them asks for the health
+        await asyncio.sleep(1.2)  # the first two searches have answers, and one of the two requests /health
         first.cancel()
         await second
         third.cancel()
@@ -102,7 +102,7 @@ async def test_a_full_disk_raises_a_run_error_and_keeps_the_cassette_whole(tmp_p
 def test_an_append_waits_until_another_writer_has_finished_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another writer has the lock and has written half a line; it writes the rest when this one asks for the lock."""
+    """Another writer has the lock and has written half a line; it writes the rest when the append asks for the lock."""
     path = written(tmp_path / "tape.jsonl", [1.0])
     line = RecordedCall("Chad", found("Chad"), 2.0).line(with_passages=True)
     rest = [line[20:]]

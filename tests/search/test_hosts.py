@@ -61,7 +61,7 @@ async def test_a_server_without_a_token_refuses_foreign_hosts_and_origins() -> N
             ("/retrieve", {"Host": "127.0.0.1:8000"}, 200),
             ("/retrieve", {"Host": "evil.example"}, 403),
             ("/retrieve", {"Host": "search"}, 403),
-            # A browser sends these for a page of another site, with or without a type.
+            # A browser sends such an Origin for a page of another site, with or without a content type.
             ("/retrieve", {"Origin": "https://evil.example"}, 403),
             ("/retrieve", {"Origin": "https://evil.example", "Content-Type": "text/plain"}, 403),
             ("/retrieve", {"Origin": "null"}, 403),

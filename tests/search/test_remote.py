@@ -53,7 +53,7 @@ class FakeElastic:
         self.kind, self.version, self.url = kind, VERSIONS[kind], ""
         self.authorization: str | None = None
         self.busy = 0  # number of requests to answer with 503
-        self.room = 10**6  # number of documents from which on bulk requests are answered with 500
+        self.room = 10**6  # once this many documents are written, bulk requests are answered with 500
         self.indices: dict[str, Any] = {}
         self.documents: dict[str, dict[str, Any]] = {}
         self.written: list[str] = []

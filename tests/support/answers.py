@@ -24,7 +24,7 @@ def asked(number: int, *accepted: str, source: str = "nq", text: str = "", **ext
 
 
 def answered(question: Question, answer: str | None, sample: int = 0, *before: Turn) -> Answered:
-    """Evaluated episode of the turns `before` and an answer of three tokens; without the latter if `answer` is None."""
+    """Evaluated episode of the turns `before` and an answer of three tokens; there is none if `answer` is None."""
     last = [] if answer is None else [turn(Action.ANSWER, answer, tokens=3)]
     finish = Finish.TURN_LIMIT if answer is None else Finish.ANSWER
     done = trajectory(uid=question.uid, sample=sample, turns=[*before, *last], finish=finish)

@@ -27,7 +27,7 @@ class FakeHub:
     files: dict[str, bytes]
     """"owner/dataset/path" -> content."""
     small: set[str] = field(default_factory=set)
-    """Files stored in git itself, whose checksum is git's."""
+    """Files stored in git itself; their checksum is the SHA-1 of the git blob."""
     gated: bool = False
     checksums: bool = True
     faults: list[Any] = field(default_factory=list)

@@ -161,7 +161,7 @@ def _serve(pipe: Connection) -> None:
 
 @dataclass
 class Group:
-    """View that one process has of the processes that run a function."""
+    """One process's view of all processes that run a function."""
 
     rank: int
     world: int

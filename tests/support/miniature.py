@@ -153,7 +153,7 @@ def _parallel(wanted: ParallelConfig, cut: _Cut, layers: int) -> ParallelConfig:
 
 
 def _stages(wanted: Sequence[int], layers: int) -> list[int]:
-    """Layers of two uneven stages; the first stage has fewer, unless the first of `wanted` has more than the last."""
+    """Layers of two uneven stages; the first has more if `wanted` has more on its first than last, else fewer."""
     fewer = layers // 2 - 1
     return [fewer, layers - fewer] if wanted[0] <= wanted[-1] else [layers - fewer, fewer]
 

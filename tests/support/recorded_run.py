@@ -84,7 +84,7 @@ QUESTIONS = [Question(f"q:{number}", "?", (RIGHT,)) for number in range(2 * GROU
 
 
 class KillSwitch:
-    """Kills this process and its children at the `count`th `moment` after the first checkpoint; None never kills."""
+    """Kills this process and its children at the `count`th `moment` after the first checkpoint; never if it is None."""
 
     def __init__(self, moment: str | None, count: int) -> None:
         self._moment, self._left = moment, count

@@ -111,7 +111,7 @@ class Playback:
         self._waves = arrivals.waves or (0,) * self._groups
         self._random = random.Random(arrivals.seed)
         self._begun = 0
-        # If the capacity were below the number of groups, waiting groups would miss their wave.
+        # With a capacity below the number of groups, some groups would begin late and arrive after their wave.
         self.capacity = self._groups if arrivals.waves else self._random.randint(3, self._groups)
 
     async def run_group(

@@ -16,7 +16,7 @@ from rlsys.rollout.agent.episode import TurnRules
 TEMPLATE = "Answer the question, for example, <answer> Beijing </answer>. Question: {}\n"
 
 Said = str | tuple[str, str] | tuple[str, str, str]
-"""A turn: the policy's text, for a search with the retrieved text, and possibly with the search's error."""
+"""A turn: the policy's text; for a search also the retrieved text, and optionally the error of the search."""
 
 
 def task_of(**settings: Any) -> TaskConfig:
@@ -37,7 +37,7 @@ def episode(
     response_tokens: int = 5,
     tools: Mapping[str, str] = {},
 ) -> Trajectory:
-    """Trajectory that the protocol makes of `said`, with this many empty tokens; `tools` maps tools' names to tags."""
+    """Trajectory that the protocol makes of `said`; all its tokens are 0, and `tools` maps tools' names to tags."""
     rules = TurnRules(task, {tag: name for name, tag in tools.items()})
     turns, finish = [], Finish.TOKEN_LIMIT
     for one in said:

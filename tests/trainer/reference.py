@@ -51,7 +51,7 @@ def tiny_qwen3_moe(layers: int = 3, tied: bool = False, norm_topk: bool = True) 
 
 
 def tiny_llama3(layers: int = 3, tied: bool = False) -> PretrainedConfig:
-    """A Llama with the rotary scaling of 3.1; a context of 100 reaches all three of the scaling's frequency ranges."""
+    """A Llama with the rotary scaling of Llama 3.1; a context of 100 reaches all three frequency ranges."""
     rope = {
         "rope_type": "llama3",
         "rope_theta": 1234.0,

@@ -73,7 +73,7 @@ def test_overlapped_communication_changes_no_step(layout: Layout, tmp_path: Path
         assert found["norms"] == pytest.approx(plain["norms"], rel=1e-5), way
         for key, tensor in plain["weights"].items():
             torch.testing.assert_close(found["weights"][key], tensor, rtol=1e-5, atol=1e-6, msg=f"{way} {key}")
-    # After the last call of a step, sums are in flight, but not in the first step: Megatron learns the order from it.
+    # After the last call of a step, sums are in flight, except in the first step, where Megatron learns their order.
     for way, found in [item for rank in ranks for item in rank.items()]:
         overlaps = way not in ("plain", "unmarked")
         assert found["in_flight"] == [0] * 5 + [found["buckets"] if overlaps else 0], way

@@ -92,7 +92,7 @@ class _Actor(Actor):
     _held: ReferencePolicy | None = None
 
     def replace_objective(self, objective: Objective) -> None:
-        """Train another objective; if it needs a reference policy, use that of the first objective."""
+        """Use another objective from now on; if it needs a reference policy, keep that of the first objective."""
         self._objective = objective
         self._held = self._reference or self._held
         self._reference = None if objective.reference is None else self._held

@@ -47,7 +47,7 @@ def policy(model: str, version: int, dtype: Dtype, drift: float = 0.02) -> dict[
 
 
 def averaged(model: str, dtype: Dtype, plan: ReferencePlan, versions: int, drift: float) -> dict[str, Tensor]:
-    """The reference policy in float64 after this many versions, by the rules of the plan."""
+    """The reference policy in float64 after `versions` versions, by the rules of `plan`."""
     held = {name: tensor.double() for name, tensor in policy(model, 0, dtype, drift).items()}
     for version in range(1, versions + 1):
         new = policy(model, version, dtype, drift)

@@ -136,7 +136,7 @@ def _index(content: object) -> Callable[[Path], object]:
 
 
 def _beside_an_index(folder: Path) -> None:
-    """Add a single file with other tensors: transformers reads this file, other programs those of the index."""
+    """Add a single file with other tensors: transformers reads this file; other programs read the index's files."""
     _index({"weight_map": {"b": "part.safetensors"}})(folder)
     save_file({"a": torch.zeros(1)}, folder / SINGLE)
 

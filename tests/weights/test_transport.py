@@ -54,7 +54,7 @@ BUCKETS = some_tensors(1)
 
 @contextmanager
 def receivers_of(sending: TransportSpec, threads: ThreadPoolExecutor) -> Iterator[list[Receiver]]:
-    """Open all receivers at once, because those of a broadcast wait for the other receivers and for the sender."""
+    """Open all receivers at once, because a broadcast receiver waits for the other receivers and for the sender."""
     ranks = range(1, len(sending.members))
     receivers = list(threads.map(lambda rank: receiver_of(replace(sending, rank=rank)), ranks))
     yield receivers

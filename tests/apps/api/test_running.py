@@ -21,7 +21,7 @@ from rlsys.errors import RunError, UserError
 
 @contextmanager
 def interrupted(ready: Callable[[], bool], function: str) -> Iterator[None]:
-    """Interrupt the block by Ctrl-C once `ready()` is true and `function` is on the stack."""
+    """Interrupt the block with Ctrl-C once `ready()` is true and `function` is on the stack."""
     main, over = threading.get_ident(), threading.Event()
 
     def interrupt() -> None:
@@ -104,7 +104,7 @@ def test_an_interrupt_waits_for_the_cleanup_of_the_work(in_loop: bool) -> None:
 
 
 def stand_in(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the Python that runs commands of rlsys by a shell script."""
+    """Replace the Python interpreter that runs commands of rlsys with a shell script."""
     python = folder / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)

@@ -34,7 +34,7 @@ SERVER = HttpRetriever("http://127.0.0.1:8000")
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
-    """Configs that the trainer was called to train; no run starts."""
+    """Configs passed to the training function, which is replaced and starts no run."""
     configs: list[RunConfig] = []
 
     def note(config: RunConfig) -> tuple[Path, dict[str, Any]]:
@@ -170,7 +170,7 @@ asyncio.run(cell())
 @pytest.mark.slow
 @pytest.mark.engine
 def test_the_ten_line_example_trains_and_evaluates_in_a_running_loop(tmp_path: Path) -> None:
-    """The script has no main guard and runs within a loop, as a notebook does."""
+    """The script has no main guard and runs within an event loop, as in a notebook."""
     script = tmp_path / "cell.py"
     script.write_text(NOTEBOOK.format(outputs=str(tmp_path / "my outputs")))
     done = subprocess.run(

@@ -43,7 +43,7 @@ class World:
         return OwnOptions(self.docs, self.questions, POLICY, self.out, **given)  # type: ignore[arg-type]
 
     def run(self, wish: OwnOptions) -> list[Words]:
-        """Run all commands, with replaced trainings and evaluations, and return them."""
+        """Run all commands and return them; trainings and evaluations are replaced."""
         done = []
         for words in commands(wish):
             done.append(words)

@@ -50,7 +50,7 @@ class DownloadBench:
 
 @pytest.fixture
 def bench(fake: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DownloadBench:
-    """A bench with small blocks, on which huggingface_hub does not pause either."""
+    """A bench with small blocks; huggingface_hub does not pause either."""
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 10)
     monkeypatch.setattr("huggingface_hub.file_download.time", SimpleNamespace(sleep=lambda _: None))
     return DownloadBench(fake, tmp_path)

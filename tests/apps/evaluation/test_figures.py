@@ -1,4 +1,4 @@
-"""Tests of the figures, files and page of held-out questions, and of the scores of Search-R1's code."""
+"""Tests of held-out evaluation: its metrics, result files and HTML page, and scores with the quirks of Search-R1."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_the_last_partial_batch_is_left_out_only_under_the_quirk(tmp_path: Path)
     ],
 )
 def test_the_prompts_example_counts_only_under_the_quirk(written: str, gold: str, plain: float, quirky: float) -> None:
-    """`answer_over_prompt` reads the whole text, so an episode without an answer gives the prompt's example."""
+    """`answer_over_prompt` reads the whole text, so an episode without an answer gets the prompt's example answer."""
     prompt = "put it between <answer> and </answer>, like <answer> Beijing </answer>. Question: ...?"
     about, done = question(gold, prompt=prompt), episode(written, task=task_of(max_turns=0))
     assert heldout_score(config())(done, about).em == plain

@@ -1,4 +1,4 @@
-"""Tests of an evaluation's inputs: question sets, models and checkpoints, and config problems that matter to it."""
+"""Tests of an evaluation's inputs: question sets, models, checkpoints, and config problems that prevent it."""
 
 from __future__ import annotations
 

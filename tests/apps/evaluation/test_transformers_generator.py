@@ -102,7 +102,7 @@ async def test_end_tokens_of_both_configs_end_an_answer(
 async def test_tokens_are_drawn_from_the_models_distribution(
     model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast
 ) -> None:
-    """Compares frequencies over many requests with the model's distribution, and the log-probs too."""
+    """Compares the frequencies of many drawn tokens, and their log-probs, with the model's distribution."""
     prompt, temperature, draws = words(PROMPTS[0])["input_ids"], 1.7, 400
     with torch.no_grad():
         logits = model(torch.tensor([prompt])).logits[0, -1].double()
@@ -148,7 +148,7 @@ def test_missing_misshaped_and_truncated_weights_are_refused(tmp_path: Path) -> 
 async def test_a_cancelled_request_does_not_disturb_the_others(
     model: Qwen2ForCausalLM, words: PreTrainedTokenizerFast, leaves: str
 ) -> None:
-    """`leaves` names the cancelled request: the first decodes for both, the second waits for its tokens."""
+    """`leaves` names the cancelled request. The first request decodes for both; the second waits for its own tokens."""
     generator, prompt = generator_of(), words(PROMPTS[0])["input_ids"]
     sampling = TurnSampling(0.0, max_new_tokens=NEW_TOKENS)
     heard: dict[str, list[list[int]]] = {"first": [], "second": []}

@@ -1,4 +1,4 @@
-"""Two hosts on one machine, each a set of namespaces with its own address, and `rlsys launch` on them.
+"""Runs `rlsys launch` on two hosts on one machine; each host is a set of namespaces with its own address.
 
 A host has its own network, host name, process numbers, /tmp and /dev/shm; the rest of the file system is shared, as on
 a cluster with a common disk. A virtual cable connects the hosts; no packet leaves it. All processes of a host end with
@@ -145,7 +145,7 @@ def _in(process: psutil.Process, script: str) -> None:
 
 
 class Launched:
-    """The launcher on one of two hosts, with `home` as its home folder, by default this user's."""
+    """The launcher on one of two hosts; its home folder is `home`, or by default the home folder of this user."""
 
     def __init__(
         self, hosts: Sequence[Host], rank: int, folder: Path, *arguments: str, home: Path | None = None

@@ -142,7 +142,7 @@ def node_run(tmp_path: Path, model: Path) -> Compose:
 
 
 def findings_of(config: RunConfig, machine: Mock) -> dict[str, Finding]:
-    """Return the findings by the thing that was examined; a wrong finding wins over others about the same thing."""
+    """Return one finding for each examined thing: a finding in the state `wrong` if there is one."""
     findings = examine(config, list(find_problems(config)), machine)
     return {one.what: one for one in sorted(findings, key=lambda one: one.state is FindingState.wrong)}
 

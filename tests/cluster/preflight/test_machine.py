@@ -62,7 +62,7 @@ GRAPH, ENGINES = "libcudnn_graph.so.9", "libcudnn_engines_tensor_ir.so.9"
 
 
 def library(folder: Path, name: str, version: str = "") -> Path:
-    """Create a library as a wheel has it, or, with `version`, the link that a Debian package has."""
+    """Create a library as a plain file, like a wheel, or as a link to a file of `version`, like a Debian package."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / name
     if version:

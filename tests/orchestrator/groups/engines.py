@@ -1,4 +1,4 @@
-"""Scripted workers of rollout engines, which are called as through Ray, on any event loop.
+"""Scripted stand-ins for the workers of rollout engines, called like Ray actors, on any event loop.
 
 A call continues in the worker after the driver has stopped waiting for it. Calls fail if their worker dies or is
 killed, and stay pending if it is silent.
@@ -75,7 +75,7 @@ class Worker:
         if not call.done():
             if isinstance(answer, BaseException):
                 call.set_exception(answer)
-                call.exception()  # Marks it as retrieved, as its caller may be gone.
+                call.exception()  # Marks the exception as retrieved; the caller may be gone.
             else:
                 call.set_result(answer)
 
@@ -172,7 +172,7 @@ class Engines:
         worker.most_episodes = max(worker.most_episodes, sum(worker.running.values()))
 
     def _in_flight(self, worker: Worker, call: asyncio.Future[Any], _: str, args: tuple[Any, ...]) -> None:
-        """Report the progress of running groups: the episodes that they resumed from, and sample 0 as done."""
+        """Report the progress of running groups: sample 0 as done, the others where they resumed from."""
         found = {}
         for key in worker.running.keys() & worker.begun.keys() & set(args[0]):
             first = trajectory(uid=key.partition("~")[0], sample=0)
@@ -237,7 +237,7 @@ def make(engines: Engines, slots: int = 8) -> tuple[EnginePool, Tracer]:
 
 
 def taking(**seconds: float) -> Callable[[str, tuple[Any, ...]], float]:
-    """Return a function of durations by method; methods not named take no time."""
+    """Return a function that gives the seconds of a call by its method; methods that are not named take no time."""
     return lambda method, _: seconds.get(method, 0.0)
 
 

@@ -18,7 +18,7 @@ class Script:
 
     rng: random.Random
     sizes: tuple[int, ...] = (2,)
-    """Number of groups in each optimiser step of a step."""
+    """Number of groups in each optimiser step of a training step."""
     samples: int = 1
     steps: int = 2
     knows_end: bool = True
@@ -57,7 +57,7 @@ class Script:
     end_at: float = 0.0
     """Time at which a run is stopped or cancelled."""
     fails: tuple[str, int] = ("", 0)
-    """(worker, number of its call that fails)."""
+    """(worker, n): the n-th call of the worker fails."""
 
     def learning(self, step: int) -> tuple[str, ...]:
         """Worker groups that learn in `step`, counted from 1."""

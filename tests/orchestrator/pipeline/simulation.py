@@ -73,7 +73,7 @@ class Saved:
 
 
 class Simulation:
-    """A run from its start, or from the state that an earlier life of it saved, to its end or its kill."""
+    """A run that begins anew or from the state that an earlier life saved, and that ends or is killed."""
 
     def __init__(self, script: Script, parts: Parts, saved: Saved | None = None, moment: Moment | None = None) -> None:
         self.script = script
@@ -226,7 +226,7 @@ class Simulation:
 
 
 def _live(simulation: Simulation) -> None:
-    """Run the simulation to its end or kill. Only the error of a failed worker may end the run, and it must."""
+    """Run the simulation to its end or kill. A failed worker's error must end the run; other errors are raised."""
     script, record = simulation.script, simulation.record
     try:
         run_virtually(simulation.drive(), MOST_TURNS, simulation.check_idle)

@@ -36,7 +36,7 @@ SIZES = st.lists(
     max_size=60,
 )
 MULTIPLES = st.sampled_from([(1, 1), (2, 1), (4, 1), (8, 1), (4, 4), (16, 8)])
-"""(multiple of a row, multiple of each of its sequences)."""
+"""(a, b): the length of a row is a multiple of a, and the length of each of its sequences a multiple of b."""
 FRAME = MULTIPLES.flatmap(
     lambda multiples: st.builds(
         MicroBatchSpec,
@@ -149,7 +149,7 @@ def samples(*lengths: int) -> list[Sample]:
 def test_every_sample_is_dealt_once_in_rows_that_ranks_can_cut(
     parallel: ParallelConfig, packed: bool, fp8: bool, budget: int, multiple: int
 ) -> None:
-    """Sequence and context parallelism split rows, with fp8 into shares of 16 tokens; cp also splits each sequence."""
+    """Sequence and context parallelism split rows, with fp8 into multiples of 16 tokens; cp splits sequences too."""
     replica = parallel.tp * parallel.pp * parallel.cp
     sharder = BatchSharder(parallel, processes=2 * replica, budget_tokens=budget, pad_id=0, packed=packed, fp8=fp8)
     plan, batches = sharder.shard(samples(*LENGTHS))

@@ -145,7 +145,7 @@ def test_mean_kl_weighs_episodes_alike() -> None:
 
 
 def sampled_and_scored(old: list[float], rollout: list[float]) -> Sample:
-    """Return a sample whose tokens have these probabilities, trained and sampled."""
+    """Return a sample; its tokens have the probabilities `old` in training and `rollout` in sampling."""
     one = trajectory(range(len(old)), rollout_logprobs=np.log(rollout).tolist())
     return rewarded(one, 1.0).with_scores(Scores(np.log(old).astype(np.float32)))
 

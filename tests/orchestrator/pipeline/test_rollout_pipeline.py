@@ -43,7 +43,7 @@ def test_planted_bug_is_found(broken: Property, planted: Callable[[], Parts]) ->
 
 
 class InstantWorkers:
-    """Workers and devices that answer without ever yielding to the event loop, unlike those of a simulation."""
+    """Workers and devices that answer without ever yielding to the event loop, unlike the workers of a simulation."""
 
     capacity, waits_for, groups = 2, "", ("inference",)
     version = 0

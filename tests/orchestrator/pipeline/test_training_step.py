@@ -111,7 +111,7 @@ def test_mini_batches_share_all_groups_and_the_larger_ones_are_spread_out(groups
     sizes = mini_batches(config).sizes
     assert (len(sizes), sum(sizes)) == (count, groups)
     assert {*sizes} <= {groups // count, -(-groups // count)}
-    # The first mini-batches together have at most their share of the groups, and less than one group below it.
+    # The first n mini-batches together have n / count of the groups, rounded down.
     for number, taken in enumerate(accumulate(sizes), start=1):
         assert taken <= Fraction(number * groups, count) < taken + 1
     assert score_batch_size(config).max_groups == max(sizes)

@@ -114,7 +114,7 @@ class Record:
         self._worker_calls: Counter[str] = Counter()
 
     def hold(self, named: Property, holds: object, detail: object = "") -> None:
-        """Raise Breach unless `holds` is true; after the first breach of a run, always raise that one."""
+        """Raise Breach unless `holds` is true; later breaches of a run raise the first one again."""
         if not holds:
             self.over = True
             self.broken = self.broken or Breach(named, str(detail))

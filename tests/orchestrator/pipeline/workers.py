@@ -78,7 +78,7 @@ class _Play:
     aborted: bool = False
 
     def begun(self) -> tuple[EpisodeProgress, ...]:
-        """Return the progress of episodes that have ended or have a whole turn; the last begun turn is not whole."""
+        """Return the progress of episodes that have ended or completed a turn; the turn begun last is not complete."""
         whole = max(0, len(self.versions) - 1)
         found: list[EpisodeProgress] = []
         for sample, length in enumerate(self.lengths):
@@ -99,7 +99,7 @@ class _Play:
         ]
 
     def _versions(self, sample: int, turns: int) -> tuple[int, ...]:
-        """Return the versions of an episode's turns: all on earlier engines, then the first `turns` on this one."""
+        """Return the versions of an episode's turns: all on earlier engines, then the first `turns` on this engine."""
         before = self.before[sample].versions.tolist() if sample in self.before else []
         here = self.versions[: min(turns, self.lengths[sample])]
         return (*(version for version in before if version >= 0), *here)

@@ -28,7 +28,7 @@ async def in_time(_question: Question, _trajectory: Trajectory) -> float:
 
 
 def meets_another(_question: Question, _trajectory: Trajectory) -> float:
-    """Return once two threads have called this term: 1 in a daemon thread, which lets the process end, else 0."""
+    """Return after two threads have called this term: 1 in a daemon thread, which cannot delay the exit, else 0."""
     BARRIER.wait()
     return threading.current_thread().daemon
 

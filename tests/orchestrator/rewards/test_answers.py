@@ -1,4 +1,4 @@
-"""Tests of the agreement of an answer with the accepted ones, by hand and against SQuAD's measure."""
+"""Tests of the comparison of an answer with the accepted answers, by hand and against SQuAD's measure."""
 
 from __future__ import annotations
 

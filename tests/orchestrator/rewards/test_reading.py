@@ -75,7 +75,7 @@ GOOD = st.sampled_from([think("search", "Mali"), ANSWER, think("search", "Mali",
 @given(st.lists(TURNS | GOOD, max_size=4))
 def test_structure_of_turns_is_that_of_their_text_without_forged_information(texts: list[str]) -> None:
     trajectory = episode(*((text, "found") for text in texts))
-    # Search-R1 takes a query of white space for a search; the protocol takes it for an invalid action.
+    # Search-R1 treats a query of white space as a search; the protocol treats it as an invalid action.
     if not re.search(r"<search>\s*</search>", trajectory.response):
         assert read(trajectory, "x").well_formed == in_order(trajectory.response)
 

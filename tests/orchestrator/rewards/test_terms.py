@@ -58,7 +58,7 @@ def test_terms_of_turns_are_on_their_turns() -> None:
 
 
 def test_overlong_penalty_grows_over_the_buffer_before_the_limit() -> None:
-    """The penalty follows DAPO (2503.14476, equation 13). Without a limit of its own, it is 1 at the task's limit."""
+    """The penalty follows DAPO (2503.14476, equation 13). If no own limit is set, it is 1 at the task's limit."""
     assert [overlong_penalty(length, 100, 40) for length in (60, 70, 100, 101)] == [0.0, 0.25, 1.0, 1.0]
     config, task = RewardConfig(overlong_buffer=40), task_of(max_total_tokens=200)
     for prompt_tokens in (20, 120):

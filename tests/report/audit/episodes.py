@@ -21,7 +21,7 @@ from tests.support.made_run import Maker, Size
 TOKENIZER = build_tokenizer()
 CODEC = Codec(TOKENIZER)
 MADE = Maker(Size(steps=1)).kept(1, 0, 0)
-"""A kept episode from which the made ones take all other fields."""
+"""A kept episode that supplies the other fields of all episodes made here."""
 POLICY = 3
 """The version that is trained."""
 
@@ -52,7 +52,7 @@ def played(
     uid: str = "q",
     step: int = POLICY + 1,
 ) -> TrajectoryRecord:
-    """An episode of `turns` (drawn ids, observation); each turn has one of `versions`, by default the trained one."""
+    """An episode of `turns` (drawn ids, observation); turn i has version `versions[i]`, by default `POLICY`."""
     context = open_context(mode, CODEC, prompt)
     of_turns = []
     for number, (drawn, observation) in enumerate(turns):
@@ -88,7 +88,7 @@ def played(
 
 
 def with_differences(by_version: dict[int, float]) -> TrajectoryRecord:
-    """An episode with one turn of each version in `by_version`, whose value is added to the turn's log-probs."""
+    """An episode with a turn of each version in `by_version`, which gives the number to add to the turn's log-probs."""
     turn = (CODEC.encode("Paris"), "\n")
     one = played("x", [turn] * len(by_version), versions=list(by_version))
     known = np.isfinite(one.rollout_logprobs)

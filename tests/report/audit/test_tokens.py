@@ -1,4 +1,4 @@
-"""Tests of the token audit against an account in bytes and the book-keeping, and of `rlsys audit tokens`."""
+"""Tests of the token audit against counts in bytes and against the book-keeping, and of `rlsys audit tokens`."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ ANY_IDS = st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=8)
 
 
 def of_bytes(prompt: str, turns: list[tuple[list[int], str]]) -> tuple[list[int], dict[str, list[float]]]:
-    """The audit's counts, and log-ratios by kind, computed from token boundaries in ASCII text, whose characters are
-    bytes.
+    """Return the audit's counts, and log-ratios by kind, from token boundaries in ASCII text (a byte per character).
 
-    The counts are drawn, drawn differing, trained, trained differing, stretches, crossing.
+    The counts are: drawn tokens, differing drawn tokens, trained tokens, differing trained tokens, differing stretches,
+    and stretches whose edge lies within a trained token.
     """
     text = prompt + "".join(TOKENIZER.decode(ids) + observation for ids, observation in turns)
     final = TOKENIZER(text)["input_ids"]
@@ -94,7 +94,7 @@ def test_counts_and_log_ratios_equal_those_by_bytes(prompt: str, turns: list[tup
 def test_figures_are_consistent_for_any_drawn_tokens(
     prompt: str, turns: list[tuple[list[int], str]], eos: bool
 ) -> None:
-    """Equal drawn and equal trained tokens have the same number, and parts sum to the whole, even for invalid bytes."""
+    """The same number of drawn and of trained tokens match, and parts sum to the whole, even for invalid bytes."""
     one = played(prompt, turns, eos=eos)
     found = audit([one], CODEC, RETOKENIZE)
     total = found.total

@@ -246,7 +246,7 @@ def samples(run: Path, phase: Phase, now: float) -> Samples:
 
 
 def of(found: Samples, name: str) -> dict[str, float]:
-    """Value of a label -> sample, of a metric that has only this label."""
+    """Return the samples of the metric `name` by the value of its only label."""
     return {labels[0][1]: value for (one, labels), value in found.items() if one == name}
 
 

@@ -1,4 +1,4 @@
-"""Tests of interrupted episodes: they end like uninterrupted ones, whatever turn they resume from; groups of them."""
+"""Tests of interrupted episodes, which end like uninterrupted ones whatever turn they resume from, and of groups."""
 
 from __future__ import annotations
 

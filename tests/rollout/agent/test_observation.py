@@ -39,7 +39,7 @@ UNTRUSTED = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
 
 
 def build_runs() -> Codec:
-    """Return a codec with tokens of 1, 2, 4 ... 64 equal signs; the last tokens of a run depend on its length."""
+    """Return a codec with tokens of 1, 2, 4 ... 64 times `=`; the last tokens of a run of `=` depend on its length."""
     runs = ["=" * 2**power for power in range(7)]
     vocabulary = {token: number for number, token in enumerate([*runs, "x", "$"])}
     raw = Tokenizer(models.BPE(vocabulary, [(run, run) for run in runs[:-1]]))

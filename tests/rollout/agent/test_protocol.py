@@ -21,7 +21,7 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=9).map("".join)
 
 
 def by_hand(text: str, acts: Iterable[str]) -> tuple[str, str, str]:
-    """Return the kept text, the tag's word and its content; an independent reading of the rule by string search."""
+    """Return the kept text, the word of the tag and its content, found independently of the parser by string search."""
     acts = tuple(acts)
     ends = [text.index(f"</{word}>") + len(f"</{word}>") for word in acts if f"</{word}>" in text]
     if not ends and "</answer>" in text:

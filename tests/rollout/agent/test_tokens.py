@@ -1,7 +1,7 @@
-"""Tests of token records against an independent account in bytes, with a tokenizer whose merges cross tags.
+"""Tests of token records against independent counts in bytes, with a tokenizer whose merges cross tags.
 
-The engine of these tests gives every token a hash of the token and all tokens before it as its log-prob. A log-prob
-that is kept therefore proves that these are exactly the tokens that the engine saw.
+The engine of these tests gives every token a hash of the token and all tokens before it as its log-prob. A kept
+log-prob therefore proves that the token and all tokens before it are exactly what the engine saw.
 """
 
 from __future__ import annotations

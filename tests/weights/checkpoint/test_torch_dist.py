@@ -1,4 +1,4 @@
-"""Tests of distributed checkpoints: written without Megatron, and read whatever program wrote them.
+"""Tests of distributed checkpoints, which are written without Megatron and can be read whichever program wrote them.
 
 `tests/weights/convert/test_grid.py` exchanges them with Megatron itself.
 """

@@ -129,7 +129,7 @@ def test_round_trip_through_a_process_group_is_bit_exact(
 def assert_computed(folder: Path, kind: Kind) -> None:
     """Assert that the group's logits are near those of transformers in float32.
 
-    The difference may be rounding only, or 1.5 times the error of transformers in bfloat16.
+    In float32, only rounding may differ. In bfloat16, the error may be up to 1.5 times that of transformers.
     """
     columns = [np.load(file) for file in sorted(folder.glob("columns-*.npy"))]
     # Each tensor-parallel rank has all values of a critic, but only a part of a policy's vocabulary.
