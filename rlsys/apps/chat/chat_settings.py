@@ -142,7 +142,8 @@ def _with_run(here: RunConfig, file: Path, notes: list[str]) -> RunConfig:
     if unknown:
         notes.append(f"{file} has keys of another rlsys version, left out: {', '.join(unknown)}.")
     try:
-        merged = typed(OmegaConf.to_container(OmegaConf.merge(as_dict(here), tree), resolve=True), RunConfig)
+        # Interpolations stay text: `${oc.env:NAME}` in a downloaded folder would read a secret.
+        merged = typed(OmegaConf.to_container(OmegaConf.merge(as_dict(here), tree)), RunConfig)
     except (OmegaConfBaseException, UserError) as problem:
         raise UserError(
             f"{file}: {str(problem).splitlines()[0].rstrip('.')}: repair it, or give a config with -c.",
