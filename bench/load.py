@@ -2,7 +2,7 @@
 
     python -m bench.load http://127.0.0.1:8000 queries.txt --clients 64 --batch 1 --seconds 10
 
-The load runs in its own process, so it costs the server only the CPU time that it uses. The file has one query per
+The load runs in its own process, so it takes nothing from the server but CPU time. The file has one query per
 line; clients share the list and send each query at most once. The first `--warm-up` seconds are not counted. The output
 is one line of JSON, a `Load`. HTTP goes through aiohttp, whose parser is in C, so that a client costs little compared
 with a server.

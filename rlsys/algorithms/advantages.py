@@ -136,7 +136,7 @@ def group_estimates(episodes: Sequence[RewardedEpisode], config: AlgorithmConfig
 def batch_advantages(groups: Sequence[Sequence[CreditUnits]], config: AlgorithmConfig) -> list[list[Floats]]:
     """Return the final advantages [seq] of one mini-batch, for each group and episode.
 
-    Applies the baseline `batch` and the scales `batch` and `whiten`. `groups` holds each episode's
+    Applies whichever of these the config chooses: the baseline `batch`, and the scale `batch` or `whiten`. `groups` holds each episode's
     `AdvantageEstimate.units`. With a group baseline, the scale `batch` measures differences within groups, not between
     easy and hard prompts, because returns are centred first. REINFORCE++ with baseline does the same; the code by the
     authors of Lite PPO uses raw rewards.

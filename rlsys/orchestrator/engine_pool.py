@@ -588,7 +588,7 @@ class Orphans:
     retry: tuple[str, ...]
     """Keys to assign again, in their order of assignment."""
     lost: Mapping[str, str]
-    """Keys that had already lost an engine -> reason, for the error message."""
+    """Key whose engine died for the second time -> reason, for the error message."""
 
 
 @dataclass(frozen=True, slots=True)

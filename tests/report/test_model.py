@@ -33,7 +33,7 @@ def spread(value: Any, count: int) -> list[Any]:
 @settings(max_examples=40)
 @given(st.integers(0, 2**31), st.lists(st.sampled_from("pgcx"), max_size=30))
 def test_runs_keep_every_token_with_its_figures(seed: int, kinds: list[str]) -> None:
-    """Kinds of tokens: p is given; g and c are trained, of two versions; x is trained without a sampled log-prob."""
+    """Kinds of tokens: p is given text; g and c are trained tokens of two versions; x has no sampled log-prob."""
     draws = np.random.default_rng(seed)
     size = len(kinds)
     mask = np.array([False, False] + [kind != "p" for kind in kinds])

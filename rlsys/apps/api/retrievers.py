@@ -356,7 +356,7 @@ def _refuse_other(index: Path, kind: str, passages: Path, made: IndexRecipe) -> 
 
 
 def _files(documents: Documents, file: Path) -> list[Path]:
-    """Return the files and folders of the documents; writes documents given as values to `file`."""
+    """Return the files and folders that hold the documents. Texts and mappings are first written to `file`."""
     if isinstance(documents, str | Path):
         return [Path(documents)]
     if not isinstance(documents, Sequence):

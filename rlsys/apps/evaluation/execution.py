@@ -470,8 +470,8 @@ def _loaded(model_path: str, dtype: torch.dtype) -> tuple[Any, Any]:
     lacking = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
     if lacking:
         raise UserError(
-            f"model.path={model_path} lacks {len(lacking)} weights of the model in its config.json, such as {min(lacking)}: "
-            "give a complete model folder.",
+            f"model.path={model_path} lacks {len(lacking)} of the weights that its config.json describes, or has "
+            f"them in another shape, such as {min(lacking)}: give a complete model folder.",
             code="mismatch",
             key="model.path",
         )

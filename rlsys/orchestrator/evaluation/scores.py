@@ -80,7 +80,8 @@ def wilson(right: float, asked: int) -> Estimate:
         centre      (p + z^2 / 2n) / (1 + z^2 / n)
         half width  z sqrt(p(1-p)/n + z^2 / 4n^2) / (1 + z^2 / n)
 
-    `right` may be fractional: a mean of values within [0, 1] varies no more than a share of the same size.
+    `right` may be fractional: the mean of n values in [0, 1] has at most the
+    variance of a proportion with the same mean and n.
     """
     share, spread = right / asked, _Z**2 / asked
     centre = (share + spread / 2) / (1 + spread)

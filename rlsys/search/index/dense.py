@@ -141,7 +141,7 @@ class DenseIndex(NamedTuple):
 
     @classmethod
     def open(cls, folder: str | Path, options: SearchOptions | None = None) -> DenseIndex:
-        """Open an index of `build`. Raises UserError if manifest, corpus and vectors do not match."""
+        """Open an index that `build` wrote. Raises UserError if manifest, corpus and vectors do not match."""
         folder = Path(folder)
         manifest = Manifest.read(folder)
         corpus = open_corpus(folder, manifest.corpus_sha256)

@@ -1,8 +1,8 @@
 """Serves search requests independently of the protocol: retrieves, reranks and fetches pages, within limits.
 
 Pipeline: one thread runs `Retriever.prepare`, and up to `Retriever.parallel` threads run `Retriever.find`, so one batch
-is prepared while others are searched. A batch holds its slot until a find thread is free, so at most one prepared batch
-waits. A batch is assembled when its preparation starts.
+is prepared while others are searched. A prepared batch waits for a free find thread, and no other batch is
+prepared meanwhile, so at most one waits. A batch is assembled when its preparation starts.
 
 Invariants:
 
