@@ -41,7 +41,7 @@ ARROWS = {
         *("data", "config", "errors", "files"),
     },
 }
-"""Room -> rooms that it may import, anywhere in a file. The table in docs/architecture.md has the same content."""
+"""Room -> rooms that it may import, inside functions too. The table in docs/architecture.md has the same content."""
 HOME = {
     "megatron.core": {"trainer", "weights"},
     "sglang": {"rollout"},
@@ -50,7 +50,7 @@ HOME = {
     "fastapi": {"apps", "report", "search"},
     "hydra": {"config"},
 }
-"""Library -> rooms that may import it, anywhere in a file; no other room may."""
+"""Library -> the only rooms that may import it, inside functions too."""
 PURE = ("algorithms", "data", "orchestrator.pipeline", "orchestrator.rewards", "rollout.agent")
 HEAVY = ("ray", "megatron", "sglang", "transformer_engine")
 """Libraries that the pure packages must not load, either directly or through other modules."""

@@ -3,10 +3,10 @@
     python -m bench.gpu             # one H100 or H200, under 8 minutes; 20 GB of disk
     python -m bench.gpu --small     # smoke test: a tiny model on this machine, with or without a GPU
 
-Every part runs in its own process with a time limit, and all its processes end with it. If a part fails or needs
-something that the machine lacks, the table shows the reason and the other parts still run. The result is written to
-`outputs/bench/gpu.json` with the machine's name. The model has random weights: nothing is downloaded. The exit status
-is 1 if a part failed.
+Every part runs in a process of its own with a time limit; when that process ends, all that it started are ended too. If
+a part fails or needs something that the machine lacks, the table shows the reason and the other parts still run. The
+result is written to `outputs/bench/gpu.json` with the machine's name. The model has random weights: nothing is
+downloaded. The exit status is 1 if a part failed.
 """
 
 from __future__ import annotations

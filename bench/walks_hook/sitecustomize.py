@@ -25,7 +25,8 @@ VERSION_CALLS = ("apply", "begin_export", "next_handle", "end_export", "begin_up
 ENDS = ("publish",)
 """Functions that end a walk: the use of a version by rollouts is not traced."""
 OUTSIDE = (asyncio.events.__file__, "<frozen importlib._bootstrap>")
-"""Files whose frames end the search up the stack: asyncio below a task (`_chain` adds its creator), and imports."""
+"""Files whose frames end the walk up the stack: asyncio's event loop, which runs the task (`_chain` adds the stack that
+created the task), and the import machinery."""
 SGLANG = "sglang/srt/entrypoints/engine.py"
 
 _walk: ContextVar[str] = ContextVar("walk", default="")

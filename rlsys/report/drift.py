@@ -323,7 +323,7 @@ def _worst(tokens: Iterable[WorstToken]) -> list[WorstToken]:
 
 
 def _worse_than(least: float, one: TrajectoryRecord, trained: _Trained) -> list[WorstToken]:
-    """Return the tokens of one trajectory with the largest |difference| above `least`."""
+    """Return the worst tokens of one trajectory: those with the largest |difference|, each above `least`."""
     magnitudes = np.where(np.isfinite(trained.difference), np.abs(trained.difference), -1.0)
     found = np.argsort(-magnitudes, kind="stable")[:WORST]
     return [_shown(one, trained, int(index)) for index in found if magnitudes[index] > least]

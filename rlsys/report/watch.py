@@ -313,7 +313,7 @@ def _of_run(run: RunFolder, life: RunLiveness) -> Iterator[Metric]:
 
 
 def _of_groups(run: RunFolder, life: RunLiveness, now: float, figures: Mapping[str, float]) -> Iterator[Metric]:
-    """Yield the current activity of each group while the run is active, and its idle share of the last step."""
+    """Yield each group's idle share of the last step and, if the run is active, each group's current activity."""
     meaning = "Seconds that the group has been waiting, by cause."
     waits = GaugeMetricFamily("rlsys_group_wait_seconds", meaning, labels=["group", "cause"])
     at_work = {}

@@ -61,7 +61,7 @@ NEEDED = {
 
 
 def of_transformers(config: PretrainedConfig) -> dict[str, Any]:
-    """Sizes and choices of the model that transformers builds from a config, by the field names of `Architecture`."""
+    """Return the sizes and options of the model that transformers builds, keyed by the field names of `Architecture`."""
     rope = config.rope_parameters
     moe = config.model_type == "qwen3_moe"
     return {

@@ -1,4 +1,4 @@
-"""Tests that the weight map is a bijection, bit for bit, for every family and layout, and of Megatron's layer order."""
+"""Tests that the weight map is a bit-exact bijection for every family and layout, with layers in Megatron's order."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ ROWS = 32
 
 @torch.no_grad()
 def forced(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, scripts: Sequence[Script]) -> dict[str, float]:
-    """Return the shares of right queries and answers, by hops and position on the path, and of entirely right paths."""
+    """Return the share of correct queries and answers by hops and position, and the share of paths without an error."""
     model.eval()
     right: dict[str, list[bool]] = defaultdict(list)
     for start in range(0, len(scripts), ROWS):

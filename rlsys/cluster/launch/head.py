@@ -375,7 +375,7 @@ class NodeAgent:
         return chunks
 
     def close(self, status: int, sentence: str) -> None:
-        """Send this machine's launcher the run's ending first, then stop the search server, which takes longer."""
+        """Tell this machine's launcher how the run ended; then stop the search server, which takes longer."""
         if folder := os.environ.get(FOLDER_VARIABLE):
             write_ending(Path(folder), status, sentence)
         if self._server is not None:

@@ -21,7 +21,7 @@ from tests.support.made_run import Maker, Size
 TOKENIZER = build_tokenizer()
 CODEC = Codec(TOKENIZER)
 MADE = Maker(Size(steps=1)).kept(1, 0, 0)
-"""A kept episode that supplies the other fields of all episodes made here."""
+"""A kept episode. The episodes built here take from it every field that they do not set themselves."""
 POLICY = 3
 """The version that is trained."""
 
