@@ -40,7 +40,7 @@ def test_two_machines_train_with_a_search_server_on_one_and_leave_nothing(hosts:
         process.kill()
     taken.wait()
     assert f"serves data/tiny_world/index at {hosts[1].address}:8000" in launched[0].said()
-    assert "searchr1_tiny_cpu can run" in launched[0].said()
+    assert "No problem found for searchr1_tiny_cpu" in launched[0].said()
     assert "leaves: the run has ended" in launched[1].said()
     (folder,) = (tmp_path / "outputs").glob("searchr1_tiny_cpu-*")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
