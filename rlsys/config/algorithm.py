@@ -75,6 +75,15 @@ CorrectionLevel = StrEnum("CorrectionLevel", ["token", "sequence"])
 trained tokens."""
 
 
+OldLogprobs = StrEnum("OldLogprobs", ["recompute", "actor", "engine"])
+"""Source of the old log-probs, the denominator of the ratio. `recompute`: A forward pass of the policy in the inference
+group; right for every schedule, loss and token mode. `actor`: The forward pass of the training itself, whose ratio is
+1: the same gradient without the forward pass of the inference group, if a step has one update of the policy that
+sampled it (`trainer.mini_batches=1`, not `async`). `engine`: The engine log-probs; the ratio then includes the
+difference between engine and trainer, and needs `task.token_mode=append` and `task.train_eos=false`. `actor` and
+`engine` need `algorithm.correction.kind=none`, and no `full_reverse` KL term over a top k."""
+
+
 @dataclass
 class CorrectionConfig:
     """Importance weights exp(old log-prob - engine log-prob) for off-policy tokens (decoupled PPO)."""
@@ -161,9 +170,6 @@ class AlgorithmConfig:
     """Steps after which the reference is replaced by the actor; null never replaces it."""
     eval_ref_policy: bool = False
     """Evaluate the reference policy too, after the last step. Needs a reference that changes during the run."""
-    recompute_logprobs: bool = True
-    """Compute old log-probs in the inference group; false uses engine log-probs, which needs `task.token_mode=append`,
-    `task.train_eos=false`, `algorithm.kl_coef=0`, `algorithm.eval_ref_policy=false` and
-    `algorithm.correction.kind=none`."""
+    old_logprobs: OldLogprobs = OldLogprobs.recompute
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     curation: CurationConfig = field(default_factory=CurationConfig)

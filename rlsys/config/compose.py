@@ -75,8 +75,11 @@ _FREE = ("model.layers", "model.recompute", "task.train_path", "task.eval_path")
 """Exceptions to `_LEARNS`: keys that do not affect learning. Paths may change because the content of the questions is
 compared."""
 
-_RENAMED = {"reward": {"own_timeout_s": "custom_timeout_s"}}
-"""Group -> former name of a key -> present name."""
+_RENAMED: dict[str, dict[str, tuple[str, dict[Any, Any]]]] = {
+    "reward": {"own_timeout_s": ("custom_timeout_s", {})},
+    "algorithm": {"recompute_logprobs": ("old_logprobs", {True: "recompute", False: "engine"})},
+}
+"""Group -> former name of a key -> present name, and present value of each former value that changed."""
 
 
 def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> RunConfig:
@@ -238,8 +241,16 @@ def recorded(config: Mapping[str, Any]) -> dict[str, Any]:
     tree = dict(config)
     for group, renamed in _RENAMED.items():
         if isinstance(part := tree.get(group), Mapping):
-            tree[group] = {renamed.get(key, key): value for key, value in part.items()}
+            tree[group] = dict(_renamed(part, renamed))
     return _of_chosen_kinds(tree, RunConfig())
+
+
+def _renamed(
+    part: Mapping[str, Any], renamed: Mapping[str, tuple[str, Mapping[Any, Any]]]
+) -> Iterator[tuple[str, Any]]:
+    for key, value in part.items():
+        name, values = renamed.get(key, (key, {}))
+        yield name, values.get(value, value) if values else value
 
 
 def _of_chosen_kinds(

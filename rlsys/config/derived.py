@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from rlsys.config.algorithm import FULL_KL, AdvantageBaseline, AdvantageScale, AlgorithmConfig
+from rlsys.config.algorithm import (
+    FULL_KL,
+    AdvantageBaseline,
+    AdvantageScale,
+    AlgorithmConfig,
+    OldLogprobs,
+)
 from rlsys.config.schema import (
     ActorConfig,
     AsyncSchedule,
@@ -37,11 +43,24 @@ def needs_server(search: SearchConfig) -> bool:
 
 def megatron_groups(config: RunConfig) -> dict[str, ActorConfig | InferenceConfig | CriticConfig]:
     """Return the settings of each worker group that holds a Megatron model, by group name."""
-    groups: dict[str, ActorConfig | InferenceConfig | CriticConfig] = {
-        "actor": config.actor,
-        "inference": config.inference,
-    }
+    groups: dict[str, ActorConfig | InferenceConfig | CriticConfig] = {"actor": config.actor}
+    if scoring_forwards(config.algorithm):
+        groups["inference"] = config.inference
     return groups | ({"critic": config.critic} if has_critic(config.algorithm) else {})
+
+
+def scoring_forwards(algorithm: AlgorithmConfig) -> int:
+    """Return the number of forward passes of the inference group per episode: policy, reference, both or none.
+
+    A run without any has no inference group.
+    """
+    return (algorithm.old_logprobs is OldLogprobs.recompute) + has_reference(algorithm)
+
+
+def scores_with_policy(algorithm: AlgorithmConfig) -> bool:
+    """True if the inference group holds the policy: to recompute log-probs, or to move the reference."""
+    recomputes = algorithm.old_logprobs is OldLogprobs.recompute
+    return recomputes or (has_reference(algorithm) and moves_reference(algorithm))
 
 
 def has_critic(algorithm: AlgorithmConfig) -> bool:

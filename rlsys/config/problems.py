@@ -23,10 +23,19 @@ from rlsys.config.algorithm import (
     KlEstimator,
     KlPlace,
     KlTail,
+    OldLogprobs,
     PolicyLoss,
 )
-from rlsys.config.derived import has_critic, has_reference, moves_reference, sums_over_vocabulary, truncates_sampling
-from rlsys.config.schema import RunConfig
+from rlsys.config.derived import (
+    has_critic,
+    has_reference,
+    max_staleness,
+    moves_reference,
+    scoring_forwards,
+    sums_over_vocabulary,
+    truncates_sampling,
+)
+from rlsys.config.schema import Mode, RunConfig
 from rlsys.errors import Code
 
 
@@ -58,14 +67,15 @@ def algorithm_problems(config: RunConfig) -> Iterator[str]:
     yield from _estimator(algorithm)
     yield from _kl_weight(config)
     yield from _reference(algorithm)
+    yield from _old_logprobs(config)
     warmup, steps = config.critic.warmup_steps, config.trainer.steps
     if has_critic(algorithm) and warmup >= steps:
         yield f"critic.warmup_steps={warmup} leaves no step of trainer.steps={steps} for the policy: lower it."
     sampling = config.rollout.sampling
-    if truncates_sampling(sampling) and algorithm.recompute_logprobs:
+    if truncates_sampling(sampling) and algorithm.old_logprobs is not OldLogprobs.engine:
         yield (
             f"rollout.sampling.top_p={sampling.top_p} and top_k={sampling.top_k} draw from a truncated distribution, "
-            "while recomputed log-probs cover the whole vocabulary, so the probability mass that was cut off "
+            "while log-probs of the trainer cover the whole vocabulary, so the probability mass that was cut off "
             "biases every ratio to the sampler: set top_p=1 and top_k=-1, or rollout.sampling.accept_truncation=true."
         )
 
@@ -77,6 +87,12 @@ def algorithm_notes(config: RunConfig) -> Iterator[str]:
         yield (
             f"algorithm.clip_high={algorithm.clip_high:g} hardly ever clips the ratio of a whole sequence: "
             "algorithm=gspo has the published bounds."
+        )
+    if not scoring_forwards(algorithm) and config.cluster.mode is Mode.disaggregated:
+        yield (
+            f"algorithm.old_logprobs={algorithm.old_logprobs} without a reference policy leaves the devices of "
+            f"cluster.placement.inference={config.cluster.placement.get('inference')} unused: give them to rollout or "
+            "actor, and name a rank of theirs here."
         )
     if algorithm.policy_loss is PolicyLoss.policy_gradient and mini_batches > 1:
         yield (
@@ -144,10 +160,11 @@ def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
         )
     correction = algorithm.correction
     corrects = correction.kind is not CorrectionKind.none
-    if corrects and not algorithm.recompute_logprobs:
+    if corrects and algorithm.old_logprobs is not OldLogprobs.recompute:
         yield (
-            f"algorithm.correction.kind={correction.kind} compares recomputed with sampled log-probs: set "
-            "algorithm.recompute_logprobs=true, or correction.kind=none."
+            f"algorithm.correction.kind={correction.kind} compares recomputed with sampled log-probs before training, "
+            f"which algorithm.old_logprobs={algorithm.old_logprobs} does not have: set it to recompute, or "
+            "correction.kind=none."
         )
     low = correction.low if correction.kind is CorrectionKind.mask else 0.0
     if corrects and not low <= 1 <= correction.high:
@@ -229,14 +246,39 @@ def _kl_weight(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _old_logprobs(config: RunConfig) -> Iterator[str]:
+    algorithm, source = config.algorithm, config.algorithm.old_logprobs
+    if source is OldLogprobs.recompute:
+        return
+    policy_picks = sums_over_vocabulary(algorithm) and algorithm.kl_topk_tokens is not None
+    if policy_picks and algorithm.kl_estimator is KlEstimator.full_reverse:
+        yield (
+            f"algorithm.kl_topk_tokens={algorithm.kl_topk_tokens} with full_reverse needs the policy's most likely "
+            f"tokens before training, which algorithm.old_logprobs={source} does not compute: set it to recompute."
+        )
+    if source is OldLogprobs.engine:
+        return
+    reasons = {
+        f"trainer.mini_batches={config.trainer.mini_batches}": config.trainer.mini_batches > 1,
+        f"trainer.schedule.max_staleness={max_staleness(config)}": max_staleness(config) > 0,
+        "algorithm.kl_in=reward": algorithm.kl_coef > 0 and algorithm.kl_in is KlPlace.reward,
+        f"critic.warmup_steps={config.critic.warmup_steps}": has_critic(algorithm) and config.critic.warmup_steps > 0,
+    }
+    needs = {
+        "trainer": "with several updates, or older policies, the ratio is not 1",
+        "algorithm": "the reward then needs log-probs before training",
+        "critic": "the actor computes nothing during the critic's warm-up",
+    }
+    for setting, contradicts in reasons.items():
+        if contradicts:
+            yield (
+                f"algorithm.old_logprobs=actor contradicts {setting}: {needs[setting.partition('.')[0]]}. "
+                "Set algorithm.old_logprobs=recompute."
+            )
+
+
 def _reference(algorithm: AlgorithmConfig) -> Iterator[str]:
     moves = moves_reference(algorithm)
-    if has_reference(algorithm) and not algorithm.recompute_logprobs:
-        yield (
-            f"algorithm.kl_coef={algorithm.kl_coef} and eval_ref_policy={algorithm.eval_ref_policy} need the "
-            "reference policy, which the inference group holds: set algorithm.recompute_logprobs=true, or kl_coef=0 "
-            "and eval_ref_policy=false."
-        )
     if moves and not has_reference(algorithm):
         yield (
             f"algorithm.ref_policy_ema_tau={algorithm.ref_policy_ema_tau:g} and ref_policy_reset_period="

@@ -167,15 +167,15 @@ class TopkLogprobs:
 class Scores:
     """Scores of one trajectory from the inference group and the critic."""
 
-    policy: Floats
-    """[seq] log-probs under the policy; 0 for untrained tokens."""
+    policy: Floats | None = None
+    """[seq] log-probs under the policy; 0 for untrained tokens. None if the actor computes them while it trains."""
     reference: Floats | None = None
     """[seq] log-probs under the reference policy; None without a reference policy."""
     picks: TopkLogprobs | None = None
     values: Floats | None = None
     """[seq] the critic's value of the context before the token; None without a critic."""
     version: int | None = None
-    """Weight version that recomputed the log-probs; None if `policy` holds the engine's log-probs."""
+    """Weight version that computed `policy`; None if `policy` is None or holds the engine's log-probs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ class Sample:
     kl_coef: float = 0.0
     """Weight of the KL penalty in the reward."""
     scored_version: int | None = None
-    """Weight version that recomputed `old_logprobs`; None if they were not recomputed."""
+    """Weight version that computed `old_logprobs`; None if they are the engine's, or not known yet."""
 
     def with_scores(self, scores: Scores) -> Sample:
         """Return this sample with `scores` filled in."""

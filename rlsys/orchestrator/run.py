@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from rlsys.algorithms.kl import KlController, kl_control
 from rlsys.cluster.planning.placement import launch_problems
 from rlsys.cluster.worker_group import WorkerGroup
-from rlsys.config.derived import max_staleness, moves_reference
+from rlsys.config.derived import max_staleness, moves_reference, scores_with_policy
 from rlsys.config.problems import algorithm_notes
 from rlsys.config.schema import Mode, Packing, RunConfig
 from rlsys.data.question import PromptSource, read_questions
@@ -54,10 +54,9 @@ from rlsys.orchestrator.worker_groups import (
     STOP_TIMEOUT_S,
     ActorGroup,
     CriticGroup,
-    EngineLogprobs,
     InferenceGroup,
-    LogprobsWithValues,
     OffloadManager,
+    Scorer,
     TrainedGroup,
     build_groups,
     started_groups,
@@ -81,7 +80,7 @@ class Groups:
     actor: ActorGroup
     devices: OffloadManager
     inference: InferenceGroup | None = None
-    """None if training uses the engine log-probs."""
+    """None if it would have nothing to compute (`scoring_forwards`)."""
     critic: CriticGroup | None = None
 
     @property
@@ -345,12 +344,11 @@ def _pipeline(
     kl: KlController,
     origin: Origin | None,
 ) -> RolloutPipeline:
-    logprobs = groups.inference or EngineLogprobs()
     return RolloutPipeline(
         make_scheduler(config),
         prompts,
         groups.engines,
-        LogprobsWithValues(logprobs, groups.critic) if groups.critic else logprobs,
+        Scorer(groups.inference, groups.critic, config.algorithm.old_logprobs),
         Handlers(
             reward=partial(reward_group, score=rewards.score, tracer=log.tracers["driver"]),
             finish=partial(finish, config=config.algorithm, kl=kl, mask_of=value_mask(config.compat)),
@@ -367,7 +365,7 @@ def _weight_sync(config: RunConfig, log: RunLogger, groups: Groups, pipeline: Ro
     In a colocated run, the training loop publishes the version after evaluation and checkpoint, because rollouts would
     take the devices away from these.
     """
-    immediate = [groups.inference] if groups.inference else []
+    immediate = [groups.inference] if groups.inference and scores_with_policy(config.algorithm) else []
     colocated = config.cluster.mode is Mode.colocated
     return WeightSync(
         groups.actor.workers,

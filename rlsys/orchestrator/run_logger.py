@@ -21,6 +21,7 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from rlsys.algorithms.losses import MAX_SUFFIX, MIN_SUFFIX
+from rlsys.config.algorithm import OldLogprobs
 from rlsys.config.compose import as_dict
 from rlsys.config.schema import RunConfig
 from rlsys.data.trajectory import Group
@@ -250,7 +251,7 @@ class RunLogger:
         rows = read_metrics(self.run_dir / METRICS)
         evaluations = [self._evaluations[step] for step in sorted(self._evaluations)]
         first, last = evaluations[0], evaluations[-1]
-        recomputed = self.config.algorithm.recompute_logprobs
+        recomputed = self.config.algorithm.old_logprobs is not OldLogprobs.engine
         ratios = [row[_FIRST_RATIO] for row in rows if row.get(_FIRST_RATIO) is not None]
         return {
             "em_before": first["em"],

@@ -24,6 +24,7 @@ from rlsys.cluster.planning.placement import (
     way_across,
 )
 from rlsys.cluster.planning.plan import make_plan
+from rlsys.config.algorithm import OldLogprobs
 from rlsys.config.bounds import out_of_range
 from rlsys.config.derived import has_critic, megatron_groups, needs_server
 from rlsys.config.problems import Problem, algorithm_problems
@@ -175,14 +176,14 @@ def _batches(config: RunConfig) -> Iterator[Problem]:
 
 def _contradictions(config: RunConfig) -> Iterator[Problem]:
     algorithm = config.algorithm
-    if config.task.token_mode is TokenMode.retokenize and not algorithm.recompute_logprobs:
+    if algorithm.old_logprobs is OldLogprobs.engine and config.task.token_mode is TokenMode.retokenize:
         yield Problem.of(
-            "algorithm.recompute_logprobs=false contradicts task.token_mode=retokenize: re-tokenised text has "
-            "no sampled log-probs; set it to true, or use task.token_mode=append."
+            "algorithm.old_logprobs=engine contradicts task.token_mode=retokenize: re-tokenised text has "
+            "no sampled log-probs; set it to recompute, or use task.token_mode=append."
         )
-    if not algorithm.recompute_logprobs and config.task.train_eos:
+    if algorithm.old_logprobs is OldLogprobs.engine and config.task.train_eos:
         yield Problem.of(
-            "algorithm.recompute_logprobs=false contradicts task.train_eos=true: the end-of-sequence token is "
+            "algorithm.old_logprobs=engine contradicts task.train_eos=true: the end-of-sequence token is "
             "appended, not sampled, and has no log-prob; change one of them."
         )
     asked, sampled = config.eval, config.compat.sampled_validation

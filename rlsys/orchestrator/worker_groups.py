@@ -27,12 +27,13 @@ from rlsys.algorithms.losses import TOKENS, reduce_stats
 from rlsys.cluster.planning.placement import CRITIC, parse_placement, plan_bundles
 from rlsys.cluster.runtime import ray_runtime
 from rlsys.cluster.worker_group import WorkerGroup, share
-from rlsys.config.derived import has_critic, on_update
+from rlsys.config.algorithm import OldLogprobs
+from rlsys.config.derived import has_critic, on_update, scoring_forwards
 from rlsys.config.schema import Device, Mode, RunConfig
 from rlsys.data.trajectory import Floats, Sample, Scores, TopkLogprobs
 from rlsys.observe import status
 from rlsys.observe.spans import QUESTIONS, Arg, Tracer
-from rlsys.trainer.batches import BatchSharder, LogProbs, MicroBatch, Plan
+from rlsys.trainer.batches import Accumulated, BatchSharder, LogProbs, MicroBatch, Plan
 from rlsys.trainer.offload import switch_figures
 from rlsys.weights.transport import BucketHandle, TransportSpec
 
@@ -138,7 +139,7 @@ def holdings(config: RunConfig) -> dict[str, list[tuple[int, ...]]]:
         "rollout": [tuple(ranks["rollout"][i : i + tp]) for i in range(0, len(ranks["rollout"]), tp)]
     }
     trained = ("actor", CRITIC) if with_critic else ("actor",)
-    for name in ("inference", *trained) if config.algorithm.recompute_logprobs else trained:
+    for name in ("inference", *trained) if scoring_forwards(config.algorithm) else trained:
         held[name] = [(rank,) for rank in ranks[name]]
     return held
 
@@ -187,10 +188,13 @@ class MegatronGroup:
 
         One process of each data-parallel rank returns its results; the others return None.
         """
-        answers = await self.call_sharded("compute", batches)
+        return self._reported(await self.call_sharded("compute", batches))
+
+    def _reported(self, answers: Sequence[Any]) -> list[Any]:
+        """Return the answers of the processes that report, by data-parallel rank; the others answered None."""
         pairs = zip(self._sharder.dp_ranks, answers, strict=True)
-        reported = {rank: results for rank, results in pairs if results is not None}
-        return [reported[rank] for rank in range(len(batches))]
+        reported = {rank: answer for rank, answer in pairs if answer is not None}
+        return [reported[rank] for rank in range(len(reported))]
 
 
 class Checkpoints:
@@ -232,12 +236,10 @@ class Checkpoints:
 
 
 class InferenceGroup(MegatronGroup):
-    """Recomputes log-probs and holds the reference policy, which `reference` saves and loads.
+    """Computes log-probs and holds the reference policy, which `reference` saves and loads.
 
     Invariant: no `compute` overlaps an update, which lasts from `begin_update` to the end of `finish_update`.
     """
-
-    groups: tuple[str, ...] = ("inference",)
 
     def __init__(self, workers: WorkerGroup, sharder: BatchSharder, tracer: Tracer) -> None:
         super().__init__(workers, sharder, tracer)
@@ -251,7 +253,10 @@ class InferenceGroup(MegatronGroup):
         return tuple(range(len(self.workers.ranks)))
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
-        """Return scores without values, in the order of `samples`; log-probs are 0 at untrained tokens."""
+        """Return scores without values, in the order of `samples`; log-probs are 0 at untrained tokens.
+
+        Their version is that of the group's policy.
+        """
         plan, batches = self._sharder.shard(samples)
         async with self._weights:
             with self.work("logprob.compute", samples, batches):
@@ -301,12 +306,23 @@ class TrainedGroup(MegatronGroup, ABC):
         """Return True if a call with `samples` keeps every rank and pipeline stage busy."""
         return self._sharder.fills_micro_batches(samples)
 
-    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
-        """Add the gradient of the summed loss of `samples`; `last` marks the final call before `apply`."""
-        _, batches = self._sharder.shard(samples)
+    async def accumulate(self, samples: Sequence[Sample], last: bool) -> list[Floats] | None:
+        """Add the gradient of the summed loss of `samples`; `last` marks the final call before `apply`.
+
+        Returns the policy's log-probs [seq] in the order of `samples` if they are the old log-probs, else None.
+        """
+        plan, batches = self._sharder.shard(samples)
         with self.work("train.accumulate", samples, batches):
             answers = await self.call_sharded("accumulate", batches, last)
-        self._stats.extend(filter(None, answers))
+        return self._taken(plan, batches, self._reported(answers))
+
+    def _taken(
+        self, plan: Plan, batches: Sequence[Sequence[MicroBatch]], answers: Sequence[Accumulated]
+    ) -> list[Floats] | None:
+        """Keep the statistics of one `accumulate`; return its log-probs in the order of the samples, if any."""
+        self._stats += [one.stats for one in answers]
+        logprobs = [one.logprobs for one in answers if one.logprobs is not None]
+        return _rows(plan, batches, logprobs) if logprobs else None
 
     async def apply(self) -> dict[str, float]:
         """Take one optimiser step; return the loss metrics of its samples, the gradient norm and the learning rate."""
@@ -339,45 +355,43 @@ class CriticGroup(TrainedGroup):
         plan, batches = self._sharder.shard(samples)
         with self.work("values.compute", samples, batches):
             answers = await self.computed(batches)
-        found: list[Floats] = [np.empty(0, np.float32)] * len(samples)
-        for indices, batch, values in _results(plan, batches, answers):
-            for index, row in zip(indices, batch.split(values), strict=True):
-                found[index] = row
-        return found
+        return _rows(plan, batches, answers)
 
-    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
+    async def accumulate(self, samples: Sequence[Sample], last: bool) -> list[Floats] | None:
         """Add the gradient of the summed loss of `samples`; strips `picks`, which only the actor uses."""
-        await super().accumulate([replace(sample, picks=None) for sample in samples], last)
+        return await super().accumulate([replace(sample, picks=None) for sample in samples], last)
 
     def _figures(self, stats: Sequence[Mapping[str, float]]) -> dict[str, float]:
         # The actor already reports the token count.
         return {name: value for name, value in reduce_stats(stats).items() if name != TOKENS}
 
 
-class EngineLogprobs:
-    """Scorer that uses the engine log-probs, for runs that do not recompute log-probs."""
+class Scorer:
+    """Scores samples in the inference group and the critic concurrently, as far as the run has them."""
 
-    groups: tuple[str, ...] = ()
-    step = 0
-
-    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
-        """Return the engine log-probs of `samples`; 0 at tokens that were not sampled, which are not trained."""
-        return [Scores(np.nan_to_num(sample.trajectory.rollout_logprobs)) for sample in samples]
-
-
-class LogprobsWithValues:
-    """Scorer that computes log-probs and the critic's values concurrently."""
-
-    def __init__(self, logprobs: InferenceGroup | EngineLogprobs, critic: CriticGroup) -> None:
-        self.groups = (*logprobs.groups, "critic")
-        self._logprobs, self._critic = logprobs, critic
+    def __init__(self, inference: InferenceGroup | None, critic: CriticGroup | None, source: OldLogprobs) -> None:
+        """`source` names the old log-probs; with `actor`, the scores have none."""
+        held = {"inference": inference, "critic": critic}
+        self.groups = tuple(name for name, group in held.items() if group is not None)
+        self._inference, self._critic, self._source = inference, critic, source
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
         """Return log-probs and values in the order of `samples`."""
+        found = [Scores()] * len(samples)
         async with asyncio.TaskGroup() as tasks:
-            scores = tasks.create_task(self._logprobs.compute(samples))
-            values = tasks.create_task(self._critic.compute(samples))
-        return [replace(one, values=own) for one, own in zip(scores.result(), values.result(), strict=True)]
+            scores = tasks.create_task(self._inference.compute(samples)) if self._inference else None
+            values = tasks.create_task(self._critic.compute(samples)) if self._critic else None
+        if scores is not None:
+            found = scores.result()
+        if self._source is not OldLogprobs.recompute:
+            found = [replace(one, version=None) for one in found]
+        if self._source is OldLogprobs.engine:
+            # Tokens that were not sampled have no engine log-prob and are not trained.
+            sampled = [np.nan_to_num(sample.trajectory.rollout_logprobs) for sample in samples]
+            found = [replace(one, policy=policy) for one, policy in zip(found, sampled, strict=True)]
+        if values is not None:
+            found = [replace(one, values=own) for one, own in zip(found, values.result(), strict=True)]
+        return found
 
 
 def scores_of(plan: Plan, batches: Sequence[Sequence[MicroBatch]], answers: Answers) -> list[Scores]:
@@ -391,13 +405,22 @@ def scores_of(plan: Plan, batches: Sequence[Sequence[MicroBatch]], answers: Answ
 def _split(result: LogProbs, batch: MicroBatch) -> list[Scores]:
     """Return the scores of each sequence of `batch`."""
     nothing: list[None] = [None] * len(batch.lengths)
+    policies = nothing if result.policy is None else batch.split(result.policy)
     references = nothing if result.reference is None else batch.split(result.reference)
     picks: list[TopkLogprobs] | list[None] = nothing
     if result.picks is not None and len(batch.lengths):  # Without sequences, np.split still returns one part.
         ends = np.cumsum(batch.trained_lengths)[:-1]
         picks = [TopkLogprobs(*pair) for pair in zip(*(np.split(one, ends) for one in result.picks), strict=True)]
-    parts = zip(batch.split(result.policy), references, picks, strict=True)
+    parts = zip(policies, references, picks, strict=True)
     return [Scores(policy, reference, picked) for policy, reference, picked in parts]
+
+
+def _rows(plan: Plan, batches: Sequence[Sequence[MicroBatch]], answers: Answers) -> list[Floats]:
+    """Return per-token results [rows, width] of sharded micro-batches as one array [seq] per sample, in their order."""
+    found: dict[int, Floats] = {}
+    for indices, batch, values in _results(plan, batches, answers):
+        found |= zip(indices, batch.split(values), strict=True)
+    return [found[index] for index in range(len(found))]
 
 
 def _results(

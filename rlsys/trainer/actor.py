@@ -43,15 +43,15 @@ from rlsys.algorithms.losses import (
     policy_loss,
     token_weights,
 )
-from rlsys.config.algorithm import Aggregation
+from rlsys.config.algorithm import Aggregation, OldLogprobs
 from rlsys.config.derived import has_critic, loss_length, sums_over_vocabulary
 from rlsys.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RunConfig
 from rlsys.errors import RunError
 from rlsys.trainer import mesh
 from rlsys.trainer import optimizer as adam
-from rlsys.trainer.batches import MicroBatch, OptimizerStep
+from rlsys.trainer.batches import Accumulated, MicroBatch, OptimizerStep
 from rlsys.trainer.export import Export, WeightSender, load_hf, owners_group
-from rlsys.trainer.forward import ContextShare, forward, forward_backward, to_tensor
+from rlsys.trainer.forward import ContextShare, context_shares, forward, forward_backward, to_tensor
 from rlsys.trainer.log_prob import MegatronWorker, ReferencePlan, ReferencePolicy
 from rlsys.trainer.model.logprobs import Divergence, divergence_of, lay_out, token_logprobs
 from rlsys.trainer.model.stage_model import PolicyModel, StageModel, ValueModel
@@ -62,8 +62,10 @@ from rlsys.weights.checkpoint.store import CheckpointInfo, read_checkpoint_info
 from rlsys.weights.transport import Sender
 from rlsys.weights.weight_map import read_architecture
 
-LossOf = Callable[[Tensor, ContextShare], tuple[Tensor, Stats]]
-"""(output [own targets, ...], share of a micro-batch) -> (loss sum of the whole micro-batch, scalar statistics)."""
+Result = tuple[Stats, Tensor | None]
+"""(scalar statistics of a micro-batch, log-probs [rows, width] to return or None)."""
+LossOf = Callable[[Tensor, ContextShare], tuple[Tensor, Result]]
+"""(output [own targets, ...], share of a micro-batch) -> (loss sum of the whole micro-batch, result)."""
 
 
 class Learner(MegatronWorker, ABC):
@@ -99,12 +101,12 @@ class Learner(MegatronWorker, ABC):
         """Return the part of the step's divisor that `batch` adds."""
 
     @abstractmethod
-    def _loss_for(self, micro_batches: Sequence[MicroBatch]) -> LossOf:
-        """Return the loss function, which is called for each of `micro_batches` in order, on the last stage only."""
+    def _loss_for(self, shares: Sequence[ContextShare]) -> LossOf:
+        """Return the loss function, which is called for each of `shares` in order, on the last stage only."""
 
-    def _runs(self, micro_batches: Sequence[MicroBatch]) -> Iterable[Sequence[MicroBatch]]:
-        """Split `micro_batches` into runs, each of which passes through the pipeline in one call."""
-        return (micro_batches,)
+    def _runs(self, shares: Sequence[ContextShare]) -> Iterable[Sequence[ContextShare]]:
+        """Split `shares` into runs, each of which passes through the pipeline in one call."""
+        return (shares,)
 
     def load_hf(self, path: str | Path) -> None:
         """Load the weights of the Hugging Face folder `path`."""
@@ -112,11 +114,10 @@ class Learner(MegatronWorker, ABC):
         load_hf(self._model, path)
         self._optimizer.reload_model_params()
 
-    def accumulate(self, micro_batches: Sequence[MicroBatch], last: bool = False) -> dict[str, float]:
+    def accumulate(self, micro_batches: Sequence[MicroBatch], last: bool = False) -> Accumulated | None:
         """Add the gradients of this data-parallel rank's micro-batches; with `last`, the next call must be `apply`.
 
-        Returns the loss's statistics over all micro-batches, or an empty dict unless `MeshCoordinates.reports`. The
-        only effect of `last` is that gradient reduction may overlap with the final backward pass. Raises ValueError if
+        Returns None unless `MeshCoordinates.reports`. The only effect of `last` is that gradient reduction may overlap with the final backward pass. Raises ValueError if
         a micro-batch lacks an input of the loss or comes after the last micro-batch of the step.
         """
         self._require("accumulate")
@@ -125,16 +126,19 @@ class Learner(MegatronWorker, ABC):
         for batch in micro_batches:
             self._check(batch)
         self._pending, self._complete = True, last
-        parts: list[Stats] = []
-        runs = list(self._runs(micro_batches))
+        results: list[Result] = []
+        runs = list(self._runs(context_shares(self._model, micro_batches)))
         for number, run in enumerate(runs, 1):
             ends = last and number == len(runs)
-            parts += forward_backward(self._model, self._wrapped, run, self._loss_for(run), ends)
+            results += forward_backward(self._wrapped, run, self._loss_for(run), ends)
         # A training pass completes all pending parameter gathers.
         self._gathered = self._gathered or bool(micro_batches)
         if self.coords.cp == 0:  # Context-parallel ranks have the same micro-batches.
             self._divisor += sum(map(self._divisor_of, micro_batches))
-        return join_stats(parts) if self.coords.reports else {}
+        if not self.coords.reports:
+            return None
+        logprobs = [found.cpu().numpy() for _, found in results if found is not None]
+        return Accumulated(join_stats(stats for stats, _ in results), logprobs or None)
 
     def apply(self) -> OptimizerStep:
         """Take one optimiser step. Raises RunError if the gradient is not finite; the weights are then invalid."""
@@ -234,6 +238,8 @@ class Objective:
     """KL term that compares distributions; None if the loss has no such term."""
     reference: ReferencePlan | None = None
     """Schedule of the actor's own reference, kept for a divergence over the whole vocabulary."""
+    own_old: bool = False
+    """True if the old log-probs are those of the training's own forward pass; `accumulate` then returns them."""
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Objective:
@@ -247,6 +253,7 @@ class Objective:
             loss_length(config),
             divergence_of(algorithm),
             ReferencePlan.from_config(algorithm) if whole_vocabulary else None,
+            algorithm.old_logprobs is OldLogprobs.actor,
         )
 
 
@@ -331,7 +338,7 @@ class Actor(Learner, WeightSender):
         return policy if reference is None else [reference.content(Path(f"{folder}_reference")), *policy]
 
     def _check(self, batch: MicroBatch) -> None:
-        if batch.old_logprobs is None:
+        if batch.old_logprobs is None and not self._objective.own_old:
             raise ValueError("A micro-batch without old_logprobs cannot be trained: recompute them first.")
         if self._objective.divergence is not None and batch.ref_logprobs is None:
             raise ValueError("A micro-batch without ref_logprobs has no divergence: compute them first.")
@@ -340,31 +347,34 @@ class Actor(Learner, WeightSender):
         objective = self._objective
         return divisor(objective.aggregation, batch.trained_lengths, objective.loss_length)
 
-    def _runs(self, micro_batches: Sequence[MicroBatch]) -> Iterable[Sequence[MicroBatch]]:
+    def _runs(self, shares: Sequence[ContextShare]) -> Iterable[Sequence[ContextShare]]:
         if self._reference is None:
-            return super()._runs(micro_batches)
+            return super()._runs(shares)
         # Reference logits of a run are held until its losses are computed: limit a run to one micro-batch per stage.
         size = self.coords.pp_size
-        return (micro_batches[start : start + size] for start in range(0, len(micro_batches), size))
+        return (shares[start : start + size] for start in range(0, len(shares), size))
 
-    def _loss_for(self, micro_batches: Sequence[MicroBatch]) -> LossOf:
+    def _loss_for(self, shares: Sequence[ContextShare]) -> LossOf:
         ref_logits: Iterator[Tensor | None] = repeat(None)
         if self._reference is not None:
-            ref_logits = iter(forward(self._reference.model, micro_batches, lambda logits, _: logits))
+            ref_logits = iter(forward(self._reference.model, shares, lambda logits, _: logits))
         return lambda logits, share: self._loss_of(logits, share, next(ref_logits))
 
-    def _loss_of(self, logits: Tensor, share: ContextShare, ref_logits: Tensor | None) -> tuple[Tensor, Stats]:
-        objective, batch = self._objective, share.batch
-        targets, mask = to_tensor(share.targets, logits), to_tensor(batch.loss_mask, logits)
+    def _loss_of(self, logits: Tensor, share: ContextShare, ref_logits: Tensor | None) -> tuple[Tensor, Result]:
+        objective, batch, mask = self._objective, share.batch, share.mask
         logprobs, entropy = token_logprobs(
-            logits, targets, self._policy.vocab_shard, objective.temperature, with_entropy=True
+            logits, share.targets, self._policy.vocab_shard, objective.temperature, with_entropy=True
         )
         assert entropy is not None
-        assert batch.old_logprobs is not None
-        divergence = self._divergence(logits, logprobs, share, ref_logits)
+        of_targets, of_entropy = (lay_out(share.whole(values), mask) for values in (logprobs, entropy))
+        old = of_targets.detach()
+        if not objective.own_old:
+            assert batch.old_logprobs is not None
+            old = to_tensor(batch.old_logprobs, logits)
+        divergence = self._divergence(logits, logprobs, old, share, ref_logits)
         weights = token_weights(objective.aggregation, batch.trained_lengths)
         inputs = LossInputs(
-            old_logprobs=to_tensor(batch.old_logprobs, logits),
+            old_logprobs=old,
             ref_logprobs=None if batch.ref_logprobs is None else to_tensor(batch.ref_logprobs, logits),
             advantages=to_tensor(batch.advantages, logits),
             mask=mask,
@@ -372,29 +382,33 @@ class Actor(Learner, WeightSender):
             sequences=to_tensor(batch.sequence_numbers, logits),
             divergence=None if divergence is None else lay_out(share.whole(divergence), mask),
         )
-        of_targets, of_entropy = (lay_out(share.whole(values), mask) for values in (logprobs, entropy))
         loss, stats = objective.loss(of_targets, of_entropy, inputs)
-        return loss, {**stats, DIVISOR: torch.tensor(self._divisor_of(batch))}
+        return loss, (
+            {**stats, DIVISOR: torch.tensor(self._divisor_of(batch))},
+            old if objective.own_old else None,
+        )
 
     def _divergence(
-        self, logits: Tensor, logprobs: Tensor, share: ContextShare, ref_logits: Tensor | None
+        self, logits: Tensor, logprobs: Tensor, old: Tensor, share: ContextShare, ref_logits: Tensor | None
     ) -> Tensor | None:
-        """Return the KL to the reference, [own targets]; None if the loss does not need it."""
+        """Return the KL to the reference, [own targets]; None if the loss does not need it.
+
+        `old` [rows, width] holds the old log-probs.
+        """
         divergence, batch = self._objective.divergence, share.batch
         if divergence is None:
             return None
         if not batch.trained_tokens:  # An empty micro-batch of a rank with fewer samples; it has no picks.
             return torch.zeros_like(logprobs)
-        assert batch.old_logprobs is not None
         assert batch.ref_logprobs is not None
         tokens, picked = batch.pick_tokens, batch.pick_logprobs
         return divergence(
             logits,
             self._policy.vocab_shard,
             self._objective.temperature,
-            targets=to_tensor(share.targets, logits),
+            targets=share.targets,
             logprobs=logprobs,
-            old_logprobs=to_tensor(share.own(batch.old_logprobs[batch.loss_mask]), logits),
+            old_logprobs=share.own(old[share.mask]),
             ref_logprobs=to_tensor(share.own(batch.ref_logprobs[batch.loss_mask]), logits),
             pick_tokens=None if tokens is None else to_tensor(share.own(tokens), logits),
             pick_logprobs=None if picked is None else to_tensor(share.own(picked), logits),
@@ -448,10 +462,9 @@ class Critic(Learner):
         self._gather()
 
         def on_values(values: Tensor, share: ContextShare) -> NDArray[np.float32]:
-            mask = to_tensor(share.batch.loss_mask, values)
-            return lay_out(share.whole(values), mask).cpu().numpy()
+            return lay_out(share.whole(values), share.mask).cpu().numpy()
 
-        found = forward(self._model, micro_batches, on_values)
+        found = forward(self._model, context_shares(self._model, micro_batches), on_values)
         return found if self.coords.reports else None
 
     def _check(self, batch: MicroBatch) -> None:
@@ -461,13 +474,13 @@ class Critic(Learner):
     def _divisor_of(self, batch: MicroBatch) -> int:
         return batch.trained_tokens
 
-    def _loss_for(self, micro_batches: Sequence[MicroBatch]) -> LossOf:  # noqa: ARG002
+    def _loss_for(self, shares: Sequence[ContextShare]) -> LossOf:  # noqa: ARG002
         return self._loss_of
 
-    def _loss_of(self, values: Tensor, share: ContextShare) -> tuple[Tensor, Stats]:
+    def _loss_of(self, values: Tensor, share: ContextShare) -> tuple[Tensor, Result]:
         batch = share.batch
         assert batch.values is not None
         assert batch.returns is not None
-        mask = to_tensor(batch.loss_mask, values)
         old, returns = to_tensor(batch.values, values), to_tensor(batch.returns, values)
-        return self._loss(lay_out(share.whole(values), mask), old, returns, mask)
+        loss, stats = self._loss(lay_out(share.whole(values), share.mask), old, returns, share.mask)
+        return loss, (stats, None)

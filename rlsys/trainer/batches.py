@@ -25,7 +25,7 @@ best partition.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
@@ -137,14 +137,25 @@ class MicroBatch:
 class LogProbs:
     """Log-probs of one micro-batch: log p(token | preceding tokens) of each trained token, 0 elsewhere."""
 
-    policy: NDArray[np.float32]
-    """[rows, width]"""
+    policy: NDArray[np.float32] | None
+    """[rows, width]; None if the worker does not recompute them."""
     reference: NDArray[np.float32] | None
     """[rows, width]; None without a reference."""
     picks: tuple[NDArray[np.int32], NDArray[np.float32]] | None = None
     """Top k tokens [trained tokens, k] and the reference's log-probs of them, in the order of `MicroBatch.targets`.
 
     None unless the KL term sums over a top k."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulated:
+    """Results of the forward passes of `accumulate`."""
+
+    stats: Mapping[str, float]
+    """The loss's statistics over all micro-batches."""
+    logprobs: list[NDArray[np.float32]] | None = None
+    """[rows, width] per micro-batch: the policy's log-probs of trained tokens, 0 elsewhere; None unless they are the
+    old log-probs."""
 
 
 @dataclass(frozen=True, slots=True)

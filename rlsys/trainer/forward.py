@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlsys.trainer.batches import MicroBatch, columns_of
-from rlsys.trainer.mesh import MeshCoordinates
 from rlsys.trainer.model.stage_model import StageModel
 
 Values = TypeVar("Values", NDArray[Any], Tensor)
@@ -40,19 +39,20 @@ class ContextShare:
     """Part of `batch` that one context-parallel rank computes."""
 
     batch: MicroBatch
-    tokens: NDArray[np.int64]
-    """[rows, width / cp]"""
-    predicting: NDArray[np.int64]
-    """[own targets] position that predicts each target, as an index into [width / cp, rows] flattened.
+    tokens: Tensor
+    """[rows, width / cp], on the device."""
+    predicting: Tensor
+    """[own targets] position that predicts each target, as an index into [width / cp, rows] flattened, on the device.
 
     This is the layout of Megatron's hidden states."""
+    targets: Tensor
+    """[own targets] tokens of this rank's own targets, on the device."""
+    mask: Tensor
+    """[rows, width] True at the targets of all ranks, on the device."""
+    sequences: PackedSeqParams | None
+    """Boundaries of a packed row; None for padded rows."""
     owned: NDArray[np.bool_] | None
     """[targets] mask of this rank's own targets; None if all targets are its own."""
-
-    @property
-    def targets(self) -> NDArray[np.int64]:
-        """[own targets] tokens of this rank's own targets."""
-        return self.own(self.batch.targets)
 
     def own(self, values: Values) -> Values:
         """Select [own targets, ...] from `values` [targets, ...]."""
@@ -66,21 +66,44 @@ class ContextShare:
         return result
 
 
-def context_share(batch: MicroBatch, coords: MeshCoordinates) -> ContextShare:
-    """Return the share of the rank at `coords`. Raises ValueError for a padded micro-batch with cp > 1."""
+def context_shares(model: StageModel, batches: Sequence[MicroBatch]) -> list[ContextShare]:
+    """Return this rank's share of each micro-batch, on the device of `model`.
+
+    Several models of the same layout can read the same shares. Raises ValueError for a padded micro-batch with cp > 1,
+    and for a width that sequence parallelism cannot split.
+    """
+    return [_context_share(model, batch) for batch in batches]
+
+
+def _context_share(model: StageModel, batch: MicroBatch) -> ContextShare:
+    coords, device = model.coords, model.device
     rows, width = batch.tokens.shape
     row, column = batch.loss_mask.nonzero()
-    if coords.cp_size == 1:
-        # A token is predicted at the position before it.
-        return ContextShare(batch, batch.tokens, (column - 1) * rows + row, None)
-    if not batch.packed:
-        raise ValueError("Context parallelism requires packed micro-batches, but this one has padded rows.")
-    columns = columns_of(batch.boundaries, coords.cp_size, coords.cp)
-    places = np.full(width, -1, dtype=np.int64)
-    places[columns] = np.arange(len(columns))
-    predicting = places[column - 1]
-    owned = predicting >= 0
-    return ContextShare(batch, batch.tokens[:, columns], predicting[owned], owned)
+    tokens, targets, owned = batch.tokens, batch.targets, None
+    # A token is predicted at the position before it.
+    predicting = (column - 1) * rows + row
+    if coords.cp_size > 1:
+        if not batch.packed:
+            raise ValueError("Context parallelism requires packed micro-batches, but this one has padded rows.")
+        columns = columns_of(batch.boundaries, coords.cp_size, coords.cp)
+        places = np.full(width, -1, dtype=np.int64)
+        places[columns] = np.arange(len(columns))
+        owned = places[column - 1] >= 0
+        tokens, targets, predicting = tokens[:, columns], targets[owned], places[column - 1][owned]
+    if model.config.sequence_parallel and tokens.shape[1] % coords.tp_size:
+        raise ValueError(
+            f"A rank's share of a micro-batch is {tokens.shape[1]} tokens wide, but sequence parallelism needs a "
+            f"multiple of tp={coords.tp_size}: pad the micro-batch."
+        )
+    return ContextShare(
+        batch=batch,
+        tokens=torch.tensor(tokens, device=device),
+        predicting=torch.tensor(predicting, device=device),
+        targets=torch.tensor(targets, device=device),
+        mask=torch.tensor(batch.loss_mask, device=device),
+        sequences=_sequences(batch, device) if batch.packed else None,
+        owned=owned,
+    )
 
 
 OnOutput = Callable[[Tensor, ContextShare], Any]
@@ -89,49 +112,47 @@ OnOutput = Callable[[Tensor, ContextShare], Any]
 The output holds logits over the local vocabulary, or values; row i predicts target i of `ContextShare.targets`."""
 
 
-def forward(model: StageModel, batches: Sequence[MicroBatch], on_output: OnOutput) -> list[Any]:
-    """Run `batches` forward without gradients, on all ranks of TP x CP x PP together.
+def forward(model: StageModel, shares: Sequence[ContextShare], on_output: OnOutput) -> list[Any]:
+    """Run `shares` forward without gradients, on all ranks of TP x CP x PP together.
 
     Returns the result of `on_output` for each micro-batch on the last stage, an empty list on other stages.
     """
-    if not batches:
+    if not shares:
         return []
 
-    def step(data: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable[..., Any]]:
-        share = context_share(next(data), model.coords)
-        return _outputs(model, module, share), lambda output, non_loss_data: on_output(output, share)  # noqa: ARG005
+    def step(data: Iterator[ContextShare], module: Any) -> tuple[Tensor, Callable[..., Any]]:
+        share = next(data)
+        return _outputs(module, share), lambda output, non_loss_data: on_output(output, share)  # noqa: ARG005
 
     with torch.no_grad():
-        return _schedule(step, model.module, batches, forward_only=True, collect_non_loss_data=True)
+        return _schedule(step, model.module, shares, forward_only=True, collect_non_loss_data=True)
 
 
-def forward_backward(
-    model: StageModel, wrapped: Any, batches: Sequence[MicroBatch], on_output: OnOutput, last: bool
-) -> list[Any]:
-    """Run `batches` forward and backward, adding to the gradients.
+def forward_backward(wrapped: Any, shares: Sequence[ContextShare], on_output: OnOutput, last: bool) -> list[Any]:
+    """Run `shares` forward and backward, adding to the gradients.
 
-    `wrapped` is `model.module` with its gradient buffers. `on_output` returns (loss sum, result); the results are
+    `wrapped` is a model's module with its gradient buffers. `on_output` returns (loss sum, result); the results are
     returned on the last stage. `last` marks the last micro-batches of an optimiser step: gradient reduction may start
     in the backward pass of the very last micro-batch.
     """
-    if not batches:
+    if not shares:
         return []
 
-    def step(data: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable[..., Any]]:
-        share = context_share(next(data), model.coords)
+    def step(data: Iterator[ContextShare], module: Any) -> tuple[Tensor, Callable[..., Any]]:
+        share = next(data)
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, Any]:
             total, result = on_output(output, share)
             # Megatron's own token count stays 0: a learner counts over several calls.
             return total, torch.zeros((), dtype=torch.int, device=total.device), result
 
-        return _outputs(model, module, share), loss
+        return _outputs(module, share), loss
 
     # Megatron's schedules treat the last micro-batch of every call as the last of the step and leave the context of
     # `no_sync_func` before that micro-batch.
     wrapped.config.no_sync_func = wrapped.no_sync if last else nullcontext
     with nullcontext() if last else wrapped.no_sync():
-        return _schedule(step, wrapped, batches, forward_only=False)
+        return _schedule(step, wrapped, shares, forward_only=False)
 
 
 def to_tensor(values: np.ndarray[Any, Any], like: Tensor) -> Tensor:
@@ -139,18 +160,8 @@ def to_tensor(values: np.ndarray[Any, Any], like: Tensor) -> Tensor:
     return torch.tensor(values, device=like.device)
 
 
-def _outputs(model: StageModel, module: Any, share: ContextShare) -> Tensor:
-    width = share.tokens.shape[1]
-    if model.config.sequence_parallel and width % model.coords.tp_size:
-        raise ValueError(
-            f"A rank's share of a micro-batch is {width} tokens wide, but sequence parallelism needs a multiple of "
-            f"tp={model.coords.tp_size}: pad the micro-batch."
-        )
-    return module(
-        input_ids=torch.tensor(share.tokens, device=model.device),
-        predicting=torch.tensor(share.predicting, device=model.device),
-        sequences=_sequences(share.batch, model.device) if share.batch.packed else None,
-    )
+def _outputs(module: Any, share: ContextShare) -> Tensor:
+    return module(input_ids=share.tokens, predicting=share.predicting, sequences=share.sequences)
 
 
 def _sequences(batch: MicroBatch, device: torch.device) -> PackedSeqParams:
@@ -164,13 +175,13 @@ def _sequences(batch: MicroBatch, device: torch.device) -> PackedSeqParams:
     return PackedSeqParams("thd", boundaries, boundaries, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
-def _schedule(step: Any, module: Any, batches: Sequence[MicroBatch], **options: bool) -> list[Any]:
-    rows, width = batches[0].tokens.shape
+def _schedule(step: Any, module: Any, shares: Sequence[ContextShare], **options: bool) -> list[Any]:
+    rows, width = shares[0].batch.tokens.shape
     return get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(batches),
+        data_iterator=iter(shares),
         model=module,
-        num_microbatches=len(batches),
+        num_microbatches=len(shares),
         # Unused: with variable_seq_lengths, pipeline stages exchange the shapes.
         seq_length=width,
         micro_batch_size=rows,

@@ -1,4 +1,7 @@
-"""Log-prob worker: computes log-probs under the newest policy weights and under the reference policy.
+"""Log-prob worker: computes log-probs under the newest policy weights and under the reference policy, or one of them.
+
+With `algorithm.old_logprobs=actor` or `engine` it computes no log-probs of the policy, and holds the policy only to move
+the reference.
 
 Invariants:
 - Log-probs come from one complete weight version: version 0 is the model at `model.path`, and the digest of a later
@@ -36,14 +39,14 @@ import torch
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, make_sharded_optimizer_tensor
 from torch import Tensor
 
-from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
+from rlsys.config.algorithm import AlgorithmConfig, KlEstimator, OldLogprobs
 from rlsys.config.derived import has_reference, sums_over_vocabulary
 from rlsys.config.schema import ModelConfig, ParallelConfig, RunConfig
 from rlsys.errors import RunError
 from rlsys.trainer import mesh
 from rlsys.trainer.batches import LogProbs, MicroBatch
 from rlsys.trainer.export import Export, WeightSender, load_hf, owners_group, shard_loader
-from rlsys.trainer.forward import ContextShare, forward, to_tensor
+from rlsys.trainer.forward import ContextShare, context_shares, forward
 from rlsys.trainer.model.logprobs import lay_out, logprobs_at, token_logprobs, top_tokens
 from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.trainer.offload import Offload, OffloadStats, Tensors
@@ -85,6 +88,11 @@ class ReferencePlan:
         if not has_reference(config):
             return None
         return cls(config.ref_policy_ema_tau, config.ref_policy_ema_update_period, config.ref_policy_reset_period)
+
+    @property
+    def moves(self) -> bool:
+        """True if the reference changes at some version."""
+        return self.tau < 1.0 or self.reset_period is not None
 
     def kept_at(self, version: int) -> float:
         """Return the weight of the old reference at `version`: 1 for no change, 0 for a reset."""
@@ -225,7 +233,7 @@ class MegatronWorker:
 
 
 class LogProbWorker(MegatronWorker, WeightSender):
-    """One process of the inference group: recomputes log-probs and exports the reference's weights."""
+    """One process of the inference group: computes log-probs and exports the reference's weights."""
 
     def __init__(
         self,
@@ -237,31 +245,36 @@ class LogProbWorker(MegatronWorker, WeightSender):
         reference: ReferencePlan | None = None,
         picks: TopkPlan | None = None,
         scratch: str | Path = ".",
+        recompute: bool = True,
     ) -> None:
         """Join the group and load the model at `model.path`, as version 0 of the policy and as the reference.
 
-        `temperature` is the sampling temperature. `reference=None` keeps no reference; `picks` requires one.
+        `temperature` is the sampling temperature. `reference=None` keeps no reference; `picks` requires one. With
+        `recompute=False`, no log-probs of the policy are computed, and the policy is loaded only to move the reference.
         """
-        if picks is not None and reference is None:
-            raise ValueError("`picks` requires a reference policy, but `reference` is None.")
+        if reference is None and (picks is not None or not recompute):
+            raise ValueError("Without a reference policy, `picks` must be None and `recompute` True.")
         self.version: int | None = 0
         """Weight version of the policy; None during an update and after a failed one."""
-        self._temperature, self._picks = temperature, picks
+        self._temperature, self._picks, self._recompute = temperature, picks, recompute
         architecture = read_architecture(model.path)
         super().__init__("The log-prob worker", mesh.start(rendezvous, parallel, seed), scratch, self._tensors)
-        self._policy = PolicyModel(architecture, model, parallel, self.coords)
-        load_hf(self._policy, model.path)
-        self._policy.module.eval().requires_grad_(False)
-        self._reference: ReferencePolicy | None = None
-        if reference is not None:
+
+        def loaded() -> PolicyModel:
             copy = PolicyModel(architecture, model, parallel, self.coords)
             load_hf(copy, model.path)
-            self._reference = ReferencePolicy(copy, reference)
+            copy.module.eval().requires_grad_(False)
+            return copy
+
+        self._policy = loaded() if recompute or (reference is not None and reference.moves) else None
+        self._reference: ReferencePolicy | None = None
+        if reference is not None:
+            self._reference = ReferencePolicy(loaded(), reference)
             self._export_group = owners_group(self.coords)
         self._receiver: Receiver | None = None
         self._update: ShardLoader | None = None
-        entries = [self._policy.weights.entry(name) for name in self._policy.parameters]
-        self._siblings = {name: entry.hf for entry in entries for name in entry.hf}
+        parameters = () if self._policy is None else map(self._policy.weights.entry, self._policy.parameters)
+        self._siblings = {name: entry.hf for entry in parameters for name in entry.hf}
         self._checksums: dict[str, str] = {}
 
     @classmethod
@@ -276,6 +289,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
             ReferencePlan.from_config(config.algorithm),
             TopkPlan.from_config(config.algorithm),
             config.output_dir,
+            config.algorithm.old_logprobs is OldLogprobs.recompute,
         )
 
     def compute(self, micro_batches: Sequence[MicroBatch]) -> list[LogProbs] | None:
@@ -292,7 +306,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
             return None
         return [
             LogProbs(
-                policy.cpu().numpy(),
+                None if policy is None else policy.cpu().numpy(),
                 None if reference is None else reference.cpu().numpy(),
                 None if picks is None else (picks[0].to(torch.int32).cpu().numpy(), picks[1].cpu().numpy()),
             )
@@ -308,6 +322,8 @@ class LogProbWorker(MegatronWorker, WeightSender):
     def begin_update(self) -> None:
         """Begin to receive a new version; discards an unfinished update."""
         self._require("begin an update")
+        if self._policy is None:
+            raise RuntimeError("The log-prob worker holds no policy and cannot begin an update.")
         self._update, self._checksums = shard_loader(self._policy), {}
         self.version = None
 
@@ -347,7 +363,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
         if received != expected:
             raise ChecksumError(f"Version {version} has digest {received}, but the actor sent {expected}.")
         self.version = version
-        if self._reference is not None:
+        if self._reference is not None and self._policy is not None:
             self._reference.follow(self._policy, version)
 
     def begin_save(self, folder: str | Path) -> None:
@@ -365,8 +381,8 @@ class LogProbWorker(MegatronWorker, WeightSender):
         return Export(model, partial(self._require, "export the reference"), self._export_group, bucket_bytes, sender)
 
     def _tensors(self) -> Iterable[Tensor]:
-        policy = self._policy.module.parameters()
-        return policy if self._reference is None else chain(policy, self._reference.tensors())
+        policy = () if self._policy is None else self._policy.module.parameters()
+        return chain(policy, () if self._reference is None else self._reference.tensors())
 
     def _require_reference(self, purpose: str) -> ReferencePolicy:
         self._require(purpose)
@@ -374,19 +390,26 @@ class LogProbWorker(MegatronWorker, WeightSender):
             raise RuntimeError(f"The log-prob worker has no reference and cannot {purpose}.")
         return self._reference
 
-    def _scores(self, batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor | None, DevicePicks | None]]:
+    def _scores(self, batches: Sequence[MicroBatch]) -> list[tuple[Tensor | None, Tensor | None, DevicePicks | None]]:
         """Return log-probs of policy and reference, and picks, per micro-batch on the last stage, else []."""
-        plan = self._picks
+        plan, policy = self._picks, self._policy
         k, reverse = (None, False) if plan is None else (plan.k, not plan.forward)
-        of_policy = self._forward(self._policy, batches, k if reverse else None)
-        if self._reference is None:
-            return [(logprobs, None, None) for logprobs, _ in of_policy]
-        chosen = [picks[0] for _, picks in of_policy if picks is not None]
-        of_reference = self._forward(self._reference.model, batches, k, chosen if reverse else None)
-        return [(ours, *theirs) for (ours, _), theirs in zip(of_policy, of_reference, strict=True)]
+        reference = None if self._reference is None else self._reference.model
+        # Both models have the same layout, so each micro-batch is laid out and copied to the device once.
+        model = policy or reference
+        shares = [] if model is None else context_shares(model, batches)
+        of_policy: list[tuple[Tensor, DevicePicks | None]] | None = None
+        if self._recompute and policy is not None:
+            of_policy = self._forward(policy, shares, k if reverse else None)
+        if reference is None:
+            return [(logprobs, None, None) for logprobs, _ in of_policy or ()]
+        chosen = [picks[0] for _, picks in of_policy or () if picks is not None]
+        of_reference = self._forward(reference, shares, k, chosen if reverse else None)
+        ours = [None] * len(of_reference) if of_policy is None else [logprobs for logprobs, _ in of_policy]
+        return [(one, *theirs) for one, theirs in zip(ours, of_reference, strict=True)]
 
     def _forward(
-        self, model: PolicyModel, batches: Sequence[MicroBatch], k: int | None, chosen: Sequence[Tensor] | None = None
+        self, model: PolicyModel, shares: Sequence[ContextShare], k: int | None, chosen: Sequence[Tensor] | None = None
     ) -> list[tuple[Tensor, DevicePicks | None]]:
         """Return log-probs [rows, width] of each micro-batch; with `k` or `chosen`, picks as well.
 
@@ -397,7 +420,7 @@ class LogProbWorker(MegatronWorker, WeightSender):
 
         def on_logits(logits: Tensor, share: ContextShare) -> tuple[Tensor, DevicePicks | None]:
             shard, temperature = model.vocab_shard, self._temperature
-            logprobs, _ = token_logprobs(logits, to_tensor(share.targets, logits), shard, temperature)
+            logprobs, _ = token_logprobs(logits, share.targets, shard, temperature)
             picks = None
             if waiting is not None:
                 tokens = next(waiting)
@@ -405,7 +428,6 @@ class LogProbWorker(MegatronWorker, WeightSender):
             elif k is not None:
                 tokens, of_tokens = top_tokens(logits, shard, temperature, k)
                 picks = share.whole(tokens), share.whole(of_tokens)
-            mask = to_tensor(share.batch.loss_mask, logits)
-            return lay_out(share.whole(logprobs), mask), picks
+            return lay_out(share.whole(logprobs), share.mask), picks
 
-        return forward(model, batches, on_logits)
+        return forward(model, shares, on_logits)

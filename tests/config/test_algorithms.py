@@ -53,7 +53,10 @@ def test_published_runs_have_mini_batches_of_256_episodes() -> None:
         ("algorithm=gspo dual_clip=3", "dual_clip"),
         ("loss_length=100", "loss_length"),
         ("correction.kind=mask correction.low=1.5", "correction.low"),
-        ("recompute_logprobs=false kl_coef=0 correction.kind=truncate", "correction.kind"),
+        ("old_logprobs=engine correction.kind=truncate", "correction.kind"),
+        ("old_logprobs=actor", "old_logprobs"),
+        ("old_logprobs=actor trainer.mini_batches=1 kl_in=reward kl_estimator=k1", "old_logprobs"),
+        ("old_logprobs=engine kl_estimator=full_reverse kl_topk_tokens=8", "kl_topk_tokens"),
         ("kl_estimator=k1", "kl_estimator"),
         ("kl_in=reward kl_estimator=k3++", "kl_estimator"),
         ("kl_topk_tokens=8", "kl_topk_tokens"),
@@ -66,7 +69,6 @@ def test_published_runs_have_mini_batches_of_256_episodes() -> None:
         ("kl_iw_clip_upper=2", "kl_iw_clip_lower"),
         ("kl_control=adaptive", "kl_control"),
         ("kl_control=adaptive kl_in=reward kl_horizon=51", "kl_horizon"),
-        ("recompute_logprobs=false", "kl_coef"),
         ("ref_policy_reset_period=5 kl_coef=0", "ref_policy_ema_tau"),
         ("eval_ref_policy=true", "eval_ref_policy"),
         ("algorithm=ppo critic.warmup_steps=12", "critic.warmup_steps"),
@@ -81,7 +83,7 @@ def test_conflicting_settings_are_each_named_once(tiny_run: TinyRun, settings: s
 
 def whole(name: str) -> str:
     """Return the full key of `name`; a name without a section is in `algorithm`."""
-    return name if name.startswith(("algorithm=", "critic.", "rollout.")) else f"algorithm.{name}"
+    return name if name.startswith(("algorithm=", "critic.", "rollout.", "trainer.")) else f"algorithm.{name}"
 
 
 @pytest.mark.parametrize(

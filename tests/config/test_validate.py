@@ -24,7 +24,7 @@ from tests.support.tiny_shape import SHAPE
 
 TinyRun = Callable[..., RunConfig]
 APART = "cluster.placement={actor: 0-1, inference: 2, rollout: 3}"
-APPEND = ("algorithm.recompute_logprobs=false", "task.token_mode=append", "task.train_eos=false")
+APPEND = ("algorithm.old_logprobs=engine", "task.token_mode=append", "task.train_eos=false")
 
 
 def keys_of(config: RunConfig) -> set[str]:
@@ -44,8 +44,8 @@ SPOILT: dict[str, dict[str, tuple[str, Code]]] = {
         "algorithm.kl_topk_tokens=321": ("algorithm.kl_topk_tokens", "mismatch"),
     },
     "contradictions": {
-        "algorithm.recompute_logprobs=false": ("algorithm.recompute_logprobs", "conflict"),
-        "algorithm.kl_coef=0.001": ("algorithm", "conflict"),
+        "algorithm.old_logprobs=engine": ("algorithm.old_logprobs", "conflict"),
+        "algorithm.kl_estimator=k1": ("algorithm", "conflict"),
         "task.max_total_tokens=100": ("task.max_total_tokens", "conflict"),
         "task.tags.answer=search": ("task.tags", "conflict"),
         "eval.temperature=1|compat.sampled_validation=true": ("eval.temperature", "conflict"),

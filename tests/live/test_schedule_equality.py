@@ -25,7 +25,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.config.algorithm import AdvantageScale, Aggregation, AlgorithmConfig
+from rlsys.config.algorithm import AdvantageScale, Aggregation, AlgorithmConfig, OldLogprobs
 from rlsys.config.schema import (
     ActorConfig,
     AsyncSchedule,
@@ -46,7 +46,7 @@ from rlsys.config.schema import (
 )
 from rlsys.data.question import PromptSource, Question
 from rlsys.data.trajectory import Sample, Scores, Trajectory
-from rlsys.trainer.batches import MicroBatch, collate
+from rlsys.trainer.batches import MicroBatch, Plan, collate
 from tests.support.megatron_processes import ANSWER_S, pool
 from tests.support.recorded_episodes import RIGHT, Recording, Shape, record
 from tests.support.scheduled import PAD_ID, Arrivals, Learner, Outcome, run
@@ -73,6 +73,7 @@ class Case:
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
     aggregation: str = "token-mean"
+    old: OldLogprobs = OldLogprobs.recompute
 
     @property
     def mini_batches(self) -> int:
@@ -144,6 +145,7 @@ class Bench:
                 clip_low=reference.ALGORITHM.clip_low,
                 clip_high=reference.ALGORITHM.clip_high,
                 kl_coef=case.kl_coef,
+                old_logprobs=case.old,
                 entropy_coef=case.entropy_coef,
                 aggregation=Aggregation(case.aggregation),
                 loss_length=reference.LOSS_LENGTH,
@@ -227,6 +229,22 @@ def test_two_ranks_and_padding_do_not_change_the_parameters(case: Case, outcome:
     assert distance(other, outcome(case, SEQUENTIAL, case.arrivals(0))) <= TOLERANCE
 
 
+def test_old_logprobs_of_the_actor_equal_recomputed_ones_and_give_the_same_parameters(
+    outcome: Callable[..., Outcome],
+) -> None:
+    """Three steps with a KL term, which the inference group still scores; it gets no weights of the policy."""
+    base = outcome(BATCH, SEQUENTIAL, BATCH.arrivals(0))
+    own = outcome(replace(BATCH, old=OldLogprobs.actor), PIPELINED, BATCH.arrivals(1), actor_ranks=2)
+    assert distance(own, base) <= TOLERANCE
+    assert [update["actor/ratio_dev_max"] for update in own.updates] == [0.0] * STEPS
+    assert all(update["actor/kl_loss"] > 0 for update in own.updates[1:])
+    assert own.samples.keys() == base.samples.keys()
+    for (version, *_), sample in own.samples.items():
+        assert sample.scored_version == version
+    for place, sample in base.samples.items():
+        np.testing.assert_allclose(own.samples[place].old_logprobs, sample.old_logprobs, rtol=0, atol=2e-4)
+
+
 @pytest.mark.parametrize("case", cases(BATCH, TWO, slow=(UNEVEN, BY_SEQUENCE, FIXED)))
 def test_parameters_equal_those_of_transformers(case: Case, bench: Bench, outcome: Callable[..., Outcome]) -> None:
     """The reference trains each mini-batch as one batch, with transformers and torch's AdamW."""
@@ -274,7 +292,7 @@ class DoublingLearner(Learner):
 
     doubled = False
 
-    def shard(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
+    def shard(self, samples: Sequence[Sample]) -> tuple[Plan, list[list[MicroBatch]]]:
         twice = [] if self.doubled else samples[:SAMPLES]
         self.doubled = True
         return super().shard([*samples, *twice])
@@ -286,10 +304,11 @@ class MicroBatchMeanLearner(Learner):
     Without KL and entropy the loss is linear in the advantages, so scaling the advantages has the same effect.
     """
 
-    def shard(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
-        return [
+    def shard(self, samples: Sequence[Sample]) -> tuple[Plan, list[list[MicroBatch]]]:
+        plan, batches = super().shard(samples)
+        return plan, [
             [replace(batch, advantages=batch.advantages * np.float32(100 / batch.trained_tokens)) for batch in rank]
-            for rank in super().shard(samples)
+            for rank in batches
         ]
 
 

@@ -41,7 +41,7 @@ from rlsys.config.schema import (
     TrainerConfig,
 )
 from rlsys.data.question import PromptSource, Question
-from rlsys.data.trajectory import Sample, Scores, Trajectory
+from rlsys.data.trajectory import Floats, Sample, Scores, Trajectory
 from rlsys.files import sha256_of
 from rlsys.observe.spans import Tracer
 from rlsys.observe.status import Progress
@@ -138,9 +138,10 @@ class KillableLearner(Learner):
 
     kill_switch: KillSwitch
 
-    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
-        await super().accumulate(samples, last)
+    async def accumulate(self, samples: Sequence[Sample], last: bool) -> list[Floats] | None:
+        found = await super().accumulate(samples, last)
         self.kill_switch("accumulated")
+        return found
 
     async def apply(self) -> dict[str, float]:
         figures = await super().apply()

@@ -19,9 +19,10 @@ from typing import Any
 from torch import Tensor
 
 from rlsys.algorithms.kl import kl_control
+from rlsys.config.derived import scores_with_policy
 from rlsys.config.schema import Packing, RunConfig
 from rlsys.data.question import PromptSource, Question
-from rlsys.data.trajectory import Group, Sample, Scores, Trajectory
+from rlsys.data.trajectory import Floats, Group, Sample, Scores, Trajectory
 from rlsys.observe.guards import Alarm
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.pipeline.grouping import finish
@@ -33,7 +34,7 @@ from rlsys.orchestrator.run import Groups, Run
 from rlsys.orchestrator.weight_sync import WeightSync
 from rlsys.orchestrator.worker_groups import ActorGroup, InferenceGroup, OffloadManager, launch_megatron, scores_of
 from rlsys.rollout.agent.tokens import EpisodeProgress
-from rlsys.trainer.batches import BatchSharder, MicroBatch
+from rlsys.trainer.batches import BatchSharder, MicroBatch, Plan
 from rlsys.weights.transport import BucketHandle, Receiver, TransportSpec, open_receiver, unpack
 from tests.support.megatron_processes import Host, HostedGroup
 from tests.support.recorded_episodes import Recording
@@ -65,6 +66,8 @@ class Outcome:
     """Questions of each step, in the order of training."""
     updates: list[Mapping[str, float]] = field(default_factory=list)
     """Statistics of each optimiser step."""
+    samples: dict[tuple[int, str, int], Sample] = field(default_factory=dict)
+    """(version that sampled, question, number of the sample) -> trained sample."""
     events: list[str] = field(default_factory=list)
     """Events of each step, in order.
 
@@ -87,6 +90,9 @@ class Outcome:
     ) -> list[Alarm]:
         self.trained.append([group.question.uid for group in groups])
         self.updates += updates
+        for sample in (sample for group in groups for sample in group.samples):
+            path = sample.trajectory
+            self.samples[int(path.versions.max()), path.question_uid, path.sample] = sample
         return []
 
     async def trajectories(self, _: int, _groups: Sequence[Group]) -> None:
@@ -184,23 +190,23 @@ class Learner(ActorGroup):
         super().__init__(workers, sharder, tracer)  # type: ignore[arg-type]
         self._pause, self._seen = pause, seen
 
-    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
+    async def accumulate(self, samples: Sequence[Sample], last: bool) -> list[Floats] | None:
         await self._pause()
         self._seen.happened("t")
-        batches = self.shard(samples)
+        plan, batches = self.shard(samples)
         calls = [(batches[rank], last) for rank in self._sharder.dp_ranks]
         answers = await self.workers.call_each("accumulate", calls)
-        self._stats += filter(None, answers)
         await self._pause()
+        return self._taken(plan, batches, self._reported(answers))
 
     async def apply(self) -> dict[str, float]:
         await self._pause()
         self._seen.happened("u")
         return await super().apply()
 
-    def shard(self, samples: Sequence[Sample]) -> list[list[MicroBatch]]:
-        """Return the micro-batches of each data-parallel rank."""
-        return self._sharder.shard(samples)[1]
+    def shard(self, samples: Sequence[Sample]) -> tuple[Plan, list[list[MicroBatch]]]:
+        """Return the sample indices and the micro-batches of each data-parallel rank."""
+        return self._sharder.shard(samples)
 
 
 class NoSearch:
@@ -268,6 +274,7 @@ def _session(
     rollout: Any = Playback(config, recording, arrivals, seen)
     scorer = Scorer(groups["inference"], sharders["inference"], pauses, seen)
     takes = InferenceGroup(groups["inference"], sharders["inference"], tracer)
+    follows = [takes] if scores_with_policy(config.algorithm) else []
     trained = learner(groups["actor"], sharders["actor"], tracer, pauses, seen)
     pipeline = RolloutPipeline(
         make_scheduler(config), prompts, rollout, scorer, handlers, score_batch_size(config), devices
@@ -278,7 +285,7 @@ def _session(
         groups=Groups(rollout, trained, devices, takes),
         pipeline=pipeline,
         weights=WeightSync(
-            groups["actor"], [rollout], config.cluster, Path(), tracer, [takes], activated=pipeline.publish
+            groups["actor"], [rollout], config.cluster, Path(), tracer, follows, activated=pipeline.publish
         ),
         rewards=rewards,
         kl=kl,

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rlsys.algorithms.kl import SampledLogprobs, TopKKl, shares
 from rlsys.algorithms.losses import DIVISOR, LossInputs, divisor, policy_loss, reduce_stats, token_weights
-from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
+from rlsys.config.algorithm import AlgorithmConfig, KlEstimator, OldLogprobs
 from rlsys.config.derived import sums_over_vocabulary
 from rlsys.data.trajectory import Sample
 from tests.support.trajectories import sample
@@ -92,9 +92,10 @@ class OneProcess:
         )
 
     def expected(self, config: AlgorithmConfig) -> Expected:
-        kl = self._divergence(config)
+        old = self.p.detach() if config.old_logprobs is OldLogprobs.actor else self.old
+        kl = self._divergence(config, old)
         inputs = LossInputs(
-            old_logprobs=self.old[None],
+            old_logprobs=old[None],
             ref_logprobs=self.r[None],
             advantages=self.advantage[None],
             mask=torch.ones_like(self.y, dtype=torch.bool)[None],
@@ -113,7 +114,7 @@ class OneProcess:
             reduce_stats([{**stats, DIVISOR: whole}]),
         )
 
-    def _divergence(self, config: AlgorithmConfig) -> Tensor | None:
+    def _divergence(self, config: AlgorithmConfig, old: Tensor) -> Tensor | None:
         """KL term [n] of an estimator that compares distributions, None for other estimators."""
         if not sums_over_vocabulary(config):
             return None
@@ -124,7 +125,7 @@ class OneProcess:
         picks = (self.log_r if forward else self.log_old).topk(config.kl_topk_tokens).indices
         picked = (picks == self.y[:, None]).any(-1)
         assert 0 < picked.sum() < len(picked), "sampled tokens must lie both among the picks and in the tail"
-        sampled = SampledLogprobs(self.p, self.old, self.r, picked)
+        sampled = SampledLogprobs(self.p, old, self.r, picked)
         return TopKKl(config)(self.log_p.gather(1, picks), self.log_r.gather(1, picks), sampled)
 
 

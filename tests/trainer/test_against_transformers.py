@@ -97,6 +97,11 @@ def _in_group(group: Group, layout: Layout, model: Path) -> dict[str, Any]:
     _update(worker, 2, box[0], box[1])
     assert worker.version == 2
     results["after"] = worker.compute(probe)
+    place = group.meet()
+    only = LogProbWorker(place, config, layout.parallel, reference.TEMPERATURE, 1, FIXED, recompute=False)
+    results["reference only"] = only.compute(probe)
+    with pytest.raises(RuntimeError, match="no policy"):
+        only.begin_update()
     return results
 
 
@@ -151,4 +156,7 @@ def test_training_and_logprobs_equal_transformers(layout: Layout, family: str, t
                 found = reporting[when][index]
                 _close(_of_trained(found.policy, batch), policy, tolerance)
                 _close(_of_trained(found.reference, batch), before, 2e-5)
+            alone = reporting["reference only"][index]
+            assert alone.policy is None
+            _close(_of_trained(alone.reference, batch), before, 2e-5)
             assert np.abs(after - before).max() > 0.05

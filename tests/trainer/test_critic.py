@@ -159,7 +159,7 @@ def test_critic_values_and_training_equal_transformers(layout: Layout, tmp_path:
     for step, norm in enumerate(norms):
         applied = results[0]["steps"][step][1]
         assert applied.grad_norm == pytest.approx(norm, rel=1e-4)
-        tokens = sum(part["tokens"] for rank in layout.reporting for part in results[rank]["steps"][step][0])
+        tokens = sum(part.stats["tokens"] for rank in layout.reporting for part in results[rank]["steps"][step][0])
         assert tokens == sum(batch.trained_tokens for batch in _steps()[step])
 
 

@@ -18,7 +18,7 @@ from rlsys.config.schema import ParallelConfig
 from rlsys.trainer import mesh
 from rlsys.trainer.batches import MicroBatch
 from rlsys.trainer.export import export_plan, load_hf, whole_tensors
-from rlsys.trainer.forward import forward
+from rlsys.trainer.forward import context_shares, forward
 from rlsys.trainer.model.layers import ExpertRouter
 from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.weights.hf_io import HfReader
@@ -55,7 +55,7 @@ def _logits_and_export(group: Group, folder: Path, names: Sequence[str]) -> dict
         path = folder / name
         model = PolicyModel(read_architecture(path), local_model(path), ParallelConfig(), place)
         load_hf(model, path)
-        (logits,) = forward(model, [_batch()], lambda logits, _: logits)
+        (logits,) = forward(model, context_shares(model, [_batch()]), lambda logits, _: logits)
         runs = export_plan(model, bucket_bytes=50_000)
         results[name] = logits, dict(whole_tensors(model, [entry for run in runs for entry in run]))
     return results

@@ -197,13 +197,14 @@ def _by_transformers(side: StoredModel, tokens: np.ndarray[Any, Any]) -> Tensor:
 
 def _by_megatron(side: StoredModel, tokens: np.ndarray[Any, Any]) -> Tensor:
     from rlsys.trainer.export import shard_loader
-    from rlsys.trainer.forward import forward
+    from rlsys.trainer.forward import context_shares, forward
 
     with _whole_model(side) as model:
         loader = shard_loader(model)
         for name, tensor in side.tensors():
             loader.feed(name, tensor)
-        outputs = forward(model, [_batch(row[None]) for row in tokens], lambda output, _: output.float().cpu())
+        shares = context_shares(model, [_batch(row[None]) for row in tokens])
+        outputs = forward(model, shares, lambda output, _: output.float().cpu())
     logits = torch.cat(outputs)
     return logits[:, None] if side.values else logits[:, : side.architecture.vocab]
 

@@ -27,7 +27,7 @@ from itertools import combinations, groupby
 from math import floor
 from typing import Any
 
-from rlsys.config.derived import megatron_groups, needs_server
+from rlsys.config.derived import megatron_groups, needs_server, scores_with_policy
 from rlsys.config.problems import Problem
 from rlsys.config.schema import Device, Mode, Packing, ParallelConfig, RunConfig, SyncMode
 from rlsys.errors import UserError
@@ -194,7 +194,9 @@ def _reach(config: RunConfig, ranks: Mapping[str, Sequence[int]], per_node: int)
     # The actor's first rank sends; with `ipc`, so does the first rank of every pipeline stage.
     actor, stages = ranks["actor"], config.actor.parallel.pp if mode is SyncMode.ipc else 1
     senders = actor[:: max(1, len(actor) // max(1, stages))]
-    concerned = {"actor": senders, "inference": ranks["inference"], "rollout": ranks["rollout"]}
+    concerned = {"actor": senders, "rollout": ranks["rollout"]}
+    if scores_with_policy(config.algorithm):
+        concerned["inference"] = ranks["inference"]
     home = actor[0] // per_node
     away = [name for name, held in concerned.items() if any(rank // per_node != home for rank in held)]
     if away:

@@ -31,7 +31,13 @@ from typing import Any, NamedTuple
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config import derived
 from rlsys.config.algorithm import AdvantageBaseline
-from rlsys.config.derived import has_critic, has_reference, megatron_groups, sums_over_vocabulary
+from rlsys.config.derived import (
+    has_critic,
+    has_reference,
+    megatron_groups,
+    scores_with_policy,
+    sums_over_vocabulary,
+)
 from rlsys.config.problems import algorithm_notes
 from rlsys.config.schema import (
     Device,
@@ -57,8 +63,8 @@ def make_plan(config: RunConfig) -> dict[str, Any]:
     model = read_architecture(config.model.path)
     trainer, algorithm = config.trainer, config.algorithm
     sizes = derived.mini_batch_sizes(trainer.prompts_per_step, trainer.mini_batches)
-    order = ("actor", "inference", "critic", "rollout")
-    groups = {name: _group(config, model, name, ranks[name]) for name in order if name in ranks}
+    names = sorted(megatron_groups(config), key=("actor", "inference", "critic").index)
+    groups = {name: _group(config, model, name, ranks[name]) for name in (*names, "rollout")}
     return {
         "name": config.name,
         "device": str(config.cluster.device),
@@ -297,14 +303,16 @@ def stage_memory(rank: StageRank) -> GroupMemory:
     """Estimate the memory of one rank of one pipeline stage."""
     # Always present. Float32 weights need no master copy; Adam's two moments take 8 bytes per parameter.
     master = 0 if rank.config.model.dtype is Dtype.float32 else 4
-    always = {"parameters": rank.parameters * rank.item}
+    # An inference group that only scores with a frozen reference does not hold the policy.
+    policy = rank.group != "inference" or scores_with_policy(rank.config.algorithm)
+    always = {"parameters": rank.parameters * rank.item if policy else 0.0}
     if rank.optimizer is not None:
         always |= {"gradients": rank.parameters * 4, "optimizer": rank.shard * (8 + master)}
     if holds_reference(rank.config, rank.group):
         average = master if rank.config.algorithm.ref_policy_ema_tau < 1 else 0
         always["reference"] = rank.parameters * (rank.item + average)
     passing, peak = _scoring(rank) if rank.optimizer is None else _training(rank)
-    later = {"step": _optimizer_step(rank), "weight_sync": _weight_sync(rank)}
+    later = {"step": _optimizer_step(rank), "weight_sync": _weight_sync(rank) if policy else 0.0}
     total = sum(always.values()) + max(peak, _left(rank) + max(later.values()))
     return GroupMemory({name: size for name, size in (always | passing | later).items() if size}, total)
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from rlsys.algorithms.advantages import RewardedEpisode, batch_advantages, group_estimates
 from rlsys.algorithms.corrections import correct
 from rlsys.algorithms.kl import KlController, estimate
-from rlsys.config.algorithm import AlgorithmConfig, KlEstimator, KlPlace
+from rlsys.config.algorithm import AlgorithmConfig, CorrectionConfig, CorrectionKind, KlEstimator, KlPlace
 from rlsys.config.derived import needs_whole_mini_batch
-from rlsys.data.trajectory import Group, MaskOf, Sample, Trajectory, trained_tokens
+from rlsys.data.trajectory import Floats, Group, MaskOf, Sample, Trajectory, trained_tokens
 
 T = TypeVar("T")
 
@@ -50,12 +50,7 @@ def finish(group: Group, config: AlgorithmConfig, kl: KlController, mask_of: Mas
             units=found.units if over_batch else None,
             kl_sum=None if divergence is None else float(divergence.sum()),
             kl_coef=kl.coef if in_reward else 0.0,
-            weights=correct(
-                _known(sample, sample.old_logprobs, "no log-probs of the policy: score it first"),
-                sample.trajectory.rollout_logprobs,
-                sample.trajectory.loss_mask,
-                config.correction,
-            )[0],
+            weights=_corrections(sample, config.correction),
         )
         for sample, found, divergence in zip(group.samples, group_estimates(episodes, config), divergences, strict=True)
     ]
@@ -97,6 +92,14 @@ def turns_of(trajectory: Trajectory, mask_of: MaskOf) -> NDArray[np.int32]:
     """
     before = np.maximum.accumulate(trajectory.turn_of_token).clip(min=0)
     return np.where(mask_of(trajectory), before, np.int32(-1)).astype(np.int32)
+
+
+def _corrections(sample: Sample, config: CorrectionConfig) -> Floats | None:
+    """Return the correction weight of each token [seq]; None without a correction."""
+    if config.kind is CorrectionKind.none:
+        return None
+    old = _known(sample, sample.old_logprobs, "no log-probs of the policy: score it first")
+    return correct(old, sample.trajectory.rollout_logprobs, sample.trajectory.loss_mask, config)[0]
 
 
 def _with_advantages(sample: Sample, advantages: NDArray[np.float64]) -> Sample:

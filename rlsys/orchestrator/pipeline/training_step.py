@@ -13,18 +13,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import floor, inf
 from typing import Protocol
 
 from rlsys.config.derived import has_critic, max_staleness, mini_batch_sizes, needs_whole_mini_batch
 from rlsys.config.schema import RunConfig
-from rlsys.data.trajectory import Group, Sample
+from rlsys.data.trajectory import Floats, Group, Sample
 from rlsys.observe import status
 from rlsys.orchestrator.pipeline.grouping import over_mini_batch
 from rlsys.orchestrator.pipeline.rollout_pipeline import Devices, RolloutPipeline, ScoreBatchSize
 from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
+
+MOST_SCORED_GROUPS = 32
+"""Most prompt groups that are scored at a time. Where scoring is the slowest stage, more groups wait after every score
+batch; without a bound the batches would double, and the actor would train the last one with nothing beside it."""
 
 
 class LearnerGroup(Protocol):
@@ -33,8 +37,11 @@ class LearnerGroup(Protocol):
     def fills_micro_batches(self, samples: Sequence[Sample]) -> bool:
         """Return True if a call with `samples` keeps every rank and pipeline stage busy."""
 
-    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
-        """Add the gradient of `samples`; `last` marks the final call before `apply`."""
+    async def accumulate(self, samples: Sequence[Sample], last: bool) -> Sequence[Floats] | None:
+        """Add the gradient of `samples`; `last` marks the final call before `apply`.
+
+        Returns the old log-probs [seq] of `samples` if training computes them, else None.
+        """
 
     async def apply(self) -> Mapping[str, float]:
         """Take one optimiser step; return the statistics of the samples accumulated for it."""
@@ -63,12 +70,13 @@ def score_batch_size(config: RunConfig) -> ScoreBatchSize:
     """Return the batch size of the score loop.
 
     The `sequential` schedule scores the whole step at once, when all rollouts have ended or been aborted. Other
-    schedules score the groups that are rewarded so far, at most as many as the largest mini-batch has.
+    schedules score the groups that are rewarded so far, at most `MOST_SCORED_GROUPS` and the largest mini-batch.
     """
     trainer = config.trainer
     if trainer.schedule.kind == "sequential":
         return ScoreBatchSize(inf, trainer.prompts_per_step)
-    return ScoreBatchSize(1, max(mini_batch_sizes(trainer.prompts_per_step, trainer.mini_batches)))
+    largest = max(mini_batch_sizes(trainer.prompts_per_step, trainer.mini_batches))
+    return ScoreBatchSize(1, min(largest, MOST_SCORED_GROUPS))
 
 
 def mini_batches(config: RunConfig) -> MiniBatches:
@@ -118,9 +126,9 @@ async def learn(
             samples = [sample for group in groups for sample in group.samples]
             last = len(groups) == missing
             async with asyncio.TaskGroup() as tasks:
-                for learner in learners.values():
-                    tasks.create_task(learner.accumulate(samples, last))
-            trained += groups
+                calls = [tasks.create_task(learner.accumulate(samples, last)) for learner in learners.values()]
+            computed = [found for call in calls if (found := call.result()) is not None]
+            trained += _with_old_logprobs(groups, computed[0], pipeline.scheduler.version) if computed else groups
             missing -= len(groups)
         while cut.scored_first and (unscored := total - len(trained) - len(held)):
             held += await pipeline.take(unscored, *learners)
@@ -133,6 +141,20 @@ async def learn(
     pipeline.close_step()
     status.show("waits for weight sync", *learners)
     return trained, updates
+
+
+def _with_old_logprobs(groups: Sequence[Group], logprobs: Sequence[Floats], version: int) -> list[Group]:
+    """Return `groups` with the old log-probs of all their samples, in order, which `version` computed."""
+    found = iter(logprobs)
+    return [
+        replace(
+            group,
+            samples=tuple(
+                replace(sample, old_logprobs=next(found), scored_version=version) for sample in group.samples
+            ),
+        )
+        for group in groups
+    ]
 
 
 async def _worth_a_call(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from rlsys.config.algorithm import AdvantageBaseline, AlgorithmConfig
+from rlsys.config.algorithm import AdvantageBaseline, AlgorithmConfig, OldLogprobs
 from rlsys.config.schema import ClusterConfig, EngineConfig, ParallelConfig, RolloutConfig, RunConfig
 from rlsys.data.trajectory import Sample
 from rlsys.observe.spans import Tracer
@@ -36,8 +36,9 @@ def test_critic_is_a_group_if_the_baseline_is_a_critic() -> None:
     assert without == {"rollout": [(3, 4), (5, 6)], "inference": [(2,)], "actor": [(0,), (1,)]}
     assert holdings(_run(PPO, critic="7,8")) == {**without, "critic": [(7,), (8,)]}
     assert holdings(_run(PPO)) == {**without, "critic": [(0,), (1,)]}
-    engines = replace(PPO, recompute_logprobs=False)
-    assert list(holdings(_run(engines))) == ["rollout", "actor", "critic"]
+    for source in (OldLogprobs.engine, OldLogprobs.actor):
+        assert list(holdings(_run(replace(PPO, old_logprobs=source, kl_coef=0)))) == ["rollout", "actor", "critic"]
+        assert holdings(_run(replace(PPO, old_logprobs=source))) == {**without, "critic": [(0,), (1,)]}
 
 
 LENGTHS = (9, 7, 5, 5, 3, 2, 2)

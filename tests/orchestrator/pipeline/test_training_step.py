@@ -7,17 +7,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from rlsys.config.algorithm import AdvantageBaseline, AlgorithmConfig
 from rlsys.config.schema import CriticConfig, RunConfig, TrainerConfig
-from rlsys.data.trajectory import Group, Sample
+from rlsys.data.trajectory import Floats, Group, Sample
 from rlsys.orchestrator.pipeline.rollout_pipeline import RolloutPipeline
-from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn, learning, mini_batches, score_batch_size
+from rlsys.orchestrator.pipeline.training_step import (
+    MOST_SCORED_GROUPS,
+    MiniBatches,
+    learn,
+    learning,
+    mini_batches,
+    score_batch_size,
+)
 from tests.support.trajectories import question, rewarded, trajectory
 
 Event = tuple[str, int]
@@ -48,9 +57,10 @@ class LoggingLearner:
     def fills_micro_batches(self, _: Sequence[Sample]) -> bool:
         return True
 
-    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:
+    async def accumulate(self, samples: Sequence[Sample], last: bool) -> Sequence[Floats] | None:
         self.seen += [sample.trajectory.question_uid for sample in samples]
         self._events.append(("accumulated the last" if last else "accumulated", len(samples)))
+        return None
 
     async def apply(self) -> Mapping[str, float]:
         self._events.append(("applied", len(self.seen)))
@@ -103,6 +113,24 @@ async def test_actor_and_critic_learn_at_the_same_time() -> None:
     await asyncio.wait_for(learn(pipeline, learners, learners["actor"], MiniBatches([1])), 60)
 
 
+def test_trained_groups_have_the_old_logprobs_that_training_returned() -> None:
+    class OwnLogprobs(LoggingLearner):
+        async def accumulate(self, samples: Sequence[Sample], last: bool) -> Sequence[Floats]:
+            await super().accumulate(samples, last)
+            return [np.full(3, len(self.seen) + number, np.float32) for number, _ in enumerate(samples)]
+
+    pairs = [(rewarded(trajectory(), 1.0), rewarded(trajectory(), 0.0)) for _ in range(2)]
+    pipeline: Any = OneAtATimePipeline([Group(question(n), pair) for n, pair in enumerate(pairs)], [])
+    pipeline.scheduler = SimpleNamespace(version=7)
+    learners = {"actor": OwnLogprobs([]), "critic": LoggingLearner([])}
+    trained, _ = asyncio.run(learn(pipeline, learners, learners["actor"], MiniBatches([2])))
+    found = [sample for group in trained for sample in group.samples]
+    assert [None if one.old_logprobs is None else one.old_logprobs.tolist() for one in found] == [
+        [number] * 3 for number in (2.0, 3.0, 4.0, 5.0)
+    ]
+    assert {one.scored_version for one in found} == {7}
+
+
 @hypothesis_settings(max_examples=50)
 @given(st.integers(1, 2000), st.data())
 def test_mini_batches_share_all_groups_and_the_larger_ones_are_spread_out(groups: int, data: Any) -> None:
@@ -114,7 +142,7 @@ def test_mini_batches_share_all_groups_and_the_larger_ones_are_spread_out(groups
     # The first n mini-batches together have n / count of the groups, rounded down.
     for number, taken in enumerate(accumulate(sizes), start=1):
         assert taken <= Fraction(number * groups, count) < taken + 1
-    assert score_batch_size(config).max_groups == max(sizes)
+    assert score_batch_size(config).max_groups == min(max(sizes), MOST_SCORED_GROUPS)
 
 
 def test_critic_learns_alone_during_its_warm_up() -> None:

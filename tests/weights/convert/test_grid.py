@@ -20,7 +20,7 @@ from rlsys.algorithms.losses import ValueLoss
 from rlsys.config.schema import Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.trainer.actor import Actor, Critic
 from rlsys.trainer.batches import MicroBatch
-from rlsys.trainer.forward import forward
+from rlsys.trainer.forward import context_shares, forward
 from rlsys.weights.convert.conversion import hf_to_megatron, megatron_to_hf
 from tests.support.hf_models import assert_same_logits, assert_same_tensors, logits_by_transformers, make_model
 from tests.support.megatron_processes import Group, on_ranks
@@ -106,7 +106,8 @@ def _load_compute_save(group: Group, folder: str, kind: Kind, cut: Cut) -> None:
         else Actor(place, config, parallel, adam, OBJECTIVE, **common)
     )
     learner.load(f"{folder}/converted")
-    found = forward(learner._model, [probe()], lambda output, _: output.float().numpy())
+    shares = context_shares(learner._model, [probe()])
+    found = forward(learner._model, shares, lambda output, _: output.float().numpy())
     if found and learner.coords.dp == 0:
         np.save(f"{folder}/columns-{group.rank}.npy", found[0])
     learner.begin_save(f"{folder}/saved")
