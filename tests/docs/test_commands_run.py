@@ -23,7 +23,7 @@ from tests.docs.pages import PAGES, commands
 from tests.support.paths import PROJECT
 from tests.support.runs import Finished
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = pytest.mark.slow
 
 NEEDS = {
     r"^make |^\. |mkdocs|^docker|^pip ": "is what runs this test, or sets its machine up",

@@ -44,7 +44,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rlsys(*words: object, cwd: Path = PROJECT) -> str:
     """Run an `rlsys` command, which must succeed. Returns its output."""
     command = [sys.executable, "-m", "rlsys.apps.cli.main", *map(str, words)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=550, check=False)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 

@@ -28,7 +28,7 @@ RUN = [
     "resume=auto",
 ]
 
-pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 
 def start(outputs: Path, log: Path) -> subprocess.Popen[bytes]:
@@ -74,7 +74,7 @@ def test_every_prompt_is_trained_or_dropped_once_if_the_run_is_killed(tmp_path: 
         kill_with_all_children(process)
     before = rows(folder / "prompts.jsonl")
     process = start(outputs, log)
-    assert process.wait(timeout=300) == 0, log.read_text()[-3000:]
+    assert process.wait() == 0, log.read_text()[-3000:]
     assert "resumes after step 2" in log.read_text()
     assert [one.name for one in outputs.iterdir()] == [folder.name]
 

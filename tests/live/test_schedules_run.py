@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.runs import Finished, train
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.engine
 
 
 @pytest.mark.slow

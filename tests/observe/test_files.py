@@ -69,7 +69,6 @@ def test_last_row_of_a_step_counts(tmp_path: Path) -> None:
     assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(1, 0.1), (2, 2.7)]
 
 
-@pytest.mark.timeout(120)
 def test_only_regular_files_of_limited_size_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "endless").symlink_to("/dev/zero")
@@ -278,7 +277,6 @@ GRID = [
 ]
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("name", "damage"), GRID)
 def test_damaged_file_is_one_problem_and_the_rest_is_read(folder: Path, name: str, damage: str) -> None:
     (folder / "status.json").write_text('{"step": 1}')

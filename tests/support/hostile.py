@@ -108,7 +108,6 @@ def answer_of_child(program: str, *arguments: str) -> Any:
         [sys.executable, "-c", CHILD + program, *arguments],
         capture_output=True,
         text=True,
-        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

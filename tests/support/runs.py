@@ -26,7 +26,6 @@ def train(outputs: Path, *settings: str) -> subprocess.CompletedProcess[str]:
         cwd=PROJECT,
         capture_output=True,
         text=True,
-        timeout=550,
         check=False,
     )
 
