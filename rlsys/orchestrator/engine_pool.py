@@ -122,6 +122,9 @@ class EnginePool:
         self._engines = EngineCalls(workers, self._router, self._on_engine_death)
         self._versions = VersionSwitch(self._engines, self._router, self._advance)
         self._reserving = asyncio.Lock()
+        """Held while engines are set aside, or kept together by `undivided`."""
+        self.capacity_grew: Callable[[], None] = lambda: None
+        """Called when engines that were set aside take rollouts again."""
         self._queues: dict[bool, deque[tuple[_Request, asyncio.Future[int]]]] = {False: deque(), True: deque()}
         """Queued requests by `_Request.aside`."""
         self._rolling: dict[str, _Request] = {}
@@ -203,7 +206,16 @@ class EnginePool:
             try:
                 yield ReservedEngines(self._slots * len(taken), self._versions.of_engine.get(taken[0]), self)
             finally:
-                await self._versions.put_back(taken)
+                try:
+                    await self._versions.put_back(taken)
+                finally:
+                    self.capacity_grew()
+
+    @asynccontextmanager
+    async def undivided(self) -> AsyncIterator[None]:
+        """Wait until no engine is set aside, and set none aside during the body."""
+        async with self._reserving:
+            yield
 
     async def metrics(self) -> dict[str, float]:
         """Return the pool's counts since the start, and the metrics of each living engine as `engine/N/NAME`."""
@@ -250,8 +262,15 @@ class EnginePool:
         await self._engines.call_all("wake")
 
     async def stop(self, timeout_s: float) -> None:
-        """Stop every living engine's worker."""
-        await self._engines.run_on_all(lambda engine: self._engines.try_call(engine, "stop", timeout_s=timeout_s))
+        """Ask every living engine to stop. One that dies or is late is only logged; its process is killed anyway."""
+
+        async def stop_one(engine: int) -> None:
+            try:
+                await self._engines.call(engine, "stop", timeout_s=timeout_s, ping=False)
+            except (RankDied, EngineDied, RankSilent) as problem:
+                _log.warning("rollout engine %d did not stop by itself: %s", engine, str(problem).partition("\n")[0])
+
+        await asyncio.gather(*map(stop_one, self.living))
 
     async def _run(self, request: _Request) -> Any:
         """Queue the request, run it and return the worker's result, retrying once; see the module's contract."""

@@ -175,7 +175,9 @@ class Run:
             await sync.send(step + 1)
         finally:
             sync.close()
-        self.log.reference_evaluation(await self.evaluator.ask_all(step))
+        found = await self.evaluator.ask_all(step)
+        if found is not None:
+            self.log.reference_evaluation(found)
 
     async def save(self, step: int) -> None:
         """Begin a checkpoint after `step`, with all worker groups and all prompt groups in flight.
@@ -293,6 +295,7 @@ async def open_run(config: RunConfig, run_dir: Path, origin: Origin | None = Non
         log.actor_peak = peak_flops(await groups.actor.device_names())
         saver = _saver(config, run_dir, log, groups.devices, origin)
         pipeline = _pipeline(config, log, groups, prompts, rewards, kl, origin)
+        groups.engines.capacity_grew = pipeline.wake
         run = Run(
             config=config,
             log=log,

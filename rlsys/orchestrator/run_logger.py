@@ -250,18 +250,19 @@ class RunLogger:
         """Return the contents of `summary.json`, except for the checkpoint."""
         rows = read_metrics(self.run_dir / METRICS)
         evaluations = [self._evaluations[step] for step in sorted(self._evaluations)]
-        first, last = evaluations[0], evaluations[-1]
+        # Both evaluations may have been cancelled.
+        first, last = (evaluations[0], evaluations[-1]) if evaluations else ({}, {})
         recomputed = self.config.algorithm.old_logprobs is not OldLogprobs.engine
         ratios = [row[_FIRST_RATIO] for row in rows if row.get(_FIRST_RATIO) is not None]
         return {
-            "em_before": first["em"],
-            "em_after": last["em"],
-            "em_before_by_hop": first["em_by_hop"],
-            "em_after_by_hop": last["em_by_hop"],
+            "em_before": first.get("em"),
+            "em_after": last.get("em"),
+            "em_before_by_hop": first.get("em_by_hop"),
+            "em_after_by_hop": last.get("em_by_hop"),
             **({"em_reference": self._reference.em} if self._reference else {}),
-            "searches_before": first["searches"],
-            "searches_after": last["searches"],
-            "questions": last["questions"],
+            "searches_before": first.get("searches"),
+            "searches_after": last.get("searches"),
+            "questions": last.get("questions"),
             "weight_syncs": weight_syncs,
             "overlap_s": sum(row["time/overlap"] for row in rows),
             "logprob_max_diff": max(row["logprob/max_diff"] for row in rows) if recomputed else None,

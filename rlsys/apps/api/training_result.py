@@ -200,7 +200,8 @@ class TrainingResult:
 
     def __str__(self) -> str:
         before, after = self.summary["em_before"], self.summary["em_after"]
-        return f"EM {before:.3f} before, {after:.3f} after {self.summary['steps']} steps; checkpoint {self.checkpoint}"
+        em = ["unknown" if value is None else f"{value:.3f}" for value in (before, after)]
+        return f"EM {em[0]} before, {em[1]} after {self.summary['steps']} steps; checkpoint {self.checkpoint}"
 
 
 def _rlsys(*words: str) -> None:

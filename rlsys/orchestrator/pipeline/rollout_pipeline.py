@@ -79,7 +79,9 @@ class GroupGenerator(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Number of groups that can be generated at a time. It shrinks when engines die; at 0, `run_group` raises."""
+        """Number of groups that can be generated at a time. It shrinks when engines die; at 0, `run_group` raises.
+
+        When it grows, `RolloutPipeline.wake` must be called."""
 
     @property
     def waits_for(self) -> str:
@@ -292,6 +294,10 @@ class RolloutPipeline:
         """Record that every rolling engine has `version`, and admit groups for it. Idempotent."""
         if version > self.scheduler.published:
             self.scheduler.publish(version)
+        self._changed.set()
+
+    def wake(self) -> None:
+        """Admit groups for which the generator has room again; call it when the generator's `capacity` grows."""
         self._changed.set()
 
     def show_rollouts(self) -> None:

@@ -242,3 +242,23 @@ async def test_progress_on_a_dead_or_silent_engine_is_that_of_the_call() -> None
     for one in asked:
         one.cancel()
     await asyncio.wait(asked)
+
+
+@virtually
+async def test_engines_that_stop_late_or_have_died_do_not_fail_the_end_of_a_run() -> None:
+    engines = Engines(3, lambda method, _: NEVER if method == "stop" else 0.0)
+    group, _ = make(engines)
+    engines.die(2)
+    await group.stop(30.0)
+    assert now() == 30.0
+    assert all(("stop", ()) in worker.log for worker in engines.ranks)
+
+
+@virtually
+async def test_capacity_that_returns_is_announced() -> None:
+    group, _ = make(Engines(2))
+    seen: list[int] = []
+    group.capacity_grew = lambda: seen.append(group.capacity)
+    async with group.reserve(1):
+        divided = group.capacity
+    assert seen == [2 * divided]

@@ -101,3 +101,30 @@ def test_death_of_the_last_engine_ends_the_run_while_nothing_rolls() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         run_virtually(pipeline.run())
     assert isinstance(root_cause(caught.value), NoEngineLeft)
+
+
+def test_room_that_returns_is_used_at_once() -> None:
+    """The first group never ends, so that no other event wakes the pipeline."""
+
+    class SlowWorkers(InstantWorkers):
+        capacity = 1
+        begun = 0
+
+        async def run_group(self, asked: Question, *_: Any) -> list[Trajectory]:  # noqa: ARG002
+            self.begun += 1
+            return await asyncio.Event().wait()  # type: ignore[return-value]
+
+    workers = SlowWorkers()
+    pipeline = workers.pipeline(StalenessScheduler(groups_per_step=2, max_staleness=0))
+
+    async def grow() -> tuple[int, int]:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(pipeline.run())
+            await asyncio.sleep(1)
+            before, workers.capacity = workers.begun, 2
+            pipeline.wake()
+            await asyncio.sleep(1)
+            pipeline.stop()
+        return before, workers.begun
+
+    assert run_virtually(grow()) == (1, 2)
