@@ -125,14 +125,15 @@ class Run:
     async def train_step(self, step: int) -> tuple[list[Group], list[Mapping[str, float]]]:
         """Train on the next prompt groups; return them and the statistics of each optimiser step.
 
-        Raises RunError if the search server does not answer.
+        Raises an exception group with a RunError if the search server does not answer.
         """
-        await self.search.require()
         self.groups.count_to(step)
         learners = {name: self.groups.trained[name] for name in learning(self.config, step)}
         status.show("waits for the critic to warm up", *(self.groups.trained.keys() - learners.keys()))
         self.log.begin_step()
-        groups, updates = await learn(self.pipeline, learners, self.groups.devices, mini_batches(self.config))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.search.require())  # Beside the training, which it ends if it fails.
+            groups, updates = await learn(self.pipeline, learners, self.groups.devices, mini_batches(self.config))
         await self.groups.devices.onload("actor")  # The critic may have learned last and may still be on the devices.
         await self.groups.actor.end_step(step)
         kl = mean_kl(groups)

@@ -558,9 +558,17 @@ class Liveness:
         """Return the id of the first process that is gone."""
         while True:
             for process in self._processes:
-                if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                if _is_gone(process):
                     return process.pid
             await asyncio.sleep(POLL_S)
+
+
+def _is_gone(process: psutil.Process) -> bool:
+    """True if the process has ended, also as a zombie. It may vanish between two questions about it."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def sha256_prefix(tensor: Tensor) -> str:

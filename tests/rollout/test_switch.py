@@ -200,6 +200,21 @@ async def test_death_during_a_switch_ends_every_call_with_the_process_id(engine:
     sglang.wait()
 
 
+async def test_process_that_vanishes_while_it_is_looked_at_counts_as_dead() -> None:
+    class Vanishing:
+        pid = 7
+
+        def is_running(self) -> bool:
+            return True
+
+        def status(self) -> str:
+            raise psutil.NoSuchProcess(self.pid)
+
+    liveness = Liveness("The engine", [Vanishing()])  # type: ignore[list-item]
+    with pytest.raises(EngineDied, match=r"process 7\b"):
+        await asyncio.wait_for(liveness.guard(asyncio.Event().wait()), timeout=60)
+
+
 async def test_engine_survives_a_helper_process_that_exits(
     engine: Engine, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
