@@ -17,11 +17,10 @@ gradient.
 
 Example, w = 0.5: k1 and k4 give 0.69, k2 0.24, k3 and k3++ 0.19, k5 -0.35, abs 0.69 nats.
 
-Clamps: the estimators that grow like w (k3, k3++, k5) clamp the log-ratio to +-20 and the value to +-10, as Search-R1
-does for k3. A single token of vanishing probability then cannot dominate a batch. A clamped value has zero gradient,
-and "unbiased" holds only for unclamped values. k3 reaches the clamp at w = 13.6 or log w = -11, k5 at w = 5.7. The
-other estimators grow at most like the square of the log-ratio and are not clamped: a clamp would remove the gradient of
-the tokens that diverge most.
+Clamps, as in EMA-PG: k3, k3++ and k5, which grow like w, clamp log w to +-20. k3, and the k3 in k3++, is also at most
+10 nats, as in Search-R1, which it reaches at w = 13.6 and at log w = -11. Beyond that, k3 has no gradient, and k3++ has
+only that of r. "Unbiased" holds below the clamps. The value of k5 has no clamp: with one of 10 nats, tokens above
+w = 5.7 would lose their gradient, and these are the tokens that diverge most.
 
 Distributions are compared in one of two directions: reverse, KL(policy || reference), or forward, KL(reference ||
 policy). Log-probs are finite and computed at the sampling temperature; log-probs of the reference carry no gradient.
@@ -50,7 +49,7 @@ from rlsys.config.algorithm import AlgorithmConfig, KlControl, KlEstimator, KlTa
 LOG_RATIO_LIMIT = 20.0
 """Bound of |log-ratio|. exp(20) is 5e8: far above any healthy ratio, far below the float32 maximum."""
 VALUE_LIMIT = 10.0
-"""Bound of the absolute value of the estimators that grow like the ratio, in nats."""
+"""Bound of k3, in nats."""
 LARGEST_ERROR = 0.2
 """Bound of |KL / target - 1|, the relative error that `kl_control=adaptive` corrects."""
 
@@ -78,12 +77,10 @@ def estimate(estimator: KlEstimator, logprobs: Tensor, other_logprobs: Tensor) -
         return log_r.exp() * -log_w.detach()
     bounded = log_w.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if estimator is K5:
-        return (bounded.exp().detach() * bounded + log_r).clamp(-VALUE_LIMIT, VALUE_LIMIT)
-    k3 = bounded.expm1() - bounded
-    if estimator is K3:
-        return k3.clamp(-VALUE_LIMIT, VALUE_LIMIT)
-    if estimator is K3PP:
-        return (log_r.exp() * k3).clamp(-VALUE_LIMIT, VALUE_LIMIT)
+        return bounded.exp().detach() * bounded + log_r
+    if estimator in (K3, K3PP):
+        k3 = (bounded.expm1() - bounded).clamp(max=VALUE_LIMIT)
+        return k3 if estimator is K3 else log_r.exp() * k3
     raise ValueError(f"kl_estimator {estimator} needs whole distributions, not the sampled token's log-probs.")
 
 

@@ -63,9 +63,9 @@ def test_estimator_bias_matches_the_table_by_enumeration(name: str) -> None:
     assert error < 1e-13 if unbiased_gradient else error > FAR
 
 
-@pytest.mark.parametrize(("name", "last"), [("k3", 13.60), ("k3++", 13.60), ("k5", 5.728)])
-def test_estimate_is_clamped_at_ten(name: str, last: float) -> None:
-    ratios = torch.tensor([0.99 * last, 1.01 * last], dtype=torch.float64)
+@pytest.mark.parametrize(("name", "beyond"), [("k3", 0.0), ("k3++", 10.0)])
+def test_k3_is_clamped_at_ten_nats(name: str, beyond: float) -> None:
+    ratios = torch.tensor([13.46, 13.74], dtype=torch.float64)
     logprobs = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     values = estimate(KlEstimator(name), logprobs, ratios.log())
     values.sum().backward()
@@ -73,7 +73,27 @@ def test_estimate_is_clamped_at_ten(name: str, last: float) -> None:
     assert float(values[1].detach()) == 10
     assert logprobs.grad is not None
     assert logprobs.grad[0] != 0
-    assert logprobs.grad[1] == 0
+    assert logprobs.grad[1] == beyond
+
+
+@pytest.mark.parametrize("spread", [0.5, 1.0, 2.0, 3.0])
+def test_k5_has_the_gradient_of_the_forward_kl_however_far_the_reference(spread: float) -> None:
+    """The gradient of KL(r || p) with respect to the logits of p is p - r."""
+    noise = torch.randn(2, 60, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    logits, far = noise[0].requires_grad_(), noise[0].detach() + spread * noise[1]
+    p, r = logits.detach().softmax(0), far.softmax(0)
+    assert 5.73 < float((r / p).max()) < math.exp(20) or spread < 1
+    gradient = expected_gradient(KlEstimator("k5"), logits, far.log_softmax(0))
+    assert torch.allclose(gradient, p - r, rtol=0, atol=1e-13)
+
+
+def test_derivative_of_k5_is_one_minus_the_ratio_up_to_the_clamp_of_its_logarithm() -> None:
+    log_w = torch.tensor([-19.9, -1.0, 0.0, 1.7, 1.8, 5.0, 19.9, 20.1, 500.0], dtype=torch.float64)
+    logprobs = torch.zeros(9, dtype=torch.float64, requires_grad=True)
+    estimate(KlEstimator("k5"), logprobs, log_w).sum().backward()
+    assert logprobs.grad is not None
+    expected = [1 - math.exp(value) for value in log_w[:7].tolist()] + [1.0, 1.0]
+    assert logprobs.grad.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
 def test_importance_weights_are_bounded_constants() -> None:
