@@ -277,6 +277,8 @@ class TaskConfig:
         "</answer>. Let me try again.\n"
     )
     """Observation after a turn that neither searches, calls a tool nor answers."""
+    allow_empty_query: bool = False
+    """Search for an empty query, as Search-R1 does; false makes its turn invalid."""
     max_turns: Annotated[Whole, Unit("turns")] = 4
     """Maximum number of turns that may search or call a tool. One more turn follows, in which only an answer counts; 0
     allows no search at all."""

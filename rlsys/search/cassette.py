@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlsys.errors import RunError, UserError
-from rlsys.search.retrieval import BLANK, Failure, Passage, SearchResult, differences, listed, served
+from rlsys.search.retrieval import Failure, Passage, SearchResult, differences, listed, served
 from rlsys.search.wire import as_sent
 
 if TYPE_CHECKING:
@@ -289,8 +289,7 @@ class CassetteTool(AbstractAsyncContextManager["CassetteTool"]):
         Raises UserError if the server differs from the recorded one, and RunError if the call cannot be written. These
         errors are raised rather than returned as an observation, because the policy did not cause them.
         """
-        if not (query := as_sent(query)):
-            return BLANK
+        query = as_sent(query)
         asked = self._asked[query]
         self._asked[query] += 1
         played = None if self._mode == "record" else self._cassette.answers.get(query)

@@ -36,7 +36,7 @@ from typing import Any
 from rlsys.errors import RunError, UserError
 from rlsys.search.address import is_url
 from rlsys.search.dynamic_batching import Batcher, BatcherClosed, QueueFull
-from rlsys.search.retrieval import BLANK, Failure, Passage, SearchResult, differences, listed, served
+from rlsys.search.retrieval import Failure, Passage, SearchResult, differences, listed, served
 from rlsys.search.wire import (
     Fault,
     HttpWire,
@@ -333,15 +333,13 @@ class SearchClient(AbstractAsyncContextManager["SearchClient"]):
         self._batcher = Batcher(self._search_many, max_coalesced, coalesce_ms / 1000, **limits)
 
     async def search(self, query: str) -> SearchResult:
-        """Search for one query. A blank query returns an error without a request."""
-        result = BLANK
-        if query := as_sent(query):
-            try:
-                result = await self._batcher.submit([query])[0]
-            except BatcherClosed:
-                result = SearchResult(error="the search client is closed", failure=Failure.closed)
-            except QueueFull:
-                result = SearchResult(error=f"{_MAX_PENDING} searches are already waiting", failure=Failure.unavailable)
+        """Search for one query, which may be empty."""
+        try:
+            result = await self._batcher.submit([as_sent(query)])[0]
+        except BatcherClosed:
+            result = SearchResult(error="the search client is closed", failure=Failure.closed)
+        except QueueFull:
+            result = SearchResult(error=f"{_MAX_PENDING} searches are already waiting", failure=Failure.unavailable)
         self.counts.searches += 1
         if result.failure is not None:
             self.counts.failures[result.failure] += 1

@@ -52,7 +52,6 @@ class PageSource(Protocol):
 class Failure(StrEnum):
     """Reason for a search without a result."""
 
-    blank = "blank"  # the query is empty; it was not sent
     rejected = "rejected"  # the server rejects the query, e.g. as too long; a retry cannot help
     denied = "denied"  # the bearer token is missing or wrong
     unavailable = "unavailable"  # no server answered, after all retries
@@ -79,10 +78,6 @@ class SearchResult:
     error: str = ""  # one sentence; empty on success
     failure: Failure | None = None
     """Kind of error. None on success, and for a replayed error without a recorded kind."""
-
-
-BLANK = SearchResult(error="the query is empty", failure=Failure.blank)
-"""Result of an empty or white-space query, which is never sent."""
 
 
 def served(health: Mapping[str, Any]) -> dict[str, Any]:

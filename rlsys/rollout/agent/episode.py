@@ -139,7 +139,7 @@ class TurnRules:
 
         answer             ends the episode;
         search, tool call  gets an observation;
-        anything else      gets the task's invalid message, as does an empty query or tool input.
+        anything else      gets the task's invalid message, as does an empty tool input and, by default, query.
 
     After `max_turns` turns, one last generation follows, in which only an answer counts.
 
@@ -153,6 +153,7 @@ class TurnRules:
         """Tag -> name of the tool, empty for the search."""
         self._element = re.compile(rf"<({'|'.join(map(re.escape, (*self._acts, tags.answer)))})>(.*?)</\1>", re.DOTALL)
         self._answer_tag = tags.answer
+        self._allow_empty_query = task.allow_empty_query
         self._max_turns = task.max_turns
 
     def cut(self, text: str) -> str:
@@ -172,9 +173,9 @@ class TurnRules:
         tag, content = element.group(1), element.group(2).strip()
         if tag == self._answer_tag:
             return Parsed(kept, Action.ANSWER, content)
-        if not content:
-            return Parsed(kept, Action.INVALID, "")
         tool = self._acts[tag]
+        if not content and (tool or not self._allow_empty_query):
+            return Parsed(kept, Action.INVALID, "")
         return Parsed(kept, Action.TOOL if tool else Action.SEARCH, content, tool)
 
     def step(self, turns: int, text: str) -> tuple[Parsed, Finish | None]:

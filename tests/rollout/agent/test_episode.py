@@ -25,6 +25,16 @@ def run(script: Script, config: TaskConfig) -> Trajectory:
     return asyncio.run(run_episode(QUESTION, 3, tools_of(script, config), DRAWN))
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+def test_empty_query_is_searched_only_if_allowed(allowed: bool) -> None:
+    script = Script(["<search> </search>", "<answer>a</answer>"], found=result_of())
+    config = task(allow_empty_query=allowed)
+    heard = "\n\n<information>No results found.</information>\n\n" if allowed else config.invalid_message
+    trajectory = run(script, config)
+    assert (script.queries, trajectory.searches) == (([""], 1) if allowed else ([], 0))
+    assert trajectory.turns[0].observation == heard
+
+
 @pytest.mark.parametrize("mode", TokenMode)
 def test_episode_calls_several_tools_and_the_search(mode: TokenMode) -> None:
     said = [

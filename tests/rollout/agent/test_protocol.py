@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -14,14 +15,19 @@ from rlsys.rollout.agent.episode import TurnRules
 TASK = TaskConfig(train_path="", eval_path="", max_turns=2)
 TOOLS = {"say": "echo", "do": "scripted"}
 PLAIN, WITH_TOOLS, TOOLS_ALONE = TurnRules(TASK), TurnRules(TASK, TOOLS), TurnRules(TASK, TOOLS, searches=False)
+EMPTY_TOO = TurnRules(replace(TASK, allow_empty_query=True), TOOLS)
+"""Rules under which an empty query is a search; an empty input of a tool stays invalid."""
 
 WORDS = ["search", "answer", "information", *TOOLS]
 PIECES = [f"<{word}>" for word in WORDS] + [f"</{word}>" for word in WORDS] + ["x", " \n"]
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=9).map("".join)
 
 
-def by_hand(text: str, acts: Iterable[str]) -> tuple[str, str, str]:
-    """Return the kept text, the word of the tag and its content, found independently of the parser by string search."""
+def by_hand(text: str, acts: Iterable[str], may_be_empty: Iterable[str]) -> tuple[str, str, str]:
+    """Return the kept text, the word of the tag and its content, found independently of the parser by string search.
+
+    An empty element counts only if its word is in `may_be_empty`.
+    """
     acts = tuple(acts)
     ends = [text.index(f"</{word}>") + len(f"</{word}>") for word in acts if f"</{word}>" in text]
     if not ends and "</answer>" in text:
@@ -33,21 +39,24 @@ def by_hand(text: str, acts: Iterable[str]) -> tuple[str, str, str]:
             end = text.find(f"</{word}>", start + len(head))
             if text.startswith(head, start) and end >= 0:
                 content = text[start + len(head) : end].strip()
-                return (text, word, content) if content or word == "answer" else (text, "invalid", "")
+                return (text, word, content) if content or word in may_be_empty else (text, "invalid", "")
     return text, "invalid", ""
 
 
 @settings(max_examples=50)
-@given(TEXTS, st.sampled_from([PLAIN, WITH_TOOLS, TOOLS_ALONE]), st.integers(0, 3))
+@given(TEXTS, st.sampled_from([PLAIN, WITH_TOOLS, TOOLS_ALONE, EMPTY_TOO]), st.integers(0, 3))
 @example("<think>t</think><search> q </search> more", PLAIN, 0)
 @example("<answer>a</answer><search>q</search>", PLAIN, 2)
 @example("<search> \n </search>", PLAIN, 1)
+@example("<search> \n </search><answer>a</answer>", EMPTY_TOO, 1)
+@example("<do></do>", EMPTY_TOO, 0)
 @example("x</do><search>a</search>", WITH_TOOLS, 2)
 @example("<do>a<say>b</say></do>", WITH_TOOLS, 0)
 @example("<search>a</search> <do>b</do> c", TOOLS_ALONE, 0)
 def test_step_agrees_with_the_second_parser(text: str, rules: TurnRules, number: int) -> None:
     tools = {} if rules is PLAIN else TOOLS
-    kept, word, content = by_hand(text, tools if rules is TOOLS_ALONE else ["search", *tools])
+    may_be_empty = ["answer", *(["search"] if rules is EMPTY_TOO else [])]
+    kept, word, content = by_hand(text, tools if rules is TOOLS_ALONE else ["search", *tools], may_be_empty)
     turn, finish = rules.step(number, text)
     action = Action.TOOL if word in tools else Action(word)
     assert (turn.text, turn.action, turn.tool, turn.content) == (kept, action, tools.get(word, ""), content)
