@@ -446,7 +446,7 @@ class EvalConfig:
 
 @dataclass
 class CompatConfig:
-    """Behaviour of Search-R1's code beyond its settings, to reproduce its published numbers. See docs/algorithms.md."""
+    """Behaviour of Search-R1's code beyond its settings, to reproduce its published numbers. See docs/published.md."""
 
     answer_over_prompt: bool = False
     """Take the last answer in prompt and response together; a single match is ignored. Search-R1's prompt has two

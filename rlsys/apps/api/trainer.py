@@ -20,7 +20,7 @@ from rlsys.errors import UserError
 from rlsys.orchestrator.validate import validate
 
 EXPERIMENT = "searchr1_qwen2.5_3b_1node"
-"""Default experiment: Search-R1's published 3B run on one node."""
+"""Default experiment: the 3B run on one node."""
 
 
 class SearchR1Trainer:

@@ -54,7 +54,7 @@ _PROMPT = "File with your own prompt, which contains {question}; by default Sear
 _TOOL = "Tool besides the search, as package.module.Class; may be repeated."
 _DEVICES = "cpu, or number of GPUs; by default all GPUs of this machine; with -c, the config's placement."
 _BATCH = "Questions per step; by default the config's, or all questions if they are fewer."
-_CONFIG = "Config with all other settings; by default Search-R1's published 3B run on one node."
+_CONFIG = "Config with all other settings; by default the 3B run on one node of 8 GPUs."
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,15 +63,15 @@ def test_arguments_equal_the_settings_of_the_command_line(asked: list[RunConfig]
     assert [load_config(words[3], words[4:])] == asked
 
 
-def test_the_defaults_are_the_published_run(asked: list[RunConfig], tmp_path: Path) -> None:
+def test_the_defaults_are_the_one_node_run(asked: list[RunConfig], tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE | {"max_position_embeddings": 32768}))
     rows = [{"question": f"what is {n}", "answers": [str(n)]} for n in range(600)]
     SearchR1Trainer(tmp_path / "model", SERVER, devices=8, output_dir=tmp_path).train(rows)
-    published = load_config("searchr1_qwen2.5_3b_1node", [f"model.path={tmp_path / 'model'}", f"output_dir={tmp_path}"])
+    expected = load_config("searchr1_qwen2.5_3b_1node", [f"model.path={tmp_path / 'model'}", f"output_dir={tmp_path}"])
     task = asked[0].task
-    published.task.train_path, published.task.eval_path = task.train_path, task.eval_path
-    assert asked == [published]
+    expected.task.train_path, expected.task.eval_path = task.train_path, task.eval_path
+    assert asked == [expected]
 
 
 def test_a_small_data_set_makes_smaller_steps_and_held_out_questions_are_not_trained(
