@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import Finished, train
+from tests.support.runs import Finished, rlsys, small
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 
 def checkpoints(run: Finished, step: int) -> set[str]:
@@ -18,7 +18,6 @@ def checkpoints(run: Finished, step: int) -> set[str]:
     return {path.name for path in folder.iterdir()} - {"data", "manifest.json"}
 
 
-@pytest.mark.slow
 def test_ppo_trains_only_the_critic_during_warmup(tmp_path: Path) -> None:
     run = Finished(tmp_path, "algorithm=ppo", "trainer.steps=3", "critic.warmup_steps=1")
     first, *others = run.rows
@@ -37,7 +36,6 @@ def test_ppo_trains_only_the_critic_during_warmup(tmp_path: Path) -> None:
     assert checkpoints(run, 3) == {"actor", "critic"}
 
 
-@pytest.mark.slow
 def test_ema_pg_reference_follows_the_policy_and_is_evaluated(tmp_path: Path) -> None:
     run = Finished(
         tmp_path,
@@ -56,7 +54,6 @@ def test_ema_pg_reference_follows_the_policy_and_is_evaluated(tmp_path: Path) ->
     assert checkpoints(run, 2) == {"actor", "reference"}
 
 
-@pytest.mark.slow
 def test_full_vocabulary_kl_with_reference_reset_and_search_r1_compat_trains(tmp_path: Path) -> None:
     run = Finished(
         tmp_path,
@@ -73,7 +70,6 @@ def test_full_vocabulary_kl_with_reference_reset_and_search_r1_compat_trains(tmp
     assert checkpoints(run, 2) == {"actor", "actor_reference", "reference"}
 
 
-@pytest.mark.slow
 def test_turn_rewards_with_adaptive_kl_lower_the_kl_coefficient(tmp_path: Path) -> None:
     run = Finished(
         tmp_path,
@@ -90,16 +86,15 @@ def test_turn_rewards_with_adaptive_kl_lower_the_kl_coefficient(tmp_path: Path) 
     assert run.rows[-1]["critic/kl_coef"] < 0.001, "the coefficient must fall while the KL is far below its target"
 
 
-@pytest.mark.slow
 def test_ppo_trains_with_all_groups_on_one_slot(tmp_path: Path) -> None:
     run = Finished(tmp_path, "algorithm=ppo", "cluster=one_slot", "trainer.schedule.kind=sequential", "trainer.steps=2")
     assert run.summary["overlap_s"] == 0
     assert run.rows[-1]["critic/values/max"] > 0
 
 
-@pytest.mark.slow
 def test_guard_alarm_stops_the_run_with_a_checkpoint_and_a_message(tmp_path: Path) -> None:
-    done = train(tmp_path, "guards.action=stop", "guards.entropy_floor=100", "guards.patience=1", "trainer.steps=3")
+    stop = ["guards.action=stop", "guards.entropy_floor=100", "guards.patience=1"]
+    done = rlsys(*small(tmp_path, *stop, "trainer.steps=3"))
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert "actor/entropy is" in last

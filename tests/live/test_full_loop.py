@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.paths import PROJECT
+from tests.support.runs import LIMIT_S
 
 POLICY = PROJECT / "examples/searchr1/tiny/policy"
 STEPS = 4
@@ -32,7 +33,7 @@ SETTINGS = [
 MARK = "RLSYS_TEST_OF_THE_DEMO"
 """Environment variable that marks all processes of the run."""
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.engine
 
 
 class FinishedRun:
@@ -57,7 +58,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
         env=os.environ | {MARK: str(outputs)},
         capture_output=True,
         text=True,
-        timeout=850,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -84,7 +84,6 @@ KILLS = [pytest.param(MID_STEP, 2, id=MID_STEP)]
 KILLS += [pytest.param(moment, 1, id=moment, marks=pytest.mark.slow) for moment in MOMENTS if moment != MID_STEP]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("moment", "count"), KILLS)
 def test_killed_and_resumed_run_equals_the_uninterrupted_one(
     moment: str, count: int, model: Path, uninterrupted: RunResults, tmp_path: Path

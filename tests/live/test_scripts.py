@@ -21,6 +21,7 @@ from rich.console import Console
 from examples.searchr1.tiny.demo import WORLD, prepare_world
 from rlsys.config.compose import load_config
 from tests.support.paths import PROJECT
+from tests.support.runs import LIMIT_S
 from tests.support.scripts import served
 
 EXAMPLE = PROJECT / "examples" / "searchr1"
@@ -49,7 +50,7 @@ def _is_shell(file: Path) -> bool:
 
 
 def run(
-    script: str, *arguments: str | Path, cwd: Path, shell: str = "bash", timeout: float = 100, **settings: str
+    script: str, *arguments: str | Path, cwd: Path, shell: str = "bash", **settings: str
 ) -> subprocess.CompletedProcess[str]:
     dropped = ("PYTHONPATH", "DATA_DIR", "BASE_MODEL", "EXPERIMENT_NAME")
     kept = {name: value for name, value in os.environ.items() if name not in dropped}
@@ -59,7 +60,7 @@ def run(
         env=kept | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "COLUMNS": "200"} | settings,
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=LIMIT_S,
         check=False,
     )
 
@@ -319,7 +320,6 @@ def test_rlinfs_walk_through_runs_to_the_end(world: Path, server: str) -> None:
     trained = run(
         *("run_main_searchr1_single.sh", config.name, search, "runner.output_dir=my results", *CPU, *SMALL),
         cwd=world,
-        timeout=500,
     )
     assert trained.returncode == 0, trained.stdout[-3000:] + trained.stderr[-3000:]
     (folder,) = (world / "my results").glob("searchr1-grpo-qwen2.5-3b-ins*")
@@ -351,7 +351,6 @@ def test_rlinfs_walk_through_runs_to_the_end(world: Path, server: str) -> None:
         ),
         *("rollout.model.precision=fp32",),
         cwd=world,
-        timeout=300,
     )
     assert evaluated.returncode == 0, evaluated.stdout[-3000:] + evaluated.stderr[-3000:]
     results = json.loads((world / "my eval" / "results.json").read_text())

@@ -18,7 +18,7 @@ from tests.support import tiny
 from tests.support.paths import PROJECT
 from tests.support.runs import Finished
 
-pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 PROMPT = "Question: What is six by seven?\n"
 SEARCH = (f"<search> {tiny.QUERY} </search>", tiny.OBSERVATION)

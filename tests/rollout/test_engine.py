@@ -15,7 +15,7 @@ from rlsys.rollout.agent.tokens import EpisodeProgress, PartialEpisode
 from tests.rollout.bench import QUESTION, STOP, Bench, endless, greedy, greedy_by_transformers, logprobs_of
 from tests.support import tiny
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package")]
 
 
 async def test_greedy_tokens_and_log_probs_are_those_of_transformers(bench: Bench) -> None:

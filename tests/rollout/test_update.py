@@ -16,7 +16,7 @@ from tests.rollout.bench import QUESTION, STOP, Bench, digest_of, endless, greed
 from tests.support import tiny
 from tests.support.transport_ends import receiver_of, sender_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package"), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package")]
 
 
 async def test_tokens_follow_the_new_weights_after_an_update(bench: Bench) -> None:

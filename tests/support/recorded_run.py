@@ -65,7 +65,7 @@ from tests.trainer import reference
 
 STEPS, GROUPS, SAMPLES = 4, 4, 3
 SEED = 5
-LIMIT_S = 400.0
+LIMIT_S = 1500.0
 NAME = "recorded"
 MOMENTS = (
     "episode",
