@@ -12,9 +12,13 @@ from tests.support.runs import Finished, small, succeed
 pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 
-def test_async_run_trains_stale_tokens_within_its_bound(tmp_path: Path) -> None:
+def test_async_run_with_turn_rewards_trains_stale_tokens_within_its_bound(tmp_path: Path) -> None:
     run = Finished(
         tmp_path,
+        "reward.terms={correct_answer: 10.0, search_penalty: -0.1, invalid_format: -5.0}",
+        "algorithm.credit=turn",
+        "algorithm.kl_in=reward",
+        "algorithm.kl_control=adaptive",
         "trainer.steps=4",
         "trainer.schedule.kind=async",
         "trainer.schedule.on_update=continue",
@@ -37,6 +41,10 @@ def test_async_run_trains_stale_tokens_within_its_bound(tmp_path: Path) -> None:
     assert dropped["pipeline/dropped_lost"] == 0
     assert run.rows[-1]["engine/0/search_recorded"] > 0
     assert len((tmp_path / "searches.jsonl").read_text().splitlines()) > 1
+    for row in run.rows:
+        assert {"reward/term/correct_answer", "reward/term/search_penalty", "critic/kl"} <= row.keys()
+    assert run.rows[0]["critic/kl_coef"] == 0.001
+    assert run.rows[-1]["critic/kl_coef"] < 0.001, "the coefficient must fall while the KL is far below its target"
 
 
 def test_colocated_groups_work_only_while_they_hold_the_devices(tmp_path: Path) -> None:
