@@ -23,12 +23,7 @@ from tests.support.runs import LIMIT_S
 
 POLICY = PROJECT / "examples/searchr1/tiny/policy"
 STEPS = 4
-SETTINGS = [
-    f"trainer.steps={STEPS}",
-    "eval.interval=0",
-    "eval.limit=160",
-    "tracking.wandb=false",
-]
+SETTINGS = [f"trainer.steps={STEPS}", "eval.interval=0", "eval.limit=160", "tracking.wandb=false"]
 
 MARK = "RLSYS_TEST_OF_THE_DEMO"
 """Environment variable that marks all processes of the run."""

@@ -48,12 +48,7 @@ def test_async_run_with_turn_rewards_trains_stale_tokens_within_its_bound(tmp_pa
 
 
 def test_colocated_groups_work_only_while_they_hold_the_devices(tmp_path: Path) -> None:
-    settings = [
-        "trainer.steps=2",
-        "trainer.schedule.kind=sequential",
-        "cluster=one_slot",
-        "checkpoint.interval=1",
-    ]
+    settings = ["trainer.steps=2", "trainer.schedule.kind=sequential", "cluster=one_slot", "checkpoint.interval=1"]
     run = Finished(tmp_path, *settings)
     assert run.summary["overlap_s"] == 0
     saved = run.folder / "checkpoints"

@@ -48,9 +48,7 @@ TEXTS = st.lists(
     st.sampled_from(["<search>", "</search>", "東京", "é", " ", "\n\n", ">", "Paris", "x"]), min_size=1, max_size=5
 ).map("".join)
 OUTPUTS = st.one_of(
-    TEXTS.map(CODEC.encode),
-    TEXTS.map(by_letter),
-    st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=6),
+    TEXTS.map(CODEC.encode), TEXTS.map(by_letter), st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=6)
 )
 TURNS = st.lists(st.tuples(OUTPUTS, TEXTS), min_size=1, max_size=4)
 

@@ -105,11 +105,7 @@ def hostile_server() -> Iterator[Hostile]:
 def answer_of_child(program: str, *arguments: str) -> Any:
     """Run the Python `program` in a child process. Returns the JSON on its last output line."""
     done = subprocess.run(
-        [sys.executable, "-c", CHILD + program, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+        [sys.executable, "-c", CHILD + program, *arguments], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

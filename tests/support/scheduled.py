@@ -79,11 +79,7 @@ class Outcome:
         self.events.append("")
 
     def step(
-        self,
-        _: int,
-        groups: Sequence[Group],
-        updates: Sequence[Mapping[str, float]],
-        _figures: Mapping[str, float],
+        self, _: int, groups: Sequence[Group], updates: Sequence[Mapping[str, float]], _figures: Mapping[str, float]
     ) -> list[Alarm]:
         self.trained.append([group.question.uid for group in groups])
         self.updates += updates

@@ -50,10 +50,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=450,
-        special_tokens=[EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=450, special_tokens=[EOS], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     raw.train_from_iterator([FIRST.text, SECOND.text], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=EOS)

@@ -12,13 +12,7 @@ from string import ascii_letters, digits, punctuation
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory

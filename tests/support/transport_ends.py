@@ -7,15 +7,7 @@ from pathlib import Path
 import torch
 
 from rlsys.config.schema import Device, SyncMode
-from rlsys.weights.transport import (
-    IpcReceiver,
-    IpcSender,
-    Receiver,
-    Sender,
-    TransportSpec,
-    open_receiver,
-    open_sender,
-)
+from rlsys.weights.transport import IpcReceiver, IpcSender, Receiver, Sender, TransportSpec, open_receiver, open_sender
 from tests.support.ports import free_port
 
 

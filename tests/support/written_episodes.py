@@ -76,10 +76,7 @@ def think(act: str, content: str, thought: str = "hm") -> str:
 
 
 def read(
-    trajectory: Trajectory,
-    *answers: str,
-    tags: TagsConfig = TASK.tags,
-    over_prompt: bool = False,
+    trajectory: Trajectory, *answers: str, tags: TagsConfig = TASK.tags, over_prompt: bool = False
 ) -> ParsedEpisode:
     return EpisodeParser(tags, CompatConfig(answer_over_prompt=over_prompt), {}).read(question(*answers), trajectory)
 

@@ -10,14 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from rlsys.algorithms.losses import LossFunction, LossInputs, policy_loss
 from rlsys.config.algorithm import AlgorithmConfig

@@ -23,12 +23,7 @@ from tests.trainer import reference
 NOTHING = Capabilities()
 GPU = Capabilities(cuda_devices=1, compute_capability=(9, 0))
 TE = replace(GPU, transformer_engine="2.20.2")
-FUSIONS = (
-    "bias_activation_fusion",
-    "apply_rope_fusion",
-    "moe_permute_fusion",
-    "gradient_accumulation_fusion",
-)
+FUSIONS = ("bias_activation_fusion", "apply_rope_fusion", "moe_permute_fusion", "gradient_accumulation_fusion")
 
 
 def fused(settings: dict[str, Any]) -> set[str]:
