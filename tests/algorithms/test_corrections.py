@@ -1,7 +1,5 @@
 """Tests of off-policy corrections by hand and against the formulas token by token."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import astuple, replace
 

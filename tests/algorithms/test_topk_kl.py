@@ -1,7 +1,5 @@
 """Tests of EMA-PG's top-k KL by enumeration of every token that could be sampled, in float64."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

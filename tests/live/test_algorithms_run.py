@@ -1,7 +1,5 @@
 """Tests of PPO, EMA-PG, KL and reward variants, and guards: one real `rlsys train` each."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

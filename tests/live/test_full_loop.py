@@ -3,8 +3,6 @@
 All tests check the same run. Each assertion would fail if a stage were faked.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

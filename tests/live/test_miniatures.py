@@ -1,7 +1,5 @@
 """Tests of every experiment for GPUs: its config, checks and plan, and real runs of its placement in miniature."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

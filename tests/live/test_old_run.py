@@ -4,8 +4,6 @@
 The expected hash comes from the conversion by 3180461 itself.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import tarfile

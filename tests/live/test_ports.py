@@ -1,7 +1,5 @@
 """Tests that every port that a command opens is in the table of docs/security.md, and as closed as the table says."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

@@ -1,7 +1,5 @@
 """Test that a real run, killed with all its processes during rollouts, resumes and loses no prompt."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

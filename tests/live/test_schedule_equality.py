@@ -11,8 +11,6 @@ and 1.3e-6 between a schedule and transformers. With the default `eps` of 1e-8, 
 1.6e-5. The parameters move by 1e-2.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

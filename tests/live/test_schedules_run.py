@@ -1,7 +1,5 @@
 """Tests of async and colocated runs, and of evaluation on reserved engines: one real `rlsys train` each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ The walk-through (RLinf's page on Search-R1) has the commands of a user: index, 
 evaluation. It runs with the same file names, flags and keys, on a small world and two CPU cores.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

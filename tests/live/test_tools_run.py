@@ -1,7 +1,5 @@
 """Test of tools beside the search: one real step of `rlsys train` by a policy that has learnt to call them."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Tests of guards: bounds, patience, NaN, and the metrics that they watch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 

@@ -1,7 +1,5 @@
 """Tests of what a run shows: progress, status file, final table, and samples that cannot control a terminal."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """Tests of the causes of drift and their parts: matched tokens, tallies of numbers, bounds of truncated sampling."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import astuple

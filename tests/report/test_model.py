@@ -1,7 +1,5 @@
 """Tests of the page's model: tokens, index and chunks against the kept trajectories, damaged and changed folders."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import replace

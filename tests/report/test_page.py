@@ -1,7 +1,5 @@
 """Tests of the report and the live page in a real browser: views, interaction, and hostile text."""
 
-from __future__ import annotations
-
 import re
 from importlib.resources import files
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of the file of `rlsys report`: complete data, data that cannot become markup, script, content policy."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

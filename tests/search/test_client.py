@@ -1,7 +1,5 @@
 """Tests of the client over real sockets: killed and restarted replicas, malformed answers, settings."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

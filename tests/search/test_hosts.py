@@ -1,7 +1,5 @@
 """Tests of hosts and origins: the names under which a server accepts requests, with and without a token."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from functools import partial

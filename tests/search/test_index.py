@@ -1,7 +1,5 @@
 """Tests of dense and hybrid indexes: hits, settings, and refusal of inputs that an index was not built with."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of BM25 indexes: against the formula and bm25s, and with damaged files."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Tests of the server under concurrent requests in one event loop: batches, limits, faults, cache and reranking."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence

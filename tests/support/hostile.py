@@ -1,7 +1,5 @@
 """Serves hostile HTTP answers, and runs clients in child processes with limited memory."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -11,8 +11,6 @@ Contract of `miniature`, which is pure:
 - Groups that share devices still share them.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy

@@ -5,8 +5,6 @@ every step and resumes from its newest checkpoint. At the `count`th `moment` aft
 and all its processes, as if the machine had failed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import io

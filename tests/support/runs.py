@@ -1,7 +1,5 @@
 """Runs `rlsys` commands in new processes, and reads the folder of a run on the tiny world."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -5,8 +5,6 @@ played back after seeded waits, and there are seeded waits around every call for
 therefore decides when each prompt group arrives, which groups share a call or a micro-batch, and which calls overlap.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import random

@@ -1,7 +1,5 @@
 """Runs the repository's shell scripts like a user: from any directory, with settings in the environment."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Trains a tiny Qwen2 that repeats one search trace, and serves a search server of one passage."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -4,8 +4,6 @@ The Qwen2 is the tiny policy, which has learnt to search. The other models are r
 per character, so that random samples are tokenised again to the same tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from string import ascii_letters, digits, punctuation

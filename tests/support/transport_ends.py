@@ -1,7 +1,5 @@
 """Opens senders and receivers of every transport mode on a CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

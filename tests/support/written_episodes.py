@@ -1,7 +1,5 @@
 """Makes episodes from written turns and observations, parsed by the real protocol."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

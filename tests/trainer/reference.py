@@ -1,7 +1,5 @@
 """Independent reference for training: Hugging Face transformers and torch's AdamW in one process, float32."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of gradient accumulation: masked tokens, and splits of a step into micro-batches and calls."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of the reference policy: against a float64 loop, on parallel layouts, and saved and resumed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of the setup of a Megatron process: kernels, Megatron-core without CUDA, and ranks in the mesh."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests that the API's arguments become the settings and question files of a run."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from pathlib import Path

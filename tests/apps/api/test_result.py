@@ -1,7 +1,5 @@
 """Tests of the results of a training and an evaluation, read from whole and from damaged files."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings

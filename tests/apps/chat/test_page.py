@@ -1,7 +1,5 @@
 """Tests of the chat page in a real browser: its answers, and hostile text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of `verify`: equal models, changed or missing tensors, and configs that change the logits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import psutil

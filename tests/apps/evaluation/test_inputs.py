@@ -1,7 +1,5 @@
 """Tests of an evaluation's inputs: question sets, models, checkpoints, and config problems that prevent it."""
 
-from __future__ import annotations
-
 import copy
 import json
 from contextlib import nullcontext, suppress
