@@ -1,10 +1,12 @@
-"""Runs the default suite ten times under different conditions: CPU features, load, and order of the tests.
+"""Runs the default suite ten times (CPU features, load, order of the tests), or all tests once.
 
     python -m bench.suite [--only avx2 --only random-1]      # hours on two cores
+    python -m bench.suite --only full                        # `make test-full` once: an hour
 
 Runs under load share the cores with eight busy processes. After each run, outputs/bench/suite.json is written: seconds,
 cases, failures by name, and the peak memory of all tests together. The output of a run is in suite-<condition>.log beside
-it. A table is printed at the end.
+it. A table is printed at the end; for `full`, also the seconds of each group of tests, as docs/results/test-full.md
+shows them.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,6 +45,8 @@ class Condition:
     """Number of busy processes beside the tests."""
     seed: int | None = None
     """Seed of a random order of the tests; None keeps the default order."""
+    target: str = "test"
+    """Target of the Makefile."""
 
 
 CONDITIONS = (
@@ -50,6 +55,10 @@ CONDITIONS = (
     *(Condition(name, capability=name) for name in ("default", "avx2", "avx512")),
     *(Condition(f"random-{seed}", seed=seed) for seed in (1, 2)),
 )
+FULL = Condition("full", target="test-full")
+"""Not in the series of ten."""
+LONG_S = 60.0
+"""Seconds from which a file has a row of its own in the table of groups."""
 
 
 @dataclass(frozen=True)
@@ -100,23 +109,45 @@ class Memory:
             self.peak_bytes = max(self.peak_bytes, used)
 
 
+def file_of(condition: Condition, suffix: str) -> Path:
+    return RESULT.with_name(f"suite-{condition.name}.{suffix}").resolve()
+
+
+def cases_of(condition: Condition) -> list[ElementTree.Element]:
+    """Cases of the last run under `condition`."""
+    return list(ElementTree.parse(file_of(condition, "xml")).getroot().iter("testcase"))
+
+
+def groups(cases: Iterable[tuple[str, float]]) -> list[tuple[str, int, float]]:
+    """(group, cases, seconds), longest first, of cases given as (module, seconds).
+
+    A group is a file that takes at least `LONG_S`, or all other files of a folder of tests/.
+    """
+    files, found = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+    for module, seconds in cases:
+        files[module.replace(".", "/")].append(seconds)
+    for file, times in files.items():
+        found[f"{file}.py" if sum(times) >= LONG_S else "/".join(file.split("/")[:-1][:2])] += times
+    return sorted(((name, len(times), sum(times)) for name, times in found.items()), key=lambda row: -row[2])
+
+
 def run(condition: Condition) -> Outcome:
-    """Run `make test`, with lint and types, under `condition`."""
+    """Run the condition's target of the Makefile, with lint and types."""
     order = [] if condition.seed is None else [f"--order-seed={condition.seed}"]
     environment = dict(os.environ)
     if condition.capability:
         environment["ATEN_CPU_CAPABILITY"] = condition.capability
     RESULT.parent.mkdir(parents=True, exist_ok=True)
-    report, log = (RESULT.with_name(f"suite-{condition.name}.{suffix}").resolve() for suffix in ("xml", "log"))
-    with log.open("w") as output, busy(condition.busy):
+    with file_of(condition, "log").open("w") as output, busy(condition.busy):
         begun = time.monotonic()
-        arguments = " ".join([f"--junitxml={report}", *order])
-        process = subprocess.Popen(["make", "test", f"ARGS={arguments}"], env=environment, stdout=output, stderr=output)
+        arguments = " ".join([f"--junitxml={file_of(condition, 'xml')}", *order])
+        command = ["make", condition.target, f"ARGS={arguments}"]
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         memory = Memory(process.pid)
         process.wait()
         memory.close()
         seconds = time.monotonic() - begun
-        cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    cases = cases_of(condition)
     failed = [one for one in cases if one.find("failure") is not None or one.find("error") is not None]
     skipped = [one for one in cases if one.find("skipped") is not None]
     names = tuple(f"{one.get('classname')}::{one.get('name')}" for one in failed)
@@ -130,7 +161,7 @@ def main(
     """Run the suite under each condition, print the results and write the result file."""
     console, outcomes = Console(width=140), []
     table = Table("condition", "s", "passed", "skipped", "failed", "GiB")
-    for condition in CONDITIONS:
+    for condition in (*CONDITIONS, FULL) if only else CONDITIONS:
         if only and condition.name not in only:
             continue
         outcome = run(condition)
@@ -143,6 +174,9 @@ def main(
         RESULT.write_text(json.dumps([asdict(one) for one in outcomes], indent=1))
         console.print(outcome)
     console.print(table)
+    if only and FULL.name in only:
+        times = [(case.get("classname", ""), float(case.get("time", 0))) for case in cases_of(FULL)]
+        print("\n".join(f"| {name} | {count} | {seconds:.0f} |" for name, count, seconds in groups(times)))
     raise SystemExit(any(one.failed for one in outcomes))
 
 

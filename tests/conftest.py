@@ -17,8 +17,11 @@ from xdist.scheduler import LoadScopeScheduling
 settings.register_profile("rlsys", deadline=None)
 settings.load_profile("rlsys")
 
-LONGEST_FIRST = ("tests/live/", "tests/trainer/", "tests/rollout/", "tests/cluster/")
-"""Folders whose tests start first, so that no worker ends with a long one."""
+LONGEST_FIRST = (
+    *("tests/docs/test_commands_run.py", "tests/live/test_miniatures.py", "tests/cluster/launch/test_launch.py"),
+    *("tests/live/", "tests/trainer/", "tests/rollout/", "tests/cluster/"),
+)
+"""Files and folders whose tests start first, so that no worker ends with a long one."""
 ENGINE = ("tests/live/test_full_loop.py", "tests/rollout/")
 """Files that need an SGLang engine; one xdist worker runs them all, because two engines need much memory."""
 
@@ -32,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Sort the longest tests first, or shuffle all with `--order-seed`."""
     seed = config.getoption("--order-seed")
     if seed is None:
-        items.sort(key=lambda item: [not item.nodeid.startswith(folder) for folder in LONGEST_FIRST])
+        items.sort(key=lambda item: [not item.nodeid.startswith(path) for path in LONGEST_FIRST])
     else:
         random.Random(seed).shuffle(items)
 

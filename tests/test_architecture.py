@@ -1,7 +1,5 @@
 """Tests of the architecture: the dependency table, the sizes of modules and functions, and forbidden words."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests of the form of every message that rlsys gives a user about a mistake."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from typing import get_args

@@ -1,7 +1,5 @@
 """Tests of the package from outside: public and deprecated names, its errors, and RLSYS_LOG."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Computes advantages in exact fractions by loops over tokens, and generates mini-batches for tests."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Computes policy losses by loops over tokens in Python's floats, and builds tensors with NaN on untrained tokens."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Tests of advantages: named algorithms by hand, and every setting against exact arithmetic."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tests of off-policy corrections by hand and against the formulas token by token."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import astuple, replace
 
@@ -68,8 +66,7 @@ def test_nan_log_probs_and_unequal_lengths_are_refused() -> None:
 Token = tuple[float, float, bool]
 known_logprob = st.floats(-6, 0, width=32)
 tokens = st.lists(
-    st.tuples(known_logprob, st.one_of(known_logprob, st.sampled_from([NAN, INF, -INF])), st.booleans()),
-    max_size=12,
+    st.tuples(known_logprob, st.one_of(known_logprob, st.sampled_from([NAN, INF, -INF])), st.booleans()), max_size=12
 )
 configs = st.builds(
     CorrectionConfig,

@@ -120,12 +120,7 @@ def test_fixed_coefficient_never_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kl", "expected"),
-    [
-        (0.055, 0.1 * (1 + 0.1 * 0.5)),
-        (50.0, 0.1 * (1 + 0.2 * 0.5)),
-        (-3.0, 0.1 * (1 - 0.2 * 0.5)),
-    ],
+    ("kl", "expected"), [(0.055, 0.1 * (1 + 0.1 * 0.5)), (50.0, 0.1 * (1 + 0.2 * 0.5)), (-3.0, 0.1 * (1 - 0.2 * 0.5))]
 )
 def test_adaptive_coefficient_after_one_step_by_hand(kl: float, expected: float) -> None:
     control = kl_control(adaptive())

@@ -11,14 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsys.algorithms.losses import (
-    DIVISOR,
-    LossInputs,
-    divisor,
-    policy_loss,
-    reduce_stats,
-    sequence_ratios,
-)
+from rlsys.algorithms.losses import DIVISOR, LossInputs, divisor, policy_loss, reduce_stats, sequence_ratios
 from rlsys.config.algorithm import Aggregation, AlgorithmConfig, KlEstimator, KlPlace, PolicyLoss
 from tests.algorithms.loss_reference import (
     LOSS_LENGTH,

@@ -1,7 +1,5 @@
 """Tests of EMA-PG's top-k KL by enumeration of every token that could be sampled, in float64."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -91,10 +89,7 @@ def test_without_tail_sampling_only_the_head_counts() -> None:
     assert value.item() == pytest.approx(dense(log_p[0, :4], log_r[:4], False).item())
 
 
-@pytest.mark.parametrize(
-    ("lower", "upper", "weight"),
-    [(None, 3.0, 3.0), (5.0, None, 5.0)],
-)
+@pytest.mark.parametrize(("lower", "upper", "weight"), [(None, 3.0, 3.0), (5.0, None, 5.0)])
 def test_importance_weight_applies_to_the_tail_and_is_bounded(
     lower: float | None, upper: float | None, weight: float
 ) -> None:

@@ -1,7 +1,5 @@
 """Tests of the critic's loss against a loop over tokens, its clip by hand, and the explained variance."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

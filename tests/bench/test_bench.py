@@ -15,6 +15,7 @@ from bench.gpu import step
 from bench.gpu.__main__ import main
 from bench.gpu.figures import FULL
 from bench.mutants.__main__ import mutants
+from bench.suite import groups
 from tests.support.paths import PROJECT
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="it is about machines without a GPU")
@@ -62,3 +63,9 @@ def test_every_mutant_can_be_planted_and_names_tests_that_exist(tmp_path: Path) 
         assert target.read_text() != (PROJECT / mutant.file).read_text()
         for file, _, test in (one.partition("::") for one in mutant.tests):
             assert f"def {test.partition('[')[0]}" in (PROJECT / file).read_text(), mutant.name
+
+
+def test_a_long_file_is_a_group_of_its_own_and_the_others_of_a_folder_are_one() -> None:
+    cases = [("tests.live.test_a", 50.0), ("tests.live.test_a", 25.0), ("tests.live.test_b", 50.0)]
+    cases += [("tests.live.deep.test_c", 9.0), ("tests.test_d", 1.0)]
+    assert groups(cases) == [("tests/live/test_a.py", 2, 75.0), ("tests/live", 2, 59.0), ("tests", 1, 1.0)]

@@ -26,6 +26,7 @@ from rlsys.rollout.agent.episode import EngineDied
 from rlsys.rollout.engine import RolloutWorker
 from tests.cluster.toy import Toy
 from tests.support.refusals import refused
+from tests.support.runs import LIMIT_S
 from tests.support.tiny_models import POLICY
 
 CLUSTER = ClusterConfig(device=Device.cpu, threads=1, start_timeout_s=300, call_timeout_s=300)
@@ -167,11 +168,11 @@ def test_cluster_is_seen_from_outside() -> None:
 @pytest.mark.engine
 async def test_killed_engine_of_a_living_worker_is_named(bundles: PlacementGroup, tmp_path: Path) -> None:
     """SGLang only sends a signal when its process dies, and Python does not receive the signal in a Ray worker."""
-    engine = EngineConfig(dtype=Dtype.float32, memory_fraction=0.05, kv_cache_tokens=4096, start_timeout_s=600)
+    engine = EngineConfig(dtype=Dtype.float32, kv_cache_tokens=4096, start_timeout_s=LIMIT_S)
     task = TaskConfig(train_path="", eval_path="", max_total_tokens=1024)
     arguments = (str(POLICY), RolloutConfig(engine=engine), task, SearchConfig(enabled=False), Device.cpu, 7)
     group = WorkerGroup.launch("rollout", bundles, SEATS[:1], CLUSTER, tmp_path, concurrency=8)
-    await group.build(RolloutWorker, [arguments], timeout_s=600)
+    await group.build(RolloutWorker, [arguments], timeout_s=LIMIT_S)
     everyone = psutil.Process().children(recursive=True)
     (scheduler,) = [process for process in everyone if process.name().startswith("sglang::sched")]
     scheduler.kill()

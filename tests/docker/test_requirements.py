@@ -1,7 +1,5 @@
 """Tests that the pins fit together and that scripts/setup_gpu.sh installs them in the right order."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shutil

@@ -4,8 +4,6 @@ A command is a line of an indented or fenced block that begins with a program; a
 a trailing comment is not part of it. Commands within a sentence (`rlsys ...`) are marked as such.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests that the documents' commands exist: programs, subcommands, flags, files, experiments and settings."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

@@ -5,8 +5,6 @@ that cannot run here are listed in `NEEDS` with the reason; `test_commands_exist
 they name exist.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

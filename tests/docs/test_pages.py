@@ -1,7 +1,5 @@
 """Tests that the documents match the code: keys, links, calls of the API, generated references, and the site."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Tests of download.py against a local server that speaks the Hub's protocol, and of unpacking archives."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import random

@@ -1,7 +1,5 @@
 """Test of infer.py, Search-R1's script for one question."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

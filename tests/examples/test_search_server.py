@@ -1,7 +1,5 @@
 """Tests of the retrieval server of examples/searchr1: indexes named by upstream flags, and refused flags."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of the tiny world: its splits, passages and files, its oracle, and the checksums of its policy."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

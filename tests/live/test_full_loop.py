@@ -3,8 +3,6 @@
 All tests check the same run. Each assertion would fail if a stage were faked.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -19,15 +17,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.paths import PROJECT
+from tests.support.runs import LIMIT_S
 
 POLICY = PROJECT / "examples/searchr1/tiny/policy"
 STEPS = 4
-SETTINGS = [
-    f"trainer.steps={STEPS}",
-    "eval.interval=0",
-    "eval.limit=160",
-    "tracking.wandb=false",
-]
+SETTINGS = [f"trainer.steps={STEPS}", "eval.interval=0", "eval.limit=160", "tracking.wandb=false"]
 
 MARK = "RLSYS_TEST_OF_THE_DEMO"
 """Environment variable that marks all processes of the run."""
@@ -57,6 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
         env=os.environ | {MARK: str(outputs)},
         capture_output=True,
         text=True,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -1,13 +1,10 @@
 """Tests of every experiment for GPUs: its config, checks and plan, and real runs of its placement in miniature."""
 
-from __future__ import annotations
-
 import json
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
+from itertools import combinations
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,7 @@ from rlsys.config.schema import RunConfig
 from rlsys.orchestrator.validate import find_problems
 from rlsys.weights.weight_map import read_architecture
 from tests.support.miniature import MOST_PROCESSES, miniature
-from tests.support.paths import PROJECT
+from tests.support.runs import succeed
 from tests.support.tiny_models import LAYERS, even_tokens, tiny_model
 
 SHAPES = PROJECT_CONFIGS / "model" / "shapes"
@@ -55,6 +52,10 @@ def shape_of(experiment: str) -> Path:
     """Folder with the config.json of an experiment's model."""
     name = composed(experiment).model.path.lower()
     return next(folder for folder in (SHAPES / name, SHAPES / f"{name}-instruct") if folder.is_dir())
+
+
+def family_of(experiment: str) -> str:
+    return read_architecture(shape_of(experiment)).family
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_every_miniature_is_valid_and_keeps_the_kinds_of_its_experiment(
     experiment: str, tiny_of: Callable[[str], RunConfig]
 ) -> None:
     big = composed(experiment)
-    small = miniature(big, tiny_of(read_architecture(shape_of(experiment)).family), LAYERS)
+    small = miniature(big, tiny_of(family_of(experiment)), LAYERS)
     assert [problem.sentence for problem in find_problems(small)] == []
     ranks, few = placed(big), placed(small)
     assert ranks.keys() == few.keys()
@@ -143,62 +144,58 @@ def placed(config: RunConfig) -> dict[str, tuple[int, ...]]:
     return parse_placement(config.cluster.placement, has_critic(config.algorithm))
 
 
-@dataclass(frozen=True)
-class MiniatureRun:
-    rows: list[dict[str, float]]
-    summary: dict[str, Any]
+def kinds(config: RunConfig) -> set[tuple[str, str]]:
+    """All settings of a miniature; for its placement, the groups that share ranks and the degrees of DP."""
+
+    def leaves(tree: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+        for key, value in tree.items():
+            yield from leaves(value, f"{above}{key}.") if isinstance(value, dict) else [(above + key, str(value))]
+
+    ranks = placed(config)
+    found = set(leaves(as_dict(replace(config, name="", cluster=replace(config.cluster, placement={})))))
+    found |= {(f"sharing {name}", str([one for one in ranks if ranks[one] == ranks[name]])) for name in ranks}
+    for name, settings in megatron_groups(config).items():
+        parallel = settings.parallel
+        found.add((f"{name} dp", str(len(ranks[name]) // (parallel.tp * parallel.pp * parallel.cp))))
+    return found
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory, tiny_of: Callable[[str], RunConfig]) -> Callable[[str], MiniatureRun]:
-    """Function that runs an experiment's miniature by `rlsys train`; miniatures that differ only in name run once."""
-    known: dict[str, MiniatureRun] = {}
-
-    def run(experiment: str) -> MiniatureRun:
-        family = read_architecture(shape_of(experiment)).family
-        small = miniature(composed(experiment), tiny_of(family), LAYERS)
-        key = json.dumps(as_dict(replace(small, name="")), sort_keys=True)
-        if key not in known:
-            known[key] = train(small, tmp_path_factory.mktemp(experiment))
-        return known[key]
-
-    return run
-
-
-def train(config: RunConfig, folder: Path) -> MiniatureRun:
-    """Run `config` to its end in new processes."""
-    file = folder / f"{config.name}.yaml"
-    settings = {"defaults": ["rlsys_schema", "_self_"], **as_dict(config), "output_dir": str(folder / "out")}
-    file.write_text(yaml.safe_dump(settings, sort_keys=False))
-    command = [
-        sys.executable,
-        "-m",
-        "rlsys.apps.cli.main",
-        "train",
-        "--config-dir",
-        folder,
-        "-c",
-        config.name,
-    ]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=850, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    (run,) = (folder / "out").iterdir()
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return MiniatureRun(rows, json.loads((run / "summary.json").read_text()))
+def covering(pairs: Mapping[str, set[Any]]) -> list[str]:
+    """Keys whose sets have every element of all sets; the next is always the one with most that are still missing."""
+    missing, chosen = set().union(*pairs.values()), list[str]()
+    while missing:
+        chosen.append(max(pairs, key=lambda name: len(pairs[name] & missing)))
+        missing -= pairs[chosen[-1]]
+    return chosen
 
 
 @pytest.mark.slow
 @pytest.mark.engine
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_miniature_trains_two_steps(experiment: str, ran: Callable[[str], MiniatureRun]) -> None:
-    run = ran(experiment)
-    assert run.summary["steps"] == len(run.rows) == 2
-    for step, row in enumerate(run.rows, start=1):
+@pytest.mark.timeout(3600)
+def test_every_two_settings_of_an_experiment_train_together(
+    tiny_of: Callable[[str], RunConfig], tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    """An experiment whose pairs of settings all train in miniatures of other experiments is not run itself."""
+    small = {name: miniature(composed(name), tiny_of(family_of(name)), LAYERS) for name in EXPERIMENTS}
+    for experiment in covering({name: set(combinations(sorted(kinds(one)), 2)) for name, one in small.items()}):
+        with subtests.test(experiment):
+            train_two_steps(small[experiment], tmp_path / experiment)
+
+
+def train_two_steps(config: RunConfig, folder: Path) -> None:
+    """Run `rlsys train`, and check that all groups have computed the same model."""
+    folder.mkdir()
+    settings = {"defaults": ["rlsys_schema", "_self_"], **as_dict(config), "output_dir": str(folder / "out")}
+    (folder / f"{config.name}.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+    succeed("train", "--config-dir", folder, "-c", config.name)
+    (run,) = (folder / "out").iterdir()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert json.loads((run / "summary.json").read_text())["steps"] == len(rows) == 2
+    for step, row in enumerate(rows, start=1):
         versions = [value for key, value in row.items() if key.startswith("engine/") and key.endswith("/version")]
         assert set(versions) == {step}, "every engine must have the newest version"
         assert 0 < row["logprob/max_diff"] < 1e-3, "the engines and Megatron must compute the same model"
         assert row["actor/first_ratio_dev_max"] < 1e-3, "so must the Megatron groups, each with its own parallelism"
         assert row["actor/grad_norm"] > 0
-    if composed(experiment).algorithm.baseline is AdvantageBaseline.critic:
-        assert run.rows[1]["critic/values/max"] > run.rows[1]["critic/values/min"]
+    if config.algorithm.baseline is AdvantageBaseline.critic:
+        assert rows[1]["critic/values/max"] > rows[1]["critic/values/min"]

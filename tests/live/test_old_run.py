@@ -4,12 +4,8 @@
 The expected hash comes from the conversion by 3180461 itself.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -20,7 +16,7 @@ from rlsys.config.compose import load_config
 from rlsys.observe.run_folder import open_run
 from rlsys.orchestrator.resume import find_origin
 from tests.support.paths import PROJECT
-from tests.support.runs import SETTINGS
+from tests.support.runs import small, succeed
 
 ARCHIVE = PROJECT / "tests/fixtures" / "run_of_3180461.tar.xz"
 CONVERTED_SHA256 = "477a2ee84eb8c9613abd8369d158ca6196ed6929fba9f8002c55cea9af905269"
@@ -39,14 +35,6 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
         archive.extractall(home, filter="data")
     (home / "run").rename(home / NAME)
     return home
-
-
-def rlsys(*words: object, cwd: Path = PROJECT) -> str:
-    """Run an `rlsys` command, which must succeed. Returns its output."""
-    command = [sys.executable, "-m", "rlsys.apps.cli.main", *map(str, words)]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 def test_old_run_state_is_restored_as_saved(old: Path) -> None:
@@ -74,23 +62,20 @@ def test_old_run_folder_is_read_without_problems(old: Path) -> None:
 def test_report_of_an_old_run_is_written(old: Path) -> None:
     then = yaml.safe_load((old / NAME / "config.yaml").read_text())
     assert then["trainer"]["schedule"]["kind"] == "async"
-    rlsys("report", old / NAME)
+    succeed("report", old / NAME)
     assert (old / NAME / "report.html").stat().st_size > 100_000
 
 
 def test_old_checkpoint_converts_to_the_same_bytes(old: Path) -> None:
     checkpoint, hf = old / NAME / "checkpoints" / "global_step_2" / "actor", old / "hf"
-    rlsys("convert", "mg2hf", checkpoint, hf, "--hf", old / "model")
+    succeed("convert", "mg2hf", checkpoint, hf, "--hf", old / "model")
     assert hashlib.sha256((hf / "model.safetensors").read_bytes()).hexdigest() == CONVERTED_SHA256
 
 
 @pytest.mark.slow
 def test_old_run_resumes(old: Path) -> None:
-    settings = [*AS_THEN, *SETTINGS, "trainer.mini_batches=2", "trainer.prompts_per_step=4", "eval.limit=4"]
     allowed = "checkpoint.may_differ=[task.train_path,model.path]"
-    rlsys(
-        *("train", "--config-name", "searchr1_tiny_cpu", f"output_dir={old}", f"model.path={old / 'model'}"),
-        *(*settings, "trainer.steps=3", allowed, f"resume={old / NAME}"),
-    )
+    settings = [f"model.path={old / 'model'}", *AS_THEN, "trainer.steps=3", allowed, f"resume={old / NAME}"]
+    succeed(*small(old, *settings))
     summary = json.loads((old / NAME / "summary.json").read_text())
     assert summary["steps"] == 3

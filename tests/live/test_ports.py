@@ -1,7 +1,5 @@
 """Tests that every port that a command opens is in the table of docs/security.md, and as closed as the table says."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re
@@ -26,9 +24,8 @@ from rlsys.cluster.preflight.machine import Unseen, cluster_at
 from tests.support.growing_run import add_step, write_run
 from tests.support.paths import PROJECT
 from tests.support.ports import free_port
-from tests.support.runs import SETTINGS
+from tests.support.runs import LIMIT_S, SETTINGS
 
-LIMIT_S = 500
 NOT_ALWAYS = {"monitor.py", "ray.util.client"}
 """Processes that need not listen: the first one's port may be taken by another Ray, and the second starts slowly."""
 POLICY, INDEX = "examples/searchr1/tiny/policy", "data/tiny_world/index"

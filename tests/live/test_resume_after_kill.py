@@ -1,7 +1,5 @@
 """Tests that a killed and resumed run equals an uninterrupted one: parameters, metrics and outcomes of prompts."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

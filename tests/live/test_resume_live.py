@@ -1,10 +1,7 @@
 """Test that a real run, killed with all its processes during rollouts, resumes and loses no prompt."""
 
-from __future__ import annotations
-
 import json
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,15 +9,12 @@ from typing import Any
 
 import psutil
 import pytest
-from rich.console import Console
 
-from examples.searchr1.tiny.demo import prepare_world
 from tests.support.paths import PROJECT
-from tests.support.runs import SETTINGS
+from tests.support.runs import LIMIT_S, RLSYS, small
 
 STEPS, GROUPS = 5, 16
 RUN = [
-    *SETTINGS,
     f"trainer.steps={STEPS}",
     "trainer.schedule.kind=async",
     "checkpoint.interval=2",
@@ -32,11 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 
 def start(outputs: Path, log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "rlsys.apps.cli.main", "train", "--config-name", "searchr1_tiny_cpu"]
     with log.open("wb") as file:
-        return subprocess.Popen(
-            [*command, f"output_dir={outputs}", *RUN], cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT
-        )
+        return subprocess.Popen([*RLSYS, *small(outputs, *RUN)], cwd=PROJECT, stdout=file, stderr=subprocess.STDOUT)
 
 
 def kill_with_all_children(process: subprocess.Popen[bytes]) -> None:
@@ -53,7 +44,7 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 def wait_for(process: subprocess.Popen[bytes], outputs: Path, step: int, log: Path) -> Path:
     """Wait until a checkpoint is published and `step` is recorded. Returns the run's folder."""
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()[-3000:]
         for metrics in outputs.glob("searchr1_tiny_cpu-*/metrics.jsonl"):
@@ -65,7 +56,6 @@ def wait_for(process: subprocess.Popen[bytes], outputs: Path, step: int, log: Pa
 
 
 def test_every_prompt_is_trained_or_dropped_once_if_the_run_is_killed(tmp_path: Path) -> None:
-    prepare_world(Console(quiet=True))
     outputs, log = tmp_path / "outputs", tmp_path / "log"
     process = start(outputs, log)
     try:
@@ -74,7 +64,7 @@ def test_every_prompt_is_trained_or_dropped_once_if_the_run_is_killed(tmp_path: 
         kill_with_all_children(process)
     before = rows(folder / "prompts.jsonl")
     process = start(outputs, log)
-    assert process.wait() == 0, log.read_text()[-3000:]
+    assert process.wait(LIMIT_S) == 0, log.read_text()[-3000:]
     assert "resumes after step 2" in log.read_text()
     assert [one.name for one in outputs.iterdir()] == [folder.name]
 

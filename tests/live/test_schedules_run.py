@@ -1,21 +1,22 @@
 """Tests of async and colocated runs, and of evaluation on reserved engines: one real `rlsys train` each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.runs import Finished, train
+from tests.support.runs import Finished, small, succeed
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.slow, pytest.mark.engine]
 
 
-@pytest.mark.slow
-def test_async_run_trains_stale_tokens_within_its_bound(tmp_path: Path) -> None:
+def test_async_run_with_turn_rewards_trains_stale_tokens_within_its_bound(tmp_path: Path) -> None:
     run = Finished(
         tmp_path,
+        "reward.terms={correct_answer: 10.0, search_penalty: -0.1, invalid_format: -5.0}",
+        "algorithm.credit=turn",
+        "algorithm.kl_in=reward",
+        "algorithm.kl_control=adaptive",
         "trainer.steps=4",
         "trainer.schedule.kind=async",
         "trainer.schedule.on_update=continue",
@@ -38,22 +39,19 @@ def test_async_run_trains_stale_tokens_within_its_bound(tmp_path: Path) -> None:
     assert dropped["pipeline/dropped_lost"] == 0
     assert run.rows[-1]["engine/0/search_recorded"] > 0
     assert len((tmp_path / "searches.jsonl").read_text().splitlines()) > 1
+    for row in run.rows:
+        assert {"reward/term/correct_answer", "reward/term/search_penalty", "critic/kl"} <= row.keys()
+    assert run.rows[0]["critic/kl_coef"] == 0.001
+    assert run.rows[-1]["critic/kl_coef"] < 0.001, "the coefficient must fall while the KL is far below its target"
 
 
-@pytest.mark.slow
 def test_colocated_groups_work_only_while_they_hold_the_devices(tmp_path: Path) -> None:
-    settings = [
-        "trainer.steps=2",
-        "trainer.schedule.kind=sequential",
-        "cluster=one_slot",
-        "checkpoint.interval=1",
-    ]
+    settings = ["trainer.steps=2", "trainer.schedule.kind=sequential", "cluster=one_slot", "checkpoint.interval=1"]
     run = Finished(tmp_path, *settings)
     assert run.summary["overlap_s"] == 0
     saved = run.folder / "checkpoints"
     assert {path.name for path in saved.iterdir()} == {"global_step_1", "global_step_2"}
-    branch = train(tmp_path, *settings, f"resume={saved / 'global_step_1'}")
-    assert branch.returncode == 0, branch.stdout[-3000:] + branch.stderr[-3000:]
+    succeed(*small(tmp_path, *settings, f"resume={saved / 'global_step_1'}"))
     assert run.summary["first_ratio_max_dev"] < 1e-3
     assert 0 < run.summary["logprob_max_diff"] < 1e-3
     work = {"rollout": "rollout.group", "inference": "logprob.compute", "actor": "train.accumulate"}
@@ -78,7 +76,6 @@ def _stays(spans: list[dict[str, Any]], group: str) -> list[tuple[float, float]]
     return [(start, min((end for end in left if end > start), default=float("inf"))) for start in came]
 
 
-@pytest.mark.slow
 def test_rollouts_continue_on_the_other_engine_during_an_evaluation(tmp_path: Path) -> None:
     place = "cluster.placement={actor: '0', inference: '1', rollout: '2-3'}"
     aside = ["eval.engines=1", "eval.interval=1", "eval.limit=64"]

@@ -1,7 +1,5 @@
 """Test of tools beside the search: one real step of `rlsys train` by a policy that has learnt to call them."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -25,19 +23,13 @@ SEARCH = (f"<search> {tiny.QUERY} </search>", tiny.OBSERVATION)
 RIGHT = [  # (text that the policy writes, observation) of each turn
     SEARCH,
     ("<calculator> 6 * 7 </calculator>", "\n\n<information>42</information>\n\n"),
-    (
-        "<word> etude </word>",
-        "\n\n<information>a short piece to practise a technique with</information>\n\n",
-    ),
+    ("<word> etude </word>", "\n\n<information>a short piece to practise a technique with</information>\n\n"),
     ("<answer> 42 </answer>", ""),
 ]
 WRONG = [
     SEARCH,
     ("<calculator> 6 + 7 </calculator>", "\n\n<information>13</information>\n\n"),
-    (
-        "<word> polka </word>",
-        "\n\n<information>dictionary failed: polka is in no dictionary</information>\n\n",
-    ),
+    ("<word> polka </word>", "\n\n<information>dictionary failed: polka is in no dictionary</information>\n\n"),
     ("<answer> 13 </answer>", ""),
 ]
 
@@ -54,10 +46,7 @@ def test_tools_and_search_are_called_and_observations_are_not_trained(
     learnt([RIGHT, WRONG], words).save_pretrained(policy)
     (tmp_path / "my_tools.py").write_text(fenced_blocks(PROJECT / "docs" / "tutorials" / "own-tool.md", "python")[0])
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    row = {
-        "prompt": [{"role": "user", "content": PROMPT}],
-        "reward_model": {"ground_truth": {"target": ["42"]}},
-    }
+    row = {"prompt": [{"role": "user", "content": PROMPT}], "reward_model": {"ground_truth": {"target": ["42"]}}}
     (tmp_path / "rows.jsonl").write_text(4 * f"{json.dumps(row)}\n")
     with tiny.search_server() as search:
         run = Finished(

@@ -1,7 +1,5 @@
 """Tests of the recorded environment of a run, and of what a machine lacks for a config."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import logging
 import subprocess

@@ -1,7 +1,5 @@
 """Tests of a run's files: atomic writes, logs that survive a crash, damaged folders, JSON and YAML with limits."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Tests of guards: bounds, patience, NaN, and the metrics that they watch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
@@ -84,10 +82,7 @@ def test_null_bound_is_not_watched() -> None:
     assert watch([{"actor/entropy": NAN}] * 4, replace(CONFIG, entropy_floor=None)) == [[]] * 4
 
 
-@pytest.mark.parametrize(
-    ("estimator", "figure"),
-    [("k3++", "kl/k3"), ("k4", "kl/k1"), ("full_forward", "kl/k5")],
-)
+@pytest.mark.parametrize(("estimator", "figure"), [("k3++", "kl/k3"), ("k4", "kl/k1"), ("full_forward", "kl/k5")])
 def test_kl_outside_of_the_loss_is_taken_from_the_samples(estimator: str, figure: str) -> None:
     row = {f"kl/{name}": 0.0 for name in ("k1", "k2", "k3", "k5", "abs")} | {figure: 9.0}
     guards = Guards(replace(CONFIG, patience=1), KlEstimator(estimator))

@@ -1,7 +1,5 @@
 """Tests of kept trajectories: exact rows, damage, texts of tokens, and writing during training."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import gzip

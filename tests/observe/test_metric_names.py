@@ -3,8 +3,6 @@
 Logged names come from a run with every feature, and from the keys of dictionaries in the source.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Tests of a run's record: merged updates, times of a step, the timeline, and resumption."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

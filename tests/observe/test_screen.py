@@ -1,7 +1,5 @@
 """Tests of what a run shows: progress, status file, final table, and samples that cannot control a terminal."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json
@@ -21,7 +19,6 @@ from rich.console import Console
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Trajectory, Turn
 from rlsys.errors import Interrupted, RunError
-from rlsys.observe.outcome import render_summary
 from rlsys.observe.samples import render_sample, visible
 from rlsys.observe.status import (
     HEARTBEAT_S,
@@ -79,21 +76,6 @@ def test_group_waits_only_while_all_of_its_parts_wait() -> None:
     assert shown() == "waits for log-probs and values (10 s)"
     assert shown(critic="") == "waits for rollouts (20 s)"
     assert shown(critic_values="") == ""
-
-
-def test_final_table_shows_its_figures_within_its_width() -> None:
-    out = io.StringIO()
-    hops = {"em_before_by_hop": {"2": 0.08}, "em_after_by_hop": {"2": 0.69}}
-    summary = {"em_before": 0.142, "em_after": 0.731, "oracle_em": None, "first_ratio_max_dev": float("nan"), **hops}
-    render_summary({**summary, "overlap_s": 12.0, "steps": 15}, Console(file=out, width=80))
-    lines = [line.strip() for line in out.getvalue().splitlines()]
-    assert max(map(len, lines)) <= 80
-    assert {tuple(line.split()) for line in lines} > {
-        ("exact", "match", "0.142", "0.731", "+0.589"),
-        ("two", "hops", "0.080", "0.690", "+0.610"),
-        ("oracle", "EM", "(ceiling)", "-"),
-        ("first", "update,", "max", "|ratio", "-", "1|", "-"),
-    }
 
 
 def sample(

@@ -1,7 +1,5 @@
 """Tests of spans and of figures derived from them, by hand or by brute force."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from itertools import count, pairwise, permutations

@@ -1,7 +1,5 @@
 """Tests of trackers: each step once after a resume, failures that do not end a run, and modes of W&B."""
 
-from __future__ import annotations
-
 import errno
 import json
 import sys

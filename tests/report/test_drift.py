@@ -1,7 +1,5 @@
 """Tests of the causes of drift and their parts: matched tokens, tallies of numbers, bounds of truncated sampling."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import astuple
@@ -48,9 +46,7 @@ TEXTS = st.lists(
     st.sampled_from(["<search>", "</search>", "東京", "é", " ", "\n\n", ">", "Paris", "x"]), min_size=1, max_size=5
 ).map("".join)
 OUTPUTS = st.one_of(
-    TEXTS.map(CODEC.encode),
-    TEXTS.map(by_letter),
-    st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=6),
+    TEXTS.map(CODEC.encode), TEXTS.map(by_letter), st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=6)
 )
 TURNS = st.lists(st.tuples(OUTPUTS, TEXTS), min_size=1, max_size=4)
 

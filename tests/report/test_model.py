@@ -1,7 +1,5 @@
 """Tests of the page's model: tokens, index and chunks against the kept trajectories, damaged and changed folders."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import replace
@@ -211,12 +209,7 @@ def test_measured_results_give_one_row_per_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ('"settings"', '"sets"'),
-        ('"mean": 1.0', '"mean": NaN'),
-        (None, '{"settings": 3, "sets": [1]}'),
-    ],
+    ("old", "new"), [('"settings"', '"sets"'), ('"mean": 1.0', '"mean": NaN'), (None, '{"settings": 3, "sets": [1]}')]
 )
 def test_damaged_results_are_reported_and_the_others_are_read(tmp_path: Path, old: str | None, new: str) -> None:
     folder = made_run(tmp_path / "run", Maker(Size(steps=1, groups=1)))

@@ -1,7 +1,5 @@
 """Tests of the report and the live page in a real browser: views, interaction, and hostile text."""
 
-from __future__ import annotations
-
 import re
 from importlib.resources import files
 from pathlib import Path
@@ -65,20 +63,6 @@ def test_every_view_opens_directly_and_fits_the_screen(
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), f"{view} is too wide"
     assert opened.problems == []
     assert set(opened.requests) == {report.resolve().as_uri()}, "the page may load nothing else"
-
-
-def test_page_shows_the_figures_of_the_run(run: RunFolder, report: Path, look: Look) -> None:
-    page = look(report).page
-    before, after = run.evaluations[0]["em"], run.evaluations[-1]["em"]
-    expect(page.locator(".lede")).to_contain_text(f"from {before * 100:.1f} % to {after * 100:.1f} % in 3 steps")
-    expect(page.locator(".lede")).to_contain_text("Guard alarm: entropy, first at step 3")
-    reward = run.rows[-1]["critic/score/mean"]
-    expect(page.locator(".tiles")).to_contain_text(f"{reward:.3f}")
-    page.goto(at(report, "view=time"))
-    actor = page.get_by_role("img", name="Time of the actor group")
-    expect(actor).to_have_attribute(
-        "aria-label", re.compile(r"training 33.3\s%, .*search 11.1\s%, .*log-probs 22.2\s%")
-    )
 
 
 def test_filters_select_trajectories_and_stay_in_the_address(run: RunFolder, report: Path, look: Look) -> None:

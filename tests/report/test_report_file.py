@@ -1,7 +1,5 @@
 """Tests of the file of `rlsys report`: complete data, data that cannot become markup, script, content policy."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 
 from rlsys.apps.cli.runs import report as command
 from rlsys.observe.run_folder import open_run
-from rlsys.report.report_page import bundle, inline_json, live_page, packed, policy
+from rlsys.report.report_page import inline_json, live_page, packed, policy
 from rlsys.report.run_model import build
 from tests.support.made_run import Maker, Size, made_run
 from tests.support.refusals import refused
@@ -90,19 +88,6 @@ def test_unwritable_report_file_is_refused(tmp_path: Path) -> None:
     out = run / "config.yaml" / "report.html"
     with refused("denied", out):
         command([run], out)
-
-
-def test_bundled_modules_follow_their_imports_in_scopes_of_their_own() -> None:
-    modules = {
-        "main.js": 'import { f } from "./a.js";\nimport { g } from "./b.js";\nf(g);\n',
-        "a.js": "const own = 1;\nexport function f(x) { return own + x; }\n",
-        "b.js": 'import { f } from "./a.js";\nconst own = 2;\nexport const g = f(own);\n',
-    }
-    script = bundle(modules, "main.js")
-    places = [script.index(f'modules["{name}"]') for name in ("a.js", "b.js", "main.js")]
-    assert places == sorted(places)
-    assert not {"import", "export"} & {*script.split()}
-    assert "return { g };" in script
 
 
 def test_content_policy_allows_only_the_pages_own_script() -> None:

@@ -1,7 +1,5 @@
 """Tests of time accounts and critical paths: by hand, by counting nanoseconds, and on schedules with a known path."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 

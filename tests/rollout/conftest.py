@@ -25,7 +25,7 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
     words = tiny.tokenizer()
     first, second = tiny.train(tiny.FIRST, words, seed=0), tiny.train(tiny.SECOND, words, seed=1)
     path: Path = tmp_path_factory.mktemp("policy")
-    limits = {"memory_fraction": 0.05, "kv_cache_tokens": 16384, "max_running": 32, "start_timeout_s": 1500.0}
+    limits = {"kv_cache_tokens": 16384, "max_running": 32, "start_timeout_s": 1500.0}
     engine = EngineConfig(dtype=Dtype.float32, **limits)
     rollout = RolloutConfig(engine=engine, max_episodes=3)
     task = TaskConfig(train_path="", eval_path="", max_turns=2, max_turn_tokens=64, max_total_tokens=4096)

@@ -1,7 +1,5 @@
 """Fixtures of the search tests: a small corpus, its encoder and index, and brute-force scores to compare with."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path

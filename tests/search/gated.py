@@ -1,7 +1,5 @@
 """Test doubles for the server: a retriever whose stages wait for the test, a reranker, pages, and a client."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ Each search prints `finding` and waits for a line on standard input; with `at-on
 prints `closed` when it is closed.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Edits that make one part of an index folder inconsistent with the rest."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

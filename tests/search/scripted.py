@@ -1,7 +1,5 @@
 """Scripted servers for tests of the client and of cassettes, in memory and over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

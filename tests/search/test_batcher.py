@@ -1,7 +1,5 @@
 """Tests of the batcher: order, limits, cancellation, failure and close, under a virtual clock."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of cassettes: replay gives the recorded results and latencies, extension records what is missing."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from pathlib import Path

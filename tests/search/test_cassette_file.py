@@ -1,7 +1,5 @@
 """Tests of the cassette's file: torn lines, cancelled searches, a full disk and another writer."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import logging

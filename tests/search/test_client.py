@@ -1,7 +1,5 @@
 """Tests of the client over real sockets: killed and restarted replicas, malformed answers, settings."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -126,7 +124,10 @@ async def test_malformed_answers_fail_over_or_give_a_typed_failure(reply: bytes,
         ("localhost:8000", "malformed", "localhost:8000"),
         (["http://a:1", "ftp://b"], "malformed", "ftp://b"),
         ("http://name:word@a", "malformed", "http://name:word@a"),
-        ("http://[::1", "malformed", "http://[::1"),
+        *(
+            (url, "malformed", url)
+            for url in ("http://[::1", "http://", "http://a:0", "http://:word@a", "http://a/?q=1")
+        ),
         ([], "missing", "search.url"),
         (["http://a:1", "http://a:1/"], "conflict", "http://a:1"),
     ],

@@ -1,7 +1,5 @@
 """Tests of connection limits: number, header size and time, under a virtual clock and without sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import resource
 

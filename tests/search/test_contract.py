@@ -1,7 +1,5 @@
 """Tests of the HTTP contract: upstream clients, the OpenAPI description, and invalid requests."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator

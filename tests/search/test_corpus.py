@@ -1,7 +1,5 @@
 """Tests of the corpus: random access by row, and offsets that are used only for the file that they were made from."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

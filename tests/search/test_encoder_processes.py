@@ -1,7 +1,5 @@
 """Tests of encoder processes: the same vectors as in this process, and workers that hang, die or cannot start."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from typing import Any

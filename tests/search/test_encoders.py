@@ -1,7 +1,5 @@
 """Tests of encoders and rerankers against sentence-transformers and transformers, and of shared forward passes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ The promise: 100 MB of any head or body cost the server less than 100 MB of memo
 answers other clients meanwhile. CPU time is measured because other processes on the machine delay the clock.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress

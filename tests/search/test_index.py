@@ -1,7 +1,5 @@
 """Tests of dense and hybrid indexes: hits, settings, and refusal of inputs that an index was not built with."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from pathlib import Path
@@ -18,13 +16,11 @@ from rlsys.search.encoders.encoder import Encoder
 from rlsys.search.encoders.spec import EncoderSpec
 from rlsys.search.index import dense
 from rlsys.search.index.dense import (
-    BuildOptions,
     DenseIndex,
     FaissSettings,
     SearchOptions,
     VectorRetriever,
     Vectors,
-    build,
     new_index,
     open_prebuilt,
     reserve,
@@ -89,23 +85,6 @@ def test_queries_are_encoded_with_the_settings_of_the_manifest(copy: Path, queri
     expected = Encoder.load("minilm", **made).encode_queries(queries[:3])
     prepared = VectorRetriever.open(copy).prepare(queries[:3])
     np.testing.assert_allclose(prepared, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_describe_states_the_settings_and_narrow_searches_may_find_less(
-    index_dir: Path, corpus_path: Path, retriever: VectorRetriever, tmp_path: Path
-) -> None:
-    made = {"kind": "dense", "passages": 200, "encoder": "minilm", "dimension": 384}
-    made["corpus_sha256"] = Corpus.open(corpus_path).checksum
-    assert open_retriever(index_dir, depth=7).describe() == made | {"faiss_type": "Flat"}
-    out = Path(shutil.copytree(index_dir, tmp_path / "lists"))
-    build(Corpus.open(corpus_path), MINILM, out, BuildOptions("IVF16,Flat", nprobe=5))
-    assert VectorRetriever.open(out).describe() == made | {"faiss_type": "IVF16,Flat", "nprobe": 5}
-    narrow = VectorRetriever.open(out, options=SearchOptions(nprobe=1))
-    assert narrow.describe()["nprobe"] == 1
-    (hits,) = narrow.find(narrow.prepare(["Bamako"]), 1000)
-    assert 0 < len({hit.document["id"] for hit in hits}) == len(hits) < 190
-    (hits,) = retriever.find(retriever.prepare(["Bamako"]), 1000)
-    assert len({hit.document["id"] for hit in hits}) == 200
 
 
 def test_a_bare_faiss_file_is_served_with_its_corpus_and_a_warning(
@@ -213,12 +192,6 @@ def write(path: Path, faiss_type: str, vectors: Array) -> Path:
     index.add(vectors)
     faiss.write_index(index, str(path))
     return path
-
-
-def test_a_memory_mapped_index_equals_a_loaded_one(tmp_path: Path) -> None:
-    path = write(tmp_path / "i", "RR64,HNSW8", drawn(1000, seed=0))
-    read, mapped = (Vectors.open(path, SearchOptions(mmap=mmap)) for mmap in (False, True))
-    np.testing.assert_array_equal(faiss.serialize_index(mapped._index), faiss.serialize_index(read._index))
 
 
 @pytest.mark.parametrize("faiss_type", ["HNSW16", "PQ32x4fs,RFlat", "IVF64,PQ32x4fs", "Flat"])

@@ -1,7 +1,5 @@
 """Tests of dense index builds: killed, resumed, repeated, concurrent and refused."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

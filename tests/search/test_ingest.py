@@ -1,7 +1,5 @@
 """Tests of ingestion: files to text, Markdown and HTML, and where texts are cut."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Tests of search server processes: start, signals, end with the parent; and the flags of the command."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,11 +1,7 @@
 """Tests of BM25 indexes: against the formula and bm25s, and with damaged files."""
 
-from __future__ import annotations
-
-import errno
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -213,21 +209,3 @@ def test_concurrent_searches_give_the_same_hits(bm25_dir: Path, queries: list[st
         answers = pool.map(lambda _: retriever.find(retriever.prepare(queries), 5), range(20))
         assert all(answer == expected for answer in answers)
     retriever.close()
-
-
-def test_a_failed_fsync_leaves_no_index(corpus_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux reports a lost page only once, so a second fsync would succeed."""
-    real, synced = os.fsync, []
-
-    def fail_once(descriptor: int) -> None:
-        synced.append(descriptor)
-        if len(synced) == 3:  # the first call syncs the manifest
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fail_once)
-    corpus, out = Corpus.open(corpus_path), tmp_path / "index"
-    with pytest.raises(RunError, match=str(out)):
-        build_lexical(corpus, out)
-    assert not list(tmp_path.rglob("manifest.json"))
-    assert build_lexical(corpus, out)

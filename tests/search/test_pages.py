@@ -1,7 +1,5 @@
 """Tests of the page store: pages are found by any spelling of their URL."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of a real index in a real server process, against brute force and over a cassette."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of indexes on Elasticsearch and OpenSearch, against a fake of their REST API."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -1,7 +1,5 @@
 """Tests of the states of replicas, and of how a replica is picked."""
 
-from __future__ import annotations
-
 from collections import Counter
 from random import Random
 

@@ -1,7 +1,5 @@
 """Tests of the server under concurrent requests in one event loop: batches, limits, faults, cache and reranking."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
@@ -167,8 +165,7 @@ async def test_a_retriever_fault_gives_503_and_the_next_request_works(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("value", "status"),
-    [("\ud800", 200), (1 << 80, 200), (b"bytes", 503), ({1: float("nan"), 2: 1 << 80}, 503)],
+    ("value", "status"), [("\ud800", 200), (1 << 80, 200), (b"bytes", 503), ({1: float("nan"), 2: 1 << 80}, 503)]
 )
 async def test_document_values_that_json_cannot_hold_give_503(
     monkeypatch: pytest.MonkeyPatch, value: Any, status: int

@@ -1,7 +1,5 @@
 """Tests of a run's search server: when a run starts one, and which errors say that a server does not answer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of the client's tries, pauses, fail-over, hedges and probes, under a virtual clock."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from random import Random

@@ -1,7 +1,5 @@
 """Tests of reading the answers of untrusted servers: their size, encoding and meaning."""
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from collections.abc import AsyncIterator, Iterable

@@ -1,7 +1,5 @@
 """Tiny encoders and rerankers of random weights, saved with the real tokenizer of MiniLM."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Hand-made answers to questions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rlsys.data.question import Question

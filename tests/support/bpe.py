@@ -1,7 +1,5 @@
 """Trains real byte-level BPE tokenizers."""
 
-from __future__ import annotations
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 

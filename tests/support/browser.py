@@ -5,8 +5,6 @@ there is no Chromium. `browser` is open for a whole module, and its event loop i
 so asynchronous tests must be in other modules.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

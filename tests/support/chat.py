@@ -1,7 +1,5 @@
 """Conversations with a scripted engine and search, also served as the chat page."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator, Sequence

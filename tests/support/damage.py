@@ -1,7 +1,5 @@
 """Damages files of a run folder in many ways."""
 
-from __future__ import annotations
-
 import gzip
 import os
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A download starts at /datasets/NAME/resolve/REVISION/FILE, which redirects to a 
 files. `faults` has the faults of the next requests for contents, in order.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

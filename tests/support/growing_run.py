@@ -1,7 +1,5 @@
 """Writes run folders by hand, step by step."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

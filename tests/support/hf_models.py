@@ -1,7 +1,5 @@
 """Tiny random models of each family, saved by transformers, and functions to compare and change their folders."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Serves hostile HTTP answers, and runs clients in child processes with limited memory."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess
@@ -105,10 +103,7 @@ def hostile_server() -> Iterator[Hostile]:
 def answer_of_child(program: str, *arguments: str) -> Any:
     """Run the Python `program` in a child process. Returns the JSON on its last output line."""
     done = subprocess.run(
-        [sys.executable, "-c", CHILD + program, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", CHILD + program, *arguments], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

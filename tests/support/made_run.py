@@ -1,7 +1,5 @@
 """Writes synthetic run folders of any size with the project's own writers, drawn from a seed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field

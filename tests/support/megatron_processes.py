@@ -4,8 +4,6 @@ A call blocks until all processes have answered. If one raises an exception, the
 process, and all processes are killed, because the others may wait for it forever.
 """
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 import pickle

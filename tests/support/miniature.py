@@ -11,8 +11,6 @@ Contract of `miniature`, which is pure:
 - Groups that share devices still share them.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -22,14 +20,7 @@ from itertools import chain, product
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.derived import has_critic, megatron_groups
-from rlsys.config.schema import (
-    ClusterConfig,
-    Mode,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    SyncMode,
-)
+from rlsys.config.schema import ClusterConfig, Mode, OptimizerConfig, ParallelConfig, RunConfig, SyncMode
 
 MOST_PROCESSES = 8
 """Largest number of processes of all Megatron groups together."""

@@ -1,7 +1,5 @@
 """Reserves ports for servers of tests that run in parallel."""
 
-from __future__ import annotations
-
 import socket
 from collections import deque
 

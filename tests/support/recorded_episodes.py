@@ -1,7 +1,5 @@
 """Makes reproducible episodes of random tokens for each question and step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

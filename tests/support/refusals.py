@@ -1,7 +1,5 @@
 """Expects a UserError by its code and key, independent of its wording."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike

@@ -1,6 +1,4 @@
-"""Runs `rlsys train` on the tiny world in new processes, and reads the run folder."""
-
-from __future__ import annotations
+"""Runs `rlsys` commands in new processes, and reads the folder of a run on the tiny world."""
 
 import json
 import subprocess
@@ -13,29 +11,36 @@ from rich.console import Console
 from examples.searchr1.tiny.demo import prepare_world
 from tests.support.paths import PROJECT
 
+RLSYS = [sys.executable, "-m", "rlsys.apps.cli.main"]
+LIMIT_S = 3000
+"""Time limit of a command; it only ends a hang, also on a busy machine."""
 SETTINGS = ["eval.interval=0", "eval.limit=16", "trainer.prompts_per_step=16"]
 SETTINGS += ["trainer.mini_batches=2", "tracking.wandb=false", "tracking.tensorboard=false"]
 
 
-def train(outputs: Path, *settings: str) -> subprocess.CompletedProcess[str]:
-    """Run a small training to its end."""
+def rlsys(*words: object) -> subprocess.CompletedProcess[str]:
+    """Run an `rlsys` command to its end."""
+    command = [*RLSYS, *map(str, words)]
+    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+def succeed(*words: object) -> None:
+    """Run an `rlsys` command, which must succeed."""
+    done = rlsys(*words)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+def small(outputs: Path, *settings: str) -> list[str]:
+    """Arguments of a small training."""
     prepare_world(Console(quiet=True))
-    command = [sys.executable, "-m", "rlsys.apps.cli.main", "train", "--config-name", "searchr1_tiny_cpu"]
-    return subprocess.run(
-        [*command, f"output_dir={outputs}", *SETTINGS, *settings],
-        cwd=PROJECT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return ["train", "-c", "searchr1_tiny_cpu", f"output_dir={outputs}", *SETTINGS, *settings]
 
 
 class Finished:
     """Contents of the folder of a run that ended with status 0."""
 
     def __init__(self, outputs: Path, *settings: str) -> None:
-        done = train(outputs, *settings)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        succeed(*small(outputs, *settings))
         (folder,) = outputs.glob("searchr1_tiny_cpu-*")
         self.rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         self.summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())

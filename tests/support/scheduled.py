@@ -5,8 +5,6 @@ played back after seeded waits, and there are seeded waits around every call for
 therefore decides when each prompt group arrives, which groups share a call or a micro-batch, and which calls overlap.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import random
@@ -82,11 +80,7 @@ class Outcome:
         self.events.append("")
 
     def step(
-        self,
-        _: int,
-        groups: Sequence[Group],
-        updates: Sequence[Mapping[str, float]],
-        _figures: Mapping[str, float],
+        self, _: int, groups: Sequence[Group], updates: Sequence[Mapping[str, float]], _figures: Mapping[str, float]
     ) -> list[Alarm]:
         self.trained.append([group.question.uid for group in groups])
         self.updates += updates

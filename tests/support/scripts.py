@@ -1,7 +1,5 @@
 """Runs the repository's shell scripts like a user: from any directory, with settings in the environment."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -15,9 +13,12 @@ import httpx
 
 
 def environment(**settings: str | Path) -> dict[str, str]:
-    """Current environment with `settings`, and without PYTHONPATH, which would let Python find the project."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return kept | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in settings.items()}
+    """Current environment with `settings`; without PYTHONPATH, which would let Python find the project, and without the
+    variables that the published scripts read."""
+    dropped = ("PYTHONPATH", "DATA_DIR", "BASE_MODEL", "EXPERIMENT_NAME")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    fixed = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return kept | fixed | {k: str(v) for k, v in settings.items()}
 
 
 def run_script(

@@ -1,7 +1,5 @@
 """Makes search results from texts."""
 
-from __future__ import annotations
-
 from rlsys.search.retrieval import Passage, SearchResult
 
 

@@ -1,7 +1,5 @@
 """Serves an ASGI application on a real socket, from a thread of the test's process."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tensors of many dtypes, shapes and strides, and their exact content."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

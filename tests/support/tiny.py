@@ -1,7 +1,5 @@
 """Trains a tiny Qwen2 that repeats one search trace, and serves a search server of one passage."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading
@@ -50,10 +48,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=450,
-        special_tokens=[EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=450, special_tokens=[EOS], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     raw.train_from_iterator([FIRST.text, SECOND.text], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=EOS)

@@ -4,21 +4,13 @@ The Qwen2 is the tiny policy, which has learnt to search. The other models are r
 per character, so that random samples are tokenised again to the same tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from string import ascii_letters, digits, punctuation
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    PretrainedConfig,
-    PreTrainedTokenizerFast,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory

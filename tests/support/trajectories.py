@@ -1,7 +1,5 @@
 """Makes small trajectories, samples and questions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any

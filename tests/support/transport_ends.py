@@ -1,21 +1,11 @@
 """Opens senders and receivers of every transport mode on a CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
 
 from rlsys.config.schema import Device, SyncMode
-from rlsys.weights.transport import (
-    IpcReceiver,
-    IpcSender,
-    Receiver,
-    Sender,
-    TransportSpec,
-    open_receiver,
-    open_sender,
-)
+from rlsys.weights.transport import IpcReceiver, IpcSender, Receiver, Sender, TransportSpec, open_receiver, open_sender
 from tests.support.ports import free_port
 
 

@@ -1,7 +1,5 @@
 """Event loop with a virtual clock that jumps to the next timer, for fast and deterministic tests."""
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine

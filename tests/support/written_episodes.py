@@ -1,7 +1,5 @@
 """Makes episodes from written turns and observations, parsed by the real protocol."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,10 +74,7 @@ def think(act: str, content: str, thought: str = "hm") -> str:
 
 
 def read(
-    trajectory: Trajectory,
-    *answers: str,
-    tags: TagsConfig = TASK.tags,
-    over_prompt: bool = False,
+    trajectory: Trajectory, *answers: str, tags: TagsConfig = TASK.tags, over_prompt: bool = False
 ) -> ParsedEpisode:
     return EpisodeParser(tags, CompatConfig(answer_over_prompt=over_prompt), {}).read(question(*answers), trajectory)
 

@@ -1,7 +1,5 @@
 """Test of calling toolkits/ckpt_convertor through links; tests/live/test_scripts.py runs one script to its end."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

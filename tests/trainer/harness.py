@@ -1,7 +1,5 @@
 """Builds actors for the tests, describes parallel layouts, and gathers exported weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

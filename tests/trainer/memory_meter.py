@@ -4,8 +4,6 @@ Workspaces that torch's kernels allocate and free within one operation are not c
 the number of its views, from the operation that makes it until its last holder (which may be autograd) releases it.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of training and log-probs on parallel layouts against Hugging Face transformers in one process."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of the critic on parallel layouts against transformers' token classification in one process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tests of the weight export: the smallest buckets, reused memory, and pipeline stages that each send their part."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

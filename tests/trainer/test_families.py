@@ -1,7 +1,5 @@
 """Tests of the Megatron model of every family: logits against transformers, export bit for bit, expert routing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace

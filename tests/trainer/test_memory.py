@@ -1,7 +1,5 @@
 """Tests of the memory estimate against the bytes of real steps on a CPU, measured by `MemoryMeter`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Tests of offloading: memory is released, comes back bit for bit, and cannot be used in between."""
 
-from __future__ import annotations
-
 import os
 import resource
 from collections.abc import Callable, Iterator

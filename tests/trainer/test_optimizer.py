@@ -1,7 +1,5 @@
 """Tests of the optimiser: overlapped communication changes nothing, and the learning rate follows its schedule."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from pathlib import Path

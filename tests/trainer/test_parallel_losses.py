@@ -3,8 +3,6 @@
 As in a run, one group scores the samples and picks tokens, and another group with a different layout trains on them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

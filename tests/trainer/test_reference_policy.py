@@ -1,7 +1,5 @@
 """Tests of the reference policy: against a float64 loop, on parallel layouts, and saved and resumed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,10 +137,7 @@ async def test_bfloat16_average_accumulates_steps_below_its_rounding(model: str)
 
 @pytest.mark.parametrize(
     ("layout", "other", "dtype"),
-    [
-        ("tp2", "dp2", Dtype.bfloat16),
-        pytest.param("tp2 pp2", "dp2", Dtype.float32, marks=pytest.mark.slow),
-    ],
+    [("tp2", "dp2", Dtype.bfloat16), pytest.param("tp2 pp2", "dp2", Dtype.float32, marks=pytest.mark.slow)],
 )
 async def test_reference_resumes_under_another_layout(
     layout: str, other: str, dtype: Dtype, model: str, tmp_path: Path

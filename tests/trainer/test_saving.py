@@ -1,7 +1,5 @@
 """Tests of saving and resuming: the state when a save begins, whole or absent checkpoints, refused damage."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

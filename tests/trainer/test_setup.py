@@ -1,7 +1,5 @@
 """Tests of the setup of a Megatron process: kernels, Megatron-core without CUDA, and ranks in the mesh."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +21,7 @@ from tests.trainer import reference
 NOTHING = Capabilities()
 GPU = Capabilities(cuda_devices=1, compute_capability=(9, 0))
 TE = replace(GPU, transformer_engine="2.20.2")
-FUSIONS = (
-    "bias_activation_fusion",
-    "apply_rope_fusion",
-    "moe_permute_fusion",
-    "gradient_accumulation_fusion",
-)
+FUSIONS = ("bias_activation_fusion", "apply_rope_fusion", "moe_permute_fusion", "gradient_accumulation_fusion")
 
 
 def fused(settings: dict[str, Any]) -> set[str]:

@@ -1,7 +1,5 @@
 """Tests of log-probs and KL of sharded logits against float64 softmax and autograd over the whole vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

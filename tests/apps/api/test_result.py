@@ -1,7 +1,5 @@
 """Tests of the results of a training and an evaluation, read from whole and from damaged files."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings
@@ -11,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.apps.api import EvaluationResult, HttpRetriever, TrainingResult, training_result
+from rlsys.apps.api import EvaluationResult, HttpRetriever, TrainingResult
 from rlsys.apps.api.arguments import RunSettings
 from rlsys.errors import UserError
 from tests.support.damage import DAMAGES, OBJECTS
@@ -86,16 +84,3 @@ def test_an_evaluation_is_read_and_a_missing_figure_is_refused(evaluated: Evalua
         (evaluated.folder / "results.json").write_text(json.dumps({"average": average}))
         with refused("missing", evaluated.folder / "results.json"):
             _ = evaluated.em
-
-
-def test_search_settings_of_the_run_are_passed_on_to_its_evaluation(
-    trained: TrainingResult, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(training_result, "_rlsys", lambda *words: asked.append(words))
-    trained.evaluate(limit=3)
-    settings = [word for word in asked[0] if word.startswith("search.")]
-    assert settings == [
-        "search.timeout_s=77", "search.url='http://new:2'", "search.topk=3", "search.replicas=[]",
-        "search.token_env=null",
-    ]  # fmt: skip

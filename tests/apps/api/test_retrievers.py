@@ -1,7 +1,5 @@
 """Tests of retrievers: their indexes, their servers, and wrong arguments."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

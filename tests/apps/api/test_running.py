@@ -1,7 +1,5 @@
 """Tests of coroutines and commands run from scripts and notebooks: results, errors, interrupts and signal handlers."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import sys

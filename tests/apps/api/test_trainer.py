@@ -1,7 +1,5 @@
 """Tests of the Python trainer: its settings equal the command line's, wrong ones are refused, and the example runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Tests of a conversation's events against the episode that `run_episode` plays with the same engine and search."""
 
-from __future__ import annotations
-
 from contextlib import aclosing
 from itertools import groupby, pairwise
 

@@ -1,7 +1,5 @@
 """Tests of opening a chat: wrong arguments, and questions from a pipe."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

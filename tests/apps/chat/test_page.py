@@ -1,6 +1,4 @@
-"""Tests of the chat page in a real browser: its answers, hostile text, and its stop button."""
-
-from __future__ import annotations
+"""Tests of the chat page in a real browser: its answers, and hostile text."""
 
 from collections.abc import Iterator
 
@@ -50,18 +48,3 @@ def test_questions_are_answered_and_hostile_text_is_not_run(
     assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
     assert looked.problems == []
     assert all(address.startswith((url, "data:")) for address in looked.requests)
-
-
-def test_stop_ends_an_answer_and_the_next_can_begin(look: Look) -> None:
-    script = Script(codec(), (SEARCHES, ANSWERS), halt_after=8)
-    with page_of(script, FakeSearch()) as url:
-        page = look(url).page
-        for number in (1, 2):
-            page.fill("#question", "Who?")
-            page.click("#send")
-            page.wait_for_selector(f"article:nth-of-type({number}) .said")
-            assert page.is_disabled("#send")
-            page.click("#stop")
-            page.wait_for_selector(f"article:nth-of-type({number}) .wrong")
-            assert page.text_content(f"article:nth-of-type({number}) .wrong") == "Stopped."
-            page.wait_for_selector("#stop:disabled")

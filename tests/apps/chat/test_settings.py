@@ -1,7 +1,5 @@
 """Tests of a chat's settings: from the model's run, from a config of unknown origin, or the defaults of Search-R1."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

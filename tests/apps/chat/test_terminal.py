@@ -1,7 +1,5 @@
 """Tests of a chat in a terminal, a pipe and a program: output, control characters, and a sequence of questions."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,7 +1,5 @@
 """Tests of the chat's web server: streamed events, refused requests, and clients that leave."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests of the `rlsys` command: mistakes end in one sentence with a code and status 2; `eval` and `convert` work."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

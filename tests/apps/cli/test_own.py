@@ -1,7 +1,5 @@
 """Tests of `rlsys own`: the commands that run, those that a repeated call skips, and mistakes found before any work."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

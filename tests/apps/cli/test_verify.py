@@ -1,7 +1,5 @@
 """Tests of `verify`: equal models, changed or missing tensors, and configs that change the logits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import psutil
@@ -16,8 +14,7 @@ from tests.support.hf_models import json_of, make_model, reconfigured, rewritten
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "critic"),
-    [("qwen3-moe", torch.bfloat16, False), ("llama", torch.float32, True)],
+    ("family", "dtype", "critic"), [("qwen3-moe", torch.bfloat16, False), ("llama", torch.float32, True)]
 )
 def test_the_megatron_model_computes_the_logits_of_transformers(
     family: str, dtype: torch.dtype, critic: bool, tmp_path: Path

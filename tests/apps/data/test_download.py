@@ -1,7 +1,5 @@
 """Tests of downloads from a local server that speaks the Hub's protocol, with dropped, corrupted and changed files."""
 
-from __future__ import annotations
-
 import fcntl
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests of preparing questions: conversion, merging, prompts with tools, and the split into training and held-out."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Tests of an evaluation's execution: prompts and limits of each baseline, and evaluations of the tiny policy."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace

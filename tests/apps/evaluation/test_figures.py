@@ -1,7 +1,5 @@
 """Tests of held-out evaluation: its metrics, result files and HTML page, and scores with the quirks of Search-R1."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

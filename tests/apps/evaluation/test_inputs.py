@@ -1,7 +1,5 @@
 """Tests of an evaluation's inputs: question sets, models, checkpoints, and config problems that prevent it."""
 
-from __future__ import annotations
-
 import copy
 import json
 from contextlib import nullcontext, suppress
@@ -135,8 +133,7 @@ def test_a_checkpoint_is_converted_temporarily(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "speaks"),
-    [('["GPT2LMHeadModel"]', True), ("null", True), ('["BertForMaskedLM"]', False), ("3", False)],
+    ("kinds", "speaks"), [('["GPT2LMHeadModel"]', True), ("null", True), ('["BertForMaskedLM"]', False), ("3", False)]
 )
 def test_a_model_without_a_language_model_head_is_refused(tmp_path: Path, kinds: str, speaks: bool) -> None:
     folder = hf_folder(tmp_path / "model")

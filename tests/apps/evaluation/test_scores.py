@@ -1,7 +1,5 @@
 """Tests of scores, intervals and pass@k: by hand and against SciPy."""
 
-from __future__ import annotations
-
 from itertools import combinations, product
 from math import comb
 from statistics import fmean

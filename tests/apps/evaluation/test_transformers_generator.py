@@ -1,7 +1,5 @@
 """Tests of the batched generator against `generate` of Hugging Face, one prompt at a time, with the tiny policy."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

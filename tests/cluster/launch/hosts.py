@@ -23,6 +23,7 @@ from rich.console import Console
 
 from examples.searchr1.tiny.demo import prepare_world
 from tests.support.paths import PROJECT
+from tests.support.runs import LIMIT_S
 
 _INIT = "import signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); print('up', flush=True); sys.stdin.read()"
 """Program of a host's first process: it reaps orphans, and ends when its input is closed."""
@@ -164,7 +165,7 @@ class Launched:
     def wait(self) -> int:
         """Wait for the launcher's end and return its exit status."""
         try:
-            return self._process.wait(540)
+            return self._process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             raise AssertionError(f"still running:\n{self.said()}") from None
@@ -185,8 +186,8 @@ class Launched:
 
 
 def wait_until(condition: Callable[[], object], *launched: Launched) -> None:
-    """Wait until `condition` holds. Raises AssertionError with the launchers' output after 600 s."""
-    until = time.monotonic() + 600
+    """Wait until `condition` holds. Raises AssertionError with the launchers' output after `LIMIT_S`."""
+    until = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < until, "\n".join(one.said() for one in launched)
         time.sleep(0.2)

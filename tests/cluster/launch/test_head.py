@@ -30,9 +30,7 @@ def machine(rank: int, host: str) -> Machine:
     return Machine(rank, True, host, f"10.0.0.{rank}", f"{rank + 1:056x}", f"node-{rank}", {})
 
 
-async def test_missing_machines_are_named_and_duplicate_ranks_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_missing_machines_are_named_and_duplicate_ranks_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def assembled(*there: Machine) -> Coroutine[Any, Any, list[Machine]]:
         """Assemble a run of three machines, of which only `there` have joined, without waiting for the others."""
         monkeypatch.setattr(head, "machines", lambda: list(there))

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.cluster.launch.hosts import Host, Launched, two_hosts, wait_until
+from tests.support.runs import LIMIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +66,7 @@ def test_machine_without_the_token_can_neither_join_nor_look(hosts: list[Host], 
     look = [sys.executable, "-m", "rlsys.cluster.preflight.machine", f"{hosts[0].address}:6379"]
     for seen_from, mode in ((home, "token"), (other, "disabled")):
         given = {"HOME": str(seen_from), "RAY_AUTH_MODE": mode}
-        status = hosts[1].start(look, tmp_path / f"look-{mode}.log", given).wait(300)
+        status = hosts[1].start(look, tmp_path / f"look-{mode}.log", given).wait(LIMIT_S)
         assert (status == 0) == (mode == "token"), (tmp_path / f"look-{mode}.log").read_text()
     assert hosts[1].run(sys.executable, "-c", KNOCKS, f"http://{hosts[0].address}:8000/retrieve").strip() == "401"
     refused = Launched(hosts, 1, more, "--no-preflight", "--wait", "60", home=other)

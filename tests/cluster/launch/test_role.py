@@ -7,14 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.cluster.launch.role import (
-    Role,
-    check_searching,
-    expand_hosts,
-    find_role,
-    search_settings,
-    serving_positions,
-)
+from rlsys.cluster.launch.role import Role, check_searching, expand_hosts, find_role, search_settings, serving_positions
 from rlsys.config.compose import load_config
 from rlsys.config.schema import CassetteConfig, ClusterConfig, RunConfig, SearchConfig, SearchNodesConfig
 from rlsys.errors import Code

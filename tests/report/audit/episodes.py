@@ -4,8 +4,6 @@ Every log-prob is a function of the token and all tokens before it (`drawn_logpr
 for the trained policy), so that a test can recompute any of them.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace

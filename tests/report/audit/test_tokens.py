@@ -1,7 +1,5 @@
 """Tests of the token audit against counts in bytes and against the book-keeping, and of `rlsys audit tokens`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

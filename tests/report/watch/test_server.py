@@ -1,7 +1,5 @@
 """Tests of `rlsys watch` as a process: events of a running run, ports, other machines."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

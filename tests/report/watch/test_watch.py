@@ -1,7 +1,5 @@
 """Tests of a watched run: the application, rebuilding of its model, phases, and figures for Prometheus."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

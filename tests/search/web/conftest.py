@@ -1,7 +1,5 @@
 """Fixtures of the web tests: a fake web, and clocks that need no waiting."""
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Fake web of one server on a real socket: a search provider in Serper's format, and pages that misbehave."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Tests of fetching pages: permitted addresses, DNS rebinding, certificates, and pages that misbehave."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import ssl

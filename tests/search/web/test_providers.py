@@ -1,7 +1,5 @@
 """Tests of search providers: their requests and answers, retries over a real socket, and keys that stay secret."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

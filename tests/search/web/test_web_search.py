@@ -1,7 +1,5 @@
 """Tests of web search as a whole: hits for the server, pages for /access, and the text of pages."""
 
-from __future__ import annotations
-
 import asyncio
 import resource
 import unicodedata
