@@ -37,8 +37,9 @@ from rlsys.config.algorithm import AlgorithmConfig
 from rlsys.config.schema import Device, Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.data.trajectory import Finish, Sample, Trajectory
 from rlsys.trainer.actor import Actor, Objective
-from rlsys.trainer.batches import BatchSharder, MicroBatch, collate, flops_of
+from rlsys.trainer.batches import BatchSharder, MicroBatch, collate
 from rlsys.trainer.mesh import Rendezvous, stop
+from rlsys.weights.flops import flops_of
 from rlsys.weights.weight_map import read_architecture
 
 POLICY = "examples/searchr1/tiny/policy"

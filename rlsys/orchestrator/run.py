@@ -61,8 +61,9 @@ from rlsys.orchestrator.worker_groups import (
     build_groups,
     started_groups,
 )
-from rlsys.trainer.batches import BatchSharder, flops_of
+from rlsys.trainer.batches import BatchSharder
 from rlsys.weights.checkpoint.store import CheckpointStore, RetentionPolicy
+from rlsys.weights.flops import flops_of
 from rlsys.weights.weight_map import read_architecture
 
 _log = logging.getLogger(__name__)

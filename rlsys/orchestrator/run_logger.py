@@ -50,7 +50,7 @@ from rlsys.observe.trackers import LoggedRow, ResumePoint, open_trackers
 from rlsys.orchestrator.evaluation.heldout import Evaluation, answer_line
 from rlsys.orchestrator.pipeline.scheduler import GroupOutcome
 from rlsys.orchestrator.pipeline.step_metrics import step_metrics, training_flops
-from rlsys.trainer.batches import Flops
+from rlsys.weights.flops import Flops
 
 _log = logging.getLogger(__name__)
 

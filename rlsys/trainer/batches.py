@@ -30,16 +30,14 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from math import lcm
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlsys.config.schema import ParallelConfig
 from rlsys.data.trajectory import Floats, MaskOf, Sample, trained_tokens
-
-if TYPE_CHECKING:
-    from rlsys.weights.weight_map import Architecture
+from rlsys.weights.flops import Flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,38 +267,6 @@ Batch = list[int]
 """Sample indices of one micro-batch."""
 Plan = list[list[Batch]]
 """Micro-batches of each data-parallel rank."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flops:
-    """Floating-point operations of one forward pass of a sequence; a backward pass costs twice as much per term.
-
-        flops(n tokens, k targets) = 2 p_layers n + 2 p_output k + 2 layers a n^2
-
-    A matrix of p parameters takes 2 p operations per token. Causal attention of width a (heads x head dimension)
-    compares each token with n / 2 others on average and sums as many values. The output layer runs only at the k
-    positions before targets. Norms, rotary positions and softmax are neglected, about 1 % of the total.
-    """
-
-    per_token: float
-    per_target: float = 0.0
-    per_square: float = 0.0
-
-    def of(self, tokens: int, targets: int) -> float:
-        """Return the cost of a sequence with `tokens` tokens and `targets` targets."""
-        return self.per_token * tokens + self.per_target * targets + self.per_square * tokens**2
-
-
-def flops_of(architecture: Architecture) -> Flops:
-    """Return the costs of a model with gated MLPs; a mixture of experts counts its active experts only."""
-    layers, hidden = architecture.layers, architecture.hidden
-    attention, key_value = (heads * architecture.head_dim for heads in (architecture.heads, architecture.kv_heads))
-    ffn = architecture.experts_per_token * architecture.expert_ffn or architecture.ffn
-    return Flops(
-        per_token=2.0 * layers * (2 * hidden * (attention + key_value) + 3 * hidden * ffn),
-        per_target=2.0 * hidden * architecture.vocab,
-        per_square=2.0 * layers * attention,
-    )
 
 
 FP8_TOKENS = 16

@@ -25,7 +25,7 @@ from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
 from rlsys.orchestrator.evaluation.scores import scores_of
 from rlsys.orchestrator.run_logger import RunLogger
 from rlsys.orchestrator.worker_groups import ActorGroup, CriticGroup
-from rlsys.trainer.batches import Flops
+from rlsys.weights.flops import Flops
 from tests.support.trajectories import question, rewarded, trajectory
 
 SOURCE = Path(rlsys.__file__).parent

@@ -28,7 +28,7 @@ from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
 from rlsys.orchestrator.evaluation.scores import scores_of
 from rlsys.orchestrator.pipeline.scheduler import DropReason, GroupOutcome, GroupStage
 from rlsys.orchestrator.run_logger import History, RunLogger, update_metrics
-from rlsys.trainer.batches import Flops
+from rlsys.weights.flops import Flops
 from tests.support.trajectories import question, rewarded, trajectory
 
 S = 1_000_000_000

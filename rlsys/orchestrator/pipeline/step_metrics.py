@@ -23,7 +23,7 @@ from rlsys.data.answers import normalize, score
 from rlsys.data.trajectory import Action, Finish, Group, Sample, Trajectory, Turn
 from rlsys.orchestrator.pipeline.grouping import mean_kl
 from rlsys.orchestrator.rewards.reward import count_answer_tags
-from rlsys.trainer.batches import Flops
+from rlsys.weights.flops import Flops
 
 _TRAINING_PASSES = 3
 """Cost of training in units of forward passes: one for the forward pass, and two for the backward pass."""

@@ -1,4 +1,4 @@
-"""Tests of dealing samples to ranks and micro-batches: invariants, plans by hand, and the cost of a sequence."""
+"""Tests of dealing samples to ranks and micro-batches: invariants and plans by hand."""
 
 from __future__ import annotations
 
@@ -6,27 +6,22 @@ from itertools import chain
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rlsys.config.schema import ParallelConfig
 from rlsys.data.trajectory import Sample
 from rlsys.trainer.batches import (
     BatchSharder,
-    Flops,
     MicroBatchSpec,
     Plan,
     SampleSize,
     columns_of,
     fills_stages,
-    flops_of,
     plan_micro_batches,
 )
-from rlsys.weights.weight_map import architecture_of
+from rlsys.weights.flops import Flops
 from tests.support.trajectories import sample
 
 FEW = settings(max_examples=50)
@@ -187,24 +182,3 @@ def test_load_counts_padding_to_the_longest_row() -> None:
     padded = BatchSharder(ParallelConfig(tp=2, sequence_parallel=True), 2, 20, pad_id=0, packed=False)
     _, batches = padded.shard(samples(*LENGTHS))
     assert padded.load(batches) == {"micro_batches": 3, "tokens": 33, "room": 2 * 10 + 3 * 6 + 2 * 2, "budget": 60}
-
-
-def test_cost_of_a_sequence_is_that_of_a_forward_pass_of_transformers() -> None:
-    config = Qwen3Config(
-        vocab_size=70,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=20,
-        attn_implementation="eager",
-    )
-    model, flops = AutoModelForCausalLM.from_config(config), flops_of(architecture_of(config))
-    for tokens in (1, 64):
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            model(torch.zeros(1, tokens, dtype=torch.long))
-        # Leave out the rotary table, an outer product of positions and frequencies that is computed once per model.
-        counted = sum(counter.get_flop_counts()["Global"].values()) - 2 * tokens * config.head_dim // 2
-        # Eager attention also computes the half above the diagonal, which it then masks.
-        assert flops.of(tokens, targets=tokens) + flops.per_square * tokens**2 == counted
