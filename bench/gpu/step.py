@@ -9,11 +9,11 @@ import torch
 
 from bench.gpu.figures import Figure, Scale
 from bench.gpu.trainer import make_actor, random_micro_batch
-from rlsys.cluster.planning.plan import MicroBatchLoad, group_memory
+from rlsys.cluster.planning.memory import MicroBatchLoad, group_memory
 from rlsys.config.schema import ClusterConfig, Device, Dtype, ModelConfig, RunConfig
 from rlsys.observe.environment import detect
 from rlsys.observe.spans import peak_flops
-from rlsys.trainer.batches import flops_of
+from rlsys.weights.flops import flops_of
 from rlsys.weights.weight_map import read_architecture
 
 PUBLISHED_MFU = 0.206

@@ -389,7 +389,10 @@ class Engine:
             if self._layout.experts:
                 # On Blackwell, other kernels permute the experts' weights; `StagedVersion` does not predict that order.
                 arguments["moe_runner_backend"] = "triton"
-            if not config.cuda_graphs:
+            if config.cuda_graphs:
+                # By default SGLang has graphs for up to 256 requests on 80 GB, and decodes larger batches without one.
+                arguments["cuda_graph_max_bs_decode"] = config.max_running
+            else:
                 arguments |= {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
         if backend != "auto":
             arguments["attention_backend"] = backend

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from tests.support.refusals import refused
 from tests.support.tiny_models import POLICY
 
 EXPERTS = Qwen3MoeConfig()
-CONFIG = EngineConfig(tp=2, memory_fraction=0.6)
+CONFIG = EngineConfig(tp=2, memory_fraction=0.6, max_running=300)
+MOST_IN_GRAPH = "cuda_graph_max_bs_decode"
 NO_GRAPHS = {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
 
 
@@ -41,6 +43,7 @@ def test_backends_are_sglangs_defaults_on_a_gpu_except_for_experts(tmp_path: Pat
     # The expected hashes assume that an expert's rows stay in the order sent: gate, then up.
     experts = arguments(tmp_path / "experts", EXPERTS, CONFIG, Device.gpu)
     assert experts == {**dense, "model_path": experts["model_path"], "moe_runner_backend": "triton"}
+    assert experts.pop(MOST_IN_GRAPH) == CONFIG.max_running, "the largest batch must not decode without a graph"
     no_graphs = replace(CONFIG, cuda_graphs=False)
     assert arguments(tmp_path / "experts", EXPERTS, no_graphs, Device.gpu) == {**experts, **NO_GRAPHS}
     on_cpu = arguments(tmp_path / "experts", EXPERTS, no_graphs, Device.cpu, memory_saver=True)
@@ -59,8 +62,8 @@ def test_sglang_has_every_argument_and_value(tmp_path: Path) -> None:
     from sglang.srt.server_args import ServerArgs
 
     known = {field.name for field in msgspec.structs.fields(ServerArgs)}
-    for device in Device:
-        config = replace(CONFIG, cuda_graphs=False, attention_backend="fa3")
+    for device, graphs in product(Device, (False, True)):
+        config = replace(CONFIG, cuda_graphs=graphs, attention_backend="fa3")
         given = arguments(tmp_path, EXPERTS, config, device, memory_saver=True)
         assert given.keys() <= known
     assert "triton" in MOE_RUNNER_BACKEND_CHOICES
