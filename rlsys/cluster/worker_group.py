@@ -42,6 +42,9 @@ NCCL_SETTINGS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """NCCL variable -> value in all workers on GPUs, unless the driver's environment has another. SGLang sets these values in an
 engine's process where they are unset; a trainer in the same NCCL group would keep NCCL's defaults, and two processes of one
 machine that differ in NCCL_CUMEM_ENABLE cannot map each other's buffers."""
+GPU_THREADS = 8
+"""CPU threads of a worker on a GPU if cluster.threads is null. Ray would set OMP_NUM_THREADS to 1 in a worker that reserves
+no CPU, but copies of weights in host memory need several threads. 64 cores give each of 8 GPUs this many."""
 _DEATHS = (
     ray.exceptions.RayActorError,
     ray.exceptions.WorkerCrashedError,
@@ -267,7 +270,8 @@ def share(value: Any) -> Any:
 
 def _environment(cluster: ClusterConfig, device_ids: Sequence[str] | None) -> dict[str, str]:
     limits = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
-    environment = {name: str(cluster.threads) for name in limits} if cluster.threads else {}
+    threads = cluster.threads or (GPU_THREADS if cluster.device is Device.gpu else None)
+    environment = {name: str(threads) for name in limits} if threads else {}
     if cluster.device is Device.gpu:
         environment |= {name: os.environ.get(name, value) for name, value in NCCL_SETTINGS.items()}
     if device_ids is not None:

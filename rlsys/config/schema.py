@@ -88,8 +88,8 @@ class ModelConfig:
     dtype: Dtype = Dtype.bfloat16
     """Numeric type of weights and activations in the actor, critic and inference groups."""
     recompute: bool = False
-    """Recompute the activations of every layer in the backward pass. Saves memory for about a third more training time;
-    turn on when the actor runs out of memory."""
+    """Recompute the activations of every layer in the backward pass, which takes a third more operations. Turn it on only
+    if the plan does not fit without it: `rlsys train --dry-run` shows both memory and time."""
     attention: Attention = Attention.auto
     """Attention kernel of Transformer Engine; `auto` lets it choose, `flash` and `fused` need `dtype=bfloat16`. Local
     layers ignore this key and use torch's fused attention."""
@@ -364,13 +364,14 @@ class ClusterConfig:
     device_memory_gib: Annotated[Positive, Unit("GiB")] | None = None
     """Memory of each device, for the memory check before the start; null skips the check."""
     mode: Mode = Mode.disaggregated
-    placement: dict[str, str] = field(default_factory=lambda: {"actor": "0-3", "inference": "4", "rollout": "5-7"})
+    placement: dict[str, str] = field(default_factory=lambda: {"actor": "0-3", "inference": "4-5", "rollout": "6-7"})
     """Device ranks of each group, such as "0-3", "4" or "0-1,4-5"; with `device=cpu` the ranks are process slots.
     `critic` defaults to the actor's ranks."""
     address: str | None = None
     """Address of a running Ray cluster; null starts a local one for the run and stops it afterwards."""
     threads: Annotated[Count, Unit("threads")] | None = None
-    """CPU threads of each worker process; null leaves the libraries' default."""
+    """CPU threads of each worker process, and of a search server that the run starts. null: 8 for a worker on a GPU, 1 for
+    a worker on a CPU, all cores for a search server."""
     start_timeout_s: Seconds = 600.0
     """Time limit for Ray to provide the devices and for all workers of a group to be ready."""
     call_timeout_s: Seconds = 1800.0

@@ -147,6 +147,18 @@ async def test_workers_on_gpus_see_their_own_and_the_same_nccl_settings(
 
 
 @pytest.mark.usefixtures("bundles")
+@pytest.mark.parametrize(
+    ("device", "threads", "expected"),
+    [(Device.gpu, None, "8"), (Device.gpu, 3, "3"), (Device.cpu, None, None), (Device.cpu, 1, "1")],
+)
+def test_worker_on_a_gpu_has_several_threads_by_default(
+    device: Device, threads: int | None, expected: str | None
+) -> None:
+    """Ray would give it one thread, because it reserves no CPU."""
+    environment = worker_group._environment(ClusterConfig(device=device, threads=threads), None)
+    assert environment.get("OMP_NUM_THREADS") == expected
+
+
 def test_cluster_with_too_few_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "_local", lambda *_: nullcontext())
     cluster = ClusterConfig(device=Device.gpu, start_timeout_s=1)
