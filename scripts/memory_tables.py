@@ -1,4 +1,5 @@
-"""Writes the memory tables of docs/memory.md, one for every experiment on GPUs: `python scripts/memory_tables.py`.
+"""Writes the memory tables of docs/memory.md: `python scripts/memory_tables.py`. One table shows the host memory of all
+experiments on GPUs, and one table per experiment the memory of its devices.
 
 Model shapes come from configs/model/shapes, from the folder named like the experiment's `model.path` in lower case, so
 that no model has to be present.
@@ -7,9 +8,11 @@ that no model has to be present.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from itertools import chain
 from pathlib import Path
 
-from rlsys.cluster.planning.plan import make_plan
+from rlsys.cluster.planning.resolve import make_plan
 from rlsys.config.compose import PROJECT_CONFIGS, load_config
 from rlsys.config.schema import Device, RunConfig
 from rlsys.errors import UserError
@@ -18,6 +21,7 @@ SHAPES = PROJECT_CONFIGS / "model" / "shapes"
 PAGE = PROJECT_CONFIGS.parent / "docs" / "memory.md"
 _BEGIN, _END = "<!-- tables: begin -->", "<!-- tables: end -->"
 _COLUMNS = {
+    "runtime": "runtime",
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer": "optimiser",
@@ -28,18 +32,20 @@ _COLUMNS = {
     "step": "step",
     "weight_sync": "sync",
     "kv_cache": "KV cache",
+    "graphs": "graphs",
 }
-"""Memory part of `rlsys.cluster.planning.plan` -> its column heading."""
+"""Memory part of `rlsys.cluster.planning.memory` -> its column heading."""
 
 
-def gpu_experiments(folder: Path = PROJECT_CONFIGS) -> Iterator[RunConfig]:
-    """Yield the experiments of `folder` that run on GPUs, sorted by name. `model.path` is the folder of the model's
-    shape."""
-    for file in sorted(folder.glob("*.yaml")):
-        config = load_config(file.stem, config_dir=folder)
-        if config.cluster.device is Device.gpu:
-            config.model.path = str(shape_of(config.model.path))
-            yield config
+@cache
+def gpu_experiments() -> tuple[RunConfig, ...]:
+    """Return the experiments that run on GPUs, sorted by name; do not change them. `model.path` is the folder of the
+    model's shape."""
+    configs = [load_config(file.stem) for file in sorted(PROJECT_CONFIGS.glob("*.yaml"))]
+    found = tuple(config for config in configs if config.cluster.device is Device.gpu)
+    for config in found:
+        config.model.path = str(shape_of(config.model.path))
+    return found
 
 
 def shape_of(model_path: str) -> Path:
@@ -59,7 +65,8 @@ def shape_of(model_path: str) -> Path:
 
 def tables() -> str:
     """Return all tables, as Markdown."""
-    return "\n".join(line for config in gpu_experiments() for line in _table(config))
+    of_devices = (line for config in gpu_experiments() for line in _table(config))
+    return "\n".join(chain(_host_table(), of_devices))
 
 
 def with_tables(page: str) -> str:
@@ -67,6 +74,18 @@ def with_tables(page: str) -> str:
     before, _, rest = page.partition(_BEGIN)
     _, _, after = rest.partition(_END)
     return f"{before}{_BEGIN}\n{tables()}{_END}{after}"
+
+
+def _host_table() -> Iterator[str]:
+    yield "### Host memory\n"
+    yield "GiB of the machine that needs most.\n"
+    parts = ("pinned", "staged", "buckets", "shared")
+    yield f"| experiment | {' | '.join(parts)} |"
+    yield "| --- " * (len(parts) + 1) + "|"
+    for config in gpu_experiments():
+        needs = make_plan(config)["host_gib"]
+        yield f"| {config.name} | {' | '.join(f'{needs[part]:.0f}' if part in needs else '' for part in parts)} |"
+    yield ""
 
 
 def _table(config: RunConfig) -> Iterator[str]:

@@ -23,7 +23,7 @@ from rlsys.cluster.planning.placement import (
     search_node_problems,
     way_across,
 )
-from rlsys.cluster.planning.plan import make_plan
+from rlsys.cluster.planning.resolve import make_plan
 from rlsys.config.algorithm import OldLogprobs
 from rlsys.config.bounds import out_of_range
 from rlsys.config.derived import has_critic, megatron_groups, needs_server

@@ -21,10 +21,11 @@ from transformers import (
 from typer.testing import CliRunner
 
 from rlsys.apps.cli.main import app
+from rlsys.cluster.planning.memory import MicroBatchLoad, count_parameters, group_memory
 from rlsys.cluster.planning.placement import fullest_device, launch_problems, memory_problems
-from rlsys.cluster.planning.plan import MicroBatchLoad, count_parameters, group_memory, make_plan
+from rlsys.cluster.planning.resolve import make_plan
 from rlsys.config.compose import load_config
-from rlsys.config.schema import Layers, RunConfig, SyncMode
+from rlsys.config.schema import Layers, Mode, RunConfig, SyncMode
 from rlsys.orchestrator.validate import find_problems
 from rlsys.weights.weight_map import architecture_of, read_architecture
 from scripts.memory_tables import PAGE, shape_of, with_tables
@@ -78,6 +79,25 @@ def test_engine_memory_by_hand(tiny_run: TinyRun) -> None:
     assert rollout["groups"]["rollout"]["memory_gib_per_rank"] == pytest.approx(held / 2**30, abs=1e-4)
 
 
+def test_memory_of_an_engine_with_a_staged_copy_by_hand() -> None:
+    """Two GPUs of 80 GiB; weights arrive by CUDA IPC on the first, on which the second opens a context as well."""
+    settings = ["cluster.sync_mode=ipc", "rollout.engine.tp=2", "rollout.engine.memory_fraction=0.6"]
+    config = load_config("searchr1_qwen2.5_3b_1node", settings)
+    found = group_memory(config, read_architecture(shape_of(config.model.path)), "rollout")
+    weights, gib = 2 * 3_085_938_688, 2**30
+    assert found.parts["parameters"] == weights / 2
+    assert found.parts["parameters"] + found.parts["kv_cache"] == pytest.approx(0.6 * 80 * gib)
+    assert found.parts["weight_sync"] == weights
+    # The contexts of two ranks and of the worker, that of the second rank on the first GPU, and one communicator.
+    assert found.parts["runtime"] == 3 * gib / 2 + gib / 4
+    # Graphs of 512 requests and 58 prefill sizes; 8,192 tokens; 512 rows of logits in bfloat16 and twice in float32.
+    graphs = 512 * 2 * 2**20 + 58 * 8 * 2**20
+    assert found.parts["graphs"] == graphs + 8192 * (4 * 2048 + 3 * 11008 / 2) * 2 + 512 * 151936 * (2 + 4 + 4)
+    assert found.total == sum(found.parts.values())
+    config.cluster.mode = Mode.colocated
+    assert "weight_sync" not in group_memory(config, read_architecture(shape_of(config.model.path)), "rollout").parts
+
+
 def test_memory_tables_page_is_up_to_date() -> None:
     page = PAGE.read_text()
     assert with_tables(page) == page, "run python scripts/memory_tables.py"
@@ -86,7 +106,7 @@ def test_memory_tables_page_is_up_to_date() -> None:
 def test_memory_of_a_3b_actor_by_hand() -> None:
     """An actor with Transformer Engine, recomputation, data parallelism of 4 and a tied embedding."""
     config = load_config("searchr1_qwen2.5_3b_1node")
-    config.model.layers = Layers.te
+    config.model.layers, config.model.recompute = Layers.te, True
     model = read_architecture(shape_of(config.model.path))
     tokens, hidden, vocab, parameters = 16384, 2048, 151936, 3_085_938_688
     found = group_memory(config, model, "actor", MicroBatchLoad(tokens, targets=1000, width=tokens)).parts
@@ -161,8 +181,11 @@ def test_addresses_are_required_of_a_run_without_the_launcher(tiny_run: TinyRun)
     assert list(launch_problems(tiny_run(*served, *played))) == [], "replaying a cassette needs no server"
 
 
-def plan_of(placed: dict[str, list[int]], gib: dict[str, float]) -> dict[str, Any]:
-    return {"groups": {name: {"ranks": placed[name], "memory_gib_per_rank": size} for name, size in gib.items()}}
+def plan_of(placed: dict[str, list[int]], gib: dict[str, float], **parts: float) -> dict[str, Any]:
+    group = {"memory_gib": parts}
+    return {
+        "groups": {name: {"ranks": placed[name], "memory_gib_per_rank": size, **group} for name, size in gib.items()}
+    }
 
 
 EIGHT = ["cluster.device_memory_gib=80", "rollout.engine.memory_fraction=0.5"]
@@ -170,11 +193,15 @@ GIB = {"actor": 30.0, "critic": 25.0, "inference": 12.0, "rollout": 5.0}
 
 
 def test_memory_of_groups_that_use_a_device_at_once_adds_up(tiny_run: TinyRun) -> None:
-    """Actor and critic train at the same time and take 30 + 25 GiB; a colocated engine is offloaded meanwhile."""
+    """Actor and critic train at the same time and take 30 + 25 GiB. Colocated groups that are away keep their contexts."""
     plan = plan_of({"actor": [0], "critic": [0], "inference": [1], "rollout": [2]}, GIB)
     assert fullest_device(tiny_run(*EIGHT), plan) == (("actor", "critic"), 55.0)
     colocated = tiny_run(*EIGHT, "cluster.mode=colocated", "trainer.schedule.kind=sequential")
-    assert fullest_device(colocated, plan_of({name: [0] for name in GIB}, GIB)) == (("actor", "critic"), 55.0)
+    together = {name: [0] for name in GIB}
+    assert fullest_device(colocated, plan_of(together, GIB, runtime=0.5)) == (("actor", "critic"), 55.0 + 2 * 0.5)
+    # During a push, actor and inference have no activations.
+    pushed = plan_of(together, GIB, parameters=20.0, weight_sync=9.0, activations=40.0)
+    assert fullest_device(colocated, pushed) == (("actor", "inference"), 2 * 29.0)
 
 
 @pytest.mark.parametrize(("gib", "problems"), [(72.0, 0), (72.5, 1)])

@@ -15,7 +15,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
-from rlsys.cluster.planning.plan import GroupMemory, MicroBatchLoad, StageRank, stage_memory
+from rlsys.cluster.planning.memory import GroupMemory, MicroBatchLoad, StageRank, stage_memory
 from rlsys.config import schema
 from rlsys.config.algorithm import FULL_KL, AdvantageBaseline, AlgorithmConfig
 from rlsys.observe.environment import Capabilities

@@ -126,7 +126,7 @@ def of_devices(devices: Devices | None) -> dict[str, Any]:
     """Return the settings that place the worker groups; empty for None, which keeps the config's placement.
 
     On the CPU every group has a slot of its own. On one or two GPUs all groups are colocated. With more GPUs, half of
-    them train, an eighth (at least one) scores, and the rest generate. Raises UserError for invalid devices.
+    them train, a quarter (at least one) scores, and the rest generate. Raises UserError for invalid devices.
     """
     if devices is None:
         return {}
@@ -136,7 +136,7 @@ def of_devices(devices: Devices | None) -> dict[str, Any]:
     if len(ranks) < 3:
         placed, chosen = [ranks] * 3, {"cluster": "one_gpu", "trainer.schedule.kind": "sequential"}
     else:
-        training, scoring = len(ranks) // 2, max(1, len(ranks) // 8)
+        training, scoring = len(ranks) // 2, max(1, len(ranks) // 4)
         placed = [ranks[:training], ranks[training : training + scoring], ranks[training + scoring :]]
         chosen = {"cluster": "one_node_8"}
     groups = zip(("actor", "inference", "rollout"), placed, strict=True)

@@ -16,11 +16,13 @@ from rlsys.apps.cli.options import ConfigDir, ConfigName, Overrides
 from rlsys.apps.running import run_to_end
 from rlsys.cluster.launch.role import LaunchTask, Role, check_searching, find_role, machine_count
 from rlsys.cluster.local_ray import RAY_PORT
-from rlsys.cluster.planning.plan import make_plan, render_plan
+from rlsys.cluster.planning.resolve import make_plan, render_plan
+from rlsys.cluster.planning.splits import faster_split
 from rlsys.config.compose import load_config
 from rlsys.config.schema import RunConfig
 from rlsys.errors import UserError
 from rlsys.orchestrator.validate import find_problems, validate
+from rlsys.weights.weight_map import read_architecture
 
 _FOLDER = "Write the path of the run's folder to this file when the run starts."
 _NODES = "Number of machines; by default from the environment, else cluster.nodes."
@@ -46,6 +48,8 @@ def train(
     validate(config)
     if dry_run:
         plan = make_plan(config)
+        if faster := faster_split(config, read_architecture(config.model.path)):
+            plan["notes"].append(faster)
         typer.echo(json.dumps(plan, indent=2) if as_json else render_plan(plan))
         return
     _train(config, folder_to)

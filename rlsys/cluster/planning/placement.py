@@ -36,8 +36,10 @@ from rlsys.weights.weight_map import Architecture
 GROUPS = ("actor", "inference", "rollout")
 CRITIC = "critic"
 ROLLOUT = "rollout"
-USABLE = 0.9  # Usable share of device memory; the rest is CUDA context, communication buffers and fragmentation.
+USABLE = 0.9  # Usable share of device memory; the rest is for workspaces of libraries and fragmentation.
 RESOLUTION = 10_000  # Ray rounds device shares to 1/10000, so six shares of 1/6 would exceed 1.
+_OF_PUSH = ("parameters", "gradients", "optimizer", "reference", "runtime", "weight_sync")
+"""Parts of a Megatron group's memory while weights are pushed."""
 _PART = re.compile(r"(\d+)(?:-(\d+))?")
 
 Ranks = tuple[int, ...]
@@ -156,33 +158,44 @@ def memory_problems(config: RunConfig, plan: Mapping[str, Any]) -> Iterator[Prob
         return
     names, needed = fullest_device(config, plan)
     if needed > have * USABLE:
-        smaller = " and ".join("rollout.engine.tp" if name == ROLLOUT else f"{name}.parallel.tp" for name in names)
-        budgets = [f"{name}.micro_batch_tokens" for name in names if name != ROLLOUT]
         yield Problem(
             "cluster.device_memory_gib",
             f"{' and '.join(names)} would take about {needed:.1f} GiB of one device, more than {USABLE:.0%} of "
-            f"cluster.device_memory_gib={have:g}: raise {smaller}, or lower "
-            f"{' and '.join(budgets) or 'rollout.engine.memory_fraction'}.",
+            f"cluster.device_memory_gib={have:g}: {memory_fix(config, names)}.",
         )
 
 
+def memory_fix(config: RunConfig, names: Sequence[str]) -> str:
+    """Return the settings that lower the memory of the groups `names` on a device, cheapest first."""
+    fixes = ["set model.recompute=true"] if {"actor", CRITIC} & {*names} and not config.model.recompute else []
+    fixes += [f"lower {name}.micro_batch_tokens or raise {name}.parallel.tp" for name in names if name != ROLLOUT]
+    fixes += ["lower rollout.engine.memory_fraction or raise rollout.engine.tp"] if ROLLOUT in names else []
+    return "; or ".join(fixes)
+
+
 def fullest_device(config: RunConfig, plan: Mapping[str, Any]) -> tuple[tuple[str, ...], float]:
-    """Return the groups with the largest combined memory on one device at one time, and that memory in GiB."""
+    """Return the groups with the largest combined memory on one device at one time, and that memory in GiB.
+
+    Groups that have left a colocated device still hold their `runtime` there.
+    """
     groups = plan["groups"]
-    sizes = {name: group["memory_gib_per_rank"] for name, group in groups.items()}
-    ranks = {rank for group in groups.values() for rank in group["ranks"]}
-    turns: tuple[tuple[str, ...], ...] = (
-        ("actor", "inference", CRITIC, ROLLOUT),
-    )  # Groups whose memory is on the device at the same time.
+    full = {name: group["memory_gib_per_rank"] for name, group in groups.items()}
+    # Groups that are on a device at the same time, and what each of them needs there.
+    turns: list[tuple[Sequence[str], dict[str, float]]] = [(("actor", "inference", CRITIC, ROLLOUT), full)]
+    away = dict.fromkeys(groups, 0.0)
     if config.cluster.mode is Mode.colocated:
-        # The actor pushes its weights while the inference group is on the device; actor and critic train together.
-        turns = ((ROLLOUT,), ("actor", "inference"), ("actor", CRITIC), ("inference", CRITIC))
-    together = {
-        tuple(name for name in turn if name in groups and rank in groups[name]["ranks"])
-        for rank in ranks
-        for turn in turns
-    }
-    return max(((names, sum(sizes[name] for name in names)) for names in together), key=lambda pair: pair[1])
+        parts = {name: group["memory_gib"] for name, group in groups.items()}
+        away = {name: sizes.get("runtime", 0.0) for name, sizes in parts.items()}
+        pushing = {name: sum(sizes.get(part, 0.0) for part in _OF_PUSH) for name, sizes in parts.items()}
+        turns = [((ROLLOUT,), full), (("inference", CRITIC), full), (("actor", CRITIC), full)]
+        turns += [(("actor", "inference"), pushing)]
+    found: dict[tuple[str, ...], float] = {}
+    for rank in {rank for group in groups.values() for rank in group["ranks"]}:
+        here = [name for name in groups if rank in groups[name]["ranks"]]
+        for turn, needs in turns:
+            names = tuple(name for name in turn if name in here)
+            found[names] = sum(needs[name] if name in names else away[name] for name in here)
+    return max(found.items(), key=lambda pair: pair[1])
 
 
 def _reach(config: RunConfig, ranks: Mapping[str, Sequence[int]], per_node: int) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,8 +26,10 @@ from rich.text import Text
 from safetensors import SafetensorError, safe_open
 
 from rlsys.cluster.local_ray import RAY_PORT, ray_parent
-from rlsys.cluster.planning.placement import USABLE, fullest_device, launch_problems, parse_placement
-from rlsys.cluster.planning.plan import BYTES, GIB, make_plan
+from rlsys.cluster.planning.host import SHARED_BYTES
+from rlsys.cluster.planning.memory import BYTES, GIB
+from rlsys.cluster.planning.placement import USABLE, fullest_device, launch_problems, memory_fix, parse_placement
+from rlsys.cluster.planning.resolve import make_plan
 from rlsys.cluster.preflight.machine import Gpus, RayCluster, SearchAnswer, ThisMachine, Unseen
 from rlsys.config.derived import has_critic, has_reference, moves_reference, needs_server
 from rlsys.config.problems import Problem
@@ -46,8 +49,6 @@ _SHOWN = 4  # Packages listed in one finding.
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # CUDA major version -> oldest driver major version that supports it.
 _RESERVED_GIB = 1.0  # Memory of a GPU that the driver and a desktop may occupy.
 SHARED_MEMORY = Path("/dev/shm")
-SHARED_GIB = {Device.gpu: 1.0, Device.cpu: 0.5}
-"""Shared memory needed: NCCL's buffers on GPUs (NVIDIA recommends 1 GiB for containers), Ray's object store on CPUs."""
 _FULL = 0.95  # Share of a file system in use at which Ray stops spilling objects to it.
 _LOGS_GIB = 1.0  # Space for logs, metrics and Ray's session.
 _BUCKET_FILES = 3  # Maximum number of weight files on disk at a time with cluster.sync_mode=disk.
@@ -290,7 +291,7 @@ def _gpu_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> Itera
     real = replace(config, model=replace(config.model, layers=layers), cluster=cluster)
     if (plan := _plan(real)) is not None:
         groups, needed = fullest_device(real, plan)
-        yield _gpu_memory(groups, needed, smallest, config.cluster.device_memory_gib)
+        yield _gpu_memory(config, groups, needed, smallest)
         yield from _used_gpus(seen, needed)
 
 
@@ -333,16 +334,15 @@ def _driver(driver: str, cuda: str | None) -> Finding:
     return ok(what, f"{driver}, torch is built for CUDA {cuda}")
 
 
-def _gpu_memory(names: Sequence[str], needed: float, card_gib: float, stated_gib: float | None) -> Finding:
-    """Check that the groups `names` fit on the smallest GPU. `stated_gib` is `cluster.device_memory_gib`."""
+def _gpu_memory(config: RunConfig, names: Sequence[str], needed: float, card_gib: float) -> Finding:
+    """Check that the groups `names` fit on the smallest GPU."""
+    stated_gib = config.cluster.device_memory_gib
     found = f"{' + '.join(names)} need about {needed:.1f} of {card_gib:.1f} GiB of a GPU"
     if stated_gib is not None and abs(stated_gib - card_gib) > (1 - USABLE) * stated_gib:
         found += f" (but cluster.device_memory_gib={stated_gib:g})"
     if needed <= card_gib * USABLE:
         return ok("GPU memory", found)
-    fixes = [f"raise {name}.parallel.tp or lower {name}.micro_batch_tokens" for name in names if name != "rollout"]
-    fixes += ["lower rollout.engine.memory_fraction or raise rollout.engine.tp"] if "rollout" in names else []
-    return wrong("GPU memory", f"{found}; the run can use {USABLE:.0%} of a GPU", "; or ".join(fixes))
+    return wrong("GPU memory", f"{found}; the run can use {USABLE:.0%} of a GPU", memory_fix(config, names))
 
 
 def _used_gpus(seen: Gpus, needed: float) -> Iterator[Finding]:
@@ -432,13 +432,29 @@ def _room_findings(config: RunConfig, plan: Mapping[str, Any] | None, machine: T
     if plan is not None:
         yield _output(config, int(plan["model"]["parameters"]), machine)
     yield _spill(machine)
-    yield _shared(config.cluster.device, machine)
-    if plan is not None and config.cluster.device is Device.cpu and config.cluster.address is None:
-        groups, free = plan["groups"].values(), machine.memory_gib()
-        needed = float(sum(len(group["ranks"]) * group["memory_gib_per_rank"] for group in groups))
-        found = f"{free:.1f} GiB free, and models and optimisers need about {needed:.1f}"
-        fix = "free some, use a smaller model, or place the groups on fewer ranks"
-        yield _ok_or_wrong(free > needed, "memory", found, fix)
+    device = config.cluster.device
+    needs = {"shared": SHARED_BYTES[device] / GIB} if plan is None else plan["host_gib"]
+    yield _shared(device, needs["shared"], machine)
+    # Without GPUs, the groups of a Ray cluster may be on other machines.
+    if needs.keys() > {"shared"} and (device is Device.gpu or config.cluster.address is None):
+        yield _host_memory(needs, machine)
+
+
+def _host_memory(needs: Mapping[str, float], machine: ThisMachine) -> Finding:
+    """Check the available host memory against `needs`, the plan's GiB by part."""
+    told = {
+        "groups": "models and optimisers",
+        "pinned": "groups that are off their devices (pinned)",
+        "staged": "weights that engines stage",
+        "buckets": "weight buckets",
+    }
+    free, needed = machine.memory_gib(), sum(needs.get(part, 0.0) for part in told)
+    parts = ", ".join(f"{needs[part]:.1f} for {what}" for part, what in told.items() if part in needs)
+    found = f"{free:.1f} GiB free, and the run needs about {needed:.1f}: {parts}"
+    fix = "free some, use a machine with more, or place the groups on fewer ranks"
+    if "pinned" in needs:
+        fix += " or apart (cluster.mode=disaggregated)"
+    return _ok_or_wrong(free > needed, "memory", found, fix)
 
 
 def _output(config: RunConfig, parameters: int, machine: ThisMachine) -> Finding:
@@ -506,21 +522,31 @@ def _spill(machine: ThisMachine) -> Finding:
     return ok(what, found)
 
 
-def _shared(device: Device, machine: ThisMachine) -> Finding:
-    what, needed = str(SHARED_MEMORY), SHARED_GIB[device]
+def _shared(device: Device, needed: float, machine: ThisMachine) -> Finding:
+    """Check that /dev/shm has `needed` GiB free.
+
+    A process that writes more than there is dies of SIGBUS; Ray's objects go to the slower disk instead.
+    """
+    what = str(SHARED_MEMORY)
     try:
         disk = machine.disk(SHARED_MEMORY)
     except Unseen as problem:
         return unknown(what, str(problem))
     if disk.folder != SHARED_MEMORY:
         return unknown(what, "this system has no shared memory")
-    found = f"{disk.free_gib:.1f} GiB free"
+    libraries = SHARED_BYTES[device] / GIB
+    library = f"{libraries:g} for {'NCCL' if device is Device.gpu else 'Ray'}"
+    found = f"{disk.free_gib:.1f} GiB free, and the run needs {needed:.1f}: {library}"
+    if loading := needed - libraries:
+        found += f", {loading:.1f} for weights that engines load"
     if disk.free_gib >= needed:
         return ok(what, found)
-    fix = "free some, or give the container more: docker run --shm-size=16g"
-    if device is Device.gpu:
-        return wrong(what, f"{found}, and NCCL needs {needed:g}", fix)
-    return note(what, f"{found}, so Ray's object store of {needed:g} GiB uses the slower disk", fix)
+    fix = f"free some, or give the container more: docker run --ipc=host, or --shm-size={ceil(needed) + 1}g"
+    if loading:
+        fix += "; or lower cluster.sync_bucket_bytes"
+    if device is Device.cpu and disk.free_gib >= loading:
+        return note(what, f"{found}; Ray's objects use the slower disk", fix)
+    return wrong(what, found, fix)
 
 
 def spoken(gib: float) -> str:

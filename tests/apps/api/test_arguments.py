@@ -66,7 +66,7 @@ def test_settings_of_a_single_run_are_not_passed_on() -> None:
 
 @pytest.mark.parametrize(
     ("devices", "actor", "inference", "rollout"),
-    [([5, 4], "4-5", "4-5", "4-5"), (3, "0", "1", "2"), ([0, 2, 3, 6], "0,2", "3", "6"), (16, "0-7", "8-9", "10-15")],
+    [([5, 4], "4-5", "4-5", "4-5"), (3, "0", "1", "2"), ([0, 2, 3, 6], "0,2", "3", "6"), (16, "0-7", "8-11", "12-15")],
 )
 def test_devices_are_divided_among_the_groups(devices: Any, actor: str, inference: str, rollout: str) -> None:
     config = load_config("searchr1_qwen2.5_3b_1node", [f"{k}={quoted(v)}" for k, v in of_devices(devices).items()])

@@ -79,6 +79,7 @@ def machine(
     here: Capabilities = BARE_H100,
     packages: Mapping[str, str] = PINNED,
     free_gib: Mapping[str, float] = {},
+    memory_gib: float = 2000.0,
     environment: Mapping[str, str] = {},
     cluster: RayCluster | Unseen = NO_CLUSTER,
     answers: Mapping[str, SearchAnswer] = {},
@@ -87,11 +88,11 @@ def machine(
 ) -> Mock:
     """Return mock probes of a node of eight H100 that lacks nothing by default.
 
-    `free_gib` maps paths to free space; other paths have 1000 of 2000 GiB free. `answers` maps addresses of search
-    servers to their answers.
+    `free_gib` is by path; other paths have 1000 of 2000 GiB free. `answers` is by address of a search server.
     """
     made = Mock(spec=ThisMachine, capabilities=here, version=packages.get, variable=environment.get)
     made.gpus = Mock(side_effect=found) if isinstance(found, Unseen) else Mock(return_value=found)
+    made.memory_gib.return_value = memory_gib
     made.disk = lambda path: Disk(path, 2000.0, free_gib.get(str(path), 1000.0), writable=True)
     made.interfaces.return_value = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]}
     made.port_is_free.return_value = True
@@ -175,11 +176,8 @@ def test_second_cudnn_is_wrong_for_layers_that_use_cudnn(
     assert list(wrong) == named
     assert all(str(library) in finding.found and finding.fix for finding in wrong.values())
     assert wrong_findings(node_run(*overrides), machine(here=here)) == {}
-
-
-def test_cudnn_that_cannot_be_looked_up_is_unknown(node_run: Compose) -> None:
-    found = findings_of(node_run(), machine(here=H100, cudnn=Unseen("ldconfig did not respond")))["cuDNN"]
-    assert found.state is FindingState.unknown
+    found = findings_of(node_run(*overrides), machine(here=here, cudnn=Unseen("ldconfig did not respond")))
+    assert [what for what, finding in found.items() if finding.state is FindingState.unknown] == named
 
 
 OTHER_PROCESS = GpuProcess("GPU-0", 7, "python", 69.0)
@@ -209,12 +207,23 @@ def test_missing_requirement_is_the_only_wrong_finding(
     assert wrong[what].fix
 
 
+def test_host_memory_below_the_plan_is_wrong(node_run: Compose) -> None:
+    """Engines that load from host memory need buckets in /dev/shm beside the 1 GiB of NCCL."""
+    short = machine(free_gib={"/dev/shm": 1.0}, memory_gib=0.001)
+    assert wrong_findings(node_run(), short) == {}
+    colocated = ["cluster=one_node_8_colocated", "trainer.schedule.kind=sequential"]
+    for overrides in (["cluster.sync_mode=tensor"], colocated):
+        assert set(wrong_findings(node_run(*overrides), short)) == {"/dev/shm", "memory"}
+        assert wrong_findings(node_run(*overrides), machine()) == {}
+
+
 def test_memory_of_an_engine_is_a_share_of_the_actual_card(node_run: Compose) -> None:
-    """The GPUs have 40 GiB each, less than `cluster.device_memory_gib`."""
+    """The GPUs have 40 GiB each, less than `cluster.device_memory_gib`; two CUDA contexts take 1 GiB."""
     small = machine(Gpus("580.82", cards(8, total_gib=40.0)))
-    memory = findings_of(node_run("rollout.engine.memory_fraction=0.8"), small)["GPU memory"]
+    engine = [f"rollout.engine.{one}" for one in ("memory_fraction=0.8", "cuda_graphs=false", "max_running=1")]
+    memory = findings_of(node_run(*engine), small)["GPU memory"]
     assert memory.state is FindingState.ok
-    assert "32.0 of 40.0 GiB" in memory.found
+    assert "33.0 of 40.0 GiB" in memory.found
 
 
 def test_all_missing_requirements_are_found_at_once(node_run: Compose, tmp_path: Path) -> None:
@@ -235,7 +244,7 @@ def test_disk_for_checkpoints_is_counted_and_the_fix_fits(node_run: Compose, tmp
     outputs = str(tmp_path / "outputs")
     config = node_run("trainer.steps=105", "checkpoint.interval=10")
     enough, half = (machine(free_gib={outputs: 1.0 + count * one}) for count in (11.001, 5.5))
-    assert wrong_findings(config, enough) == {}
+    assert not wrong_findings(config, enough)
     (short,) = wrong_findings(config, half).values()
     assert "set checkpoint.keep_last=4" in short.fix
     assert wrong_findings(node_run("trainer.steps=105", "checkpoint.interval=10", "checkpoint.keep_last=4"), half) == {}
@@ -284,7 +293,6 @@ def test_services_of_the_launcher_are_wrong_without_it(node_run: Compose) -> Non
     wrong = wrong_findings(config, machine())
     assert set(wrong) == {"cluster.address", "cluster.search.nodes"}
     assert is_right(examine(config, list(find_problems(config)), machine(), launched=True))
-    # The launcher adds these settings.
     added = ("cluster.address=10.0.0.1:6379", "search.url=http://10.0.0.2:8000")
     launched = node_run(*TWO_NODES[1:-1], "search.index=none", "cluster.search.nodes=['1']", *added)
     assert wrong_findings(launched, machine(cluster=CLUSTER)) == {}

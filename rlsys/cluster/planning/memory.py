@@ -1,4 +1,4 @@
-"""Resolves a run's plan: groups, ranks, parallel sizes, and an estimate of each rank's memory by part. Pure.
+"""Estimates the memory of each rank on its device, by part. Pure.
 
 The estimate is the peak of tensor bytes in a step. Parameters, gradients, optimiser state and the reference are always
 present. The largest of three phases is added to them; the phases never overlap:
@@ -15,9 +15,11 @@ operation releases it.
 Megatron's own layers are measured with torch 2.13 and megatron-core 0.16 (tests/trainer/test_memory.py). Transformer
 Engine's layers (`StageRank.engine`) are derived from its source, version 2.20, and not measured.
 
-Not counted: the CUDA context, workspaces of libraries and kernels, communication buffers, fragmentation, and tensors with
-neither a layer's width nor a weight's size. Assumes that experts get equally many tokens, and that every token of a
-micro-batch is a target.
+On a GPU, `runtime` adds the CUDA contexts of the processes on a device and NCCL's buffers; an engine's `graphs` are its
+CUDA graphs, activations and logits. These are estimates from the libraries' sources.
+
+Not counted: workspaces of libraries and kernels, fragmentation, and tensors with neither a layer's width nor a weight's
+size. Assumes that experts get equally many tokens, and that every token of a micro-batch is a target.
 """
 
 from __future__ import annotations
@@ -26,11 +28,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rlsys.cluster.planning.placement import parse_placement
-from rlsys.config import derived
-from rlsys.config.algorithm import AdvantageBaseline
 from rlsys.config.derived import (
     has_critic,
     has_reference,
@@ -38,10 +38,10 @@ from rlsys.config.derived import (
     scores_with_policy,
     sums_over_vocabulary,
 )
-from rlsys.config.problems import algorithm_notes
 from rlsys.config.schema import (
     Device,
     Dtype,
+    EngineConfig,
     InferenceConfig,
     Layers,
     Mode,
@@ -49,110 +49,21 @@ from rlsys.config.schema import (
     RunConfig,
     SyncMode,
 )
-from rlsys.weights.weight_map import Architecture, Cut, Rule, read_architecture, rules_of, stage_layers
+from rlsys.weights.weight_map import Architecture, Cut, Rule, rules_of, stage_layers
 
-_SIZES = ("tp", "pp", "cp", "ep", "dp", "engines")
 MIB, GIB = 1024**2, 1024**3
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 _CHUNKS = 4  # Float32 chunks of logits alive at a time: two for the current chunk, two for the previous one.
-
-
-def make_plan(config: RunConfig) -> dict[str, Any]:
-    """Return the resolved plan of `config` as plain data."""
-    ranks = parse_placement(config.cluster.placement, has_critic(config.algorithm))
-    model = read_architecture(config.model.path)
-    trainer, algorithm = config.trainer, config.algorithm
-    sizes = derived.mini_batch_sizes(trainer.prompts_per_step, trainer.mini_batches)
-    names = sorted(megatron_groups(config), key=("actor", "inference", "critic").index)
-    groups = {name: _group(config, model, name, ranks[name]) for name in (*names, "rollout")}
-    return {
-        "name": config.name,
-        "device": str(config.cluster.device),
-        "world_size": len({rank for held in ranks.values() for rank in held}),
-        "groups": groups,
-        "model": {"path": config.model.path, "parameters": count_parameters(model), "dtype": str(config.model.dtype)},
-        "batch": {
-            "prompts_per_step": trainer.prompts_per_step,
-            "episodes_per_step": trainer.prompts_per_step * algorithm.n_samples,
-            "episodes_per_update": sorted({size * algorithm.n_samples for size in sizes}),
-            "updates": trainer.steps * trainer.mini_batches,
-        },
-        "schedule": {
-            "kind": trainer.schedule.kind,
-            "max_staleness": derived.max_staleness(config),
-            "overlap": overlap(config),
-        },
-        "token_mode": str(config.task.token_mode),
-        "search": _search(config),
-        "notes": list(algorithm_notes(config)),
-    }
-
-
-def render_plan(plan: dict[str, Any]) -> str:
-    """Format the plan as lines of text."""
-    model, batch = plan["model"], plan["batch"]
-    lines = [
-        f"{plan['name']}: {plan['world_size']} {plan['device']} ranks",
-        f"  model      {model['path']}, {model['parameters']:,} parameters, {model['dtype']}",
-        f"  step       {batch['prompts_per_step']} prompts, {batch['episodes_per_step']} episodes, "
-        f"{' or '.join(map(str, batch['episodes_per_update']))} per optimiser step",
-        f"  schedule   {plan['schedule']['kind']}, staleness at most {plan['schedule']['max_staleness']}: "
-        f"{plan['schedule']['overlap']}",
-        f"  tokens     {plan['token_mode']}",
-        f"  search     {plan['search']}",
-    ]
-    for name, group in plan["groups"].items():
-        sizes = ", ".join(f"{key} {value}" for key, value in group.items() if key in _SIZES)
-        ranks = ",".join(map(str, group["ranks"]))
-        lines.append(f"  {name:10} ranks {ranks}: {sizes}, about {group['memory_gib_per_rank']:.3g} GiB each")
-        parts = (f"{part} {size:.3g}" for part, size in group["memory_gib"].items())
-        lines.append(f"  {'':10} peak GiB of each part: {', '.join(parts)}")
-    return "\n".join([*lines, *(f"  note       {note}" for note in plan["notes"])])
-
-
-def overlap(config: RunConfig) -> str:
-    """Describe which stages run at the same time."""
-    algorithm = config.algorithm
-    if config.cluster.mode is Mode.colocated:
-        frees = "" if config.cluster.device is Device.gpu else "; an engine on a CPU frees no memory while it sleeps"
-        return f"stages run one after another on the same devices{frees}"
-    if config.trainer.schedule.kind == "sequential":
-        return "no stages overlap"
-    across = "across steps" if config.trainer.schedule.kind == "async" else "within a step"
-    overlapping = f"rollout, log-probs and training overlap {across}"
-    if not derived.needs_whole_mini_batch(algorithm):
-        return overlapping
-    batch = algorithm.baseline is AdvantageBaseline.batch
-    because = "algorithm.baseline=batch" if batch else f"algorithm.advantage_scale={algorithm.advantage_scale}"
-    return f"{overlapping}; training waits for whole mini-batches, because {because}"
-
-
-def _search(config: RunConfig) -> str:
-    search = config.search
-    if not search.enabled:
-        return "none"
-    if not derived.needs_server(search):
-        return f"replayed from {search.cassette.path}"
-    if search.url is None:
-        return f"started by the run on {search.index}"
-    return ", ".join([search.url, *search.replicas])
-
-
-def _group(config: RunConfig, model: Architecture, name: str, ranks: tuple[int, ...]) -> dict[str, Any]:
-    """Return a group's ranks, parallel sizes, and peak memory of one rank, in total and by part.
-
-    The parts peak at different times, so they can sum to more than the total.
-    """
-    if name == "rollout":
-        tp = config.rollout.engine.tp
-        sizes = {"engines": len(ranks) // tp, "tp": tp}
-    else:
-        parallel = megatron_groups(config)[name].parallel
-        sizes = {size: getattr(parallel, size) for size in ("tp", "pp", "cp", "ep")}
-        sizes["dp"] = len(ranks) // (parallel.tp * parallel.pp * parallel.cp)
-    memory = group_memory(config, model, name)
-    parts = {part: round(size / GIB, 4) for part, size in memory.parts.items()}
-    return {"ranks": list(ranks), **sizes, "memory_gib_per_rank": round(memory.total / GIB, 4), "memory_gib": parts}
+CONTEXT_BYTES = GIB // 2
+"""CUDA context of one process on one GPU, with the kernels that torch loads; an estimate."""
+NCCL_BYTES = GIB // 4
+"""Buffers of one NCCL communicator: 24 channels, each with 0.5 MiB (LL), 4.7 MiB (LL128) and 4 MiB (simple) for the
+connection from its neighbour in the ring. NCCL chooses the number of channels, so this is an estimate."""
+PREFILL_TOKENS = 8192
+"""Tokens that an engine prefills at a time on a GPU of 60 to 160 GB (SGLang's `chunked_prefill_size`)."""
+_DECODE_GRAPH_BYTES, _PREFILL_GRAPHS_BYTES = 2 * MIB, 58 * 8 * MIB
+"""CUDA graphs of an engine, as SGLang 0.5.21 reserves for them (`reserve_for_graph_mb`): 2 MiB for each request of the
+largest decode batch, and 8 MiB for each of the 58 prefill sizes up to `PREFILL_TOKENS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +216,7 @@ def stage_memory(rank: StageRank) -> GroupMemory:
     master = 0 if rank.config.model.dtype is Dtype.float32 else 4
     # An inference group that only scores with a frozen reference does not hold the policy.
     policy = rank.group != "inference" or scores_with_policy(rank.config.algorithm)
-    always = {"parameters": rank.parameters * rank.item if policy else 0.0}
+    always = {"parameters": rank.parameters * rank.item if policy else 0.0, "runtime": _runtime(rank)}
     if rank.optimizer is not None:
         always |= {"gradients": rank.parameters * 4, "optimizer": rank.shard * (8 + master)}
     if holds_reference(rank.config, rank.group):
@@ -415,6 +326,17 @@ def _optimizer_step(rank: StageRank) -> float:
     return 0.0 if rank.engine else 4 * rank.shard
 
 
+def _runtime(rank: StageRank) -> float:
+    """Return the bytes of the process's CUDA context and of NCCL's buffers, one communicator per kind of parallelism
+    and one for the weight sync."""
+    cluster, parallel = rank.config.cluster, rank.parallel
+    if cluster.device is Device.cpu:
+        return 0.0
+    dp = rank.stage_size // (parallel.tp * parallel.cp)
+    kinds = sum(size > 1 for size in (parallel.tp, parallel.pp, parallel.cp, parallel.ep, dp))
+    return CONTEXT_BYTES + NCCL_BYTES * (kinds + (cluster.sync_mode is SyncMode.broadcast))
+
+
 def _weight_sync(rank: StageRank) -> float:
     """Return the device bytes that the weight sync needs; buckets in host memory do not count."""
     cluster = rank.config.cluster
@@ -428,20 +350,60 @@ def _weight_sync(rank: StageRank) -> float:
 
 
 def _engine(config: RunConfig, model: Architecture) -> GroupMemory:
-    """Estimate the first rank of an SGLang engine: its weights, and its KV cache when full.
+    """Estimate the first rank of an SGLang engine: its weights, its KV cache when full, and what is outside of
+    `memory_fraction`.
 
-    With sync_mode=ipc the rank also holds a pushed copy of the whole model, outside `memory_fraction`.
+    With sync_mode=ipc the rank also holds a pushed copy of the whole model, unless the engine sleeps during a push.
     """
     engine, cluster = config.rollout.engine, config.cluster
+    parameters = engine_weights_bytes(config, model)
+    parts = {"parameters": parameters, "kv_cache": kv_cache_tokens(config, model) * kv_token_bytes(config, model)}
+    if cluster.device is Device.gpu:
+        ipc = cluster.sync_mode is SyncMode.ipc
+        # SGLang's ranks and the worker that stages weights. To map a bucket, every rank opens a context on the first GPU.
+        contexts = 2 + (engine.tp - 1 if ipc else 0)
+        communicators = (engine.tp > 1) + (cluster.sync_mode is SyncMode.broadcast)
+        parts["runtime"] = contexts * CONTEXT_BYTES + communicators * NCCL_BYTES
+        parts["graphs"] = _engine_passes(engine, model)
+        if ipc and cluster.mode is Mode.disaggregated:
+            parts["weight_sync"] = parameters * engine.tp
+        elif cluster.sync_mode is SyncMode.broadcast:
+            parts["weight_sync"] = cluster.sync_bucket_bytes
+    return GroupMemory({name: float(size) for name, size in parts.items() if size}, float(sum(parts.values())))
+
+
+def engine_weights_bytes(config: RunConfig, model: Architecture) -> float:
+    """Return the bytes of an engine's weights on each of its devices."""
+    engine = config.rollout.engine
+    return count_parameters(model) * BYTES[engine.dtype] / engine.tp
+
+
+def kv_token_bytes(config: RunConfig, model: Architecture) -> int:
+    """Return the bytes of one token in an engine's KV cache, on each of its devices."""
+    engine = config.rollout.engine
+    # With more devices than key/value heads, several devices hold the same head.
+    return 2 * model.layers * max(1, model.kv_heads // engine.tp) * model.head_dim * BYTES[engine.dtype]
+
+
+def kv_cache_tokens(config: RunConfig, model: Architecture) -> float:
+    """Return the capacity of an engine's KV cache; on devices of unknown memory, one episode."""
+    engine, memory_gib = config.rollout.engine, config.cluster.device_memory_gib
+    if engine.kv_cache_tokens is not None or memory_gib is None:
+        return engine.kv_cache_tokens or config.task.max_total_tokens
+    cache = engine.memory_fraction * memory_gib * GIB - engine_weights_bytes(config, model)
+    return max(0.0, cache) / kv_token_bytes(config, model)
+
+
+def _engine_passes(engine: EngineConfig, model: Architecture) -> float:
+    """Return the bytes of an engine's CUDA graphs, of the activations of one prefill, and of the logits of one decode."""
     item = BYTES[engine.dtype]
-    parameters = count_parameters(model) * item / engine.tp
-    token = 2 * model.layers * max(1, model.kv_heads // engine.tp) * model.head_dim * item
-    cache = float(token * (engine.kv_cache_tokens or config.task.max_total_tokens))
-    if engine.kv_cache_tokens is None and cluster.device_memory_gib is not None:
-        cache = max(0.0, engine.memory_fraction * cluster.device_memory_gib * GIB - parameters)
-    staged = parameters * engine.tp if cluster.sync_mode is SyncMode.ipc else 0.0
-    parts = {"parameters": parameters, "kv_cache": cache, "weight_sync": staged}
-    return GroupMemory({name: size for name, size in parts.items() if size}, sum(parts.values()))
+    graphs = engine.max_running * _DECODE_GRAPH_BYTES + _PREFILL_GRAPHS_BYTES if engine.cuda_graphs else 0
+    # The residual stream, its norm, queries and output; gate, up and their product for each copy of a token.
+    copies, width = (model.experts_per_token, model.expert_ffn) if model.experts else (1, model.ffn)
+    of_token = 4 * model.hidden + copies * (3 * width / engine.tp + (model.hidden if model.experts else 0))
+    # Logits in the model's dtype, and float32 copies for sampling and for log-probs.
+    logits = engine.max_running * model.vocab * (item + 4 + 4)
+    return graphs + PREFILL_TOKENS * of_token * item + logits
 
 
 def _layer_steps(rank: StageRank) -> list[LayerStep]:

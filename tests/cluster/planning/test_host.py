@@ -1,0 +1,38 @@
+"""Tests of the host memory of a run by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlsys.cluster.planning.host import host_memory
+from rlsys.config.compose import load_config
+from rlsys.weights.weight_map import read_architecture
+from scripts.memory_tables import shape_of
+
+WEIGHTS, GIB = 2 * 3_085_938_688, 2**30
+"""Bytes of the weights of Qwen2.5-3B in bfloat16."""
+
+
+@pytest.mark.parametrize(
+    ("experiment", "overrides", "pinned", "staged", "buckets", "shared"),
+    [
+        # Disaggregated, by CUDA IPC: only NCCL needs host memory.
+        ("3b_1node", [], 0, 0, 0, 1),
+        # Two engines stage one copy each, and load two buckets at a time; the sender has two buckets.
+        ("3b_1node", ["cluster.sync_mode=tensor"], 0, 2 * WEIGHTS, 4, 1 + 2 * 2 * 2),
+        # The whole model is smaller than a bucket.
+        ("3b_1node", ["cluster.sync_mode=tensor", f"cluster.sync_bucket_bytes={8 * GIB}"], 0, 2 * WEIGHTS, 16, None),
+        # Of each GPU: 2 bytes of policy and of reference, 2 bytes and an eighth of 12 of the actor, 2 of the engine.
+        ("3b_1node_colocated", [], 8 * WEIGHTS * (4 + 2 + 12 / 8 + 2) / 2, 8 * WEIGHTS, 0, 1 + 8 * 2 * 2),
+        # On the second machine are five inference ranks and three engines, each with a bucket.
+        ("7b_2node", ["model.path=Qwen2.5-3B-Instruct"], 0, 3 * WEIGHTS, 16, 1 + 3 * 2 * 2),
+    ],
+)
+def test_host_memory_by_hand(
+    experiment: str, overrides: list[str], pinned: float, staged: float, buckets: float, shared: float | None
+) -> None:
+    config = load_config(f"searchr1_qwen2.5_{experiment}", overrides)
+    found = host_memory(config, read_architecture(shape_of(config.model.path)))
+    assert (found.pinned, found.staged) == pytest.approx((pinned, staged), rel=1e-3)
+    assert found.buckets == buckets * GIB
+    assert found.shared == pytest.approx(GIB + 2 * 2 * WEIGHTS if shared is None else shared * GIB)

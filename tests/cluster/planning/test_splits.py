@@ -1,0 +1,124 @@
+"""Tests of the fastest split: against brute force over whole configs, and of every experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from itertools import product
+
+import pytest
+
+from rlsys.cluster.planning.cost import StepCost
+from rlsys.cluster.planning.placement import fullest_device, memory_problems
+from rlsys.cluster.planning.resolve import make_plan
+from rlsys.cluster.planning.splits import NEAR, faster_split, fastest_split
+from rlsys.config.compose import PROJECT_CONFIGS
+from rlsys.config.schema import Mode, ParallelConfig, RunConfig
+from rlsys.orchestrator.validate import find_problems
+from rlsys.weights.weight_map import read_architecture
+from scripts.memory_tables import gpu_experiments
+from scripts.split_tables import PAGE, with_table
+
+NAMES = sorted({path.stem for path in PROJECT_CONFIGS.glob("*.yaml")} - {"searchr1_tiny_cpu"})
+MOST_EPISODES, MULTIPLE = 512, 64
+
+
+def experiment(name: str) -> RunConfig:
+    """Return a copy of an experiment's config."""
+    return deepcopy(next(config for config in gpu_experiments() if config.name == name))
+
+
+def step_s(config: RunConfig) -> float:
+    return StepCost(config, read_architecture(config.model.path)).stages().of_step(config.cluster.mode)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_legal_split_of_an_experiments_devices_is_faster_beyond_a_near_tie(name: str) -> None:
+    config = experiment(name)
+    model = read_architecture(config.model.path)
+    best = fastest_split(config, model)
+    assert best is not None
+    assert step_s(best) <= step_s(config) <= step_s(best) * (1 + NEAR)
+    assert faster_split(config, model) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_experiment_recomputes_activations_only_if_they_do_not_fit(name: str) -> None:
+    config = experiment(name)
+    assert list(memory_problems(config, make_plan(config))) == []
+    if config.model.recompute:
+        config.model.recompute = False
+        assert list(memory_problems(config, make_plan(config))) != []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_episodes_in_flight_fill_the_kv_cache(name: str) -> None:
+    config = experiment(name)
+    room = StepCost(config, read_architecture(config.model.path)).room
+    expected = min(MOST_EPISODES, int(room) // MULTIPLE * MULTIPLE)
+    assert config.rollout.max_episodes == config.rollout.engine.max_running == expected
+
+
+def test_table_of_splits_is_up_to_date() -> None:
+    page = PAGE.read_text()
+    assert with_table(page) == page, "run python scripts/split_tables.py"
+
+
+def all_splits(config: RunConfig) -> Iterator[RunConfig]:
+    """Yield every split of five devices, with two engines or more, that passes all checks of a run."""
+    for actors, scorers in ((1, 1), (1, 2), (2, 1)):
+        engines = 5 - actors - scorers
+        for tp, *degrees, recompute in product((1, 2), *[(1, 2)] * 6, (False, True)):
+            one = deepcopy(config)
+            one.cluster.placement = {
+                "actor": f"0-{actors - 1}",
+                "inference": f"{actors}-{actors + scorers - 1}",
+                "rollout": f"{actors + scorers}-4",
+            }
+            one.model.recompute, one.rollout.engine.tp = recompute, tp
+            for group, sizes in ((one.actor, degrees[:3]), (one.inference, degrees[3:])):
+                group.parallel = ParallelConfig(*sizes, sequence_parallel=sizes[0] > 1)
+            aligned = (actors + scorers) % tp == 0
+            if engines // tp >= 2 and aligned and not any(find_problems(one)):
+                yield one
+
+
+@pytest.mark.parametrize(("gib", "kl_coef"), [(70, 0.001), (70, 0.0), (50, 0.001)])
+def test_fastest_split_is_that_of_brute_force(gib: float, kl_coef: float) -> None:
+    """Of a 3B model on five GPUs, whose memory rules out some splits."""
+    config = experiment("searchr1_qwen2.5_3b_1node")
+    config.task.train_path = config.task.eval_path = "README.md"
+    config.cluster.devices_per_node, config.cluster.device_memory_gib = 5, gib
+    config.rollout.engine.memory_fraction, config.algorithm.kl_coef = 0.6, kl_coef
+    legal = list(all_splits(config))
+    assert legal
+    found = fastest_split(config, read_architecture(config.model.path))
+    assert found is not None
+    assert not any(find_problems(found))
+    assert step_s(found) == pytest.approx(min(map(step_s, legal)))
+
+
+def test_placement_that_scores_on_one_gpu_is_told_the_settings_of_a_faster_split() -> None:
+    config = experiment("searchr1_qwen2.5_3b_1node")
+    config.cluster.placement = {"actor": "0-3", "inference": "4", "rollout": "5-7"}
+    config.model.recompute = True
+    told = faster_split(config, read_architecture(config.model.path))
+    assert told is not None
+    assert "cluster.placement=\"{actor: '0-3', inference: '4-5', rollout: '6-7'}\" model.recompute=false" in told
+    config.cluster.devices_per_node = None
+    assert faster_split(config, read_architecture(config.model.path)) is None, "the number of devices is not known"
+
+
+def test_model_that_fits_nowhere_has_no_split() -> None:
+    config = experiment("searchr1_qwen2.5_32b_4node")
+    config.cluster.device_memory_gib = 24
+    assert fastest_split(config, read_architecture(config.model.path)) is None
+
+
+def test_colocated_groups_have_all_devices() -> None:
+    config = experiment("searchr1_qwen2.5_7b_1node_colocated")
+    best = fastest_split(config, read_architecture(config.model.path))
+    assert best is not None
+    assert {*best.cluster.placement.values()} == {"0-7"}
+    assert config.cluster.mode is Mode.colocated
+    assert fullest_device(best, make_plan(best))[1] < 72
