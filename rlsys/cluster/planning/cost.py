@@ -5,7 +5,7 @@ them up.
 
     training    3 forward passes' worth of operations, because a backward pass takes two; 4 if activations are recomputed.
                 A critic trains as well, and first computes values (one pass more)
-    inference   1 forward pass of the policy and 1 of the reference; `scoring_forwards` knows which a run needs
+    inference   1 forward pass of the policy and 1 of the reference, as far as a run needs them (`scoring_forwards`)
     rollout     decoding, prefill, and the last episode
 
 `Flops` counts operations; a group computes at `COMPUTE_SHARE` of the peak of its devices. Added to that are the
@@ -19,8 +19,7 @@ One decode step of an engine gives one token to each of its B requests. It takes
 
     max(weights / bandwidth, 2 parameters B / operations) + B context KV / bandwidth + exchange,
 
-at least B `HOST_S`. The last episode ends after its mean length, up to the longest that the limits allow, alone on its
-engine.
+at least B `HOST_S`. The last episode has as many tokens as the limits allow; those beyond the mean are decoded alone.
 
 No figure was measured on GPUs. Not counted: waiting for searches, weight sync, offloading, evaluations, and the start
 and end of a step, when not all stages work.
