@@ -56,8 +56,11 @@ OF_CUDA = (
     *("nvidia-cuda-runtime", "nvidia-nvjitlink", "nvidia-nvtx", "nvidia-nvvm"),
 )
 """Headers, compilers and libraries that are numbered as CUDA is. A newer compiler's headers refuse an older runtime's."""
-_GLIBC = range(39, 4, -1)
-"""Minor glibc versions of accepted manylinux wheels, newest first; Ubuntu 24.04 has 2.39."""
+PLATFORMS = (
+    *(f"manylinux_2_{glibc}_x86_64" for glibc in range(39, 4, -1)),
+    *("manylinux2014_x86_64", "manylinux1_x86_64", "manylinux2010_x86_64", "linux_x86_64"),
+)
+"""Platforms of accepted wheels, best first; Ubuntu 24.04 has glibc 2.39."""
 
 Requires = Mapping[str, list[str]]
 """name==version -> its requirements, as in its metadata."""
@@ -179,7 +182,7 @@ def unfit(pinned: PinnedSet, versions: Mapping[str, Version], requires: Requires
         name = asked.pop()
         for text in requires[f"{name}=={versions[name]}"]:
             need = Requirement(text)
-            if not _applies(need, extras[name], pinned.environment):
+            if not applies(need, extras[name], pinned.environment):
                 continue
             key = canonicalize_name(need.name)
             if key not in versions:
@@ -259,13 +262,8 @@ def choose_file(files: Iterable[str], version: Version, python: str) -> str | No
 
 def _tags(python: str) -> Iterator[Tag]:
     major, minor = map(int, python.split("."))
-    platforms = [f"manylinux_2_{glibc}_x86_64" for glibc in _GLIBC] + [
-        "manylinux2014_x86_64",
-        "manylinux1_x86_64",
-    ]
-    platforms += ["manylinux2010_x86_64", "linux_x86_64"]
-    yield from cpython_tags((major, minor), platforms=platforms)
-    yield from compatible_tags((major, minor), f"cp{major}{minor}", platforms)
+    yield from cpython_tags((major, minor), platforms=PLATFORMS)
+    yield from compatible_tags((major, minor), f"cp{major}{minor}", PLATFORMS)
 
 
 class _Remote(io.RawIOBase):
@@ -313,7 +311,8 @@ def _sdist(client: httpx.Client, url: str) -> str:
         return member.read().decode()
 
 
-def _applies(need: Requirement, extras: Iterable[str], environment: Mapping[str, str]) -> bool:
+def applies(need: Requirement, extras: Iterable[str], environment: Mapping[str, str]) -> bool:
+    """Return True if a package with `extras` has the requirement `need` in `environment`."""
     return need.marker is None or any(need.marker.evaluate({**environment, "extra": extra}) for extra in extras)
 
 

@@ -1,29 +1,134 @@
-"""Runs one part of the benchmark: `python -m bench.gpu.part NAME DEVICE SCALE FOLDER`.
+"""Lists the parts of the benchmark, and runs one of them: `python -m bench.gpu.part NAME DEVICE SCALE MODEL OUTPUT`.
 
-The last printed line is the outcome. Each part is a module of that name with a function `measure`, which raises
-`NotHereError` if the machine lacks what the part needs.
+Each part is a module with a generator `measure`, which yields figures. They are appended to the file OUTPUT one by one,
+as lines of JSON, so that a part that fails or hangs loses no earlier figure. A last line says that the part is
+complete, was skipped (`NotHereError`) or failed.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
+import multiprocessing
+import os
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
-from bench.gpu.figures import FULL, SMALL, Figure, NotHereError, Outcome, Scale, to_json
+from bench.gpu.figures import SCALES, Figure, NotHereError, Setting
 from rlsys.config.schema import Device
 
-PARTS = ("step", "logprobs", "sync", "engine", "parity")
-"""Parts in the order in which they run."""
-SCALES = {"full": FULL, "small": SMALL}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of the benchmark."""
+
+    module: str
+    """Module of `bench.gpu` with its `measure`."""
+    limit_s: float
+    """Time limit on a cold machine: imports, kernels compiled at run time, and 6 GB of weights."""
+    packages: tuple[str, ...] = ()
+    """Packages that it needs besides `COMMON`, and without which it is skipped."""
+    more: tuple[str, ...] = ()
+    """Packages without which it measures less."""
+    needs_model: bool = True
+    """True if it reads the model with random weights."""
+    on_cpu: bool = True
+    """True if it runs without a GPU, with --small."""
+
+
+MEGATRON, TE = ("megatron-core",), ("transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")
+SGLANG = ("sglang", "transformers")
+COMMON = ("torch", "numpy", "psutil", "rich", "annotated-types", "pyyaml", "xxhash")
+"""Packages that the benchmark itself and every part import."""
+MODEL_LIMIT_S = 120.0
+"""Time limit for writing the model with random weights."""
+PARTS: Mapping[str, Part] = {
+    "logprobs": Part("logprobs", 150, needs_model=False),
+    "hash": Part("hashing", 90, needs_model=False),
+    "sync": Part("sync", 360, MEGATRON),
+    "nccl": Part("nccl", 90, needs_model=False),
+    "local": Part("step", 420, MEGATRON),
+    "te": Part("step", 420, (*MEGATRON, *TE), on_cpu=False),
+    "parity": Part("parity", 480, MEGATRON, TE),
+    "offload": Part("offload", 240, MEGATRON),
+    "engine": Part("engine", 780, SGLANG, ("torch-memory-saver",)),
+    "agreement": Part("agreement", 420, (*SGLANG, *MEGATRON), TE),
+}
+"""Name -> part, in the order in which they run: the cheapest and most certain first. All limits sum to an hour."""
+
+
+def lacks(part: Part, device: Device, installed: Callable[[str], Any]) -> str:
+    """Return the reason for which `part` cannot run on `device`; empty if it can.
+
+    `installed` takes the name of a package and returns a true value, such as its version, if it is installed.
+    """
+    if device is Device.cpu and not part.on_cpu:
+        return "needs a GPU"
+    missing = [name for name in part.packages if not installed(name)]
+    return f"needs {', '.join(missing)}" if missing else ""
+
+
+def in_new_process(call: Callable[..., T], *arguments: Any, environment: Mapping[str, str] | None = None) -> T:
+    """Return `call(*arguments)` from a new process, whose environment has the variables `environment` too.
+
+    Raises what the call raises, and BrokenProcessPool if the process dies.
+    """
+    before = dict(os.environ)
+    os.environ.update(environment or {})
+    try:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(call, *arguments).result()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def free_port() -> int:
+    """Return a free port of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def run(setting: Setting, output: Path) -> None:
+    """Measure the part of `setting` and write its lines to `output`. Raises what the part raises."""
+    measure: Callable[[Setting], Iterator[Figure]]
+    with output.open("w", buffering=1) as lines:
+
+        def write(**record: Any) -> None:
+            lines.write(json.dumps(record) + "\n")
+
+        try:
+            measure = importlib.import_module(f"bench.gpu.{PARTS[setting.part].module}").measure
+            for figure in measure(setting):
+                write(figure=asdict(figure))
+            write(complete=True)
+        except NotHereError as need:
+            write(skipped=str(need))
+        except BaseException as error:
+            write(failed=" ".join(f"{type(error).__name__}: {error}".split()))
+            raise
+
+
+def read(output: Path) -> tuple[list[Figure], dict[str, Any]]:
+    """Return the figures in `output` and the record of its end, which is empty if the part was cut off."""
+    records: Collection[dict[str, Any]] = ()
+    if output.is_file():
+        whole = output.read_text().split("\n")[:-1]  # A killed process may leave a partial last line.
+        records = [json.loads(line) for line in whole]
+    figures = [Figure(**record["figure"]) for record in records if "figure" in record]
+    return figures, next((record for record in records if "figure" not in record), {})
 
 
 if __name__ == "__main__":
-    name, device, scale, folder = sys.argv[1:]
-    measure: Callable[[Scale, Device, Path], list[Figure]] = importlib.import_module(f"bench.gpu.{name}").measure
-    try:
-        outcome = Outcome(tuple(measure(SCALES[scale], Device(device), Path(folder))))
-    except NotHereError as need:
-        outcome = Outcome(needs=str(need))
-    print(to_json(outcome))
+    part_name, device_name, scale_name, model_folder, output_file = sys.argv[1:]
+    here = Setting(part_name, SCALES[scale_name], Device(device_name), Path(model_folder))
+    run(here, Path(output_file))
