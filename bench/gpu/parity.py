@@ -104,5 +104,5 @@ def one_step(scale: Scale, device: Device, layers: Layers) -> dict[str, float]:
     actor = make_actor(folder, device, Dtype.float32, layers=layers)
     vocab, count = read_architecture(str(folder)).vocab, max(scale.sequences)
     batches = [random_micro_batch(scale, vocab, range(n * count, (n + 1) * count)) for n in range(_MICRO_BATCHES)]
-    stats = actor.accumulate(batches)
+    stats = actor.accumulate(batches).stats
     return {"loss": stats["policy_loss"], "gradient norm": actor.apply().grad_norm}
