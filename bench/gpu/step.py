@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 
 from bench.gpu.figures import Figure, Scale
-from bench.gpu.trainer import make_actor, random_micro_batch
+from bench.gpu.trainer import layers_here, make_actor, random_micro_batch
 from rlsys.cluster.planning.memory import MicroBatchLoad, group_memory
 from rlsys.config.schema import ClusterConfig, Device, Dtype, ModelConfig, RunConfig
-from rlsys.observe.environment import detect
 from rlsys.observe.spans import peak_flops
 from rlsys.weights.flops import flops_of
 from rlsys.weights.weight_map import read_architecture
@@ -70,7 +69,7 @@ def measure(scale: Scale, device: Device, folder: Path) -> list[Figure]:
 def _estimate(scale: Scale, folder: Path) -> float:
     """Return the bytes that the plan estimates for this actor with the layers detected here."""
     config = RunConfig(
-        model=ModelConfig(str(folder), layers=detect().layers, recompute=True),
+        model=ModelConfig(str(folder), layers=layers_here(), recompute=True),
         cluster=ClusterConfig(placement={"actor": "0", "inference": "1", "rollout": "2"}),
     )
     tokens = scale.sequences * scale.length

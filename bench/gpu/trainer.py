@@ -11,7 +11,8 @@ import numpy as np
 from bench.gpu.figures import Scale
 from rlsys.algorithms.losses import policy_loss
 from rlsys.config.algorithm import AlgorithmConfig
-from rlsys.config.schema import Device, Dtype, ModelConfig, OptimizerConfig, ParallelConfig
+from rlsys.config.schema import Device, Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
+from rlsys.observe.environment import detect
 from rlsys.trainer.actor import Actor, Objective
 from rlsys.trainer.batches import MicroBatch
 from rlsys.trainer.mesh import Rendezvous
@@ -26,7 +27,7 @@ def make_actor(folder: str, device: Device, dtype: Dtype, recompute: bool) -> Ac
         port: int = probe.getsockname()[1]
     actor = Actor(
         Rendezvous(0, 1, "127.0.0.1", port, device, timeout_s=120.0),
-        ModelConfig(folder, dtype=dtype, recompute=recompute),
+        ModelConfig(folder, layers_here(), dtype, recompute),
         ParallelConfig(),
         OptimizerConfig(lr=1e-6),
         Objective(policy_loss(AlgorithmConfig(kl_coef=0.001)), temperature=1.0),
@@ -35,6 +36,12 @@ def make_actor(folder: str, device: Device, dtype: Dtype, recompute: bool) -> Ac
     )
     actor.load_hf(folder)
     return actor
+
+
+def layers_here() -> Layers:
+    """Return Transformer Engine's layers if this machine can use them, else the local ones."""
+    here = detect()
+    return Layers.te if here.cuda_devices and here.transformer_engine else Layers.local
 
 
 def random_micro_batch(scale: Scale, vocab: int, seed: int) -> MicroBatch:

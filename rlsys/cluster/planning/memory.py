@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.derived import (
+    chosen_layers,
     has_critic,
     has_reference,
     megatron_groups,
@@ -165,7 +166,7 @@ class StageRank:
         self.gathered = self.tokens * model.hidden * self.item if self.gathers else 0  # Bytes of a gathered sequence.
         # Kernels that affect memory.
         on_gpu, fusions = config.cluster.device is Device.gpu, config.model.fusions
-        self.engine = on_gpu and config.model.layers is not Layers.local  # Transformer Engine's layers.
+        self.engine = chosen_layers(config) is Layers.te  # Transformer Engine's layers.
         self.fused_norm = on_gpu  # Fused RMSNorm, which keeps only its input; torch has none for a CPU.
         self.fused_swiglu = on_gpu and fusions  # Fused SwiGLU, which keeps only its input.
         self.fused_rope = self.engine and fusions  # Fused rotary positions, which keep no tables.
