@@ -149,8 +149,8 @@ class AlgorithmConfig:
     kl_use_tail_sampling: bool = True
     """Let the sampled token stand for all tokens outside of the `kl_topk_tokens`; false ignores them."""
     use_kl_iw: bool = False
-    """Weight the sampled part of a KL term in the loss by the ratio of current to old policy. The ratio is 1 before a
-    step's first update. The name comes from EMA-PG."""
+    """Weight the sampled part of a KL term in the loss by the ratio of current to old policy. The ratio is 1, to rounding,
+    before a step's first update. The name comes from EMA-PG."""
     kl_iw_clip_lower: NotNegative | None = None
     """Lower bound of the `use_kl_iw` weight; null sets none."""
     kl_iw_clip_upper: Positive | None = None

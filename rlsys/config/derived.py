@@ -16,7 +16,9 @@ from rlsys.config.schema import (
     AsyncSchedule,
     CassetteMode,
     CriticConfig,
+    Device,
     InferenceConfig,
+    Layers,
     OnUpdate,
     RunConfig,
     SamplingConfig,
@@ -39,6 +41,13 @@ def on_update(config: RunConfig) -> OnUpdate:
 def needs_server(search: SearchConfig) -> bool:
     """True if searches reach a server: search is enabled and not replayed from a cassette."""
     return search.enabled and (search.cassette.path is None or search.cassette.mode is not CassetteMode.replay)
+
+
+def chosen_layers(config: RunConfig) -> Layers:
+    """Return the layers that `model.layers` stands for: with `auto`, Transformer Engine's on GPUs and local ones on CPUs."""
+    if config.model.layers is not Layers.auto:
+        return config.model.layers
+    return Layers.te if config.cluster.device is Device.gpu else Layers.local
 
 
 def megatron_groups(config: RunConfig) -> dict[str, ActorConfig | InferenceConfig | CriticConfig]:

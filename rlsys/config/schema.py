@@ -83,22 +83,22 @@ class ModelConfig:
     path: str = REQUIRED
     """Folder of a Hugging Face checkpoint: config.json, safetensors and tokenizer."""
     layers: Layers = Layers.auto
-    """Implementation of Megatron's transformer layers. `te`: Transformer Engine, GPU only. `local`: Torch kernels,
-    slower. `auto`: `te` where it is installed and a GPU is present, else `local`."""
+    """Implementation of Megatron's transformer layers. `te`: Transformer Engine, GPU only. `local`: Torch kernels, several
+    times slower on a GPU. `auto`: `te` on GPUs, where a run without Transformer Engine is refused, and `local` on CPUs."""
     dtype: Dtype = Dtype.bfloat16
     """Numeric type of weights and activations in the actor, critic and inference groups."""
     recompute: bool = False
     """Recompute the activations of every layer in the backward pass, which takes a third more operations. Turn it on only
     if the plan does not fit without it: `rlsys train --dry-run` shows both memory and time."""
     attention: Attention = Attention.auto
-    """Attention kernel of Transformer Engine; `auto` lets it choose, `flash` and `fused` need `dtype=bfloat16`. Local
-    layers ignore this key and use torch's fused attention."""
+    """Attention kernel of Transformer Engine; `auto` lets it choose a fused one. `auto`, `flash` and `fused` need
+    `dtype=bfloat16`; `unfused` is slow. Local layers ignore this key and use torch's fused attention."""
     fusions: bool = True
-    """Fused GPU kernels: SwiGLU always, rotary embedding and expert permutation with Transformer Engine, gradient
-    accumulation with apex. Turn off while debugging, to rule out these kernels."""
+    """Fused GPU kernels: SwiGLU always; rotary embedding, expert permutation and gradient accumulation with Transformer
+    Engine, the latter in the output layer only with apex. Turn off while debugging, to rule out these kernels."""
     fp8: bool = False
     """Run matrix products of all Megatron models in FP8; both the actor and the inference group use it, so that ratios
-    start at 1. Needs Transformer Engine and an Ada, Hopper or newer GPU."""
+    start near 1. Needs Transformer Engine and an Ada, Hopper or newer GPU."""
 
 
 @dataclass

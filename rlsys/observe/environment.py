@@ -34,7 +34,7 @@ from typing import Any
 
 import psutil
 
-from rlsys.config.derived import megatron_groups
+from rlsys.config.derived import chosen_layers, megatron_groups
 from rlsys.config.problems import Problem
 from rlsys.config.schema import Attention, Device, Dtype, Layers, Mode, RunConfig
 from rlsys.files import parse_json, read_regular, write_atomically
@@ -78,11 +78,6 @@ class Capabilities:
     """Version of the unrelated PyPI package named apex."""
     sglang_kernel: str | None = None
     torch_memory_saver: str | None = None
-
-    @property
-    def layers(self) -> Layers:
-        """Layers that `model.layers=auto` selects on a GPU."""
-        return Layers.te if self.transformer_engine is not None and self.cuda_devices else Layers.local
 
     def at_least(self, capability: tuple[int, int]) -> bool:
         """Return True if this machine has devices and each has at least compute `capability`."""
@@ -137,22 +132,24 @@ def unmet_requirements(config: RunConfig, here: Capabilities) -> Iterator[Proble
 
 
 def _layers(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
-    if config.model.layers is Layers.te and config.cluster.device is Device.cpu:
+    layers = chosen_layers(config)
+    if layers is Layers.te and config.cluster.device is Device.cpu:
         yield Problem.of(
             "model.layers=te does not work with cluster.device=cpu: Transformer Engine needs GPUs; use "
             "model.layers=local."
         )
-    elif config.model.layers is Layers.te and here.transformer_engine is None:
+    elif layers is Layers.te and here.transformer_engine is None:
         yield Problem.of(
-            "model.layers=te needs Transformer Engine, which is not installed: install transformer-engine[pytorch] as in "
-            "requirements/gpu.txt, or use model.layers=local."
+            f"model.layers={config.model.layers} needs Transformer Engine on GPUs, which is not installed: install "
+            "transformer-engine[pytorch] as in requirements/gpu.txt, or use model.layers=local, whose layers are several "
+            "times slower."
         )
-    if config.model.attention is not Attention.auto and _resolved(config, here) is Layers.local:
+    if config.model.attention is not Attention.auto and layers is Layers.local:
         yield Problem.of(
             f"model.attention={config.model.attention} selects a kernel of Transformer Engine, but the layers are "
             "Megatron's own, which only have torch's attention: use model.attention=auto, or model.layers=te."
         )
-    if config.model.fp8 and _resolved(config, here) is Layers.local:
+    if config.model.fp8 and layers is Layers.local:
         yield Problem.of(
             "model.fp8=true needs Transformer Engine's layers, but the layers are Megatron's own: use model.layers=te on "
             "GPUs, or model.fp8=false."
@@ -193,11 +190,17 @@ def _for_gpu(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
 def _attention(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
     """Yield a problem for each kernel of Transformer Engine that is needed but cannot run on this machine.
 
-    A kernel is needed if it is requested by name or for context parallelism.
+    A kernel is needed if it is requested by name or for context parallelism; `auto` needs a fused kernel.
     """
-    if _resolved(config, here) is Layers.local:
+    if chosen_layers(config) is Layers.local:
         return
     asked, dtype = config.model.attention, config.model.dtype
+    if asked is Attention.auto and dtype is Dtype.float32:
+        yield Problem.of(
+            "model.attention=auto with model.dtype=float32 leaves only Transformer Engine's unfused kernel, which holds "
+            "matrices of the squared length: use model.dtype=bfloat16 or model.layers=local, or ask for that kernel with "
+            "model.attention=unfused."
+        )
     if asked in (Attention.flash, Attention.fused) and dtype is Dtype.float32:
         yield Problem.of(
             f"model.attention={asked} needs model.dtype=bfloat16, and model.dtype is float32: use "
@@ -216,11 +219,10 @@ def _attention(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
     # Every FlashAttention supports context parallelism over packed sequences with padding inside each sequence.
     for group, settings in megatron_groups(config).items():
         key, cp = f"{group}.parallel.cp", settings.parallel.cp
-        if cp > 1 and (asked is Attention.unfused or dtype is Dtype.float32):
+        if cp > 1 and asked is Attention.unfused:
             yield Problem.of(
-                f"{key}={cp} needs an attention kernel with context parallelism, but model.attention={asked} with "
-                f"model.dtype={dtype} leaves only Transformer Engine's unfused kernel, which has none: use "
-                "model.attention=fused with model.dtype=bfloat16, or model.layers=local."
+                f"{key}={cp} needs an attention kernel with context parallelism, and model.attention=unfused has none: "
+                "use model.attention=fused with model.dtype=bfloat16, or model.layers=local."
             )
 
 
@@ -236,13 +238,6 @@ def _numbers(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
             f"model.fp8=true needs compute capability 8.9 (Ada, Hopper or newer), and this machine has {_spoken(here)}: "
             "set it to false."
         )
-
-
-def _resolved(config: RunConfig, here: Capabilities) -> Layers:
-    """Return the layers that `model.layers` stands for; on a CPU always Megatron's own."""
-    if config.model.layers is not Layers.auto:
-        return config.model.layers
-    return Layers.local if config.cluster.device is Device.cpu else here.layers
 
 
 def _spoken(here: Capabilities) -> str:

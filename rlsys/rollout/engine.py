@@ -5,8 +5,8 @@ processes, and `StagedVersion` holds the staged weights of one version.
 
 Contract of an engine:
 - All methods must be called on one event loop: the loop on which `generate` is first called.
-- Buckets are staged while generation continues: in host memory, or on the engine's first device if they arrive on GPUs
-  (`cluster.sync_mode=ipc`) and the engine is awake.
+- Buckets are staged while generation continues: in host memory, or on the engine's first device with
+  `cluster.sync_mode=ipc` and an engine that is awake.
 - `finish_update` activates the staged weights: it pauses generation, loads and verifies the weights, and resumes
   generation. Requests in flight keep their tokens; new requests wait. Each token has the version that sampled it, and
   its log-prob is under that version.
@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoConfig, AutoTokenizer
 
-from rlsys.config.schema import Device, EngineConfig, OnUpdate, RolloutConfig, SearchConfig, TaskConfig
+from rlsys.config.schema import Device, EngineConfig, OnUpdate, RolloutConfig, SearchConfig, SyncMode, TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.errors import RunError, UserError
@@ -62,6 +62,7 @@ from rlsys.weights.transport import (
     ChecksumError,
     Receiver,
     TransportSpec,
+    bytes_of,
     digest,
     open_receiver,
     unpack,
@@ -71,7 +72,8 @@ if TYPE_CHECKING:
     from rlsys.rollout.sglang_process import Answer, SglangProcess
 
 T = TypeVar("T")
-Hasher = Callable[[Tensor], str]
+Hasher = Callable[[Sequence[Tensor]], str]
+"""Parts of a tensor, concatenated along dimension 0 -> the hash that SGLang reports for it."""
 
 FLUSH_TIMEOUT_S = 30.0
 """Maximum time for aborted requests to leave SGLang's scheduler before the engine sleeps."""
@@ -232,19 +234,22 @@ class Engine:
         self._update = StagedVersion(version, self._layout, self._hasher)
         self._update_began = perf_counter()
 
-    async def load_bucket(self, bucket: Bucket) -> None:
-        """Check and stage a bucket. A wrong checksum or a lack of memory fails the update and raises RunError."""
+    async def load_bucket(self, bucket: Bucket, to_host: bool = False) -> None:
+        """Check and stage a bucket, in host memory if `to_host` is set or the engine is asleep.
+
+        A wrong checksum or a lack of memory fails the update and raises RunError.
+        """
         update = self._open_update()
         try:
             async with self._staging:
-                await asyncio.to_thread(update.stage, bucket, to_host=self._asleep)
+                await asyncio.to_thread(update.stage, bucket, to_host=to_host or self._asleep)
             if self._asleep:
                 _release_cached_memory()  # The check used memory of the device.
         except ChecksumError as error:
             self._fail_update(str(error))
         except torch.OutOfMemoryError as error:
             fix = f"lower rollout.engine.memory_fraction={self._config.memory_fraction:g}"
-            if isinstance(bucket.data, Tensor):
+            if not to_host:
                 fix += ", or stage in host memory with cluster.sync_mode=tensor"
             self._fail_update(
                 f"the engine's GPU ran out of memory next to weights and KV cache, after {update.nbytes} bytes of version "
@@ -574,10 +579,12 @@ def _is_gone(process: psutil.Process) -> bool:
         return True
 
 
-def sha256_prefix(tensor: Tensor) -> str:
+def sha256_prefix(parts: Sequence[Tensor]) -> str:
     """Return SGLang's hash of a tensor in host memory: the first 8 bytes of SHA-256 over its bytes, in hex."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(data.data).digest()[:8].hex()
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(bytes_of(part).data)
+    return whole.digest()[:8].hex()
 
 
 @dataclass(frozen=True, slots=True)
@@ -615,8 +622,8 @@ class StagedVersion:
         embed_tokens, lm_head padded with zero rows to a multiple of 64;
         MLP on a CPU          width padded to a multiple of 32 per rank.
 
-    If all hashes match, the engine holds the weights that were sent. Besides the buckets, only the parts of incomplete
-    fused tensors are kept; for experts, these are the parts of one layer.
+    If all hashes match, the engine holds the weights that were sent. Besides the buckets, only the parts of fused
+    tensors are kept that a bucket leaves incomplete; for experts, these are parts of one layer.
     """
 
     def __init__(self, version: int, layout: Layout, hasher: Hasher) -> None:
@@ -641,6 +648,9 @@ class StagedVersion:
         for record, tensor in unpack(bucket if moves else staged):
             self.predict(record.name, tensor)
             self._checksums[record.name] = record.checksum
+        if moves:  # The parts of incomplete tensors must outlive the arriving bucket.
+            for parts in self._parts.values():
+                parts |= {index: part.clone() for index, part in parts.items() if _shares(part, bucket.flat)}
         self._buckets.append(staged)
         self.nbytes += staged.flat.nbytes
 
@@ -667,7 +677,7 @@ class StagedVersion:
         tensor = tensor.to(self._layout.dtype)
         target, index, parts = _engine_tensor(name, self._layout.experts)
         known = self._parts.setdefault(target, {})
-        known[index] = tensor if parts == 1 else tensor.clone()
+        known[index] = tensor
         if len(known) == parts:
             del self._parts[target]
             self._hash(target, [known[index] for index in range(parts)])
@@ -686,8 +696,7 @@ class StagedVersion:
 
     def _hash(self, target: str, parts: Sequence[Tensor]) -> None:
         for rank, hashes in enumerate(self.hashes):
-            pieces = [self._piece(target, index, part, rank) for index, part in enumerate(parts)]
-            hashes[target] = self._hasher(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
+            hashes[target] = self._hasher([self._piece(target, n, part, rank) for n, part in enumerate(parts)])
 
     def _piece(self, target: str, index: int, part: Tensor, rank: int) -> Tensor:
         """Return the shard that `rank` holds of one part of the engine tensor `target`."""
@@ -704,6 +713,10 @@ class StagedVersion:
         if module in ("o_proj", "down_proj", "w2_weight") and part.dim() == 2:
             return _padded(part, multiple, dim=1).chunk(tp, dim=1)[rank]
         return part
+
+
+def _shares(part: Tensor, flat: Tensor) -> bool:
+    return part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 
 def _engine_tensor(name: str, experts: int) -> tuple[str, int, int]:
@@ -802,6 +815,7 @@ class RolloutWorker:
         self._slots = asyncio.Semaphore(rollout.max_episodes)
         self._draining = DrainLock()
         self._receiver: Receiver | None = None
+        self._stages_in_host = True
         self._receiving = asyncio.Lock()
         self._in_flight: dict[asyncio.Timeout, tuple[str, EpisodeGroup]] = {}
         """Timeout that aborts a group -> key and group, for each group in flight."""
@@ -871,6 +885,7 @@ class RolloutWorker:
         """Connect to the weight sender, replacing an earlier transport. Raises RunError if it does not connect."""
         await self._close_transport()
         self._receiver = await asyncio.to_thread(open_receiver, spec)
+        self._stages_in_host = spec.mode is not SyncMode.ipc
 
     async def load_bucket(self, handle: BucketHandle) -> None:
         """Receive a bucket from the transport and stage it; see `Engine.load_bucket`."""
@@ -878,7 +893,8 @@ class RolloutWorker:
             raise RunError("The rollout worker received weights without a transport: call open_transport first.")
         async with self._receiving:
             bucket = await asyncio.to_thread(self._receiver.receive, handle)
-            await self.engine.load_bucket(bucket)  # Copies the bytes, which the receiver reuses.
+            # Copies the bytes, which the receiver reuses.
+            await self.engine.load_bucket(bucket, to_host=self._stages_in_host)
             del bucket
             await asyncio.to_thread(self._receiver.release)
 

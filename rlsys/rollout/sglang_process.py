@@ -6,9 +6,10 @@ loop. This module instead awaits the underlying coroutines of the engine's token
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,8 @@ class SglangProcess:
         with _environment(at_the_store | dict(zip(INTERFACE_VARIABLES, ("lo", "=lo"), strict=True))):
             self.engine = (_CpuEngine if on_cpu else Engine)(**arguments)
         self._manager = self.engine.tokenizer_manager
+        self._device = torch.device("cpu" if on_cpu else "cuda:0")
+        """Device of the engine's first rank."""
 
     def processes(self) -> list[psutil.Process]:
         """Return the schedulers and detokenizers, whose death ends generation. Raises psutil.NoSuchProcess if one is gone.
@@ -100,9 +103,12 @@ class SglangProcess:
         return await self._manager.begin_weight_update(BeginWeightUpdateReqInput())
 
     async def load_bucket(self, bucket: Bucket, version: int, ranks: int) -> Answer:
-        """Load the tensors of a bucket on every tensor-parallel rank."""
+        """Load the tensors of a bucket on every tensor-parallel rank.
+
+        The bucket is copied in a thread, so that this process answers other calls meanwhile.
+        """
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=_serialize(bucket, ranks),
+            serialized_named_tensors=await asyncio.to_thread(_serialize, bucket, ranks, self._device),
             load_format="flattened_bucket",
             flush_cache=False,
             weight_version=str(version),
@@ -165,18 +171,20 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def gpu_hash(tensor: torch.Tensor) -> str:
+def gpu_hash(parts: Sequence[torch.Tensor]) -> str:
     """Return SGLang's hash of a tensor on a GPU, computed with SGLang's own kernel."""
     from sglang.kernels.ops.memory.gpu_tensor_hash import gpu_tensor_hash
 
-    return f"{gpu_tensor_hash(tensor.cuda()):016x}"
+    whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    return f"{gpu_tensor_hash(whole.cuda()):016x}"
 
 
-def _serialize(bucket: Bucket, ranks: int) -> list[bytes]:
-    """Return a bucket as SGLang's flattened bucket, once per rank.
+def _serialize(bucket: Bucket, ranks: int, device: torch.device) -> list[bytes]:
+    """Return a bucket as SGLang's flattened bucket on `device`, once per rank.
 
-    In host memory, the first serialisation copies the tensor to shared memory, and the others refer to this copy. On a
-    GPU, each serialisation is a handle to the tensor, which is freed when all ranks have released it.
+    On a CPU, the first serialisation copies the tensor to shared memory, and the others refer to this copy. On a GPU,
+    each serialisation is a handle to the tensor, which is freed when all ranks have released it; a bucket in host memory
+    is copied to the GPU first.
     """
     metadata = [
         FlattenedTensorMetadata(
@@ -189,5 +197,5 @@ def _serialize(bucket: Bucket, ranks: int) -> list[bytes]:
         )
         for record in bucket.records
     ]
-    payload = {"flattened_tensor": bucket.flat, "metadata": metadata}
+    payload = {"flattened_tensor": bucket.flat.to(device), "metadata": metadata}
     return [MultiprocessingSerializer.serialize(payload) for _ in range(ranks)]

@@ -2,9 +2,12 @@
 
 Export gathers whole tensors, under their Hugging Face names, over TP and EP to the first rank of each pipeline stage:
 
-    stage 0:   ranks 0 .. 3  --gather-->  rank 0  --pack into the sender's memory-->                rank 0 sends
-    stage 1:   ranks 4 .. 7  --gather-->  rank 4  --pack, copy to the sender's memory on rank 0-->  rank 0 sends
+    stage 0:   ranks 0 .. 3  --gather-->  rank 0  --pack into the sender's memory-->                   rank 0 sends
+    stage 1:   ranks 4 .. 7  --gather-->  rank 4  --pack, transfer to the sender's memory on rank 0->  rank 0 sends
     ipc:       each stage's first rank packs and sends on its own device; rank 0 returns all handles.
+
+Tensors stay on their device up to the sender. The experts that a rank holds go to the first rank in one transfer per
+bucket, because a model may have thousands of them.
 
 Every process of the group creates an `Export`, and all processes call `next` together and equally often, because
 gathering is collective. The weights must not change until `next` has returned None on rank 0.
@@ -14,9 +17,9 @@ Invariant: all tensors of one parameter (query, key and value; gate and up) are 
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -37,15 +40,16 @@ from rlsys.weights.transport import (
     BucketFullError,
     BucketHandle,
     IpcSender,
+    Memory,
     Sender,
     TransportSpec,
+    bucket_memory,
     copy_gb_s,
     digest,
     open_sender,
-    pack,
     pack_into,
 )
-from rlsys.weights.weight_map import Entry, ShardLoader, aligned, packed
+from rlsys.weights.weight_map import Cut, Entry, ShardLoader, aligned, packed
 
 
 def shard_loader(model: StageModel, parameters: Mapping[str, Parameter] | None = None) -> ShardLoader:
@@ -109,49 +113,59 @@ def export_plan(model: PolicyModel, bucket_bytes: int) -> list[list[Entry]]:
 
 
 @torch.no_grad()
-def whole_tensors(model: PolicyModel, entries: Iterable[Entry]) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole Hugging Face tensors on the first rank of the stage and nothing on other ranks.
+def whole_tensors(model: PolicyModel, entries: Sequence[Entry]) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole Hugging Face tensors on the first rank of the stage and nothing on other ranks, experts last.
 
     All ranks with `MeshCoordinates.exports` iterate together, because gathering is collective.
     """
     coords = model.coords
     for entry in entries:
-        if entry.expert is not None:
-            shards = _fetch(model, entry, entry.expert // len(model.experts))
-        elif coords.in_stage >= coords.tp_size:
+        if entry.expert is not None or coords.in_stage >= coords.tp_size:
             continue
-        elif coords.tp_size == 1:
-            shards = [model.parameters[entry.name].data]
-        else:
-            shard = model.parameters[entry.name].data
+        shard = model.parameters[entry.name].data
+        shards = [shard]
+        if coords.tp_size > 1 and entry.rule.cut is not Cut.WHOLE:
             shards = [torch.empty_like(shard) for _ in range(coords.tp_size)]
             dist.all_gather(shards, shard.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
         if coords.in_stage == 0:
             yield from model.weights.merge(entry, shards)
+    for entry, held in _experts(model, [entry for entry in entries if entry.expert is not None]):
+        yield from model.weights.merge(entry, [held])
 
 
-def _fetch(model: PolicyModel, entry: Entry, owner: int) -> list[Tensor]:
-    """Send an expert's tensor from rank `owner` of the stage to the stage's first rank.
-
-    Returns a list with the tensor on these two ranks and an empty list on all other ranks.
-    """
+def _experts(model: PolicyModel, entries: Sequence[Entry]) -> Iterator[tuple[Entry, Tensor]]:
+    """Yield the experts' tensors on the stage's first rank, to which every other owner sends all of its own at once."""
     coords, group = model.coords, parallel_state.get_expert_model_parallel_group()
-    if coords.in_stage == owner:
-        held = model.parameters[entry.name].data
-        if owner:
-            dist.send(held.contiguous(), coords.rank - owner, group)
-        return [held]
-    if coords.in_stage:
-        return []
-    whole = torch.empty(model.weights.whole_shape(entry, 1), dtype=model.config.params_dtype, device=model.device)
-    dist.recv(whole, coords.rank + owner, group)
-    return [whole]
+
+    def owner_of(entry: Entry) -> int:
+        assert entry.expert is not None
+        return entry.expert // len(model.experts)
+
+    for owner, run in groupby(sorted(entries, key=owner_of), owner_of):
+        owned = list(run)
+        if coords.in_stage == owner:
+            held = [model.parameters[entry.name].data for entry in owned]
+            if owner == 0:
+                yield from zip(owned, held, strict=True)
+            else:
+                dist.send(torch.cat([tensor.flatten() for tensor in held]), coords.rank - owner, group)
+        elif coords.in_stage == 0:
+            shapes = [model.weights.whole_shape(entry, 1) for entry in owned]
+            sizes = list(map(prod, shapes))
+            flat = torch.empty(sum(sizes), dtype=model.config.params_dtype, device=model.device)
+            dist.recv(flat, coords.rank + owner, group)
+            parts = zip(flat.split(sizes), shapes, strict=True)
+            yield from zip(owned, (part.view(shape) for part, shape in parts), strict=True)
 
 
 def owners_group(coords: MeshCoordinates) -> dist.ProcessGroup:
-    """Return a gloo group of every stage's first rank, to pass weights through host memory; all ranks call this."""
+    """Return the group of every stage's first rank, which passes weights to rank 0; all ranks call this.
+
+    On GPUs it has two backends: NCCL for tensors on the device, and gloo for descriptions of buckets.
+    """
     owners = [stage * coords.stage_size for stage in range(coords.pp_size)]
-    return dist.new_group(owners, backend="gloo")
+    on_gpus = dist.get_backend() == dist.Backend.NCCL
+    return dist.new_group(owners, backend="cpu:gloo,cuda:nccl" if on_gpus else "gloo")
 
 
 class WeightSender(ABC):
@@ -182,7 +196,7 @@ class WeightSender(ABC):
         self._sender = sender = open_sender(spec)
         if self.coords.rank:
             return None
-        return copy_gb_s(spec.bucket_bytes, sender.device if isinstance(sender, IpcSender) else torch.device("cpu"))
+        return copy_gb_s(spec.bucket_bytes, sender.device or torch.device("cpu"))
 
     def begin_export(self) -> None:
         """Begin to export the current weights."""
@@ -226,6 +240,8 @@ class Export:
         self._model, self._coords = model, model.coords
         self._require_weights = require_weights
         self._owners, self._bucket_bytes, self._sender = owners, bucket_bytes, sender
+        self._room: Memory | None = None
+        """Memory in which the first rank of a stage above 0 packs a bucket."""
         self._runs = self._plan()
         self._checksums: dict[str, str] = {}
 
@@ -242,7 +258,7 @@ class Export:
         if isinstance(self._sender, IpcSender):
             handle = self._send_from_stage(self._sender, stage, entries)
         elif self._sender is not None:
-            bucket = self._take(stage, self._sender) if stage else self._pack(entries, self._sender)
+            bucket = self._take(stage, self._sender) if stage else self._pack(entries, self._sender.next_slot())
             handle = self._sender.send(bucket)
         else:
             self._give(stage, entries)
@@ -280,16 +296,16 @@ class Export:
             dist.recv_object_list(box, src=stage * self._coords.stage_size, group=self._owners)
             handle: BucketHandle = box[0]
             return handle
-        handle = sender.send(self._pack(entries, sender))
+        handle = sender.send(self._pack(entries, sender.next_slot()))
         if rank_0:
             return handle
         dist.send_object_list([handle], dst=0, group=self._owners)
         return None
 
-    def _pack(self, entries: list[Entry], sender: Sender) -> Bucket:
-        """Gather parameters of this process's stage directly into the memory that `sender` lends."""
+    def _pack(self, entries: list[Entry], memory: Memory) -> Bucket:
+        """Gather parameters of this process's stage directly into `memory`, [bucket_bytes]."""
         try:
-            return pack_into(sender.next_slot(), whole_tensors(self._model, entries))
+            return pack_into(memory, whole_tensors(self._model, entries))
         except BucketFullError as problem:
             raise RunError(
                 f"cluster.sync_bucket_bytes={self._bucket_bytes} is too small for the model: {problem} Raise it."
@@ -299,12 +315,15 @@ class Export:
         """Gather `entries` if this process is in `stage`; the first rank of a stage above 0 sends them to rank 0."""
         if stage != self._coords.pp:
             return
-        tensors = list(whole_tensors(self._model, entries))
-        if stage and self._coords.in_stage == 0:
-            # The plan limits the size already, so this is one bucket.
-            (bucket,) = pack(tensors, sys.maxsize)
-            dist.send_object_list([(bucket.records, bucket.data.nbytes)], dst=0, group=self._owners)
-            dist.send(bucket.flat, dst=0, group=self._owners)
+        if self._coords.in_stage:
+            list(whole_tensors(self._model, entries))
+            return
+        if self._room is None:
+            on_cpu = self._model.device.type == "cpu"
+            self._room = bucket_memory(self._bucket_bytes, None if on_cpu else self._model.device)
+        bucket = self._pack(entries, self._room)
+        dist.send_object_list([(bucket.records, bucket.data.nbytes)], dst=0, group=self._owners)
+        dist.send(bucket.flat, dst=0, group=self._owners)
 
     def _take(self, stage: int, sender: Sender) -> Bucket:
         """Receive a bucket from the first rank of `stage` into the memory that `sender` lends."""
@@ -312,12 +331,6 @@ class Export:
         box: list[Any] = [None]
         dist.recv_object_list(box, src=owner, group=self._owners)
         records, nbytes = box[0]
-        room = sender.next_slot()
-        if nbytes > room.nbytes:
-            raise RunError(
-                f"cluster.sync_bucket_bytes={self._bucket_bytes} is too small for the model: {records[0].name} is in "
-                f"a bucket of {nbytes} bytes. Raise it."
-            )
-        bucket = Bucket(room[:nbytes], records)
+        bucket = Bucket(sender.next_slot()[:nbytes], records)
         dist.recv(bucket.flat, src=owner, group=self._owners)
         return bucket

@@ -5,13 +5,15 @@ memory or a tensor in device memory; a device bucket is packed, hashed and check
 packed bytes or raises an error that names the tensor. The digest of a version depends on every name, dtype, shape and
 byte, but not on tensor order or on the split into buckets.
 
+In the cpu profile all buckets are in host memory. In the gpu profile every sender packs on its GPU and every receiver
+gets the bucket in the memory of its own GPU, whatever carries the bytes in between.
+
 Each byte is copied once, and hashed by the sender and by every receiver. The hash of a tensor combines the hashes of
 its pieces. Several threads pack host pieces, because one core reaches about half of the memory bandwidth; each thread
 copies and hashes a piece (XXH3) block by block, while the block is in the core's cache. Device pieces are hashed by
 `hash_pieces`, so host and device hashes differ.
 
-`open_sender` and `open_receiver` make the two ends of a transport from a spec. Buckets pass through host memory, except
-with `ipc`, which keeps them on GPUs. Contract of all transports:
+`open_sender` and `open_receiver` make the two ends of a transport from a spec. Contract of all transports:
 - A sender numbers its buckets from 1 over its lifetime. The caller packs each bucket into memory that the sender lends
   (`next_slot`), calls `send`, and passes the small handle that `send` returns to the receivers by other means.
 - A receiver turns each handle, in order, into a bucket. The bytes are valid until `release`, the next `receive` or
@@ -30,10 +32,11 @@ import pickle
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain, groupby
 from math import prod
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -103,13 +106,6 @@ class Bucket:
     records: tuple[TensorRecord, ...]
 
     @property
-    def in_host(self) -> NDArray[np.uint8]:
-        """The bytes of this host bucket. Raises TypeError for a device bucket."""
-        if isinstance(self.data, Tensor):
-            raise TypeError(f"Expected a bucket in host memory, got one on {self.data.device}.")
-        return self.data
-
-    @property
     def flat(self) -> Tensor:
         """The bucket's bytes as a tensor that shares their memory, on the CPU or a device; do not write to it."""
         if isinstance(self.data, Tensor):
@@ -120,10 +116,17 @@ class Bucket:
             return torch.from_numpy(self.data)
 
     def copy(self, to_host: bool = False) -> Bucket:
-        """Return a copy with the same hashes, on the same device or, with `to_host`, on the CPU."""
+        """Return a copy with the same hashes, on the same device or, with `to_host`, on the CPU.
+
+        The host copy of a GPU's bucket is pinned, so it crosses the bus at full speed in both directions. torch keeps
+        freed pinned memory for the next copies.
+        """
         if not isinstance(self.data, Tensor):
             return Bucket(self.data.copy(), self.records)
-        return Bucket(self.data.to("cpu" if to_host else self.data.device, copy=True), self.records)
+        if not to_host:
+            return Bucket(self.data.clone(), self.records)
+        host = torch.empty(self.data.shape, dtype=torch.uint8, pin_memory=self.data.is_cuda)
+        return Bucket(host.copy_(self.data), self.records)
 
 
 def checksum(name: str, tensor: Tensor) -> str:
@@ -137,12 +140,6 @@ def digest(checksums: Mapping[str, str]) -> str:
     for name in sorted(checksums):
         total.update(f"{name}={checksums[name]};".encode())
     return total.hexdigest()
-
-
-def pack(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
-    """Copy tensors, in order, into host buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own."""
-    for run in packed(tensors, lambda named: aligned(named[1].nbytes), bucket_bytes):
-        yield pack_into(np.empty(sum(aligned(tensor.nbytes) for _, tensor in run), dtype=np.uint8), run)
 
 
 def pack_into(memory: Memory, tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
@@ -282,10 +279,16 @@ def hash_pieces(flats: Sequence[Tensor]) -> list[list[bytes]]:
         return [[] for _ in flats]
     words = -(-longest // _WORD_BYTES)
     keys = torch.arange(1, words + 1, dtype=torch.int64, device=flats[0].device).mul_(_signed(_STEP))
-    sums = [[_mixed_sum(piece, keys) for piece in _words(flat)] for flat in flats]
+    of_flats = [list(_words(flat)) for flat in flats]
+    # Hash equally long neighbours together: a model with experts has thousands of small tensors of one size.
+    runs = chain.from_iterable(
+        packed(run, lambda piece: piece.nbytes, DEVICE_PIECE_BYTES)
+        for _, run in groupby(chain.from_iterable(of_flats), Tensor.numel)
+    )
+    sums = [_mixed_sums(torch.stack(run), keys) for run in runs]
     # Read all sums at once, because each read synchronises with the device.
-    numbers = iter(torch.stack([total for of_flat in sums for total in of_flat]).tolist())
-    return [[next(numbers).to_bytes(_WORD_BYTES, "little", signed=True) for _ in of_flat] for of_flat in sums]
+    numbers = iter(torch.cat(sums).tolist())
+    return [[next(numbers).to_bytes(_WORD_BYTES, "little", signed=True) for _ in pieces] for pieces in of_flats]
 
 
 def _words(flat: Tensor) -> Iterator[Tensor]:
@@ -296,14 +299,15 @@ def _words(flat: Tensor) -> Iterator[Tensor]:
         yield (torch.cat([piece, piece.new_zeros(missing)]) if missing else piece).view(torch.int64)
 
 
-def _mixed_sum(words: Tensor, keys: Tensor) -> Tensor:
-    mixed = words + keys[: words.numel()]
+def _mixed_sums(mixed: Tensor, keys: Tensor) -> Tensor:
+    """Return the hash [pieces] of pieces [pieces, words], which it overwrites."""
+    mixed += keys[: mixed.shape[1]]
     for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
         # Right shift of int64 copies the sign bit; the mask makes it a logical shift.
         mixed ^= (mixed >> shift).bitwise_and_((1 << (64 - shift)) - 1)
         if factor != 1:
             mixed *= _signed(factor)
-    return mixed.sum()
+    return mixed.sum(dim=1)
 
 
 def _signed(number: int) -> int:
@@ -392,23 +396,60 @@ class BucketHandle:
     """Location in shared memory or on a GPU, or a file path; None for a broadcast."""
 
 
-class Sender(ABC):
-    """Sending end of a transport. Lends its memory slots in turn, one per bucket in flight."""
+def bucket_memory(nbytes: int, device: torch.device | None) -> Memory:
+    """Allocate memory for a bucket: on `device`, or in host memory if it is None. Raises RunError if it is full."""
+    if device is None:
+        return np.empty(nbytes, dtype=np.uint8)
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as problem:
+        raise RunError(
+            f"{device} has no room for the {nbytes} bytes of a bucket of weights: lower cluster.sync_bucket_bytes, or "
+            f"free memory of that GPU, such as with rollout.engine.memory_fraction ({problem})"
+        ) from problem
 
-    def __init__(self, pieces: Sequence[Memory] = ()) -> None:
-        self._slots = pieces
+
+def _device_of(spec: TransportSpec) -> torch.device | None:
+    """Return this process's GPU; None on a CPU. Raises RunError if the spec needs a GPU and the process sees none."""
+    if spec.device is Device.cpu and spec.mode is not SyncMode.ipc:
+        return None
+    if spec.device is Device.cpu or not torch.cuda.is_available():
+        raise RunError(
+            f"cluster.sync_mode={spec.mode} with cluster.device={spec.device} sends weights through GPU memory, but "
+            f"{spec.name} sees no GPU: use cluster.sync_mode=tensor on a CPU, or check CUDA_VISIBLE_DEVICES."
+        )
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+class Sender(ABC):
+    """Sending end of a transport. Lends its memory slots in turn, one per bucket in flight.
+
+    Slots on a device are allocated when an export begins and freed when all its buckets are taken; between exports they
+    use no memory. Slots in host memory are kept, because new host memory is slow to write.
+    """
+
+    def __init__(self, spec: TransportSpec, device: torch.device | None = None, slots: int = SLOTS) -> None:
+        """`device` holds the slots; by default this process's GPU, or host memory on a CPU.
+
+        With one slot, `send` must have read the bucket when it returns.
+        """
+        self._spec, self._count = spec, slots
+        self.device = device or _device_of(spec)
+        """Device of the slots; None for host memory."""
+        self._slots: Sequence[Memory] = ()
         self._sent = self._taken = 0
         """Number of buckets sent, and number of buckets that every receiver has taken."""
 
     def next_slot(self) -> Memory:
         """Return memory for the next bucket, [bucket_bytes].
 
-        Raises RuntimeError if all slots hold buckets that are not released yet.
+        Raises RuntimeError if two buckets are sent that are not released yet.
         """
-        if self._sent - self._taken >= len(self._slots):
+        if self._sent - self._taken >= SLOTS:
             raise RuntimeError(
                 f"Bucket {self._sent + 1} has no room: {self._sent} were sent, but only {self._taken} released."
             )
+        self._slots = self._slots or [bucket_memory(self._spec.bucket_bytes, self.device) for _ in range(self._count)]
         return self._slots[self._sent % len(self._slots)]
 
     @abstractmethod
@@ -421,10 +462,12 @@ class Sender(ABC):
     def release(self, taken: int) -> None:
         """Record that every receiver has taken the first `taken` buckets, and free their memory for reuse."""
         self._taken = taken
+        if self.device is not None and taken == self._sent:
+            self._slots = ()
 
-    @abstractmethod
     def close(self) -> None:
         """Free all resources; idempotent."""
+        self._slots, self._sent, self._taken = (), 0, 0
 
     def _handle(
         self, bucket: Bucket, location: SharedMemoryLocation | DeviceMemoryLocation | str | None
@@ -437,51 +480,108 @@ class Sender(ABC):
 class Receiver(ABC):
     """Receiving end of a transport. Any thread may use it, but only one thread at a time."""
 
+    def __init__(self, spec: TransportSpec, device: torch.device | None = None) -> None:
+        """Buckets arrive on `device`; by default on this process's GPU, or in host memory on a CPU."""
+        self._spec, self._device = spec, device or _device_of(spec)
+        self._memory: Memory | None = None
+        """Memory of the last bucket."""
+
     @abstractmethod
     def receive(self, handle: BucketHandle) -> Bucket:
         """Return the bucket of `handle`. Raises RunError if its bytes do not arrive, e.g. because the sender exited."""
 
-    def release(self) -> None:  # noqa: B027
-        """End the use of the last bucket's bytes; no-op unless the receiver maps memory anew for each bucket."""
+    def release(self) -> None:
+        """End the use of the last bucket's bytes.
+
+        Blocks until the device has finished reading them and frees its memory; host memory is kept for the next bucket.
+        """
+        if self._device is not None and self._memory is not None:
+            await_device(self._device)
+            self._memory = None
 
     def close(self) -> None:
         """Free all resources; idempotent."""
         self.release()
+        self._memory = None
+
+    def _room(self, nbytes: int) -> Memory:
+        """Release the last bucket; return memory on the receiver's device for one of `nbytes`."""
+        self.release()
+        if self._memory is None:
+            size = self._spec.bucket_bytes if self._device is None else nbytes
+            self._memory = bucket_memory(size, self._device)
+        return self._memory[:nbytes]
+
+    def _arrived(self, host: Bucket) -> Bucket:
+        """Return a bucket that arrived in host memory, copied to the receiver's device if it has one."""
+        if self._device is None:
+            return host
+        room = self._room(host.data.nbytes)
+        assert isinstance(room, Tensor)
+        return Bucket(room.copy_(host.flat), host.records)
 
 
 class SharedSender(Sender):
     """Packs buckets into memory shared by the processes of one host; receivers read it in place.
 
     The memory is anonymous (memfd_create). The kernel frees it when the last process that has it open or mapped exits
-    or is killed, and the size of /dev/shm does not limit it. Pages are allocated on first write.
+    or is killed, and the size of /dev/shm does not limit it. Pages are allocated on first write. A GPU packs on the
+    device and copies whole buckets to this memory, whose pages are locked for that.
     """
 
-    def __init__(self, spec: TransportSpec) -> None:
+    def __init__(self, spec: TransportSpec, device: torch.device | None = None) -> None:
+        """Raises RunError if the host lacks memory that can be locked for a GPU."""
+        super().__init__(spec, device, slots=1)
         self._stride = aligned(spec.bucket_bytes)
         self._descriptor = os.memfd_create("weights")
         os.ftruncate(self._descriptor, SLOTS * self._stride)
         memory = np.frombuffer(mmap.mmap(self._descriptor, SLOTS * self._stride), dtype=np.uint8)
-        super().__init__([memory[start : start + spec.bucket_bytes] for start in range(0, memory.nbytes, self._stride)])
+        self._shared = [memory[start : start + spec.bucket_bytes] for start in range(0, memory.nbytes, self._stride)]
+        if self.device is None:
+            self._slots = self._shared
+        else:
+            _lock_pages(memory, self.device)
         self._host = host_identity()
 
     def send(self, bucket: Bucket) -> BucketHandle:
-        assert not isinstance(bucket.data, Tensor), "a device bucket is not in the lent memory"
-        location = SharedMemoryLocation(self._host, os.getpid(), self._descriptor, self._sent % SLOTS * self._stride)
+        slot = self._sent % SLOTS
+        if isinstance(bucket.data, Tensor):
+            torch.from_numpy(self._shared[slot][: bucket.data.nbytes]).copy_(bucket.data)
+        location = SharedMemoryLocation(self._host, os.getpid(), self._descriptor, slot * self._stride)
         return self._handle(bucket, location)
 
     def close(self) -> None:
         """See `Sender`. The memory itself is freed with the last bucket that refers to it."""
+        super().close()
         if self._descriptor >= 0:
             os.close(self._descriptor)
-        self._descriptor, self._slots = -1, ()
+            if self.device is not None:
+                _unlock_pages(self._shared[0], self.device)
+        self._descriptor, self._shared = -1, []
+
+
+def _lock_pages(memory: NDArray[np.uint8], device: torch.device) -> None:
+    """Lock the pages of `memory`, so that a GPU copies to it at full speed; no-op for a CPU. Raises RunError."""
+    if device.type == "cuda" and int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)):
+        raise RunError(
+            f"cluster.sync_mode=tensor could not lock {memory.nbytes} bytes of host memory for {device}: free host "
+            "memory, or lower cluster.sync_bucket_bytes."
+        )
+
+
+def _unlock_pages(memory: NDArray[np.uint8], device: torch.device) -> None:
+    """Undo `_lock_pages` for the memory that begins where `memory` does."""
+    if device.type == "cuda":
+        torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
 
 
 class SharedReceiver(Receiver):
     """Maps the sender's memory read-only through /proc/<pid>/fd, so each receive checks that the sender is alive."""
 
-    def __init__(self, spec: TransportSpec) -> None:
-        self._spec, self._host = spec, host_identity()
-        self.close()
+    def __init__(self, spec: TransportSpec, device: torch.device | None = None) -> None:
+        super().__init__(spec, device)
+        self._host = host_identity()
+        self._inode, self._mapped = -1, np.empty(0, dtype=np.uint8)
 
     def receive(self, handle: BucketHandle) -> Bucket:
         location = handle.location
@@ -491,10 +591,12 @@ class SharedReceiver(Receiver):
                 f"cluster.sync_mode=tensor needs the actor and {self._spec.name} on one host: use cluster.sync_mode=broadcast."
             )
         self._map(location)
-        return Bucket(self._memory[location.offset : location.offset + handle.nbytes], handle.records)
+        data = self._mapped[location.offset : location.offset + handle.nbytes]
+        return self._arrived(Bucket(data, handle.records))
 
     def close(self) -> None:
-        self._inode, self._memory = -1, np.empty(0, dtype=np.uint8)
+        super().close()
+        self._inode, self._mapped = -1, np.empty(0, dtype=np.uint8)
 
     def _map(self, location: SharedMemoryLocation) -> None:
         """Map the memory at `location` unless it is mapped already."""
@@ -510,7 +612,7 @@ class SharedReceiver(Receiver):
             inode = os.fstat(descriptor).st_ino
             if inode != self._inode:
                 mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-                self._memory, self._inode = np.frombuffer(mapped, dtype=np.uint8), inode
+                self._mapped, self._inode = np.frombuffer(mapped, dtype=np.uint8), inode
         finally:
             os.close(descriptor)
 
@@ -528,11 +630,10 @@ class DiskSender(Sender):
     leaves at most three files.
     """
 
-    def __init__(self, spec: TransportSpec) -> None:
+    def __init__(self, spec: TransportSpec, device: torch.device | None = None) -> None:
+        super().__init__(spec, device, slots=1)
         self._folder = Path(spec.folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        # One array serves all slots: `send` has written a bucket to disk when it returns.
-        super().__init__([np.empty(spec.bucket_bytes, dtype=np.uint8)] * SLOTS)
         self._files: dict[int, Path] = {}
 
     def send(self, bucket: Bucket) -> BucketHandle:
@@ -540,7 +641,7 @@ class DiskSender(Sender):
         file = self._folder / f"bucket-{number:06d}"
         partial = file.with_name(f".{file.name}.partial")
         with partial.open("wb", buffering=0) as out:
-            write_all(out, bucket.in_host.data)
+            write_all(out, bytes_of(bucket.flat).data)
         partial.rename(file)
         self._files[number] = file
         return self._handle(bucket, str(file.resolve()))
@@ -552,32 +653,34 @@ class DiskSender(Sender):
 
     def close(self) -> None:
         self.release(self._sent)
+        super().close()
 
 
 class DiskReceiver(Receiver):
     """Reads bucket files into its own memory."""
 
-    def __init__(self, spec: TransportSpec) -> None:
-        self._spec = spec
-        self._memory = np.empty(spec.bucket_bytes, dtype=np.uint8)
+    def __init__(self, spec: TransportSpec, device: torch.device | None = None) -> None:
+        super().__init__(spec, device)
+        self._read = np.empty(spec.bucket_bytes, dtype=np.uint8)
 
     def receive(self, handle: BucketHandle) -> Bucket:
         assert isinstance(handle.location, str)
         file = Path(handle.location)
         self._await(file)
-        bucket = Bucket(self._memory[: handle.nbytes], handle.records)
+        data = self._read[: handle.nbytes]
         with file.open("rb", buffering=0) as source:
-            rest = bucket.in_host.data
+            rest = data.data
             while rest and (count := source.readinto(rest)):
                 rest = rest[count:]
         if rest:
             raise RunError(
                 f"{self._spec.name} found {file} {len(rest)} bytes too short: check that its disk is not full."
             )
-        return bucket
+        return self._arrived(Bucket(data, handle.records))
 
     def close(self) -> None:
-        self._memory = np.empty(0, dtype=np.uint8)
+        super().close()
+        self._read = np.empty(0, dtype=np.uint8)
 
     def _await(self, file: Path) -> None:
         limit = min(_FILE_S, self._spec.timeout_s)
@@ -594,22 +697,28 @@ class DiskReceiver(Receiver):
 class BroadcastSender(Sender):
     """Broadcasts buckets to a process group in which it is rank 0; sends one bucket while the next is packed."""
 
-    def __init__(self, spec: TransportSpec) -> None:
+    def __init__(self, spec: TransportSpec, device: torch.device | None = None) -> None:
         """Blocks until every receiver has joined. Raises RunError naming the missing receivers."""
-        self._spec = spec
-        self._group = _Group(spec)
-        super().__init__([_host_memory(spec) for _ in range(SLOTS)])
+        super().__init__(spec, device)
+        self._group = _Group(spec, self.device)
         self._in_flight: dist.Work | None = None
 
     def send(self, bucket: Bucket) -> BucketHandle:
         """See `Sender`. Returns when the previous broadcast is complete and this one has started."""
         self._finish()
-        self._in_flight = self._group.broadcast(self._group.outgoing(bucket.in_host))
+        self._in_flight = self._group.broadcast(bucket.flat)
         return self._handle(bucket, None)
+
+    def release(self, taken: int) -> None:
+        """See `Sender`. The last broadcast of an export refers to its memory until it is complete."""
+        if taken == self._sent:
+            self._finish()
+        super().release(taken)
 
     def close(self) -> None:
         self._in_flight = None
         self._group.leave()
+        super().close()
 
     def _finish(self) -> None:
         """Block until the broadcast in flight, if any, is complete."""
@@ -629,74 +738,57 @@ class BroadcastSender(Sender):
 class BroadcastReceiver(Receiver):
     """Receives broadcasts as a rank above 0 of the process group."""
 
-    def __init__(self, spec: TransportSpec) -> None:
+    def __init__(self, spec: TransportSpec, device: torch.device | None = None) -> None:
         """Blocks until every member has joined. Raises RunError naming the missing members."""
-        self._spec = spec
-        self._group = _Group(spec)
-        self._memory = _host_memory(spec)
+        super().__init__(spec, device)
+        self._group = _Group(spec, self._device)
         self._received = 0
 
     def receive(self, handle: BucketHandle) -> Bucket:
         if handle.number != self._received + 1:
             raise RuntimeError(f"Bucket {handle.number} cannot be received after bucket {self._received}.")
-        bucket = Bucket(self._memory[: handle.nbytes], handle.records)
-        incoming = self._group.incoming(bucket.in_host)
+        bucket = Bucket(self._room(handle.nbytes), handle.records)
         try:
-            self._group.complete(self._group.broadcast(incoming))
+            self._group.complete(self._group.broadcast(bucket.flat))
             self._group.store.set(f"taken/{self._spec.rank}", str(handle.number))
         except (RuntimeError, TimeoutError) as problem:
             raise RunError(
                 f"bucket {handle.number} of the weights did not reach {self._spec.name}: {self._spec.members[0]} "
                 f"exited or hung for {self._spec.timeout_s:g} s; look at its log."
             ) from problem
-        if incoming.is_cuda:
-            torch.from_numpy(bucket.in_host).copy_(incoming)
         self._received = handle.number
         return bucket
 
     def close(self) -> None:
         self._group.leave()
+        super().close()
 
 
 class _Group:
     """A process group separate from torch's default one: gloo on CPUs, NCCL on GPUs.
 
     The sender hosts the group's store, which records the members that have joined and the buckets that each member has
-    taken, so errors can name the missing members. With GPUs, bytes are hashed in pinned host memory and pass through a
-    device buffer on the sender and on every receiver.
+    taken, so errors can name the missing members.
 
-    NCCL needs a separate device per member, and differs from gloo in three ways:
+    NCCL needs a separate device per member, and differs from gloo in two ways:
     - The first broadcast connects the members and blocks until all take part. However, a receiver takes part only once
       it has a bucket's handle, which the sender's `send` returns. So the constructor broadcasts one byte.
     - `wait` blocks a CUDA stream, not the caller. When the group's timeout expires, torch's watchdog kills the process
       before any error can name the missing members. So `complete` polls, and gives up before the group's timeout.
-    - Each thread has its own current device, and any thread may call. So the constructor fixes the device.
     """
 
-    def __init__(self, spec: TransportSpec) -> None:
+    def __init__(self, spec: TransportSpec, device: torch.device | None) -> None:
+        """`device` is the memory's device, None for host memory."""
         self._spec = spec
         self.store = _join(spec)
         self._group = _open_group(spec, dist.PrefixStore("group", self.store))
-        self._staging: Tensor | None = None
-        if spec.device is Device.gpu:
-            device = torch.device("cuda", torch.cuda.current_device())
-            self._staging = torch.empty(spec.bucket_bytes, dtype=torch.uint8, device=device)
         try:
-            self.complete(self.broadcast(self.incoming(np.zeros(1, dtype=np.uint8))))
+            self.complete(self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)))
         except (RuntimeError, TimeoutError) as problem:
             raise RunError(
                 f"{spec.name} joined the others, but cannot exchange data with them ({problem}): one of "
                 f"{' and '.join(spec.members)} exited or hung; look at their logs."
             ) from problem
-
-    def outgoing(self, data: NDArray[np.uint8]) -> Tensor:
-        """Return the tensor to broadcast for `data`: the data itself, or its copy in the device buffer."""
-        flat = torch.from_numpy(data)
-        return flat if self._staging is None else self._staging[: data.nbytes].copy_(flat)
-
-    def incoming(self, data: NDArray[np.uint8]) -> Tensor:
-        """Return the tensor to receive into: `data` itself, or the device buffer, which the caller copies to `data`."""
-        return torch.from_numpy(data) if self._staging is None else self._staging[: data.nbytes]
 
     def broadcast(self, flat: Tensor) -> dist.Work:
         """Start an asynchronous broadcast of `flat` from rank 0."""
@@ -727,7 +819,7 @@ class _Group:
         """Leave the group; pending waits of other members fail."""
         if self._group is not None:
             self._group.abort()
-        self._group = self._staging = None
+        self._group = None
 
 
 def _join(spec: TransportSpec) -> dist.TCPStore:
@@ -768,44 +860,23 @@ def _open_group(spec: TransportSpec, store: dist.Store) -> Any:
     return dist.ProcessGroupNCCL(store, spec.rank, len(spec.members), options)
 
 
-def _host_memory(spec: TransportSpec) -> NDArray[np.uint8]:
-    """Return host memory for one bucket, pinned if the spec uses a GPU: pinned copies are several times as fast."""
-    if spec.device is Device.gpu:
-        memory: NDArray[np.uint8] = torch.empty(spec.bucket_bytes, dtype=torch.uint8, pin_memory=True).numpy()
-        return memory
-    return np.empty(spec.bucket_bytes, dtype=np.uint8)
-
-
 class IpcSender(Sender):
     """Packs and hashes buckets on its own GPU and shares their memory (CUDA IPC): the bytes never leave the GPUs.
 
     `send` blocks until the bucket is written, and makes a single-use torch IPC handle for each receiver. A receiver
     maps the memory, checks it, copies what it needs, synchronises and unmaps it.
 
-    - The two slots are allocated when an export begins and freed when all its buckets are taken; between exports they
-      use no memory.
     - With pipeline parallelism, the first rank of every stage is a sender of its own stage's buckets, which saves a
       copy to rank 0. `skip` keeps the bucket counts of these senders equal.
     - torch frees shared memory only when every handle was used: a receiver that died can leave two buckets allocated.
     - Sender and receiver may see different GPUs or number them differently: the memory is mapped on the receiver's own
-      device. If one GPU cannot read the memory of the other, the first `receive` raises RunError.
-
-    Tests pass a CPU as `device`, with memory shared by torch; `open_sender` and `open_receiver` always use the GPU.
+      device, and the CUDA driver opens handles of GPUs that a process does not see. If one GPU cannot read the memory
+      of the other, the first `receive` raises RunError.
     """
-
-    def __init__(self, spec: TransportSpec, device: torch.device | None = None) -> None:
-        """`device` holds the buckets: this process's GPU by default."""
-        super().__init__()
-        self._spec, self.device, self._host = spec, device or _device_of(spec), host_identity()
-
-    def next_slot(self) -> Memory:
-        if not self._slots:
-            size = self._spec.bucket_bytes
-            self._slots = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
-        return super().next_slot()
 
     def send(self, bucket: Bucket) -> BucketHandle:
         """See `Sender`. Waits until the device has written the bucket."""
+        assert self.device is not None
         await_device(self.device)
         try:
             handles = tuple(_shared_once(bucket.flat) for _ in self._spec.members[1:])
@@ -814,41 +885,27 @@ class IpcSender(Sender):
                 f"{self._spec.name} cannot share the memory of its GPU ({problem}): unset PYTORCH_CUDA_ALLOC_CONF, or "
                 "use cluster.sync_mode=tensor."
             ) from problem
-        location = DeviceMemoryLocation(self._host, os.getpid(), handles)
-        return self._handle(bucket, location)
+        return self._handle(bucket, DeviceMemoryLocation(host_identity(), os.getpid(), handles))
 
     def skip(self) -> None:
         """Count a bucket that the sender of another stage sends."""
         self._sent += 1
 
-    def release(self, taken: int) -> None:
-        """See `Sender`. Frees the memory when no bucket is in flight."""
-        super().release(taken)
-        if taken == self._sent:
-            self._slots = ()
-
-    def close(self) -> None:
-        self._slots, self._sent, self._taken = (), 0, 0
-
 
 class IpcReceiver(Receiver):
     """Maps buckets from a sender's GPU onto its own device."""
 
-    def __init__(self, spec: TransportSpec, device: torch.device | None = None) -> None:
-        """Buckets are mapped and read on `device`: this process's GPU by default."""
-        self._spec, self._device, self._host = spec, device or _device_of(spec), host_identity()
-        self._memory: Tensor | None = None
-
     def receive(self, handle: BucketHandle) -> Bucket:
         location = handle.location
         assert isinstance(location, DeviceMemoryLocation)
+        assert self._device is not None
         self.release()
-        if location.host != self._host:
+        if location.host != host_identity():
             raise RunError(
                 f"cluster.sync_mode=ipc needs the actor and {self._spec.name} on one host: use cluster.sync_mode=broadcast."
             )
         try:
-            self._memory = _map_handle(location.handles[self._spec.rank - 1], self._device)
+            mapped = self._memory = _map_handle(location.handles[self._spec.rank - 1], self._device)
         except (RuntimeError, OSError, EOFError) as problem:
             raise RunError(
                 f"{self._spec.name} cannot open the weights on the GPU of process {location.pid} of the actor group "
@@ -856,13 +913,7 @@ class IpcReceiver(Receiver):
                 "(nvidia-smi topo -p2p r), or the containers do not share /dev/shm and the PID namespace. In the last "
                 "two cases use cluster.sync_mode=tensor."
             ) from problem
-        return Bucket(self._memory, handle.records)
-
-    def release(self) -> None:
-        """See `Receiver`. Blocks until the device has finished reading the bucket."""
-        if self._memory is not None:
-            await_device(self._device)
-        self._memory = None
+        return Bucket(mapped, handle.records)
 
 
 def await_device(device: torch.device) -> None:
@@ -889,17 +940,7 @@ def _map_handle(handle: bytes, device: torch.device) -> Tensor:
     return tensor
 
 
-def _device_of(spec: TransportSpec) -> torch.device:
-    """Return this process's GPU. Raises RunError if it has none."""
-    if spec.device is not Device.gpu or not torch.cuda.is_available():
-        raise RunError(
-            f"cluster.sync_mode=ipc sends weights through GPU memory, but {spec.name} sees no GPU: use "
-            "cluster.sync_mode=tensor."
-        )
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-_ENDS: dict[SyncMode, tuple[Callable[[TransportSpec], Sender], Callable[[TransportSpec], Receiver]]] = {
+_ENDS: dict[SyncMode, tuple[type[Sender], type[Receiver]]] = {
     SyncMode.tensor: (SharedSender, SharedReceiver),
     SyncMode.broadcast: (BroadcastSender, BroadcastReceiver),
     SyncMode.disk: (DiskSender, DiskReceiver),
@@ -907,11 +948,17 @@ _ENDS: dict[SyncMode, tuple[Callable[[TransportSpec], Sender], Callable[[Transpo
 }
 
 
-def open_sender(spec: TransportSpec) -> Sender:
-    """Open the sending end; a broadcast blocks until all receivers join. Raises RunError if that fails."""
-    return _ENDS[spec.mode][0](spec)
+def open_sender(spec: TransportSpec, device: torch.device | None = None) -> Sender:
+    """Open the sending end; a broadcast blocks until all receivers join. Raises RunError if that fails.
+
+    `device` is for tests, in which memory of the CPU stands in for a GPU's.
+    """
+    return _ENDS[spec.mode][0](spec, device)
 
 
-def open_receiver(spec: TransportSpec) -> Receiver:
-    """Open a receiving end; a broadcast blocks until all members join. Raises RunError if that fails."""
-    return _ENDS[spec.mode][1](spec)
+def open_receiver(spec: TransportSpec, device: torch.device | None = None) -> Receiver:
+    """Open a receiving end; a broadcast blocks until all members join. Raises RunError if that fails.
+
+    See `open_sender` for `device`.
+    """
+    return _ENDS[spec.mode][1](spec, device)

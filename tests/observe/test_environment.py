@@ -180,7 +180,8 @@ ANY_FLASH = config(attention=Attention.flash)
         (H100, config()),
         (H100, FULL),
         (LAPTOP, config(Device.cpu)),
-        (V100, config(dtype=Dtype.float32)),
+        (V100, config(dtype=Dtype.float32, attention=Attention.unfused)),
+        (replace(V100, transformer_engine=None), config(dtype=Dtype.float32, layers=Layers.local)),
         # Each GPU generation has its own FlashAttention.
         (A100, ANY_FLASH),
         (replace(H100, flash_attn="2.8.3", flash_attn_4=None), ANY_FLASH),
@@ -201,6 +202,8 @@ def test_all_missing_capabilities_are_reported_at_once() -> None:
     ("here", "asked", "key"),
     [
         (replace(H100, transformer_engine=None), config(layers=Layers.te), "model.layers"),
+        (replace(H100, transformer_engine=None), config(attention=Attention.flash, fp8=True), "model.layers"),
+        (H100, config(dtype=Dtype.float32), "model.attention"),
         (LAPTOP, config(Device.cpu, layers=Layers.te), "model.layers"),
         (H100, config(layers=Layers.local, attention=Attention.flash), "model.attention"),
         (replace(A100, flash_attn=None, flash_attn_4="4"), config(attention=Attention.flash), "model.attention"),
@@ -210,7 +213,7 @@ def test_all_missing_capabilities_are_reported_at_once() -> None:
         (replace(H100, nccl=False), config(), "cluster.device"),
         (replace(H100, torch_memory_saver=None), config(mode=Mode.colocated), "cluster.mode"),
         (replace(H100, foreign_apex="0.9.10"), config(), "model.fusions"),
-        (H100, config(cp=2, dtype=Dtype.float32), "actor.parallel.cp"),
+        (H100, config(cp=2, attention=Attention.unfused), "actor.parallel.cp"),
     ],
 )
 def test_missing_capability_is_named_by_its_key(here: Capabilities, asked: RunConfig, key: str) -> None:

@@ -15,8 +15,9 @@ from rlsys.config.schema import RolloutConfig
 from rlsys.data.question import Question
 from rlsys.rollout.agent.episode import Generation, TurnSampling
 from rlsys.rollout.engine import Engine, RolloutWorker
-from rlsys.weights.transport import Bucket, digest, pack
+from rlsys.weights.transport import Bucket, digest
 from tests.support import tiny
+from tests.support.tensors import pack
 
 STOP = ("</search>", "</answer>")
 QUESTION = Question(uid="q1", prompt=tiny.FIRST.prompt, answers=("Paris",))

@@ -5,16 +5,20 @@ Each row of a tensor is filled with a number that identifies it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from rlsys.rollout.engine import Layout, StagedVersion, sha256_prefix
-from rlsys.weights.transport import ChecksumError, pack, pack_into, unpack
+from rlsys.weights.transport import ChecksumError, bucket_memory, pack_into, unpack
 from tests.rollout.bench import digest_of
+from tests.support.tensors import pack
 
 TENSORS = [(f"model.layers.{n}.input_layernorm.weight", torch.arange(50.0) + n) for n in range(4)]
+SPLIT = [("m.q_proj.bias", torch.tensor([1.0])), *TENSORS], [(f"m.{x}_proj.bias", torch.tensor([2.0])) for x in "kv"]
+"""Tensors of two buckets, of which the engine fuses one of the first with those of the second."""
 
 
 def staged() -> StagedVersion:
@@ -24,22 +28,25 @@ def staged() -> StagedVersion:
 @pytest.mark.parametrize("case", ["from host memory", "kept on a device", "moved", "moved later"])
 def test_staged_tensors_are_those_received_though_the_lent_memory_changes(case: str) -> None:
     version = staged()
-    room = torch.empty(10_000, dtype=torch.uint8)
-    (bucket,) = pack(TENSORS, bucket_bytes=1 << 20) if case == "from host memory" else [pack_into(room, TENSORS)]
-    version.stage(bucket, to_host=case == "moved")
-    bucket.data[:] = 255
+    memory = bucket_memory(10_000, None if case == "from host memory" else torch.device("cpu"))
+    buckets = []
+    for tensors in SPLIT:
+        buckets.append(pack_into(memory, tensors))
+        version.stage(buckets[-1], to_host=case == "moved")
+        memory[:] = 255
     if case == "moved later":
         version.move_to_host()
-    assert version.nbytes == bucket.flat.nbytes
-    version.check(3, digest_of([bucket]))
-    (out,) = version.pop_buckets()
-    for (record, arrived), (name, tensor) in zip(unpack(out), TENSORS, strict=True):
+    assert version.nbytes == sum(bucket.flat.nbytes for bucket in buckets)
+    version.check(3, digest_of(buckets))
+    out = [held for bucket in version.pop_buckets() for held in unpack(bucket)]
+    for (record, arrived), (name, tensor) in zip(out, [*SPLIT[0], *SPLIT[1]], strict=True):
         assert record.name == name
         assert torch.equal(arrived, tensor)
     assert list(version.pop_buckets()) == [], "tensors are kept after they were handed out"
-    assert version.mismatches([{name: sha256_prefix(tensor) for name, tensor in TENSORS}]) == []
-    with pytest.raises(ChecksumError, match=TENSORS[0][0]):
-        staged().stage(bucket, to_host=case == "moved")
+    fused = {"m.qkv_proj.bias": sha256_prefix([torch.tensor([1.0, 2.0, 2.0])])}
+    assert version.mismatches([fused | {name: sha256_prefix([tensor]) for name, tensor in TENSORS}]) == []
+    with pytest.raises(ChecksumError, match=SPLIT[1][0][0]):
+        staged().stage(buckets[1], to_host=case == "moved")
 
 
 def test_other_digest_or_version_is_refused() -> None:
@@ -99,7 +106,8 @@ def test_tensor_of_each_rank_is_predicted(
     """`held` has the first column of each rank's matrix, or the only row if the matrix has one."""
     seen: list[list[float]] = []
 
-    def remember(tensor: torch.Tensor) -> str:
+    def remember(parts: Sequence[torch.Tensor]) -> str:
+        tensor = torch.cat(list(parts))
         seen.append((tensor if tensor.dim() == 1 else tensor[0] if len(tensor) == 1 else tensor[:, 0]).tolist())
         return str(len(seen) - 1)
 
@@ -118,7 +126,7 @@ def test_missing_extra_and_changed_tensors_are_named() -> None:
     version.predict("m.up_proj.weight", rows(0, 2))
     version.predict("lm_head.weight", rows(0, 2))  # The embedding is tied, so the engine has no such tensor.
     version.predict("m.experts.1.down_proj.weight", rows(0, 2))
-    reported = {"norm.weight": sha256_prefix(norm), "unsent.weight": sha256_prefix(norm)}
-    reported["changed.weight"] = sha256_prefix(norm + 1e-6)
+    reported = {"norm.weight": sha256_prefix([norm]), "unsent.weight": sha256_prefix([norm])}
+    reported["changed.weight"] = sha256_prefix([norm + 1e-6])
     wrong = ["changed.weight", "extra.weight", "m.experts.w2_weight", "m.gate_up_proj.weight", "unsent.weight"]
     assert version.mismatches([reported]) == wrong

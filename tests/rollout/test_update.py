@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +14,10 @@ import pytest
 from rlsys.config.schema import Device, SyncMode
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import RunError
-from rlsys.weights.transport import Bucket, BucketHandle, TransportSpec, pack, pack_into
+from rlsys.weights.transport import Bucket, BucketHandle, TransportSpec, pack_into
 from tests.rollout.bench import QUESTION, STOP, Bench, digest_of, endless, greedy, greedy_by_transformers
 from tests.support import tiny
+from tests.support.tensors import pack
 from tests.support.transport_ends import receiver_of, sender_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package")]
@@ -101,14 +105,27 @@ async def test_on_update_finish_ends_groups_on_the_old_version_and_delays_new_on
     assert bench.worker.metrics()["drain_s"] > drained
 
 
-async def test_weights_come_through_device_memory_of_the_sender(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlsys.rollout.engine.open_receiver", receiver_of)
+@pytest.mark.parametrize("mode", [SyncMode.ipc, SyncMode.tensor], ids=str)
+async def test_weights_arrive_in_device_memory_and_are_copied_for_the_engine_outside_the_event_loop(
+    bench: Bench, mode: SyncMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `tensor`, the engine stages them in host memory."""
+    from rlsys.rollout import sglang_process  # Importable once the engine runs.
+
+    serialize, threads = sglang_process._serialize, []
+
+    def recorded(*args: Any) -> list[bytes]:
+        threads.append(threading.current_thread())
+        return serialize(*args)
+
+    monkeypatch.setattr(sglang_process, "_serialize", recorded)
+    monkeypatch.setattr("rlsys.rollout.engine.open_receiver", partial(receiver_of, on_device=True))
     await bench.bring(bench.first)
     weights = dict(bench.second.named_parameters())
     parts = list(pack(weights.items(), bucket_bytes=40_000))
     size = max(bucket.data.nbytes for bucket in parts)
-    spec = TransportSpec(SyncMode.ipc, 0, ("actor", "engine"), size, 60.0, Device.cpu, ("127.0.0.1", 0), folder="")
-    sender = sender_of(spec)
+    spec = TransportSpec(mode, 0, ("actor", "engine"), size, 60.0, Device.cpu, ("127.0.0.1", 0), folder="")
+    sender = sender_of(spec, on_device=True)
     with pytest.raises(RunError, match="open_transport"):
         await bench.worker.load_bucket(BucketHandle(1, (), 0, None))
     await bench.worker.open_transport(replace(spec, rank=1))
@@ -119,12 +136,15 @@ async def test_weights_come_through_device_memory_of_the_sender(bench: Bench, mo
         room = sender.next_slot()
         sent.append(pack_into(room, [(record.name, weights[record.name]) for record in part.records]))
         await bench.worker.load_bucket(sender.send(sent[-1]))
-        assert bench.worker._receiver._memory is None, "the sender's device memory is released"
+        assert bench.worker._receiver._memory is None, "memory on the device is released"
         room[:] = 0  # The sender overwrites its memory with the next bucket.
         sender.release(taken)
     await bench.worker.finish_update(version, digest_of(sent))
     trajectory = await bench.worker.answer(QUESTION)
     assert trajectory.answer == "Lyon"
+    assert len(threads) >= len(parts)
+    assert threading.current_thread() not in threads
+    await bench.worker._close_transport()
     sender.close()
 
 

@@ -1,7 +1,13 @@
-"""Tensors of many dtypes, shapes and strides, and their exact content."""
+"""Tensors of many dtypes, shapes and strides, their exact content, and buckets of them."""
 
+from collections.abc import Iterable, Iterator
+
+import numpy as np
 import torch
 from torch import Tensor
+
+from rlsys.weights.transport import Bucket, pack_into
+from rlsys.weights.weight_map import aligned, packed
 
 
 def some_tensors(version: int, buckets: int = 5, nbytes: int = 40_000) -> list[list[tuple[str, Tensor]]]:
@@ -18,6 +24,12 @@ def some_tensors(version: int, buckets: int = 5, nbytes: int = 40_000) -> list[l
         ]
         for number, bits in enumerate(noise)
     ]
+
+
+def pack(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
+    """Copy tensors, in order, into host buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own."""
+    for run in packed(tensors, lambda named: aligned(named[1].nbytes), bucket_bytes):
+        yield pack_into(np.empty(sum(aligned(tensor.nbytes) for _, tensor in run), dtype=np.uint8), run)
 
 
 def raw(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:

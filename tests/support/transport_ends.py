@@ -5,8 +5,10 @@ from pathlib import Path
 import torch
 
 from rlsys.config.schema import Device, SyncMode
-from rlsys.weights.transport import IpcReceiver, IpcSender, Receiver, Sender, TransportSpec, open_receiver, open_sender
+from rlsys.weights.transport import Receiver, Sender, TransportSpec, open_receiver, open_sender
 from tests.support.ports import free_port
+
+_CPU = torch.device("cpu")
 
 
 def spec(
@@ -18,11 +20,11 @@ def spec(
     return TransportSpec(mode, 0, names, bucket_bytes, timeout_s, Device.cpu, address, str(folder / "weights"))
 
 
-def sender_of(spec: TransportSpec) -> Sender:
-    """Open the sender of `spec`; for IPC, memory that torch shares between processes stands in for GPU memory."""
-    return IpcSender(spec, torch.device("cpu")) if spec.mode is SyncMode.ipc else open_sender(spec)
+def sender_of(spec: TransportSpec, on_device: bool = False) -> Sender:
+    """Open the sender of `spec`; memory of the CPU stands in for a GPU's with IPC, and if `on_device` is set."""
+    return open_sender(spec, _CPU if on_device or spec.mode is SyncMode.ipc else None)
 
 
-def receiver_of(spec: TransportSpec) -> Receiver:
+def receiver_of(spec: TransportSpec, on_device: bool = False) -> Receiver:
     """Open a receiver of `spec`, with the same stand-in as `sender_of`."""
-    return IpcReceiver(spec, torch.device("cpu")) if spec.mode is SyncMode.ipc else open_receiver(spec)
+    return open_receiver(spec, _CPU if on_device or spec.mode is SyncMode.ipc else None)

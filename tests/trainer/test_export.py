@@ -1,7 +1,10 @@
 """Tests of the weight export: the smallest buckets, reused memory, and pipeline stages that each send their part."""
 
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +14,13 @@ import torch.distributed as dist
 from rlsys.config.schema import Dtype, ParallelConfig, SyncMode
 from rlsys.errors import RunError
 from rlsys.trainer import export as export_module
+from rlsys.trainer.export import export_plan
 from rlsys.trainer.log_prob import LogProbWorker
-from rlsys.weights.transport import Bucket, digest, pack, unpack
+from rlsys.weights.transport import Bucket, digest, unpack
 from rlsys.weights.weight_map import largest_tensor_bytes
 from tests.support import transport_ends as ends
 from tests.support.megatron_processes import Group, on_ranks
+from tests.support.tensors import pack
 from tests.trainer import reference
 from tests.trainer.harness import digest_of, export, local_model, make_actor
 
@@ -56,12 +61,14 @@ def test_bucket_of_the_largest_tensor_suffices_and_its_memory_can_be_reused(tmp_
     on_ranks(_in_process, 1, model, other)
 
 
-def _every_stage_sends(group: Group, models: list[Path], folder: Path) -> None:
-    # The process ends after this call, so the patch is never undone.
-    pytest.MonkeyPatch().setattr(export_module, "open_sender", ends.sender_of)
+def _every_stage_sends(group: Group, models: list[Path], folder: Path, mode: SyncMode) -> None:
+    # The process ends after this call, so the patches are never undone.
+    patch = pytest.MonkeyPatch()
+    patch.setattr(export_module, "open_sender", partial(ends.sender_of, on_device=True))
+    patch.setattr(export_module, "bucket_memory", lambda nbytes, _: torch.empty(nbytes, dtype=torch.uint8))
     actor, rank = make_actor(group, models[0], ParallelConfig(pp=2, pp_layers=[2, 1])), group.rank
-    spec = ends.spec(SyncMode.ipc, 1, folder, bucket_bytes=50_000)
-    receiver = ends.receiver_of(replace(spec, rank=1))
+    spec = ends.spec(mode, 1, folder, bucket_bytes=50_000)
+    receiver = ends.receiver_of(replace(spec, rank=1), on_device=True)
     speed = actor.open_export(spec)
     assert (speed is not None) == (rank == 0), "only rank 0 measures, though the first rank of each stage sends"
     taken = 0
@@ -90,10 +97,43 @@ def _every_stage_sends(group: Group, models: list[Path], folder: Path) -> None:
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], expected[name]) for name in expected)
             assert whole == digest(checksums)
-            assert len(pids) == 2, "each stage sends its own tensors"
+            assert len(pids) == (2 if mode is SyncMode.ipc else 1), "with ipc, each stage sends its own tensors"
 
 
-def test_each_pipeline_stage_sends_its_own_tensors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [SyncMode.ipc, SyncMode.tensor], ids=str)
+def test_tensors_of_all_pipeline_stages_arrive_in_device_memory(mode: SyncMode, tmp_path: Path) -> None:
     shape = reference.tiny_config(tied=False)
     models = [reference.make_model(shape, tmp_path / str(seed), seed=seed) for seed in (1, 2)]
-    on_ranks(_every_stage_sends, 2, models, tmp_path)
+    on_ranks(_every_stage_sends, 2, models, tmp_path, mode)
+
+
+def _experts_come_together(group: Group, model: Path) -> None:
+    actor = make_actor(group, model, ParallelConfig(ep=2))
+    actor.load_hf(model)
+    transfers: Counter[str] = Counter()
+
+    def count(name: str) -> None:
+        call = getattr(dist, name)
+
+        def counted(*args: Any, **options: Any) -> Any:
+            transfers[name] += 1
+            return call(*args, **options)
+
+        pytest.MonkeyPatch().setattr(dist, name, counted)
+
+    for name in ("send", "recv", "all_gather"):
+        count(name)
+    foreign = [sum((entry.expert or 0) > 1 for entry in run) for run in export_plan(actor._policy, 130_000)]
+    buckets = export(actor, 130_000)
+    assert transfers == {"recv" if group.rank == 0 else "send": sum(map(bool, foreign))}
+    assert 1 < sum(map(bool, foreign)) < sum(foreign) / 2
+    if group.rank == 0:
+        found = {record.name: tensor for bucket in buckets for record, tensor in unpack(bucket)}
+        expected = reference.named_tensors(reference.load(model))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_experts_of_another_rank_come_in_one_transfer_per_bucket(tmp_path: Path) -> None:
+    model = reference.make_model(reference.TINY["qwen3_moe"](), tmp_path / "model")
+    on_ranks(_experts_come_together, 2, model)

@@ -31,8 +31,8 @@ from rlsys.trainer.actor import Actor, Objective
 from rlsys.trainer.batches import Accumulated, BatchSharder, OptimizerStep
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, ReferencePolicy, TopkPlan
 from rlsys.weights.hf_io import HfReader
-from rlsys.weights.transport import pack
 from tests.support.megatron_processes import Group, on_ranks
+from tests.support.tensors import pack
 from tests.trainer import reference
 from tests.trainer.harness import digest_of, local_model, weights_of
 from tests.trainer.one_process import LOSS_LENGTH, SAMPLES, Expected, OneProcess, Policies, flat

@@ -15,8 +15,8 @@ from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
 from rlsys.trainer.offload import OffloadStats
 from rlsys.weights.convert.conversion import megatron_to_hf
 from rlsys.weights.hf_io import HfReader
-from rlsys.weights.transport import pack
 from tests.support.megatron_processes import HostedGroup, pool, rendezvous
+from tests.support.tensors import pack
 from tests.trainer import reference
 from tests.trainer.harness import digest_of, local_model, weights_of
 

@@ -20,6 +20,7 @@ from rlsys.config.schema import Dtype, ParallelConfig
 from rlsys.errors import RunError, UserError
 from rlsys.trainer.actor import Actor
 from rlsys.trainer.log_prob import ReferencePlan
+from rlsys.trainer.model.layers import RMSNorm
 from rlsys.trainer.model.logprobs import divergence_of
 from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.trainer.offload import OffloadStats
@@ -36,6 +37,16 @@ WHOLE_VOCABULARY = AlgorithmConfig(kl_coef=0.1, kl_estimator=KlEstimator.full_re
 FOLLOWING = replace(OBJECTIVE, divergence=divergence_of(WHOLE_VOCABULARY), reference=ReferencePlan(0.5, 1, None))
 WRITTEN_FILES = ("__1_0.distcp", ".complete.json.partial")
 """Files of a checkpoint in the order in which they are opened."""
+
+
+class StatefulNorm(RMSNorm):
+    """A norm with a state beside its weight, as Transformer Engine's norms have and the local ones do not."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor | None) -> None:
+        assert state is None or state.numel() == 0
 
 
 class ObservedActor(Actor):
@@ -103,6 +114,13 @@ class ObservedActor(Actor):
         """Tell if the copy made by the last save is still in memory after the writer has finished."""
         self._writer._thread.submit(int).result()
         return self._copy() is not None
+
+    def give_norms_a_state(self) -> int:
+        """Make all norms `StatefulNorm`; return their number."""
+        norms = [module for module in self._policy.module.modules() if type(module) is RMSNorm]
+        for norm in norms:
+            norm.__class__ = StatefulNorm
+        return len(norms)
 
     def load_weights(self, folder: str) -> None:
         """Load only the model's weights, as a conversion does."""
@@ -214,6 +232,31 @@ async def test_run_resumes_exactly_under_its_layout_and_to_rounding_under_anothe
         tolerance = 0.0 if layout is layouts[0] else 2e-5 if dtype is Dtype.float32 else 2e-2
         for name, tensor in (await weights_in(group)).items():
             np.testing.assert_allclose(tensor, trained[name], rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+async def test_checkpoint_loads_into_layers_with_more_and_with_less_state(model: str, tmp_path: Path) -> None:
+    """Local layers and those of Transformer Engine differ in the state beside their weights."""
+    local, stateful = str(tmp_path / "local"), str(tmp_path / "stateful")
+    group = await start(model)
+    await group.call("train", 0)
+    await group.call("save", local)
+    saved = await weights_in(group)
+    await group.call("train", 1)
+    trained = await weights_in(group)
+
+    group = await start(model)
+    assert all(await group.call("give_norms_a_state"))
+    for method in ("load_weights", "load"):
+        await group.call("train", 2)
+        await group.call(method, local)
+        assert same(await weights_in(group), saved)
+    await group.call("train", 1)
+    assert same(await weights_in(group), trained)
+    await group.call("save", stateful)
+
+    group = await start(model)
+    await group.call("load", stateful)
+    assert same(await weights_in(group), trained)
 
 
 async def test_save_waits_for_the_previous_one_and_frees_its_copy_when_complete(model: str, tmp_path: Path) -> None:

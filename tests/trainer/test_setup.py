@@ -11,7 +11,7 @@ from rlsys.config.schema import Layers, ModelConfig, ParallelConfig
 from rlsys.observe.environment import Capabilities
 from rlsys.trainer import cpu_support
 from rlsys.trainer.mesh import mesh_coordinates
-from rlsys.trainer.model.layers import choose_layers, kernel_settings
+from rlsys.trainer.model.layers import choose_layers, fuse_accumulation, kernel_settings
 from rlsys.trainer.model.stage_model import transformer_config
 from rlsys.weights.weight_map import read_architecture
 from tests.support.megatron_processes import Group, on_ranks
@@ -30,13 +30,14 @@ def fused(settings: dict[str, Any]) -> set[str]:
 
 def test_layers_follow_the_capabilities_of_the_machine() -> None:
     assert choose_layers(Layers.auto, NOTHING) is Layers.local
-    assert choose_layers(Layers.auto, GPU) is Layers.local
+    assert choose_layers(Layers.auto, replace(TE, cuda_devices=0)) is Layers.local
     assert choose_layers(Layers.auto, TE) is Layers.te
-    assert choose_layers(Layers.local, TE) is Layers.local
+    for here in (NOTHING, GPU, TE):
+        assert choose_layers(Layers.local, here) is Layers.local
     assert choose_layers(Layers.te, TE) is Layers.te
-    for here in (GPU, replace(TE, cuda_devices=0)):
+    for layers, here in ((Layers.auto, GPU), (Layers.te, GPU), (Layers.te, replace(TE, cuda_devices=0))):
         with refused("not_installed", "model.layers"):
-            choose_layers(Layers.te, here)
+            choose_layers(layers, here)
 
 
 def test_fusion_is_enabled_only_with_its_packages() -> None:
@@ -49,12 +50,30 @@ def test_fusion_is_enabled_only_with_its_packages() -> None:
     assert fused(kernel_settings(replace(model, fusions=False), Layers.te, replace(TE, apex=True))) == set()
 
 
+@pytest.mark.parametrize(
+    ("layers", "fusions", "fuses"),
+    [(Layers.te, True, [True, None]), (Layers.te, False, [False, None]), (Layers.local, True, [False, None])],
+)
+def test_accumulation_is_fused_without_apex_in_the_layers_that_can(
+    layers: Layers, fusions: bool, fuses: list[bool | None]
+) -> None:
+    of_te, output = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    of_te.fuse_wgrad_accumulation = False  # type: ignore[assignment]
+    fuse_accumulation(
+        torch.nn.Sequential(torch.nn.Sequential(of_te), output), ModelConfig("m", fusions=fusions), layers
+    )
+    assert [getattr(module, "fuse_wgrad_accumulation", None) for module in (of_te, output)] == fuses
+
+
+def test_first_micro_batch_never_overwrites_a_fused_gradient() -> None:
+    """Transformer Engine's layers overwrite the gradient in the micro-batch that Megatron calls the first."""
+    assert kernel_settings(ModelConfig("model"), Layers.te, TE)["disable_parameter_transpose_cache"]
+
+
 def test_fp8_needs_transformer_engine_layers() -> None:
     model = ModelConfig("model", fp8=True)
     assert "fp8" not in kernel_settings(replace(model, fp8=False), Layers.te, TE)
     assert kernel_settings(model, Layers.te, TE)["fp8"] == "hybrid"
-    # Otherwise the first micro-batch overwrites fused gradients, and offloading leaves copies of weights in memory.
-    assert kernel_settings(model, Layers.te, replace(TE, apex=True))["disable_parameter_transpose_cache"]
     for here in (TE, NOTHING):
         with refused("conflict", "model.fp8"):
             kernel_settings(model, Layers.local, here)

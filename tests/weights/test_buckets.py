@@ -23,13 +23,12 @@ from rlsys.weights.transport import (
     checksum,
     digest,
     hash_pieces,
-    pack,
     pack_into,
     unpack,
 )
 from rlsys.weights.weight_map import WeightMap, largest_tensor_bytes, read_architecture
 from tests.support.paths import PROJECT
-from tests.support.tensors import raw, some_tensors
+from tests.support.tensors import pack, raw, some_tensors
 from tests.trainer import reference
 
 
@@ -52,7 +51,7 @@ def test_unpacking_undoes_packing_in_host_memory_and_on_a_device(
     for bucket in in_host:
         assert len(bucket.data) <= bucket_bytes or len(bucket.records) == 1
         # Memory that another process shares is read-only.
-        bucket.in_host.flags.writeable = False
+        bucket.data.flags.writeable = False  # type: ignore[union-attr]
     for buckets in (in_host, [pack_into(torch.empty(30_000, dtype=torch.uint8), tensors)]):
         arrived = [(record, tensor) for bucket in buckets for record, tensor in unpack(bucket)]
         assert [record.name for record, _ in arrived] == [name for name, _ in tensors]

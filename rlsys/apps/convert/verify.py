@@ -219,7 +219,8 @@ def _whole_model(side: StoredModel) -> Iterator[Any]:
     alone = mesh.Rendezvous(0, 1, "127.0.0.1", 0, device, 600.0)
     place = mesh.start(alone, ParallelConfig(), seed=0)
     try:
-        config = ModelConfig(str(side.model), Layers.auto, Dtype.float32)
+        # On a GPU, Transformer Engine would round the operands of float32 products to TF32.
+        config = ModelConfig(str(side.model), Layers.local, Dtype.float32)
         kind = ValueModel if side.values else PolicyModel
         model = kind(side.architecture, config, ParallelConfig(), place)
         model.module.eval()

@@ -5,9 +5,9 @@
               Megatron rank (gradients are zero and not copied), and the weights of the engines
     staged    one copy of the model per engine, from a push to its activation; on its device with sync_mode=ipc, unless
               the engine sleeps
-    buckets   weight buckets in the memory of sender and receivers
-    shared    space in /dev/shm: an engine passes each staged bucket to SGLang's processes there, and the previous one may
-              still be mapped
+    buckets   weight buckets in the host memory of sender and receivers
+    shared    space in /dev/shm: on a CPU, an engine passes each staged bucket to SGLang's processes there, and the previous
+              one may still be mapped
 
 Not counted: the processes themselves, the files of models in the page cache, and checkpoints that are being written.
 """
@@ -27,10 +27,10 @@ from rlsys.weights.weight_map import Architecture
 SHARED_BYTES = {Device.gpu: GIB, Device.cpu: GIB // 2}
 """Shared memory of libraries: NCCL's buffers on GPUs (NVIDIA recommends 1 GiB for containers), Ray's objects on CPUs."""
 LOADING_BUCKETS = 2
-"""Buckets of an engine in /dev/shm at a time."""
+"""Buckets of an engine on a CPU in /dev/shm at a time."""
 _SENT = {SyncMode.tensor: 2, SyncMode.broadcast: 2, SyncMode.disk: 1, SyncMode.ipc: 0}
 _RECEIVED = {SyncMode.tensor: 0, SyncMode.broadcast: 1, SyncMode.disk: 1, SyncMode.ipc: 0}
-"""Buckets in host memory of the sender, and of each receiver."""
+"""Buckets in host memory of the sender, and of each receiver; none with `broadcast` on GPUs."""
 _OFFLOADED = ("parameters", "optimizer", "reference")
 
 
@@ -63,6 +63,8 @@ def host_memory(config: RunConfig, model: Architecture) -> HostMemory:
     per_machine = cluster.devices_per_node or inf
     machines: defaultdict[float, HostMemory] = defaultdict(HostMemory)
     on_cpu, away = cluster.device is Device.cpu, cluster.mode is Mode.colocated and cluster.device is Device.gpu
+    # On GPUs, a broadcast does not pass through host memory.
+    bucket = 0 if cluster.sync_mode is SyncMode.broadcast and not on_cpu else cluster.sync_bucket_bytes
     for name in [*megatron_groups(config), "rollout"]:
         memory = group_memory(config, model, name)
         offloaded = ("parameters",) if name == "rollout" else _OFFLOADED
@@ -70,14 +72,14 @@ def host_memory(config: RunConfig, model: Architecture) -> HostMemory:
             here = machines[rank // per_machine]
             here.groups += memory.total if on_cpu else 0.0
             here.pinned += sum(memory.parts.get(part, 0.0) for part in offloaded) if away else 0.0
-            here.buckets += cluster.sync_bucket_bytes * _RECEIVED[cluster.sync_mode] * (name == "inference")
-    machines[ranks["actor"][0] // per_machine].buckets += cluster.sync_bucket_bytes * _SENT[cluster.sync_mode]
+            here.buckets += bucket * _RECEIVED[cluster.sync_mode] * (name == "inference")
+    machines[ranks["actor"][0] // per_machine].buckets += bucket * _SENT[cluster.sync_mode]
     copy = engine_weights_bytes(config, model) * tp if stages_in_host(config) else 0.0
     for first in sorted(ranks["rollout"])[::tp]:
         here = machines[first // per_machine]
         here.staged += copy
-        here.buckets += cluster.sync_bucket_bytes * _RECEIVED[cluster.sync_mode]
-        here.shared += LOADING_BUCKETS * min(copy, cluster.sync_bucket_bytes)
+        here.buckets += bucket * _RECEIVED[cluster.sync_mode]
+        here.shared += LOADING_BUCKETS * min(copy, cluster.sync_bucket_bytes) if on_cpu else 0.0
     fullest = max(machines.values(), key=lambda one: one.total + one.shared)
     fullest.shared += SHARED_BYTES[cluster.device]
     return fullest

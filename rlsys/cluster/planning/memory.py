@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.derived import (
+    chosen_layers,
     has_critic,
     has_reference,
     megatron_groups,
@@ -165,7 +166,7 @@ class StageRank:
         self.gathered = self.tokens * model.hidden * self.item if self.gathers else 0  # Bytes of a gathered sequence.
         # Kernels that affect memory.
         on_gpu, fusions = config.cluster.device is Device.gpu, config.model.fusions
-        self.engine = on_gpu and config.model.layers is not Layers.local  # Transformer Engine's layers.
+        self.engine = chosen_layers(config) is Layers.te  # Transformer Engine's layers.
         self.fused_norm = on_gpu  # Fused RMSNorm, which keeps only its input; torch has none for a CPU.
         self.fused_swiglu = on_gpu and fusions  # Fused SwiGLU, which keeps only its input.
         self.fused_rope = self.engine and fusions  # Fused rotary positions, which keep no tables.
@@ -338,37 +339,39 @@ def _runtime(rank: StageRank) -> float:
 
 
 def _weight_sync(rank: StageRank) -> float:
-    """Return the device bytes that the weight sync needs; buckets in host memory do not count."""
+    """Return the device bytes that the weight sync needs; on a CPU, buckets in host memory do not count."""
     cluster = rank.config.cluster
     if cluster.device is Device.cpu or rank.group == "critic":
         return 0.0
-    bucket = {SyncMode.broadcast: 1, SyncMode.ipc: 2 if rank.group == "actor" else 0}
-    buckets = bucket.get(cluster.sync_mode, 0) * cluster.sync_bucket_bytes
-    # The largest parameter is gathered from its shards, then concatenated.
-    gathers = rank.group == "actor" and rank.parallel.tp > 1
-    return buckets + (2 * rank.largest * rank.parallel.tp * rank.item if gathers else 0)
+    bucket = cluster.sync_bucket_bytes
+    if rank.group == "inference":
+        return 0.0 if cluster.sync_mode is SyncMode.ipc else min(bucket, count_parameters(rank.model) * rank.item)
+    # While a bucket is sent, the next one is packed; with `tensor` and `disk`, a sent bucket is in host memory.
+    buckets = bucket * (2 if cluster.sync_mode in (SyncMode.ipc, SyncMode.broadcast) else 1)
+    # The largest parameter is gathered from its shards, then concatenated. The experts of a rank come together.
+    gathers = 2 * rank.largest * rank.parallel.tp * rank.item if rank.parallel.tp > 1 else 0
+    return buckets + max(gathers, bucket if rank.parallel.ep > 1 else 0)
 
 
 def _engine(config: RunConfig, model: Architecture) -> GroupMemory:
     """Estimate the first rank of an SGLang engine: its weights, its KV cache when full, and what is outside of
     `memory_fraction`.
 
-    With sync_mode=ipc the rank also holds a pushed copy of the whole model, unless the engine sleeps during a push.
+    With sync_mode=ipc the rank also holds a pushed copy of the whole model, unless the engine sleeps during a push. Any
+    other copy is in host memory, and a bucket of it is on the device while it is staged or loaded.
     """
     engine, cluster = config.rollout.engine, config.cluster
     parameters = engine_weights_bytes(config, model)
     parts = {"parameters": parameters, "kv_cache": kv_cache_tokens(config, model) * kv_token_bytes(config, model)}
     if cluster.device is Device.gpu:
-        ipc = cluster.sync_mode is SyncMode.ipc
         # SGLang's ranks and the worker that stages weights. To map a bucket, every rank opens a context on the first GPU.
-        contexts = 2 + (engine.tp - 1 if ipc else 0)
+        contexts = 1 + engine.tp
         communicators = (engine.tp > 1) + (cluster.sync_mode is SyncMode.broadcast)
         parts["runtime"] = contexts * CONTEXT_BYTES + communicators * NCCL_BYTES
         parts["graphs"] = _engine_passes(engine, model)
-        if ipc and cluster.mode is Mode.disaggregated:
-            parts["weight_sync"] = parameters * engine.tp
-        elif cluster.sync_mode is SyncMode.broadcast:
-            parts["weight_sync"] = cluster.sync_bucket_bytes
+        whole = parameters * engine.tp
+        stages_here = cluster.sync_mode is SyncMode.ipc and cluster.mode is Mode.disaggregated
+        parts["weight_sync"] = whole if stages_here else min(whole, cluster.sync_bucket_bytes)
     return GroupMemory({name: float(size) for name, size in parts.items() if size}, float(sum(parts.values())))
 
 

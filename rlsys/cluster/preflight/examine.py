@@ -31,12 +31,12 @@ from rlsys.cluster.planning.memory import BYTES, GIB
 from rlsys.cluster.planning.placement import USABLE, fullest_device, launch_problems, memory_fix, parse_placement
 from rlsys.cluster.planning.resolve import make_plan
 from rlsys.cluster.preflight.machine import Gpus, RayCluster, SearchAnswer, ThisMachine, Unseen
-from rlsys.config.derived import has_critic, has_reference, moves_reference, needs_server
+from rlsys.config.derived import chosen_layers, has_critic, has_reference, moves_reference, needs_server
 from rlsys.config.problems import Problem
 from rlsys.config.schema import Attention, Device, Layers, RunConfig, SearchConfig, SyncMode
 from rlsys.data.question import Question, read_questions
 from rlsys.errors import UserError
-from rlsys.observe.environment import Capabilities, unmet_requirements
+from rlsys.observe.environment import unmet_requirements
 from rlsys.search.address import DEFAULT_PORT
 from rlsys.search.index.folder import read_manifest
 from rlsys.weights.hf_io import INDEX, HfReader
@@ -268,7 +268,7 @@ def _device_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> It
 def _gpu_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> Iterator[Finding]:
     """Check number, driver, memory and current use of this machine's GPUs.
 
-    Compares memory with the plan's estimate for the fullest device, made with the GPUs and layers of this machine.
+    Compares memory with the plan's estimate for the fullest device, made with the GPUs of this machine.
     """
     try:
         seen = machine.gpus()
@@ -284,20 +284,13 @@ def _gpu_findings(config: RunConfig, wanted: int, machine: ThisMachine) -> Itera
     yield _driver(seen.driver, here.cuda)
     if not seen.cards:
         return
-    # Plan with the actual GPU memory, and with the layers that `model.layers=auto` selects here.
+    # Plan with the actual GPU memory.
     smallest = min(card.total_gib for card in seen.cards)
-    layers = _layers(config, here)
-    cluster = replace(config.cluster, device_memory_gib=smallest)
-    real = replace(config, model=replace(config.model, layers=layers), cluster=cluster)
+    real = replace(config, cluster=replace(config.cluster, device_memory_gib=smallest))
     if (plan := _plan(real)) is not None:
         groups, needed = fullest_device(real, plan)
         yield _gpu_memory(config, groups, needed, smallest)
         yield from _used_gpus(seen, needed)
-
-
-def _layers(config: RunConfig, here: Capabilities) -> Layers:
-    """Return the layers that `model.layers` selects on the GPUs of this machine."""
-    return here.layers if config.model.layers is Layers.auto else config.model.layers
 
 
 def _cudnn_findings(config: RunConfig, machine: ThisMachine) -> Iterator[Finding]:
@@ -306,7 +299,7 @@ def _cudnn_findings(config: RunConfig, machine: ThisMachine) -> Iterator[Finding
     Libraries of different cuDNN versions do not work together.
     """
     uses_cudnn = config.model.attention in (Attention.auto, Attention.fused)
-    if not uses_cudnn or _layers(config, machine.capabilities) is not Layers.te:
+    if not uses_cudnn or chosen_layers(config) is not Layers.te or machine.capabilities.transformer_engine is None:
         return
     try:
         foreign = machine.foreign_cudnn()

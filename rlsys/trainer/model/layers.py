@@ -10,17 +10,16 @@ Requirements in Megatron-core 0.16:
     bias_activation_fusion:         SwiGLU in one kernel, which saves a copy of its input   torch.compile, GPU
     apply_rope_fusion:              rotary positions                                        Transformer Engine
     moe_permute_fusion:             sorting of tokens by expert                             Transformer Engine's layers
-    gradient_accumulation_fusion:   weight gradients added directly to float32 buffers      apex.
+    gradient_accumulation_fusion:   weight gradients added directly to float32 buffers      apex
+    `fuse_accumulation`:            the same without the output layer                       Transformer Engine's layers.
 
-`gradient_accumulation_fusion` needs apex with either kind of layers, because Megatron's output layer uses this fusion.
 `bias_dropout_fusion` and `persist_layer_norm` stay off: these models have no biases to fuse, no dropout and no
 LayerNorm.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -53,35 +52,24 @@ FP8_RECIPE: dict[str, Any] = {
     "fp8": "hybrid",
     # Scale each tensor by its current maximum: no history of maxima has to be kept in checkpoints or forward passes.
     "fp8_recipe": "tensorwise",
-    # Quantise the weights again in every micro-batch. Otherwise Megatron would tell Transformer Engine which
-    # micro-batch is the first of a pass, and quantised copies would stay on the GPU while the model is offloaded. With
-    # fused accumulation, that first micro-batch would also overwrite the gradient, which here is a sum over several
-    # passes.
-    "disable_parameter_transpose_cache": True,
 }
 
 _FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-_log = logging.getLogger(__name__)
 
 
 def choose_layers(layers: Layers, here: Capabilities) -> Layers:
-    """Resolve `auto` to `te` or `local`. Raises UserError if `te` is configured but unavailable."""
-    if layers is Layers.auto:
-        if here.layers is Layers.local and here.cuda_devices:
-            _log.warning("Transformer Engine is not installed: training uses the slower local layers.")
-        return here.layers
-    if layers is Layers.te and here.layers is not Layers.te:
+    """Resolve `auto`: `te` on a GPU, else `local`. Raises UserError if `te` is needed but unavailable."""
+    if layers is Layers.local or (layers is Layers.auto and not here.cuda_devices):
+        return Layers.local
+    if not here.cuda_devices or here.transformer_engine is None:
         lacks = (
-            "a GPU, and there is none:"
-            if here.transformer_engine
-            else "transformer_engine, which is not installed: install it, or"
+            "Transformer Engine on GPUs, which is not installed: install transformer-engine[pytorch] as in "
+            "requirements/gpu.txt, or set model.layers=local, whose layers are several times slower."
+            if here.cuda_devices
+            else "a GPU, and there is none: set model.layers=local."
         )
-        raise UserError(
-            f"model.layers=te needs {lacks} set model.layers=local.",
-            code="not_installed",
-            key="model.layers",
-        )
-    return layers
+        raise UserError(f"model.layers={layers} needs {lacks}", code="not_installed", key="model.layers")
+    return Layers.te
 
 
 def kernel_settings(model: ModelConfig, layers: Layers, here: Capabilities) -> dict[str, Any]:
@@ -108,9 +96,26 @@ def kernel_settings(model: ModelConfig, layers: Layers, here: Capabilities) -> d
         "batch_p2p_comm": True,
         # Local layers always use `CausalAttention`.
         "attention_backend": AttnBackend[model.attention] if te else AttnBackend.auto,
+        # Otherwise Megatron would tell Transformer Engine which micro-batch is the first of a pass. With fused
+        # accumulation, that micro-batch would overwrite the gradient, which here is a sum over several passes. With
+        # FP8, quantised copies of the weights would stay on the GPU while the model is offloaded.
+        "disable_parameter_transpose_cache": te,
         **(fusions if model.fusions else {}),
         **(FP8_RECIPE if model.fp8 else {}),
     }
+
+
+def fuse_accumulation(module: torch.nn.Module, model: ModelConfig, layers: Layers) -> None:
+    """Make the layers of Transformer Engine in `module` add weight gradients directly to the float32 buffers.
+
+    Megatron's `gradient_accumulation_fusion` sets the same attribute of these layers, but also makes its output layer
+    call a kernel of apex.
+    """
+    every: Iterator[Any] = module.modules()
+    if layers is Layers.te and model.fusions:
+        for layer in every:
+            if hasattr(layer, "fuse_wgrad_accumulation"):
+                layer.fuse_wgrad_accumulation = True
 
 
 def transformer_config(

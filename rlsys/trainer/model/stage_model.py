@@ -32,7 +32,7 @@ from torch.nn.functional import linear
 from rlsys.config.schema import ModelConfig, ParallelConfig
 from rlsys.observe.environment import detect
 from rlsys.trainer.mesh import MeshCoordinates
-from rlsys.trainer.model.layers import block_spec, choose_layers, kernel_settings, transformer_config
+from rlsys.trainer.model.layers import block_spec, choose_layers, fuse_accumulation, kernel_settings, transformer_config
 from rlsys.trainer.model.logprobs import VocabShard
 from rlsys.weights.checkpoint import sharded
 from rlsys.weights.weight_map import Architecture, WeightMap, expert_block, stage_layers
@@ -142,6 +142,7 @@ class StageModel:
             position_embedding_type="rope",
             rotary_base=architecture.rope_theta,
         )
+        fuse_accumulation(module, model, layers)
         # Megatron supports scaled frequencies for a single kind of model only.
         module.rotary_pos_emb.inv_freq.copy_(inverse_frequencies(architecture))
         self.module = module.cuda() if torch.cuda.is_available() else module

@@ -276,8 +276,14 @@ def host_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def load(folder: str | Path, sharded_state: dict[str, Any]) -> dict[str, Any]:
-    """Fill `sharded_state` from a checkpoint and return it (collective). Raises UserError."""
+    """Fill `sharded_state` from a checkpoint and return it (collective). Raises UserError.
+
+    A layer's state beside its weights (`LAYER_STATE`), which only some kinds of layers have, is None if the checkpoint
+    lacks it.
+    """
     folder = Path(folder)
+    parts = {name: part for name, part in sharded_state.items() if isinstance(part, dict)}
+    of_layers = {name: [key for key in part if LAYER_STATE in str(key)] for name, part in parts.items()}
     read_checkpoint_info(folder)
     require_sound(folder)
     try:
@@ -291,10 +297,13 @@ def load(folder: str | Path, sharded_state: dict[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"{folder} could not be loaded: take an earlier checkpoint ({reason}).", code="malformed", key=str(folder)
         ) from error
-    for names, what in ((lacking, "lacks"), (set(filter(is_weight, unused)), "has, and the model lacks,")):
+    needed = {key for key in lacking if LAYER_STATE not in key}
+    for names, what in ((needed, "lacks"), (set(filter(is_weight, unused)), "has, and the model lacks,")):
         if names:
             raise _of_another_model(folder, f"it {what} {min(names)}")
     loaded: dict[str, Any] = state
+    for name, keys in of_layers.items():
+        loaded[name] = dict.fromkeys(keys) | loaded[name]
     return loaded
 
 
