@@ -1,7 +1,7 @@
 """Compares the speed of sequential, pipelined and async runs of the demo with each other and with an ideal schedule.
 
     python -m bench.pipeline          # speed of every schedule; under 20 minutes on two cores
-    python -m bench.pipeline --em     # adds held-out exact match at the end of whole runs, over seeds
+    python -m bench.pipeline --em     # adds held-out exact match, staleness and ratios of whole runs, over seeds
 
 Every row is a separate run of `rlsys train`. All runs start from the same weights, have the same number of episodes and
 optimiser steps, and get their searches from one cassette with recorded latencies. The first and the last step are not
@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -54,9 +54,20 @@ PIPELINED = Schedule("pipelined", ("trainer.schedule.kind=pipelined",))
 ASYNC = tuple(
     Schedule(f"async {k}", ("trainer.schedule.kind=async", f"trainer.schedule.max_staleness={k}")) for k in (1, 2)
 )
+FINISH = Schedule("async 1, finish", (*ASYNC[0].settings, "trainer.schedule.on_update=finish"))
 RECORDED = 1.0
-LATENCIES = (0.0, RECORDED, 4.0)
-"""Search latencies as multiples of the recorded latencies."""
+LATENCIES = {RECORDED: "", 0.0: "_without_latency", 4.0: "_at_4x_latency"}
+"""Search latencies as multiples of the recorded latencies -> suffix of their key figures."""
+STALENESS: dict[str, tuple[Callable[[list[float]], float], str]] = {
+    "staleness_mean": (fmean, "staleness/mean"),
+    "staleness_max": (max, "staleness/max"),
+    "dropped_stale": (max, "pipeline/dropped_stale"),
+    "ratio_mean": (fmean, "actor/ratio"),
+    "ratio_dev_max": (max, "actor/ratio_dev_max"),
+    "clip_fraction": (fmean, "actor/clip_fraction"),
+    "logprob_max_diff": (max, "logprob/max_diff"),
+}
+"""Figure of a run -> how it is computed from a metric of all steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +116,10 @@ def main(
 def _speed(console: Console, cassette: Path, steps: int) -> dict[str, Any]:
     started = time.perf_counter()
     rows: list[Measured] = []
-    for latency in sorted(LATENCIES, key=lambda scale: scale != RECORDED):
-        schedules = [SEQUENTIAL, PIPELINED, ASYNC[0]]
+    for latency in LATENCIES:
+        schedules = [SEQUENTIAL, PIPELINED, *ASYNC]
         if latency == RECORDED:
-            schedules = [COLOCATED, *schedules, ASYNC[1]]
+            schedules = [COLOCATED, *schedules, FINISH]
         for schedule in schedules:
             console.print(f"{schedule.name}, {latency:g} x the recorded search latency ...", highlight=False)
             rows.append(_measure(schedule, latency, cassette, steps))
@@ -148,19 +159,29 @@ def _measure(schedule: Schedule, latency: float, cassette: Path, steps: int) -> 
 
 
 def _exact_match(console: Console, cassette: Path, seeds: int) -> dict[str, Any]:
-    """Return the held-out exact match after whole runs of the demo's length, pipelined and async with `max_staleness`
-    1."""
-    found: dict[str, list[float]] = {}
-    for schedule in (PIPELINED, ASYNC[0]):
+    """Return, by schedule and seed, the held-out exact match after whole runs of the demo's length, and their staleness."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for schedule in (PIPELINED, ASYNC[0], FINISH):
         for seed in range(1, seeds + 1):
             settings = [*schedule.settings, f"trainer.seed={seed}", "eval.limit=400"]
             run = _run(f"em-{schedule.name}-{seed}", settings, cassette)
-            em = json.loads((run / "summary.json").read_text())["em_after"]
-            found.setdefault(schedule.name, []).append(em)
-            console.print(f"{schedule.name}, seed {seed}: EM {em:.3f}", highlight=False)
-    gap = abs(fmean(found[PIPELINED.name]) - fmean(found[ASYNC[0].name]))
-    console.print(f"em_gap_async1 {gap:.3f} over {seeds} seeds", highlight=False)
-    return {"em_gap_async1": gap, "em_seeds": seeds, "em_after": found}
+            found.setdefault(schedule.name, []).append(_learned(run))
+            console.print(f"{schedule.name}, seed {seed}: {found[schedule.name][-1]}", highlight=False)
+    em = {name: fmean(one["em"] for one in runs) for name, runs in found.items()}
+    gaps = {
+        "em_gap_async1": abs(em[PIPELINED.name] - em[ASYNC[0].name]),
+        "em_gap_finish": abs(em[FINISH.name] - em[ASYNC[0].name]),
+    }
+    for name, gap in gaps.items():
+        console.print(f"{name} {gap:.3f} over {seeds} seeds", highlight=False)
+    return {**gaps, "em_seeds": seeds, "em_after": found}
+
+
+def _learned(run: Path) -> dict[str, float]:
+    """Return the exact match after a run, and the figures in `STALENESS`."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    figures = {name: of([row[key] for row in rows]) for name, (of, key) in STALENESS.items()}
+    return {"em": json.loads((run / "summary.json").read_text())["em_after"], **figures}
 
 
 def _run(name: str, settings: Iterable[str], cassette: Path) -> Path:
@@ -178,18 +199,23 @@ def _row(rows: Sequence[Measured], schedule: str, latency: float = RECORDED) -> 
 
 
 def _key_figures(rows: Sequence[Measured]) -> dict[str, float]:
-    """Return the key metrics of the rows at the recorded latency."""
-    baseline = _sequential(rows, RECORDED)
-    one, two = (_row(rows, schedule.name) for schedule in ASYNC)
-    colocated = _row(rows, COLOCATED.name)
-    return {
-        "speedup_pipelined": baseline.step_s / _row(rows, PIPELINED.name).step_s,
-        "speedup_async1": baseline.step_s / one.step_s,
-        "speedup_async2": baseline.step_s / two.step_s,
+    """Return the key metrics at the recorded latency, and those of async runs at every latency."""
+    one, colocated = (_row(rows, schedule.name) for schedule in (ASYNC[0], COLOCATED))
+    figures = {
+        "speedup_pipelined": _speedup(rows, PIPELINED),
+        "speedup_async1_finish": _speedup(rows, FINISH),
         "speedup_async1_vs_colocated": colocated.step_s / one.step_s,
-        "ideal": baseline.ideal,
-        "fraction_of_ideal_async1": baseline.step_s / one.step_s / baseline.ideal,
     }
+    for latency, suffix in LATENCIES.items():
+        ideal = _sequential(rows, latency).ideal
+        speedups = [_speedup(rows, schedule, latency) for schedule in ASYNC]
+        figures |= {f"speedup_async{k}{suffix}": speedup for k, speedup in enumerate(speedups, start=1)}
+        figures |= {f"ideal{suffix}": ideal, f"fraction_of_ideal_async1{suffix}": speedups[0] / ideal}
+    return figures
+
+
+def _speedup(rows: Sequence[Measured], schedule: Schedule, latency: float = RECORDED) -> float:
+    return _sequential(rows, latency).step_s / _row(rows, schedule.name, latency).step_s
 
 
 def _as_dict(row: Measured, rows: Sequence[Measured]) -> dict[str, Any]:
@@ -209,7 +235,7 @@ def _as_dict(row: Measured, rows: Sequence[Measured]) -> dict[str, Any]:
 
 
 def _times(rows: Sequence[Measured]) -> Table:
-    names = ("step", "rollout", "scoring", "training", "cpu", "gain", "/ideal")
+    names = ("step", "rollout", "score", "train", "cpu", "gain", "/ideal")
     table = _table("Seconds per step", names)
     for row in rows:
         shown = _as_dict(row, rows)

@@ -42,8 +42,9 @@ Dtype = StrEnum("Dtype", ["float32", "bfloat16"])
 Attention = StrEnum("Attention", ["auto", "flash", "fused", "unfused"])
 """Attention kernel of Transformer Engine."""
 OnUpdate = StrEnum("OnUpdate", ["finish", "continue"])
-"""Treatment of episodes in flight when new weights arrive. `finish`: The episodes end under the old version while new
-prompt groups wait, so a group has one version. `continue`: The episodes pause and resume under the new version."""
+"""Treatment of episodes in flight when new weights arrive, in either token mode. `continue`: The episodes pause and
+resume under the new version; each token keeps the version that sampled it. `finish`: The episodes end under the old
+version while new prompt groups wait, so a group has one version."""
 LrDecay = StrEnum("LrDecay", ["constant", "linear", "cosine"])
 """Shape of the learning rate after warm-up. `linear` and `cosine` end at `min_lr`."""
 WandbMode = StrEnum("WandbMode", ["auto", "online", "offline"])
@@ -408,7 +409,7 @@ class AsyncSchedule:
     max_staleness: Annotated[Whole, Unit("versions")] = 1
     """Largest staleness of a trained token, which `orchestrator/pipeline/scheduler.py` enforces. 0 is on-policy; higher
     values keep engines busier."""
-    on_update: OnUpdate = OnUpdate.finish
+    on_update: OnUpdate = OnUpdate["continue"]
 
 
 @dataclass

@@ -84,7 +84,7 @@ SPOILT: dict[str, dict[str, tuple[str, Code]]] = {
         "cluster.device=gpu|cluster.sync_mode=broadcast": ("cluster.sync_mode", "conflict"),
     },
     "an update that waits for episodes": {
-        f"trainer.schedule.kind=async|{CALL}=500|rollout.episode_timeout_s=600": (CALL, "conflict"),
+        f"trainer.schedule={{kind: async, on_update: finish}}|{CALL}=500": (CALL, "conflict"),
     },
 }
 
@@ -133,6 +133,7 @@ def test_either_way_out_of_a_contradiction_is_accepted(tiny_run: TinyRun) -> Non
     layout = (APART, "actor.parallel.pp=2", "actor.parallel.pp_layers=[1,3]")
     validate(tiny_run(*APPEND, *layout, "algorithm.kl_coef=0", "eval.samples=4", "eval.temperature=0.5"))
     validate(tiny_run("eval.samples=4", "compat.sampled_validation=true", "trainer.mini_batches=5"))
+    validate(tiny_run("trainer.schedule.kind=async", f"{CALL}=500"))
     tools = "task.tools=[rlsys.rollout.tools.calculator.Calculator]"
     config = tiny_run(tools, "search.enabled=false", "search.index=null", "task.invalid_message=Answer.")
     validate(config)

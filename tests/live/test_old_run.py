@@ -23,7 +23,7 @@ CONVERTED_SHA256 = "477a2ee84eb8c9613abd8369d158ca6196ed6929fba9f8002c55cea9af90
 NAME = "searchr1_tiny_cpu-20261122-171518"
 AS_THEN = [
     *("trainer.prompts_per_step=4", "trainer.mini_batches=2", "algorithm.n_samples=2", "task.max_turns=2"),
-    *("trainer.schedule.kind=async", "trainer.schedule.max_staleness=1", "eval.interval=1", "eval.limit=4"),
+    *("trainer.schedule={kind: async, max_staleness: 1, on_update: finish}", "eval.interval=1", "eval.limit=4"),
 ]
 
 

@@ -19,7 +19,6 @@ def test_async_run_with_turn_rewards_trains_stale_tokens_within_its_bound(tmp_pa
         "algorithm.kl_control=adaptive",
         "trainer.steps=4",
         "trainer.schedule.kind=async",
-        "trainer.schedule.on_update=continue",
         "algorithm.correction.kind=truncate",
         "algorithm.curation.oversample=1.25",
         "algorithm.curation.drop_no_spread=true",
@@ -31,6 +30,7 @@ def test_async_run_with_turn_rewards_trains_stale_tokens_within_its_bound(tmp_pa
     assert sum(row.get("staleness/lag_1", 0.0) for row in run.rows) > 0.2
     assert run.summary["weight_syncs"] == 5
     assert run.rows[-1]["engine/0/version"] >= 3
+    assert run.rows[-1]["engine/0/drain_s"] == 0, "a switch waits for no episode"
     late = [row for row in run.rows if row["staleness/max"]]
     assert all(0 < row["correction/ess"] <= 1 for row in late)
     assert any(row["correction/ess"] < 1 for row in late), "stale tokens must have different correction weights"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlsys.config.schema import Device, SyncMode
+from rlsys.config.schema import Device, OnUpdate, SyncMode
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import RunError
 from rlsys.weights.transport import Bucket, BucketHandle, TransportSpec, pack_into
@@ -103,6 +103,21 @@ async def test_on_update_finish_ends_groups_on_the_old_version_and_delays_new_on
     assert later.answer == "Lyon"
     assert versions_of_turns(later) == [{new}, {new}]
     assert bench.worker.metrics()["drain_s"] > drained
+
+
+async def test_on_update_continue_switches_between_two_turns_of_a_group(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.rollout.sampling, "temperature", 0.0)
+    monkeypatch.setattr(bench.worker, "_on_update", OnUpdate["continue"])
+    old = await bench.bring(bench.first)
+    new, total = await bench.stage(bench.second)
+    flying = await hold_a_group(bench, samples=3)
+    await bench.worker.finish_update(new, total)
+    bench.search.answering.set()
+    for trajectory in await flying:
+        assert trajectory.answer == "Lyon", "the second turn follows the new weights"
+        assert versions_of_turns(trajectory) == [{old}, {new}]
 
 
 @pytest.mark.parametrize("mode", [SyncMode.ipc, SyncMode.tensor], ids=str)

@@ -88,8 +88,12 @@ class Engines:
         count: int,
         seconds: Callable[[str, tuple[Any, ...]], float] = lambda *_: 1.0,
         failures: dict[str, Exception] | None = None,
+        continues: bool = False,
     ) -> None:
-        """Each call takes `seconds(method, arguments)`; `failures` maps methods to exceptions that they raise."""
+        """Each call takes `seconds(method, arguments)`; `failures` maps methods to exceptions that they raise.
+
+        `continues` is True for `on_update=continue`: a switch does not wait for running groups.
+        """
         self.ranks = [Worker(number) for number in range(count)]
         self.starts: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
         """Question -> (engine, time) of every attempt to run it."""
@@ -98,8 +102,11 @@ class Engines:
         self.published = -1
         """Oldest version with which rollouts may begin."""
         self.breaches: list[str] = []
+        self.split: set[str] = set()
+        """Keys of groups and answers that ran while their engine switched."""
         self._seconds = seconds
         self._failures = failures or {}
+        self._continues = continues
 
     async def call_rank(
         self,
@@ -190,7 +197,7 @@ class Engines:
         self._plain(worker, call, method, args)
 
     def _finish_update(self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]) -> None:
-        """Switch to the staged version once no group runs, as with `on_update=finish`."""
+        """Switch to the staged version; unless groups continue, wait until no group runs."""
         if worker.switching:
             self.breaches.append(f"engine {worker.number} was told to switch while it did")
         if worker.staged not in (args[0], None):
@@ -198,7 +205,7 @@ class Engines:
         worker.switching = True
 
         def look() -> None:
-            if worker.running:
+            if worker.running and not self._continues:
                 worker.timers[call] = asyncio.get_running_loop().call_later(0.5, look)
             else:
                 self._plain(worker, call, method, args)
@@ -207,6 +214,7 @@ class Engines:
             worker.switching = False
             if not call.cancelled() and call.exception() is None:
                 worker.version = args[0]
+                self.split |= worker.running.keys()
 
         call.add_done_callback(ended)
         look()

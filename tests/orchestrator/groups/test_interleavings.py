@@ -30,7 +30,8 @@ class SeededRun:
         self.count = self.random.randint(1, 4)
         self.slots = self.random.choice([2, 4, 8, 12])
         self.stuck = {f"q:{number}" for number in range(30) if self.random.random() < 0.05}
-        self.engines = Engines(self.count, self._seconds)
+        self.continues = seed % 2 == 1
+        self.engines = Engines(self.count, self._seconds, continues=self.continues)
         self.group, self.tracer = make(self.engines, self.slots)
         self.outcomes: Counter[str] = Counter()
         self.answers: Counter[str] = Counter()
@@ -114,6 +115,10 @@ class SeededRun:
             raise
         assert answer.question_uid == f"q:{number}"
         assert int(answer.versions[1]) == (-1 if reserved.version is None else reserved.version)
+        assert f"q:{number}" not in self._split(), "no evaluation has answers of two versions"
+
+    def _split(self) -> set[str]:
+        return {key.partition("~")[0] for key in self.engines.split}
 
     async def _hurt(self) -> None:
         for worker in self.random.sample(self.engines.ranks, self.count):
@@ -175,14 +180,17 @@ class SeededRun:
 def test_every_group_ends_in_any_interleaving_of_deaths_cancellations_and_updates() -> None:
     outcomes: Counter[str] = Counter()
     evaluations: Counter[str] = Counter()
+    split: Counter[bool] = Counter()
 
     async def one(seed: int) -> None:
         seeded = SeededRun(seed)
         await seeded.run()
         outcomes.update(seeded.outcomes)
         evaluations.update(seeded.evaluations)
+        split[seeded.continues] += len(seeded.engines.split)
 
     for seed in range(60):
         run_virtually(one(seed))
     assert {"whole", "cancelled", "engine_died", "timeout", "end"} <= outcomes.keys()
     assert {"done", "cancelled", "GroupLost", "NoneSetAside", "NoEngineLeft"} <= evaluations.keys()
+    assert split[True] > 0 == split[False], "a switch waits for groups unless they continue"

@@ -56,6 +56,10 @@ PLANTED = [
         "reason in GIVEN_BACK", "reason in GIVEN_BACK and reason is not DropReason.stale",
     ),
     bug("a group counts as younger", Broken.staleness, Scheduler.finish_rolling, "= oldest,", "= oldest + 1,"),
+    bug(
+        "a group that continued counts as its newest token", Broken.staleness, Pipeline._roll,
+        "group.oldest_version", "group.oldest_version and max(max(one.trajectory.versions) for one in group.samples)",
+    ),
     bug("a mini-batch takes groups of the next", Broken.step, Pipeline.take, "len(groups) < most", "self.scheduler.groups_missing"),
     bug("one too many is admitted", Broken.outstanding, Scheduler.may_admit, "+ self.spare", "+ self.spare + 1"),
     bug("a dropped group is scored", Broken.dropped, Pipeline._drop, "self._rewarded.pop(prompt_group, None)", "pass"),

@@ -39,7 +39,7 @@ class Script:
     engines: int = 1
     slots: int = 4
     turns: int = 3
-    """Largest number of turns in an episode; each turn has the version that its engine has at that time."""
+    """Largest number of turns in an episode; each turn has the versions that its engine has during the turn."""
     critic: bool = False
     """True if a critic scores beside the inference group and learns beside the actor."""
     warmup: int = 0

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import chain
 
 import numpy as np
 
@@ -64,7 +65,10 @@ class _Engine:
 
 @dataclass(eq=False)
 class _Play:
-    """A group that plays on an engine; `versions` has the version of each turn that was begun on this engine."""
+    """A group that plays on an engine; `versions` has the versions of each turn that was begun on this engine.
+
+    A turn has several versions if the engine switched within it.
+    """
 
     number: int
     question: Question
@@ -74,7 +78,7 @@ class _Play:
     """Number of turns of each episode on this engine; 0 if the episode had ended before."""
     before: Mapping[int, EpisodeProgress]
     """Sample -> progress from another engine."""
-    versions: list[int] = field(default_factory=list)
+    versions: list[tuple[int, ...]] = field(default_factory=list)
     aborted: bool = False
 
     def begun(self) -> tuple[EpisodeProgress, ...]:
@@ -102,7 +106,7 @@ class _Play:
         """Return the versions of an episode's turns: all on earlier engines, then the first `turns` on this engine."""
         before = self.before[sample].versions.tolist() if sample in self.before else []
         here = self.versions[: min(turns, self.lengths[sample])]
-        return (*(version for version in before if version >= 0), *here)
+        return (*(version for version in before if version >= 0), *chain.from_iterable(here))
 
 
 class _Worker:
@@ -221,7 +225,7 @@ class Engines(_Worker):
         if play.engine.updating and self.script.mixed:
             play.engine.held_back.append(play)
             return
-        play.versions.append(play.engine.version)
+        play.versions.append((play.engine.version,))
         then = self._play_turn if len(play.versions) < play.turns else self._deliver
         asyncio.get_running_loop().call_later(self.script.duration_s("roll"), then, play)
 
@@ -258,6 +262,8 @@ class Engines(_Worker):
         engine.version, engine.updating = version, False
         self.router.reopen(engine.number)
         held_back, engine.held_back = engine.held_back, []
+        for play in engine.plays.difference(held_back):  # Only if episodes continue; their turns do too.
+            play.versions[-1] += (version,)
         for play in held_back:
             self._start(play)
         self._changed.set()
