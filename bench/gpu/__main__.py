@@ -47,6 +47,11 @@ RESULTS = {"full": Path("outputs/bench/gpu.json"), "small": Path("outputs/bench/
 """Scale -> result file. The messages of the parts are in the folder of the same name."""
 WIDTH = 140
 """Columns of the printed table."""
+VARIABLES = {
+    Device.cpu: {"OMP_NUM_THREADS": "1"},
+    Device.gpu: {"OMP_NUM_THREADS": "8", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"},
+}
+"""Environment of a part, unless the caller's has other values: a worker's in a run (`rlsys.cluster.worker_group`)."""
 _OF_MACHINE = ("device", "versions", "commit", "changed")
 """Keys of a report that must be equal for its results to be kept."""
 
@@ -164,14 +169,14 @@ def _run(chosen: Sequence[str], device: Device, scale: str, scratch: Path, logs:
         outcome = Outcome(skipped=lacks(part, device, version_of))
         if not outcome.skipped and part.needs_model and unwritten is None:
             command = ["-m", "bench.gpu.random_model", str(SCALES[scale].shape), str(model), str(device)]
-            written = run_part(command, MODEL_LIMIT_S, scratch / "none", logs / "model.log")
+            written = run_part(command, MODEL_LIMIT_S, scratch / "none", logs / "model.log", VARIABLES[device])
             unwritten = written.failed and f"The model with random weights was not written: {written.failed}"
         if not outcome.skipped and part.needs_model and unwritten:
             outcome = Outcome(failed=unwritten)
         elif not outcome.skipped:
             output = scratch / f"{name}.jsonl"
             command = part_command(name, device, scale, model, output)
-            outcome = run_part(command, part.limit_s, output, logs / f"{name}.log")
+            outcome = run_part(command, part.limit_s, output, logs / f"{name}.log", VARIABLES[device])
         outcome.seconds = round(time.perf_counter() - started, 1)
         yield name, outcome
 
@@ -181,18 +186,21 @@ def part_command(name: str, device: Device, scale: str, model: Path, output: Pat
     return ["-m", "bench.gpu.part", name, str(device), scale, str(model), str(output)]
 
 
-def run_part(command: Sequence[str], limit_s: float, output: Path, log: Path) -> Outcome:
+def run_part(command: Sequence[str], limit_s: float, output: Path, log: Path, variables: Mapping[str, str]) -> Outcome:
     """Run Python with the arguments `command`, then end all processes that it left behind.
 
     They could keep the next part from using the GPU. Their messages go to `log`; the figures come from the file
-    `output`. Call `adopt_orphans` first.
+    `output`. `variables` are its environment's defaults. Call `adopt_orphans` first.
     """
     before = {process.pid for process in descendants()}
-    variables = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     failed = ""
     with log.open("w") as messages:
         process = subprocess.Popen(
-            [sys.executable, *command], cwd=PROJECT, env=variables, stdout=messages, stderr=subprocess.STDOUT
+            [sys.executable, *command],
+            cwd=PROJECT,
+            env={**variables, **os.environ},
+            stdout=messages,
+            stderr=subprocess.STDOUT,
         )
         try:
             if status := process.wait(limit_s):

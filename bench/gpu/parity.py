@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.gpu.figures import SMALL, Figure, Scale, Setting, at_most
-from bench.gpu.part import PARTS, in_new_process
+from bench.gpu.part import TE, in_new_process
 from bench.gpu.trainer import make_actor, random_micro_batch, score
 from rlsys.config.schema import Device, Dtype, Layers
 from rlsys.observe.environment import version_of
@@ -46,7 +46,7 @@ class Way(NamedTuple):
 
 def measure(setting: Setting) -> Iterator[Figure]:
     """Yield the differences between all ways that this machine has, and between the profiles."""
-    has_te = setting.on_gpu and all(map(version_of, PARTS["parity"].more))
+    has_te = setting.on_gpu and all(map(version_of, TE))
     kinds = (Layers.local, Layers.te) if has_te else (Layers.local,)
     if setting.on_gpu and not has_te:
         yield Figure("Transformer Engine", "not measured: not installed")

@@ -43,7 +43,9 @@ class Part:
     """True if it runs without a GPU, with --small."""
 
 
-MEGATRON, TE = ("megatron-core",), ("transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")
+MEGATRON, TE = ("megatron-core",), ("transformer-engine",)
+TE_WHEELS = ("transformer-engine-cu13", "transformer-engine-torch")
+"""Packages that Transformer Engine consists of on PyPI; a build from its repository has none of them."""
 SGLANG = ("sglang", "transformers")
 COMMON = ("torch", "numpy", "psutil", "rich", "annotated-types", "pyyaml", "xxhash")
 """Packages that the benchmark itself and every part import."""
@@ -54,12 +56,12 @@ PARTS: Mapping[str, Part] = {
     "hash": Part("hashing", 90, needs_model=False),
     "sync": Part("sync", 360, MEGATRON),
     "nccl": Part("nccl", 90, needs_model=False),
-    "local": Part("step", 420, MEGATRON),
-    "te": Part("step", 420, (*MEGATRON, *TE), on_cpu=False),
-    "parity": Part("parity", 480, MEGATRON, TE),
+    "local": Part("step", 480, MEGATRON),
+    "te": Part("step", 420, (*MEGATRON, *TE), TE_WHEELS, on_cpu=False),
+    "parity": Part("parity", 480, MEGATRON, (*TE, *TE_WHEELS)),
     "offload": Part("offload", 240, MEGATRON),
-    "engine": Part("engine", 780, SGLANG, ("torch-memory-saver",)),
-    "agreement": Part("agreement", 420, (*SGLANG, *MEGATRON), TE),
+    "engine": Part("engine", 720, SGLANG, ("torch-memory-saver",)),
+    "agreement": Part("agreement", 420, (*SGLANG, *MEGATRON), (*TE, *TE_WHEELS)),
 }
 """Name -> part, in the order in which they run: the cheapest and most certain first. All limits sum to an hour."""
 

@@ -21,6 +21,7 @@ import bench.gpu.__main__ as gpu
 from bench.gpu import agreement, engine, hashing, logprobs, parity, step
 from bench.gpu.figures import FULL, SMALL, Figure, NotHereError, Outcome, Setting, at_most, compared, holds
 from bench.gpu.part import MODEL_LIMIT_S, PARTS, Part, in_new_process, lacks, read, run
+from rlsys.cluster.worker_group import GPU_THREADS, NCCL_SETTINGS
 from rlsys.config.schema import Device, Dtype, Layers
 from rlsys.rollout.agent.episode import Generation
 from rlsys.weights.weight_map import read_architecture
@@ -40,6 +41,10 @@ def test_a_measurement_that_cannot_begin_is_refused_in_one_line(
     said = capsys.readouterr().err
     assert said.endswith(f"[{code}]\n")
     assert said.count("\n") == 1
+
+
+def test_a_part_has_the_environment_of_a_worker() -> None:
+    assert gpu.VARIABLES[Device.gpu] == {**NCCL_SETTINGS, "OMP_NUM_THREADS": str(GPU_THREADS)}
 
 
 def test_all_parts_end_within_an_hour() -> None:
