@@ -1,6 +1,6 @@
 """Compares the speed of sequential, pipelined and async runs of the demo with each other and with an ideal schedule.
 
-    python -m bench.pipeline          # speed of every schedule; under 20 minutes on two cores
+    python -m bench.pipeline          # speed of every schedule; about 20 minutes on two cores
     python -m bench.pipeline --em     # adds held-out exact match, staleness and ratios of whole runs, over seeds
 
 Every row is a separate run of `rlsys train`. All runs start from the same weights, have the same number of episodes and
@@ -55,6 +55,9 @@ ASYNC = tuple(
     Schedule(f"async {k}", ("trainer.schedule.kind=async", f"trainer.schedule.max_staleness={k}")) for k in (1, 2)
 )
 FINISH = Schedule("async 1, finish", (*ASYNC[0].settings, "trainer.schedule.on_update=finish"))
+ONE_UPDATE = Schedule("one update", (*PIPELINED.settings, "trainer.mini_batches=1"))
+"""Pipelined with one optimiser step per training step, as `algorithm.old_logprobs=actor` needs."""
+OWN = Schedule("one update, own log-probs", (*ONE_UPDATE.settings, "algorithm.old_logprobs=actor"))
 RECORDED = 1.0
 LATENCIES = {RECORDED: "", 0.0: "_without_latency", 4.0: "_at_4x_latency"}
 """Search latencies as multiples of the recorded latencies -> suffix of their key figures."""
@@ -119,7 +122,7 @@ def _speed(console: Console, cassette: Path, steps: int) -> dict[str, Any]:
     for latency in LATENCIES:
         schedules = [SEQUENTIAL, PIPELINED, *ASYNC]
         if latency == RECORDED:
-            schedules = [COLOCATED, *schedules, FINISH]
+            schedules = [COLOCATED, *schedules, FINISH, ONE_UPDATE, OWN]
         for schedule in schedules:
             console.print(f"{schedule.name}, {latency:g} x the recorded search latency ...", highlight=False)
             rows.append(_measure(schedule, latency, cassette, steps))
@@ -204,6 +207,7 @@ def _key_figures(rows: Sequence[Measured]) -> dict[str, float]:
     figures = {
         "speedup_pipelined": _speedup(rows, PIPELINED),
         "speedup_async1_finish": _speedup(rows, FINISH),
+        "speedup_own_logprobs": _row(rows, ONE_UPDATE.name).step_s / _row(rows, OWN.name).step_s,
         "speedup_async1_vs_colocated": colocated.step_s / one.step_s,
     }
     for latency, suffix in LATENCIES.items():
