@@ -11,7 +11,7 @@ import io
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +114,10 @@ class Episodes(Playback):
         await asyncio.sleep(0)
         self._kill_switch("episode")
         return self._recording[question.uid, version]
+
+    def undivided(self) -> AbstractAsyncContextManager[None]:
+        """Return a context without effect: no engine is ever set aside."""
+        return nullcontext()
 
     async def answer(self, question: Question, *_: Any) -> Trajectory:
         self._kill_switch("evaluating")
