@@ -65,7 +65,7 @@ class SyncReport:
     sent_bytes: int
     """Bytes of one copy of the weights."""
     copy_gb_s: float
-    """Memory copy rate of the sender's host, in 10^9 bytes per second."""
+    """Copy rate of the memory in which the sender packs, in 10^9 bytes per second."""
     transfer_s: float
     switch_s: float = 0.0
 

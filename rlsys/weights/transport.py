@@ -882,8 +882,7 @@ class IpcSender(Sender):
             handles = tuple(_shared_once(bucket.flat) for _ in self._spec.members[1:])
         except RuntimeError as problem:
             raise RunError(
-                f"{self._spec.name} cannot share the memory of its GPU ({problem}): unset PYTORCH_CUDA_ALLOC_CONF, or "
-                "use cluster.sync_mode=tensor."
+                f"{self._spec.name} cannot share the memory of its GPU ({problem}): unset PYTORCH_CUDA_ALLOC_CONF."
             ) from problem
         return self._handle(bucket, DeviceMemoryLocation(host_identity(), os.getpid(), handles))
 
