@@ -61,9 +61,14 @@ def make(folder: Path, parts: Sequence[str], has: str, piece_mib: int) -> None:
     pins = needed(roots, there)
     if not pins:
         raise UserError("--has names all packages of the parts: there is nothing to pack.", code="empty", key="--has")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="rlsys-bundle-", dir=folder.parent) as scratch:
-        files = Path(scratch)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = TemporaryDirectory(prefix="rlsys-bundle-", dir=folder.parent)
+    except OSError as problem:
+        sentence = f"--bundle {folder} cannot be written ({problem.strerror}): name another folder."
+        raise UserError(sentence, code="denied", key="--bundle") from problem
+    with scratch as name:
+        files = Path(name)
         found = download(pins, files, python)
         if any(file.suffix != ".whl" for file in found.values()):
             builders = needed({*BUILD, *_lines("gpu-build.txt")}, there)
@@ -77,7 +82,9 @@ def make(folder: Path, parts: Sequence[str], has: str, piece_mib: int) -> None:
             "python": python,
             "has": there,
             "pip": _record(pip),
-            "files": [{**_record(file), "package": name, "version": pins[name]} for name, file in found.items()],
+            "files": [
+                {**_record(file), "package": package, "version": pins[package]} for package, file in found.items()
+            ],
             "pieces": [_record(piece) for piece in pieces],
         }
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")

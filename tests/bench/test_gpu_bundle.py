@@ -193,6 +193,8 @@ def test_a_bundle_is_refused_with_a_code(index: str, tmp_path: Path, monkeypatch
     (tmp_path / "file").touch()
     with refused("exists", "--bundle"):
         bundle.make(tmp_path, ["hash"], "", 1)
+    with refused("denied", "--bundle"):
+        bundle.make(tmp_path / "file" / "new", ["hash"], "", 1)
     with refused("out_of_range", "--piece-mib"):
         bundle.make(tmp_path / "new", ["hash"], "", 0)
     with refused("unknown", "--has"):
