@@ -103,7 +103,7 @@ def needed(roots: Iterable[str], has: Collection[str]) -> dict[str, str]:
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
-    check, profile = _check_pins(), _profile()
+    check, profile = check_pins(), _profile()
     versions = check.pins(profile)
     requires: Mapping[str, list[str]] = json.loads(check.RECORD.read_text())[profile.name]
     extras: dict[str, set[str]] = {name: {""} for name in roots if name not in has}
@@ -151,7 +151,7 @@ def _pip_download(wheels: Sequence[str], folder: Path, python: str) -> str | Non
         "--only-binary=:all:",
     ]
     command += ["--implementation=cp", f"--python-version={python}", f"--dest={folder}"]
-    command += [f"--platform={platform}" for platform in _check_pins().PLATFORMS]
+    command += [f"--platform={platform}" for platform in check_pins().PLATFORMS]
     done = subprocess.run([*command, *wheels], stderr=subprocess.PIPE, text=True, check=False)
     if not done.returncode:
         return None
@@ -167,7 +167,7 @@ def _fetch_source(name: str, version: str, folder: Path, python: str) -> Path:
     """Download a source distribution from the index. pip would run its build script, which needs CUDA."""
     from packaging.version import Version
 
-    check = _check_pins()
+    check = check_pins()
     page = urljoin(os.environ.get("PIP_INDEX_URL", check.INDEX).rstrip("/") + "/", f"{name}/")
     try:
         with urlopen(Request(page, headers={"Accept": _JSON}), timeout=_ANSWER_S) as answer:
@@ -211,14 +211,14 @@ def _pinned(names: Iterable[str]) -> list[str]:
     from packaging.utils import canonicalize_name
 
     wanted = sorted(str(canonicalize_name(name)) for name in names if name)
-    unknown = [name for name in wanted if name not in _check_pins().pins(_profile())]
+    unknown = [name for name in wanted if name not in check_pins().pins(_profile())]
     if unknown:
         raise UserError(f"--has: {unknown[0]} is not in requirements/gpu.txt.", code="unknown", key="--has")
     return wanted
 
 
 def _profile() -> Any:
-    return next(pinned for pinned in _check_pins().SETS if pinned.name == "gpu")
+    return next(pinned for pinned in check_pins().SETS if pinned.name == "gpu")
 
 
 def _lines(file: str) -> list[str]:
@@ -227,7 +227,7 @@ def _lines(file: str) -> list[str]:
 
 
 @cache
-def _check_pins() -> ModuleType:
+def check_pins() -> ModuleType:
     """Load docker/check_pins.py, which is a script and not in a package."""
     spec = importlib.util.spec_from_file_location("check_pins", PROJECT / "docker" / "check_pins.py")
     assert spec is not None

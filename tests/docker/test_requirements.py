@@ -1,28 +1,21 @@
 """Tests that the pins fit together and that scripts/setup_gpu.sh installs them in the right order."""
 
-import importlib.util
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from packaging.version import Version
 
+from bench.gpu.bundle import check_pins
 from tests.support.paths import PROJECT
 
 
 @pytest.fixture(scope="module")
 def check() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_pins", PROJECT / "docker" / "check_pins.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["check_pins"] = module  # The decorator of dataclasses looks up the module here.
-    spec.loader.exec_module(module)
-    return module
+    return check_pins()
 
 
 def test_all_pins_fit_together(check: ModuleType) -> None:
