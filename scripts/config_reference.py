@@ -24,11 +24,12 @@ from functools import reduce
 from itertools import chain, groupby, pairwise
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import rlsys
 from rlsys.config.bounds import limits_of
-from rlsys.config.schema import REQUIRED, RunConfig, choices, schema_groups, variants
+from rlsys.config.custom import REQUIRED
+from rlsys.config.schema import RunConfig, choices, schema_groups, variants
 
 Read = tuple[str, str]
 """(class of the schema, field)"""
@@ -123,7 +124,7 @@ def _section(path: str, groups: Sequence[Any], readers: Mapping[Read, Sequence[s
             said = f"{about.get(item.name) or kind_meaning(hint)} {rule}".strip()
             type_, default = _type(hint), getattr(settings, item.name)
             if item.name == "kind" and len(groups) > 1:
-                default = reduce(getattr, path.split("."), RunConfig()).kind
+                default = reduce(getattr, path.split("."), cast("Any", RunConfig())).kind
                 type_ = ", ".join(f"`{group.kind}`" for group in groups)
                 said = " ".join(f"`{group.kind}`: {_one_line(type(group).__doc__)}" for group in groups)
             elif len(groups) > 1:

@@ -14,11 +14,10 @@ from __future__ import annotations
 import builtins
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -32,8 +31,20 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from rlsys.config.custom import REQUIRED
 from rlsys.config.rlinf import is_rlinf, shown, translate
-from rlsys.config.schema import REQUIRED, LrDecay, RunConfig, choices, free_maps, schema_keys, variants
+from rlsys.config.schema import (
+    LrDecay,
+    RunConfig,
+    choices,
+    free_maps,
+    is_union,
+    kinds_in_words,
+    schema_keys,
+    unions,
+    variant,
+    variants,
+)
 from rlsys.errors import Code, UserError
 
 PROJECT_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -117,7 +128,7 @@ def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | Non
             code="malformed",
             key=str(file),
         )
-    config = typed(_of_chosen_kinds(plain, RunConfig(), refuse=partial(_refuse_other_kind, levels)), RunConfig)
+    config = typed(_of_chosen_kinds(plain, RunConfig(), levels), RunConfig)
     assert isinstance(config, RunConfig)
     missing = sorted(key for key, value in _flat(as_dict(config)) if value == REQUIRED)
     if missing:
@@ -203,9 +214,11 @@ def _content(part: str, folder: Path) -> Any:
 
 
 def _opened(override: str, folder: Path = PROJECT_CONFIGS) -> str:
-    """Return `override` in the form that makes Hydra accept an unknown key; `typed` reports such keys later. In a map
-    whose keys the user chooses, a dot is part of the key."""
+    """Return `override` in the form that makes Hydra accept an unknown key; `typed` reports such keys later. The
+    value of a union of groups is its kind. In a map whose keys the user chooses, a dot is part of the key."""
     key, _, value = override.lstrip("+").partition("=")
+    if key in unions() and not value.startswith("{"):
+        return f"++{key}.kind={value}"
     if ((PROJECT_CONFIGS / key).is_dir() or (folder / key).is_dir()) and not value.startswith("{"):
         return override
     for name in free_maps():
@@ -213,18 +226,6 @@ def _opened(override: str, folder: Path = PROJECT_CONFIGS) -> str:
         if inner != key and "." in inner:
             return f"++{name}={{{inner}: {value}}}"
     return f"++{key}={value}"
-
-
-def _refuse_other_kind(levels: Mapping[str, int], group: str, name: str, value: Any, own: str, chosen: str) -> None:
-    """Raise UserError for a key of the kind `own`, which is not the chosen kind. No-op if the kind was chosen at a
-    higher level than the key; the caller then drops the key."""
-    if levels[f"{group}.{name}"] >= levels[f"{group}.kind"]:
-        raise UserError(
-            f"{group}.{name}={shown(value)} belongs to {group}.kind={own}, and the kind is {chosen}: leave it out, or set "
-            f"{group}.kind={own}.",
-            code="conflict",
-            key=f"{group}.{name}",
-        )
 
 
 def as_dict(config: Any) -> dict[str, Any]:
@@ -254,26 +255,52 @@ def _renamed(
 
 
 def _of_chosen_kinds(
-    tree: Mapping[str, Any], defaults: Any, refuse: Callable[..., None] = lambda *_: None, path: str = ""
+    tree: Mapping[str, Any], defaults: Any, levels: Mapping[str, int] | None = None, path: str = ""
 ) -> dict[str, Any]:
-    """Return `tree` completed from `defaults`, without keys of kinds that are not chosen. Calls `refuse`, which may
-    raise, for each key that is left out."""
+    """Return `tree` completed from `defaults`, without keys of kinds that are not chosen.
+
+    Raises UserError for such a key if it was set at the level of the kind or above it, by `levels`.
+    """
     kept = as_dict(defaults) | dict(tree)
     for name, hint in get_type_hints(type(defaults)).items():
         kinds, part, key = variants(hint), kept[name], f"{path}.{name}".lstrip(".")
         if not kinds or not isinstance(part, Mapping):
             continue
         default = getattr(defaults, name)
-        kind = "" if "" in kinds else part.get("kind", default.kind)
-        if kind not in list(kinds):
+        kind = part.get("kind", default.kind) if is_union(hint) else ""
+        chosen = variant(hint, kind)
+        if chosen is None:
             continue
-        group = default if isinstance(default, kinds[kind]) else kinds[kind]()
-        owners = {item.name: owner for owner, variant in kinds.items() for item in fields(variant)}
-        others = [other for other in part if other in owners and not hasattr(group, other)]
-        for other in others:
-            refuse(key, other, part[other], owners[other], kind)
-        kept[name] = _of_chosen_kinds({k: v for k, v in part.items() if k not in others}, group, refuse, key)
+        group = default if isinstance(default, chosen) else chosen()
+        owners = {item.name: owner for owner, each in kinds.items() for item in fields(each)}
+        own = {item.name for item in fields(chosen)}
+        others = {other: owners[other] for other in part if other in owners and other not in own}
+        for other, owner in others.items():
+            _refuse_other_kind(levels, key, other, part[other], owner, kind)
+        # A component from outside may use the name of a built-in kind's key, whose default is not its own.
+        stale = {other for other in part if kind not in kinds and _is_below(levels, key, other)}
+        left_out = {*others, *stale}
+        kept[name] = _of_chosen_kinds({k: v for k, v in part.items() if k not in left_out}, group, levels, key)
     return kept
+
+
+def _is_below(levels: Mapping[str, int] | None, group: str, name: str) -> bool:
+    """True if a key was set below the level at which the kind of its group was set."""
+    return levels is not None and levels.get(f"{group}.{name}", 0) < levels[f"{group}.kind"]
+
+
+def _refuse_other_kind(
+    levels: Mapping[str, int] | None, group: str, name: str, value: Any, own: str, chosen: str
+) -> None:
+    """Raise UserError for a key of the kind `own`, which is not the chosen kind. No-op if the kind was chosen at a
+    higher level than the key; the caller then drops the key."""
+    if levels is not None and not _is_below(levels, group, name):
+        raise UserError(
+            f"{group}.{name}={shown(value)} belongs to {group}.kind={own}, and the kind is {chosen}: leave it out, or set "
+            f"{group}.kind={own}.",
+            code="conflict",
+            key=f"{group}.{name}",
+        )
 
 
 def typed(tree: Any, hint: Any, key: str = "") -> Any:
@@ -282,8 +309,8 @@ def typed(tree: Any, hint: Any, key: str = "") -> Any:
     Plain values convert where the meaning is clear: "5" to 5 for a number, 5 to "5" for a string. Raises UserError for
     any other value of a wrong type and for an unknown key.
     """
-    if kinds := variants(hint):
-        return _typed_group(tree, kinds, key)
+    if variants(hint):
+        return _typed_group(tree, hint, key)
     arguments = get_args(hint)
     if type(None) in arguments:
         return None if tree is None else typed(tree, arguments[0], key)
@@ -302,21 +329,23 @@ def typed(tree: Any, hint: Any, key: str = "") -> Any:
     raise _is_not(key, tree, _WORDS[get_origin(hint) or hint])
 
 
-def _typed_group(tree: Any, kinds: Mapping[str, type], key: str) -> Any:
+def _typed_group(tree: Any, hint: Any, key: str) -> Any:
     if not isinstance(tree, Mapping):
-        raise _is_not(key, tree, "a group of keys")
-    kind = "" if "" in kinds else tree.get("kind")
-    if kind not in list(kinds):
-        raise _is_not(f"{key}.kind", kind, " or ".join(kinds), "unknown")
-    hints, values = get_type_hints(kinds[kind]), {}
+        raise _is_not(key, tree, "a group of keys, such as {kind: ...}" if is_union(hint) else "a group of keys")
+    kind = tree.get("kind") if is_union(hint) else ""
+    group = variant(hint, kind)
+    if group is None:
+        raise _is_not(f"{key}.kind", kind, kinds_in_words(hint), "unknown")
+    hints, values = get_type_hints(group), {}
     for name, value in tree.items():
         inner = f"{key}.{name}".lstrip(".")
         if name not in hints:
-            close = difflib.get_close_matches(inner, schema_keys(), n=1, cutoff=0.5)
+            known = [*schema_keys(), *(f"{key}.{own}" for own in hints)]
+            close = difflib.get_close_matches(inner, known, n=1, cutoff=0.5)
             way_out = f"did you mean {close[0]}?" if close else "see docs/configuration.md for all keys."
             raise UserError(f"{inner} is not a key of the configuration: {way_out}", code="unknown", key=inner)
-        values[name] = typed(value, hints[name], inner)
-    return kinds[kind](**values)
+        values[name] = value if value == REQUIRED else typed(value, hints[name], inner)
+    return group(**values)
 
 
 def _truth(value: Any) -> bool:

@@ -29,9 +29,7 @@ from rlsys.config.bounds import (
     Tokens,
     Whole,
 )
-
-REQUIRED = "???"
-"""Value of a key without a default; a run that leaves such a key unset stops with an error."""
+from rlsys.config.custom import REQUIRED, Custom, custom_variant
 
 Device = StrEnum("Device", ["cpu", "gpu"])
 """Hardware of the worker groups. `cpu`: For tests and the tiny example."""
@@ -612,11 +610,37 @@ class RunConfig:
 
 
 def variants(hint: Any) -> dict[str, type]:
-    """Return the classes of a union of groups by `kind`. A plain group has the kind ""; other types have no classes."""
-    classes = get_args(hint) or (hint,)
+    """Return the built-in classes of a union of groups by `kind`. A plain group has the kind ""; other types have no
+    classes."""
+    classes = [each for each in get_args(hint) or (hint,) if not _is_custom(each)]
     if not all(map(is_dataclass, classes)):
         return {}
-    return {each.kind: each for each in classes} if len(classes) > 1 else {"": hint}
+    if not is_union(hint):
+        return {"": hint}
+    return {kind: each for each in classes for kind in get_args(get_type_hints(each)["kind"])}
+
+
+def is_union(hint: Any) -> bool:
+    """True for a union of groups, which a kind tells apart."""
+    return len(get_args(hint)) > 1 and all(map(is_dataclass, get_args(hint)))
+
+
+def variant(hint: Any, kind: Any) -> type | None:
+    """Return the class of a group with this `kind`, built-in or named as package.module.attribute; None if unknown."""
+    own = next(filter(_is_custom, get_args(hint)), None)
+    if own is not None and isinstance(kind, str) and "." in kind:
+        return custom_variant(own, kind)
+    return variants(hint).get(kind)
+
+
+def kinds_in_words(hint: Any) -> str:
+    """Return the kinds that a union of groups has."""
+    own = ["package.module.attribute"] * any(map(_is_custom, get_args(hint)))
+    return " or ".join([*variants(hint), *own])
+
+
+def _is_custom(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Custom)
 
 
 def choices(hint: Any) -> dict[str, Any]:
@@ -632,8 +656,8 @@ def schema_groups(settings: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     yield path, settings
     for name, hint in get_type_hints(type(settings)).items():
         group = getattr(settings, name)
-        for variant in variants(hint).values():
-            yield from schema_groups(group if type(group) is variant else variant(), f"{path}.{name}".lstrip("."))
+        for each in dict.fromkeys(variants(hint).values()):
+            yield from schema_groups(group if type(group) is each else each(), f"{path}.{name}".lstrip("."))
 
 
 @cache
@@ -651,6 +675,16 @@ def leaf_types() -> dict[str, Any]:
 def schema_keys() -> list[str]:
     """Return the dotted path of every leaf key."""
     return list(leaf_types())
+
+
+def unions() -> list[str]:
+    """Return the dotted path of every union of groups."""
+    return [
+        f"{path}.{name}".lstrip(".")
+        for path, group in schema_groups(RunConfig())
+        for name, hint in get_type_hints(type(group)).items()
+        if is_union(hint)
+    ]
 
 
 def free_maps() -> list[str]:

@@ -143,6 +143,8 @@ def composed(tmp_path: Path) -> Composed:
         ({"kind": "sequential"}, ASYNC, ("trainer.schedule.kind=async",), FOUR),
         (ASYNC, {}, ("trainer.schedule.max_staleness='2'",), AsyncSchedule("async", 2, FOUR.on_update)),
         ({"max_staleness": 2}, {"kind": "async"}, (), AsyncSchedule("async", 2)),
+        (ASYNC, {}, ("trainer.schedule=pipelined",), PipelinedSchedule()),
+        (ASYNC, {}, ("trainer.schedule=async", "trainer.schedule.max_staleness=4"), FOUR),
     ],
 )
 def test_schedule_kind_keeps_its_own_keys_and_drops_inherited_ones(
@@ -162,7 +164,7 @@ STALENESS, KIND = "trainer.schedule.max_staleness", "trainer.schedule.kind"
         ({"kind": "pipelined", "max_staleness": 4}, {}, (), "conflict", STALENESS),
         ({"max_staleness": 4}, {"kind": "pipelined"}, (), "conflict", STALENESS),
         ({}, {}, (f"{KIND}=asnyc",), "unknown", KIND),
-        ({}, {}, ("trainer.schedule=async",), "wrong_type", "trainer.schedule"),
+        ({}, {}, ("trainer.schedule=asnyc",), "unknown", KIND),
     ],
 )
 def test_keys_of_another_schedule_kind_are_refused(

@@ -1,0 +1,117 @@
+"""Imports components from outside of the package, named as `package.module.attribute`, and reads their parameters.
+
+A component is a function or a class. Its keyword-only parameters are its settings: they have types, may have bounds and
+defaults, and are checked like every key of the configuration.
+
+    # my_losses.py, in a folder of PYTHONPATH
+    def soft(logprobs, inputs, *, temperature: Annotated[float, Gt(0)] = 1.0): ...
+
+    algorithm.policy_loss.kind=my_losses.soft algorithm.policy_loss.temperature=0.5
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, get_type_hints
+
+from rlsys.errors import Code, UserError
+
+T = TypeVar("T", bound=Callable[..., Any])
+_FACTS = "__rlsys_needs__"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A setting of a component."""
+
+    name: str
+    hint: Any
+    """Type, with its metadata."""
+    default: Any
+    """`inspect.Parameter.empty` for a setting that must be given."""
+
+
+def needs(*facts: str) -> Callable[[T], T]:
+    """Declare what a component needs, such as `@needs("critic")`; docs/extending.md lists the facts of each kind."""
+
+    def declare(component: T) -> T:
+        setattr(component, _FACTS, frozenset(facts))
+        return component
+
+    return declare
+
+
+def needs_of(component: Any) -> frozenset[str]:
+    """Return the facts that `needs` declared; empty for a component without a declaration."""
+    return getattr(component, _FACTS, frozenset())
+
+
+def import_component(path: str, key: str) -> Any:
+    """Import and return the attribute `path`, which the config key `key` names. Raises UserError with the reason."""
+    module_name, _, attribute = path.rpartition(".")
+    if not module_name:
+        raise _problem(key, f"{path!r} is not a dotted name: write it like package.module.attribute.", "malformed")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise _problem(
+            key,
+            f"{module_name} cannot be imported ({one_line(error)}): fix the error, or add its folder to PYTHONPATH.",
+            "user_code",
+        ) from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        sentence = f"{module_name} has no attribute {attribute}: define it, or correct the name."
+        raise _problem(key, sentence, "unknown") from None
+
+
+def check_callable(component: Any, path: str, key: str, arguments: Sequence[str]) -> None:
+    """Raise UserError unless `component` can be called with one positional value for each of `arguments`."""
+    form = f"{path.rpartition('.')[2]}({', '.join(arguments)})"
+    if not callable(component):
+        raise _problem(key, f"{path} cannot be called: define it as {form}.", "user_code")
+    try:
+        signature = inspect.signature(component)
+    except ValueError:
+        return  # A function written in C has no signature.
+    required = [one.name for one in signature.parameters.values() if _is_setting(one) and one.default is one.empty]
+    try:
+        signature.bind(*arguments, **dict.fromkeys(required))
+    except TypeError as error:
+        raise _problem(key, f"{path} does not take {form} ({error}): change its arguments.", "user_code") from error
+
+
+def parameters_of(component: Any, path: str, key: str) -> Iterator[Parameter]:
+    """Yield the settings of a component: its keyword-only parameters. Raises UserError for one without a type."""
+    try:
+        signature = inspect.signature(component)
+        target = component.__init__ if inspect.isclass(component) else component
+        hints = get_type_hints(target, include_extras=True)
+    except ValueError:
+        return  # A function written in C has no signature.
+    except Exception as error:  # Annotations are evaluated, and may name anything.
+        raise _problem(
+            key, f"the types of {path} cannot be read ({one_line(error)}): correct its annotations.", "user_code"
+        ) from error
+    for one in filter(_is_setting, signature.parameters.values()):
+        if one.name not in hints:
+            sentence = f"the parameter {one.name} of {path} has no type: annotate it, such as `{one.name}: float`."
+            raise _problem(key, sentence, "user_code")
+        yield Parameter(one.name, hints[one.name], one.default)
+
+
+def one_line(error: BaseException) -> str:
+    """Return type and message of `error` on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+
+
+def _is_setting(parameter: inspect.Parameter) -> bool:
+    return parameter.kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def _problem(key: str, sentence: str, code: Code) -> UserError:
+    return UserError(f"{key}: {sentence}", code=code, key=key)
