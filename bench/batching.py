@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rlsys.algorithms.losses import policy_loss
-from rlsys.config.algorithm import AlgorithmConfig
+from rlsys.config.algorithm import AlgorithmConfig, PpoLoss
 from rlsys.config.schema import Device, Dtype, Layers, ModelConfig, OptimizerConfig, ParallelConfig
 from rlsys.data.trajectory import Finish, Sample, Trajectory
 from rlsys.trainer.actor import Actor, Objective
@@ -184,7 +184,7 @@ def start_actor() -> Actor:
         ModelConfig(POLICY, Layers.local, Dtype.float32),
         ParallelConfig(),
         OptimizerConfig(lr=0.0),
-        Objective(policy_loss(AlgorithmConfig(clip_low=0.2, clip_high=0.28, kl_coef=0.001)), temperature=1.0),
+        Objective(policy_loss(AlgorithmConfig(policy_loss=PpoLoss(clip_high=0.28), kl_coef=0.001)), temperature=1.0),
         total_steps=1,
         seed=0,
     )

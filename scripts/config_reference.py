@@ -17,7 +17,7 @@ import re
 import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import StrEnum
 from functools import reduce
@@ -28,8 +28,8 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 
 import rlsys
 from rlsys.config.bounds import limits_of
-from rlsys.config.custom import REQUIRED
-from rlsys.config.schema import RunConfig, choices, schema_groups, variants
+from rlsys.config.custom import REQUIRED, Custom
+from rlsys.config.schema import RunConfig, choices, own_variant, schema_groups, variants
 
 Read = tuple[str, str]
 """(class of the schema, field)"""
@@ -43,6 +43,8 @@ _CONFIG = PACKAGE / "config"
 _CHECKS = {_CONFIG, PACKAGE / "cluster" / "planning", PACKAGE / "orchestrator" / "validate.py"}
 FILE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 COMMAND = "python scripts/config_reference.py"
+_RETURNS = "()"
+"""Name under which the types that functions of `_DERIVED` return stand beside the classes."""
 _DERIVED = "config/derived.py"
 """File of functions that compute facts from keys for other files."""
 _CHOOSER = "config/compose.py"
@@ -125,12 +127,20 @@ def _section(path: str, groups: Sequence[Any], readers: Mapping[Read, Sequence[s
             type_, default = _type(hint), getattr(settings, item.name)
             if item.name == "kind" and len(groups) > 1:
                 default = reduce(getattr, path.split("."), cast("Any", RunConfig())).kind
-                type_ = ", ".join(f"`{group.kind}`" for group in groups)
-                said = " ".join(f"`{group.kind}`: {_one_line(type(group).__doc__)}" for group in groups)
+                type_ = ", ".join(f"`{kind}`" for group in groups for kind in _kinds(group))
+                said = " ".join(f"`{'`, `'.join(_kinds(group))}`: {_one_line(type(group).__doc__)}" for group in groups)
+                if own := own_variant(path):
+                    type_, said = (
+                        f"{type_}, `package.module.name`",
+                        f"{said} `package.module.name`: {_one_line(own.__doc__)}",
+                    )
             elif len(groups) > 1:
-                said = f"Only with `{path}.kind={settings.kind}`. {said}"
+                said = f"{_only_with(path, item.name, groups)} {said}"
             files = _files(by or (_CHOOSER,) * (get_origin(hint) is Literal))
-            rows[key] = f"| `{key}` | {type_} | {_default(default)} | {limits.unit} | {_cell(said)} | {files} |"
+            values = _default(default)
+            if item.name != "kind" and len(groups) > 1:
+                values = _defaults_by_kind(item.name, groups)
+            rows[key] = f"| `{key}` | {type_} | {values} | {limits.unit} | {_cell(said)} | {files} |"
     intro = inspect.cleandoc(groups[0].__doc__ or "")
     if len(groups) > 1:
         *above, name = path.split(".")
@@ -144,6 +154,26 @@ def _section(path: str, groups: Sequence[Any], readers: Mapping[Read, Sequence[s
             *rows.values(),
         ]
     return "\n".join(lines) + "\n"
+
+
+def _kinds(group: Any) -> tuple[str, ...]:
+    return get_args(get_type_hints(type(group))["kind"])
+
+
+def _defaults_by_kind(name: str, groups: Sequence[Any]) -> str:
+    """Return the default of a key, with the kind if kinds have different defaults."""
+    of_kind = {_kinds(group)[0]: _default(getattr(group, name)) for group in groups if hasattr(group, name)}
+    if len({*of_kind.values()}) == 1:
+        return next(iter(of_kind.values()))
+    return ", ".join(f"{default} (`{kind}`)" for kind, default in of_kind.items())
+
+
+def _only_with(path: str, name: str, groups: Sequence[Any]) -> str:
+    """Return the sentence that names the kinds of a group that have the key; empty if all have it."""
+    kinds = [kind for group in groups if hasattr(group, name) for kind in _kinds(group)]
+    if len(kinds) == sum(len(_kinds(group)) for group in groups):
+        return ""
+    return f"Only with `{path}.kind={'` or `'.join(kinds)}`."
 
 
 def _files(files: Sequence[str]) -> str:
@@ -164,6 +194,8 @@ def _type(hint: Any) -> str:
         return f"map of {' to '.join(_type(part) for part in get_args(hint))}"
     if choices(hint):
         return ", ".join(f"`{choice}`" for choice in choices(hint))
+    if issubclass(hint, Custom):
+        return "map of its parameters"
     return {str: "text", bool: "true or false", int: "integer", float: "number"}[hint]
 
 
@@ -182,16 +214,23 @@ def _cell(text: str) -> str:
 
 
 def schema_classes(root: type) -> dict[str, Types]:
-    """Return class name -> field -> name of the field's type, for `root` and all classes in it; union members joined by
-    |."""
+    """Return class name -> field -> name of the field's type, for `root` and all classes in it; members of a union, and
+    the values of a literal, joined by |."""
     hints = get_type_hints(root)
     parts = {name: [part.__name__ for part in variants(hint).values()] for name, hint in hints.items()}
     found = {
-        root.__name__: {name: "|".join(parts[name]) or getattr(hint, "__name__", "") for name, hint in hints.items()}
+        root.__name__: {
+            name: "|".join(parts[name] or _literals(hint)) or getattr(hint, "__name__", "")
+            for name, hint in hints.items()
+        }
     }
     for part in chain.from_iterable(variants(hint).values() for hint in hints.values()):
         found |= schema_classes(part)
     return found
+
+
+def _literals(hint: Any) -> tuple[str, ...]:
+    return get_args(hint) if get_origin(hint) is Literal else ()
 
 
 def running_code() -> dict[str, str]:
@@ -211,6 +250,8 @@ def fields_read(sources: Mapping[str, str], schema: Mapping[str, Types]) -> dict
     known = {name: dict(attributes) for name, attributes in schema.items()}
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
     classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name not in schema]
+    if _DERIVED in trees:
+        known[_RETURNS] = {function.name: _annotated(function.returns) for _, function in _functions(trees[_DERIVED])}
     for _ in range(3):  # An attribute's type may depend on another class.
         for defined in classes:
             known.setdefault(defined.name, {}).update(_attributes(defined, known))
@@ -219,11 +260,29 @@ def fields_read(sources: Mapping[str, str], schema: Mapping[str, Types]) -> dict
         for owner, name in _reads(tree, known):
             if name in schema.get(owner, {}):
                 found[owner, name][file] = None
+    for kind, name, file in _component_parameters(trees):
+        for owner in (each for each, types in schema.items() if kind in types.get("kind", "").split("|")):
+            found[owner, name][file] = None
     for read, callers in _read_through(trees, known).items():
         if read in found:
             found[read].update(dict.fromkeys(callers))
             del found[read][_DERIVED]
     return {read: tuple(files) for read, files in found.items()}
+
+
+def _component_parameters(trees: Mapping[str, ast.AST]) -> Iterator[tuple[str, str, str]]:
+    """Yield (kind, parameter, file) of the functions in tables from the kind of a component to its function."""
+    for file, tree in trees.items():
+        functions = {function.name: function for _, function in _functions(tree)}
+        tables = (
+            node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)
+        )
+        for table in tables:
+            assert isinstance(table.value, ast.Dict)
+            for kind, function in zip(table.value.keys, table.value.values, strict=True):
+                if isinstance(kind, ast.Constant) and isinstance(function, ast.Name) and function.id in functions:
+                    for argument in functions[function.id].args.kwonlyargs:
+                        yield str(kind.value), argument.arg, file
 
 
 def _read_through(trees: Mapping[str, ast.AST], known: Mapping[str, Types]) -> dict[Read, list[str]]:
@@ -304,7 +363,7 @@ def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, owner: str) ->
     types: Locals = {"self": {owner}}
     for node in ast.walk(function):
         if isinstance(node, ast.arg) and node.annotation is not None:
-            types[node.arg] = {_annotated(node.annotation)}
+            types[node.arg] = {*_annotated(node.annotation).split("|")}
     return types
 
 
@@ -314,7 +373,7 @@ def _bind(function: ast.AST, types: Locals, known: Mapping[str, Types]) -> None:
         if isinstance(node, ast.Assign):
             _bind_one(node.targets[0], node.value, types, known)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            types[node.target.id] = {_annotated(node.annotation)}
+            types[node.target.id] = {*_annotated(node.annotation).split("|")}
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
             _bind_one(node.optional_vars, node.context_expr, types, known)
         elif isinstance(node, ast.For | ast.comprehension) and isinstance(node.iter, ast.Tuple):
@@ -345,19 +404,21 @@ def _classes_of(node: ast.expr, types: Locals, known: Mapping[str, Types]) -> se
             return _classes_of(first, types, known)
         case ast.Call(func=ast.Name(id=name)) if name in known:
             return {name}
+        case ast.Call(func=ast.Name(id=name)):
+            return {*known.get(_RETURNS, {}).get(name, "").split("|")}
         case _:
             return set()
 
 
 def _annotated(annotation: ast.expr | None) -> str:
-    """Return the class named by an annotation; for `X | None`, X."""
+    """Return the classes named by an annotation, joined by |, without None."""
     match annotation:
         case ast.Name():
             return annotation.id
         case ast.Constant(value=str(name)):
             return name
         case ast.BinOp():
-            return _annotated(annotation.left)
+            return "|".join(filter(None, (_annotated(annotation.left), _annotated(annotation.right))))
         case _:
             return ""
 

@@ -21,7 +21,7 @@ ARROWS = {
     "files": {"errors"},
     "components": {"errors"},
     "config": {"components", "errors", "files"},
-    "algorithms": {"config", "errors"},
+    "algorithms": {"config", "components", "errors"},
     "data": {"algorithms", "config", "errors", "files"},
     "weights": {"config", "errors", "files"},
     "observe": {"data", "config", "errors", "files"},
@@ -31,7 +31,7 @@ ARROWS = {
     "cluster": {"rollout", "search", "observe", "weights", "data", "config", "errors", "files"},
     "orchestrator": {
         *("cluster", "trainer", "rollout", "search", "observe", "weights", "data", "algorithms", "config"),
-        *("errors", "files"),
+        *("components", "errors", "files"),
     },
     "train": {"orchestrator", "observe", "config", "errors"},
     "report": {"rollout", "search", "observe", "data", "algorithms", "config", "errors", "files"},

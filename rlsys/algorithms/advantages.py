@@ -1,8 +1,8 @@
 """Computes the advantages of trained tokens from rewards.
 
-`credit` chooses the unit of credit: the episode, a turn or a trained token. Every unit has a return. `baseline` is
-subtracted from the return, and `advantage_scale` divides the difference. The result is the advantage of all trained
-tokens of the unit.
+With the kind `returns`, `credit` chooses the unit of credit: the episode, a turn or a trained token. Every unit has a
+return. `baseline` is subtracted from the return, and `scale` divides the difference. The result is the advantage of all
+trained tokens of the unit.
 
     unit       return                                              peers (baseline: mean of their returns)
     episode:   all rewards, undiscounted                           episodes of the group, or of the mini-batch
@@ -15,8 +15,8 @@ A KL penalty in the reward is subtracted from the rewards first. Example: the fo
     scale none:    0.5   -0.5   -0.5   0.5     return - mean
     scale group:   0.87  -0.87  -0.87  0.87    the same, divided by the sample standard deviation, 0.577
 
-With a critic the unit is always the token: GAE assigns credit by gamma and lambda. The scale `group` divides by the
-standard deviation over a unit's peers in the group. `batch` divides by the standard deviation over all units of the
+With the kind `gae` the unit is always the token: a critic, gamma and lambda assign credit, and `whiten` is the only
+scale. The scale `group` divides by the standard deviation over a unit's peers in the group. `batch` divides by the standard deviation over all units of the
 mini-batch, after their baselines are subtracted. `whiten` subtracts the mean over all trained tokens of the mini-batch
 and divides by their standard deviation.
 
@@ -27,7 +27,10 @@ Known methods as credit, baseline, scale:
     RLOO (arXiv 2402.14740)          trajectory, leave_one_out, none
     REINFORCE++ (arXiv 2501.03262)   token, none, whiten; with a baseline: trajectory, group, whiten
     Lite PPO (arXiv 2508.08221)      trajectory, group, batch
-    PPO                              token, critic, whiten
+    PPO                              gae, whiten
+
+An estimator from outside of the package gets the episodes of a prompt group, or the groups of a mini-batch if it
+declares that it needs the mini-batch, and returns an array [seq] for each episode.
 
 Pure numpy in float64. Tokens with turn -1 are ignored, even if their inputs are NaN, and get advantage 0. The caller
 assigns turns: with `compat.observations_in_values`, observation tokens carry the index of the turn before them and
@@ -44,14 +47,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsys.config.algorithm import SIBLINGS, AdvantageBaseline, AdvantageScale, AlgorithmConfig, Credit
+from rlsys.components import needs_of
+from rlsys.config.algorithm import (
+    SIBLINGS,
+    AdvantageBaseline,
+    AdvantageScale,
+    Credit,
+    CustomAdvantage,
+    GaeAdvantage,
+    ReturnsAdvantage,
+)
+from rlsys.config.custom import OwnComponent, bound, described
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Estimator = ReturnsAdvantage | GaeAdvantage | CustomAdvantage
+"""Settings of an estimator."""
+CRITIC, MINI_BATCH = "critic", "mini_batch"
+"""Needs that an estimator from outside of the package may declare."""
 EPS = 1e-6
 """Added to a standard deviation before dividing by it."""
 ROUNDING = 1e-12
@@ -69,7 +87,18 @@ class RewardedEpisode:
     penalties: Floats | None
     """[seq] KL penalty subtracted from each token's reward, coefficient included; None for no penalty."""
     values: NDArray[np.floating] | None
-    """[seq] critic's value of the state before the token; required for `baseline=critic`."""
+    """[seq] critic's value of the state before the token; None without a critic."""
+
+    @property
+    def score(self) -> float:
+        """Sum of the episode's rewards, undiscounted, KL penalties subtracted."""
+        penalty = 0.0 if self.penalties is None else self.penalties[self.trained].sum()
+        return float(sum(self.turn_rewards) - penalty)
+
+    @property
+    def trained(self) -> NDArray[np.bool_]:
+        """[seq], True where a token is trained."""
+        return self.turn_of_token >= 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,101 +124,173 @@ class AdvantageEstimate:
     """Advantages of one episode."""
 
     advantages: Floats
-    """[seq], 0 where untrained; final unless the baseline or the scale needs the whole mini-batch."""
+    """[seq], 0 where untrained; final unless the estimator needs the whole mini-batch."""
     returns: Floats | None
     """[seq] targets of the critic: unscaled advantage + value, 0 where untrained; None without a critic."""
-    units: CreditUnits
+    units: CreditUnits | RewardedEpisode
+    """Input of `batch_advantages`: the episode itself for an estimator from outside of the package."""
 
 
-def group_estimates(episodes: Sequence[RewardedEpisode], config: AlgorithmConfig) -> list[AdvantageEstimate]:
+def group_estimates(episodes: Sequence[RewardedEpisode], estimator: Estimator) -> list[AdvantageEstimate]:
     """Return the advantages of one prompt group, before baselines and scales that need the whole mini-batch.
 
     With credit `trajectory`, an episode without trained tokens still counts in the group's baseline and scale: its
     score is a sample like the others. With a group baseline, the only episode of a group has an advantage of 0.
 
-    Raises ValueError for:
+    Raises UserError if an estimator from outside of the package fails, and ValueError for:
     - rewards that are not finite;
     - penalties or values that are misaligned, or not finite on a trained token;
     - turns that decrease or have no reward;
-    - missing values with `baseline=critic`;
+    - missing values with a critic;
     - credit `token` with a mean as baseline, because a token has no peers;
     - the scale `group` without a group baseline.
     """
-    _refuse_contradictions(config)
+    for episode in episodes:
+        _check(episode)
+    if isinstance(estimator, CustomAdvantage):
+        return _own_estimates(episodes, estimator)
+    if isinstance(estimator, ReturnsAdvantage):
+        _refuse_contradictions(estimator)
     if not episodes:
         return []
-    alone = [_units(episode, config) for episode in episodes]
+    alone = [_units(episode, estimator) for episode in episodes]
     values = np.concatenate([one.values for one in alone])
-    peers = np.concatenate([one.peers for one in alone])
-    divisors = spreads(values, peers) if config.advantage_scale is AdvantageScale.group else 1.0
-    if config.baseline in SIBLINGS:
-        values = centred(values, peers, leave_one_out=config.baseline is AdvantageBaseline.leave_one_out) / divisors
+    if isinstance(estimator, ReturnsAdvantage):
+        values = _compared(values, np.concatenate([one.peers for one in alone]), estimator)
     estimates = []
     for episode, one, own in zip(episodes, alone, _split(values, alone), strict=True):
-        returns = None
-        if config.baseline is AdvantageBaseline.critic:
-            returns = one.on_tokens(one.values + _values(episode))
+        critic = isinstance(estimator, GaeAdvantage)
+        returns = one.on_tokens(one.values + _values(episode)) if critic else None
         estimates.append(AdvantageEstimate(one.on_tokens(own), returns, replace(one, values=own)))
     return estimates
 
 
-def batch_advantages(groups: Sequence[Sequence[CreditUnits]], config: AlgorithmConfig) -> list[list[Floats]]:
+def batch_advantages(
+    groups: Sequence[Sequence[CreditUnits | RewardedEpisode]], estimator: Estimator
+) -> list[list[tuple[Floats, Floats | None]]]:
     """Return the final advantages [seq] of one mini-batch, for each group and episode.
 
-    Applies whichever of these the config chooses: the baseline `batch`, and the scale `batch` or `whiten`. `groups` holds each episode's
-    `AdvantageEstimate.units`. With a group baseline, the scale `batch` measures differences within groups, not between
-    easy and hard prompts, because returns are centred first. REINFORCE++ with baseline does the same; the code by the
-    authors of Lite PPO uses raw rewards.
+    A critic's returns [seq] stand beside them if they are known only now, else None. `groups` holds each episode's
+    `AdvantageEstimate.units`. Applies whichever of these the estimator chooses: the baseline `batch`, the scale `batch`
+    or `whiten`. With a group baseline, the scale `batch` measures differences within groups, not between easy and hard
+    prompts, because returns are centred first. REINFORCE++ with baseline does the same; the code by the authors of Lite
+    PPO uses raw rewards.
     """
-    flat = list(chain.from_iterable(groups))
+    if isinstance(estimator, CustomAdvantage):
+        return _own_batch(cast("Sequence[Sequence[RewardedEpisode]]", groups), estimator)
+    flat = list(chain.from_iterable(cast("Sequence[Sequence[CreditUnits]]", groups)))
     if not flat:
         return [[] for _ in groups]
     values = np.concatenate([one.values for one in flat])
-    if config.baseline is AdvantageBaseline.batch:
-        values = centred(values, np.concatenate([one.peers for one in flat]))
-    if config.advantage_scale is AdvantageScale.batch:
-        values = values / spread(values)
+    if isinstance(estimator, ReturnsAdvantage):
+        if estimator.baseline is AdvantageBaseline.batch:
+            values = centred(values, np.concatenate([one.peers for one in flat]))
+        if estimator.scale is AdvantageScale.batch:
+            values = values / spread(values)
     tokens = [one.on_tokens(own) for one, own in zip(flat, _split(values, flat), strict=True)]
-    if config.advantage_scale is AdvantageScale.whiten:
+    if estimator.whiten if isinstance(estimator, GaeAdvantage) else estimator.scale is AdvantageScale.whiten:
         tokens = _whitened(tokens, [one.of_token >= 0 for one in flat])
     found = iter(tokens)
-    return [[next(found) for _ in group] for group in groups]
+    return [[(next(found), None) for _ in group] for group in groups]
 
 
-def _refuse_contradictions(config: AlgorithmConfig) -> None:
-    if config.credit is Credit.token and config.baseline not in (AdvantageBaseline.none, AdvantageBaseline.critic):
-        raise ValueError(
-            f"algorithm.credit=token does not work with algorithm.baseline={config.baseline}, because a token has no "
-            "counterpart in other episodes: choose baseline none or critic, or credit turn or trajectory."
+def _own_estimates(episodes: Sequence[RewardedEpisode], settings: CustomAdvantage) -> list[AdvantageEstimate]:
+    own = bound(settings, {})
+    assert isinstance(own, OwnComponent)
+    if MINI_BATCH in needs_of(settings.component):
+        return [AdvantageEstimate(np.zeros(len(one.turn_of_token)), None, one) for one in episodes]
+    return [
+        AdvantageEstimate(*found, one)
+        for found, one in zip(_checked(own, own(episodes), episodes), episodes, strict=True)
+    ]
+
+
+def _own_batch(
+    groups: Sequence[Sequence[RewardedEpisode]], settings: CustomAdvantage
+) -> list[list[tuple[Floats, Floats | None]]]:
+    own = bound(settings, {})
+    assert isinstance(own, OwnComponent)
+    found = own(groups)
+    if not isinstance(found, Sequence) or len(found) != len(groups):
+        raise own.error(f"returned {described(found)} instead of a list for each of {len(groups)} groups")
+    return [_checked(own, one, group) for one, group in zip(found, groups, strict=True)]
+
+
+def _checked(
+    own: OwnComponent, found: object, episodes: Sequence[RewardedEpisode]
+) -> list[tuple[Floats, Floats | None]]:
+    """Return the advantages of a group, and the returns of a critic, with 0 where a token is not trained.
+
+    Raises UserError if the estimator's result does not fit the episodes.
+    """
+    critic = CRITIC in needs_of(own.settings.component)
+    if not isinstance(found, Sequence) or len(found) != len(episodes):
+        raise own.error(
+            f"returned {described(found)} instead of a list with one entry for each of {len(episodes)} episodes"
         )
-    if config.advantage_scale is AdvantageScale.group and config.baseline not in SIBLINGS:
+    both = []
+    for entry, episode in zip(found, episodes, strict=True):
+        if critic and not (isinstance(entry, tuple) and len(entry) == 2):
+            raise own.error(f"returned {described(entry)} for an episode instead of (advantages, returns)")
+        arrays = [_on_trained(own, array, episode) for array in (entry if critic else (entry,))]
+        both.append((arrays[0], arrays[1] if critic else None))
+    return both
+
+
+def _on_trained(own: OwnComponent, array: object, episode: RewardedEpisode) -> Floats:
+    trained = episode.trained
+    if getattr(array, "shape", None) != trained.shape:
+        raise own.error(
+            f"returned {described(array)} for an episode instead of an array of shape {list(trained.shape)}"
+        )
+    values = np.where(trained, np.asarray(array, dtype=np.float64), 0.0)
+    if not np.isfinite(values).all():
+        raise own.error("returned a value that is not finite at a trained token")
+    return values
+
+
+def _compared(values: Floats, peers: Ints, estimator: ReturnsAdvantage) -> Floats:
+    """Apply the baseline and the scale that need only the prompt group to `values` [units]."""
+    divisors = spreads(values, peers) if estimator.scale is AdvantageScale.group else 1.0
+    if estimator.baseline not in SIBLINGS:
+        return values
+    leave_one_out = estimator.baseline is AdvantageBaseline.leave_one_out
+    return centred(values, peers, leave_one_out=leave_one_out) / divisors
+
+
+def _refuse_contradictions(estimator: ReturnsAdvantage) -> None:
+    if estimator.credit is Credit.token and estimator.baseline is not AdvantageBaseline.none:
         raise ValueError(
-            f"algorithm.advantage_scale=group needs a baseline of the group, not algorithm.baseline={config.baseline}: "
+            f"algorithm.advantage.credit=token does not work with baseline={estimator.baseline}, because a token has no "
+            "counterpart in other episodes: choose baseline none, or credit turn or trajectory."
+        )
+    if estimator.scale is AdvantageScale.group and estimator.baseline not in SIBLINGS:
+        raise ValueError(
+            f"algorithm.advantage.scale=group needs a baseline of the group, not baseline={estimator.baseline}: "
             "choose scale batch, whiten or none, or baseline group or leave_one_out."
         )
 
 
-def _units(episode: RewardedEpisode, config: AlgorithmConfig) -> CreditUnits:
+def _units(episode: RewardedEpisode, estimator: ReturnsAdvantage | GaeAdvantage) -> CreditUnits:
     """Return the units of one episode. Their values are returns, or generalised advantages with a critic."""
-    _check(episode)
-    trained = episode.turn_of_token >= 0
+    trained = episode.trained
     turns = episode.turn_of_token[trained].astype(np.int64)
     penalties = np.zeros(len(turns)) if episode.penalties is None else episode.penalties[trained]
     rewards = placed(episode.turn_rewards, turns) - penalties
     of_trained, peers = np.arange(len(turns)), np.zeros_like(turns)
-    if config.baseline is AdvantageBaseline.critic:
-        values = generalised_advantages(rewards, _values(episode), config.gamma, config.gae_lambda)
-    elif config.credit is Credit.trajectory:
+    if isinstance(estimator, GaeAdvantage):
+        values = generalised_advantages(rewards, _values(episode), estimator.gamma, estimator.gae_lambda)
+    elif estimator.credit is Credit.trajectory:
         # Sum the turn rewards: `rewards` is empty for an episode without trained tokens, whose score counts too.
-        values = np.array([float(sum(episode.turn_rewards) - penalties.sum())])
+        values = np.array([episode.score])
         of_trained, peers = np.zeros_like(turns), np.zeros(1, dtype=np.int64)
-    elif config.credit is Credit.turn:
+    elif estimator.credit is Credit.turn:
         peers, of_trained = np.unique(turns, return_inverse=True)
         of_turns = np.zeros(len(peers))
         np.add.at(of_turns, of_trained, rewards)
-        values = to_go(of_turns, config.gamma)
+        values = to_go(of_turns, estimator.gamma)
     else:
-        values = to_go(rewards, config.gamma)
+        values = to_go(rewards, estimator.gamma)
     of_token = np.full(len(trained), -1, dtype=np.int64)
     of_token[trained] = of_trained
     return CreditUnits(values, peers, of_token)
@@ -220,7 +321,9 @@ def _check(episode: RewardedEpisode) -> None:
 def _values(episode: RewardedEpisode) -> Floats:
     """Return the critic's values [trained]. Raises ValueError if the episode has none."""
     if episode.values is None:
-        raise ValueError("algorithm.baseline=critic needs values, but an episode has none: score it with the critic.")
+        raise ValueError(
+            "algorithm.advantage.kind=gae needs values, but an episode has none: score it with the critic."
+        )
     return episode.values[episode.turn_of_token >= 0].astype(np.float64)
 
 

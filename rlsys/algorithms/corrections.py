@@ -7,7 +7,8 @@ the trust region around pi_prox:
     maximise  w min(r A, clip(r) A),   w = pi_prox / mu, bounded,   r = pi / pi_prox
 
 Example with the upper bound `high` = 2: mu = 0.1 and pi_prox = 0.3 give a ratio of 3. `truncate` sets w = 2, `mask`
-sets w = 0.
+and `reject` set w = 0. A ratio of 1.5 gives w = 1.5, and with `reject` w = 1: rejection keeps tokens or sequences near
+mu as they are, and its bounds on the geometric mean suit sequences of any length.
 
 The weight w (`Sample.weights`) is not negative, so A can be multiplied by it and the loss needs no change. KL and
 entropy terms are not weighted. A dropped token still counts in the divisor of `token-mean`: dropping weakens the update
@@ -15,7 +16,8 @@ and does not scale up the remaining tokens.
 
 Sources: decoupled PPO: Hilton et al. (arXiv 2110.00641), AReaL (arXiv 2505.24298). Ratios cut at a bound: V-trace in
 IMPALA (arXiv 1802.01561). Truncated importance sampling between engine and trainer: Yao et al., "Your Efficient RL
-Framework Secretly Brings You Off-Policy RL Training" (2025). Two-sided masking: IcePop, in Ring-1T (arXiv 2510.18855).
+Framework Secretly Brings You Off-Policy RL Training" (2025). Two-sided masking: IcePop, in Ring-1T (arXiv 2510.18855). Rejection of sequences, also by the geometric mean: veRL's
+rollout correction, which also takes dropped tokens out of the divisor.
 
 Pure numpy. Invariants: weights are finite and not negative. They are exactly 1 where mu and pi_prox agree, where mu is
 unknown (token level), and on untrained tokens, whatever the log-probs there are.
@@ -45,9 +47,9 @@ class CorrectionStats:
     unknown: int = 0
     """Trained tokens without an engine log-prob, hence without a ratio of their own."""
     cut: int = 0
-    """Known tokens whose weight differs from their ratio, because the ratio was truncated or the token dropped."""
+    """Known tokens whose ratio was truncated, or which were dropped."""
     ratio_sum: float = 0.0
-    """Sum of the ratios before cutting; at the sequence level, each token has its sequence's ratio."""
+    """Sum of the ratios before cutting; above the token level, each token has its sequence's ratio."""
     weight_sum: float = 0.0
     weight_square_sum: float = 0.0
     abs_log_ratio_sum: float = 0.0
@@ -106,7 +108,7 @@ def correct(
     """Return the weights [seq] of one sample's tokens and their statistics; None and empty statistics for kind `none`.
 
     All arrays are [seq]; `mask` is True for trained tokens. mu is unknown where a trained token's `rollout_logprobs` is
-    NaN or infinite. At the token level such a token has weight 1. At the sequence level, all trained tokens share one
+    NaN or infinite. At the token level such a token has weight 1. At the other levels, all trained tokens share one
     weight, computed from the known tokens; the weight is 1 if no token is known. Log-ratios are clamped to +-20, and so
     is their sum over a sequence.
 
@@ -120,17 +122,18 @@ def correct(
     if config.kind is CorrectionKind.truncate:
         weights = np.minimum(ratios, np.float32(config.high))
     else:
-        weights = np.where((config.low <= ratios) & (ratios <= config.high), ratios, np.float32(0.0))
-    return weights, _stats(log_ratios[known], ratios[known], weights[known], mask)
+        kept = ratios if config.kind is CorrectionKind.mask else np.ones_like(ratios)
+        weights = np.where((config.low <= ratios) & (ratios <= config.high), kept, np.float32(0.0))
+    return weights, _stats(log_ratios[known], ratios[known], weights[known], mask, config.kind)
 
 
 def measure(
-    old_logprobs: Floats, rollout_logprobs: Floats, mask: Mask, weights: Floats, level: CorrectionLevel
+    old_logprobs: Floats, rollout_logprobs: Floats, mask: Mask, weights: Floats, config: CorrectionConfig
 ) -> CorrectionStats:
     """Recompute the statistics that `correct` returns with `weights`. Arrays are [seq]; raises as `correct` does."""
     log_ratios, known = _log_ratios(old_logprobs, rollout_logprobs, mask)
-    ratios = _ratios(log_ratios, known, mask, level)
-    return _stats(log_ratios[known], ratios[known], weights[known], mask)
+    ratios = _ratios(log_ratios, known, mask, config.level)
+    return _stats(log_ratios[known], ratios[known], weights[known], mask, config.kind)
 
 
 def _log_ratios(old_logprobs: Floats, rollout_logprobs: Floats, mask: Mask) -> tuple[NDArray[np.float64], Mask]:
@@ -152,19 +155,23 @@ def _log_ratios(old_logprobs: Floats, rollout_logprobs: Floats, mask: Mask) -> t
 
 def _ratios(log_ratios: NDArray[np.float64], known: Mask, mask: Mask, level: CorrectionLevel) -> Floats:
     """Return pi_prox / mu [seq] of each token, or of its whole sequence; 1 where the ratio is undefined."""
-    if level is CorrectionLevel.sequence:
-        whole = log_ratios[known].sum().clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        log_ratios = np.where(mask, whole, 0.0)
+    if level is not CorrectionLevel.token:
+        whole = log_ratios[known].sum()
+        if level is CorrectionLevel.geometric:
+            whole /= max(1, known.sum())
+        log_ratios = np.where(mask, whole.clip(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT), 0.0)
     return np.exp(log_ratios).astype(np.float32)
 
 
-def _stats(log_ratios: NDArray[np.float64], ratios: Floats, weights: Floats, mask: Mask) -> CorrectionStats:
+def _stats(
+    log_ratios: NDArray[np.float64], ratios: Floats, weights: Floats, mask: Mask, kind: CorrectionKind
+) -> CorrectionStats:
     """Return the statistics of one sample. `log_ratios`, `ratios` and `weights` are [known], `mask` is [seq]."""
     uncut, exact = ratios.astype(np.float64), weights.astype(np.float64)
     return CorrectionStats(
         known=len(weights),
         unknown=int(mask.sum()) - len(weights),
-        cut=int((weights != ratios).sum()),
+        cut=int((weights == 0 if kind is CorrectionKind.reject else weights != ratios).sum()),
         ratio_sum=float(uncut.sum()),
         weight_sum=float(exact.sum()),
         weight_square_sum=float(np.square(exact).sum()),

@@ -39,12 +39,14 @@ eq. 4; gradients, k3++, k4, k5 and the top k: EMA-PG (arXiv 2602.04417).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
-from rlsys.config.algorithm import AlgorithmConfig, KlControl, KlEstimator, KlTail
+from rlsys.config.algorithm import AlgorithmConfig, CustomKl, FullKl, KlControl, KlTail, SampledKl
+from rlsys.config.custom import OwnComponent, bound, described
 
 LOG_RATIO_LIMIT = 20.0
 """Bound of |log-ratio|. exp(20) is 5e8: far above any healthy ratio, far below the float32 maximum."""
@@ -53,35 +55,80 @@ VALUE_LIMIT = 10.0
 LARGEST_ERROR = 0.2
 """Bound of |KL / target - 1|, the relative error that `kl_control=adaptive` corrects."""
 
-K1, K2, K3, K3PP, K4, K5, ABS = (KlEstimator(name) for name in ("k1", "k2", "k3", "k3++", "k4", "k5", "abs"))
+Estimator = Callable[[Tensor, Tensor], Tensor]
+"""(logprobs, other log-probs) -> divergence per token in nats, all of the same shape, by the formula in the module's table.
+Gradients flow into `logprobs`. The result is 0 where both log-probs agree."""
 
-DISTINCT = (K1, K2, K3, K5, ABS)
+
+def k1(logprobs: Tensor, other: Tensor) -> Tensor:
+    """Return -log w."""
+    return logprobs - other
+
+
+def k2(logprobs: Tensor, other: Tensor) -> Tensor:
+    """Return (log w)^2 / 2."""
+    return 0.5 * (other - logprobs).square()
+
+
+def k3(logprobs: Tensor, other: Tensor) -> Tensor:
+    """Return w - 1 - log w, at most `VALUE_LIMIT`."""
+    log_w = _bounded(other - logprobs)
+    return (log_w.expm1() - log_w).clamp(max=VALUE_LIMIT)
+
+
+def k3_pp(logprobs: Tensor, other: Tensor) -> Tensor:
+    """Return r (w - 1 - log w)."""
+    return _log_r(logprobs).exp() * k3(logprobs, other)
+
+
+def k4(logprobs: Tensor, other: Tensor) -> Tensor:
+    """Return r sg(-log w)."""
+    return _log_r(logprobs).exp() * (logprobs - other).detach()
+
+
+def k5(logprobs: Tensor, other: Tensor) -> Tensor:
+    """Return sg(w) log w + log r."""
+    log_w = _bounded(other - logprobs)
+    return log_w.exp().detach() * log_w + _log_r(logprobs)
+
+
+def absolute(logprobs: Tensor, other: Tensor) -> Tensor:
+    """Return |log w|."""
+    return (other - logprobs).abs()
+
+
+SAMPLED: Mapping[str, Estimator] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "k3++": k3_pp,
+    "k4": k4,
+    "k5": k5,
+    "abs": absolute,
+}
+DISTINCT = ("k1", "k2", "k3", "k5", "abs")
 """Estimators with distinct values. The others repeat a value: k4 has the value of k1, and k3++ the value of k3."""
 
 
-def estimate(estimator: KlEstimator, logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """Return the divergence per token in nats, by the formula in the module's table; gradients flow into `logprobs`.
+def sampled_estimator(settings: SampledKl | CustomKl) -> Estimator:
+    """Return the estimator that compares the log-probs of the sampled token."""
+    estimator = bound(settings, SAMPLED)
+    return partial(_checked, estimator) if isinstance(estimator, OwnComponent) else estimator
 
-    `logprobs`, `other_logprobs` and the result have the same shape; the result is 0 where both log-probs agree. Raises
-    ValueError for `full_reverse` and `full_forward`, which compare distributions.
-    """
-    log_w = other_logprobs - logprobs
-    if estimator is K1:
-        return -log_w
-    if estimator is K2:
-        return 0.5 * log_w.square()
-    if estimator is ABS:
-        return log_w.abs()
-    log_r = logprobs - logprobs.detach()
-    if estimator is K4:
-        return log_r.exp() * -log_w.detach()
-    bounded = log_w.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    if estimator is K5:
-        return bounded.exp().detach() * bounded + log_r
-    if estimator in (K3, K3PP):
-        k3 = (bounded.expm1() - bounded).clamp(max=VALUE_LIMIT)
-        return k3 if estimator is K3 else log_r.exp() * k3
-    raise ValueError(f"kl_estimator {estimator} needs whole distributions, not the sampled token's log-probs.")
+
+def _checked(estimator: OwnComponent, logprobs: Tensor, other: Tensor) -> Tensor:
+    value = estimator(logprobs, other)
+    if not isinstance(value, Tensor) or value.shape != logprobs.shape:
+        raise estimator.error(f"returned {described(value)} instead of a tensor of shape {list(logprobs.shape)}")
+    return value
+
+
+def _log_r(logprobs: Tensor) -> Tensor:
+    return logprobs - logprobs.detach()
+
+
+def _bounded(log_ratios: Tensor) -> Tensor:
+    return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def importance_weights(logprobs: Tensor, old_logprobs: Tensor, lower: float | None, upper: float | None) -> Tensor:
@@ -89,8 +136,7 @@ def importance_weights(logprobs: Tensor, old_logprobs: Tensor, lower: float | No
 
     None means no bound. Corrects a KL term on tokens that the old policy sampled. The log-ratio is clamped to +-20.
     """
-    log_ratio = (logprobs - old_logprobs).detach()
-    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratio = _bounded((logprobs - old_logprobs).detach()).exp()
     return ratio if lower is None and upper is None else ratio.clamp(lower, upper)
 
 
@@ -112,14 +158,15 @@ class TopKKl:
     """KL from the top k tokens and the sampled token, for `full_reverse` and `full_forward`."""
 
     config: AlgorithmConfig
+    settings: FullKl
 
     def __call__(self, logprobs: Tensor, ref_logprobs: Tensor, sampled: SampledLogprobs) -> Tensor:
         """Return the KL [n] in nats from `logprobs` and `ref_logprobs` [n, k] of the top k tokens."""
-        config, forward_kl = self.config, self.config.kl_estimator is KlEstimator.full_forward
+        config, forward_kl = self.config, self.settings.kind == "full_forward"
         head = shares(logprobs, ref_logprobs, forward_kl).sum(dim=-1)
-        if not config.kl_use_tail_sampling:
+        if not self.settings.use_tail_sampling:
             return head
-        rest = tail(sampled, config.kl_topk_tail, forward_kl)
+        rest = tail(sampled, self.settings.topk_tail, forward_kl)
         if config.use_kl_iw:
             bounds = config.kl_iw_clip_lower, config.kl_iw_clip_upper
             rest = rest * importance_weights(sampled.logprobs, sampled.old_logprobs, *bounds)
@@ -180,7 +227,7 @@ def tail(sampled: SampledLogprobs, kind: KlTail, forward_kl: bool) -> Tensor:
     upstream = kind is KlTail.upstream
     if not forward_kl:
         return unit * -(log_w.detach() if upstream else log_w)
-    log_w = log_w.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_w = _bounded(log_w)
     value = log_w.detach().exp() * log_w
     return value + (logprobs - logprobs.detach()) if upstream else value
 

@@ -29,9 +29,10 @@ policy losses are
     gspo             as ppo without c, with the ratio of the sequence: exp(mean of log r over its trained tokens)
     cispo            -sg(clip(r, 1 - low, 1 + high)) A log pi
     policy_gradient  -A log pi
+    sapo             -(4 / tau) sigmoid(tau (r - 1)) A, with tau_positive as tau where A > 0, else tau_negative
 
 Sources: PPO (arXiv 1707.06347), eq. 7; unequal bounds: DAPO (arXiv 2503.14476); dual clip: Ye et al. (arXiv
-1912.09729); GSPO (arXiv 2507.18071); CISPO: MiniMax-M1 (arXiv 2506.13585); REINFORCE (Williams, 1992). Aggregations:
+1912.09729); GSPO (arXiv 2507.18071); CISPO: MiniMax-M1 (arXiv 2506.13585); SAPO (arXiv 2511.20347); REINFORCE (Williams, 1992). Aggregations:
 `token-mean`: DAPO, over the mini-batch instead of the group. `seq-mean-token-mean`: GRPO (arXiv 2402.03300), eq. 3.
 `seq-mean-token-sum`: the log-prob of the whole sequence, REINFORCE and RLOO (arXiv 2402.14740). `fixed-length`: Dr.
 GRPO (arXiv 2503.20783); its constant keeps the scale of a mean without favouring short or long sequences.
@@ -42,14 +43,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlsys.algorithms.kl import K1, K3, LOG_RATIO_LIMIT, estimate, importance_weights
-from rlsys.config.algorithm import FULL_KL, Aggregation, AlgorithmConfig, KlPlace, PolicyLoss
+from rlsys.algorithms.kl import LOG_RATIO_LIMIT, Estimator, importance_weights, k3, sampled_estimator
+from rlsys.config.algorithm import Aggregation, AlgorithmConfig, FullKl, KlPlace
+from rlsys.config.custom import OwnComponent, bound, described
 
 TOKEN_MEAN = Aggregation("token-mean")
 TOKENS = "tokens"
@@ -88,13 +91,18 @@ LossFunction = Callable[[Tensor, Tensor | None, LossInputs], tuple[Tensor, Stats
 
 
 @dataclass(frozen=True, slots=True)
-class _Surrogate:
+class Surrogate:
     """Loss of each token, and masks of ratios clipped at the lower, upper and dual bound. All [rows, width]."""
 
     loss: Tensor
-    low: Tensor
-    high: Tensor
-    dual: Tensor
+    low: Tensor | None = None
+    high: Tensor | None = None
+    dual: Tensor | None = None
+
+
+SurrogateFunction = Callable[[Tensor, LossInputs], Surrogate]
+"""(logprobs [rows, width], inputs) -> surrogate. Untrained tokens hold zeros in all inputs; gradients flow into the
+log-probs. A row holds whole sequences, whatever the parallel layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +113,9 @@ class ConfiguredLoss:
     """
 
     config: AlgorithmConfig
+    surrogate: SurrogateFunction
+    kl: Estimator | None
+    """KL estimator of the sampled token; None if the KL compares distributions."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Stats]:
         """Return the weighted sum over trained tokens (scalar) and its statistics (detached scalars).
@@ -118,14 +129,11 @@ class ConfiguredLoss:
         """
         self._require(entropy, inputs)
         logprobs, inputs = _filled(logprobs, inputs.mask), _all_filled(inputs)
-        surrogate = self._surrogate(logprobs, inputs)
+        surrogate = self.surrogate(logprobs, inputs)
         loss = (inputs.weights * surrogate.loss).sum()
         stats = {
             **_ratio_stats(logprobs, inputs),
-            "clip_fraction": surrogate.low.sum() + surrogate.high.sum(),
-            "clip_fraction_low": surrogate.low.sum(),
-            "clip_fraction_high": surrogate.high.sum(),
-            "dual_clip_fraction": surrogate.dual.sum(),
+            **_clip_stats(surrogate),
             **self._kl_stats(logprobs.detach(), inputs),
             "policy_loss": loss,
         }
@@ -144,28 +152,14 @@ class ConfiguredLoss:
         """True if the loss has a KL term."""
         return self.config.kl_coef > 0 and self.config.kl_in is KlPlace.loss
 
-    def _surrogate(self, logprobs: Tensor, inputs: LossInputs) -> _Surrogate:
-        config, old, advantages = self.config, inputs.old_logprobs, inputs.advantages
-        low, high, kind = 1.0 - config.clip_low, 1.0 + config.clip_high, config.policy_loss
-        if kind is PolicyLoss.ppo:
-            return _clipped(_exp(logprobs - old), advantages, low, high, config.dual_clip)
-        if kind is PolicyLoss.gspo:
-            ratio = sequence_ratios(logprobs, old, inputs.mask, inputs.sequences)
-            return _clipped(ratio, advantages, low, high, None)
-        none = torch.zeros_like(logprobs, dtype=torch.bool)
-        if kind is PolicyLoss.policy_gradient:
-            return _Surrogate(-advantages * logprobs, none, none, none)
-        # The ratio carries no gradient, so a clipped token keeps the gradient of its log-prob.
-        ratio = _exp(logprobs - old).detach()
-        return _Surrogate(-ratio.clamp(low, high) * advantages * logprobs, ratio < low, ratio > high, none)
-
     def _penalty(self, logprobs: Tensor, inputs: LossInputs) -> Tensor:
         """Return the KL term of each token. `inputs.divergence`, if given, already includes importance weights."""
         if inputs.divergence is not None:
             return inputs.divergence
         assert inputs.ref_logprobs is not None
+        assert self.kl is not None
         config = self.config
-        value = estimate(config.kl_estimator, logprobs, inputs.ref_logprobs)
+        value = self.kl(logprobs, inputs.ref_logprobs)
         if not config.use_kl_iw:
             return value
         lower, upper = config.kl_iw_clip_lower, config.kl_iw_clip_upper
@@ -174,15 +168,15 @@ class ConfiguredLoss:
     def _kl_stats(self, logprobs: Tensor, inputs: LossInputs) -> Stats:
         if inputs.divergence is not None:
             return {"kl": inputs.divergence.sum()}
-        if inputs.ref_logprobs is None or self.config.kl_estimator in FULL_KL:
+        if inputs.ref_logprobs is None or self.kl is None:
             return {}
-        return {"kl": estimate(self.config.kl_estimator, logprobs, inputs.ref_logprobs).sum()}
+        return {"kl": self.kl(logprobs, inputs.ref_logprobs).sum()}
 
     def _require(self, entropy: Tensor | None, inputs: LossInputs) -> None:
         config = self.config
         if self._penalises and inputs.divergence is None:
-            if config.kl_estimator in FULL_KL:
-                raise ValueError(f"kl_estimator is {config.kl_estimator} but the batch has no divergence.")
+            if self.kl is None:
+                raise ValueError(f"kl_estimator is {config.kl_estimator.kind} but the batch has no divergence.")
             if inputs.ref_logprobs is None:
                 raise ValueError(f"kl_coef is {config.kl_coef} but the batch has no reference log-probs.")
         if config.entropy_coef and entropy is None:
@@ -192,16 +186,89 @@ class ConfiguredLoss:
 def policy_loss(config: AlgorithmConfig) -> LossFunction:
     """Return the loss that `config` describes; picklable, so it can be sent to the actor's workers.
 
-    Raises ValueError for `kl_estimator=k1` in the loss, whose gradient is zero on average, and for `dual_clip` with a
-    loss other than ppo.
+    Raises ValueError for `kl_estimator=k1` in the loss, whose gradient is zero on average.
     """
-    if config.kl_coef > 0 and config.kl_in is KlPlace.loss and config.kl_estimator is K1:
+    if config.kl_coef > 0 and config.kl_in is KlPlace.loss and config.kl_estimator.kind == "k1":
         raise ValueError("kl_estimator=k1 in the loss has no gradient on average: take another, or kl_in=reward.")
-    if config.dual_clip is not None and config.policy_loss is not PolicyLoss.ppo:
-        raise ValueError(
-            f"dual_clip is {config.dual_clip} but policy_loss={config.policy_loss} has no dual clip: set it to null."
-        )
-    return ConfiguredLoss(config)
+    surrogate = bound(config.policy_loss, POLICY_LOSSES)
+    if isinstance(surrogate, OwnComponent):
+        surrogate = partial(_checked, surrogate)
+    kl = None if isinstance(config.kl_estimator, FullKl) else sampled_estimator(config.kl_estimator)
+    return ConfiguredLoss(config, surrogate, kl)
+
+
+def ppo(
+    logprobs: Tensor, inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None
+) -> Surrogate:
+    """Clip the ratio of each token; `dual_clip`, above 1, bounds the loss where A < 0 by -dual_clip A."""
+    ratio = _exp(logprobs - inputs.old_logprobs)
+    return _clipped(ratio, inputs.advantages, 1.0 - clip_low, 1.0 + clip_high, dual_clip)
+
+
+def gspo(logprobs: Tensor, inputs: LossInputs, *, clip_low: float, clip_high: float) -> Surrogate:
+    """Clip the ratio of each sequence."""
+    ratio = sequence_ratios(logprobs, inputs.old_logprobs, inputs.mask, inputs.sequences)
+    return _clipped(ratio, inputs.advantages, 1.0 - clip_low, 1.0 + clip_high, None)
+
+
+def cispo(logprobs: Tensor, inputs: LossInputs, *, clip_low: float, clip_high: float) -> Surrogate:
+    """Weight the log-prob by the clipped ratio, which has no gradient: a clipped token keeps that of its log-prob."""
+    low, high = 1.0 - clip_low, 1.0 + clip_high
+    ratio = _exp(logprobs - inputs.old_logprobs).detach()
+    return Surrogate(-ratio.clamp(low, high) * inputs.advantages * logprobs, ratio < low, ratio > high)
+
+
+def policy_gradient(logprobs: Tensor, inputs: LossInputs) -> Surrogate:
+    """Weight the log-prob by the advantage alone."""
+    return Surrogate(-inputs.advantages * logprobs)
+
+
+def sapo(logprobs: Tensor, inputs: LossInputs, *, tau_positive: float, tau_negative: float) -> Surrogate:
+    """Weight the advantage by a sigmoid of the ratio, with value 2 / tau and slope 1 at ratio 1."""
+    ratio, gains = _exp(logprobs - inputs.old_logprobs), inputs.advantages > 0
+    tau = torch.full_like(ratio, tau_negative).masked_fill(gains, tau_positive)
+    return Surrogate(-(4.0 / tau) * torch.sigmoid(tau * (ratio - 1.0)) * inputs.advantages)
+
+
+POLICY_LOSSES: Mapping[str, Callable[..., Surrogate]] = {
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "policy_gradient": policy_gradient,
+    "sapo": sapo,
+}
+"""Kind of `algorithm.policy_loss` -> function; its keyword arguments are the kind's keys."""
+
+
+def _checked(loss: OwnComponent, logprobs: Tensor, inputs: LossInputs) -> Surrogate:
+    """Call a policy loss from outside of the package and check its result, which may also be the loss alone."""
+    found = loss(logprobs, inputs)
+    surrogate = Surrogate(found) if isinstance(found, Tensor) else found
+    if not isinstance(surrogate, Surrogate):
+        raise loss.error(f"returned {described(found)} instead of a tensor or a Surrogate")
+    for name in ("loss", "low", "high", "dual"):
+        value = getattr(surrogate, name)
+        if value is not None and (not isinstance(value, Tensor) or value.shape != logprobs.shape):
+            wrong = f"returned {described(value)} as {name}"
+            raise loss.error(f"{wrong} instead of a tensor of shape {list(logprobs.shape)}")
+    if logprobs.requires_grad and not surrogate.loss.requires_grad:
+        raise loss.error("returned a loss through which no gradient flows into logprobs")
+    if not surrogate.loss.detach()[inputs.mask].isfinite().all():
+        raise loss.error("returned a loss that is not finite at a trained token")
+    return surrogate
+
+
+def _clip_stats(surrogate: Surrogate) -> Stats:
+    none = torch.zeros((), dtype=torch.int64, device=surrogate.loss.device)
+    low, high, dual = (
+        none if clipped is None else clipped.sum() for clipped in (surrogate.low, surrogate.high, surrogate.dual)
+    )
+    return {
+        "clip_fraction": low + high,
+        "clip_fraction_low": low,
+        "clip_fraction_high": high,
+        "dual_clip_fraction": dual,
+    }
 
 
 def sequence_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequences: Tensor) -> Tensor:
@@ -224,7 +291,7 @@ def sequence_ratios(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequen
     return _exp(means + (logprobs - logprobs.detach()))
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None) -> _Surrogate:
+def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None) -> Surrogate:
     """Return PPO's clipped surrogate for token or sequence ratios, with the clip range [`low`, `high`].
 
     `dual`, above 1, bounds the loss of tokens with A < 0 by -dual A; None for no bound.
@@ -235,7 +302,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual: f
     if dual is not None:
         loss = torch.where(against, torch.minimum(loss, -dual * advantages), loss)
         beyond = against & (ratio > dual)
-    return _Surrogate(loss, against & (ratio < low), (advantages > 0) & (ratio > high), beyond)
+    return Surrogate(loss, against & (ratio < low), (advantages > 0) & (ratio > high), beyond)
 
 
 def _exp(log_ratios: Tensor) -> Tensor:
@@ -392,5 +459,5 @@ def _ratio_stats(logprobs: Tensor, inputs: LossInputs) -> Stats:
         "ratio_max": largest(ratio, -math.inf),
         "ratio_min": -largest(-ratio, -math.inf),
         "ratio_dev_max": largest((ratio - 1.0).abs(), 0.0),
-        "approx_kl": estimate(K3, old, current).sum(),
+        "approx_kl": k3(old, current).sum(),
     }

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Unit
 
 from rlsys.config.bounds import AboveOne, Count, NotNegative, Positive, Share, Tokens
+from rlsys.config.custom import Custom
 
-AdvantageBaseline = StrEnum("AdvantageBaseline", ["none", "batch", "group", "leave_one_out", "critic"])
+AdvantageBaseline = StrEnum("AdvantageBaseline", ["none", "batch", "group", "leave_one_out"])
 """Value subtracted from a return. `none`: Nothing. `batch`: Mean over the mini-batch's episodes; training waits for the
 whole mini-batch. `group`: Mean over the prompt group (GRPO). `leave_one_out`: Mean over the other episodes of the
-prompt group (RLOO). `critic`: Learned value with generalised advantage estimation (PPO); adds the critic's worker group
-to the run."""
+prompt group (RLOO)."""
 
 
 SIBLINGS = (AdvantageBaseline.group, AdvantageBaseline.leave_one_out)
@@ -33,12 +33,6 @@ Credit = StrEnum("Credit", ["trajectory", "turn", "token"])
 """Rewards that a token's return includes. `trajectory`: All rewards of the episode. `turn`: Rewards of the token's turn
 and of later turns. `token`: Rewards at the token's position and at later positions."""
 
-PolicyLoss = StrEnum("PolicyLoss", ["ppo", "gspo", "cispo", "policy_gradient"])
-"""Policy loss. `ppo`: Clipped ratio per token; with a `correction.kind`, decoupled PPO. `gspo`: Clipped ratio per
-sequence. `cispo`: Log-prob weighted by the advantage and by the clipped ratio, which gets no gradient.
-`policy_gradient`: Log-prob weighted by the advantage, without a ratio."""
-
-
 Aggregation = StrEnum("Aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "fixed-length"])
 """Aggregation of token losses over a mini-batch. `token-mean`: Mean over tokens. `seq-mean-token-sum`: Sum within each
 episode, mean over episodes. `seq-mean-token-mean`: Mean within each episode, mean over episodes. `fixed-length`: Sum
@@ -49,14 +43,6 @@ KlPlace = StrEnum("KlPlace", ["loss", "reward"])
 reward."""
 
 
-KlEstimator = StrEnum("KlEstimator", ["k1", "k2", "k3", "k3++", "k4", "k5", "abs", "full_reverse", "full_forward"])
-"""KL estimator. `k1` to `k5` and `abs` use the sampled token's log-probs. `full_reverse`, KL(policy || reference), and
-`full_forward`, KL(reference || policy), sum over the `kl_topk_tokens` most likely tokens."""
-
-
-FULL_KL = (KlEstimator["full_reverse"], KlEstimator["full_forward"])
-"""Estimators that compare distributions instead of the sampled token's log-probs."""
-
 KlTail = StrEnum("KlTail", ["exact", "upstream"])
 """Estimate of the part of the KL that tokens outside of the top k contribute; it uses the sampled token. `exact`:
 Unbiased in value and gradient. `upstream`: The estimate of EMA-PG's published code, whose gradient is biased."""
@@ -65,14 +51,15 @@ KlControl = StrEnum("KlControl", ["fixed", "adaptive"])
 """Weight of a KL term in the reward. `fixed`: Always `kl_coef`. `adaptive`: Adjusted after every step so that the KL
 approaches `kl_target` (arXiv 1909.08593)."""
 
-CorrectionKind = StrEnum("CorrectionKind", ["none", "truncate", "mask"])
+CorrectionKind = StrEnum("CorrectionKind", ["none", "truncate", "mask", "reject"])
 """Correction of tokens whose sampling policy differs from the policy before the update. `none`: No correction.
 `truncate`: Weight by the ratio old policy / sampling policy, capped at `high` (truncated importance sampling). `mask`:
-Weight by this ratio if it is within [`low`, `high`], else by 0 (IcePop)."""
+Weight by this ratio if it is within [`low`, `high`], else by 0 (IcePop). `reject`: Weight by 1 if the ratio is within
+these bounds, else by 0 (rejection sampling)."""
 
-CorrectionLevel = StrEnum("CorrectionLevel", ["token", "sequence"])
+CorrectionLevel = StrEnum("CorrectionLevel", ["token", "sequence", "geometric"])
 """Unit of the correction ratio. `token`: One ratio per token. `sequence`: The product of the ratios of a sequence's
-trained tokens."""
+trained tokens. `geometric`: The geometric mean of these ratios, which does not grow with the length."""
 
 
 OldLogprobs = StrEnum("OldLogprobs", ["recompute", "actor", "engine"])
@@ -91,9 +78,9 @@ class CorrectionConfig:
     kind: CorrectionKind = CorrectionKind.none
     level: CorrectionLevel = CorrectionLevel.token
     low: NotNegative = 0.5
-    """Least ratio that `mask` keeps; at most 1."""
+    """Least ratio that `mask` and `reject` keep; at most 1."""
     high: Positive = 2.0
-    """Largest ratio; at least 1. `truncate` lowers larger ratios to it, `mask` drops their tokens."""
+    """Largest ratio; at least 1. `truncate` lowers larger ratios to it; `mask` and `reject` drop their tokens."""
 
 
 @dataclass
@@ -112,42 +99,150 @@ class CurationConfig:
 
 
 @dataclass
-class AlgorithmConfig:
-    """Advantages, loss, KL term and reference policy."""
+class ReturnsAdvantage:
+    """Returns minus a baseline, divided by a scale: GRPO, RLOO, REINFORCE++ and their relatives."""
 
-    n_samples: Annotated[Count, Unit("episodes")] = 5
-    """Episodes per prompt group."""
+    kind: Literal["returns"] = "returns"
     baseline: AdvantageBaseline = AdvantageBaseline.group
-    advantage_scale: AdvantageScale = AdvantageScale.group
+    scale: AdvantageScale = AdvantageScale.group
     credit: Credit = Credit.trajectory
     gamma: Share = 1.0
-    """Discount per turn with `credit=turn`, per trained token with `credit=token` or a critic. `credit=trajectory` does
-    not discount."""
+    """Discount per turn with `credit=turn`, per trained token with `credit=token`; `credit=trajectory` does not
+    discount."""
+
+
+@dataclass
+class GaeAdvantage:
+    """Generalised advantage estimation with a learned value per token (PPO); adds the critic's worker group to the
+    run."""
+
+    kind: Literal["gae"] = "gae"
+    gamma: Share = 1.0
+    """Discount per trained token."""
     gae_lambda: Share = 1.0
-    """GAE lambda, with `baseline=critic` only. 1 uses only returns (no bias, high variance); 0 uses the next reward and
-    the critic's value of the next token."""
-    policy_loss: PolicyLoss = PolicyLoss.ppo
-    aggregation: Aggregation = Aggregation["token-mean"]
-    loss_length: Tokens | None = None
-    """Divisor of `aggregation=fixed-length`; null is `task.max_total_tokens` minus `task.max_prompt_tokens`."""
+    """GAE lambda. 1 uses only returns (no bias, high variance); 0 uses the next reward and the critic's value of the
+    next token."""
+    whiten: bool = True
+    """Centre and scale advantages over all trained tokens of the mini-batch; training waits for the whole
+    mini-batch."""
+
+
+class CustomAdvantage(Custom):
+    """An advantage estimator of your own; see docs/extending.md."""
+
+    key = "algorithm.advantage"
+    arguments = ("episodes",)
+    facts = ("critic", "mini_batch")
+
+
+@dataclass
+class PpoLoss:
+    """Clipped ratio per token; with a `correction.kind`, decoupled PPO."""
+
+    kind: Literal["ppo"] = "ppo"
     clip_low: NotNegative = 0.2
     """Lower clip range: the ratio is clipped at 1 - clip_low."""
     clip_high: NotNegative = 0.2
     """Upper clip range: the ratio is clipped at 1 + clip_high."""
     dual_clip: AboveOne | None = None
-    """Dual clip of `policy_loss=ppo`: cap on the ratio of a token with a negative advantage; null turns the cap off."""
+    """Cap on the ratio of a token with a negative advantage; null turns the cap off."""
+
+
+@dataclass
+class GspoLoss:
+    """Clipped ratio per sequence."""
+
+    kind: Literal["gspo"] = "gspo"
+    clip_low: NotNegative = 3e-4
+    """Lower clip range: the sequence's ratio is clipped at 1 - clip_low."""
+    clip_high: NotNegative = 4e-4
+    """Upper clip range: the sequence's ratio is clipped at 1 + clip_high."""
+
+
+@dataclass
+class CispoLoss:
+    """Log-prob weighted by the advantage and by the clipped ratio, which gets no gradient."""
+
+    kind: Literal["cispo"] = "cispo"
+    clip_low: NotNegative = 1.0
+    """Lower clip range: the ratio is clipped at 1 - clip_low; 1 does not clip it."""
+    clip_high: NotNegative = 4.0
+    """Upper clip range: the ratio is clipped at 1 + clip_high."""
+
+
+@dataclass
+class PolicyGradientLoss:
+    """Log-prob weighted by the advantage, without a ratio."""
+
+    kind: Literal["policy_gradient"] = "policy_gradient"
+
+
+@dataclass
+class SapoLoss:
+    """Ratio per token through a soft gate, whose gradient fades away from 1 instead of being cut off."""
+
+    kind: Literal["sapo"] = "sapo"
+    tau_positive: Positive = 1.0
+    """Temperature of the gate for tokens with a positive advantage: with a larger one the gradient fades faster."""
+    tau_negative: Positive = 1.05
+    """Temperature of the gate for the other tokens."""
+
+
+class CustomLoss(Custom):
+    """A policy loss of your own; see docs/extending.md."""
+
+    key = "algorithm.policy_loss"
+    arguments = ("logprobs", "inputs")
+
+
+@dataclass
+class SampledKl:
+    """Compares the log-probs of the sampled token. docs/algorithms.md has the formulas."""
+
+    kind: Literal["k1", "k2", "k3", "k3++", "k4", "k5", "abs"] = "k3"
+
+
+@dataclass
+class FullKl:
+    """Compares distributions: `full_reverse` is KL(policy || reference), `full_forward` is KL(reference || policy)."""
+
+    kind: Literal["full_reverse", "full_forward"] = "full_reverse"
+    topk_tokens: Tokens | None = None
+    """Number of most likely tokens in the sum; null sums over the whole vocabulary."""
+    topk_tail: KlTail = KlTail.exact
+    use_tail_sampling: bool = True
+    """Let the sampled token stand for all tokens outside of the `topk_tokens`; false ignores them."""
+
+
+class CustomKl(Custom):
+    """A KL estimator of your own; see docs/extending.md."""
+
+    key = "algorithm.kl_estimator"
+    arguments = ("logprobs", "ref_logprobs")
+
+
+@dataclass
+class AlgorithmConfig:
+    """Advantages, loss, KL term and reference policy."""
+
+    n_samples: Annotated[Count, Unit("episodes")] = 5
+    """Episodes per prompt group."""
+    advantage: ReturnsAdvantage | GaeAdvantage | CustomAdvantage = field(default_factory=ReturnsAdvantage)
+    """Estimator of the advantages."""
+    policy_loss: PpoLoss | GspoLoss | CispoLoss | PolicyGradientLoss | SapoLoss | CustomLoss = field(
+        default_factory=PpoLoss
+    )
+    """Policy loss."""
+    aggregation: Aggregation = Aggregation["token-mean"]
+    loss_length: Tokens | None = None
+    """Divisor of `aggregation=fixed-length`; null is `task.max_total_tokens` minus `task.max_prompt_tokens`."""
     entropy_coef: NotNegative = 0.0
     """Weight of the entropy bonus in the loss. Raise it when the entropy falls too fast."""
     kl_coef: NotNegative = 0.001
     """Weight of the KL term to the reference policy; 0 removes the term."""
     kl_in: KlPlace = KlPlace.loss
-    kl_estimator: KlEstimator = KlEstimator.k3
-    kl_topk_tokens: Tokens | None = None
-    """Number of most likely tokens in the sums of `full_reverse` and `full_forward`; null sums over the whole
-    vocabulary."""
-    kl_topk_tail: KlTail = KlTail.exact
-    kl_use_tail_sampling: bool = True
-    """Let the sampled token stand for all tokens outside of the `kl_topk_tokens`; false ignores them."""
+    kl_estimator: SampledKl | FullKl | CustomKl = field(default_factory=SampledKl)
+    """Estimator of the KL to the reference policy."""
     use_kl_iw: bool = False
     """Weight the sampled part of a KL term in the loss by the ratio of current to old policy. The ratio is 1, to rounding,
     before a step's first update. The name comes from EMA-PG."""

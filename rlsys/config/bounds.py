@@ -96,5 +96,8 @@ def out_of_range(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         value, key = getattr(settings, item.name), f"{prefix}{item.name}"
         if is_dataclass(value):
             yield from out_of_range(value, f"{key}.")
+        elif isinstance(value, dict):
+            for name, each in value.items():
+                yield from out_of_range(each, f"{key}.{name}.") if is_dataclass(each) else ()
         elif value is not None and (limits := limits_of(hints[item.name])).bounds and not limits.hold(value):
             yield key, f"{key}={value} {limits.rule}."

@@ -16,10 +16,10 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -31,15 +31,18 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlsys.config.custom import REQUIRED
+from rlsys.config.custom import REQUIRED, custom_variant
+from rlsys.config.former import present
 from rlsys.config.rlinf import is_rlinf, shown, translate
 from rlsys.config.schema import (
     LrDecay,
     RunConfig,
     choices,
+    field_types,
     free_maps,
     is_union,
     kinds_in_words,
+    own_class,
     schema_keys,
     unions,
     variant,
@@ -51,9 +54,32 @@ PROJECT_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 _TRANSLATED = "rlsys_translated"
 _BENEATH = {"profile": "gpu", "task": "searchr1", "search": "local_server"}
 """Config groups that a file in RLinf's dialect builds on, unless the command line chooses other groups."""
-_Composed = tuple[Any, dict[str, int]]
-"""Composed tree, and level of each dotted key. Several entries of the defaults list can set a key; its level is the
-position of the last of these entries. A key set on the command line has a level above all entries."""
+
+
+@dataclass
+class _Levels:
+    """Where each key of a composed tree was set: by an entry of the defaults list, or on the command line."""
+
+    of_key: dict[str, int] = field(default_factory=dict)
+    """Dotted key -> position of the last entry that set it; keys of the command line are above all entries."""
+    kinds: dict[str, dict[int, Any]] = field(default_factory=dict)
+    """Dotted path of a group -> level -> kind that was set there."""
+
+    def add(self, level: int, keys: Mapping[str, Any]) -> None:
+        """Record the keys that were set at `level`; call in the order of levels."""
+        self.of_key |= dict.fromkeys(keys, level)
+        for key, value in keys.items():
+            group, _, name = key.rpartition(".")
+            if name == "kind":
+                self.kinds.setdefault(group, {})[level] = value
+
+    def kind_for(self, group: str, name: str) -> Any:
+        """Return the kind that the group had where its key `name` was set."""
+        level = self.of_key.get(f"{group}.{name}", 0)
+        return next(kind for at, kind in reversed(self.kinds[group].items()) if at <= level)
+
+
+_Composed = tuple[Any, _Levels]
 _BUILT_ON_SCHEMA = "__rlsys__"
 """Marker key of the schema node; a tree without it does not build on the schema."""
 _OVERRIDE = re.compile(r"\+{0,2}(?!hydra\b)[A-Za-z_][^\s=]*=.*", re.DOTALL)
@@ -85,12 +111,6 @@ _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 _FREE = ("model.layers", "model.recompute", "task.train_path", "task.eval_path")
 """Exceptions to `_LEARNS`: keys that do not affect learning. Paths may change because the content of the questions is
 compared."""
-
-_RENAMED: dict[str, dict[str, tuple[str, dict[Any, Any]]]] = {
-    "reward": {"own_timeout_s": ("custom_timeout_s", {})},
-    "algorithm": {"recompute_logprobs": ("old_logprobs", {True: "recompute", False: "engine"})},
-}
-"""Group -> former name of a key -> present name, and present value of each former value that changed."""
 
 
 def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> RunConfig:
@@ -181,7 +201,7 @@ def _compose_translated(file: Path, overrides: Sequence[str]) -> _Composed:
 
 
 def _composed(folder: Path, name: str, overrides: Sequence[str]) -> _Composed:
-    """Compose a config and compute the level of each key."""
+    """Compose a config and record where each key was set."""
     given: dict[str, Any] = {}
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         if override.is_sweep_override():
@@ -196,12 +216,13 @@ def _composed(folder: Path, name: str, overrides: Sequence[str]) -> _Composed:
         tree = compose(config_name=name, overrides=list(overrides))
         loader = GlobalHydra.instance().config_loader()
         parts = loader.compute_defaults_list(name, list(overrides), RunMode.RUN).defaults
-    levels: dict[str, int] = {}
+    levels = _Levels()
     for level, part in enumerate(parts):
         package = "" if part.package in (None, "_global_") else part.package
-        keys = _flat(_content(str(part.config_path), folder))
-        levels |= dict.fromkeys((f"{package}.{key}".lstrip(".") for key, _ in keys), level)
-    return tree, levels | dict.fromkeys(given, len(parts))
+        content = _flat(_content(str(part.config_path), folder))
+        levels.add(level, {f"{package}.{key}".lstrip("."): value for key, value in content})
+    levels.add(len(parts), given)
+    return tree, levels
 
 
 def _content(part: str, folder: Path) -> Any:
@@ -239,30 +260,18 @@ def as_dict(config: Any) -> dict[str, Any]:
 def recorded(config: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the recorded config of an older run: missing keys get their defaults, keys of other kinds are dropped,
     unknown keys stay, renamed keys get their new names."""
-    tree = dict(config)
-    for group, renamed in _RENAMED.items():
-        if isinstance(part := tree.get(group), Mapping):
-            tree[group] = dict(_renamed(part, renamed))
-    return _of_chosen_kinds(tree, RunConfig())
-
-
-def _renamed(
-    part: Mapping[str, Any], renamed: Mapping[str, tuple[str, Mapping[Any, Any]]]
-) -> Iterator[tuple[str, Any]]:
-    for key, value in part.items():
-        name, values = renamed.get(key, (key, {}))
-        yield name, values.get(value, value) if values else value
+    return _of_chosen_kinds(present(config), RunConfig())
 
 
 def _of_chosen_kinds(
-    tree: Mapping[str, Any], defaults: Any, levels: Mapping[str, int] | None = None, path: str = ""
+    tree: Mapping[str, Any], defaults: Any, levels: _Levels | None = None, path: str = ""
 ) -> dict[str, Any]:
-    """Return `tree` completed from `defaults`, without keys of kinds that are not chosen.
+    """Return `tree` completed from `defaults`, without keys that were set for another kind than the chosen one.
 
-    Raises UserError for such a key if it was set at the level of the kind or above it, by `levels`.
+    Raises UserError for a key that the chosen kind lacks, if it was set for this kind and belongs to another.
     """
     kept = as_dict(defaults) | dict(tree)
-    for name, hint in get_type_hints(type(defaults)).items():
+    for name, hint in field_types(type(defaults)).items():
         kinds, part, key = variants(hint), kept[name], f"{path}.{name}".lstrip(".")
         if not kinds or not isinstance(part, Mapping):
             continue
@@ -271,36 +280,26 @@ def _of_chosen_kinds(
         chosen = variant(hint, kind)
         if chosen is None:
             continue
-        group = default if isinstance(default, chosen) else chosen()
+        if is_union(hint) and levels is not None:
+            part = {inner: value for inner, value in part.items() if levels.kind_for(key, inner) == kind}
         owners = {item.name: owner for owner, each in kinds.items() for item in fields(each)}
         own = {item.name for item in fields(chosen)}
-        others = {other: owners[other] for other in part if other in owners and other not in own}
-        for other, owner in others.items():
-            _refuse_other_kind(levels, key, other, part[other], owner, kind)
-        # A component from outside may use the name of a built-in kind's key, whose default is not its own.
-        stale = {other for other in part if kind not in kinds and _is_below(levels, key, other)}
-        left_out = {*others, *stale}
-        kept[name] = _of_chosen_kinds({k: v for k, v in part.items() if k not in left_out}, group, levels, key)
+        for other in [inner for inner in part if inner in owners and inner not in own]:
+            if levels is not None:
+                raise _of_other_kind(key, other, part[other], owners[other], kind)
+            part = {inner: value for inner, value in part.items() if inner != other}
+        group = default if isinstance(default, chosen) else chosen()
+        kept[name] = _of_chosen_kinds(part, group, levels, key)
     return kept
 
 
-def _is_below(levels: Mapping[str, int] | None, group: str, name: str) -> bool:
-    """True if a key was set below the level at which the kind of its group was set."""
-    return levels is not None and levels.get(f"{group}.{name}", 0) < levels[f"{group}.kind"]
-
-
-def _refuse_other_kind(
-    levels: Mapping[str, int] | None, group: str, name: str, value: Any, own: str, chosen: str
-) -> None:
-    """Raise UserError for a key of the kind `own`, which is not the chosen kind. No-op if the kind was chosen at a
-    higher level than the key; the caller then drops the key."""
-    if levels is not None and not _is_below(levels, group, name):
-        raise UserError(
-            f"{group}.{name}={shown(value)} belongs to {group}.kind={own}, and the kind is {chosen}: leave it out, or set "
-            f"{group}.kind={own}.",
-            code="conflict",
-            key=f"{group}.{name}",
-        )
+def _of_other_kind(group: str, name: str, value: Any, own: str, chosen: str) -> UserError:
+    return UserError(
+        f"{group}.{name}={shown(value)} belongs to {group}.kind={own}, and the kind is {chosen}: leave it out, or set "
+        f"{group}.kind={own}.",
+        code="conflict",
+        key=f"{group}.{name}",
+    )
 
 
 def typed(tree: Any, hint: Any, key: str = "") -> Any:
@@ -314,6 +313,11 @@ def typed(tree: Any, hint: Any, key: str = "") -> Any:
     arguments = get_args(hint)
     if type(None) in arguments:
         return None if tree is None else typed(tree, arguments[0], key)
+    if own := own_class(hint):
+        name = key.removeprefix(f"{own.key}.")
+        if isinstance(tree, Mapping) and "." in name:
+            return _typed_as(custom_variant(own, name), tree, key)
+        return typed(tree, arguments[0], key)
     match get_origin(hint), tree:
         case builtins.list, list():
             return [typed(each, arguments[0], f"{key}[{place}]") for place, each in enumerate(tree)]
@@ -336,7 +340,11 @@ def _typed_group(tree: Any, hint: Any, key: str) -> Any:
     group = variant(hint, kind)
     if group is None:
         raise _is_not(f"{key}.kind", kind, kinds_in_words(hint), "unknown")
-    hints, values = get_type_hints(group), {}
+    return _typed_as(group, tree, key)
+
+
+def _typed_as(group: type, tree: Mapping[str, Any], key: str) -> Any:
+    hints, values = field_types(group), {}
     for name, value in tree.items():
         inner = f"{key}.{name}".lstrip(".")
         if name not in hints:

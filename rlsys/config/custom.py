@@ -11,9 +11,9 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache, partial
 from inspect import Parameter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
-from rlsys.components import check_callable, import_component, needs_of, parameters_of
+from rlsys.components import check_callable, import_component, needs_of, one_line, parameters_of
 from rlsys.errors import UserError
 
 REQUIRED = "???"
@@ -33,25 +33,34 @@ class Custom:
     kind: str
     """Dotted name of the component, on PYTHONPATH."""
 
+    @classmethod
+    def key_of(cls, path: str) -> str:  # noqa: ARG003
+        """Return the key that names the component `path`."""
+        return f"{cls.key}.kind"
+
     @property
     def component(self) -> Callable[..., Any]:
         """The component without its settings."""
-        found: Callable[..., Any] = import_component(self.kind, f"{self.key}.kind")
+        found: Callable[..., Any] = import_component(self.kind, self.key_of(self.kind))
         return found
 
     def __reduce__(self) -> Any:
         """Pickle by name: the class is made from the component's parameters, in every process anew."""
-        return _again, (type(self).__bases__[0], self.kind, _settings(self))
+        return _again, (type(self).__bases__[0], {one.name: getattr(self, one.name) for one in fields(self)})
 
 
-@cache
-def custom_variant(base: Any, path: str) -> type[Custom]:
-    """Return the settings of the component `path` as a class: `base`, a subclass of Custom, with the component's
-    parameters as fields.
+def custom_variant(base: type[Custom], path: str) -> type[Custom]:
+    """Return the settings of the component `path` as a class: `base` with the component's parameters as fields.
 
     Raises UserError with the reason if the component cannot be imported or called.
     """
-    key = f"{base.key}.kind"
+    variant: type[Custom] = _variant(cast("Any", base), path)
+    return variant
+
+
+@cache
+def _variant(base: Any, path: str) -> type[Custom]:
+    key = base.key_of(path)
     component: Any = import_component(path, key)
     check_callable(component, path, key, base.arguments)
     if unknown := sorted(needs_of(component) - {*base.facts}):
@@ -64,15 +73,46 @@ def custom_variant(base: Any, path: str) -> type[Custom]:
     return make_dataclass(path.rpartition(".")[2], keys, bases=(base,))
 
 
+@dataclass(frozen=True, slots=True)
+class OwnComponent:
+    """A component from outside of the package with its parameters bound; its errors name it."""
+
+    settings: Custom
+    call: Callable[..., Any]
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call the component. Raises UserError if the component raises any other error."""
+        try:
+            return self.call(*arguments)
+        except UserError:
+            raise
+        except Exception as error:
+            raise self.error(f"failed ({one_line(error)})") from error
+
+    def error(self, what: str) -> UserError:
+        """Return an error whose sentence begins with the component's key and name, followed by `what` it did."""
+        key = self.settings.key_of(self.settings.kind)
+        return UserError(f"{key}={self.settings.kind} {what}: correct it.", code="user_code", key=key)
+
+
 def bound(settings: Any, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """Return the component that `settings` choose, with its parameters bound; `known` holds the built-in kinds."""
-    component = settings.component if isinstance(settings, Custom) else known[settings.kind]
-    return partial(component, **_settings(settings))
+    if isinstance(settings, Custom):
+        return OwnComponent(settings, partial(settings.component, **_settings(settings)))
+    return partial(known[settings.kind], **_settings(settings))
+
+
+def described(value: Any) -> str:
+    """Return the type of a component's result, and its shape if it has one."""
+    shape = getattr(value, "shape", None)
+    return type(value).__name__ if shape is None else f"{type(value).__name__} of shape {list(shape)}"
 
 
 def _settings(settings: Any) -> dict[str, Any]:
-    return {one.name: getattr(settings, one.name) for one in fields(settings) if one.name != "kind"}
+    """Return the parameters of a component: without the kind, and without keys that all components of a group have."""
+    shared = {one.name for one in fields(type(settings).__bases__[0])} if isinstance(settings, Custom) else {"kind"}
+    return {one.name: getattr(settings, one.name) for one in fields(settings) if one.name not in shared}
 
 
-def _again(base: Any, path: str, settings: Mapping[str, Any]) -> Custom:
-    return custom_variant(base, path)(path, **settings)
+def _again(base: type[Custom], settings: Mapping[str, Any]) -> Custom:
+    return custom_variant(base, settings["kind"])(**settings)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from rlsys.components import needs_of
 from rlsys.config.algorithm import (
-    FULL_KL,
     AdvantageBaseline,
     AdvantageScale,
     AlgorithmConfig,
+    FullKl,
+    GaeAdvantage,
     OldLogprobs,
+    ReturnsAdvantage,
 )
 from rlsys.config.schema import (
     ActorConfig,
@@ -74,7 +77,10 @@ def scores_with_policy(algorithm: AlgorithmConfig) -> bool:
 
 def has_critic(algorithm: AlgorithmConfig) -> bool:
     """True if the run trains a critic."""
-    return algorithm.baseline is AdvantageBaseline.critic
+    advantage = algorithm.advantage
+    if isinstance(advantage, ReturnsAdvantage):
+        return False
+    return isinstance(advantage, GaeAdvantage) or "critic" in needs_of(advantage.component)
 
 
 def has_reference(algorithm: AlgorithmConfig) -> bool:
@@ -87,9 +93,22 @@ def moves_reference(algorithm: AlgorithmConfig) -> bool:
     return algorithm.ref_policy_ema_tau < 1 or algorithm.ref_policy_reset_period is not None
 
 
+def full_kl(algorithm: AlgorithmConfig) -> FullKl | None:
+    """Return the settings of a KL term that compares distributions; None without such a term."""
+    estimator = algorithm.kl_estimator
+    return estimator if algorithm.kl_coef > 0 and isinstance(estimator, FullKl) else None
+
+
+def kl_topk_tokens(algorithm: AlgorithmConfig) -> int | None:
+    """Return the number of most likely tokens that the KL term sums over; None unless it sums over a top k."""
+    full = full_kl(algorithm)
+    return None if full is None else full.topk_tokens
+
+
 def sums_over_vocabulary(algorithm: AlgorithmConfig) -> bool:
-    """True if the KL term compares distributions instead of the sampled token's log-probs."""
-    return algorithm.kl_coef > 0 and algorithm.kl_estimator in FULL_KL
+    """True if the KL term sums over the whole vocabulary."""
+    full = full_kl(algorithm)
+    return full is not None and full.topk_tokens is None
 
 
 def truncates_sampling(sampling: SamplingConfig) -> bool:
@@ -100,8 +119,13 @@ def truncates_sampling(sampling: SamplingConfig) -> bool:
 def needs_whole_mini_batch(algorithm: AlgorithmConfig) -> bool:
     """True if an advantage depends on other prompt groups of its mini-batch; training then waits for the whole
     mini-batch."""
-    over_batch = (AdvantageScale.batch, AdvantageScale.whiten)
-    return algorithm.baseline is AdvantageBaseline.batch or algorithm.advantage_scale in over_batch
+    advantage = algorithm.advantage
+    if isinstance(advantage, GaeAdvantage):
+        return advantage.whiten
+    if not isinstance(advantage, ReturnsAdvantage):
+        return "mini_batch" in needs_of(advantage.component)
+    over_batch = advantage.scale in (AdvantageScale.batch, AdvantageScale.whiten)
+    return advantage.baseline is AdvantageBaseline.batch or over_batch
 
 
 def mini_batch_sizes(groups: int, mini_batches: int) -> tuple[int, ...]:

@@ -11,28 +11,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlsys.config.algorithm import (
-    FULL_KL,
     SIBLINGS,
     AdvantageBaseline,
     AdvantageScale,
     Aggregation,
     AlgorithmConfig,
     CorrectionKind,
+    CorrectionLevel,
     Credit,
+    CustomKl,
+    FullKl,
     KlControl,
-    KlEstimator,
     KlPlace,
     KlTail,
     OldLogprobs,
-    PolicyLoss,
+    PolicyGradientLoss,
+    ReturnsAdvantage,
 )
 from rlsys.config.derived import (
+    full_kl,
     has_critic,
     has_reference,
     max_staleness,
     moves_reference,
     scoring_forwards,
-    sums_over_vocabulary,
     truncates_sampling,
 )
 from rlsys.config.schema import Mode, RunConfig
@@ -54,9 +56,7 @@ class Problem:
         return cls(re.split(r"[^\w.]", sentence, maxsplit=1)[0], sentence)
 
 
-_WIDE_SEQUENCE_CLIP = 0.05
-"""Largest `clip_high` without a warning for GSPO; about a hundred times its published bounds, 3e-4 and 4e-4."""
-_AS_REWARD = tuple(KlEstimator[name] for name in ("k1", "k2", "k3", "abs"))
+_AS_REWARD = ("k1", "k2", "k3", "abs")
 
 
 def algorithm_problems(config: RunConfig) -> Iterator[str]:
@@ -83,75 +83,58 @@ def algorithm_problems(config: RunConfig) -> Iterator[str]:
 def algorithm_notes(config: RunConfig) -> Iterator[str]:
     """Yield one warning for each setting that works but is probably a mistake."""
     algorithm, mini_batches = config.algorithm, config.trainer.mini_batches
-    if algorithm.policy_loss is PolicyLoss.gspo and algorithm.clip_high > _WIDE_SEQUENCE_CLIP:
-        yield (
-            f"algorithm.clip_high={algorithm.clip_high:g} hardly ever clips the ratio of a whole sequence: "
-            "algorithm=gspo has the published bounds."
-        )
     if not scoring_forwards(algorithm) and config.cluster.mode is Mode.disaggregated:
         yield (
             f"algorithm.old_logprobs={algorithm.old_logprobs} without a reference policy leaves the devices of "
             f"cluster.placement.inference={config.cluster.placement.get('inference')} unused: give them to rollout or "
             "actor, and name a rank of theirs here."
         )
-    if algorithm.policy_loss is PolicyLoss.policy_gradient and mini_batches > 1:
+    if isinstance(algorithm.policy_loss, PolicyGradientLoss) and mini_batches > 1:
         yield (
-            f"algorithm.policy_loss=policy_gradient has no ratio, so with trainer.mini_batches={mini_batches} all but the "
+            f"algorithm.policy_loss.kind=policy_gradient has no ratio, so with trainer.mini_batches={mini_batches} all but the "
             "first optimiser step of a step treat off-policy samples as on-policy: set it to 1."
         )
 
 
 def _advantages(algorithm: AlgorithmConfig) -> Iterator[str]:
-    baseline, scale, credit = algorithm.baseline, algorithm.advantage_scale, algorithm.credit
+    advantage, drops = algorithm.advantage, algorithm.curation.drop_no_spread
+    if not isinstance(advantage, ReturnsAdvantage):
+        if drops and has_critic(algorithm):
+            yield (
+                "algorithm.curation.drop_no_spread drops groups of equal rewards, which still carry a signal with a "
+                "critic: set it to false."
+            )
+        return
+    baseline, scale, credit = advantage.baseline, advantage.scale, advantage.credit
     siblings = baseline in SIBLINGS
     if algorithm.n_samples == 1 and (siblings or scale is AdvantageScale.group):
         yield (
-            f"algorithm.n_samples=1 leaves no other episode for algorithm.baseline={baseline} and "
-            f"advantage_scale={scale} to compare with: set it to 2 or more, or choose baseline none, batch or critic."
+            f"algorithm.n_samples=1 leaves no other episode for algorithm.advantage.baseline={baseline} and "
+            f"scale={scale} to compare with: set it to 2 or more, or choose baseline none or batch, or kind gae."
         )
     if scale is AdvantageScale.group and not siblings:
         yield (
-            f"algorithm.advantage_scale=group needs algorithm.baseline=group or leave_one_out, and the baseline is "
+            "algorithm.advantage.scale=group needs baseline=group or leave_one_out, and the baseline is "
             f"{baseline}: choose batch, whiten or none."
         )
-    if scale is AdvantageScale.batch and baseline is AdvantageBaseline.critic:
+    if credit is Credit.token and baseline is not AdvantageBaseline.none:
         yield (
-            "algorithm.advantage_scale=batch scales episodes, but algorithm.baseline=critic has an advantage per "
-            "token: choose whiten or none."
+            f"algorithm.advantage.credit=token gives every token a return of its own, for which baseline={baseline} has "
+            "no counterpart in other episodes: choose credit turn or trajectory, or baseline none."
         )
-    if credit is not Credit.token and baseline is AdvantageBaseline.critic:
+    if advantage.gamma != 1.0 and credit is Credit.trajectory:
         yield (
-            f"algorithm.credit={credit} has no effect with algorithm.baseline=critic, where gamma and gae_lambda assign "
-            "credit: set credit=token."
-        )
-    if credit is Credit.token and baseline not in (AdvantageBaseline.none, AdvantageBaseline.critic):
-        yield (
-            f"algorithm.credit=token gives every token a return of its own, for which algorithm.baseline={baseline} has no "
-            f"counterpart in other episodes: choose credit turn or trajectory, or baseline none or critic."
-        )
-    if algorithm.gamma != 1.0 and credit is Credit.trajectory and baseline is not AdvantageBaseline.critic:
-        yield (
-            f"algorithm.gamma={algorithm.gamma:g} discounts nothing with algorithm.credit=trajectory, where every "
+            f"algorithm.advantage.gamma={advantage.gamma:g} discounts nothing with credit=trajectory, where every "
             "token is credited with all rewards: set gamma=1, or credit turn or token."
         )
-    if algorithm.gae_lambda != 1.0 and baseline is not AdvantageBaseline.critic:
+    if drops and not siblings:
         yield (
-            f"algorithm.gae_lambda={algorithm.gae_lambda:g} has no effect without a critic: "
-            "set it to 1, or baseline=critic."
-        )
-    if algorithm.curation.drop_no_spread and not siblings:
-        yield (
-            f"algorithm.curation.drop_no_spread drops groups of equal rewards, which still carry a signal with "
-            f"algorithm.baseline={baseline}: set it to false."
+            "algorithm.curation.drop_no_spread drops groups of equal rewards, which still carry a signal with "
+            f"algorithm.advantage.baseline={baseline}: set it to false."
         )
 
 
 def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
-    if algorithm.dual_clip is not None and algorithm.policy_loss is not PolicyLoss.ppo:
-        yield (
-            f"algorithm.dual_clip={algorithm.dual_clip:g} is part of algorithm.policy_loss=ppo, not of "
-            f"{algorithm.policy_loss}: set it to null."
-        )
     fixed = algorithm.aggregation is Aggregation("fixed-length")
     if algorithm.loss_length is not None and not fixed:
         yield (
@@ -166,7 +149,13 @@ def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"which algorithm.old_logprobs={algorithm.old_logprobs} does not have: set it to recompute, or "
             "correction.kind=none."
         )
-    low = correction.low if correction.kind is CorrectionKind.mask else 0.0
+    rejects = correction.kind is CorrectionKind.reject
+    if corrects and correction.level is CorrectionLevel.geometric and not rejects:
+        yield (
+            f"algorithm.correction.level=geometric is a mean over the sequence, which is no importance weight, and "
+            f"correction.kind={correction.kind} would weight by it: set kind=reject, or level token or sequence."
+        )
+    low = correction.low if rejects or correction.kind is CorrectionKind.mask else 0.0
     if corrects and not low <= 1 <= correction.high:
         yield (
             f"algorithm.correction.low={correction.low} and high={correction.high} must enclose 1, the ratio of "
@@ -175,42 +164,39 @@ def _loss(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def _estimator(algorithm: AlgorithmConfig) -> Iterator[str]:
-    estimator, picks = algorithm.kl_estimator, algorithm.kl_topk_tokens
+    estimator = algorithm.kl_estimator
     place = algorithm.kl_in if algorithm.kl_coef else None
-    if place is KlPlace.loss and estimator is KlEstimator("k1"):
+    if place is KlPlace.loss and estimator.kind == "k1":
         yield (
-            "algorithm.kl_estimator=k1 as a loss has a gradient that is zero on average, so it does not restrain the policy: "
-            "choose k2, k3, k3++, k4 or k5, or algorithm.kl_in=reward."
+            "algorithm.kl_estimator.kind=k1 as a loss has a gradient that is zero on average, so it does not restrain the "
+            "policy: choose k2, k3, k3++, k4 or k5, or algorithm.kl_in=reward."
         )
-    if place is KlPlace.reward and estimator not in _AS_REWARD:
+    if place is KlPlace.reward and estimator.kind not in _AS_REWARD and not isinstance(estimator, CustomKl):
         reason = (
             "needs whole distributions, which a reward does not have"
-            if estimator in FULL_KL
+            if isinstance(estimator, FullKl)
             else "differs from the plain estimators by its gradient, and a reward has none"
         )
         yield (
-            f"algorithm.kl_estimator={estimator} {reason}: with algorithm.kl_in=reward choose {', '.join(_AS_REWARD)}."
+            f"algorithm.kl_estimator.kind={estimator.kind} {reason}: with algorithm.kl_in=reward choose "
+            f"{', '.join(_AS_REWARD)}."
         )
-    if picks is not None and not sums_over_vocabulary(algorithm):
+    if not isinstance(estimator, FullKl):
+        return
+    picks = estimator.topk_tokens
+    if algorithm.use_kl_iw and (picks is None or not estimator.use_tail_sampling):
         yield (
-            f"algorithm.kl_topk_tokens={picks} is read with a KL term by full_reverse or full_forward, not with "
-            f"kl_coef={algorithm.kl_coef:g} and kl_estimator={algorithm.kl_estimator}: set it to null, or choose one."
-        )
-    whole = sums_over_vocabulary(algorithm) and picks is None
-    no_tail = picks is not None and not algorithm.kl_use_tail_sampling
-    if algorithm.use_kl_iw and (whole or no_tail):
-        yield (
-            "algorithm.use_kl_iw=true weights the sampled part of the KL term, which is empty with kl_topk_tokens="
-            f"{picks} and kl_use_tail_sampling={str(algorithm.kl_use_tail_sampling).lower()}: set it to false."
+            "algorithm.use_kl_iw=true weights the sampled part of the KL term, which is empty with kl_estimator.topk_tokens="
+            f"{picks} and use_tail_sampling={str(estimator.use_tail_sampling).lower()}: set it to false."
         )
     for key, value, default in (
-        ("kl_topk_tail", algorithm.kl_topk_tail, KlTail.exact),
-        ("kl_use_tail_sampling", algorithm.kl_use_tail_sampling, True),
+        ("topk_tail", estimator.topk_tail, KlTail.exact),
+        ("use_tail_sampling", estimator.use_tail_sampling, True),
     ):
         if value != default and picks is None:
             yield (
-                f"algorithm.{key}={str(value).lower()} concerns tokens outside of the top k, but "
-                f"algorithm.kl_topk_tokens is null: set it to {str(default).lower()}, or give kl_topk_tokens."
+                f"algorithm.kl_estimator.{key}={str(value).lower()} concerns tokens outside of the top k, but "
+                f"topk_tokens is null: set it to {str(default).lower()}, or give topk_tokens."
             )
 
 
@@ -250,10 +236,10 @@ def _old_logprobs(config: RunConfig) -> Iterator[str]:
     algorithm, source = config.algorithm, config.algorithm.old_logprobs
     if source is OldLogprobs.recompute:
         return
-    policy_picks = sums_over_vocabulary(algorithm) and algorithm.kl_topk_tokens is not None
-    if policy_picks and algorithm.kl_estimator is KlEstimator.full_reverse:
+    full = full_kl(algorithm)
+    if full is not None and full.kind == "full_reverse" and full.topk_tokens is not None:
         yield (
-            f"algorithm.kl_topk_tokens={algorithm.kl_topk_tokens} with full_reverse needs the policy's most likely "
+            f"algorithm.kl_estimator.topk_tokens={full.topk_tokens} with full_reverse needs the policy's most likely "
             f"tokens before training, which algorithm.old_logprobs={source} does not compute: set it to recompute."
         )
     if source is OldLogprobs.engine:

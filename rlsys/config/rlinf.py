@@ -388,7 +388,7 @@ def _clip(draft: _Draft) -> None:
     both = "algorithm.ratio_clip_eps"
     for ours, own in (("clip_low", "clip_ratio_low"), ("clip_high", "clip_ratio_high")):
         key = f"algorithm.{own}" if draft.given.get(f"algorithm.{own}") is not None else both
-        draft.put(f"algorithm.{ours}", draft.given.get(key), key)
+        draft.put(f"algorithm.policy_loss.{ours}", draft.given.get(key), key)
 
 
 def _sampling(draft: _Draft) -> None:

@@ -7,9 +7,9 @@ The string under a field is its row in docs/configuration.md. A test requires th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
-from functools import cache
+from functools import cache, reduce
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt, Unit
@@ -178,7 +178,7 @@ class InferenceConfig:
 
 @dataclass
 class CriticConfig:
-    """The group that trains the critic; exists only with `algorithm.baseline=critic`."""
+    """The group that trains the critic; exists only with an advantage estimator that needs it."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
@@ -493,12 +493,26 @@ class JudgeConfig:
 
 
 @dataclass
+class CustomReward(Custom):
+    """A reward term of your own; see docs/extending.md."""
+
+    key = "reward.terms"
+    arguments = ("question", "trajectory")
+    weight: float = 1.0
+
+    @classmethod
+    def key_of(cls, path: str) -> str:
+        return f"{cls.key}.{path}"
+
+
+@dataclass
 class RewardConfig:
     """Terms of the reward, and their settings."""
 
-    terms: dict[str, float] = field(default_factory=dict)
+    terms: dict[str, float | CustomReward] = field(default_factory=dict)
     """Weight of each term; the reward is the weighted sum. Empty is `exact_match: 1`. docs/rewards.md lists the names;
-    `package.module.function` is a term of your own. Weight 0 removes a term that another file set."""
+    `package.module.function` is a term of your own, whose parameters stand beside its weight: `{weight: 0.5, limit:
+    3}`. Weight 0 removes a term that another file set."""
     structure_score: Annotated[NotNegative, Unit("reward")] = 0.2
     """Term `format`: score of a correct structure with a wrong answer. A right answer without the structure scores 1
     minus this value."""
@@ -609,6 +623,12 @@ class RunConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
 
+def field_types(group: type) -> dict[str, Any]:
+    """Return the type of each key of a group."""
+    hints = get_type_hints(group)
+    return {item.name: hints[item.name] for item in fields(group)}
+
+
 def variants(hint: Any) -> dict[str, type]:
     """Return the built-in classes of a union of groups by `kind`. A plain group has the kind ""; other types have no
     classes."""
@@ -627,15 +647,27 @@ def is_union(hint: Any) -> bool:
 
 def variant(hint: Any, kind: Any) -> type | None:
     """Return the class of a group with this `kind`, built-in or named as package.module.attribute; None if unknown."""
-    own = next(filter(_is_custom, get_args(hint)), None)
+    own = own_class(hint)
     if own is not None and isinstance(kind, str) and "." in kind:
         return custom_variant(own, kind)
     return variants(hint).get(kind)
 
 
+def own_variant(path: str) -> type[Custom] | None:
+    """Return the class of components from outside of the package for the group `path`; None if it takes none."""
+    above, _, name = path.rpartition(".")
+    group = reduce(getattr, above.split(".") if above else [], RunConfig())
+    return own_class(get_type_hints(type(group))[name])
+
+
+def own_class(hint: Any) -> type[Custom] | None:
+    """Return the class of components from outside of the package in a union type; None if it has none."""
+    return next(filter(_is_custom, get_args(hint)), None)
+
+
 def kinds_in_words(hint: Any) -> str:
     """Return the kinds that a union of groups has."""
-    own = ["package.module.attribute"] * any(map(_is_custom, get_args(hint)))
+    own = ["package.module.attribute"] * (own_class(hint) is not None)
     return " or ".join([*variants(hint), *own])
 
 

@@ -11,21 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isnan
 
-from rlsys.config.algorithm import KlEstimator
 from rlsys.config.schema import GuardsConfig
 
 _SAMPLED_KL = {
-    **{KlEstimator[name]: f"kl/{name}" for name in ("k1", "k2", "k3", "k5", "abs")},
-    KlEstimator["k3++"]: "kl/k3",
-    KlEstimator["k4"]: "kl/k1",
-    KlEstimator["full_reverse"]: "kl/k3",
-    KlEstimator["full_forward"]: "kl/k5",
+    **{name: f"kl/{name}" for name in ("k1", "k2", "k3", "k5", "abs")},
+    "k3++": "kl/k3",
+    "k4": "kl/k1",
+    "full_reverse": "kl/k3",
+    "full_forward": "kl/k5",
 }
-"""KL estimator -> metric of the sampled batch that equals or estimates the same KL."""
+"""KL estimator -> metric of the sampled batch that equals or estimates the same KL; k3 for any other."""
 _FLOORS = ("entropy",)
 """Guards with a lower bound; all others have an upper bound."""
 _REMEDIES = {
-    "entropy": "the policy's outputs hardly vary; start again with a higher algorithm.entropy_coef or clip_high, or a "
+    "entropy": "the policy's outputs hardly vary; start again with a higher algorithm.entropy_coef or policy_loss.clip_high, or a "
     "lower actor.optimizer.lr",
     "kl": "the policy has drifted far from its reference; start again with a higher algorithm.kl_coef or a lower "
     "actor.optimizer.lr",
@@ -82,13 +81,13 @@ class GuardsState:
 class Guards:
     """Checks the metrics of each step; between steps, it keeps only the counts in `GuardsState`."""
 
-    def __init__(self, config: GuardsConfig, estimator: KlEstimator) -> None:
-        """`estimator`: the run's KL estimator, which the KL guard watches."""
+    def __init__(self, config: GuardsConfig, estimator: str) -> None:
+        """`estimator`: kind of the run's KL estimator, which the KL guard watches."""
         self._patience = config.patience
         # Guard -> (candidate metrics, bound); the first candidate that the row has is checked.
         watches = {
             "entropy": (("actor/entropy",), config.entropy_floor),
-            "kl": (("actor/kl", _SAMPLED_KL[estimator]), config.kl_ceiling),
+            "kl": (("actor/kl", _SAMPLED_KL.get(estimator, "kl/k3")), config.kl_ceiling),
             "ratio": (("actor/ratio_max",), config.ratio_ceiling),
             "many_answers": (("answers/many_share",), config.many_answers_ceiling),
             "same_answer": (("answers/same_share",), config.same_answer_ceiling),

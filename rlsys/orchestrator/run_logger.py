@@ -125,7 +125,7 @@ class RunLogger:
         self.actor_peak: float | None = None
         """Peak rate of all actor devices together, in operations per second; None disables `mfu/actor`."""
         self._cost = cost
-        self._guards = Guards(config.guards, config.algorithm.kl_estimator)
+        self._guards = Guards(config.guards, config.algorithm.kl_estimator.kind)
         self._trajectory_writer = TrajectoryWriter(run_dir, decode) if decode is not None else None
         self.episodes: list[Span] = []
         """Generation and search spans of episodes; for the timeline only, no metric counts them."""
@@ -183,7 +183,7 @@ class RunLogger:
         Return the guards' alarms; a new alarm is also printed.
         """
         window = (self._begun_ns, self.tracers["driver"].now())
-        trained = step_metrics(groups, step - 1, self.config.algorithm.correction.level, self.config.task.tags.answer)
+        trained = step_metrics(groups, step - 1, self.config.algorithm.correction, self.config.task.tags.answer)
         row = {
             **trained,
             **more,

@@ -26,7 +26,7 @@ from rlsys.cluster.planning.placement import (
 from rlsys.cluster.planning.resolve import make_plan
 from rlsys.config.algorithm import OldLogprobs
 from rlsys.config.bounds import out_of_range
-from rlsys.config.derived import has_critic, megatron_groups, needs_server
+from rlsys.config.derived import has_critic, kl_topk_tokens, megatron_groups, needs_server
 from rlsys.config.problems import Problem, algorithm_problems
 from rlsys.config.schema import (
     ActorConfig,
@@ -135,11 +135,11 @@ def _layout(config: RunConfig) -> Iterator[Problem]:
         yield from parallel_problems(group, settings.parallel, len(ranks[group]), architecture)
         yield from context_problems(config, group)
     yield from engine_problems(config, len(ranks["rollout"]), architecture)
-    picks = config.algorithm.kl_topk_tokens
+    picks = kl_topk_tokens(config.algorithm)
     if picks is not None and picks > architecture.vocab:
         yield Problem(
-            "algorithm.kl_topk_tokens",
-            f"algorithm.kl_topk_tokens={picks} is above the model's {architecture.vocab} tokens: lower it, or set it to null for "
+            "algorithm.kl_estimator.topk_tokens",
+            f"algorithm.kl_estimator.topk_tokens={picks} is above the model's {architecture.vocab} tokens: lower it, or set it to null for "
             "the whole vocabulary.",
             "mismatch",
         )

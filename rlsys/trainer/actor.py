@@ -245,14 +245,13 @@ class Objective:
     def from_config(cls, config: RunConfig) -> Objective:
         """Read the objective from a run's config."""
         algorithm = config.algorithm
-        whole_vocabulary = sums_over_vocabulary(algorithm) and algorithm.kl_topk_tokens is None
         return cls(
             policy_loss(algorithm),
             config.rollout.sampling.temperature,
             algorithm.aggregation,
             loss_length(config),
             divergence_of(algorithm),
-            ReferencePlan.from_config(algorithm) if whole_vocabulary else None,
+            ReferencePlan.from_config(algorithm) if sums_over_vocabulary(algorithm) else None,
             algorithm.old_logprobs is OldLogprobs.actor,
         )
 

@@ -39,8 +39,8 @@ import torch
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map, make_sharded_optimizer_tensor
 from torch import Tensor
 
-from rlsys.config.algorithm import AlgorithmConfig, KlEstimator, OldLogprobs
-from rlsys.config.derived import has_reference, sums_over_vocabulary
+from rlsys.config.algorithm import AlgorithmConfig, OldLogprobs
+from rlsys.config.derived import full_kl, has_reference
 from rlsys.config.schema import ModelConfig, ParallelConfig, RunConfig
 from rlsys.errors import RunError
 from rlsys.trainer import mesh
@@ -190,9 +190,10 @@ class TopkPlan:
     @classmethod
     def from_config(cls, config: AlgorithmConfig) -> TopkPlan | None:
         """Read k and direction from the config; None unless the KL term sums over a top k."""
-        if config.kl_topk_tokens is None or not sums_over_vocabulary(config):
+        full = full_kl(config)
+        if full is None or full.topk_tokens is None:
             return None
-        return cls(config.kl_topk_tokens, forward=config.kl_estimator is KlEstimator.full_forward)
+        return cls(full.topk_tokens, forward=full.kind == "full_forward")
 
 
 class MegatronWorker:

@@ -9,25 +9,36 @@ import numpy as np
 from hypothesis import strategies as st
 
 from rlsys.algorithms.advantages import RewardedEpisode
-from rlsys.config.algorithm import AdvantageBaseline, AdvantageScale, AlgorithmConfig, Credit
+from rlsys.config.algorithm import AdvantageBaseline, AdvantageScale, Credit, GaeAdvantage, ReturnsAdvantage
 
 Exact = list[Fraction]
 GAMMAS = st.sampled_from([Fraction(0), Fraction(1, 2), Fraction(7, 8), Fraction(1)])
 """Discounts that floats hold exactly."""
 
 
-def setting(credit: str, baseline: str, scale: str) -> AlgorithmConfig:
-    return AlgorithmConfig(
-        credit=Credit(credit), baseline=AdvantageBaseline(baseline), advantage_scale=AdvantageScale(scale)
-    )
+Settings = ReturnsAdvantage | GaeAdvantage
 
 
-SETTINGS = [
+def setting(credit: str, baseline: str, scale: str) -> ReturnsAdvantage:
+    return ReturnsAdvantage(credit=Credit(credit), baseline=AdvantageBaseline(baseline), scale=AdvantageScale(scale))
+
+
+SETTINGS: list[Settings] = [
     setting(credit, baseline, scale)
     for credit, baseline, scale in product(Credit, AdvantageBaseline, AdvantageScale)
-    if (credit != "token" or baseline in ("none", "critic"))
-    and (scale != "group" or baseline in ("group", "leave_one_out"))
+    if (credit != "token" or baseline == "none") and (scale != "group" or baseline in ("group", "leave_one_out"))
 ]
+SETTINGS += [GaeAdvantage(whiten=whiten) for whiten in (False, True)]
+
+
+def scale_of(config: Settings) -> AdvantageScale:
+    if isinstance(config, GaeAdvantage):
+        return AdvantageScale.whiten if config.whiten else AdvantageScale.none
+    return config.scale
+
+
+def credit_of(config: Settings) -> Credit:
+    return Credit.token if isinstance(config, GaeAdvantage) else config.credit
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,7 @@ Numbers = list[list[list[float]]]
 """Numbers by group, episode and token."""
 
 
-def oracle(batch: list[list[ExactEpisode]], config: AlgorithmConfig) -> tuple[Numbers, Numbers]:
+def oracle(batch: list[list[ExactEpisode]], config: Settings) -> tuple[Numbers, Numbers]:
     """Return the advantages and the critic's targets."""
     spread_of_batch = _spread(_of_units(batch, config))
     tokens = [_centred(one, token, group, batch, config) for group in batch for one in group for token in one.trained]
@@ -104,11 +115,11 @@ def oracle(batch: list[list[ExactEpisode]], config: AlgorithmConfig) -> tuple[Nu
             for token in one.trained:
                 value = _centred(one, token, group, batch, config)
                 target[token] = float(value + one.values[token])
-                if config.advantage_scale is AdvantageScale.group:
+                if scale_of(config) is AdvantageScale.group:
                     line[token] = float(value) / _spread(_returns_of(group, one, token, config))
-                elif config.advantage_scale is AdvantageScale.batch:
+                elif scale_of(config) is AdvantageScale.batch:
                     line[token] = float(value) / spread_of_batch
-                elif config.advantage_scale is AdvantageScale.whiten:
+                elif scale_of(config) is AdvantageScale.whiten:
                     line[token] = float(value - mean) / spread_of_tokens
                 else:
                     line[token] = float(value)
@@ -126,22 +137,23 @@ def _token_rewards(one: ExactEpisode) -> dict[int, Fraction]:
     return rewards
 
 
-def _return(one: ExactEpisode, token: int | None, config: AlgorithmConfig) -> Fraction:
+def _return(one: ExactEpisode, token: int | None, config: Settings) -> Fraction:
     """Compute the return of a token, or of the whole episode if `token` is None."""
-    if token is None or config.credit is Credit.trajectory:
+    if token is None or credit_of(config) is Credit.trajectory:
         return sum(one.rewards, Fraction(0)) - sum((one.penalties[t] for t in one.trained), Fraction(0))
     rewards, result = _token_rewards(one), Fraction(0)
     own_turn, gamma = one.turns[token], Fraction(config.gamma)
     for other in one.trained:
-        if config.credit is Credit.token and other >= token:
+        if credit_of(config) is Credit.token and other >= token:
             result += gamma ** sum(token < t <= other for t in one.trained) * rewards[other]
-        if config.credit is Credit.turn and one.turns[other] >= own_turn:
+        if credit_of(config) is Credit.turn and one.turns[other] >= own_turn:
             between = {one.turns[t] for t in one.trained if own_turn < one.turns[t] <= one.turns[other]}
             result += gamma ** len(between) * rewards[other]
     return result
 
 
-def _generalised(one: ExactEpisode, token: int, config: AlgorithmConfig) -> Fraction:
+def _generalised(one: ExactEpisode, token: int, config: Settings) -> Fraction:
+    assert isinstance(config, GaeAdvantage)
     gamma, gae_lambda = Fraction(config.gamma), Fraction(config.gae_lambda)
     rewards, result = _token_rewards(one), Fraction(0)
     following = [t for t in one.trained if t >= token]
@@ -151,9 +163,9 @@ def _generalised(one: ExactEpisode, token: int, config: AlgorithmConfig) -> Frac
     return result
 
 
-def _returns_of(peers: list[ExactEpisode], one: ExactEpisode, token: int | None, config: AlgorithmConfig) -> Exact:
+def _returns_of(peers: list[ExactEpisode], one: ExactEpisode, token: int | None, config: Settings) -> Exact:
     """Return the returns that a token's baseline averages: of each peer's whole episode, or of the peer's same turn."""
-    if token is None or config.credit is Credit.trajectory:
+    if token is None or credit_of(config) is Credit.trajectory:
         return [_return(peer, None, config) for peer in peers]
     alike = [[t for t in peer.trained if peer.turns[t] == one.turns[token]] for peer in peers]
     return [_return(peer, tokens[0], config) for peer, tokens in zip(peers, alike, strict=True) if tokens]
@@ -164,10 +176,10 @@ def _centred(
     token: int | None,
     group: list[ExactEpisode],
     batch: list[list[ExactEpisode]],
-    config: AlgorithmConfig,
+    config: Settings,
 ) -> Fraction:
     """Subtract the baseline from the return of a token, or of the whole episode if `token` is None."""
-    if config.baseline is AdvantageBaseline.critic:
+    if isinstance(config, GaeAdvantage):
         assert token is not None
         return _generalised(one, token, config)
     own = _return(one, token, config)
@@ -183,15 +195,15 @@ def _centred(
     return own - sum(returns) / len(returns) if returns else Fraction(0)
 
 
-def _of_units(batch: list[list[ExactEpisode]], config: AlgorithmConfig) -> Exact:
+def _of_units(batch: list[list[ExactEpisode]], config: Settings) -> Exact:
     """Return the centred returns of the mini-batch, one for each unit of credit: episode, turn or token."""
     found: Exact = []
     for group in batch:
         for one in group:
             tokens: list[int | None] = [*one.trained]
-            if config.baseline is not AdvantageBaseline.critic and config.credit is Credit.turn:
+            if credit_of(config) is Credit.turn:
                 tokens = [*{one.turns[token]: token for token in one.trained}.values()]
-            elif config.baseline is not AdvantageBaseline.critic and config.credit is Credit.trajectory:
+            elif credit_of(config) is Credit.trajectory:
                 tokens = [None]  # The score of an episode without trained tokens counts too.
             found += [_centred(one, token, group, batch, config) for token in tokens]
     return found

@@ -4,13 +4,14 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlsys.algorithms.losses import LossInputs, token_weights
-from rlsys.config.algorithm import Aggregation, AlgorithmConfig, PolicyLoss
+from rlsys.config.algorithm import Aggregation, AlgorithmConfig
 
 LOSS_LENGTH = 7
 NAN = math.nan
@@ -51,17 +52,24 @@ def episodes(seed: int, count: int = 6, longest: int = 7) -> list[Episode]:
     return [episode(draw, mask) for mask in masks]
 
 
-def surrogate(config: AlgorithmConfig, token: Token, held: Token, ratio: float) -> float:
-    """Policy loss of one token; `ratio` is the ratio of the token or of its sequence."""
-    low, high, advantage = 1 - config.clip_low, 1 + config.clip_high, token.advantage
-    if config.policy_loss is PolicyLoss.policy_gradient:
-        return -advantage * token.logprob
-    if config.policy_loss is PolicyLoss.cispo:
-        return -min(max(math.exp(held.logprob - held.old), low), high) * advantage * token.logprob
-    if advantage >= 0:
-        return -min(ratio, high) * advantage
-    largest = math.inf if config.dual_clip is None else config.dual_clip
-    return -min(max(ratio, low), largest) * advantage
+def surrogate(loss: Any, token: Token, held: Token, ratio: float) -> float:
+    """Policy loss of one token; `ratio` is the ratio of the token or, for gspo, of its sequence."""
+    advantage = token.advantage
+    match loss.kind:
+        case "policy_gradient":
+            return -advantage * token.logprob
+        case "cispo":
+            weight = min(max(math.exp(held.logprob - held.old), 1 - loss.clip_low), 1 + loss.clip_high)
+            return -weight * advantage * token.logprob
+        case "sapo":
+            tau = loss.tau_positive if advantage > 0 else loss.tau_negative
+            return -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * advantage
+        case "ppo" | "gspo":
+            if advantage >= 0:
+                return -min(ratio, 1 + loss.clip_high) * advantage
+            largest = getattr(loss, "dual_clip", None) or math.inf
+            return -min(max(ratio, 1 - loss.clip_low), largest) * advantage
+    raise LookupError(f"no reference for the policy loss {loss.kind}")
 
 
 def token_losses(config: AlgorithmConfig, now: Episode, held: Episode) -> list[float]:
@@ -70,10 +78,10 @@ def token_losses(config: AlgorithmConfig, now: Episode, held: Episode) -> list[f
     losses = []
     for token, fixed in pairs:
         ratio = math.exp(token.logprob - token.old)
-        if config.policy_loss is PolicyLoss.gspo:
+        if config.policy_loss.kind == "gspo":
             mean = sum(other.logprob - other.old for _, other in pairs) / len(pairs)
             ratio = math.exp(mean) * math.exp(token.logprob - fixed.logprob)
-        loss = surrogate(config, token, fixed, ratio) - config.entropy_coef * token.entropy
+        loss = surrogate(config.policy_loss, token, fixed, ratio) - config.entropy_coef * token.entropy
         if config.kl_coef:
             weight = 1.0
             if config.use_kl_iw:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.algorithms.advantages import AdvantageEstimate, RewardedEpisode, batch_advantages, group_estimates
-from rlsys.config.algorithm import AdvantageBaseline, AdvantageScale, AlgorithmConfig
+from rlsys.config.algorithm import AdvantageBaseline, AdvantageScale, AlgorithmConfig, GaeAdvantage
 from rlsys.config.derived import needs_whole_mini_batch
-from tests.algorithms.exact import GAMMAS, SETTINGS, ExactEpisode, mini_batches, oracle, setting
+from tests.algorithms.exact import GAMMAS, SETTINGS, ExactEpisode, Settings, mini_batches, oracle, scale_of, setting
 
 EPS = 1e-6
 GRPO = setting("trajectory", "group", "group")
@@ -22,7 +22,7 @@ DR_GRPO = setting("trajectory", "group", "none")
 RLOO = setting("trajectory", "leave_one_out", "none")
 REINFORCE = setting("trajectory", "batch", "none")
 LITE_PPO = setting("trajectory", "group", "batch")
-PPO = setting("token", "critic", "none")
+PPO = GaeAdvantage(whiten=False)
 
 
 def episode(
@@ -44,20 +44,20 @@ def single(*rewards: float) -> list[RewardedEpisode]:
     return [episode([reward], [-1, 0]) for reward in rewards]
 
 
-def estimated(groups: Sequence[Sequence[RewardedEpisode]], config: AlgorithmConfig) -> list[list[AdvantageEstimate]]:
+def estimated(groups: Sequence[Sequence[RewardedEpisode]], config: Settings) -> list[list[AdvantageEstimate]]:
     alone = [group_estimates(group, config) for group in groups]
     found = batch_advantages([[one.units for one in group] for group in alone], config)
     return [
-        [replace(one, advantages=own) for one, own in zip(*both, strict=True)]
+        [replace(one, advantages=own) for one, (own, _) in zip(*both, strict=True)]
         for both in zip(alone, found, strict=True)
     ]
 
 
-def advantages(groups: Sequence[Sequence[RewardedEpisode]], config: AlgorithmConfig) -> list[list[list[float]]]:
+def advantages(groups: Sequence[Sequence[RewardedEpisode]], config: Settings) -> list[list[list[float]]]:
     return [[one.advantages.tolist() for one in group] for group in estimated(groups, config)]
 
 
-def scores(groups: Sequence[Sequence[RewardedEpisode]], config: AlgorithmConfig) -> list[float]:
+def scores(groups: Sequence[Sequence[RewardedEpisode]], config: Settings) -> list[float]:
     """The advantage of each episode's last token."""
     return [own[-1] for group in advantages(groups, config) for own in group]
 
@@ -79,7 +79,7 @@ def scores(groups: Sequence[Sequence[RewardedEpisode]], config: AlgorithmConfig)
     ],
 )
 def test_advantages_of_named_algorithms_by_hand(
-    config: AlgorithmConfig, rewards: list[list[float]], expected: list[float]
+    config: Settings, rewards: list[list[float]], expected: list[float]
 ) -> None:
     np.testing.assert_allclose(scores([single(*group) for group in rewards], config), expected, rtol=1e-6, atol=1e-15)
 
@@ -93,7 +93,7 @@ def test_gae_skips_untrained_tokens_by_hand() -> None:
     np.testing.assert_allclose(found.advantages, [0, middle / 4, 0, middle, 0, last], atol=1e-7)
     assert found.returns is not None
     np.testing.assert_allclose(found.returns, [0, 0.1 + middle / 4, 0, 0.2 + middle, 0, 1.0], atol=1e-7)
-    whitened = estimated([[one]], replace(config, advantage_scale=AdvantageScale.whiten))[0][0]
+    whitened = estimated([[one]], replace(config, whiten=True))[0][0]
     assert whitened.returns is not None
     assert whitened.returns.tolist() == found.returns.tolist(), "whitening must not change the critic's targets"
 
@@ -101,9 +101,11 @@ def test_gae_skips_untrained_tokens_by_hand() -> None:
 @settings(max_examples=100)
 @given(setting=st.sampled_from(SETTINGS), gamma=GAMMAS, gae_lambda=GAMMAS, batch=mini_batches())
 def test_every_setting_equals_exact_arithmetic_token_by_token(
-    setting: AlgorithmConfig, gamma: Fraction, gae_lambda: Fraction, batch: list[list[ExactEpisode]]
+    setting: Settings, gamma: Fraction, gae_lambda: Fraction, batch: list[list[ExactEpisode]]
 ) -> None:
-    config = replace(setting, gamma=float(gamma), gae_lambda=float(gae_lambda))
+    config = replace(setting, gamma=float(gamma))
+    if isinstance(config, GaeAdvantage):
+        config = replace(config, gae_lambda=float(gae_lambda))
     groups = [[one.episode() for one in group] for group in batch]
     expected, targets = oracle(batch, config)
     found = estimated(groups, config)
@@ -111,7 +113,7 @@ def test_every_setting_equals_exact_arithmetic_token_by_token(
         for one, own, target in zip(group, group_expected, group_targets, strict=True):
             assert one.advantages.dtype == np.float64
             np.testing.assert_allclose(one.advantages, own, rtol=1e-7, atol=1e-7)
-            if config.baseline is AdvantageBaseline.critic:
+            if isinstance(config, GaeAdvantage):
                 np.testing.assert_allclose(one.returns, target, rtol=1e-7, atol=1e-7)
             else:
                 assert one.returns is None
@@ -119,22 +121,22 @@ def test_every_setting_equals_exact_arithmetic_token_by_token(
 
 @settings(max_examples=50)
 @given(config=st.sampled_from(SETTINGS), batch=mini_batches())
-def test_untrained_tokens_and_other_groups_change_no_bit(config: AlgorithmConfig, batch: list[list]) -> None:
+def test_untrained_tokens_and_other_groups_change_no_bit(config: Settings, batch: list[list]) -> None:
     groups = [[one.episode() for one in group] for group in batch]
     junk = [[one.episode(elsewhere=math.nan) for one in group] for group in batch]
     found = advantages(groups, config)
     assert advantages(junk, config) == found
-    if not needs_whole_mini_batch(config):
+    if not needs_whole_mini_batch(AlgorithmConfig(advantage=config)):
         alone = [[one.advantages.tolist() for one in group_estimates(group, config)] for group in reversed(groups)]
         assert alone[::-1] == found
 
 
 @pytest.mark.parametrize(("config", "reward"), list(zip(SETTINGS, cycle([0.1, -1e6 - 0.1]), strict=False)))
-def test_equal_rewards_give_zero_advantages_with_a_mean_baseline(config: AlgorithmConfig, reward: float) -> None:
+def test_equal_rewards_give_zero_advantages_with_a_mean_baseline(config: Settings, reward: float) -> None:
     groups = [[episode([reward], [-1, 0, 0], values=[0.0] * 3)] * size for size in (1, 3, 7)]
     found = {value for group in advantages(groups, config) for own in group for value in own}
-    no_mean = config.baseline in (AdvantageBaseline.none, AdvantageBaseline.critic)
-    assert found == ({0.0, reward} if no_mean and config.advantage_scale is not AdvantageScale.whiten else {0.0})
+    no_mean = isinstance(config, GaeAdvantage) or config.baseline is AdvantageBaseline.none
+    assert found == ({0.0, reward} if no_mean and scale_of(config) is not AdvantageScale.whiten else {0.0})
 
 
 def test_empty_groups_and_untrained_episodes_have_zero_advantages() -> None:

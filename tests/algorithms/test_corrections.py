@@ -16,7 +16,11 @@ BOUNDS = {"low": 0.5, "high": 2.0}
 TOKEN_TRUNCATE = CorrectionConfig(CorrectionKind.truncate, CorrectionLevel.token, **BOUNDS)
 TOKEN_MASK = replace(TOKEN_TRUNCATE, kind=CorrectionKind.mask)
 SEQUENCE_MASK = replace(TOKEN_MASK, level=CorrectionLevel.sequence)
-ALL = [TOKEN_TRUNCATE, TOKEN_MASK, replace(TOKEN_TRUNCATE, level=CorrectionLevel.sequence), SEQUENCE_MASK]
+GEOMETRIC_REJECT = replace(TOKEN_MASK, kind=CorrectionKind.reject, level=CorrectionLevel.geometric)
+ALL = [
+    *(TOKEN_TRUNCATE, TOKEN_MASK, replace(TOKEN_TRUNCATE, level=CorrectionLevel.sequence), SEQUENCE_MASK),
+    *(replace(GEOMETRIC_REJECT, level=level) for level in CorrectionLevel),
+]
 NAN, INF = math.nan, math.inf
 
 
@@ -54,6 +58,19 @@ def test_correction_statistics_by_hand() -> None:
     assert correct(OLD, ROLLOUT, MASK, CorrectionConfig()) == (None, CorrectionStats())
 
 
+def test_rejection_keeps_a_long_sequence_by_its_geometric_mean() -> None:
+    """100 tokens of ratio 1.1: their product is 13,780, their geometric mean 1.1. Ratios of 3 and 0.25 are both off."""
+    old, sampled, mask = logs(*[0.55] * 100), logs(*[0.5] * 100), flags(*[1] * 100)
+    for level, kept in (("geometric", 1.0), ("sequence", 0.0), ("token", 1.0)):
+        weights, stats = correct(old, sampled, mask, replace(GEOMETRIC_REJECT, level=CorrectionLevel(level)))
+        assert weights is not None
+        assert weights.tolist() == [kept] * 100
+        assert stats.cut == (0 if kept else 100)
+    token, _ = correct(OLD, ROLLOUT, MASK, replace(GEOMETRIC_REJECT, level=CorrectionLevel.token))
+    assert token is not None
+    assert token.tolist() == [1.0, 1.0, 0.0, 0.0, 1.0]
+
+
 def test_nan_log_probs_and_unequal_lengths_are_refused() -> None:
     old = OLD.copy()
     old[-1] = NAN
@@ -70,7 +87,7 @@ tokens = st.lists(
 )
 configs = st.builds(
     CorrectionConfig,
-    kind=st.sampled_from([CorrectionKind.truncate, CorrectionKind.mask]),
+    kind=st.sampled_from([kind for kind in CorrectionKind if kind is not CorrectionKind.none]),
     level=st.sampled_from(list(CorrectionLevel)),
     low=st.floats(0, 1),
     high=st.floats(1, 10),
@@ -91,8 +108,9 @@ def one_by_one(rows: list[Token], config: CorrectionConfig) -> tuple[list[float]
     weights, ratios, distance = [], [], INF
     for old, new, trained in rows:
         has_ratio = trained and math.isfinite(new)
-        if trained and config.level is CorrectionLevel.sequence and known:
-            ratio = math.exp(min(20.0, max(-20.0, sum(known))))
+        if trained and config.level is not CorrectionLevel.token and known:
+            whole = sum(known) / (len(known) if config.level is CorrectionLevel.geometric else 1)
+            ratio = math.exp(min(20.0, max(-20.0, whole)))
         elif has_ratio:
             ratio = math.exp(old - new)
         else:
@@ -102,7 +120,8 @@ def one_by_one(rows: list[Token], config: CorrectionConfig) -> tuple[list[float]
         if config.kind is CorrectionKind.truncate:
             weights.append(config.high if ratio > config.high else ratio)
         else:
-            weights.append(0.0 if ratio < config.low or ratio > config.high else ratio)
+            kept = 1.0 if config.kind is CorrectionKind.reject else ratio
+            weights.append(0.0 if ratio < config.low or ratio > config.high else kept)
         if has_ratio:
             ratios.append(ratio)
     return weights, ratios, distance
@@ -122,14 +141,15 @@ def test_weights_and_statistics_equal_the_rules_token_by_token(rows: list[Token]
     assert stats.weight_sum == pytest.approx(sum(of_known), rel=1e-5)
     assert stats.weight_square_sum == pytest.approx(sum(weight**2 for weight in of_known), rel=1e-5)
     assert stats.ratio_sum == pytest.approx(sum(ratios), rel=1e-5)
-    assert stats.cut == sum(weight != ratio for weight, ratio in zip(of_known, ratios, strict=True))
+    rejects = config.kind is CorrectionKind.reject
+    assert stats.cut == sum(weight != (1 if rejects else ratio) for weight, ratio in zip(of_known, ratios, strict=True))
     differences = [row[0] - row[1] for row in rows if row[2] and math.isfinite(row[1])]
     assert stats.abs_log_ratio_sum == pytest.approx(sum(map(abs, differences)), rel=1e-5, abs=1e-6)
     assert stats.k1_sum == pytest.approx(-sum(differences), rel=1e-5, abs=1e-5)
     assert stats.k3_sum == pytest.approx(sum(math.exp(d) - 1 - d for d in differences), rel=1e-5, abs=1e-5)
     assert 0 <= stats.effective_share <= 1
-    assert 0 <= stats.cut_mass <= 1
-    assert measure(*arrays(rows), weights, config.level) == stats
+    assert rejects or 0 <= stats.cut_mass <= 1
+    assert measure(*arrays(rows), weights, config) == stats
 
 
 @pytest.mark.filterwarnings("error")

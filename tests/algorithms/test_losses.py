@@ -1,9 +1,10 @@
 """Tests of every policy loss: by hand, against its formula by finite differences, with extreme ratios and NaN."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
+from inspect import signature
 from itertools import cycle
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -11,8 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsys.algorithms.losses import DIVISOR, LossInputs, divisor, policy_loss, reduce_stats, sequence_ratios
-from rlsys.config.algorithm import Aggregation, AlgorithmConfig, KlEstimator, KlPlace, PolicyLoss
+from rlsys.algorithms.losses import (
+    DIVISOR,
+    POLICY_LOSSES,
+    LossInputs,
+    divisor,
+    policy_loss,
+    reduce_stats,
+    sequence_ratios,
+)
+from rlsys.config.algorithm import Aggregation, AlgorithmConfig, FullKl, KlPlace, PpoLoss, SampledKl
+from rlsys.config.schema import variants
 from tests.algorithms.loss_reference import (
     LOSS_LENGTH,
     NAN,
@@ -25,9 +35,15 @@ from tests.algorithms.loss_reference import (
 )
 
 INF = math.inf
-LOSSES = list(PolicyLoss)
-ESTIMATORS = [KlEstimator(name) for name in ("k2", "k3", "k3++", "k4", "k5", "abs")]
-CONFIG = AlgorithmConfig(clip_low=0.2, clip_high=0.28, kl_coef=0.05, entropy_coef=0.01)
+KINDS = variants(get_type_hints(AlgorithmConfig)["policy_loss"])
+"""Policy losses of the schema by kind."""
+CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
+LOSSES = [
+    loss(**{key: value for key, value in CLIPS.items() if key in get_type_hints(loss)}) for loss in KINDS.values()
+]
+ESTIMATORS = [SampledKl(name) for name in ("k2", "k3", "k3++", "k4", "k5", "abs")]
+CONFIG = AlgorithmConfig(policy_loss=PpoLoss(clip_high=0.28), kl_coef=0.05, entropy_coef=0.01)
+GSPO = next(loss for loss in LOSSES if loss.kind == "gspo")
 
 
 def inputs_of(**columns: list[float]) -> LossInputs:
@@ -51,6 +67,14 @@ def run(config: AlgorithmConfig, batch: list[Episode], packed: bool = False) -> 
     return flat, float(loss.detach()), stats
 
 
+def test_every_policy_loss_of_the_schema_has_a_function_with_its_keys() -> None:
+    assert set(KINDS) == set(POLICY_LOSSES)
+    for kind, loss in KINDS.items():
+        keys = {item.name for item in fields(loss)} - {"kind"}
+        parameters = signature(POLICY_LOSSES[kind]).parameters.values()
+        assert {one.name for one in parameters if one.kind is one.KEYWORD_ONLY} == keys, kind
+
+
 @pytest.mark.parametrize(
     ("ratio", "advantage", "dual", "loss", "gradient", "met"),
     [
@@ -70,7 +94,7 @@ def run(config: AlgorithmConfig, batch: list[Episode], packed: bool = False) -> 
 def test_clipped_token_by_hand(
     ratio: float, advantage: float, dual: float | None, loss: float, gradient: float, met: str | None
 ) -> None:
-    config = replace(CONFIG, kl_coef=0.0, entropy_coef=0.0, dual_clip=dual)
+    config = replace(CONFIG, kl_coef=0.0, entropy_coef=0.0, policy_loss=PpoLoss(clip_high=0.28, dual_clip=dual))
     logprobs = torch.tensor([[ratio / 4]]).log().requires_grad_()
     found, stats = policy_loss(config)(logprobs, None, inputs_of(old_logprobs=[math.log(0.25)], advantages=[advantage]))
     (slope,) = torch.autograd.grad(found, logprobs)
@@ -125,17 +149,18 @@ def test_all_terms_of_one_token_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "aggregation", "packed"), list(zip(LOSSES, Aggregation, (False, True, False, True), strict=True))
+    ("kind", "aggregation", "packed"), list(zip(LOSSES, cycle(Aggregation), cycle((False, True)), strict=False))
 )
-def test_loss_and_gradient_equal_the_formula(kind: PolicyLoss, aggregation: Aggregation, packed: bool) -> None:
+def test_loss_and_gradient_equal_the_formula(kind: Any, aggregation: Aggregation, packed: bool) -> None:
     """The gradient is compared with finite differences in which values behind stop-gradients do not change."""
-    dual = 1.3 if kind is PolicyLoss.ppo else None
-    config = replace(CONFIG, policy_loss=kind, aggregation=aggregation, dual_clip=dual, kl_coef=0.3)
+    dual = isinstance(kind, PpoLoss)
+    loss = replace(kind, dual_clip=1.3) if isinstance(kind, PpoLoss) else kind
+    config = replace(CONFIG, policy_loss=loss, aggregation=aggregation, kl_coef=0.3)
     if packed:
         config = replace(config, use_kl_iw=True, kl_iw_clip_lower=0.9, kl_iw_clip_upper=1.1)
     batch = episodes(seed=1, count=12)
     flat, loss, stats = run(config, batch, packed)
-    met = ["clip_fraction_low", "clip_fraction_high"] if kind in (PolicyLoss.ppo, PolicyLoss.gspo) else []
+    met = ["clip_fraction_low", "clip_fraction_high"] if kind.kind in ("ppo", "gspo") else []
     met += ["dual_clip_fraction"] if dual else []
     assert all(0 < stats[name] < stats["tokens"] / 2 for name in met), "every bound must apply to some tokens"
     assert loss == pytest.approx(reference_loss(config, batch), rel=1e-12)
@@ -152,9 +177,9 @@ def at_random(config: AlgorithmConfig) -> tuple[Tensor, Tensor, LossInputs]:
 
 @pytest.mark.parametrize(
     ("kind", "estimator", "poison"),
-    list(zip(cycle(LOSSES), [*ESTIMATORS, KlEstimator.full_reverse], cycle([NAN, INF, -INF]), strict=False)),
+    list(zip(cycle(LOSSES), [*ESTIMATORS, FullKl()], cycle([NAN, INF, -INF]), strict=False)),
 )
-def test_masked_tokens_are_ignored_whatever_they_hold(estimator: KlEstimator, kind: PolicyLoss, poison: float) -> None:
+def test_masked_tokens_are_ignored_whatever_they_hold(estimator: Any, kind: Any, poison: float) -> None:
     config = replace(CONFIG, policy_loss=kind, kl_estimator=estimator, use_kl_iw=True)
 
     def result(fill: float) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
@@ -176,7 +201,7 @@ def test_masked_tokens_are_ignored_whatever_they_hold(estimator: KlEstimator, ki
 
 @pytest.mark.parametrize("name", ["logprobs", "old_logprobs", "ref_logprobs", "advantages", "entropy"])
 def test_nan_in_a_trained_token_reaches_the_loss(name: str) -> None:
-    logprobs, entropy, inputs = at_random(replace(CONFIG, policy_loss=PolicyLoss.gspo))
+    logprobs, entropy, inputs = at_random(replace(CONFIG, policy_loss=GSPO))
     inputs = replace(inputs, divergence=None)
     broken = {"logprobs": logprobs, "entropy": entropy}
     values = (broken[name] if name in broken else getattr(inputs, name)).detach().clone()
@@ -185,7 +210,7 @@ def test_nan_in_a_trained_token_reaches_the_loss(name: str) -> None:
         broken[name] = values
     else:
         inputs = replace(inputs, **{name: values})
-    loss, stats = policy_loss(replace(CONFIG, policy_loss=PolicyLoss.gspo))(*broken.values(), inputs)
+    loss, stats = policy_loss(replace(CONFIG, policy_loss=GSPO))(*broken.values(), inputs)
     assert loss.isnan()
     if name in ("logprobs", "old_logprobs"):
         parts = [{**stats, DIVISOR: 1}, {"tokens": 1.0, "ratio_max": 1.0, "ratio_min": 1.0}]
@@ -195,10 +220,8 @@ def test_nan_in_a_trained_token_reaches_the_loss(name: str) -> None:
             assert math.isnan(reduced["ratio_min"])
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape"), [(PolicyLoss.ppo, (0, 5)), (PolicyLoss.gspo, (0, 0)), (PolicyLoss.gspo, (2, 5))]
-)
-def test_loss_without_trained_tokens_is_zero_and_backpropagates(kind: PolicyLoss, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("kind", "shape"), [(LOSSES[0], (0, 5)), (GSPO, (0, 0)), (GSPO, (2, 5))])
+def test_loss_without_trained_tokens_is_zero_and_backpropagates(kind: Any, shape: tuple[int, int]) -> None:
     logprobs, other = torch.full(shape, NAN).requires_grad_(), torch.full(shape, NAN)
     mask, sequences = torch.zeros(shape, dtype=torch.bool), torch.full(shape, -1)
     loss, stats = policy_loss(replace(CONFIG, policy_loss=kind))(
@@ -222,7 +245,7 @@ def test_loss_without_trained_tokens_is_zero_and_backpropagates(kind: PolicyLoss
     advantage=st.sampled_from([-1.0, 0.0, 1.0]),
 )
 def test_distant_policies_do_not_overflow(
-    kind: PolicyLoss, estimator: KlEstimator, weighted: bool, far: list[float], advantage: float
+    kind: Any, estimator: SampledKl, weighted: bool, far: list[float], advantage: float
 ) -> None:
     config = replace(CONFIG, policy_loss=kind, kl_estimator=estimator, use_kl_iw=weighted)
     logprobs = torch.full((1, len(far)), -1.5, requires_grad=True)
@@ -234,7 +257,7 @@ def test_distant_policies_do_not_overflow(
 
 
 def test_given_divergence_is_the_kl_term_and_gets_its_gradient() -> None:
-    config = replace(CONFIG, kl_estimator=KlEstimator("full_reverse"), use_kl_iw=True)
+    config = replace(CONFIG, kl_estimator=FullKl(), use_kl_iw=True)
     logprobs, entropy, inputs = at_random(config)
     kl = torch.rand(logprobs.shape, dtype=torch.float64).requires_grad_()
     loss, stats = policy_loss(config)(logprobs, entropy, replace(inputs, divergence=kl))
@@ -246,7 +269,7 @@ def test_given_divergence_is_the_kl_term_and_gets_its_gradient() -> None:
 
 
 def test_kl_in_the_reward_is_only_a_statistic() -> None:
-    config = replace(CONFIG, kl_in=KlPlace.reward, kl_estimator=KlEstimator("k1"), entropy_coef=0.0)
+    config = replace(CONFIG, kl_in=KlPlace.reward, kl_estimator=SampledKl("k1"), entropy_coef=0.0)
     logprobs, _, inputs = at_random(config)
     inputs = replace(inputs, divergence=None)
     loss, stats = policy_loss(config)(logprobs, None, inputs)
@@ -266,7 +289,7 @@ def test_loss_term_without_its_input_is_refused() -> None:
         policy_loss(CONFIG)(logprobs, entropy, bare)
     with pytest.raises(ValueError, match="entropy_coef"):
         policy_loss(CONFIG)(logprobs, None, inputs)
-    full = replace(CONFIG, kl_estimator=KlEstimator("full_forward"))
+    full = replace(CONFIG, kl_estimator=FullKl("full_forward"))
     with pytest.raises(ValueError, match="full_forward"):
         policy_loss(full)(logprobs, entropy, replace(inputs, divergence=None))
     with pytest.raises(ValueError, match="divisor"):

@@ -1,7 +1,6 @@
 """Tests of EMA-PG's top-k KL by enumeration of every token that could be sampled, in float64."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlsys.algorithms.kl import SampledLogprobs, TopKKl, join_parts
-from rlsys.config.algorithm import AlgorithmConfig, KlEstimator, KlTail
+from rlsys.config.algorithm import AlgorithmConfig, FullKl, KlTail
 
 VOCAB = 7
 EXACT, UPSTREAM = KlTail.exact, KlTail.upstream
@@ -19,9 +18,10 @@ DIRECTIONS = pytest.mark.parametrize("forward_kl", [False, True], ids=["reverse"
 
 def top_k(forward_kl: bool, kind: KlTail | None, *, weighted: bool) -> TopKKl:
     """A top-k KL without bounds on the weights; the tail is left out if `kind` is None."""
-    direction = KlEstimator.full_forward if forward_kl else KlEstimator.full_reverse
-    config = AlgorithmConfig(kl_estimator=direction, kl_use_tail_sampling=kind is not None, use_kl_iw=weighted)
-    return TopKKl(replace(config, kl_topk_tail=kind or EXACT))
+    full = FullKl(
+        "full_forward" if forward_kl else "full_reverse", topk_tail=kind or EXACT, use_tail_sampling=kind is not None
+    )
+    return TopKKl(AlgorithmConfig(kl_estimator=full, use_kl_iw=weighted), full)
 
 
 def distributions(seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,7 +40,7 @@ def dense(log_p: Tensor, log_r: Tensor, forward_kl: bool) -> Tensor:
 def expectation(kl: TopKKl, k: int, logits: Tensor, log_r: Tensor, log_old: Tensor) -> tuple[Tensor, Tensor]:
     """Means of the estimate and of its gradient by the logits, over tokens sampled from `log_old`."""
     log_p = logits.log_softmax(-1)
-    picks = (log_r if kl.config.kl_estimator is KlEstimator.full_forward else log_p).topk(k).indices
+    picks = (log_r if kl.settings.kind == "full_forward" else log_p).topk(k).indices
     total = torch.zeros((), dtype=torch.float64)
     for y in range(VOCAB):
         sampled = SampledLogprobs(log_p[y, None], log_old[y, None], log_r[y, None], (picks == y).any()[None])
@@ -53,7 +53,7 @@ def errors(kl: TopKKl, k: int, on_policy: bool) -> tuple[float, float]:
     """Errors of the expected value and of the expected gradient against the exact KL."""
     logits, log_r, log_old = distributions(0)
     log_p = logits.log_softmax(-1)
-    exact = dense(log_p, log_r, kl.config.kl_estimator is KlEstimator.full_forward)
+    exact = dense(log_p, log_r, kl.settings.kind == "full_forward")
     (exact_grad,) = torch.autograd.grad(exact, logits, retain_graph=True)
     value, grad = expectation(kl, k, logits, log_r, log_p.detach() if on_policy else log_old)
     return float((value - exact.detach()).abs()), float((grad - exact_grad).abs().max())
@@ -93,17 +93,12 @@ def test_without_tail_sampling_only_the_head_counts() -> None:
 def test_importance_weight_applies_to_the_tail_and_is_bounded(
     lower: float | None, upper: float | None, weight: float
 ) -> None:
-    config = AlgorithmConfig(
-        kl_estimator=KlEstimator.full_reverse,
-        kl_topk_tokens=1,
-        use_kl_iw=True,
-        kl_iw_clip_lower=lower,
-        kl_iw_clip_upper=upper,
-    )
+    full = FullKl(topk_tokens=1)
+    config = AlgorithmConfig(kl_estimator=full, use_kl_iw=True, kl_iw_clip_lower=lower, kl_iw_clip_upper=upper)
     p, old, r = (torch.tensor([value]).log() for value in (0.4, 0.1, 0.2))
     picked, ref_picked = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
     logprobs = p.requires_grad_()
-    values = TopKKl(config)(picked, ref_picked, SampledLogprobs(logprobs, old, r, torch.tensor([False])))
+    values = TopKKl(config, full)(picked, ref_picked, SampledLogprobs(logprobs, old, r, torch.tensor([False])))
     (grad,) = torch.autograd.grad(values.sum(), logprobs)
     log_2 = torch.tensor(2.0).log().item()
     assert values.item() == pytest.approx(0.5 * log_2 + weight * log_2)

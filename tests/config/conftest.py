@@ -13,7 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from rlsys.config.compose import PROJECT_CONFIGS, as_dict, load_config, recorded, typed
-from rlsys.config.schema import RunConfig
+from rlsys.config.schema import RunConfig, unions
 from tests.support.tiny_shape import SHAPE
 
 
@@ -47,7 +47,13 @@ def tiny_run(files: list[str]) -> Callable[..., RunConfig]:
         tree = OmegaConf.create(_composed(tuple(of_group)))
         others = [*files, *(one for one in overrides if one not in of_group)]
         for one in OverridesParser.create().parse_overrides(others):
-            OmegaConf.update(tree, one.key_or_group, one.value(), merge=True, force_add=True)
+            key, value = one.key_or_group, one.value()
+            if key in unions() and isinstance(value, str):
+                key, value = f"{key}.kind", value
+            group = key.removesuffix(".kind")
+            if group != key and value != OmegaConf.select(tree, key):
+                OmegaConf.update(tree, group, {}, merge=False)
+            OmegaConf.update(tree, key, value, merge=True, force_add=True)
         config = typed(recorded(OmegaConf.to_container(tree)), RunConfig)
         assert isinstance(config, RunConfig)
         return config

@@ -9,6 +9,18 @@ from typing import Any
 import pytest
 import yaml
 
+from rlsys.config.algorithm import (
+    AdvantageBaseline,
+    AdvantageScale,
+    AlgorithmConfig,
+    Credit,
+    FullKl,
+    GaeAdvantage,
+    PolicyGradientLoss,
+    PpoLoss,
+    ReturnsAdvantage,
+    SampledKl,
+)
 from rlsys.config.compose import KeyDifference, as_dict, differences, load_config, recorded, typed
 from rlsys.config.schema import (
     AsyncSchedule,
@@ -107,7 +119,9 @@ def test_own_config_extends_the_projects_from_any_folder(tmp_path: Path) -> None
     file.write_text("defaults: [searchr1_tiny_cpu, override algorithm: rloo, _self_]\nname: mine\n")
     config = load_config(str(file), ["trainer.steps=3"])
     assert (config.name, config.trainer.steps, config.cluster.device) == ("mine", 3, Device.cpu)
-    assert config.algorithm.baseline == "leave_one_out"
+    assert config.algorithm.advantage == ReturnsAdvantage(
+        baseline=AdvantageBaseline.leave_one_out, scale=AdvantageScale.none
+    )
 
 
 def test_tiny_run_fixture_equals_what_hydra_composes(tiny_run: TinyRun, files: list[str]) -> None:
@@ -248,6 +262,55 @@ def test_renamed_key_of_an_older_run_counts_under_its_new_name(tiny_run: TinyRun
     before["reward"] = {"own_timeout_s": 5.0} | {k: v for k, v in before["reward"].items() if k != "custom_timeout_s"}
     assert differences(before, tiny_run("reward.custom_timeout_s=5")) == []
     assert [one.key for one in differences(before, tiny_run())] == ["reward.custom_timeout_s"]
+
+
+FORMER_PPO = {
+    "kl_estimator": "k1",
+    **{"baseline": "critic", "advantage_scale": "whiten", "credit": "token", "gamma": 0.5, "gae_lambda": 0.9},
+    **{"policy_loss": "ppo", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 3.0},
+    **{"kl_topk_tokens": None, "kl_topk_tail": "exact", "kl_use_tail_sampling": True},
+}
+FORMER_EMA = FORMER_PPO | {
+    **{"baseline": "leave_one_out", "advantage_scale": "none", "credit": "turn"},
+    **{"policy_loss": "policy_gradient", "kl_estimator": "full_forward", "kl_topk_tokens": 8},
+}
+
+
+@pytest.mark.parametrize(
+    ("former", "present"),
+    [
+        (
+            FORMER_PPO,
+            {
+                "advantage": GaeAdvantage(gamma=0.5, gae_lambda=0.9, whiten=True),
+                "policy_loss": PpoLoss(clip_low=0.1, clip_high=0.3, dual_clip=3.0),
+                "kl_estimator": SampledKl("k1"),
+            },
+        ),
+        (
+            FORMER_EMA,
+            {
+                "advantage": ReturnsAdvantage(
+                    baseline=AdvantageBaseline.leave_one_out,
+                    scale=AdvantageScale.none,
+                    credit=Credit.turn,
+                    gamma=0.5,
+                ),
+                "policy_loss": PolicyGradientLoss(),
+                "kl_estimator": FullKl("full_forward", topk_tokens=8),
+            },
+        ),
+    ],
+)
+def test_algorithm_keys_of_an_older_run_are_read_into_their_groups(
+    former: dict[str, Any], present: dict[str, Any]
+) -> None:
+    now = RunConfig(algorithm=AlgorithmConfig(**present))
+    before = as_dict(now)
+    before["algorithm"] = {key: value for key, value in before["algorithm"].items() if key not in present} | former
+    assert differences(before, now) == []
+    other = RunConfig(algorithm=AlgorithmConfig(**present, n_samples=7))
+    assert [one.key for one in differences(before, other)] == ["algorithm.n_samples"]
 
 
 def test_changed_schedule_kind_is_a_difference() -> None:

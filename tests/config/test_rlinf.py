@@ -44,7 +44,7 @@ PUBLISHED = {
     "trainer.mini_batches": 2,
     "algorithm.n_samples": 4,
     "algorithm.kl_coef": 0.001,
-    "algorithm.kl_estimator": "k3",
+    "algorithm.kl_estimator.kind": "k3",
     "rollout.sampling.stop": ["</search>", "</answer>"],
     "rollout.engine.memory_fraction": 0.75,
     "rollout.engine.max_running": 128,
@@ -204,7 +204,7 @@ def test_overrides_of_either_dialect_win_over_the_file() -> None:
     )
     assert (config.model.path, config.algorithm.n_samples, config.trainer.seed) == ("a model", 8, 5)
     assert config.cluster.placement == {"actor": "0", "inference": "1", "rollout": "2"}
-    assert (part(config, "algorithm.kl_estimator"), config.reward.terms) == ("k2", {"exact_match": 2.0})
+    assert (part(config, "algorithm.kl_estimator.kind"), config.reward.terms) == ("k2", {"exact_match": 2.0})
     assert config.search.url == "http://127.0.0.1:8000", "a server on all interfaces is reached by the loopback address"
     assert config.cluster.device is Device.cpu  # The profile overrides the file.
     assert (config.model.dtype, config.rollout.engine.memory_fraction) == (Dtype.float32, 0.5)

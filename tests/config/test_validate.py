@@ -6,17 +6,16 @@ import copy
 import json
 import math
 from collections.abc import Callable
-from functools import reduce
 from pathlib import Path
 from types import UnionType
-from typing import get_args, get_origin
+from typing import get_args, get_origin, get_type_hints
 
 import pytest
 
 from rlsys.cluster.planning.placement import parse_ranks
 from rlsys.config.bounds import out_of_range
 from rlsys.config.derived import needs_server
-from rlsys.config.schema import RunConfig, leaf_types, schema_keys
+from rlsys.config.schema import RunConfig, schema_groups, schema_keys
 from rlsys.errors import Code, UserError
 from rlsys.orchestrator.validate import find_problems, validate
 from tests.support.refusals import refused
@@ -41,7 +40,10 @@ SPOILT: dict[str, dict[str, tuple[str, Code]]] = {
         "actor.micro_batch_tokens=512": ("actor.micro_batch_tokens", "conflict"),
         "inference.micro_batch_tokens=512": ("inference.micro_batch_tokens", "conflict"),
         "cluster.sync_bucket_bytes=1000": ("cluster.sync_bucket_bytes", "mismatch"),
-        "algorithm.kl_topk_tokens=321": ("algorithm.kl_topk_tokens", "mismatch"),
+        "algorithm.kl_estimator={kind: full_reverse, topk_tokens: 321}": (
+            "algorithm.kl_estimator.topk_tokens",
+            "mismatch",
+        ),
     },
     "contradictions": {
         "algorithm.old_logprobs=engine": ("algorithm.old_logprobs", "conflict"),
@@ -140,27 +142,21 @@ def test_either_way_out_of_a_contradiction_is_accepted(tiny_run: TinyRun) -> Non
     assert not needs_server(config.search)
 
 
-def numeric_keys() -> dict[str, bool]:
-    """Every numeric key of the schema, and True if it is an integer."""
-    kinds = {
-        key: {*(get_args(hint) or [hint])}
-        for key, hint in leaf_types().items()
-        if get_origin(hint) in (None, UnionType)
-    }
-    return {key: int in kind for key, kind in kinds.items() if kind & {int, float}}
-
-
-def test_negative_and_infinite_numbers_are_refused_for_every_key(tiny_run: TinyRun) -> None:
-    """All keys are invalid at once, and each must be named."""
-    valid = tiny_run("trainer.schedule.kind=async")
-    for bad in (-7, math.nan, math.inf):
-        config, spoilt = copy.deepcopy(valid), set()
-        for key, is_integer in numeric_keys().items():
-            if not is_integer or bad == -7:
-                *path, leaf = key.split(".")
-                setattr(reduce(getattr, path, config), leaf, bad if is_integer else float(bad))
-                spoilt.add(key)
-        assert {key for key, _ in out_of_range(config)} >= spoilt
+def test_negative_and_infinite_numbers_are_refused_for_every_key() -> None:
+    """All keys of a group are invalid at once, and each must be named, in groups of every kind."""
+    for path, valid in schema_groups(RunConfig()):
+        kinds = {
+            name: {*(get_args(hint) or [hint])} & {int, float}
+            for name, hint in get_type_hints(type(valid)).items()
+            if get_origin(hint) in (None, UnionType)
+        }
+        for bad in (-7, math.nan, math.inf):
+            group, spoilt = copy.copy(valid), set()
+            for name, numbers in kinds.items():
+                if float in numbers or (int in numbers and bad == -7):
+                    setattr(group, name, float(bad) if float in numbers else bad)
+                    spoilt.add(f"{path}.{name}")
+            assert {key for key, _ in out_of_range(group, f"{path}.")} >= spoilt
 
 
 def test_number_may_equal_its_bound_and_not_exceed_it(tiny_run: TinyRun) -> None:

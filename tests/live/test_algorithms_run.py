@@ -58,7 +58,7 @@ def test_full_vocabulary_kl_with_reference_reset_and_search_r1_compat_trains(tmp
     run = Finished(
         tmp_path,
         "algorithm=ema_pg",
-        "algorithm.kl_topk_tokens=null",
+        "algorithm.kl_estimator.topk_tokens=null",
         "algorithm.use_kl_iw=false",
         "algorithm.ref_policy_reset_period=1",
         "compat=search_r1",

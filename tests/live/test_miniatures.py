@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from examples.searchr1.tiny.demo import prepare_world
 from rlsys.apps.cli.main import app
 from rlsys.cluster.planning.placement import parse_placement
-from rlsys.config.algorithm import AdvantageBaseline
 from rlsys.config.compose import PROJECT_CONFIGS, as_dict, load_config
 from rlsys.config.derived import has_critic, megatron_groups
 from rlsys.config.schema import RunConfig
@@ -197,5 +196,5 @@ def train_two_steps(config: RunConfig, folder: Path) -> None:
         assert 0 < row["logprob/max_diff"] < 1e-3, "the engines and Megatron must compute the same model"
         assert row["actor/first_ratio_dev_max"] < 1e-3, "so must the Megatron groups, each with its own parallelism"
         assert row["actor/grad_norm"] > 0
-    if config.algorithm.baseline is AdvantageBaseline.critic:
+    if has_critic(config.algorithm):
         assert rows[1]["critic/values/max"] > rows[1]["critic/values/min"]

@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.config.algorithm import AdvantageScale, Aggregation, AlgorithmConfig, OldLogprobs
+from rlsys.config.algorithm import AdvantageScale, Aggregation, AlgorithmConfig, OldLogprobs, ReturnsAdvantage
 from rlsys.config.schema import (
     ActorConfig,
     AsyncSchedule,
@@ -134,9 +134,8 @@ class Bench:
             rollout=RolloutConfig(sampling=SamplingConfig(temperature=reference.TEMPERATURE)),
             algorithm=AlgorithmConfig(
                 n_samples=SAMPLES,
-                advantage_scale=case.scale,
-                clip_low=reference.ALGORITHM.clip_low,
-                clip_high=reference.ALGORITHM.clip_high,
+                advantage=ReturnsAdvantage(scale=case.scale),
+                policy_loss=reference.ALGORITHM.policy_loss,
                 kl_coef=case.kl_coef,
                 old_logprobs=case.old,
                 entropy_coef=case.entropy_coef,

@@ -14,7 +14,7 @@ def test_async_run_with_turn_rewards_trains_stale_tokens_within_its_bound(tmp_pa
     run = Finished(
         tmp_path,
         "reward.terms={correct_answer: 10.0, search_penalty: -0.1, invalid_format: -5.0}",
-        "algorithm.credit=turn",
+        "algorithm.advantage.credit=turn",
         "algorithm.kl_in=reward",
         "algorithm.kl_control=adaptive",
         "trainer.steps=4",

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from rlsys.algorithms.kl import kl_control
-from rlsys.config.algorithm import AlgorithmConfig, KlControl, KlEstimator, KlPlace
+from rlsys.config.algorithm import AlgorithmConfig, KlControl, KlPlace, SampledKl
 from rlsys.config.schema import (
     ActorConfig,
     CheckpointConfig,
@@ -219,7 +219,7 @@ def settings(model: Path, outputs: Path) -> RunConfig:
             n_samples=SAMPLES,
             kl_coef=0.05,
             kl_in=KlPlace.reward,
-            kl_estimator=KlEstimator["k1"],
+            kl_estimator=SampledKl("k1"),
             kl_control=KlControl.adaptive,
             kl_horizon=100,
             ref_policy_ema_tau=0.5,

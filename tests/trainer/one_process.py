@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from rlsys.algorithms.kl import SampledLogprobs, TopKKl, shares
 from rlsys.algorithms.losses import DIVISOR, LossInputs, divisor, policy_loss, reduce_stats, token_weights
-from rlsys.config.algorithm import AlgorithmConfig, KlEstimator, OldLogprobs
-from rlsys.config.derived import sums_over_vocabulary
+from rlsys.config.algorithm import AlgorithmConfig, OldLogprobs
+from rlsys.config.derived import full_kl
 from rlsys.data.trajectory import Sample
 from tests.support.trajectories import sample
 from tests.trainer import reference
@@ -116,17 +116,18 @@ class OneProcess:
 
     def _divergence(self, config: AlgorithmConfig, old: Tensor) -> Tensor | None:
         """KL term [n] of an estimator that compares distributions, None for other estimators."""
-        if not sums_over_vocabulary(config):
+        full = full_kl(config)
+        if full is None:
             return None
-        forward = config.kl_estimator is KlEstimator.full_forward
-        if config.kl_topk_tokens is None:
+        forward = full.kind == "full_forward"
+        if full.topk_tokens is None:
             return shares(self.log_p, self.log_r, forward).sum(-1)
         # The log-prob group picks tokens by the policy that sampled.
-        picks = (self.log_r if forward else self.log_old).topk(config.kl_topk_tokens).indices
+        picks = (self.log_r if forward else self.log_old).topk(full.topk_tokens).indices
         picked = (picks == self.y[:, None]).any(-1)
         assert 0 < picked.sum() < len(picked), "sampled tokens must lie both among the picks and in the tail"
         sampled = SampledLogprobs(self.p, old, self.r, picked)
-        return TopKKl(config)(self.log_p.gather(1, picks), self.log_r.gather(1, picks), sampled)
+        return TopKKl(config, full)(self.log_p.gather(1, picks), self.log_r.gather(1, picks), sampled)
 
 
 def _load(path: Path) -> torch.nn.Module:

@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from rlsys.algorithms.losses import LossFunction, LossInputs, policy_loss
-from rlsys.config.algorithm import AlgorithmConfig
+from rlsys.config.algorithm import AlgorithmConfig, PpoLoss
 from rlsys.config.schema import OptimizerConfig
 from rlsys.trainer.batches import MicroBatch
 
-ALGORITHM = AlgorithmConfig(clip_low=0.2, clip_high=0.28, kl_coef=0.1, entropy_coef=0.01)
+ALGORITHM = AlgorithmConfig(policy_loss=PpoLoss(clip_high=0.28), kl_coef=0.1, entropy_coef=0.01)
 LOSS = policy_loss(ALGORITHM)
 TEMPERATURE = 0.7
 LOSS_LENGTH = 13

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from rlsys.cluster.planning.memory import GroupMemory, MicroBatchLoad, StageRank, stage_memory
 from rlsys.config import schema
-from rlsys.config.algorithm import FULL_KL, AdvantageBaseline, AlgorithmConfig
+from rlsys.config.algorithm import AlgorithmConfig, FullKl, GaeAdvantage, ReturnsAdvantage
 from rlsys.observe.environment import Capabilities
 from rlsys.trainer.actor import Actor, Critic, Learner
 from rlsys.trainer.batches import MicroBatch
@@ -60,9 +60,9 @@ SHAPES: dict[str, partial[PretrainedConfig]] = {
 
 KL: dict[str, dict[str, Any]] = {
     "sampled": {},
-    "whole": {"kl_estimator": FULL_KL[0]},
-    "top 128": {"kl_estimator": FULL_KL[0], "kl_topk_tokens": 128},
-    "whole, average": {"kl_estimator": FULL_KL[1], "ref_policy_ema_tau": 0.9},
+    "whole": {"kl_estimator": FullKl()},
+    "top 128": {"kl_estimator": FullKl(topk_tokens=128)},
+    "whole, average": {"kl_estimator": FullKl("full_forward"), "ref_policy_ema_tau": 0.9},
     "sampled, average": {"ref_policy_ema_tau": 0.9},
 }
 """Kind of KL term -> settings of the algorithm."""
@@ -97,7 +97,7 @@ class Case:
             critic=schema.CriticConfig(parallel=layout.parallel, optimizer=optimizer, packing=packing),
             inference=schema.InferenceConfig(parallel=layout.parallel, packing=packing),
             algorithm=AlgorithmConfig(
-                kl_coef=0.1, baseline=AdvantageBaseline.critic if critic else AdvantageBaseline.group, **KL[self.kl]
+                kl_coef=0.1, advantage=GaeAdvantage() if critic else ReturnsAdvantage(), **KL[self.kl]
             ),
         )
 
@@ -233,7 +233,7 @@ def _batch(case: Case) -> MicroBatch:
     for number, (end, length) in enumerate(zip(ends, lengths, strict=True)):
         mask[0 if case.packed else number, end - int(length * case.targets) : end] = True
     zeros = np.zeros((rows, width), dtype=np.float32)
-    k = KL[case.kl].get("kl_topk_tokens")
+    k = getattr(KL[case.kl].get("kl_estimator"), "topk_tokens", None)
     picked = None if k is None else np.tile(np.arange(k, dtype=np.int32), (int(mask.sum()), 1))
     return MicroBatch(
         tokens=np.random.default_rng(0).integers(0, VOCAB, size=(rows, width)),

@@ -18,12 +18,20 @@ from rlsys.algorithms.losses import reduce_stats
 from rlsys.config.algorithm import (
     Aggregation,
     AlgorithmConfig,
-    KlEstimator,
+    CispoLoss,
+    CustomLoss,
+    FullKl,
+    GspoLoss,
     KlPlace,
     KlTail,
     OldLogprobs,
-    PolicyLoss,
+    PolicyGradientLoss,
+    PpoLoss,
+    SampledKl,
+    SapoLoss,
 )
+from rlsys.config.custom import custom_variant
+from rlsys.config.derived import kl_topk_tokens
 from rlsys.config.schema import OptimizerConfig, ParallelConfig, RolloutConfig, RunConfig, SamplingConfig
 from rlsys.data.trajectory import Sample
 from rlsys.orchestrator.worker_groups import scores_of
@@ -65,32 +73,36 @@ MORE_LAYOUTS = {
     "cp2-pp2": Run(ParallelConfig(cp=2, pp=2, pp_layers=[1, 2]), ParallelConfig(tp=2, cp=2, sequence_parallel=True), 4),
     "tp2-pp2-dp2": Run(ParallelConfig(tp=2, pp=2, pp_layers=[2, 1], sequence_parallel=True), ParallelConfig(tp=2), 8),
 }
-PLAIN = AlgorithmConfig(clip_low=0.15, clip_high=0.3, kl_coef=0.0, loss_length=LOSS_LENGTH)
-DUAL = replace(PLAIN, dual_clip=1.25, aggregation=Aggregation["seq-mean-token-mean"], kl_coef=0.5)
+PPO = PpoLoss(clip_low=0.15, clip_high=0.3)
+PLAIN = AlgorithmConfig(policy_loss=PPO, kl_coef=0.0, loss_length=LOSS_LENGTH)
+DUAL = replace(
+    PLAIN, policy_loss=replace(PPO, dual_clip=1.25), aggregation=Aggregation["seq-mean-token-mean"], kl_coef=0.5
+)
 WEIGHTED: dict[str, Any] = {"use_kl_iw": True, "kl_iw_clip_lower": 0.8, "kl_iw_clip_upper": 1.2}
-REVERSE, FORWARD = KlEstimator.full_reverse, KlEstimator.full_forward
+REVERSE, FORWARD = FullKl("full_reverse"), FullKl("full_forward")
+PARABOLA = custom_variant(CustomLoss, "examples.extend.policy_loss.parabola")
 CASES = {
     "ppo-entropy": replace(PLAIN, entropy_coef=0.5),
     "gspo": replace(
         PLAIN,
-        policy_loss=PolicyLoss.gspo,
-        clip_low=0.04,
-        clip_high=0.06,
+        policy_loss=GspoLoss(clip_low=0.04, clip_high=0.06),
         aggregation=Aggregation["seq-mean-token-mean"],
     ),
-    "cispo": replace(PLAIN, policy_loss=PolicyLoss.cispo, aggregation=Aggregation["fixed-length"]),
-    "policy_gradient": replace(
-        PLAIN, policy_loss=PolicyLoss.policy_gradient, aggregation=Aggregation["seq-mean-token-sum"]
+    "cispo": replace(
+        PLAIN, policy_loss=CispoLoss(clip_low=0.15, clip_high=0.3), aggregation=Aggregation["fixed-length"]
     ),
-    "kl-in-reward": replace(PLAIN, kl_coef=0.5, kl_in=KlPlace.reward, kl_estimator=KlEstimator.k1),
-    "k3-weighted": replace(DUAL, kl_estimator=KlEstimator.k3, **WEIGHTED),
+    "policy_gradient": replace(PLAIN, policy_loss=PolicyGradientLoss(), aggregation=Aggregation["seq-mean-token-sum"]),
+    "custom": replace(PLAIN, policy_loss=PARABOLA(PARABOLA.kind)),
+    "sapo": replace(PLAIN, policy_loss=SapoLoss(tau_positive=2.0, tau_negative=3.0)),
+    "kl-in-reward": replace(PLAIN, kl_coef=0.5, kl_in=KlPlace.reward, kl_estimator=SampledKl("k1")),
+    "k3-weighted": replace(DUAL, kl_estimator=SampledKl("k3"), **WEIGHTED),
     "reverse": replace(DUAL, kl_estimator=REVERSE),
     "forward": replace(DUAL, kl_estimator=FORWARD),
-    "reverse-top-weighted": replace(DUAL, kl_estimator=REVERSE, kl_topk_tokens=12, **WEIGHTED),
+    "reverse-top-weighted": replace(DUAL, kl_estimator=replace(REVERSE, topk_tokens=12), **WEIGHTED),
     "forward-top-own-old": replace(
-        DUAL, kl_estimator=FORWARD, kl_topk_tokens=12, old_logprobs=OldLogprobs.actor, **WEIGHTED
+        DUAL, kl_estimator=replace(FORWARD, topk_tokens=12), old_logprobs=OldLogprobs.actor, **WEIGHTED
     ),
-    "forward-top-upstream": replace(DUAL, kl_estimator=FORWARD, kl_topk_tokens=12, kl_topk_tail=KlTail.upstream),
+    "forward-top-upstream": replace(DUAL, kl_estimator=replace(FORWARD, topk_tokens=12, topk_tail=KlTail.upstream)),
 }
 """Settings that cover each loss, each aggregation and each kind of KL term."""
 
@@ -105,6 +117,10 @@ class _Actor(Actor):
         self._objective = objective
         self._held = self._reference or self._held
         self._reference = None if objective.reference is None else self._held
+
+
+def _is_forward(config: AlgorithmConfig) -> bool:
+    return config.kl_estimator.kind == FORWARD.kind
 
 
 def _objective_of(algorithm: AlgorithmConfig) -> Objective:
@@ -124,7 +140,7 @@ def _in_group(group: Group, policies: Policies, run: Run) -> dict[str, Result]:
     for name, config in CASES.items():
         actor.replace_objective(_objective_of(config))
         actor.load_hf(policies.current)
-        results[name] = _step(actor, run, scored[config.kl_estimator is FORWARD], config)
+        results[name] = _step(actor, run, scored[_is_forward(config)], config)
     return results
 
 
@@ -147,13 +163,13 @@ def _scored(group: Group, policies: Policies, run: Run) -> dict[bool, list[Sampl
         answers: list[Any] = [None] * group.world
         torch.distributed.all_gather_object(answers, None if found is None else (worker.coords.dp, found))
         scores = scores_of(plan, batches, [results for _, results in sorted(filter(None, answers), key=itemgetter(0))])
-        forward = CASES[name].kl_estimator is FORWARD
+        forward = _is_forward(CASES[name])
         samples[forward] = [one.with_scores(score) for one, score in zip(SAMPLES, scores, strict=True)]
     return samples
 
 
 def _step(actor: _Actor, run: Run, samples: Sequence[Sample], config: AlgorithmConfig) -> Result:
-    if config.kl_topk_tokens is None:
+    if kl_topk_tokens(config) is None:
         samples = [replace(one, picks=None) for one in samples]
     if config.old_logprobs is OldLogprobs.actor:
         samples = [replace(one, old_logprobs=None) for one in samples]
@@ -186,7 +202,12 @@ def test_loss_and_gradient_equal_those_of_one_process(layout: str, worlds: World
     before = reference.named_tensors(reference.load(policies.current))
     for case, config in CASES.items():
         expected = alone.expected(config)
-        assert expected.figures["clip_fraction"] > 0 or case in ("policy_gradient", "forward-top-own-old"), case
+        assert expected.figures["clip_fraction"] > 0 or case in (
+            "policy_gradient",
+            "sapo",
+            "custom",
+            "forward-top-own-old",
+        ), case
         _check(case, expected, [of_rank[case] for of_rank in found], before)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
+from rlsys.config.algorithm import AlgorithmConfig, FullKl
 from rlsys.config.schema import Dtype, ParallelConfig
 from rlsys.errors import RunError, UserError
 from rlsys.trainer.actor import Actor
@@ -33,7 +33,7 @@ from tests.trainer.harness import OBJECTIVE, OPTIMIZER, local_model, weights_of
 DP2, TP2, CP2, EP2 = ParallelConfig(), ParallelConfig(tp=2), ParallelConfig(cp=2), ParallelConfig(ep=2)
 PP2, TP2_SP = ParallelConfig(pp=2, pp_layers=[1, 2]), replace(TP2, sequence_parallel=True)
 STEPS = [reference.make_batches(4, seed=step) for step in range(4)]
-WHOLE_VOCABULARY = AlgorithmConfig(kl_coef=0.1, kl_estimator=KlEstimator.full_reverse)
+WHOLE_VOCABULARY = AlgorithmConfig(kl_coef=0.1, kl_estimator=FullKl())
 FOLLOWING = replace(OBJECTIVE, divergence=divergence_of(WHOLE_VOCABULARY), reference=ReferencePlan(0.5, 1, None))
 WRITTEN_FILES = ("__1_0.distcp", ".complete.json.partial")
 """Files of a checkpoint in the order in which they are opened."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlsys.algorithms.kl import SampledLogprobs, TopKKl
-from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
+from rlsys.config.algorithm import AlgorithmConfig, FullKl
 from rlsys.trainer.model import logprobs as vocabulary
 from rlsys.trainer.model.logprobs import (
     VocabShard,
@@ -22,7 +22,7 @@ from rlsys.trainer.model.logprobs import (
 from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer.memory_meter import MemoryMeter
 
-DIRECTIONS = (KlEstimator.full_reverse, KlEstimator.full_forward)
+DIRECTIONS = ("full_reverse", "full_forward")
 TP = 2
 Results = dict[str, Tensor]
 
@@ -95,9 +95,9 @@ def everything(case: Case, shard: VocabShard) -> Results:
     asked = torch.cat([targets[:, None], targets[:, None], results["reference tokens"]], dim=1)
     keep("at", logprobs_at(logits, asked.int(), shard, case.temperature))
     for estimator in DIRECTIONS:
-        forward_kl = estimator is KlEstimator.full_forward
+        forward_kl = estimator == "full_forward"
         keep(f"{estimator}", whole_vocabulary_kl(logits, reference, shard, case.temperature, forward_kl))
-        divergence = divergence_of(AlgorithmConfig(kl_estimator=estimator, kl_topk_tokens=case.k, use_kl_iw=True))
+        divergence = divergence_of(AlgorithmConfig(kl_estimator=FullKl(estimator, case.k), use_kl_iw=True))
         assert divergence is not None
         tokens = results["reference tokens" if forward_kl else "policy tokens"]
         values = divergence(
@@ -169,13 +169,14 @@ def dense(case: Case, picks: Results) -> Results:
     asked = torch.cat([targets[:, None], targets[:, None], picks["reference tokens"]], dim=1)
     keep("at", log_p.gather(1, asked))
     for estimator in DIRECTIONS:
-        forward_kl = estimator is KlEstimator.full_forward
+        forward_kl = estimator == "full_forward"
         first, second = (log_r, log_p) if forward_kl else (log_p, log_r)
         keep(f"{estimator}", (first.exp() * (first - second)).sum(-1))
         tokens = picks["reference tokens" if forward_kl else "policy tokens"]
         sampled = SampledLogprobs(logprobs, old.double(), ref.double(), (tokens == targets[:, None]).any(-1))
-        config = AlgorithmConfig(kl_estimator=estimator, kl_topk_tokens=case.k, use_kl_iw=True)
-        keep(f"{estimator} top", TopKKl(config)(log_p.gather(1, tokens), log_r.gather(1, tokens), sampled))
+        full = FullKl(estimator, case.k)
+        config = AlgorithmConfig(kl_estimator=full, use_kl_iw=True)
+        keep(f"{estimator} top", TopKKl(config, full)(log_p.gather(1, tokens), log_r.gather(1, tokens), sampled))
     return results
 
 

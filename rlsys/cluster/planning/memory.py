@@ -33,6 +33,7 @@ from typing import NamedTuple
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.derived import (
     chosen_layers,
+    full_kl,
     has_critic,
     has_reference,
     megatron_groups,
@@ -234,7 +235,7 @@ def holds_reference(config: RunConfig, group: str) -> bool:
     algorithm = config.algorithm
     if group == "inference":
         return has_reference(algorithm)
-    return group == "actor" and sums_over_vocabulary(algorithm) and algorithm.kl_topk_tokens is None
+    return group == "actor" and sums_over_vocabulary(algorithm)
 
 
 def _training(rank: StageRank) -> tuple[dict[str, float], float]:
@@ -298,7 +299,7 @@ def _read_out_and_back(rank: StageRank) -> float:
         return hidden * (rank.item + 4 + 4)
     logits = rank.targets * rank.columns * rank.item
     # A KL between distributions has a gradient of its own.
-    extra = logits if rank.group == "actor" and sums_over_vocabulary(rank.config.algorithm) else 0
+    extra = logits if rank.group == "actor" and full_kl(rank.config.algorithm) else 0
     at_loss = 2 * logits + extra + rank.chunks
     weight = rank.columns * rank.model.hidden * rank.item
     return hidden * rank.item + max(at_loss, logits + weight + hidden * rank.item)

@@ -79,8 +79,8 @@ def parse_placement(placement: Mapping[str, str], with_critic: bool = False) -> 
         raise UserError(f"{key} is missing: give the group's device ranks.", code="missing", key=key)
     if CRITIC in placement and not with_critic:
         raise UserError(
-            "cluster.placement.critic is given but algorithm.baseline is not critic: leave it out, or set "
-            "algorithm.baseline=critic.",
+            "cluster.placement.critic is given, but algorithm.advantage has no critic: leave it out, or set "
+            "algorithm.advantage.kind=gae.",
             code="conflict",
             key="cluster.placement.critic",
         )

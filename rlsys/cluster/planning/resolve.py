@@ -10,7 +10,6 @@ from rlsys.cluster.planning.host import host_memory
 from rlsys.cluster.planning.memory import GIB, count_parameters, group_memory
 from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config import derived
-from rlsys.config.algorithm import AdvantageBaseline
 from rlsys.config.derived import has_critic, megatron_groups
 from rlsys.config.problems import algorithm_notes
 from rlsys.config.schema import Device, Mode, RunConfig
@@ -93,9 +92,9 @@ def overlap(config: RunConfig) -> str:
     overlapping = f"rollout, log-probs and training overlap {across}"
     if not derived.needs_whole_mini_batch(algorithm):
         return overlapping
-    batch = algorithm.baseline is AdvantageBaseline.batch
-    because = "algorithm.baseline=batch" if batch else f"algorithm.advantage_scale={algorithm.advantage_scale}"
-    return f"{overlapping}; training waits for whole mini-batches, because {because}"
+    return (
+        f"{overlapping}; training waits for whole mini-batches, because algorithm.advantage compares all their tokens"
+    )
 
 
 def _seconds(config: RunConfig, model: Architecture) -> dict[str, Any]:

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlsys.algorithms.advantages import RewardedEpisode, batch_advantages, group_estimates
+from rlsys.algorithms.advantages import CreditUnits, RewardedEpisode, batch_advantages, group_estimates
 from rlsys.algorithms.corrections import correct
-from rlsys.algorithms.kl import KlController, estimate
-from rlsys.config.algorithm import AlgorithmConfig, CorrectionConfig, CorrectionKind, KlEstimator, KlPlace
+from rlsys.algorithms.kl import Estimator, KlController, sampled_estimator
+from rlsys.config.algorithm import AlgorithmConfig, CorrectionConfig, CorrectionKind, FullKl, KlPlace
 from rlsys.config.derived import needs_whole_mini_batch
 from rlsys.data.trajectory import Floats, Group, MaskOf, Sample, Trajectory, trained_tokens
 
@@ -31,8 +31,8 @@ def finish(group: Group, config: AlgorithmConfig, kl: KlController, mask_of: Mas
     Advantages are final unless the config needs the whole mini-batch (`over_mini_batch`). Raises ValueError if a sample
     lacks log-probs or values that the config needs, or if these are not finite on a trained token.
     """
-    in_reward = config.kl_in is KlPlace.reward and config.kl_coef > 0
-    divergences = [_kl(sample, config.kl_estimator) if in_reward else None for sample in group.samples]
+    estimator = _estimator_in_reward(config)
+    divergences = [None if estimator is None else _kl(sample, estimator) for sample in group.samples]
     episodes = [
         RewardedEpisode(
             turn_rewards=sample.turn_rewards,
@@ -45,14 +45,15 @@ def finish(group: Group, config: AlgorithmConfig, kl: KlController, mask_of: Mas
     over_batch = needs_whole_mini_batch(config)
     samples = [
         replace(
-            _with_advantages(sample, found.advantages),
-            returns=None if found.returns is None else found.returns.astype(np.float32),
+            _with_advantages(sample, found.advantages, found.returns),
             units=found.units if over_batch else None,
             kl_sum=None if divergence is None else float(divergence.sum()),
-            kl_coef=kl.coef if in_reward else 0.0,
+            kl_coef=0.0 if estimator is None else kl.coef,
             weights=_corrections(sample, config.correction),
         )
-        for sample, found, divergence in zip(group.samples, group_estimates(episodes, config), divergences, strict=True)
+        for sample, found, divergence in zip(
+            group.samples, group_estimates(episodes, config.advantage), divergences, strict=True
+        )
     ]
     return replace(group, samples=tuple(samples))
 
@@ -62,11 +63,13 @@ def over_mini_batch(groups: Sequence[Group], config: AlgorithmConfig) -> list[Gr
 
     Raises ValueError if a group was not finished by `finish` with a config that needs the whole mini-batch.
     """
-    missing = "no units for batch advantages: call `finish` on its group first"
-    units = [[_known(sample, sample.units, missing) for sample in group.samples] for group in groups]
+    units = [[_units(sample) for sample in group.samples] for group in groups]
     return [
-        replace(group, samples=tuple(map(_with_advantages, group.samples, found)))
-        for group, found in zip(groups, batch_advantages(units, config), strict=True)
+        replace(
+            group,
+            samples=tuple(_with_advantages(sample, *both) for sample, both in zip(group.samples, found, strict=True)),
+        )
+        for group, found in zip(groups, batch_advantages(units, config.advantage), strict=True)
     ]
 
 
@@ -94,6 +97,14 @@ def turns_of(trajectory: Trajectory, mask_of: MaskOf) -> NDArray[np.int32]:
     return np.where(mask_of(trajectory), before, np.int32(-1)).astype(np.int32)
 
 
+def _estimator_in_reward(config: AlgorithmConfig) -> Estimator | None:
+    """Return the estimator of a KL term in the reward; None without such a term."""
+    if config.kl_in is not KlPlace.reward or config.kl_coef == 0:
+        return None
+    assert not isinstance(config.kl_estimator, FullKl), "a reward has no distributions"
+    return sampled_estimator(config.kl_estimator)
+
+
 def _corrections(sample: Sample, config: CorrectionConfig) -> Floats | None:
     """Return the correction weight of each token [seq]; None without a correction."""
     if config.kind is CorrectionKind.none:
@@ -102,24 +113,36 @@ def _corrections(sample: Sample, config: CorrectionConfig) -> Floats | None:
     return correct(old, sample.trajectory.rollout_logprobs, sample.trajectory.loss_mask, config)[0]
 
 
-def _with_advantages(sample: Sample, advantages: NDArray[np.float64]) -> Sample:
-    return replace(sample, advantages=advantages.astype(np.float32))
+def _with_advantages(sample: Sample, advantages: NDArray[np.float64], returns: NDArray[np.float64] | None) -> Sample:
+    """Return the sample with advantages and, unless they are None, returns."""
+    known = sample.returns if returns is None else returns.astype(np.float32)
+    return replace(sample, advantages=advantages.astype(np.float32), returns=known)
 
 
-def _kl(sample: Sample, estimator: KlEstimator) -> NDArray[np.float64]:
+def _units(sample: Sample) -> CreditUnits | RewardedEpisode:
+    if sample.units is None:
+        raise _lacks(sample, "no units for batch advantages: call `finish` on its group first")
+    return sample.units
+
+
+def _kl(sample: Sample, estimator: Estimator) -> NDArray[np.float64]:
     """Return the KL to the reference policy [seq] at trained tokens; 0 elsewhere."""
     policy = _known(sample, sample.old_logprobs, "no log-probs of the policy: score it first")
     missing = "no log-probs of the reference policy to take a KL off its reward"
     reference, mask = _known(sample, sample.ref_logprobs, missing), sample.trajectory.loss_mask
     kl = np.zeros(len(mask))
     trained = [torch.from_numpy(logprobs[mask].astype(np.float64)) for logprobs in (policy, reference)]
-    kl[mask] = estimate(estimator, *trained).numpy()
+    kl[mask] = estimator(*trained).numpy()
     return kl
 
 
 def _known(sample: Sample, value: T | None, missing: str) -> T:
     """Return `value`. If it is None, because an earlier stage did not run, raise a ValueError that names the sample."""
     if value is None:
-        trajectory = sample.trajectory
-        raise ValueError(f"Sample {trajectory.sample} of {trajectory.question_uid} has {missing}.")
+        raise _lacks(sample, missing)
     return value
+
+
+def _lacks(sample: Sample, missing: str) -> ValueError:
+    trajectory = sample.trajectory
+    return ValueError(f"Sample {trajectory.sample} of {trajectory.question_uid} has {missing}.")

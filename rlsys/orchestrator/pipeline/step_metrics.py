@@ -16,9 +16,9 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from rlsys.algorithms.corrections import CorrectionStats, measure
-from rlsys.algorithms.kl import DISTINCT, estimate
+from rlsys.algorithms.kl import DISTINCT, SAMPLED
 from rlsys.algorithms.losses import explained_variance
-from rlsys.config.algorithm import CorrectionLevel
+from rlsys.config.algorithm import CorrectionConfig
 from rlsys.data.answers import normalize, score
 from rlsys.data.trajectory import Action, Finish, Group, Sample, Trajectory, Turn
 from rlsys.orchestrator.pipeline.grouping import mean_kl
@@ -29,7 +29,9 @@ _TRAINING_PASSES = 3
 """Cost of training in units of forward passes: one for the forward pass, and two for the backward pass."""
 
 
-def step_metrics(groups: Sequence[Group], version: int, level: CorrectionLevel, answer_tag: str) -> dict[str, float]:
+def step_metrics(
+    groups: Sequence[Group], version: int, correction: CorrectionConfig, answer_tag: str
+) -> dict[str, float]:
     """Return all metrics of a step's groups by name.
 
     `version` is the weight version that was trained, and `level` is the level of the correction weights. Requires at
@@ -49,7 +51,7 @@ def step_metrics(groups: Sequence[Group], version: int, level: CorrectionLevel, 
         **_token_metrics(trajectories),
         "logprob/max_diff": max((_logprob_difference(sample, version) for sample in samples), default=0.0),
         **staleness_metrics(groups, version),
-        **correction_metrics(groups, level),
+        **correction_metrics(groups, correction),
     }
 
 
@@ -115,7 +117,7 @@ def divergence_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     Estimators that give equal values appear once: k4 equals k1 here, and k3++ equals k3.
     """
     old, reference = map(torch.from_numpy, _trained(samples, "old_logprobs", "ref_logprobs"))
-    return {f"kl/{name}": float(estimate(name, old, reference).mean()) for name in DISTINCT} if len(old) else {}
+    return {f"kl/{name}": float(SAMPLED[name](old, reference).mean()) for name in DISTINCT} if len(old) else {}
 
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -233,13 +235,13 @@ def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]
     }
 
 
-def correction_metrics(groups: Sequence[Group], level: CorrectionLevel) -> dict[str, float]:
-    """Return the effect of correction weights at `level` on the step's tokens; empty without weights.
+def correction_metrics(groups: Sequence[Group], config: CorrectionConfig) -> dict[str, float]:
+    """Return the effect of correction weights on the step's tokens; empty without weights.
 
     Covers all trained tokens of all samples with weights; `CorrectionStats` defines the metrics.
     """
     stats = [
-        measure(old, sample.trajectory.rollout_logprobs, sample.trajectory.loss_mask, weights, level)
+        measure(old, sample.trajectory.rollout_logprobs, sample.trajectory.loss_mask, weights, config)
         for sample in _samples(groups)
         if (weights := sample.weights) is not None and (old := sample.old_logprobs) is not None
     ]

@@ -30,7 +30,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
-import importlib
 import inspect
 import math
 import os
@@ -38,13 +37,23 @@ import re
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlsys.config.schema import JUDGE_PLACEHOLDERS, CompatConfig, JudgeConfig, RewardConfig, TagsConfig, TaskConfig
+from rlsys.components import one_line
+from rlsys.config.custom import REQUIRED, OwnComponent, bound, custom_variant
+from rlsys.config.schema import (
+    JUDGE_PLACEHOLDERS,
+    CompatConfig,
+    CustomReward,
+    JudgeConfig,
+    RewardConfig,
+    TagsConfig,
+    TaskConfig,
+)
 from rlsys.data.answers import contains, exact_match, f1, sub_exact_match
 from rlsys.data.question import Question
 from rlsys.data.trajectory import ANSWER_TERMS, Action, Group, Sample, Trajectory, Turn
@@ -268,7 +277,11 @@ class Rewards:
         known: dict[str, Callable[[ParsedEpisode], Sequence[float] | Awaitable[Sequence[float]]]] = {
             **pure_terms(config, task),
             **({JUDGE: _judged_by(self._judge)} if self._judge else {}),
-            **({name: CustomTerm(name, self._calls) for name in self._weights if "." in name} if self._calls else {}),
+            **(
+                {name: CustomTerm(name, config, self._calls) for name in self._weights if "." in name}
+                if self._calls
+                else {}
+            ),
         }
         self._terms = {name: known[name] for name in self._weights}
 
@@ -347,9 +360,9 @@ class TimedCalls:
 class CustomTerm:
     """User-defined term `name`."""
 
-    def __init__(self, name: str, calls: TimedCalls) -> None:
+    def __init__(self, name: str, config: RewardConfig, calls: TimedCalls) -> None:
         self._name = name
-        self._function = load_term(name)
+        self._function = load_term(name, config)
         self._calls = calls
 
     async def __call__(self, episode: ParsedEpisode) -> Sequence[float]:
@@ -408,7 +421,8 @@ def weights_of(config: RewardConfig) -> Mapping[str, float]:
     """Return term -> non-zero weight; exact match with weight 1 if the config names no term."""
     if not config.terms:
         return {"exact_match": 1.0}
-    return {name: weight for name, weight in config.terms.items() if weight != 0}
+    weights = {name: term.weight if isinstance(term, CustomReward) else term for name, term in config.terms.items()}
+    return {name: weight for name, weight in weights.items() if weight != 0}
 
 
 def check_terms(config: RewardConfig, task: TaskConfig) -> Iterator[UserError]:
@@ -434,7 +448,7 @@ def check_terms(config: RewardConfig, task: TaskConfig) -> Iterator[UserError]:
     for name in weights:
         if "." in name:
             try:
-                load_term(name)
+                load_term(name, config)
             except UserError as problem:
                 yield problem
         elif name not in known:
@@ -449,43 +463,22 @@ def check_terms(config: RewardConfig, task: TaskConfig) -> Iterator[UserError]:
         yield from _overlong_problems(config, task)
 
 
-def load_term(name: str) -> Callable[..., Any]:
-    """Import and return the user-defined function `name`.
+def load_term(name: str, config: RewardConfig) -> Callable[..., Any]:
+    """Import the user-defined function `name` and return it with its parameters bound.
 
-    Raises UserError if it is missing or does not take two arguments.
+    Raises UserError if it is missing, does not take two arguments, or lacks a parameter.
     """
-    module_name, _, attribute = name.rpartition(".")
-    key = f"reward.terms.{name}"
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise UserError(
-            f"{key}: {module_name} cannot be imported ({one_line(error)}): fix it, or add its parent folder to "
-            "PYTHONPATH.",
-            code="user_code",
-            key=key,
-        ) from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise UserError(
-            f"{key}: {module_name} has no function {attribute}: define it, or fix the name.", code="unknown", key=key
+    given = config.terms[name]
+    term = given if isinstance(given, CustomReward) else custom_variant(CustomReward, name)(name)
+    if missing := [one.name for one in fields(term) if getattr(term, one.name) == REQUIRED]:
+        key = f"reward.terms.{name}"
+        sentence = (
+            f"{key} needs a value for {missing[0]}: write {{weight: {weights_of(config)[name]:g}, {missing[0]}: ...}}."
         )
-    try:
-        inspect.signature(function).bind(None, None)
-    except TypeError as error:
-        raise UserError(
-            f"{key} does not take two arguments ({error}): define it as {attribute}(question, trajectory).",
-            code="user_code",
-            key=key,
-        ) from error
-    except ValueError:
-        pass  # Functions written in C have no signature.
-    return function
-
-
-def one_line(error: Exception) -> str:
-    """Return the type and message of `error` on one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+        raise UserError(sentence, code="missing", key=key)
+    function = bound(term, {})
+    assert isinstance(function, OwnComponent)
+    return function.call
 
 
 def _judge_problems(judge: JudgeConfig) -> Iterator[UserError]:

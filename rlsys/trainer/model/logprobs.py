@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlsys.algorithms.kl import SampledLogprobs, TopKKl, join_parts, logit_gradient, shares
-from rlsys.config.algorithm import AlgorithmConfig, KlEstimator
-from rlsys.config.derived import sums_over_vocabulary
+from rlsys.config.algorithm import AlgorithmConfig
+from rlsys.config.derived import full_kl
 
 CHUNK_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
 """Logits per chunk, in float32: 1 MiB on a CPU, about a core's cache, and 128 MiB on a GPU."""
@@ -211,10 +211,10 @@ class Divergence:
 
 def divergence_of(config: AlgorithmConfig) -> Divergence | None:
     """Return the KL term over distributions that `config` selects; None if `config` selects no such term."""
-    if not sums_over_vocabulary(config):
+    full = full_kl(config)
+    if full is None:
         return None
-    top_k = None if config.kl_topk_tokens is None else TopKKl(config)
-    return Divergence(config.kl_estimator is KlEstimator.full_forward, top_k)
+    return Divergence(full.kind == "full_forward", None if full.topk_tokens is None else TopKKl(config, full))
 
 
 def whole_vocabulary_kl(

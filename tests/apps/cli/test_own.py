@@ -130,7 +130,7 @@ def test_a_continued_run_or_other_settings_are_evaluated_again(world: World) -> 
 
 
 def test_other_settings_documents_or_questions_start_another_training(world: World) -> None:
-    trained = [world.run(world.wish())[4], world.run(world.wish(overrides=("algorithm.clip_high=0.3",)))[4]]
+    trained = [world.run(world.wish())[4], world.run(world.wish(overrides=("algorithm.policy_loss.clip_high=0.3",)))[4]]
     (world.docs / "b.txt").write_text("Mali: capital Bamako.")
     trained.append(world.run(world.wish())[4])
     world.questions.write_text("question,answer\n" + "".join(f"who is {n}?,{n}\n" for n in range(9)))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from rlsys.config.algorithm import AdvantageBaseline, AlgorithmConfig, OldLogprobs
+from rlsys.config.algorithm import AlgorithmConfig, GaeAdvantage, OldLogprobs
 from rlsys.config.schema import ClusterConfig, EngineConfig, ParallelConfig, RolloutConfig, RunConfig
 from rlsys.data.trajectory import Sample
 from rlsys.observe.spans import Tracer
@@ -20,7 +20,7 @@ from tests.support.trajectories import sample
 from tests.support.virtual_time import run_virtually
 
 PLACEMENT = {"actor": "0-1", "inference": "2", "rollout": "3-6"}
-PPO = AlgorithmConfig(baseline=AdvantageBaseline.critic)
+PPO = AlgorithmConfig(advantage=GaeAdvantage())
 
 
 def _run(algorithm: AlgorithmConfig, **placed: str) -> RunConfig:

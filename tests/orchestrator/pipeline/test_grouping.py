@@ -19,8 +19,10 @@ from rlsys.config.algorithm import (
     CorrectionKind,
     CorrectionLevel,
     Credit,
-    KlEstimator,
+    GaeAdvantage,
     KlPlace,
+    ReturnsAdvantage,
+    SampledKl,
 )
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Group, Sample, Scores, Trajectory, response_tokens, trained_tokens
@@ -69,7 +71,7 @@ def advantages(group: Group) -> list[float]:
 
 
 def test_mini_batch_is_scaled_by_the_spread_of_all_its_groups() -> None:
-    config = replace(GRPO, advantage_scale=AdvantageScale.batch)
+    config = replace(GRPO, advantage=ReturnsAdvantage(scale=AdvantageScale.batch))
     rewards = [(1, 0), (1, 0, 0, 0), (1, 1, 1), (0, 1, 1, 1, 0)]
     groups = [finish(of_rewards(*one), config, KlController(0.0)) for one in rewards]
     scaled = over_mini_batch(groups, config)
@@ -87,7 +89,8 @@ def of_turns() -> Sample:
 
 
 def test_turn_credit_sums_the_rewards_of_the_turn_and_later_ones() -> None:
-    config = replace(GRPO, credit=Credit.turn, baseline=AdvantageBaseline.none, advantage_scale=AdvantageScale.none)
+    estimator = ReturnsAdvantage(baseline=AdvantageBaseline.none, scale=AdvantageScale.none, credit=Credit.turn)
+    config = replace(GRPO, advantage=estimator)
     sample = of_turns().with_scores(Scores(np.zeros(6, np.float32)))
     finished = finish(Group(question(1), (sample,)), config, KlController(0.0))
     assert_array_equal(finished.samples[0].advantages, [0, 3, 3, 0, 0, 2])
@@ -111,13 +114,10 @@ def test_critic_returns_sum_later_rewards_and_penalties(observations: bool, in_r
     old, reference, values = (random.normal(size=6).astype(np.float32) for _ in range(3))
     config = replace(
         GRPO,
-        baseline=AdvantageBaseline.critic,
-        advantage_scale=AdvantageScale.none,
-        gamma=1.0,
-        gae_lambda=1.0,
+        advantage=GaeAdvantage(whiten=False),
         kl_coef=0.1,
         kl_in=KlPlace.reward if in_reward else KlPlace.loss,
-        kl_estimator=KlEstimator.k1,
+        kl_estimator=SampledKl("k1"),
     )
     sample = of_turns().with_scores(Scores(old, reference, values=values))
     mask_of = response_tokens if observations else trained_tokens

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from rlsys.config.algorithm import AdvantageBaseline, AlgorithmConfig
+from rlsys.config.algorithm import AlgorithmConfig, GaeAdvantage
 from rlsys.config.schema import CriticConfig, RunConfig, TrainerConfig
 from rlsys.data.trajectory import Floats, Group, Sample
 from rlsys.orchestrator.pipeline.rollout_pipeline import RolloutPipeline
@@ -147,6 +147,6 @@ def test_mini_batches_share_all_groups_and_the_larger_ones_are_spread_out(groups
 
 def test_critic_learns_alone_during_its_warm_up() -> None:
     critic = CriticConfig(warmup_steps=2)
-    config = RunConfig(algorithm=AlgorithmConfig(baseline=AdvantageBaseline.critic), critic=critic)
+    config = RunConfig(algorithm=AlgorithmConfig(advantage=GaeAdvantage(whiten=False)), critic=critic)
     assert [learning(config, step) for step in (2, 3)] == [("critic",), ("actor", "critic")]
     assert learning(RunConfig(critic=critic), 1) == ("actor",)

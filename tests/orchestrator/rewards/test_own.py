@@ -27,8 +27,8 @@ async def calls() -> AsyncIterator[TimedCalls]:
 
 
 async def value(name: str, calls: TimedCalls, *said: str) -> Sequence[float]:
-    reading = read(episode(*said) if said else TWO_TURNS, "Bamako", "Bko")
-    return await asyncio.wait_for(CustomTerm(f"{HERE}.{name}", calls)(reading), 60)
+    reading, path = read(episode(*said) if said else TWO_TURNS, "Bamako", "Bko"), f"{HERE}.{name}"
+    return await asyncio.wait_for(CustomTerm(path, RewardConfig({path: 1.0}), calls)(reading), 60)
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ async def test_failure_or_invalid_value_names_the_term_and_the_sample(name: str,
     [
         ("no_such_package.terms.brevity", "user_code"),
         (f"{HERE}.brevity", "unknown"),
-        (f"{HERE}.NUMBER", "unknown"),
+        (f"{HERE}.NUMBER", "user_code"),
         (f"{HERE}.one_argument", "user_code"),
-        (".brevity", "user_code"),
+        (".brevity", "malformed"),
         ("broken_terms.brevity", "user_code"),
     ],
 )
@@ -68,7 +68,7 @@ def test_function_that_cannot_be_loaded_is_refused(
     (tmp_path / "broken_terms.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with refused(code, f"reward.terms.{name}"):
-        load_term(name)
+        load_term(name, RewardConfig({name: 1.0}))
     assert "broken_terms" not in sys.modules
 
 

@@ -1,0 +1,1 @@
+"""Components to copy and change: one file each, chosen by config alone. docs/extending.md explains them."""

@@ -1,0 +1,281 @@
+"""Tests of advantage estimators, policy losses and KL estimators from one file outside of rlsys, chosen by config."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlsys.algorithms.kl import KlController
+from rlsys.algorithms.losses import LossInputs, policy_loss
+from rlsys.config.bounds import out_of_range
+from rlsys.config.compose import as_dict, differences, load_config, recorded, typed
+from rlsys.config.derived import has_critic, needs_whole_mini_batch
+from rlsys.config.problems import algorithm_problems
+from rlsys.config.schema import RunConfig
+from rlsys.data.trajectory import Group, Sample, Scores
+from rlsys.errors import UserError
+from rlsys.orchestrator.pipeline.grouping import finish, over_mini_batch
+from tests.support.trajectories import question, trajectory
+
+FILE = """
+from typing import Annotated
+
+import numpy as np
+import torch
+from annotated_types import Gt, Le
+
+from rlsys.components import needs
+
+
+def scaled(logprobs, inputs, *, factor: Annotated[float, Gt(0), Le(10)] = 2.0, label: str = "x"):
+    return -factor * inputs.advantages * logprobs
+
+def must_be_told(logprobs, inputs, *, factor: float):
+    return -factor * inputs.advantages * logprobs
+
+def squared(logprobs, ref_logprobs, *, factor: float = 1.0):
+    return factor * (logprobs - ref_logprobs) ** 2
+
+def first_wins(episodes, *, prize: float = 1.0):
+    return [np.full(len(one.trained), prize if place == 0 else -prize) for place, one in enumerate(episodes)]
+
+@needs("mini_batch")
+def best_of_batch(groups):
+    best = max(one.score for group in groups for one in group)
+    return [[np.full(len(one.trained), one.score - best) for one in group] for group in groups]
+
+@needs("critic")
+def value_error(episodes):
+    return [(one.score - one.values, np.full(len(one.trained), one.score)) for one in episodes]
+
+@needs("telescope")
+def unknown_need(episodes):
+    return []
+
+def untyped(logprobs, inputs, *, factor=1.0):
+    return logprobs
+
+def one_argument(logprobs):
+    return logprobs
+
+def raising(logprobs, inputs):
+    raise KeyError("no such thing")
+
+def of_wrong_shape(logprobs, inputs):
+    return logprobs.sum()
+
+def nothing(logprobs, inputs):
+    return None
+
+def not_a_number(logprobs, inputs):
+    return logprobs * float("nan")
+
+def without_gradient(logprobs, inputs):
+    return logprobs.detach()
+
+def too_few(episodes):
+    return []
+
+def of_wrong_length(episodes):
+    return [np.zeros(1) for _ in episodes]
+
+def infinite(episodes):
+    return [np.full(len(one.trained), np.inf) for one in episodes]
+
+def failing(episodes):
+    return 1 / 0
+
+def kl_sum(logprobs, ref_logprobs):
+    return (logprobs - ref_logprobs).sum()
+
+number = 3
+"""
+
+Own = Callable[..., RunConfig]
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Own]:
+    """Write the file to a folder of PYTHONPATH, and load configs with it."""
+    (tmp_path / "toys.py").write_text(FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    paths = (f"{key}={tmp_path}" for key in ("model.path", "task.train_path", "task.eval_path"))
+    given = list(paths)
+    yield lambda *overrides: load_config("searchr1_tiny_cpu", [*given, *overrides])
+    importlib.sys.modules.pop("toys", None)
+
+
+def batch(advantages: list[float]) -> tuple[torch.Tensor, LossInputs]:
+    """Return log-probs [1, n + 1] and inputs whose last token is untrained."""
+    width = len(advantages) + 1
+    draw = torch.Generator().manual_seed(0)
+    old, ref, now = -torch.rand(3, 1, width, generator=draw)
+    mask = torch.tensor([[True] * len(advantages) + [False]])
+    inputs = LossInputs(
+        old_logprobs=old,
+        ref_logprobs=ref,
+        advantages=torch.tensor([[*advantages, math.nan]]),
+        mask=mask,
+        weights=mask.float(),
+        sequences=torch.zeros(1, width, dtype=torch.int64),
+    )
+    return now.requires_grad_(), inputs
+
+
+def test_policy_loss_and_kl_estimator_of_ones_own_are_trained(own: Own) -> None:
+    config = own(
+        "algorithm.policy_loss=toys.scaled",
+        "algorithm.policy_loss.factor=3",
+        "algorithm.kl_estimator={kind: toys.squared, factor: 0.5}",
+        "algorithm.kl_coef=0.1",
+    )
+    assert list(out_of_range(config)) == list(algorithm_problems(config)) == []
+    logprobs, inputs = batch([1.0, -2.0])
+    total, stats = pickle.loads(pickle.dumps(policy_loss(config.algorithm)))(logprobs, None, inputs)
+    total.backward()
+    assert inputs.ref_logprobs is not None
+    now, ref = logprobs.detach()[0].tolist(), inputs.ref_logprobs[0].tolist()
+    expected = [-3.0 * a * p + 0.1 * 0.5 * (p - r) ** 2 for a, p, r in zip((1.0, -2.0), now, ref, strict=False)]
+    slopes = [-3.0 * a + 0.1 * (p - r) for a, p, r in zip((1.0, -2.0), now, ref, strict=False)]
+    assert float(total.detach()) == pytest.approx(sum(expected), rel=1e-5)
+    assert logprobs.grad is not None
+    assert logprobs.grad[0].tolist() == pytest.approx([*slopes, 0.0], rel=1e-5)
+    assert float(stats["clip_fraction"]) == 0
+
+
+def test_settings_are_typed_bounded_recorded_and_compared_like_every_key(own: Own) -> None:
+    config = own("algorithm.policy_loss=toys.scaled", "algorithm.policy_loss.factor='4'")
+    assert as_dict(config)["algorithm"]["policy_loss"] == {"kind": "toys.scaled", "factor": 4.0, "label": "x"}
+    again = typed(recorded(as_dict(config)), RunConfig)
+    assert again == pickle.loads(pickle.dumps(config)) == config
+    other = own("algorithm.policy_loss=toys.scaled")
+    assert [one.key for one in differences(as_dict(other), config)] == ["algorithm.policy_loss.factor"]
+    too_large = own("algorithm.policy_loss=toys.scaled", "algorithm.policy_loss.factor=11")
+    assert [key for key, _ in out_of_range(too_large)] == ["algorithm.policy_loss.factor"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "key"),
+    [
+        (["policy_loss=toys.missing"], "unknown", "policy_loss.kind"),
+        (["policy_loss=no_such_module.loss"], "user_code", "policy_loss.kind"),
+        (["policy_loss=pppo"], "unknown", "policy_loss.kind"),
+        (["policy_loss=toys.one_argument"], "user_code", "policy_loss.kind"),
+        (["policy_loss=toys.untyped"], "user_code", "policy_loss.kind"),
+        (["policy_loss=toys.number"], "user_code", "policy_loss.kind"),
+        (["policy_loss=toys.must_be_told"], "missing", "policy_loss.factor"),
+        (["policy_loss=toys.scaled", "policy_loss.factor=much"], "wrong_type", "policy_loss.factor"),
+        (["policy_loss=toys.scaled", "policy_loss.clip_low=0.1"], "conflict", "policy_loss.clip_low"),
+        (["policy_loss=toys.scaled", "policy_loss.facto=1"], "unknown", "policy_loss.facto"),
+        (["advantage=toys.unknown_need"], "user_code", "advantage.kind"),
+        (["kl_estimator=toys.first_wins"], "user_code", "kl_estimator.kind"),
+    ],
+)
+def test_component_that_cannot_work_is_refused_before_the_run(
+    own: Own, overrides: list[str], code: str, key: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        own(*(f"algorithm.{one}" for one in overrides))
+    assert (caught.value.code, caught.value.key) == (code, f"algorithm.{key}")
+
+
+@pytest.mark.parametrize("name", ["raising", "of_wrong_shape", "nothing", "not_a_number", "without_gradient"])
+def test_loss_that_fails_is_named(own: Own, name: str) -> None:
+    loss = policy_loss(own(f"algorithm.policy_loss=toys.{name}").algorithm)
+    logprobs, inputs = batch([1.0, -2.0])
+    with pytest.raises(UserError, match=f"toys.{name} ") as caught:
+        loss(logprobs, None, inputs)
+    assert (caught.value.code, caught.value.key) == ("user_code", "algorithm.policy_loss.kind")
+
+
+def test_kl_estimator_that_fails_is_named(own: Own) -> None:
+    loss = policy_loss(own("algorithm.kl_estimator=toys.kl_sum").algorithm)
+    logprobs, inputs = batch([1.0, -2.0])
+    with pytest.raises(UserError, match=r"toys.kl_sum ") as caught:
+        loss(logprobs, None, inputs)
+    assert caught.value.key == "algorithm.kl_estimator.kind"
+
+
+def group(*rewards: float) -> Group:
+    """Return a scored group of episodes with a prompt token and two trained tokens."""
+    one = trajectory(range(3), [False, True, True])
+    scores = Scores(np.zeros(3, np.float32), values=np.array([9.0, 0.25, 0.5], np.float32))
+    samples = [Sample(one, reward, (reward,), {}, np.zeros(3, np.float32)) for reward in rewards]
+    return Group(question(1), tuple(sample.with_scores(scores) for sample in samples))
+
+
+def advantages(group: Group) -> list[list[float]]:
+    return [sample.advantages.tolist() for sample in group.samples]
+
+
+def test_advantage_estimator_of_a_group(own: Own) -> None:
+    config = own("algorithm.advantage=toys.first_wins", "algorithm.advantage.prize=2", "algorithm.kl_coef=0").algorithm
+    assert (has_critic(config), needs_whole_mini_batch(config)) == (False, False)
+    finished = finish(group(0.0, 1.0), config, KlController(0.0))
+    assert advantages(finished) == [[0.0, 2.0, 2.0], [0.0, -2.0, -2.0]]
+
+
+def test_advantage_estimator_of_a_mini_batch_waits_for_it(own: Own) -> None:
+    config = own("algorithm.advantage=toys.best_of_batch", "algorithm.kl_coef=0").algorithm
+    assert needs_whole_mini_batch(config)
+    groups = [finish(group(*rewards), config, KlController(0.0)) for rewards in ((0.0, 1.0), (3.0,))]
+    assert [advantages(one) for one in over_mini_batch(groups, config)] == [
+        [[0.0, -3.0, -3.0], [0.0, -2.0, -2.0]],
+        [[0.0, 0.0, 0.0]],
+    ]
+
+
+def test_advantage_estimator_with_a_critic_gives_its_targets(own: Own) -> None:
+    config = own("algorithm.advantage=toys.value_error", "algorithm.kl_coef=0").algorithm
+    assert has_critic(config)
+    (found,) = finish(group(1.0), config, KlController(0.0)).samples
+    assert found.advantages.tolist() == [0.0, 0.75, 0.5]
+    assert found.returns is not None
+    assert found.returns.tolist() == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["too_few", "of_wrong_length", "infinite", "failing"])
+def test_advantage_estimator_that_fails_is_named(own: Own, name: str) -> None:
+    config = own(f"algorithm.advantage=toys.{name}", "algorithm.kl_coef=0").algorithm
+    with pytest.raises(UserError, match=f"toys.{name} ") as caught:
+        finish(group(0.0, 1.0), config, KlController(0.0))
+    assert (caught.value.code, caught.value.key) == ("user_code", "algorithm.advantage.kind")
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("policy_loss", "policy_loss.parabola"),
+        ("advantage", "advantage.above_median"),
+        ("kl_estimator", "kl_estimator.bounded_k2"),
+    ],
+)
+def test_examples_are_accepted_by_their_names(own: Own, kind: str, settings: str) -> None:
+    config = own(f"algorithm.{kind}=examples.extend.{settings}")
+    assert list(algorithm_problems(config)) == []
+
+
+def test_examples_compute_what_they_say(own: Own) -> None:
+    config = own(
+        "algorithm.policy_loss={kind: examples.extend.policy_loss.parabola, width: 0.5}",
+        "algorithm.advantage=examples.extend.advantage.above_median",
+        "algorithm.kl_estimator=examples.extend.kl_estimator.bounded_k2",
+        "algorithm.kl_coef=1",
+    ).algorithm
+    logprobs, inputs = batch([1.0, -2.0])
+    _, stats = policy_loss(config)(logprobs, None, inputs)
+    ratios = (logprobs.detach() - inputs.old_logprobs).exp()[0].tolist()
+    losses = [abs(a) * (r - 1) ** 2 - r * a for a, r in zip((1.0, -2.0), ratios, strict=False)]
+    assert float(stats["policy_loss"]) == pytest.approx(sum(losses), rel=1e-5)
+    assert inputs.ref_logprobs is not None
+    gaps = (logprobs.detach() - inputs.ref_logprobs)[0, :2].tolist()
+    assert float(stats["kl"]) == pytest.approx(sum(gap**2 / 2 for gap in gaps), rel=1e-5), "no gap exceeds the limit"
+    finished = finish(group(0.0, 1.0, 5.0), config, KlController(0.0))
+    assert advantages(finished) == [[0.0, -1.0, -1.0], [0.0, 0.0, 0.0], [0.0, 4.0, 4.0]]
