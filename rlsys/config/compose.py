@@ -38,6 +38,7 @@ from rlsys.config.schema import (
     RunConfig,
     choices,
     free_maps,
+    is_custom,
     is_union,
     kinds_in_words,
     schema_keys,
@@ -89,8 +90,13 @@ compared."""
 _RENAMED: dict[str, dict[str, tuple[str, dict[Any, Any]]]] = {
     "reward": {"own_timeout_s": ("custom_timeout_s", {})},
     "algorithm": {"recompute_logprobs": ("old_logprobs", {True: "recompute", False: "engine"})},
+    "task": {
+        "invalid_message": ("agent.invalid_message", {}),
+        "allow_empty_query": ("agent.allow_empty_query", {}),
+    },
 }
-"""Group -> former name of a key -> present name, and present value of each former value that changed."""
+"""Group -> former name of a key -> present name, and present value of each former value that changed. A present name
+with a dot is in a group of the group."""
 
 
 def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> RunConfig:
@@ -130,7 +136,7 @@ def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | Non
         )
     config = typed(_of_chosen_kinds(plain, RunConfig(), levels), RunConfig)
     assert isinstance(config, RunConfig)
-    missing = sorted(key for key, value in _flat(as_dict(config)) if value == REQUIRED)
+    missing = sorted(key for key, value in _every(as_dict(config)) if value == REQUIRED)
     if missing:
         raise UserError(
             f"{missing[0]} has no value: set it in the config or as {missing[0]}=VALUE.", code="missing", key=missing[0]
@@ -239,19 +245,34 @@ def as_dict(config: Any) -> dict[str, Any]:
 def recorded(config: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the recorded config of an older run: missing keys get their defaults, keys of other kinds are dropped,
     unknown keys stay, renamed keys get their new names."""
+    return _of_chosen_kinds(renamed(config), RunConfig())
+
+
+def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the recorded config of an older run with the present names of its keys."""
     tree = dict(config)
-    for group, renamed in _RENAMED.items():
+    for group, names in _RENAMED.items():
         if isinstance(part := tree.get(group), Mapping):
-            tree[group] = dict(_renamed(part, renamed))
-    return _of_chosen_kinds(tree, RunConfig())
+            tree[group] = _renamed(part, names)
+    match tree.get("task"):
+        case {"tools": list(tools)}:
+            tree["task"]["tools"] = [_named_component(tool) for tool in tools]
+    return tree
 
 
-def _renamed(
-    part: Mapping[str, Any], renamed: Mapping[str, tuple[str, Mapping[Any, Any]]]
-) -> Iterator[tuple[str, Any]]:
+def _renamed(part: Mapping[str, Any], names: Mapping[str, tuple[str, Mapping[Any, Any]]]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
     for key, value in part.items():
-        name, values = renamed.get(key, (key, {}))
-        yield name, values.get(value, value) if values else value
+        name, values = names.get(key, (key, {}))
+        inner, _, leaf = name.rpartition(".")
+        place = tree.setdefault(inner, {}) if inner else tree
+        place[leaf] = values.get(value, value) if values else value
+    return tree
+
+
+def _named_component(entry: Any) -> Any:
+    """Return an entry of a list of components as a group: a dotted name alone is its kind."""
+    return {"kind": entry} if isinstance(entry, str) else entry
 
 
 def _of_chosen_kinds(
@@ -309,6 +330,8 @@ def typed(tree: Any, hint: Any, key: str = "") -> Any:
     Plain values convert where the meaning is clear: "5" to 5 for a number, 5 to "5" for a string. Raises UserError for
     any other value of a wrong type and for an unknown key.
     """
+    if is_custom(hint):
+        return _typed_group(_named_component(tree), hint, key)
     if variants(hint):
         return _typed_group(tree, hint, key)
     arguments = get_args(hint)
@@ -330,9 +353,10 @@ def typed(tree: Any, hint: Any, key: str = "") -> Any:
 
 
 def _typed_group(tree: Any, hint: Any, key: str) -> Any:
+    has_kind = is_union(hint) or is_custom(hint)
     if not isinstance(tree, Mapping):
-        raise _is_not(key, tree, "a group of keys, such as {kind: ...}" if is_union(hint) else "a group of keys")
-    kind = tree.get("kind") if is_union(hint) else ""
+        raise _is_not(key, tree, "a group of keys, such as {kind: ...}" if has_kind else "a group of keys")
+    kind = tree.get("kind") if has_kind else ""
     group = variant(hint, kind)
     if group is None:
         raise _is_not(f"{key}.kind", kind, kinds_in_words(hint), "unknown")
@@ -423,3 +447,13 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _every(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of `tree` as `_flat` does, and those of the groups in its lists."""
+    for key, value in _flat(tree):
+        groups = [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
+        for place, group in enumerate(groups):
+            yield from _flat(group, f"{key}[{place}].")
+        if not groups:
+            yield key, value

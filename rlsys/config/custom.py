@@ -26,17 +26,22 @@ class Custom:
 
     key: ClassVar[str]
     """Key of the group in the schema."""
-    arguments: ClassVar[tuple[str, ...]]
+    arguments: ClassVar[tuple[str, ...]] = ()
     """Names of the positional arguments with which the component is called."""
     facts: ClassVar[tuple[str, ...]] = ()
     """Needs that the component may declare (`rlsys.components.needs`)."""
     kind: str
     """Dotted name of the component, on PYTHONPATH."""
 
+    @classmethod
+    def kind_key(cls) -> str:
+        """Return the key that names the component."""
+        return f"{cls.key}.kind"
+
     @property
     def component(self) -> Callable[..., Any]:
         """The component without its settings."""
-        found: Callable[..., Any] = import_component(self.kind, f"{self.key}.kind")
+        found: Callable[..., Any] = import_component(self.kind, self.kind_key())
         return found
 
     def __reduce__(self) -> Any:
@@ -51,7 +56,7 @@ def custom_variant(base: Any, path: str) -> type[Custom]:
 
     Raises UserError with the reason if the component cannot be imported or called.
     """
-    key = f"{base.key}.kind"
+    key = base.kind_key()
     component: Any = import_component(path, key)
     check_callable(component, path, key, base.arguments)
     if unknown := sorted(needs_of(component) - {*base.facts}):

@@ -260,16 +260,10 @@ class TagsConfig:
 
 
 @dataclass
-class TaskConfig:
-    """Questions, tools and limits of an episode."""
+class SearchR1Agent:
+    """Search-R1's protocol: the policy writes actions between tags, and reads results between tags."""
 
-    train_path: str = REQUIRED
-    """Training questions: jsonl or parquet file in Search-R1's row format."""
-    eval_path: str = REQUIRED
-    """Held-out questions, in the same format."""
-    tools: list[str] = field(default_factory=list)
-    """Tools besides the search, each as `package.module.Class`; see docs/tutorials/own-tool.md."""
-    tags: TagsConfig = field(default_factory=TagsConfig)
+    kind: Literal["search_r1"] = "search_r1"
     invalid_message: str = (
         "\nMy previous action is invalid. If I want to search, I should put the query between <search> and "
         "</search>. If I want to give the final answer, I should put the answer between <answer> and "
@@ -278,6 +272,53 @@ class TaskConfig:
     """Observation after a turn that neither searches, calls a tool nor answers."""
     allow_empty_query: bool = False
     """Search for an empty query, as Search-R1 does; false makes its turn invalid."""
+
+
+@dataclass
+class ReActAgent:
+    """ReAct by the model's own chat template: the policy calls tools by JSON in <tool_call>, and reads results as messages
+    of the role tool. Needs a template with tools, such as Qwen's, and `task.token_mode=append`."""
+
+    kind: Literal["react"] = "react"
+    system: str = (
+        "Answer the user's question. Call a tool whenever you lack knowledge. Give the final answer inside <answer> and "
+        "</answer>, without detailed illustrations."
+    )
+    """System message. The answer is the text between answer tags in the last message, or without them the whole message
+    after its reasoning."""
+
+
+class CustomAgent(Custom):
+    """An agent from outside of the package."""
+
+    key = "task.agent"
+    arguments = ("question", "tools", "recorder")
+
+
+class CustomTool(Custom):
+    """A tool, named by its class."""
+
+    key = "task.tools"
+
+    @classmethod
+    def kind_key(cls) -> str:
+        return cls.key
+
+
+@dataclass
+class TaskConfig:
+    """Questions, tools and limits of an episode."""
+
+    train_path: str = REQUIRED
+    """Training questions: jsonl or parquet file in Search-R1's row format."""
+    eval_path: str = REQUIRED
+    """Held-out questions, in the same format."""
+    agent: SearchR1Agent | ReActAgent | CustomAgent = field(default_factory=SearchR1Agent)
+    """Agent: the protocol by which the policy acts in an episode. `package.module.function` is an agent of your own."""
+    tools: list[CustomTool] = field(default_factory=list)
+    """Tools besides the search, each as `package.module.Class`, or as {kind: package.module.Class, ...} with the class's
+    settings; see docs/tutorials/own-tool.md."""
+    tags: TagsConfig = field(default_factory=TagsConfig)
     max_turns: Annotated[Whole, Unit("turns")] = 4
     """Maximum number of turns that may search or call a tool. One more turn follows, in which only an answer counts; 0
     allows no search at all."""
@@ -451,7 +492,7 @@ class CompatConfig:
     answer_over_prompt: bool = False
     """Take the last answer in prompt and response together; a single match is ignored. Search-R1's prompt has two
     matches itself. An episode without an answer therefore counts as answering "Beijing", the prompt's example, or "and"
-    after the default `task.invalid_message`."""
+    after the default `task.agent.invalid_message`."""
     sampled_validation: bool = False
     """Sample the answers of evaluations with the settings in `rollout.sampling`; `eval.temperature` is ignored."""
     validation_batch: Annotated[Count, Unit("questions")] | None = None
@@ -612,8 +653,8 @@ class RunConfig:
 def variants(hint: Any) -> dict[str, type]:
     """Return the built-in classes of a union of groups by `kind`. A plain group has the kind ""; other types have no
     classes."""
-    classes = [each for each in get_args(hint) or (hint,) if not _is_custom(each)]
-    if not all(map(is_dataclass, classes)):
+    classes = [each for each in get_args(hint) or (hint,) if not is_custom(each)]
+    if not classes or not all(map(is_dataclass, classes)):
         return {}
     if not is_union(hint):
         return {"": hint}
@@ -627,19 +668,20 @@ def is_union(hint: Any) -> bool:
 
 def variant(hint: Any, kind: Any) -> type | None:
     """Return the class of a group with this `kind`, built-in or named as package.module.attribute; None if unknown."""
-    own = next(filter(_is_custom, get_args(hint)), None)
-    if own is not None and isinstance(kind, str) and "." in kind:
+    own = next(filter(is_custom, get_args(hint) or (hint,)), None)
+    if own is not None and isinstance(kind, str) and ("." in kind or own is hint):
         return custom_variant(own, kind)
     return variants(hint).get(kind)
 
 
 def kinds_in_words(hint: Any) -> str:
     """Return the kinds that a union of groups has."""
-    own = ["package.module.attribute"] * any(map(_is_custom, get_args(hint)))
+    own = ["package.module.attribute"] * any(map(is_custom, get_args(hint) or (hint,)))
     return " or ".join([*variants(hint), *own])
 
 
-def _is_custom(hint: Any) -> bool:
+def is_custom(hint: Any) -> bool:
+    """True for a group of settings of a component from outside of the package."""
     return isinstance(hint, type) and issubclass(hint, Custom)
 
 

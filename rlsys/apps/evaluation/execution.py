@@ -42,19 +42,11 @@ from rlsys.observe import status
 from rlsys.orchestrator.evaluation.heldout import Answered, Ask, Evaluation, evaluate, heldout_score
 from rlsys.orchestrator.run_logger import new_run_dir
 from rlsys.orchestrator.search_server import serving
-from rlsys.rollout.agent.episode import (
-    EpisodeTools,
-    Generation,
-    Observer,
-    OnTokens,
-    SearchTool,
-    Streaming,
-    TurnSampling,
-    evaluation_sampling,
-    render_search,
-    run_episode,
-)
+from rlsys.rollout.agent.episode import EpisodeTools, run_episode
+from rlsys.rollout.agent.recorder import Generation, OnTokens, Streaming, TurnSampling, evaluation_sampling
+from rlsys.rollout.agent.search_r1 import information_observer
 from rlsys.rollout.agent.tokens import Codec
+from rlsys.rollout.tools.calls import SearchTool, render_search
 from rlsys.rollout.tools.search_tool import open_tool
 from rlsys.search.retrieval import SearchResult
 
@@ -123,7 +115,7 @@ async def with_passages(
 
     Raises RunError for a failed search, because a prompt without passages would be another baseline.
     """
-    task, observer = config.task, Observer(config.task.tags, codec)
+    task, observer = config.task, information_observer(config.task.tags, codec)
     slots = asyncio.Semaphore(config.search.max_concurrent)
 
     async def with_its_own(question: Question) -> Question:
@@ -132,7 +124,7 @@ async def with_passages(
         if result.error:
             raise RunError(f"--baseline rag: the search for question {question.uid} failed: {result.error}")
         contents = [passage.contents for passage in result.passages]
-        passages = observer.observe(render_search(contents, ""), task.max_observation_tokens)
+        passages = observer.observe(render_search(contents), task.max_observation_tokens)
         return prompted(Baseline.rag, question, task.tags, passages)
 
     async with asyncio.TaskGroup() as tasks:

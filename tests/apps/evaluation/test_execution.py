@@ -15,6 +15,7 @@ from rlsys.config.schema import RunConfig, TagsConfig, TaskConfig
 from rlsys.data.question import Question, search_prompt
 from rlsys.errors import RunError, UserError, root_cause
 from rlsys.rollout.agent.tokens import Codec
+from rlsys.rollout.tools.interface import named_tools
 from rlsys.search.retrieval import Failure, SearchResult
 from tests.search.scripted import Script, found
 from tests.support.bpe import build_tokenizer
@@ -40,7 +41,9 @@ def test_the_search_loop_is_asked_with_own_prompts_or_those_of_search_r1() -> No
 
 @pytest.mark.parametrize("baseline", [Baseline.direct, Baseline.cot, Baseline.rag])
 def test_the_other_baselines_answer_in_one_turn(baseline: Baseline) -> None:
-    task = TaskConfig(max_total_tokens=1000, max_turn_tokens=200, tools=["rlsys.rollout.tools.calculator.Calculator"])
+    task = TaskConfig(
+        max_total_tokens=1000, max_turn_tokens=200, tools=named_tools(["rlsys.rollout.tools.calculator.Calculator"])
+    )
     limited = limits_of(baseline, RunConfig(task=task))
     assert (limited.task.max_turns, limited.task.tools, limited.task.max_prompt_tokens) == (0, [], 800)
     assert limited.rollout.sampling.stop == ["</answer>"]

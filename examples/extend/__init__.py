@@ -1,0 +1,1 @@
+"""One file per extension point: components that a config names."""
