@@ -29,7 +29,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 import rlsys
 from rlsys.config.bounds import limits_of
 from rlsys.config.custom import REQUIRED
-from rlsys.config.schema import RunConfig, choices, schema_groups, variants
+from rlsys.config.schema import RunConfig, choices, is_custom, schema_groups, variants
 
 Read = tuple[str, str]
 """(class of the schema, field)"""
@@ -156,6 +156,8 @@ def _type(hint: Any) -> str:
     """Return the type in YAML's terms."""
     if hint is type(None):
         return "null"
+    if is_custom(hint):
+        return "components"
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_type(part) for part in get_args(hint))
     if get_origin(hint) is list:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 import yaml
 from hydra import compose, initialize_config_dir
@@ -37,6 +37,7 @@ from rlsys.config.schema import (
     LrDecay,
     RunConfig,
     choices,
+    field_types,
     free_maps,
     is_custom,
     is_union,
@@ -283,7 +284,7 @@ def _of_chosen_kinds(
     Raises UserError for such a key if it was set at the level of the kind or above it, by `levels`.
     """
     kept = as_dict(defaults) | dict(tree)
-    for name, hint in get_type_hints(type(defaults)).items():
+    for name, hint in field_types(type(defaults)).items():
         kinds, part, key = variants(hint), kept[name], f"{path}.{name}".lstrip(".")
         if not kinds or not isinstance(part, Mapping):
             continue
@@ -360,7 +361,7 @@ def _typed_group(tree: Any, hint: Any, key: str) -> Any:
     group = variant(hint, kind)
     if group is None:
         raise _is_not(f"{key}.kind", kind, kinds_in_words(hint), "unknown")
-    hints, values = get_type_hints(group), {}
+    hints, values = field_types(group), {}
     for name, value in tree.items():
         inner = f"{key}.{name}".lstrip(".")
         if name not in hints:

@@ -7,7 +7,7 @@ The string under a field is its row in docs/configuration.md. A test requires th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -648,6 +648,12 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+
+def field_types(group: type) -> dict[str, Any]:
+    """Return the type of each key of a group."""
+    hints = get_type_hints(group)
+    return {item.name: hints[item.name] for item in fields(group)}
 
 
 def variants(hint: Any) -> dict[str, type]:

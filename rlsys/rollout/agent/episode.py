@@ -136,7 +136,7 @@ class Episode:
     async def run(self, timeout_s: float | None = None) -> Finish | None:
         """Run turns until the episode ends, and close its tools; return the reason, None after `timeout_s` seconds."""
         try:
-            return await within(self._play(), timeout_s=timeout_s)
+            return await within(asyncio.ensure_future(self._play()), timeout_s=timeout_s)
         finally:
             await self._box.close()
 

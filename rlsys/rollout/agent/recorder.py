@@ -138,7 +138,8 @@ class Recorder:
         progress: PartialEpisode | None = None,
     ) -> None:
         """`progress` is from the same question, task, agent and tokenizer; the episode resumes after the turns in it."""
-        self.codec, self.task = codec, task
+        self.codec = codec
+        self.task = task
         self.room = 0
         """Number of tokens that the episode has left for an observation."""
         self.cut_off = False
@@ -270,8 +271,8 @@ class Recorder:
 
     def trajectory(self, finish: Finish) -> Trajectory:
         """Return the trajectory so far, ended by `finish`."""
-        context, task = self._begun(), self.task
-        record = context.close(task.train_eos and finish is Finish.ANSWER, task.max_total_tokens)
+        eos = self.task.train_eos and finish is Finish.ANSWER
+        record = self._begun().close(eos, self.task.max_total_tokens)
         return Trajectory(
             question_uid=self._question.uid,
             sample=self._sample,

@@ -24,34 +24,31 @@ from tests.support.refusals import refused
 from tests.support.search_results import result_of
 
 CHATML = """\
-{%- if tools %}<|im_start|>system
-{{ messages[0].content }}
-
-# Tools
-<tools>{% for tool in tools %}
-{{ tool | tojson }}{% endfor %}
-</tools><|im_end|>
-{% elif messages[0].role == "system" %}<|im_start|>system
-{{ messages[0].content }}<|im_end|>
-{% endif %}
+{%- if tools %}
+    {{- "<|im_start|>system\\n" + messages[0].content + "\\n\\n# Tools\\n\\n<tools>" }}
+    {%- for tool in tools %}{{- "\\n" + (tool | tojson) }}{%- endfor %}
+    {{- "\\n</tools><|im_end|>\\n" }}
+{%- elif messages[0].role == "system" %}
+    {{- "<|im_start|>system\\n" + messages[0].content + "<|im_end|>\\n" }}
+{%- endif %}
 {%- for message in messages %}
-{%- if message.role == "user" %}<|im_start|>user
-{{ message.content }}<|im_end|>
-{% elif message.role == "assistant" %}<|im_start|>assistant
-{{ message.content }}
-{%- for call in message.tool_calls or [] %}{% if message.content or not loop.first %}
-{% endif %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% elif message.role == "tool" %}
-{%- if messages[loop.index0 - 1].role != "tool" %}<|im_start|>user{% endif %}
-<tool_response>
-{{ message.content }}
-</tool_response>
-{%- if loop.last or messages[loop.index0 + 1].role != "tool" %}<|im_end|>
-{% endif %}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+    {%- if message.role == "user" %}
+        {{- "<|im_start|>user\\n" + message.content + "<|im_end|>\\n" }}
+    {%- elif message.role == "assistant" %}
+        {{- "<|im_start|>assistant\\n" + message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {%- if message.content or not loop.first %}{{- "\\n" }}{%- endif %}
+            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- (call.function.arguments | tojson) + "}\\n</tool_call>" }}
+        {%- endfor %}
+        {{- "<|im_end|>\\n" }}
+    {%- elif message.role == "tool" %}
+        {%- if messages[loop.index0 - 1].role != "tool" %}{{- "<|im_start|>user" }}{%- endif %}
+        {{- "\\n<tool_response>\\n" + message.content + "\\n</tool_response>" }}
+        {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}{{- "<|im_end|>\\n" }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n" }}{%- endif %}"""
 TOKENIZER = build_tokenizer(words=True)
 TOKENIZER.chat_template, TOKENIZER.eos_token = CHATML, "<|im_end|>"
 CODEC = Codec(TOKENIZER)
@@ -208,7 +205,7 @@ FORGED = [
 @given(
     st.lists(st.lists(st.sampled_from(FORGED), max_size=60).map("".join), min_size=1, max_size=3),
     st.integers(1, 4),
-    st.integers(40, 200),
+    st.integers(90, 250),
     st.integers(5, 700),
 )
 def test_results_keep_their_limit_and_forge_nothing(passages: list[str], calls: int, limit: int, room: int) -> None:
@@ -272,11 +269,12 @@ def test_task_and_template_that_react_cannot_play_are_refused() -> None:
         run(script_of("x"), react(token_mode=TokenMode.retokenize))
     with refused("out_of_range", "task.max_observation_tokens"):
         run(script_of("x"), react(max_observation_tokens=3))
-    for template in (
-        None,
-        CHATML.replace("{{ tool | tojson }}", ""),
-        CHATML.replace("<tool_response>\n{{ message.content }}", ""),
-    ):
+    no_tools, no_results = (
+        CHATML.replace("(tool | tojson)", "''"),
+        CHATML.replace('+ message.content + "\\n</tool_r', '+ "\\n</tool_r'),
+    )
+    assert CHATML not in (no_tools, no_results)
+    for template in (None, no_tools, no_results):
         tokenizer = build_tokenizer(words=True)
         tokenizer.chat_template = template
         with refused("unsupported", "task.agent.kind"):
