@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 
 import pytest
 
@@ -29,6 +30,7 @@ def task(tools: str, *more: str) -> TaskConfig:
 
 def test_tool_has_the_settings_of_the_config_and_state_of_its_own_in_each_episode() -> None:
     tools = task(f"[{CALCULATOR}, {{kind: {TOYS}.Counting, by: '3', label: at}}]", *ROOM)
+    assert pickle.loads(pickle.dumps(tools)) == tools, "workers receive the config"
     said = ["<count>a</count>", "<count>raise</count>", "<calculator>1+1</calculator>", "<count>b</count>"]
     opened = [EpisodeTools(script := Script([*said, "<answer>x</answer>"]), script, CODEC, tools) for _ in range(2)]
 

@@ -34,7 +34,7 @@ from rlsys.apps.evaluation.evaluation_inputs import (
 )
 from rlsys.apps.evaluation.results import ANSWERS, PAGE, RESULTS, noting, render_table, settings_of, write_results
 from rlsys.apps.running import run_to_end
-from rlsys.config.schema import Device, Dtype, RunConfig, TagsConfig
+from rlsys.config.schema import Device, Dtype, RunConfig, SearchR1Agent, TagsConfig
 from rlsys.data.question import Question, as_asked, search_prompt
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import RunError, UserError
@@ -76,12 +76,14 @@ def limits_of(baseline: Baseline, config: RunConfig) -> RunConfig:
     """Return `config` with the episode limits of `baseline`.
 
     A baseline's prompt may take up all tokens of an episode except the tokens of one turn. Without searches, only the
-    answer tag stops generation. Baselines have no task tools, because their prompts do not mention them.
+    answer tag stops generation. Baselines have no task tools, because their prompts do not mention them, and act by the tags
+    of their prompts.
     """
     if baseline is Baseline.none:
         return config
     room = config.task.max_total_tokens - config.task.max_turn_tokens
-    task, rollout = replace(config.task, max_prompt_tokens=room, tools=[]), config.rollout
+    agent = config.task.agent if isinstance(config.task.agent, SearchR1Agent) else SearchR1Agent()
+    task, rollout = replace(config.task, max_prompt_tokens=room, tools=[], agent=agent), config.rollout
     if baseline is not Baseline.search:
         task = replace(task, max_turns=0)
         rollout = replace(rollout, sampling=replace(rollout.sampling, stop=[f"</{task.tags.answer}>"]))

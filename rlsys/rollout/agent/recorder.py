@@ -169,6 +169,8 @@ class Recorder:
 
         Raises UserError for a prompt that is too long.
         """
+        if self._context is not None:
+            raise ValueError("the context has begun")
         self._context = open_context(self.task.token_mode, self.codec, prompt)
         length = len(self._context.input_ids())
         if length > self.task.max_prompt_tokens:

@@ -134,6 +134,9 @@ async def test_turn_is_observed_once_and_further_calls_follow_in_time() -> None:
     recorder = Recorder(QUESTION, 3, Engine([Said([5], [0], None, [])] * 2), CODEC, CONFIG, DRAWN)
     with pytest.raises(ValueError, match="observation"):
         recorder.observe("a")
+    recorder.begin("a")
+    with pytest.raises(ValueError, match="begun"):
+        recorder.begin("b")
     await recorder.generate(whole)
     assert recorder.progress() is None
     recorder.observe("a", ToolResult("", "", 3.0), [FurtherCall(NOTHING, "b", ToolResult("", "late", 2.0))] * 2)
