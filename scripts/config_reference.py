@@ -28,8 +28,8 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 
 import rlsys
 from rlsys.config.bounds import limits_of
-from rlsys.config.custom import REQUIRED, Custom
-from rlsys.config.schema import RunConfig, choices, own_variant, schema_groups, variants
+from rlsys.config.custom import REQUIRED
+from rlsys.config.schema import RunConfig, choices, is_custom, own_variant, schema_groups, variants
 
 Read = tuple[str, str]
 """(class of the schema, field)"""
@@ -186,6 +186,8 @@ def _type(hint: Any) -> str:
     """Return the type in YAML's terms."""
     if hint is type(None):
         return "null"
+    if is_custom(hint):
+        return "components"
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_type(part) for part in get_args(hint))
     if get_origin(hint) is list:
@@ -194,8 +196,6 @@ def _type(hint: Any) -> str:
         return f"map of {' to '.join(_type(part) for part in get_args(hint))}"
     if choices(hint):
         return ", ".join(f"`{choice}`" for choice in choices(hint))
-    if issubclass(hint, Custom):
-        return "map of its parameters"
     return {str: "text", bool: "true or false", int: "integer", float: "number"}[hint]
 
 

@@ -26,7 +26,7 @@ ARROWS = {
     "weights": {"config", "errors", "files"},
     "observe": {"data", "config", "errors", "files"},
     "search": {"errors", "files"},
-    "rollout": {"search", "weights", "data", "config", "errors", "files"},
+    "rollout": {"search", "weights", "data", "config", "components", "errors", "files"},
     "trainer": {"observe", "weights", "data", "algorithms", "config", "errors", "files"},
     "cluster": {"rollout", "search", "observe", "weights", "data", "config", "errors", "files"},
     "orchestrator": {

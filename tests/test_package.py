@@ -31,7 +31,7 @@ import rlsys.rollout.tools.interface as interface
 import rlsys.rollout.tools.calculator as calculator
 assert rlsys.tools.interface is interface and ToolError is interface.ToolError and Calculator is calculator.Calculator
 assert interface.__spec__.name == interface.__name__ == "rlsys.rollout.tools.interface"
-assert interface.find_tool("rlsys.tools.calculator.Calculator") is Calculator, "as a config may name it"
+assert interface.named_tools(["rlsys.tools.calculator.Calculator"])[0].component is Calculator, "as a config may name it"
 for never in ("rlsys.tools.nothing", "rlsys.nothing"):
     try:
         __import__(never)

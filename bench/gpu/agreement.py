@@ -18,7 +18,7 @@ from bench.gpu.parity import FLOAT32_LIMIT, ROUNDING_LIMIT
 from bench.gpu.part import in_new_process
 from bench.gpu.trainer import score
 from rlsys.config.schema import Dtype, Layers
-from rlsys.rollout.agent.episode import Generation
+from rlsys.rollout.agent.recorder import Generation
 from rlsys.trainer.batches import MicroBatch
 
 REQUESTS = 64

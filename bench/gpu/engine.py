@@ -22,7 +22,7 @@ from bench.gpu.figures import Figure, Setting, compared, holds
 from bench.gpu.part import in_new_process
 from rlsys.config.schema import EngineConfig, OnUpdate, RolloutConfig, SearchConfig, SyncMode, TaskConfig
 from rlsys.observe.environment import version_of
-from rlsys.rollout.agent.episode import Generation, TurnSampling
+from rlsys.rollout.agent.recorder import Generation, TurnSampling
 from rlsys.rollout.engine import Engine, RolloutWorker
 from rlsys.weights.hf_io import HfReader
 from rlsys.weights.transport import TransportSpec, digest, open_sender, pack_into

@@ -89,15 +89,17 @@ def limits_of(hint: Any) -> Limits:
 
 
 def out_of_range(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield key and error message for each number out of its bounds, also in nested dataclasses. Null is always
-    allowed."""
+    """Yield key and error message for each number out of its bounds, also in nested dataclasses, and in lists and maps of
+    them. Null is always allowed."""
     hints = get_type_hints(type(settings), include_extras=True)
     for item in fields(settings):
         value, key = getattr(settings, item.name), f"{prefix}{item.name}"
         if is_dataclass(value):
             yield from out_of_range(value, f"{key}.")
-        elif isinstance(value, dict):
-            for name, each in value.items():
-                yield from out_of_range(each, f"{key}.{name}.") if is_dataclass(each) else ()
+        elif isinstance(value, dict | list):
+            named = value.items() if isinstance(value, dict) else enumerate(value)
+            inner = [(f".{name}" if isinstance(value, dict) else f"[{name}]", each) for name, each in named]
+            for place, each in inner:
+                yield from out_of_range(each, f"{key}{place}.") if is_dataclass(each) else ()
         elif value is not None and (limits := limits_of(hints[item.name])).bounds and not limits.hold(value):
             yield key, f"{key}={value} {limits.rule}."

@@ -40,6 +40,7 @@ from rlsys.config.schema import (
     choices,
     field_types,
     free_maps,
+    is_custom,
     is_union,
     kinds_in_words,
     own_class,
@@ -150,7 +151,7 @@ def load_config(name: str, overrides: Sequence[str] = (), config_dir: Path | Non
         )
     config = typed(_of_chosen_kinds(plain, RunConfig(), levels), RunConfig)
     assert isinstance(config, RunConfig)
-    missing = sorted(key for key, value in _flat(as_dict(config)) if value == REQUIRED)
+    missing = sorted(key for key, value in _every(as_dict(config)) if value == REQUIRED)
     if missing:
         raise UserError(
             f"{missing[0]} has no value: set it in the config or as {missing[0]}=VALUE.", code="missing", key=missing[0]
@@ -308,6 +309,8 @@ def typed(tree: Any, hint: Any, key: str = "") -> Any:
     Plain values convert where the meaning is clear: "5" to 5 for a number, 5 to "5" for a string. Raises UserError for
     any other value of a wrong type and for an unknown key.
     """
+    if is_custom(hint):
+        return _typed_group({"kind": tree} if isinstance(tree, str) else tree, hint, key)
     if variants(hint):
         return _typed_group(tree, hint, key)
     arguments = get_args(hint)
@@ -334,9 +337,10 @@ def typed(tree: Any, hint: Any, key: str = "") -> Any:
 
 
 def _typed_group(tree: Any, hint: Any, key: str) -> Any:
+    has_kind = is_union(hint) or is_custom(hint)
     if not isinstance(tree, Mapping):
-        raise _is_not(key, tree, "a group of keys, such as {kind: ...}" if is_union(hint) else "a group of keys")
-    kind = tree.get("kind") if is_union(hint) else ""
+        raise _is_not(key, tree, "a group of keys, such as {kind: ...}" if has_kind else "a group of keys")
+    kind = tree.get("kind") if has_kind else ""
     group = variant(hint, kind)
     if group is None:
         raise _is_not(f"{key}.kind", kind, kinds_in_words(hint), "unknown")
@@ -431,3 +435,13 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _every(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of `tree` as `_flat` does, and those of the groups in its lists."""
+    for key, value in _flat(tree):
+        groups = [each for each in value if isinstance(each, Mapping)] if isinstance(value, list) else []
+        for place, group in enumerate(groups):
+            yield from _flat(group, f"{key}[{place}].")
+        if not groups:
+            yield key, value

@@ -26,7 +26,7 @@ class Custom:
 
     key: ClassVar[str]
     """Key of the group in the schema."""
-    arguments: ClassVar[tuple[str, ...]]
+    arguments: ClassVar[tuple[str, ...]] = ()
     """Names of the positional arguments with which the component is called."""
     facts: ClassVar[tuple[str, ...]] = ()
     """Needs that the component may declare (`rlsys.components.needs`)."""

@@ -16,6 +16,8 @@ _RENAMED: Mapping[tuple[str, str], tuple[str, Mapping[Any, Any]]] = {
     ("algorithm", "recompute_logprobs"): ("old_logprobs", {True: "recompute", False: "engine"}),
 }
 """Group and former name of a key -> present name, and present value of each former value that changed."""
+_AGENT = ("invalid_message", "allow_empty_query")
+"""Former keys of `task` that are now keys of `task.agent`."""
 
 
 def present(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,6 +30,8 @@ def present(config: Mapping[str, Any]) -> dict[str, Any]:
     }
     if "algorithm" in tree:
         tree["algorithm"] = _with_groups(tree["algorithm"])
+    if "task" in tree:
+        tree["task"] = _with_agent(tree["task"])
     return tree
 
 
@@ -58,6 +62,17 @@ def _with_groups(algorithm: dict[str, Any]) -> dict[str, Any]:
         own = {name: left[key] for key, name in names.items() if estimator.startswith("full_") and key in left}
         left["kl_estimator"] = {"kind": estimator, **own}
     return {key: value for key, value in left.items() if key not in _MOVED}
+
+
+def _with_agent(task: Mapping[str, Any]) -> dict[str, Any]:
+    """Move the keys of the agent into its group; a tool's dotted name alone is its kind."""
+    moved = {key: task[key] for key in _AGENT if key in task}
+    tree = {key: value for key, value in task.items() if key not in _AGENT}
+    if moved:
+        tree["agent"] = {**moved, **tree.get("agent", {})}
+    if isinstance(tools := tree.get("tools"), list):
+        tree["tools"] = [{"kind": tool} if isinstance(tool, str) else tool for tool in tools]
+    return tree
 
 
 def _advantage(algorithm: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from functools import cache, reduce
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt, Unit
 
@@ -260,16 +261,10 @@ class TagsConfig:
 
 
 @dataclass
-class TaskConfig:
-    """Questions, tools and limits of an episode."""
+class SearchR1Agent:
+    """Search-R1's protocol: the policy writes actions between tags, and reads results between tags."""
 
-    train_path: str = REQUIRED
-    """Training questions: jsonl or parquet file in Search-R1's row format."""
-    eval_path: str = REQUIRED
-    """Held-out questions, in the same format."""
-    tools: list[str] = field(default_factory=list)
-    """Tools besides the search, each as `package.module.Class`; see docs/tutorials/own-tool.md."""
-    tags: TagsConfig = field(default_factory=TagsConfig)
+    kind: Literal["search_r1"] = "search_r1"
     invalid_message: str = (
         "\nMy previous action is invalid. If I want to search, I should put the query between <search> and "
         "</search>. If I want to give the final answer, I should put the answer between <answer> and "
@@ -278,6 +273,53 @@ class TaskConfig:
     """Observation after a turn that neither searches, calls a tool nor answers."""
     allow_empty_query: bool = False
     """Search for an empty query, as Search-R1 does; false makes its turn invalid."""
+
+
+@dataclass
+class ReActAgent:
+    """ReAct by the model's own chat template: the policy calls tools by JSON in <tool_call>, and reads results as messages
+    of the role tool. Needs a template with tools, such as Qwen's, and `task.token_mode=append`."""
+
+    kind: Literal["react"] = "react"
+    system: str = (
+        "Answer the user's question. Call a tool whenever you lack knowledge. Give the final answer inside <answer> and "
+        "</answer>, without detailed illustrations."
+    )
+    """System message. The answer is the text between answer tags in the last message, or without them the whole message
+    after its reasoning."""
+
+
+class CustomAgent(Custom):
+    """An agent from outside of the package."""
+
+    key = "task.agent"
+    arguments = ("question", "tools", "recorder")
+
+
+class CustomTool(Custom):
+    """A tool, named by its class."""
+
+    key = "task.tools"
+
+    @classmethod
+    def key_of(cls, path: str) -> str:  # noqa: ARG003
+        return cls.key
+
+
+@dataclass
+class TaskConfig:
+    """Questions, tools and limits of an episode."""
+
+    train_path: str = REQUIRED
+    """Training questions: jsonl or parquet file in Search-R1's row format."""
+    eval_path: str = REQUIRED
+    """Held-out questions, in the same format."""
+    agent: SearchR1Agent | ReActAgent | CustomAgent = field(default_factory=SearchR1Agent)
+    """Agent: the protocol by which the policy acts in an episode. `package.module.function` is an agent of your own."""
+    tools: list[CustomTool] = field(default_factory=list)
+    """Tools besides the search, each as `package.module.Class`, or as {kind: package.module.Class, ...} with the class's
+    settings; see docs/tutorials/own-tool.md."""
+    tags: TagsConfig = field(default_factory=TagsConfig)
     max_turns: Annotated[Whole, Unit("turns")] = 4
     """Maximum number of turns that may search or call a tool. One more turn follows, in which only an answer counts; 0
     allows no search at all."""
@@ -451,7 +493,7 @@ class CompatConfig:
     answer_over_prompt: bool = False
     """Take the last answer in prompt and response together; a single match is ignored. Search-R1's prompt has two
     matches itself. An episode without an answer therefore counts as answering "Beijing", the prompt's example, or "and"
-    after the default `task.invalid_message`."""
+    after the default `task.agent.invalid_message`."""
     sampled_validation: bool = False
     """Sample the answers of evaluations with the settings in `rollout.sampling`; `eval.temperature` is ignored."""
     validation_batch: Annotated[Count, Unit("questions")] | None = None
@@ -632,8 +674,8 @@ def field_types(group: type) -> dict[str, Any]:
 def variants(hint: Any) -> dict[str, type]:
     """Return the built-in classes of a union of groups by `kind`. A plain group has the kind ""; other types have no
     classes."""
-    classes = [each for each in get_args(hint) or (hint,) if not _is_custom(each)]
-    if not all(map(is_dataclass, classes)):
+    classes = [each for each in get_args(hint) or (hint,) if not is_custom(each)]
+    if not classes or not all(map(is_dataclass, classes)):
         return {}
     if not is_union(hint):
         return {"": hint}
@@ -648,7 +690,7 @@ def is_union(hint: Any) -> bool:
 def variant(hint: Any, kind: Any) -> type | None:
     """Return the class of a group with this `kind`, built-in or named as package.module.attribute; None if unknown."""
     own = own_class(hint)
-    if own is not None and isinstance(kind, str) and "." in kind:
+    if own is not None and isinstance(kind, str) and ("." in kind or own is hint):
         return custom_variant(own, kind)
     return variants(hint).get(kind)
 
@@ -661,8 +703,9 @@ def own_variant(path: str) -> type[Custom] | None:
 
 
 def own_class(hint: Any) -> type[Custom] | None:
-    """Return the class of components from outside of the package in a union type; None if it has none."""
-    return next(filter(_is_custom, get_args(hint)), None)
+    """Return the class of components from outside of the package in a type; None if it has none."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return next(filter(is_custom, options), None)
 
 
 def kinds_in_words(hint: Any) -> str:
@@ -671,7 +714,8 @@ def kinds_in_words(hint: Any) -> str:
     return " or ".join([*variants(hint), *own])
 
 
-def _is_custom(hint: Any) -> bool:
+def is_custom(hint: Any) -> bool:
+    """True for a group of settings of a component from outside of the package."""
     return isinstance(hint, type) and issubclass(hint, Custom)
 
 

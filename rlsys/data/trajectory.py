@@ -46,7 +46,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One generation and the observation that follows it.
+    """One generation and the observation that follows it. A further call of the same generation is a turn without tokens.
 
     Field metadata "saved as" is the field's name in checkpoints (`rlsys.weights.checkpoint.state_file.KEY`).
     """

@@ -6,10 +6,10 @@ A row of timeline.jsonl is {"step", "window", "spans"}. `window` is the step's s
 `spans` lists the spans that ended since the previous row, each as [name, start_ns, end_ns, group, lane, args]. The last
 row of a run has step null and holds the spans that ended after the last step.
 
-Besides traced spans, a row has two kinds of spans derived from episodes, in the lane of their prompt group.
+Besides traced spans, a row has three kinds of spans derived from episodes, in the lane of their prompt group.
 "generate.turns" covers the time in which an engine generates for an episode of the prompt group. "search.queries"
-covers the time in which an episode of the group searches and none generates. Reward scoring and other waits are in
-neither kind of span.
+covers the time in which an episode of the group searches and none generates. "tool.NAME" covers the time in which an
+episode waits for this tool and none generates or searches. Reward scoring and other waits are in no such span.
 """
 
 from __future__ import annotations

@@ -37,6 +37,8 @@ HIDDEN_SPANS = {
 ROLLOUT_GROUP, ROLLOUT_SPAN = "rollout", "rollout.group"
 GENERATE_SPAN, SEARCH_SPAN = "generate.turns", "search.queries"
 """Names of the spans derived from episodes; see `episode_spans`."""
+TOOL_STAGE = "tool"
+"""Stage of the spans of tools, which are derived from episodes too."""
 QUESTIONS = "questions"
 """Span argument with the uids of the questions whose samples a call processed."""
 PEAK_TFLOPS = {
@@ -155,27 +157,21 @@ def episode_spans(
     """Derive the spans of one prompt group's episodes within the interval `whole`.
 
     `GENERATE_SPAN` covers the time in which an episode generated; `SEARCH_SPAN` covers the time in which an episode
-    searched and none generated. Turns without a start time, and turns before `whole` (partial episodes), contribute
-    nothing.
+    searched and none generated; "tool.NAME" covers the time in which an episode waited for this tool alone. Turns without
+    a start time, and turns before `whole` (partial episodes), contribute nothing.
     """
-    generated: list[Interval] = []
-    searched: list[Interval] = []
+    spent: dict[str, list[Interval]] = {GENERATE_SPAN: [], SEARCH_SPAN: []}
     for turn in (turn for trajectory in trajectories for turn in trajectory.turns if turn.began_ns):
         middle = turn.began_ns + round(turn.generate_s * 1e9)
-        generated.append((turn.began_ns, middle))
-        searched.append((middle, middle + round(turn.tool_s * 1e9)))
-    generating, searching = (
-        merge_intervals((max(start, whole[0]), min(end, whole[1])) for start, end in intervals)
-        for intervals in (generated, searched)
-    )
-    return [
-        Span(name, start, end, ROLLOUT_GROUP, lane, args)
-        for name, intervals in (
-            (GENERATE_SPAN, generating),
-            (SEARCH_SPAN, without_intervals(searching, generating)),
-        )
-        for start, end in intervals
-    ]
+        spent[GENERATE_SPAN].append((turn.began_ns, middle))
+        waited = f"{TOOL_STAGE}.{turn.tool}" if turn.tool else SEARCH_SPAN
+        spent.setdefault(waited, []).append((middle, middle + round(turn.tool_s * 1e9)))
+    spans, taken = list[Span](), list[Interval]()
+    for name, intervals in spent.items():
+        within = merge_intervals((max(start, whole[0]), min(end, whole[1])) for start, end in intervals)
+        spans += [Span(name, start, end, ROLLOUT_GROUP, lane, args) for start, end in without_intervals(within, taken)]
+        taken = merge_intervals([*taken, *within])
+    return spans
 
 
 def overlap_seconds(spans: Iterable[Span], window: Interval) -> float:

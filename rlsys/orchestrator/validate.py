@@ -37,6 +37,7 @@ from rlsys.config.schema import (
     Mode,
     OnUpdate,
     RunConfig,
+    SearchR1Agent,
     SyncMode,
     TokenMode,
     free_maps,
@@ -44,6 +45,7 @@ from rlsys.config.schema import (
 )
 from rlsys.errors import UserError
 from rlsys.orchestrator.rewards.reward import check_terms
+from rlsys.rollout.agent.episode import agent_of
 from rlsys.rollout.tools.interface import check_tools
 from rlsys.search.address import is_url
 from rlsys.weights.weight_map import largest_tensor_bytes, read_architecture
@@ -253,10 +255,15 @@ def _paths(config: RunConfig) -> Iterator[Problem]:
 
 def _tools(config: RunConfig) -> Iterator[Problem]:
     task, search = config.task, config.search
+    try:
+        agent_of(task)
+    except UserError as problem:
+        yield Problem(problem.key, str(problem), problem.code)
     yield from (Problem("task.tools", sentence) for sentence in check_tools(task))
-    if not search.enabled and f"<{task.tags.search}>" in task.invalid_message:
+    message = task.agent.invalid_message if isinstance(task.agent, SearchR1Agent) else ""
+    if not search.enabled and f"<{task.tags.search}>" in message:
         yield Problem.of(
-            f"task.invalid_message mentions <{task.tags.search}>, but search.enabled=false: name the actions that the "
+            f"task.agent.invalid_message mentions <{task.tags.search}>, but search.enabled=false: name the actions that the "
             "policy has instead, such as its tools and the answer."
         )
     if not search.enabled and search.cassette.path is not None:

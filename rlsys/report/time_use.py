@@ -34,6 +34,7 @@ from rlsys.observe.spans import (
     QUESTIONS,
     ROLLOUT_SPAN,
     SEARCH_SPAN,
+    TOOL_STAGE,
     Interval,
     Span,
     common_intervals,
@@ -48,8 +49,10 @@ class Activity(StrEnum):
     generation = "generation"
     search = "search"
     """Episodes search and none generates."""
+    tool = TOOL_STAGE
+    """Episodes wait for tools, and none generates or searches."""
     rollout = "rollout"
-    """Episodes are in flight but neither generate nor search, or their turns were not recorded (dropped groups)."""
+    """Episodes are in flight but neither generate, search nor call a tool, or their turns were not recorded (dropped groups)."""
     reward = "reward"
     logprob = "logprob"
     values = "values"
@@ -77,13 +80,14 @@ _STAGES = (Activity.reward, Activity.logprob, Activity.values, Activity.sync, Ac
 _DONE_IN: dict[str, Activity] = {activity.value: activity for activity in _STAGES} | {
     GENERATE_SPAN: Activity.generation,
     SEARCH_SPAN: Activity.search,
+    TOOL_STAGE: Activity.tool,
     ROLLOUT_SPAN: Activity.rollout,
     "eval.episode": Activity.evaluation,
     "train": Activity.training,
 }
 """Name or stage of a span -> its activity."""
 _CYCLE = (
-    (Activity.generation, Activity.search, Activity.rollout),
+    (Activity.generation, Activity.search, Activity.tool, Activity.rollout),
     (Activity.reward,),
     (Activity.logprob, Activity.values),
     (Activity.training,),
@@ -96,7 +100,8 @@ GROUPS = ("actor", "critic", "inference", "rollout")
 """Groups with a time breakdown."""
 _TRANSFER_SPAN, _SWITCH_SPAN, _SCORES_SPAN = "sync.transfer", "sync.switch", "logprob.compute"
 _APPLY_SPAN = "train.apply"
-_DERIVED = (GENERATE_SPAN, SEARCH_SPAN)
+_DERIVED = (Activity.generation, Activity.search, Activity.tool)
+"""Activities of the spans derived from episodes."""
 
 _Claim = tuple[bool, Activity, Sequence[Interval]]
 """True for the group's own work; the activity; its intervals."""
@@ -308,7 +313,8 @@ def _claims(group: str, lane: str | None, work: _Work) -> Iterator[_Claim]:
     training = (Activity.training, Activity.values, Activity.logprob)
     for activity in (*training, Activity.generation, Activity.evaluation, Activity.checkpoint):
         yield True, activity, work.own(group, lane, activity)
-    yield False, Activity.search, work.own(group, lane, Activity.search)
+    for waiting in (Activity.search, Activity.tool):
+        yield False, waiting, work.own(group, lane, waiting)
     yield True, Activity.rollout, work.own(group, lane, Activity.rollout)
     yield False, Activity.sync, work.transfers
     # Activities before the group's own in the cycle, nearest first, once around.
@@ -336,9 +342,9 @@ def critical_path(step: StepTimeline) -> CriticalPath:
     the step.
     """
     window = step.window
-    spans = [span for span in step.spans if window[0] < span.end_ns <= window[1] and span.name not in _DERIVED]
+    spans = [span for span in step.spans if window[0] < span.end_ns <= window[1] and _activity_of(span) not in _DERIVED]
     spans.sort(key=lambda span: (span.end_ns, span.start_ns))
-    derived = [span for span in step.spans if span.name in _DERIVED]
+    derived = [span for span in step.spans if _activity_of(span) in _DERIVED]
     links, end = [], window[0]
     for span, begin in reversed(_chain(spans, step)):
         start = max(begin, window[0])
@@ -432,11 +438,11 @@ def _held_up(spans: Sequence[Span], at: int) -> tuple[list[tuple[Span, int]], in
 
 
 def _parts(span: Span, within: Interval, derived: Iterable[Span]) -> dict[Activity, float]:
-    """Return the seconds of `span` in `within` by activity, splitting episodes into generation, search and the rest.
+    """Return the seconds of `span` in `within` by activity, splitting episodes into generation, search, tools and the rest.
 
     A weight switch with `on_update=finish` waits for the episodes in flight; only its remainder counts as weight sync.
     """
-    own: dict[Activity, list[Interval]] = {Activity.generation: [], Activity.search: []}
+    own: dict[Activity, list[Interval]] = {activity: [] for activity in _DERIVED}
     if span.name in (ROLLOUT_SPAN, _SWITCH_SPAN):
         for inner in derived:
             its_own = inner.lane == span.lane and inner.args.get("question") == span.args.get("question")

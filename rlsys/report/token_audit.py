@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rlsys.config.schema import TokenMode
+from rlsys.config.schema import SearchR1Agent, TokenMode
 from rlsys.errors import UserError
 from rlsys.files import json_safe
 from rlsys.observe.kept import Pieces, TrajectoryRecord
@@ -317,7 +317,8 @@ class TokenAudit:
 def audit_run(run: RunFolder, tokenizer: Path | None = None) -> TokenAudit:
     """Audit the kept trajectories of `run` with the tokenizer in folder `tokenizer` (default: the folder of its model).
 
-    Raises UserError if the token mode, the tokenizer or the trajectories are missing, and for a wrong tokenizer.
+    Raises UserError if the token mode, the tokenizer or the trajectories are missing, for a wrong tokenizer, and for a run
+    of another agent than Search-R1's.
     """
     mode = section(run.config, "task").get("token_mode")
     if not isinstance(mode, str) or mode not in list(TokenMode):
@@ -325,6 +326,14 @@ def audit_run(run: RunFolder, tokenizer: Path | None = None) -> TokenAudit:
             f"{run.path / 'config.yaml'} lacks task.token_mode, which the token audit needs; restore it.",
             code="missing",
             key="task.token_mode",
+        )
+    agent = section(run.config, "task").get("agent", {})
+    if isinstance(agent, dict) and agent.get("kind", SearchR1Agent.kind) != SearchR1Agent.kind:
+        raise UserError(
+            f"{run.path} has task.agent.kind={agent['kind']}, whose contexts are not the text of an episode: the token audit "
+            "reads runs of search_r1.",
+            code="unsupported",
+            key="task.agent.kind",
         )
     path = section(run.config, "model").get("path")
     given = f"model.path={path}" if tokenizer is None else f"--tokenizer {tokenizer}"

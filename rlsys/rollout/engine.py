@@ -48,6 +48,8 @@ from rlsys.rollout.agent.episode import (
     EngineDied,
     EpisodeGroup,
     EpisodeTools,
+)
+from rlsys.rollout.agent.recorder import (
     Generation,
     OnTokens,
     TurnSampling,

@@ -23,7 +23,7 @@ from bench.gpu.figures import FULL, SMALL, Figure, NotHereError, Outcome, Settin
 from bench.gpu.part import MODEL_LIMIT_S, PARTS, Part, in_new_process, lacks, read, run
 from rlsys.cluster.worker_group import GPU_THREADS, NCCL_SETTINGS
 from rlsys.config.schema import Device, Dtype, Layers
-from rlsys.rollout.agent.episode import Generation
+from rlsys.rollout.agent.recorder import Generation
 from rlsys.weights.weight_map import read_architecture
 from tests.support.paths import PROJECT
 

@@ -78,7 +78,7 @@ SPOILT: dict[str, dict[str, tuple[str, Code]]] = {
     },
     "repeated server": {
         "search.url=http://a:8000|search.replicas=[http://a:8000]": ("search.replicas", "conflict"),
-        "search.enabled=false": ("task.invalid_message", "conflict"),
+        "search.enabled=false": ("task.agent.invalid_message", "conflict"),
     },
     "groups that share devices": {
         "cluster.mode=colocated": ("cluster.mode", "conflict"),
@@ -137,7 +137,7 @@ def test_either_way_out_of_a_contradiction_is_accepted(tiny_run: TinyRun) -> Non
     validate(tiny_run("eval.samples=4", "compat.sampled_validation=true", "trainer.mini_batches=5"))
     validate(tiny_run("trainer.schedule.kind=async", f"{CALL}=500"))
     tools = "task.tools=[rlsys.rollout.tools.calculator.Calculator]"
-    config = tiny_run(tools, "search.enabled=false", "search.index=null", "task.invalid_message=Answer.")
+    config = tiny_run(tools, "search.enabled=false", "search.index=null", "task.agent.invalid_message=Answer.")
     validate(config)
     assert not needs_server(config.search)
 

@@ -13,7 +13,7 @@ from rlsys.report.time_use import GROUPS, Activity, critical_path, leads_to, tim
 
 S = 1_000_000_000
 NAMES = {
-    "rollout": ("rollout.group", "generate.turns", "search.queries", "eval.episode"),
+    "rollout": ("rollout.group", "generate.turns", "search.queries", "tool.calculator", "eval.episode"),
     "inference": ("logprob.compute", "checkpoint.finish"),
     "actor": ("train.accumulate", "train.apply", "checkpoint.stage"),
     "critic": ("values.compute", "train.accumulate"),
@@ -126,14 +126,15 @@ def by_nanoseconds(found: Sequence[Span], group: str, lane: str | None) -> Count
     special = {
         "generate.turns": "generation",
         "search.queries": "search",
+        "tool.calculator": "tool",
         "rollout.group": "rollout",
         "eval.episode": "evaluation",
     }
     nearest = {
-        "actor": "logprob values reward generation search rollout sync training",
-        "critic": "logprob values reward generation search rollout sync training",
-        "inference": "reward generation search rollout sync training logprob values",
-        "rollout": "sync training logprob values reward generation search rollout",
+        "actor": "logprob values reward generation search tool rollout sync training",
+        "critic": "logprob values reward generation search tool rollout sync training",
+        "inference": "reward generation search tool rollout sync training logprob values",
+        "rollout": "sync training logprob values reward generation search tool rollout",
     }
     counts: Counter[tuple[bool, str]] = Counter()
     for instant in range(*WINDOW):
@@ -153,6 +154,8 @@ def by_nanoseconds(found: Sequence[Span], group: str, lane: str | None) -> Count
             counts[True, work[0]] += 1
         elif "search" in mine:
             counts[False, "search"] += 1
+        elif "tool" in mine:
+            counts[False, "tool"] += 1
         elif "rollout" in mine:
             counts[True, "rollout"] += 1
         else:

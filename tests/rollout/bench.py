@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from rlsys.config.schema import RolloutConfig
 from rlsys.data.question import Question
-from rlsys.rollout.agent.episode import Generation, TurnSampling
+from rlsys.rollout.agent.recorder import Generation, TurnSampling
 from rlsys.rollout.engine import Engine, RolloutWorker
 from rlsys.weights.transport import Bucket, digest
 from tests.support import tiny

@@ -15,7 +15,7 @@ from rlsys.cluster.worker_group import NCCL_SETTINGS
 from rlsys.config.schema import Device, EngineConfig, RolloutConfig, SamplingConfig, SearchConfig, TaskConfig
 from rlsys.errors import Code
 from rlsys.rollout import sglang_cpu
-from rlsys.rollout.agent.episode import TurnSampling, evaluation_sampling
+from rlsys.rollout.agent.recorder import TurnSampling, evaluation_sampling
 from rlsys.rollout.engine import Engine, RolloutWorker
 from tests.support import tiny
 from tests.support.refusals import refused

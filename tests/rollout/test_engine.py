@@ -10,7 +10,7 @@ import pytest
 from rlsys.config.schema import TokenMode
 from rlsys.data.trajectory import Action, Finish, Trajectory
 from rlsys.errors import RunError
-from rlsys.rollout.agent.episode import Generation, TurnSampling
+from rlsys.rollout.agent.recorder import Generation, TurnSampling
 from rlsys.rollout.agent.tokens import EpisodeProgress, PartialEpisode
 from tests.rollout.bench import QUESTION, STOP, Bench, endless, greedy, greedy_by_transformers, logprobs_of
 from tests.support import tiny

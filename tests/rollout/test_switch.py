@@ -17,7 +17,8 @@ import torch
 from rlsys.config.schema import Device, Dtype, EngineConfig
 from rlsys.errors import RunError
 from rlsys.rollout import sglang_cpu
-from rlsys.rollout.agent.episode import EngineDied, TurnSampling
+from rlsys.rollout.agent.episode import EngineDied
+from rlsys.rollout.agent.recorder import TurnSampling
 from rlsys.rollout.engine import DrainLock, Engine, Liveness, StagedVersion, as_generation, read_stream, sha256_prefix
 from rlsys.weights.transport import Bucket, pack_into, unpack
 from tests.rollout.bench import digest_of

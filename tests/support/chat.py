@@ -10,7 +10,7 @@ from rlsys.apps.chat.conversation import Conversation, Opened
 from rlsys.apps.chat.web import create_app
 from rlsys.apps.evaluation.evaluation_inputs import EngineName
 from rlsys.config.schema import TaskConfig
-from rlsys.rollout.agent.episode import Generation, OnTokens, TurnSampling
+from rlsys.rollout.agent.recorder import Generation, OnTokens, TurnSampling
 from rlsys.rollout.agent.tokens import Codec
 from rlsys.search.address import own_names
 from rlsys.search.retrieval import SearchResult

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from rlsys.config.schema import CompatConfig, RewardConfig, TagsConfig, TaskConfig
+from rlsys.config.schema import CompatConfig, RewardConfig, SearchR1Agent, TagsConfig, TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
 from rlsys.orchestrator.rewards.reward import EpisodeParser, ParsedEpisode
-from rlsys.rollout.agent.episode import TurnRules
+from rlsys.rollout.agent.search_r1 import TurnRules
 
 TEMPLATE = "Answer the question, for example, <answer> Beijing </answer>. Question: {}\n"
 
@@ -40,11 +40,12 @@ def episode(
     turns, finish = [], Finish.TOKEN_LIMIT
     for one in said:
         text, found, error = (*((one,) if isinstance(one, str) else one), "", "")[:3]
-        seen, ending = rules.step(len(turns), text)
+        seen = rules.parse(text)
+        ending = rules.finish(len(turns), seen.action)
         if ending is not None:
             observation, finish = "", ending
         elif seen.action is Action.INVALID:
-            observation = task.invalid_message
+            observation = SearchR1Agent().invalid_message
         else:
             word = task.tags.information
             observation = f"\n\n<{word}>{found}</{word}>\n\n"

@@ -143,7 +143,7 @@ class SearchR1Trainer:
                 )
         given.append(ArgumentSettings("batch_size", arguments.of_batch(batch_size, known.trainer.mini_batches)))
         given.append(ArgumentSettings("model_name", {"model.path": str(arguments.model_folder(self.model_name))}))
-        validate(self._config_of(given)[1], ignored=("search", "task.invalid_message"))
+        validate(self._config_of(given)[1], ignored=("search", "task.agent.invalid_message"))
         with self.search_backend.serving(self.output_dir / "logs") as search:
             settings, config = self._config_of([*given, ArgumentSettings("search_backend", search, passing=True)])
             validate(config)

@@ -19,7 +19,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlsys.apps.evaluation.evaluation_inputs import Model, as_error, is_about
 from rlsys.config.compose import as_dict, load_config, typed
-from rlsys.config.schema import CassetteConfig, RunConfig, SearchConfig, TaskConfig, free_maps, schema_keys
+from rlsys.config.former import present
+from rlsys.config.schema import (
+    CassetteConfig,
+    RunConfig,
+    SearchConfig,
+    SearchR1Agent,
+    TaskConfig,
+    free_maps,
+    schema_keys,
+)
 from rlsys.data.question import Question, Template, as_asked, own_template, read_questions, search_prompt
 from rlsys.errors import UserError, code_of, in_one
 from rlsys.files import read_yaml
@@ -108,17 +117,7 @@ def _config(origin: Path | None, options: ChatOptions, notes: list[str]) -> RunC
         )
         return here
     notes.append(f"Settings from {origin}.")
-    config = _with_run(here, origin, notes)
-    tools = ", ".join(config.task.tools)
-    if tools and not any(_is_run(folder) for folder in list(origin.parents)[:_UP]):
-        notes.append(
-            f"The config's tools are ignored, because it is outside a run's folder: {tools}. To use them, give a config "
-            "with -c."
-        )
-        return replace(config, task=replace(config.task, tools=[]))
-    if tools:
-        notes.append(f"The run's tools are used; they run code on this machine: {tools}.")
-    return config
+    return _with_run(here, origin, notes)
 
 
 def _is_run(folder: Path) -> bool:
@@ -131,13 +130,23 @@ def _with_run(here: RunConfig, file: Path, notes: list[str]) -> RunConfig:
     written."""
     known, unknown = set(schema_keys()), list[str]()
     try:
-        saved = read_yaml(file)
+        saved = present(read_yaml(file))
         taken = {"task": saved["task"], "search": saved["search"], "rollout.sampling": saved["rollout"]["sampling"]}
         task, search, sampling = (_known(tree, key, known, unknown) for key, tree in taken.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise UserError(
             f"{file} is not the config of a run: repair it, or give a config with -c.", code="malformed", key=str(file)
         ) from problem
+    _require_search_r1(task.get("agent", {}).get("kind", SearchR1Agent.kind))
+    tools = ", ".join(str(tool["kind"]) if isinstance(tool, Mapping) else str(tool) for tool in task.get("tools", []))
+    if tools and not any(_is_run(folder) for folder in list(file.parents)[:_UP]):
+        notes.append(
+            f"The config's tools are ignored, because it is outside a run's folder: {tools}. To use them, give a config "
+            "with -c."
+        )
+        task["tools"] = []  # Before `typed`, which imports tools.
+    elif tools:
+        notes.append(f"The run's tools are used; they run code on this machine: {tools}.")
     tree = {"task": task, "search": search, "rollout": {"sampling": sampling}}
     if unknown:
         notes.append(f"{file} has keys of another rlsys version, left out: {', '.join(unknown)}.")
@@ -199,8 +208,19 @@ def _searched(search: SearchConfig, options: ChatOptions) -> SearchConfig:
     return search
 
 
+def _require_search_r1(agent: str) -> None:
+    """Raise UserError for an agent whose turns a chat cannot show."""
+    if agent != SearchR1Agent.kind:
+        raise UserError(
+            f"task.agent.kind={agent} cannot be shown in a chat, which knows the tags of search_r1 only: use `rlsys eval`.",
+            code="unsupported",
+            key="task.agent.kind",
+        )
+
+
 def _require_sound(config: RunConfig) -> None:
     """Raise UserError for settings with which no episode can run."""
+    _require_search_r1(config.task.agent.kind)
     searches = config.search.enabled and config.task.max_turns > 0
     if searches and config.search.url is None and config.search.index is None:
         raise UserError(

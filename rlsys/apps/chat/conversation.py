@@ -30,22 +30,16 @@ from transformers.utils import logging
 from rlsys.apps.chat.chat_settings import ChatSettings
 from rlsys.apps.evaluation.evaluation_inputs import EngineName, Model, as_hf
 from rlsys.apps.evaluation.execution import UnusedSearch, open_codec, open_generator
-from rlsys.config.schema import Device, RunConfig, TaskConfig
+from rlsys.config.schema import Device, RunConfig, SearchR1Agent, TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish
 from rlsys.errors import Code, RunError, UserError, code_of
 from rlsys.orchestrator.search_server import serving, silent
-from rlsys.rollout.agent import episode
-from rlsys.rollout.agent.episode import (
-    Episode,
-    EpisodeTools,
-    Generation,
-    SearchTool,
-    Streaming,
-    TurnSampling,
-    evaluation_sampling,
-)
+from rlsys.rollout.agent.episode import Episode, EpisodeTools
+from rlsys.rollout.agent.recorder import Generation, Streaming, TurnSampling, evaluation_sampling
+from rlsys.rollout.agent.search_r1 import TurnRules
 from rlsys.rollout.agent.tokens import Codec
+from rlsys.rollout.tools.calls import CANCEL_GRACE_S, SearchTool
 from rlsys.rollout.tools.interface import Tool, open_tools
 from rlsys.rollout.tools.search_tool import open_tool
 from rlsys.search.retrieval import SearchResult
@@ -328,9 +322,7 @@ class Conversation:
         finally:
             if not playing.done():
                 playing.cancel()
-                await asyncio.wait(
-                    [asyncio.gather(playing, return_exceptions=True)], timeout=2 * episode.CANCEL_GRACE_S
-                )
+                await asyncio.wait([asyncio.gather(playing, return_exceptions=True)], timeout=3 * CANCEL_GRACE_S)
 
     def _question(self, text: str) -> Question:
         """Return the question with its prompt. Raises UserError if it is empty or too long."""
@@ -365,11 +357,16 @@ class _Play:
         report: Callable[[Event], None],
     ) -> None:
         self._generator, self._search, self._codec, self._report = generator, search, codec, report
-        self._tools = EpisodeTools(self, None if search is None else self, codec, task, own_tools)
+        agent = task.agent
+        assert isinstance(agent, SearchR1Agent), "`chat_settings` refuses other agents"
+        tags = {tool.tag: tool.name for tool in own_tools}
+        searching, empty = search is not None, agent.allow_empty_query
+        self._rules = TurnRules(task, tags, searches=searching, allow_empty_query=empty)
+        tools = EpisodeTools(self, None if search is None else self, codec, task, own_tools)
         searches = {} if search is None else {task.tags.search: Kind.search}
         self._kinds = {"think": Kind.thought, **searches, task.tags.answer: Kind.answer}
         self._kinds |= {tool.tag: Kind.tool for tool in own_tools}
-        self._episode = Episode(question, 0, self._tools, sampling)
+        self._episode = Episode(question, 0, tools, sampling)
         self._turn = -1
         self._observed = 0
         """Number of turns whose observation has been reported."""
@@ -377,7 +374,7 @@ class _Play:
     async def run(self, timeout_s: float | None) -> EpisodeEnded:
         """Run the episode to its end, or for `timeout_s` seconds."""
         started = perf_counter()
-        finish = await episode.within(self._episode.run(), timeout_s=timeout_s)
+        finish = await self._episode.run(timeout_s)
         # A limit may have ended the episode right after an observation.
         self._report_observation()
         played = self._episode.trajectory(finish or Finish.ABORTED)
@@ -399,10 +396,10 @@ class _Play:
 
         def on_tokens(token_ids: list[int]) -> None:
             # The decoder writes U+FFFD for an incomplete character.
-            report(self._tools.rules.cut(self._codec.decode(token_ids)).rstrip("\ufffd"))
+            report(self._rules.cut(self._codec.decode(token_ids)).rstrip("\ufffd"))
 
         generation = await self._generator.generate(input_ids, sampling, rid, on_tokens)
-        turn = self._tools.rules.parse(self._codec.decode(generation.token_ids))
+        turn = self._rules.parse(self._codec.decode(generation.token_ids))
         report(turn.text)
         self._report_text(segments.end())
         seconds = perf_counter() - started
@@ -428,7 +425,7 @@ class _Play:
 
     def _report_observation(self) -> None:
         """Report the observation of the previous turn, once the episode has appended it."""
-        progress = self._episode.progress()
-        if progress is not None and len(progress.turns) > self._observed:
-            self._observed = len(progress.turns)
-            self._report(ObservationAdded(self._observed - 1, progress.turns[-1].observation))
+        turns = self._episode.recorder.turns
+        if len(turns) > self._observed and turns[-1].observation:
+            self._observed = len(turns)
+            self._report(ObservationAdded(self._observed - 1, turns[-1].observation))

@@ -12,7 +12,7 @@ from typer import Argument, Option
 from rlsys.apps.data.prepare import REPOSITORY, SETS, Prepared, QuestionSet, merge, prepare_file, split_file
 from rlsys.data.question import own_template, tool_template
 from rlsys.errors import RunError, UserError
-from rlsys.rollout.tools.interface import described
+from rlsys.rollout.tools.interface import described, named_tools
 
 app = typer.Typer(help="Prepare questions to train and evaluate on.", no_args_is_help=True)
 prepare = typer.Typer(help="Download, convert and check question files.", no_args_is_help=True)
@@ -85,7 +85,7 @@ def own(
             code="conflict",
             key="--no-search",
         )
-    about = described(tool or [])
+    about = described(named_tools(tool or []))
     template = tool_template(about, searches=search) if prompt is None else own_template(prompt, about)
     fields = {"question": question_field, "answers": answers_field}
     _report(prepare_file(file, name or file.stem, split, out, limit, **fields, prompt=template))

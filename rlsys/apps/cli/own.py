@@ -36,7 +36,7 @@ from rlsys.data.question import own_template, read_rows, tool_template
 from rlsys.errors import Interrupted, RunError, UserError
 from rlsys.files import parse_json, read_regular, read_yaml, sha256_of
 from rlsys.orchestrator.validate import validate
-from rlsys.rollout.tools.interface import described
+from rlsys.rollout.tools.interface import described, named_tools
 
 if TYPE_CHECKING:  # This import loads torch.
     from rlsys.apps.api.arguments import Devices, RunSettings
@@ -317,7 +317,7 @@ def _scratch_beside(out: Path) -> Iterator[Path]:
 
 def _planned_sides(options: OwnOptions, folder: Path) -> tuple[Path, Path]:
     """Write training and held-out questions to `folder`, as `data prepare own` and `data split` would; return the files."""
-    about = described(options.tools)
+    about = described(named_tools(options.tools))
     template = tool_template(about) if options.prompt is None else own_template(options.prompt, about)
 
     def rows(file: Path, argument: str, side: str) -> tuple[list[Any], list[str]]:

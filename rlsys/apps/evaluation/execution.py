@@ -34,7 +34,7 @@ from rlsys.apps.evaluation.evaluation_inputs import (
 )
 from rlsys.apps.evaluation.results import ANSWERS, PAGE, RESULTS, noting, render_table, settings_of, write_results
 from rlsys.apps.running import run_to_end
-from rlsys.config.schema import Device, Dtype, RunConfig, TagsConfig
+from rlsys.config.schema import Device, Dtype, RunConfig, SearchR1Agent, TagsConfig
 from rlsys.data.question import Question, as_asked, search_prompt
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import RunError, UserError
@@ -42,19 +42,11 @@ from rlsys.observe import status
 from rlsys.orchestrator.evaluation.heldout import Answered, Ask, Evaluation, evaluate, heldout_score
 from rlsys.orchestrator.run_logger import new_run_dir
 from rlsys.orchestrator.search_server import serving
-from rlsys.rollout.agent.episode import (
-    EpisodeTools,
-    Generation,
-    Observer,
-    OnTokens,
-    SearchTool,
-    Streaming,
-    TurnSampling,
-    evaluation_sampling,
-    render_search,
-    run_episode,
-)
+from rlsys.rollout.agent.episode import EpisodeTools, run_episode
+from rlsys.rollout.agent.recorder import Generation, OnTokens, Streaming, TurnSampling, evaluation_sampling
+from rlsys.rollout.agent.search_r1 import information_observer
 from rlsys.rollout.agent.tokens import Codec
+from rlsys.rollout.tools.calls import SearchTool, render_search
 from rlsys.rollout.tools.search_tool import open_tool
 from rlsys.search.retrieval import SearchResult
 
@@ -84,12 +76,14 @@ def limits_of(baseline: Baseline, config: RunConfig) -> RunConfig:
     """Return `config` with the episode limits of `baseline`.
 
     A baseline's prompt may take up all tokens of an episode except the tokens of one turn. Without searches, only the
-    answer tag stops generation. Baselines have no task tools, because their prompts do not mention them.
+    answer tag stops generation. Baselines have no task tools, because their prompts do not mention them, and act by the tags
+    of their prompts.
     """
     if baseline is Baseline.none:
         return config
     room = config.task.max_total_tokens - config.task.max_turn_tokens
-    task, rollout = replace(config.task, max_prompt_tokens=room, tools=[]), config.rollout
+    agent = config.task.agent if isinstance(config.task.agent, SearchR1Agent) else SearchR1Agent()
+    task, rollout = replace(config.task, max_prompt_tokens=room, tools=[], agent=agent), config.rollout
     if baseline is not Baseline.search:
         task = replace(task, max_turns=0)
         rollout = replace(rollout, sampling=replace(rollout.sampling, stop=[f"</{task.tags.answer}>"]))
@@ -123,7 +117,7 @@ async def with_passages(
 
     Raises RunError for a failed search, because a prompt without passages would be another baseline.
     """
-    task, observer = config.task, Observer(config.task.tags, codec)
+    task, observer = config.task, information_observer(config.task.tags, codec)
     slots = asyncio.Semaphore(config.search.max_concurrent)
 
     async def with_its_own(question: Question) -> Question:
@@ -132,7 +126,7 @@ async def with_passages(
         if result.error:
             raise RunError(f"--baseline rag: the search for question {question.uid} failed: {result.error}")
         contents = [passage.contents for passage in result.passages]
-        passages = observer.observe(render_search(contents, ""), task.max_observation_tokens)
+        passages = observer.observe(render_search(contents), task.max_observation_tokens)
         return prompted(Baseline.rag, question, task.tags, passages)
 
     async with asyncio.TaskGroup() as tasks:

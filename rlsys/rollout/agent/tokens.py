@@ -27,7 +27,7 @@ Invariants, in both modes:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -102,8 +102,17 @@ class Codec:
         """
         if self._tokenizer.chat_template is None or any(text in question for text in self.special_texts):
             return question
-        message = [{"role": "user", "content": question}]
-        return self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        return self.chat([{"role": "user", "content": question}])
+
+    def chat(self, messages: Sequence[Mapping[str, str]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """Return `messages` by the chat template, which describes the functions `tools`, up to the start of an answer."""
+        return self._tokenizer.apply_chat_template(
+            list(messages), tools=tools, tokenize=False, add_generation_prompt=True
+        )
+
+    def special_text(self, token: int) -> str:
+        """Return the text of a special token; empty for any other token."""
+        return self._tokenizer.decode([token]) if token in self.special_ids else ""
 
 
 def _close_gaps(offsets: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
@@ -359,7 +368,7 @@ def _common_prefix(sampled: Sequence[int], final: NDArray[np.int32]) -> int:
 class PartialEpisode:
     """The whole turns of an interrupted episode, at least one. Resuming the episode needs nothing else.
 
-    `Episode` rebuilds the context, in either token mode, from the turns and the question. Tokens of an incomplete turn
+    `Recorder` rebuilds the context, in either token mode, from the turns and the question. Tokens of an incomplete turn
     are dropped and sampled again.
 
     Invariant: an episode that is interrupted between two turns and resumed ends with the same trajectory as without the

@@ -1,30 +1,50 @@
 """Loads the tools of a task. A tool has a tag that the policy writes, and an async method that answers the text inside.
 
-A class is a tool if it has the attributes of `Tool` and needs no constructor arguments; no base class is required. Each
-process that runs episodes makes one instance of the class and calls it concurrently, on the event loop of the episodes.
-Blocking work belongs in a thread (`asyncio.to_thread`).
+A class is a tool if it has the attributes of `Tool`; no base class is required. Keyword-only constructor arguments are
+its settings (`rlsys.components`). Each process that runs episodes makes one instance of the class and calls it
+concurrently, on the event loop of the episodes. Blocking work belongs in a thread (`asyncio.to_thread`).
 
-Invariant: the tools of `open_tools` have distinct names and tags, none of which is a tag of the protocol. Checking a
-tool imports its module; no tool is instantiated before all have passed the checks.
+Invariant: the tools of `open_tools` have distinct names and tags, none of which is a tag of the protocol. No tool is
+instantiated before all have passed the checks.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from rlsys.config.schema import TaskConfig
+from rlsys.components import one_line
+from rlsys.config.custom import bound, custom_variant
+from rlsys.config.schema import CustomTool, TaskConfig
+from rlsys.data.question import Question
 from rlsys.errors import Code, UserError
 
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
+@dataclass(frozen=True, slots=True)
+class EpisodeFacts:
+    """The episode for which a tool keeps state."""
+
+    question: Question
+    sample: int
+    """Index of the episode among the episodes of its prompt group."""
+
+
 class Tool(Protocol):
-    """A tool that the policy can call. All attributes but `call` are read from the class, before it is instantiated."""
+    """A tool that the policy can call. All attributes but the methods are read from the class, before it is instantiated.
+
+    A tool with state of an episode has, instead of `call`, a method
+
+        async def open(self, episode: EpisodeFacts) -> state
+
+    which returns an object with `async def call(self, text: str) -> str` and, optionally, `async def close(self) -> None`.
+    It is opened at the first call in an episode and closed once, when the episode has ended in any way.
+    """
 
     @property
     def name(self) -> str:
@@ -36,7 +56,8 @@ class Tool(Protocol):
 
     @property
     def timeout_s(self) -> float:
-        """Time limit of a call. A call that takes longer is cancelled, and the policy reads an error."""
+        """Time limit of a call, and each of opening and closing. A call that takes longer is cancelled, and the policy
+        reads an error."""
 
     @property
     def description(self) -> str:
@@ -54,36 +75,26 @@ class ToolError(Exception):
     """Raised for a call that cannot be answered. The policy reads the message after the tool's name."""
 
 
-def find_tool(path: str) -> type[Any]:
-    """Import and return the class `path`. Raises UserError with one sentence if it is not a tool."""
-    module_name, _, attribute = path.rpartition(".")
-    if not module_name:
-        raise _problem(f"{path!r} is not a dotted name: write it like package.module.Class.", "malformed")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise _problem(
-            f"{module_name} cannot be imported ({_one_line(error)}): fix the error, or add its folder to PYTHONPATH.",
-            "user_code",
-        ) from error
-    found = getattr(module, attribute, None)
-    if not inspect.isclass(found):
-        raise _problem(f"{module_name} has no class {attribute}: define it, or correct the name.", "unknown")
-    if wrong := next(_faults(found), None):
-        raise _problem(f"{path} {wrong}: see docs/tutorials/own-tool.md.", "user_code")
-    return found
+def named_tools(paths: Sequence[str]) -> list[CustomTool]:
+    """Return the settings of the tools `paths`, each package.module.Class. Raises UserError for a path that names none."""
+    return [cast("CustomTool", custom_variant(CustomTool, path)(path)) for path in paths]
 
 
-def tool_tags(paths: Sequence[str]) -> dict[str, str]:
+def has_state(tool: Any) -> bool:
+    """True if a tool, or its class, keeps state for an episode."""
+    return inspect.iscoroutinefunction(getattr(tool, "open", None))
+
+
+def tool_tags(tools: Sequence[CustomTool]) -> dict[str, str]:
     """Return tool name -> tag. Raises UserError for a class that is not a tool."""
-    return {tool.name: tool.tag for tool in map(find_tool, paths)}
+    return {tool.name: tool.tag for tool in map(_class_of, tools)}
 
 
 def open_tools(task: TaskConfig) -> tuple[Tool, ...]:
     """Instantiate each tool of `task`. Raises UserError with one line per problem and the code of the first problem."""
     if problems := list(_problems(task)):
         raise UserError("\n".join(map(str, problems)), code=problems[0].code, key=problems[0].key)
-    return tuple(_made(path) for path in task.tools)
+    return tuple(_made(tool) for tool in task.tools)
 
 
 def check_tools(task: TaskConfig) -> Iterator[str]:
@@ -91,14 +102,24 @@ def check_tools(task: TaskConfig) -> Iterator[str]:
     return map(str, _problems(task))
 
 
+def described(tools: Sequence[CustomTool]) -> str:
+    """Return the prompt's sentences about the tools, one per tool; empty without tools."""
+    return " ".join(
+        f"You can {tool.description} by <{tool.tag}> text </{tool.tag}> and the result will be returned between "
+        "<information> and </information>."
+        for tool in map(_class_of, tools)
+    )
+
+
 def _problems(task: TaskConfig) -> Iterator[UserError]:
     tags = task.tags
     taken = {"think": "reasoning", tags.search.lower(): "task.tags.search", tags.answer.lower(): "task.tags.answer"}
     taken[tags.information.lower()] = "task.tags.information"
     names: dict[str, str] = {}
-    for path in task.tools:
+    for settings in task.tools:
+        path = settings.kind
         try:
-            tool = find_tool(path)
+            tool = _class_of(settings)
         except UserError as problem:
             yield problem
             continue
@@ -111,31 +132,30 @@ def _problems(task: TaskConfig) -> Iterator[UserError]:
         taken.setdefault(tool.tag.lower(), path)
 
 
-def described(paths: Sequence[str]) -> str:
-    """Return the prompt's sentences about the tools, one per tool; empty without tools."""
-    return " ".join(
-        f"You can {tool.description} by <{tool.tag}> text </{tool.tag}> and the result will be returned between "
-        "<information> and </information>."
-        for tool in map(find_tool, paths)
-    )
+def _class_of(settings: CustomTool) -> Any:
+    """Return the class of a tool. Raises UserError with one sentence if it is not a tool."""
+    found = settings.component
+    if wrong := next(_faults(found), None):
+        raise _problem(f"{settings.kind} {wrong}: see docs/tutorials/own-tool.md.", "user_code")
+    return found
 
 
-def _made(path: str) -> Tool:
-    tool = find_tool(path)
+def _made(settings: CustomTool) -> Tool:
     try:
-        return tool()
+        return cast("Tool", bound(settings, {})())
     except UserError:
         raise
     except Exception as error:
-        raise _problem(f"{path} cannot be instantiated ({_one_line(error)}): fix its __init__.", "user_code") from error
+        sentence = f"{settings.kind} cannot be instantiated ({one_line(error)}): fix its __init__."
+        raise _problem(sentence, "user_code") from error
 
 
 def _problem(sentence: str, code: Code) -> UserError:
     return UserError(f"task.tools: {sentence}", code=code, key="task.tools")
 
 
-def _faults(found: type) -> Iterator[str]:
-    """Yield the reasons that a class is not a tool."""
+def _faults(found: Any) -> Iterator[str]:
+    """Yield the reasons that a component is not a tool."""
     for attribute in ("name", "tag"):
         value = getattr(found, attribute, None)
         if not isinstance(value, str) or not _WORD.fullmatch(value):
@@ -147,13 +167,13 @@ def _faults(found: type) -> Iterator[str]:
     about = getattr(found, "description", None)
     if not isinstance(about, str) or not about.strip():
         yield f"has description={about!r}: give the class a text that describes the tool"
-    call, fix = getattr(found, "call", None), "define it as `async def call(self, text: str) -> str`"
-    if not inspect.iscoroutinefunction(call):
-        yield f"has no async method call: {fix}"
-    elif not _takes(call, "self", "text"):
-        yield f"has a method call that does not take exactly one text: {fix}"
-    if not _takes(found):
-        yield "needs constructor arguments: give each a default"
+    form = "open(self, episode)" if has_state(found) else "call(self, text: str) -> str"
+    name, argument = form.split("(")[0], "episode" if has_state(found) else "one text"
+    method, fix = getattr(found, name, None), f"define it as `async def {form}`"
+    if not inspect.iscoroutinefunction(method):
+        yield f"has no async method {name}: {fix}"
+    elif not _takes(method, "self", argument):
+        yield f"has a method {name} that does not take exactly {argument}: {fix}"
 
 
 def _takes(function: object, *arguments: str) -> bool:
@@ -164,7 +184,3 @@ def _takes(function: object, *arguments: str) -> bool:
     except ValueError:
         pass  # A method written in C has no signature.
     return True
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")

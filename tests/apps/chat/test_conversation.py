@@ -22,7 +22,8 @@ from rlsys.apps.chat.conversation import (
 from rlsys.config.schema import TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Trajectory
-from rlsys.rollout.agent.episode import EpisodeTools, TurnSampling, run_episode
+from rlsys.rollout.agent.episode import EpisodeTools, run_episode
+from rlsys.rollout.agent.recorder import TurnSampling
 from tests.support.chat import ANSWERS, SEARCHES, FakeSearch, Script, codec, conversation, task
 
 QUESTION = "What is the capital of France?"

@@ -11,7 +11,7 @@ from rlsys.apps.evaluation.evaluation_inputs import Model
 from rlsys.config.compose import as_dict, load_config
 from rlsys.data.question import own_template, search_prompt
 from rlsys.errors import UserError
-from rlsys.rollout.tools.interface import described
+from rlsys.rollout.tools.interface import described, named_tools
 from tests.support.chat import write_rows
 from tests.support.refusals import refused
 
@@ -57,7 +57,7 @@ def settings(folder: Path, **wanted: Any) -> ChatSettings:
 def test_settings_come_from_the_models_run_or_its_checkpoint(run: Path, tree: dict[str, Any]) -> None:
     found = settings(run)
     config = found.config
-    assert (config.task.max_turns, config.task.invalid_message) == (7, "No.")
+    assert (config.task.max_turns, config.task.agent.invalid_message) == (7, "No.")
     assert config.rollout.sampling.stop == ["</search>"]
     assert (config.search.topk, config.search.index) == (5, str(run.parent / "index"))
     assert config.search.url is None, "the run's own server is gone"
@@ -74,7 +74,7 @@ def test_an_own_prompt_equals_that_of_prepared_rows(run: Path, tree: dict[str, A
     save(run, tree, task={"tools": [CALCULATOR]})
     for text in ("{tools} Ask: {question}!", "You can calculate. Ask: {question}"):
         (run / "own.txt").write_text(text)
-        trained = own_template(run / "own.txt", described([CALCULATOR]) if "{tools}" in text else "")
+        trained = own_template(run / "own.txt", described(named_tools([CALCULATOR])) if "{tools}" in text else "")
         for question in ("Name a river", " why? "):
             assert settings(run, prompt=run / "own.txt").prompt(question) == trained(question)
     (run / "own.txt").write_text("{question} and {question}")
@@ -90,6 +90,15 @@ def test_the_config_of_a_foreign_folder_is_not_used(tree: dict[str, Any], tmp_pa
     assert (found.config.search.url, found.config.task.tools) == (None, [])
 
 
+@pytest.mark.parametrize("agent", ["react", "no_such_module.agent"])
+def test_agent_that_a_chat_cannot_show_is_refused_without_importing_it(
+    run: Path, tree: dict[str, Any], agent: str
+) -> None:
+    save(run, tree, task={"agent": {"kind": agent}})
+    with refused("unsupported", "task.agent.kind"):
+        settings(run)
+
+
 @pytest.mark.parametrize("in_its_run", [False, True])
 def test_tokens_and_tools_of_a_found_config_are_reported_and_not_trusted(
     run: Path, tree: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_its_run: bool
@@ -101,7 +110,7 @@ def test_tokens_and_tools_of_a_found_config_are_reported_and_not_trusted(
     model = Model(saved / "actor", run, 3)
     found = settings_of(model, ChatOptions())
     assert found.config.search.token_env is None
-    assert found.config.task.tools == ([CALCULATOR] if in_its_run else [])
+    assert found.config.task.tools == (named_tools([CALCULATOR]) if in_its_run else [])
     notes = " ".join(found.notes)
     assert "The model searches http://search.example." in notes
     assert "search.token_env=SECRET_KEY is ignored, so no token is sent" in notes

@@ -13,7 +13,7 @@ from rich.console import Console
 from rlsys.apps.chat.conversation import EpisodeEnded, Failed, Kind, ObservationAdded, QuestionAccepted, TextPiece
 from rlsys.apps.chat.terminal import JsonScreen, TextScreen, lines_of, session
 from rlsys.errors import RunError
-from rlsys.rollout.agent.episode import Generation
+from rlsys.rollout.agent.recorder import Generation
 from tests.support.chat import ANSWERS, SEARCHES, FakeSearch, Script, codec, conversation
 
 HOSTILE = "\x1b]0;owned\x07[bold]x[/bold] \u202e\x9b31m\udc80"

@@ -12,7 +12,7 @@ import pytest
 from rlsys.apps.chat import web
 from rlsys.apps.chat.web import create_app
 from rlsys.errors import UserError
-from rlsys.rollout.agent.episode import Generation
+from rlsys.rollout.agent.recorder import Generation
 from tests.support.chat import ANSWERS, SEARCHES, FakeSearch, Script, codec, opened, page_of
 
 

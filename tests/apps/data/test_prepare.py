@@ -20,7 +20,7 @@ from rlsys.apps.data.download import Hub
 from rlsys.apps.data.prepare import REPOSITORY, SETS, merge, prepare_file, split, split_file
 from rlsys.data.question import read_questions, search_prompt
 from rlsys.errors import Code, UserError
-from rlsys.rollout.tools.interface import described
+from rlsys.rollout.tools.interface import described, named_tools
 from tests.support.fake_hub import FakeHub, running
 from tests.support.refusals import refused
 
@@ -140,7 +140,7 @@ def own(tmp_path: Path, *arguments: object) -> list[str]:
 
 
 def test_a_tool_is_described_after_the_search_or_in_its_place(tmp_path: Path) -> None:
-    said = described([CALCULATOR])
+    said = described(named_tools([CALCULATOR]))
     before, after = search_prompt("who wrote Hamlet").split("If you find no")
     assert own(tmp_path, "--tool", CALCULATOR)[0] == f"{before}{said} If you find no{after}"
     alone = own(tmp_path, "--tool", CALCULATOR, "--no-search")[0]

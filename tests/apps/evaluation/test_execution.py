@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 from rlsys.apps.evaluation.evaluation_inputs import Baseline, EngineName, EvaluationMethod
 from rlsys.apps.evaluation.execution import limits_of, prompted, require_its_weights, run_evaluation, with_passages
 from rlsys.config.compose import load_config
-from rlsys.config.schema import RunConfig, TagsConfig, TaskConfig
+from rlsys.config.schema import ReActAgent, RunConfig, SearchR1Agent, TagsConfig, TaskConfig
 from rlsys.data.question import Question, search_prompt
 from rlsys.errors import RunError, UserError, root_cause
 from rlsys.rollout.agent.tokens import Codec
+from rlsys.rollout.tools.interface import named_tools
 from rlsys.search.retrieval import Failure, SearchResult
 from tests.search.scripted import Script, found
 from tests.support.bpe import build_tokenizer
@@ -40,9 +41,11 @@ def test_the_search_loop_is_asked_with_own_prompts_or_those_of_search_r1() -> No
 
 @pytest.mark.parametrize("baseline", [Baseline.direct, Baseline.cot, Baseline.rag])
 def test_the_other_baselines_answer_in_one_turn(baseline: Baseline) -> None:
-    task = TaskConfig(max_total_tokens=1000, max_turn_tokens=200, tools=["rlsys.rollout.tools.calculator.Calculator"])
+    tools = named_tools(["rlsys.rollout.tools.calculator.Calculator"])
+    task = TaskConfig(max_total_tokens=1000, max_turn_tokens=200, tools=tools, agent=ReActAgent())
     limited = limits_of(baseline, RunConfig(task=task))
     assert (limited.task.max_turns, limited.task.tools, limited.task.max_prompt_tokens) == (0, [], 800)
+    assert limited.task.agent == SearchR1Agent()
     assert limited.rollout.sampling.stop == ["</answer>"]
     prompt = prompted(baseline, QUESTION, TagsConfig()).prompt
     assert prompt.endswith("Question: who wrote {this} <b>?\n")

@@ -27,6 +27,7 @@ from rlsys.data.trajectory import Action, Finish, Trajectory
 from rlsys.observe import status
 from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation, evaluate, heldout_questions, heldout_score
 from rlsys.orchestrator.evaluation.scores import bootstrap, wilson
+from rlsys.rollout.tools.interface import named_tools
 from tests.support.answers import SEARCH, answered, asked, turn
 from tests.support.refusals import refused
 from tests.support.trajectories import trajectory
@@ -181,7 +182,7 @@ def test_the_prompts_example_counts_only_under_the_quirk(written: str, gold: str
 
 def test_an_answer_after_a_call_of_a_tool_counts() -> None:
     settings = config()
-    settings.task.tools = ["rlsys.rollout.tools.calculator.Calculator"]
+    settings.task.tools = named_tools(["rlsys.rollout.tools.calculator.Calculator"])
     given = episode(("<calculator>3 + 4</calculator>", "7"), "<answer>7</answer>", tools={"calculator": "calculator"})
     assert heldout_score(settings)(given, question("7")).em == 1.0
 

@@ -192,7 +192,7 @@ async def test_all_relevant_problems_are_reported_at_once(own: str) -> None:
     assert await problems_of(config_of(), model=None) == ["model.path=none", "task.eval_path=none"]
     broken, rag = config_of("search.topk=0"), Baseline.rag
     assert await problems_of(broken, own, baseline=rag) == ["search.topk=0", "search.index=none"]
-    off = config_of("search.enabled=false", "task.invalid_message=no")
+    off = config_of("search.enabled=false", "task.agent.invalid_message=no")
     assert await problems_of(off, own, baseline=Baseline.search) == ["--baseline"]
     await want(off, own, baseline=Baseline.none)
 

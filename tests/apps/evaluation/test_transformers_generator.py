@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from rlsys.apps.evaluation.execution import TransformersGenerator
 from rlsys.config.schema import Device, Dtype
-from rlsys.rollout.agent.episode import Generation, TurnSampling
+from rlsys.rollout.agent.recorder import Generation, TurnSampling
 from tests.support.refusals import refused
 from tests.support.tiny_models import POLICY
 

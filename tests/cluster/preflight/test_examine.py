@@ -318,7 +318,9 @@ def test_truncated_index_is_wrong(node_run: Compose, tmp_path: Path) -> None:
 def test_index_that_is_not_served_here_need_not_exist(node_run: Compose, tmp_path: Path) -> None:
     elsewhere = ["search.url=null", f"search.index={tmp_path / 'none'}"]
     assert "search.index" in wrong_findings(node_run(*elsewhere), machine())
-    assert wrong_findings(node_run(*elsewhere, "search.enabled=false", "task.invalid_message=no"), machine()) == {}
+    assert (
+        wrong_findings(node_run(*elsewhere, "search.enabled=false", "task.agent.invalid_message=no"), machine()) == {}
+    )
     served = node_run(*TWO_NODES[1:], *elsewhere, "cluster.search.nodes=['1']")
     assert findings_of(served, machine())["search.index"].state is FindingState.unknown
 

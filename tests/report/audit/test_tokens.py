@@ -236,6 +236,8 @@ def test_folder_that_cannot_be_audited_is_refused(run: Run, tmp_path: Path) -> N
     for config in ("task: 3", "task: {token_mode: both}"):
         (folder / "config.yaml").write_text(config)
         refuses("missing", "task.token_mode", folder)
+    (folder / "config.yaml").write_text("task: {token_mode: append, agent: {kind: react}}")
+    refuses("unsupported", "task.agent.kind", folder)
 
 
 def test_damaged_tokenizer_is_refused(run: Run, tokenizer: Path) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 
 from rlsys.config.schema import TaskConfig
 from rlsys.data.question import Question
-from rlsys.rollout.agent.episode import EpisodeTools, Generation, TurnSampling
+from rlsys.rollout.agent.episode import EpisodeTools
+from rlsys.rollout.agent.recorder import Generation, TurnSampling
 from rlsys.rollout.agent.tokens import Codec
+from rlsys.rollout.tools.interface import named_tools
 from rlsys.search.retrieval import SearchResult
 from tests.support.bpe import build_tokenizer
 from tests.support.search_results import result_of
@@ -69,7 +71,9 @@ class Script:
 
 
 def task(**changes: Any) -> TaskConfig:
-    return TaskConfig(train_path="", eval_path="", **{"max_turns": 3, **changes})
+    """Task of the tests; `tools` are dotted names."""
+    tools = named_tools(changes.pop("tools", []))
+    return TaskConfig(train_path="", eval_path="", tools=tools, **{"max_turns": 3, **changes})
 
 
 def tools_of(script: Script, config: TaskConfig) -> EpisodeTools:

@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from rlsys.config.schema import TaskConfig, TokenMode
 from rlsys.data.trajectory import Action, Finish, Trajectory
 from rlsys.errors import RunError
-from rlsys.rollout.agent import episode
-from rlsys.rollout.agent.episode import Episode, EpisodeGroup, EpisodeTools, Generation, TurnSampling, run_episode
+from rlsys.rollout.agent import recorder
+from rlsys.rollout.agent.episode import Episode, EpisodeGroup, EpisodeTools, run_episode
+from rlsys.rollout.agent.recorder import Generation, TurnSampling
 from rlsys.rollout.agent.tokens import Codec, EpisodeProgress, PartialEpisode
+from rlsys.rollout.tools import calls
 from rlsys.search.retrieval import SearchResult
 from tests.rollout.agent.scripted import CALCULATOR, CODEC, DRAWN, QUESTION, Script, task, tools_of
 from tests.support.bpe import build_tokenizer
@@ -32,8 +34,9 @@ CODECS = [CODEC, Codec(build_tokenizer())]
 def no_clock() -> Iterator[None]:
     """Stop the clock, so that all timings are equal."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(episode, "perf_counter", lambda: 0.0)
-        patch.setattr(episode, "time_ns", lambda: 0)
+        for module in (recorder, calls):
+            patch.setattr(module, "perf_counter", lambda: 0.0)
+        patch.setattr(recorder, "time_ns", lambda: 0)
         yield
 
 

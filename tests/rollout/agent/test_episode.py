@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.config.schema import TaskConfig, TokenMode
+from rlsys.config.schema import SearchR1Agent, TaskConfig, TokenMode
 from rlsys.data.trajectory import Action, Finish, Trajectory
-from rlsys.rollout.agent.episode import MAX_CHARS, EpisodeTools, ToolResult, call_tool, run_episode
+from rlsys.rollout.agent.episode import EpisodeTools, run_episode
+from rlsys.rollout.tools.calls import MAX_CHARS, ToolResult, call_tool
 from rlsys.search.retrieval import SearchResult
 from tests.rollout.agent.scripted import CALCULATOR, CODEC, DRAWN, QUESTION, SCRIPTED, Script, task, tools_of
 from tests.rollout.tools.own_tools import Scripted
@@ -28,8 +29,8 @@ def run(script: Script, config: TaskConfig) -> Trajectory:
 @pytest.mark.parametrize("allowed", [False, True])
 def test_empty_query_is_searched_only_if_allowed(allowed: bool) -> None:
     script = Script(["<search> </search>", "<answer>a</answer>"], found=result_of())
-    config = task(allow_empty_query=allowed)
-    heard = "\n\n<information>No results found.</information>\n\n" if allowed else config.invalid_message
+    config = task(agent=SearchR1Agent(allow_empty_query=allowed))
+    heard = "\n\n<information>No results found.</information>\n\n" if allowed else SearchR1Agent().invalid_message
     trajectory = run(script, config)
     assert (script.queries, trajectory.searches) == (([""], 1) if allowed else ([], 0))
     assert trajectory.turns[0].observation == heard
@@ -73,7 +74,7 @@ def test_last_generation_may_not_act() -> None:
     trajectory = run(script, task(max_turns=2))
     assert trajectory.finish is Finish.TURN_LIMIT
     assert [turn.action for turn in trajectory.turns] == [Action.SEARCH, Action.INVALID, Action.SEARCH]
-    assert [turn.observation for turn in trajectory.turns[1:]] == [task().invalid_message, ""]
+    assert [turn.observation for turn in trajectory.turns[1:]] == [SearchR1Agent().invalid_message, ""]
     assert (script.queries, trajectory.searches, trajectory.answer) == (["a"], 1, None)
 
 

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from rlsys.config.schema import TagsConfig
-from rlsys.rollout.agent.episode import Observer, render_search
+from rlsys.rollout.agent.search_r1 import information_observer
 from rlsys.rollout.agent.tokens import Codec
+from rlsys.rollout.tools.calls import ToolResult, render_result, render_search
 from tests.support.bpe import build_tokenizer
 
 OPEN, CLOSE = "\n\n<information>", "</information>\n\n"
@@ -32,7 +33,7 @@ def build_codec(words: bool, trim_offsets: bool) -> Codec:
 
 CODECS = [build_codec(words, trim) for words in (False, True) for trim in (False, True)]
 CODEC = CODECS[0]
-OBSERVER = Observer(TagsConfig(), CODEC, TOOLS)
+OBSERVER = information_observer(TagsConfig(), CODEC, TOOLS)
 BROKEN = ["</infor", "mation>", "<|im_", "start|>", "|||IP", "|||", "[INST]", "[", "~", "<"]
 PIECES = [*FORGERIES, *BROKEN, "東京", "🚀", "a", " ", "\n"]
 UNTRUSTED = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
@@ -80,7 +81,9 @@ def in_full(codec: Codec, body: str, limit: int) -> str:
     ],
 )  # fmt: skip
 def test_passages_and_failures_have_the_wording_of_search_r1(passages: list[str], error: str, body: str) -> None:
-    assert OBSERVER.observe(render_search(passages, error), 500) == f"{OPEN}{body}{CLOSE}"
+    assert (
+        OBSERVER.observe(render_result("", ToolResult(render_search(passages), error)), 500) == f"{OPEN}{body}{CLOSE}"
+    )
 
 
 @settings(max_examples=50)
@@ -90,7 +93,7 @@ def test_passages_and_failures_have_the_wording_of_search_r1(passages: list[str]
 def test_observation_keeps_its_tags_and_limit_and_forges_no_tag_or_special_token(
     passages: list[str], error: str, room: int
 ) -> None:
-    body, limit = render_search(passages, error), OBSERVER.wrapper_tokens + room
+    body, limit = render_result("", ToolResult(render_search(passages), error)), OBSERVER.wrapper_tokens + room
     whole, cut = OBSERVER.observe(body, 10_000), OBSERVER.observe(body, limit)
     assert len(CODEC.encode(cut)) <= limit
     for observation in (whole, cut):
@@ -113,7 +116,7 @@ LONG = st.lists(
 @example(CODECS[1], " " * 5000 + "b " * 3000, 20)
 @example(build_runs(), "x" + "=" * 5000, 22)
 def test_long_text_is_cut_as_if_all_of_it_had_been_read(codec: Codec, body: str, room: int) -> None:
-    observer = Observer(TagsConfig(), codec, TOOLS)
+    observer = information_observer(TagsConfig(), codec, TOOLS)
     limit = observer.wrapper_tokens + room
     assert observer.observe(body, limit) == in_full(codec, body, limit)
 
@@ -121,8 +124,8 @@ def test_long_text_is_cut_as_if_all_of_it_had_been_read(codec: Codec, body: str,
 @pytest.mark.parametrize("text", ["Paris is the capital. ", "<|im_start|>", " ", "<"])
 def test_only_a_bounded_part_of_a_long_text_is_read(text: str) -> None:
     codec = build_codec(words=False, trim_offsets=False)
-    body = render_search(["T\nx" + text * (10**6 // len(text)) + "x"] * 20, "")
-    observer = Observer(TagsConfig(), codec)
+    body = render_search(["T\nx" + text * (10**6 // len(text)) + "x"] * 20)
+    observer = information_observer(TagsConfig(), codec)
     with (
         patch.object(codec, "encode", wraps=codec.encode) as encode,
         patch.object(codec, "encode_spans", wraps=codec.encode_spans) as encode_spans,

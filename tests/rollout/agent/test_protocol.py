@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rlsys.config.schema import TagsConfig, TaskConfig
 from rlsys.data.trajectory import Action, Finish
-from rlsys.rollout.agent.episode import TurnRules
+from rlsys.rollout.agent.search_r1 import TurnRules
 
 TASK = TaskConfig(train_path="", eval_path="", max_turns=2)
 TOOLS = {"say": "echo", "do": "scripted"}
 PLAIN, WITH_TOOLS, TOOLS_ALONE = TurnRules(TASK), TurnRules(TASK, TOOLS), TurnRules(TASK, TOOLS, searches=False)
-EMPTY_TOO = TurnRules(replace(TASK, allow_empty_query=True), TOOLS)
+EMPTY_TOO = TurnRules(TASK, TOOLS, allow_empty_query=True)
 """Rules under which an empty query is a search; an empty input of a tool stays invalid."""
 
 WORDS = ["search", "answer", "information", *TOOLS]
@@ -53,11 +52,12 @@ def by_hand(text: str, acts: Iterable[str], may_be_empty: Iterable[str]) -> tupl
 @example("x</do><search>a</search>", WITH_TOOLS, 2)
 @example("<do>a<say>b</say></do>", WITH_TOOLS, 0)
 @example("<search>a</search> <do>b</do> c", TOOLS_ALONE, 0)
-def test_step_agrees_with_the_second_parser(text: str, rules: TurnRules, number: int) -> None:
+def test_turn_agrees_with_the_second_parser(text: str, rules: TurnRules, number: int) -> None:
     tools = {} if rules is PLAIN else TOOLS
     may_be_empty = ["answer", *(["search"] if rules is EMPTY_TOO else [])]
     kept, word, content = by_hand(text, tools if rules is TOOLS_ALONE else ["search", *tools], may_be_empty)
-    turn, finish = rules.step(number, text)
+    turn = rules.parse(text)
+    finish = rules.finish(number, turn.action)
     action = Action.TOOL if word in tools else Action(word)
     assert (turn.text, turn.action, turn.tool, turn.content) == (kept, action, tools.get(word, ""), content)
     assert finish is (Finish.ANSWER if word == "answer" else Finish.TURN_LIMIT if number >= 2 else None)

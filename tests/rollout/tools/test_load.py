@@ -9,23 +9,23 @@ import pytest
 from rlsys.config.schema import TaskConfig
 from rlsys.errors import Code
 from rlsys.rollout.tools.calculator import Calculator
-from rlsys.rollout.tools.interface import check_tools, described, open_tools, tool_tags
+from rlsys.rollout.tools.interface import check_tools, described, named_tools, open_tools, tool_tags
 from tests.rollout.tools import own_tools
 from tests.support.refusals import refused
 
 HERE = own_tools.__name__
-ECHO, MADE, CALCULATOR = f"{HERE}.Echo", f"{HERE}.Made", "rlsys.rollout.tools.calculator.Calculator"
+ECHO, CALCULATOR = f"{HERE}.Echo", "rlsys.rollout.tools.calculator.Calculator"
 
 
 def task(*tools: str) -> TaskConfig:
-    return TaskConfig(train_path="", eval_path="", tools=list(tools))
+    return TaskConfig(train_path="", eval_path="", tools=named_tools(tools))
 
 
 def test_tools_are_made_in_order_and_described() -> None:
     assert [type(one) for one in open_tools(task(ECHO, CALCULATOR))] == [own_tools.Echo, Calculator]
-    assert tool_tags([ECHO, CALCULATOR]) == {"echo": "say", "calculator": "calculator"}
+    assert tool_tags(named_tools([ECHO, CALCULATOR])) == {"echo": "say", "calculator": "calculator"}
     assert list(check_tools(task(ECHO, f"{HERE}.Scripted", CALCULATOR))) == []
-    first, second = described([ECHO, CALCULATOR]).split(". ")
+    first, second = described(named_tools([ECHO, CALCULATOR])).split(". ")
     assert "<say>" in first
     assert "<calculator>" in second
 
@@ -35,15 +35,14 @@ def test_tools_are_made_in_order_and_described() -> None:
     [
         ("malformed", "Calculator", "Calculator"),
         ("user_code", "no_such_package.Tool", "ModuleNotFoundError"),
-        ("unknown", f"{HERE}.asyncio", "asyncio"),
+        ("user_code", f"{HERE}.asyncio", "asyncio"),
+        ("unknown", f"{HERE}.Missing", "Missing"),
     ],
 )
 def test_path_without_a_class_is_refused(code: Code, path: str, why: str) -> None:
     with refused(code, "task.tools") as caught:
-        open_tools(task(path, CALCULATOR, f"{HERE}.Missing"))
-    sentence, other = str(caught.value).splitlines()
-    assert why in sentence
-    assert "Missing" in other
+        open_tools(task(path, CALCULATOR))
+    assert why in str(caught.value)
 
 
 async def without_text(_self: object) -> str:
@@ -77,7 +76,9 @@ def breaks(_self: object) -> None:
 def test_class_that_is_no_tool_or_clashes_with_another_is_refused(
     monkeypatch: pytest.MonkeyPatch, code: Code, changes: dict[str, Any], why: str
 ) -> None:
-    monkeypatch.setattr(own_tools, "Made", type("Made", (own_tools.Echo,), changes), raising=False)
+    # The settings of a class are read once a process, so each class has a name of its own.
+    name = "".join(filter(str.isalpha, f"Made{code}{why}{''.join(changes)}"))
+    monkeypatch.setattr(own_tools, name, type(name, (own_tools.Echo,), changes), raising=False)
     with refused(code, "task.tools") as caught:
-        open_tools(task(MADE, CALCULATOR))
+        open_tools(task(f"{own_tools.__name__}.{name}", CALCULATOR))
     assert why in str(caught.value)

@@ -1,0 +1,200 @@
+"""Calls the search and the tools for an episode: time limits, failures as text, and the state that tools keep.
+
+Invariants:
+- A failed call is returned, not raised: also of a tool that raises, hangs, or returns another type.
+- A call lasts at most its time limit and `CANCEL_GRACE_S`; the first call of a tool with state also includes its opening.
+- The state of a tool belongs to one episode. What `open` has returned is closed exactly once, also if the episode was
+  aborted, and even if `open` returned too late. `Toolbox.close` returns within `CANCEL_GRACE_S`; a state that takes longer
+  is closed beside later episodes, and abandoned after the tool's time limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from time import perf_counter
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from rlsys.rollout.tools.interface import EpisodeFacts, Tool, ToolError, has_state
+from rlsys.search.retrieval import SearchResult
+
+T = TypeVar("T")
+CANCEL_GRACE_S = 1.0
+"""Time for a cancelled call to end; afterwards it is abandoned."""
+MAX_CHARS = 100_000
+"""Maximum length of a tool's result; the rest is cut off before any processing."""
+SEARCH = "search"
+"""Key of the search in `Toolbox`'s counts; the other keys are names of tools."""
+_log = logging.getLogger(__name__)
+
+
+class SearchTool(Protocol):
+    """Search interface of an episode."""
+
+    async def search(self, query: str) -> SearchResult:
+        """Return the passages for one query. Failures are returned, not raised."""
+
+
+class ToolResult(NamedTuple):
+    """Outcome of a search or of a tool call."""
+
+    text: str
+    error: str = ""
+    """Reason of the failure, on one line; empty on success."""
+    seconds: float = 0.0
+
+
+def render_result(tool: str, result: ToolResult) -> str:
+    """Return what the policy reads of a call of `tool`, empty for the search: the text, or an error message."""
+    return f"{tool or 'Search'} failed: {result.error}" if result.error else result.text or "No result."
+
+
+def render_search(contents: Iterable[str]) -> str:
+    """Return the passages as `Doc {i}(Title: {first line}) {rest}`, one per line, numbered from 1."""
+    parts = (content.partition("\n") for content in contents)
+    lines = [f"Doc {number}(Title: {title}) {rest}\n" for number, (title, _, rest) in enumerate(parts, start=1)]
+    return "".join(lines) or "No results found."
+
+
+class Toolbox:
+    """Search and tools of one episode. Close it when the episode ends."""
+
+    def __init__(
+        self, tools: Mapping[str, Tool], search: SearchTool | None, episode: EpisodeFacts, awaited: Counter[str]
+    ) -> None:
+        """`tools` are by name; without `search` the policy cannot search. `awaited` counts the calls in flight, by tool name
+        or `SEARCH`."""
+        self.by_name = tools
+        self.search = search
+        self._episode = episode
+        self._awaited = awaited
+        self._states: dict[str, _State] = {}
+
+    async def call(self, tool: str, text: str) -> ToolResult:
+        """Call `tool`, or the search if it is empty. The policy should read `render_result(tool, result)`."""
+        awaited, started = tool or SEARCH, perf_counter()
+        self._awaited[awaited] += 1
+        try:
+            result = await self._call(tool, text)
+        finally:
+            self._awaited[awaited] -= 1
+        return result._replace(seconds=perf_counter() - started)
+
+    async def close(self) -> None:
+        """Close the states of all tools; idempotent."""
+        ending = [asyncio.ensure_future(state.end()) for state in self._states.values()]
+        self._states = {}
+        if ending:
+            await asyncio.wait(ending, timeout=CANCEL_GRACE_S)
+
+    async def _call(self, name: str, text: str) -> ToolResult:
+        if not name:
+            assert self.search is not None, "an agent calls no search where there is none"
+            found = await self.search.search(text)
+            return ToolResult(render_search(passage.contents for passage in found.passages), found.error)
+        tool = self.by_name[name]
+        if not has_state(tool):
+            return await call_tool(tool, text)
+        if name not in self._states:
+            self._states[name] = _State(tool, self._episode)
+        state, error = await self._states[name].opened()
+        return ToolResult("", error) if error else await call_tool(tool, text, state)
+
+
+class _State:
+    """State of a tool in an episode, in a task that opens it, holds it and closes it."""
+
+    def __init__(self, tool: Any, episode: EpisodeFacts) -> None:
+        self._tool = tool
+        self._over = asyncio.Event()
+        self._opened: asyncio.Future[tuple[Any, str]] = asyncio.get_running_loop().create_future()
+        self._life = asyncio.create_task(self._live(episode))
+
+    async def opened(self) -> tuple[Any, str]:
+        """Return the state, and the reason if it cannot be used."""
+        await asyncio.wait([self._opened], timeout=self._tool.timeout_s)
+        if not self._opened.done():
+            self._opened.set_result((None, f"it did not open within {self._tool.timeout_s:g} s"))
+            self._over.set()
+            self._life.cancel()
+        return self._opened.result()
+
+    async def end(self) -> None:
+        """Close the state, or stop opening it."""
+        self._over.set()
+        if not self._opened.done():
+            self._life.cancel()
+        await within(self._life, timeout_s=self._tool.timeout_s)
+
+    async def _live(self, episode: EpisodeFacts) -> None:
+        state, error = await _attempt(lambda: self._tool.open(episode))
+        if not error and not inspect.iscoroutinefunction(getattr(state, "call", None)):
+            error = f"open returned {type(state).__name__}, which has no async method call"
+        if not self._opened.done():
+            self._opened.set_result((state, f"it cannot be opened: {error}" if error else ""))
+        close = getattr(state, "close", None)
+        if close is None:
+            return
+        try:
+            await self._over.wait()
+        finally:
+            _, error = await _attempt(close)
+            if error:
+                _log.warning("task.tools: the state of %s was not closed: %s", self._tool.name, error)
+
+
+async def call_tool(tool: Tool, text: str, state: Any = None) -> ToolResult:
+    """Call `tool`, or its `state` in an episode, under the tool's time limit. Failures are returned, not raised."""
+    late = None, f"no answer within {tool.timeout_s:g} s"
+    call = (tool if state is None else state).call
+    answer, error = await within(_attempt(lambda: call(text)), timeout_s=tool.timeout_s) or late
+    if error:
+        return ToolResult("", error)
+    if not isinstance(answer, str):
+        return ToolResult("", f"it returned {type(answer).__name__}, not text")
+    return ToolResult(_encodable(answer))
+
+
+async def _attempt(work: Callable[[], Awaitable[T]]) -> tuple[T | None, str]:
+    """Return the result of user code, and the reason of its failure."""
+    try:
+        return await work(), ""
+    except ToolError as error:
+        return None, _reason(error) or "it gives no reason"
+    except asyncio.CancelledError:  # Raised by the tool itself: on a timeout nobody awaits this task.
+        return None, "it was cancelled"
+    # User code: the policy reads its error, and `exit()` in it must not end the worker.
+    except (Exception, SystemExit) as error:  # noqa: BLE001
+        return None, f"{type(error).__name__}: {_reason(error)}".rstrip(": ")
+
+
+def _reason(error: BaseException) -> str:
+    """Return an error's message on one line; empty if it has none."""
+    try:
+        return " ".join(_encodable(str(error)).split())
+    except Exception:  # noqa: BLE001 (__str__ is user code too)
+        return ""
+
+
+def _encodable(text: str) -> str:
+    """Return `text` cut to `MAX_CHARS`. Lone surrogates are replaced, because no tokenizer accepts them."""
+    return text[:MAX_CHARS].encode("utf-8", "replace").decode("utf-8")
+
+
+async def within(call: Coroutine[Any, Any, T] | asyncio.Future[T], *, timeout_s: float | None = None) -> T | None:
+    """Return the result of `call`, or None after `timeout_s` seconds.
+
+    A call that has not ended by then is cancelled; if it still runs after `CANCEL_GRACE_S`, it is abandoned.
+    """
+    task = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait([task], timeout=timeout_s)
+        return task.result() if task.done() else None
+    finally:
+        if not task.done():
+            task.cancel()
+            # The gather retrieves the task's exception, so that asyncio does not warn about it.
+            await asyncio.wait([asyncio.gather(task, return_exceptions=True)], timeout=CANCEL_GRACE_S)

@@ -1,0 +1,146 @@
+"""Tests of the state that tools keep for an episode: never shared, and closed exactly once however the episode ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.data.question import Question
+from rlsys.data.trajectory import Finish
+from rlsys.errors import RunError
+from rlsys.rollout.agent.episode import EpisodeGroup, EpisodeTools, run_episode
+from rlsys.rollout.agent.recorder import Generation, TurnSampling
+from rlsys.rollout.tools.calls import Toolbox, ToolResult, render_result
+from rlsys.rollout.tools.interface import EpisodeFacts
+from tests.extensions.tool_toys import Counting, Faulty
+from tests.rollout.agent.scripted import CODEC, DRAWN, QUESTION, Script, task
+
+SAMPLE = EpisodeFacts(Question("q", "", ()), 0)
+
+
+def toolbox(tool: Counting, episode: EpisodeFacts = SAMPLE) -> Toolbox:
+    return Toolbox({tool.name: tool}, None, episode, Counter())  # type: ignore[dict-item]
+
+
+def episodes(tool: Counting, script: Script) -> EpisodeTools:
+    return EpisodeTools(script, script, CODEC, task(max_turns=9), custom=[tool])  # type: ignore[list-item]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.lists(st.text("ab", min_size=1, max_size=3), max_size=4), min_size=1, max_size=6))
+def test_concurrent_episodes_never_share_state(texts: list[list[str]]) -> None:
+    tool = Counting(label="")
+
+    async def play(sample: int) -> list[str]:
+        box = toolbox(tool, EpisodeFacts(QUESTION, sample))
+        heard = [(await box.call(tool.name, text)).text for text in texts[sample]]
+        await asyncio.gather(box.close(), box.close())
+        return heard
+
+    async def every() -> list[list[str]]:
+        return await asyncio.gather(*(play(sample) for sample in range(len(texts))))
+
+    assert asyncio.run(every()) == [[f" {place + 1}" for place in range(len(said))] for said in texts]
+    called = [sample for sample, said in enumerate(texts) if said]
+    assert sorted(one.sample for one in tool.begun) == called, "opened at the first call only"
+    assert sorted(state.heard for state in tool.states) == sorted(said for said in texts if said)
+    assert [state.closed for state in tool.states] == [1] * len(called)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "opened", "closed"),
+    [
+        ("open raises", "it cannot be opened: OSError: no room", 1, 0),
+        ("open exits", "it cannot be opened: SystemExit: 3", 1, 0),
+        ("open hangs", "it did not open within 0.1 s", 1, 0),
+        ("open returns a number", "it cannot be opened: open returned int, which has no async method call", 1, 0),
+        ("open is late", "it did not open within 0.1 s", 1, 1),
+        ("close raises", "", 1, 1),
+        ("close hangs", "", 1, 1),
+    ],
+)
+async def test_faulty_state_is_an_error_of_the_call_and_closed_at_most_once(
+    fault: str, error: str, opened: int, closed: int
+) -> None:
+    tool = Faulty(label=fault)
+    box = toolbox(tool)
+    for _ in range(2):
+        assert (await asyncio.wait_for(box.call(tool.name, "a"), 40)).error == error
+    for _ in range(2):
+        await asyncio.wait_for(box.close(), 40)
+    await asyncio.sleep(0)
+    assert (len(tool.begun), sum(state.closed for state in tool.states)) == (opened, closed)
+
+
+class Ending(Script):
+    """Engine that fails or hangs in the second turn."""
+
+    def __init__(self, first: str, then: str) -> None:
+        super().__init__([first, "<answer>x</answer>"])
+        self.then = then
+
+    async def generate(self, input_ids: list[int], sampling: TurnSampling, rid: str) -> Generation:
+        if rid.endswith(".1"):
+            self.halted.set()
+            if self.then == "raise":
+                raise RunError("the engine has died")
+            while self.then == "ignore":
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    self.then = ""
+            await asyncio.Event().wait()
+        return await super().generate(input_ids, sampling, rid)
+
+
+@pytest.mark.parametrize(
+    ("text", "then", "how"),
+    [
+        ("a", "raise", "error"),
+        ("raise", "raise", "error"),
+        *(
+            (text, then, how)
+            for text, then in (("a", "hang"), ("a", "ignore"), ("hang", ""))
+            for how in ("abort", "timeout")
+        ),
+    ],
+)
+async def test_state_is_closed_once_under_abort_timeout_and_error(text: str, then: str, how: str) -> None:
+    tool = Counting(label="")
+    script = Ending(f"<count>{text}</count>", then)
+    group = EpisodeGroup(QUESTION, range(3), episodes(tool, script), DRAWN)
+    playing = asyncio.ensure_future(group.play(asyncio.Semaphore(3), 0.3 if how == "timeout" else 600))
+    if how == "abort":
+        while len([state for state in tool.states if state.heard]) < 3:
+            await asyncio.sleep(0.01)
+        if text != "hang":
+            await asyncio.wait_for(script.halted.wait(), 40)
+        playing.cancel()
+    (ended,) = await asyncio.wait_for(asyncio.gather(playing, return_exceptions=True), 60)
+    assert type(ended) is {"error": RunError, "abort": asyncio.CancelledError, "timeout": type(None)}[how]
+    assert [one.finish for one in group.trajectories()] == [Finish.ABORTED] * 3
+    assert {state.closed for state in tool.states} == {1}
+    assert group.progress() == () or how == "timeout", "state cannot be resumed elsewhere"
+
+
+async def test_seconds_of_a_call_are_counted_beside_the_search() -> None:
+    tool, script = Counting(label="at"), Script(["<count>a</count>", "<search>b</search>", "<answer>c</answer>"])
+    played = await run_episode(QUESTION, 0, episodes(tool, script), DRAWN)
+    assert [(turn.tool, turn.action.value) for turn in played.turns] == [
+        ("counting", "tool"),
+        ("", "search"),
+        ("", "answer"),
+    ]
+    assert [turn.tool_s > 0 for turn in played.turns] == [True, True, False]
+    assert (played.tool_calls, played.searches) == (1, 1)
+
+
+def test_result_is_read_as_text_or_as_an_error() -> None:
+    assert render_result("", ToolResult("x")) == render_result("echo", ToolResult("x")) == "x"
+    assert render_result("", ToolResult("x", "late")) == "Search failed: late"
+    assert render_result("echo", ToolResult("", "late")) == "echo failed: late"
+    assert render_result("echo", ToolResult("")) == "No result."
