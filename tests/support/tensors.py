@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlsys.weights.transport import Bucket, pack_into
+from rlsys.weights.transport import Bucket, digest, pack_into
 from rlsys.weights.weight_map import aligned, packed
 
 
@@ -36,3 +36,7 @@ def raw(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
     """Dtype, shape and bytes; equal only if every bit is equal, NaNs included."""
     flat = tensor.contiguous().flatten().view(torch.uint8) if tensor.numel() else torch.empty(0)
     return str(tensor.dtype), tuple(tensor.shape), flat.numpy().tobytes()
+
+
+def digest_of(buckets: Iterable[Bucket]) -> str:
+    return digest({record.name: record.checksum for bucket in buckets for record in bucket.records})
