@@ -63,8 +63,6 @@ SEQUENTIAL, PIPELINED, ASYNC = SCHEDULES
 
 @dataclass(frozen=True)
 class Case:
-    """Training settings of a comparison."""
-
     sizes: tuple[int, ...] = (GROUPS,)
     """Number of groups in each mini-batch."""
     scale: AdvantageScale = AdvantageScale.group

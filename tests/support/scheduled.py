@@ -76,7 +76,6 @@ class Outcome:
     """
 
     def happened(self, event: str) -> None:
-        """Record an event of the current step."""
         self.events[-1] += event
 
     def begin_step(self) -> None:

@@ -1,6 +1,7 @@
 """Tensors of many dtypes, shapes and strides, their exact content, and buckets of them."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,3 +41,12 @@ def raw(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
 
 def digest_of(buckets: Iterable[Bucket]) -> str:
     return digest({record.name: record.checksum for bucket in buckets for record in bucket.records})
+
+
+@torch.no_grad()
+def randomised(model: Any, scale: float = 0.15) -> Any:
+    """Fill a model with random numbers, also its biases and norms, so that a tensor in the wrong place shows."""
+    for name, parameter in model.named_parameters():
+        noise = torch.randn_like(parameter)
+        parameter.copy_(1.0 + 0.1 * noise if "norm" in name else scale * noise)
+    return model

@@ -146,7 +146,6 @@ def test_offloading_frees_gpu_memory(tmp_path: Path) -> None:
 
 
 def _train(actor: Actor, step: int) -> dict[str, Tensor]:
-    """Train one step; returns the weights and the gradient norm."""
     actor.accumulate(STEPS[step][actor.coords.dp :: actor.coords.dp_size])
     norm = actor.apply().grad_norm
     return {**weights_of(actor), "norm": torch.tensor(norm)}
