@@ -27,7 +27,6 @@ ENGINE = ("tests/live/test_full_loop.py", "tests/rollout/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that shuffles the tests."""
     parser.addoption("--order-seed", type=int, help="Run the tests in the random order of this seed.")
 
 

@@ -69,7 +69,7 @@ def _with_agent(task: Mapping[str, Any]) -> dict[str, Any]:
     moved = {key: task[key] for key in _AGENT if key in task}
     tree = {key: value for key, value in task.items() if key not in _AGENT}
     if moved:
-        tree["agent"] = {**moved, **tree.get("agent", {})}
+        tree["agent"] = {**tree.get("agent", {}), **moved}
     if isinstance(tools := tree.get("tools"), list):
         tree["tools"] = [{"kind": tool} if isinstance(tool, str) else tool for tool in tools]
     return tree

@@ -20,8 +20,7 @@ import torch
 import bench.gpu.__main__ as gpu
 from bench.gpu import agreement, engine, hashing, logprobs, parity, step
 from bench.gpu.figures import FULL, SMALL, Figure, NotHereError, Outcome, Setting, at_most, compared, holds
-from bench.gpu.part import MODEL_LIMIT_S, PARTS, Part, in_new_process, lacks, read, run
-from rlsys.cluster.worker_group import GPU_THREADS, NCCL_SETTINGS
+from bench.gpu.part import Part, in_new_process, read, run
 from rlsys.config.schema import Device, Dtype, Layers
 from rlsys.rollout.agent.recorder import Generation
 from rlsys.weights.weight_map import read_architecture
@@ -41,29 +40,6 @@ def test_a_measurement_that_cannot_begin_is_refused_in_one_line(
     said = capsys.readouterr().err
     assert said.endswith(f"[{code}]\n")
     assert said.count("\n") == 1
-
-
-def test_a_part_has_the_environment_of_a_worker() -> None:
-    assert gpu.VARIABLES[Device.gpu] == {**NCCL_SETTINGS, "OMP_NUM_THREADS": str(GPU_THREADS)}
-
-
-def test_all_parts_end_within_an_hour() -> None:
-    assert MODEL_LIMIT_S + sum(part.limit_s for part in PARTS.values()) <= 3600
-
-
-@pytest.mark.parametrize(
-    ("part", "device", "installed", "reason"),
-    [
-        (Part("x", 1, ("a", "b"), ("c",)), Device.gpu, {"a", "b"}, ""),
-        (Part("x", 1, ("a", "b")), Device.cpu, {"a"}, "needs b"),
-        (Part("x", 1, ("a", "b")), Device.gpu, set(), "needs a, b"),
-        (Part("x", 1, on_cpu=False), Device.cpu, set(), "needs a GPU"),
-    ],
-)
-def test_a_part_is_skipped_for_what_the_machine_lacks(
-    part: Part, device: Device, installed: set[str], reason: str
-) -> None:
-    assert lacks(part, device, installed.__contains__) == reason
 
 
 _SCRIPTS = {
@@ -287,20 +263,6 @@ def test_the_memory_estimate_of_a_step_is_close_to_its_training_states() -> None
     """Each parameter takes 18 bytes: bfloat16, a float32 gradient, and three values of Adam in float32."""
     states = 18 * 3_085_938_688
     assert states < step.estimate(FULL, 8, Layers.te, recompute=True) < 1.6 * states
-
-
-@pytest.mark.parametrize(
-    ("flash", "fused", "unfused", "name"),
-    [
-        (True, False, False, "flash 4.0.0"),
-        (False, True, False, "fused (cuDNN, 1)"),
-        (False, False, True, "unfused"),
-        (False, False, False, "none"),
-    ],
-)
-def test_the_attention_kernel_is_named(flash: bool, fused: bool, unfused: bool, name: str) -> None:
-    chosen = {"use_flash_attention": flash, "use_fused_attention": fused, "use_unfused_attention": unfused}
-    assert step.backend_name(chosen | {"flash_attention_backend": "4.0.0", "fused_attention_backend": 1}) == name
 
 
 @pytest.mark.slow

@@ -18,10 +18,12 @@ import tarfile
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import distributions
 from pathlib import Path
 from threading import Thread
+from typing import ClassVar
 
 import pytest
 from packaging.utils import canonicalize_name
@@ -76,43 +78,34 @@ def source() -> bytes:
     return packed.getvalue()
 
 
+class Pages(SimpleHTTPRequestHandler):
+    """Serves the files of a folder; its pages are JSON, as pip's protocol calls it."""
+
+    extensions_map: ClassVar = {".html": "application/vnd.pypi.simple.v1+json", "": "application/octet-stream"}
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
 @pytest.fixture(scope="module")
-def index() -> Iterator[str]:
+def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of the index."""
-    filler = random.Random(0).randbytes(2 * MIB)
     files = {
         "alpha-1.0-py3-none-any.whl": wheel("alpha"),
-        "beta-2.0-py3-none-any.whl": wheel("beta", filler),
+        "beta-2.0-py3-none-any.whl": wheel("beta", random.Random(0).randbytes(2 * MIB)),
         "gamma-3.0.tar.gz": source(),
         PIP.name: PIP.read_bytes(),
     }
-
-    class Index(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            _, place, name, *_ = self.path.split("/")
-            kind, body = "application/octet-stream", files.get(name, b"")
-            if place == "simple":
-                kind = "application/vnd.pypi.simple.v1+json"
-                offered = [
-                    {
-                        "filename": file,
-                        "url": f"../../files/{file}",
-                        "hashes": {"sha256": hashlib.sha256(data).hexdigest()},
-                    }
-                    for file, data in files.items()
-                    if file.startswith(f"{name}-")
-                ]
-                body = json.dumps({"meta": {"api-version": "1.0"}, "name": name, "files": offered}).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Log nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
+    folder = tmp_path_factory.mktemp("index")
+    for name in (*PINS, "pip", "delta"):
+        own = {file: content for file, content in files.items() if file.startswith(f"{name}-")}
+        hashes = {file: {"sha256": hashlib.sha256(content).hexdigest()} for file, content in own.items()}
+        listed = [{"filename": file, "url": file, "hashes": hashes[file]} for file in own]
+        page = json.dumps({"meta": {"api-version": "1.0"}, "name": name, "files": listed})
+        (folder / "simple" / name).mkdir(parents=True)
+        for file, content in {"index.html": page.encode(), **own}.items():
+            (folder / "simple" / name / file).write_bytes(content)
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Pages, directory=str(folder))) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/simple/"
         server.shutdown()

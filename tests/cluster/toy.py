@@ -12,8 +12,6 @@ from rlsys.errors import UserError
 
 
 class Toy:
-    """Worker that answers, waits, raises or dies, depending on the call."""
-
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.calls: list[int] = []

@@ -30,8 +30,6 @@ pytestmark = pytest.mark.engine
 
 
 class FinishedRun:
-    """Folder and output of a finished run."""
-
     def __init__(self, folder: Path, printed: str) -> None:
         self.folder = folder
         self.printed = printed

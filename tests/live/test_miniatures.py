@@ -20,9 +20,8 @@ from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.compose import PROJECT_CONFIGS, as_dict, load_config
 from rlsys.config.derived import has_critic, megatron_groups
 from rlsys.config.schema import RunConfig
-from rlsys.orchestrator.validate import find_problems
 from rlsys.weights.weight_map import read_architecture
-from tests.support.miniature import MOST_PROCESSES, miniature
+from tests.support.miniature import miniature
 from tests.support.runs import succeed
 from tests.support.tiny_models import LAYERS, even_tokens, tiny_model
 
@@ -112,31 +111,6 @@ def test_every_experiment_fits_its_machines_and_has_a_plan(experiment: str, else
         )
         assert prod(degrees) == len(group["ranks"])
         assert 0 < group["memory_gib_per_rank"] < cluster.device_memory_gib
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_miniature_is_valid_and_keeps_the_kinds_of_its_experiment(
-    experiment: str, tiny_of: Callable[[str], RunConfig]
-) -> None:
-    big = composed(experiment)
-    small = miniature(big, tiny_of(family_of(experiment)), LAYERS)
-    assert [problem.sentence for problem in find_problems(small)] == []
-    ranks, few = placed(big), placed(small)
-    assert ranks.keys() == few.keys()
-    assert sum(len(few[name]) for name in megatron_groups(small)) <= MOST_PROCESSES
-    for a in ranks:
-        for b in ranks:
-            assert (set(ranks[a]) == set(ranks[b])) == (set(few[a]) == set(few[b]))
-    assert small.trainer.schedule == big.trainer.schedule
-    even, still = (one.trainer.prompts_per_step % one.trainer.mini_batches == 0 for one in (big, small))
-    assert even == still
-    assert small.algorithm.baseline is big.algorithm.baseline
-    assert small.actor.optimizer.distributed is big.actor.optimizer.distributed
-    for name, settings in megatron_groups(small).items():
-        wanted, got = megatron_groups(big)[name].parallel, settings.parallel
-        for degree in ("pp", "tp", "cp", "ep"):
-            assert getattr(got, degree) <= min(2, getattr(wanted, degree))
 
 
 def placed(config: RunConfig) -> dict[str, tuple[int, ...]]:

@@ -42,8 +42,6 @@ SMALL = [
 
 @dataclass(frozen=True)
 class Row:
-    """Row of the table of ports."""
-
     commands: tuple[str, ...]
     process: str
     address: str
@@ -131,16 +129,13 @@ def started(words: list[str], home: Path, log: Path) -> Iterator[psutil.Popen]:
     """Run an rlsys command with `home` as its home folder, and interrupt it at the end."""
     prepare_world(Console(quiet=True))
     home.mkdir()
-    environment = {"HOME": str(home), "OMP_NUM_THREADS": "1"}
-    with log.open("wb") as output, pytest.MonkeyPatch.context() as patch:
-        for name in list(os.environ):
-            if name.startswith(("RAY_AUTH", "RLSYS_", "WANDB")):
-                patch.delenv(name)
-        for name, value in environment.items():
-            patch.setenv(name, value)
+    own = {"HOME": str(home), "OMP_NUM_THREADS": "1"}
+    kept = {name: os.environ[name] for name in os.environ if not name.startswith(("RAY_AUTH", "RLSYS_", "WANDB"))}
+    with log.open("wb") as output:
         process = psutil.Popen(
             [sys.executable, "-m", "rlsys.apps.cli.main", *words],
             cwd=PROJECT,
+            env=kept | own,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -105,22 +105,3 @@ def test_killed_and_resumed_run_equals_the_uninterrupted_one(
     assert [path.name for path in again.checkpoints] == [path.name for path in uninterrupted.checkpoints]
     for folder in again.checkpoints:
         check(folder)
-
-
-@pytest.mark.slow
-def test_resume_without_the_optimizer_state_changes_the_metrics(
-    model: Path, uninterrupted: RunResults, tmp_path: Path
-) -> None:
-    """Proves that the comparison above notices a lost optimiser state."""
-    assert ended(model, tmp_path, "published") == -signal.SIGKILL
-    (folder,) = tmp_path.glob(f"{NAME}-*")
-    newest = max((folder / "checkpoints").glob("global_step_*"))
-    state = newest / "actor" / "complete.json"
-    about = json.loads(state.read_text())
-    text = json.dumps(about | {"optimizer": False})
-    state.write_text(text)
-    manifest = json.loads((newest / "manifest.json").read_text())
-    del manifest["files"]["actor/complete.json"], manifest["sha256"]["actor/complete.json"]
-    (newest / "manifest.json").write_text(json.dumps(manifest))
-    assert ended(model, tmp_path) == 0
-    assert RunResults(tmp_path).rows != uninterrupted.rows

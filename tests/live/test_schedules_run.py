@@ -1,7 +1,6 @@
 """Tests of async and colocated runs, and of evaluation on reserved engines: one real `rlsys train` each."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,7 +44,7 @@ def test_async_run_with_turn_rewards_trains_stale_tokens_within_its_bound(tmp_pa
     assert run.rows[-1]["critic/kl_coef"] < 0.001, "the coefficient must fall while the KL is far below its target"
 
 
-def test_colocated_groups_work_only_while_they_hold_the_devices(tmp_path: Path) -> None:
+def test_colocated_run_resumes_from_an_earlier_checkpoint(tmp_path: Path) -> None:
     settings = ["trainer.steps=2", "trainer.schedule.kind=sequential", "cluster=one_slot", "checkpoint.interval=1"]
     run = Finished(tmp_path, *settings)
     assert run.summary["overlap_s"] == 0
@@ -54,26 +53,6 @@ def test_colocated_groups_work_only_while_they_hold_the_devices(tmp_path: Path) 
     succeed(*small(tmp_path, *settings, f"resume={saved / 'global_step_1'}"))
     assert run.summary["first_ratio_max_dev"] < 1e-3
     assert 0 < run.summary["logprob_max_diff"] < 1e-3
-    work = {"rollout": "rollout.group", "inference": "logprob.compute", "actor": "train.accumulate"}
-    for group, name in work.items():
-        stays = _stays(run.spans, group)
-        for span in run.spans:
-            if span["name"] == name:
-                begins, ends = span["ts"], span["ts"] + span["dur"]
-                assert any(came <= begins and ends <= left for came, left in stays), f"{group} did not hold the devices"
-    released = [span["args"] for span in run.spans if span["name"] == "switch.release"]
-    assert sum(args.get("bytes", 0) for args in released) > 0
-
-
-def _stays(spans: list[dict[str, Any]], group: str) -> list[tuple[float, float]]:
-    """Intervals in which `group` held the devices: from the end of each acquisition to the next release."""
-    threads = {
-        (span["pid"], span["tid"]) for span in spans if span["name"] == "thread_name" and span["args"]["name"] == group
-    }
-    own = [span for span in spans if (span["pid"], span["tid"]) in threads and "dur" in span]
-    came = [span["ts"] + span["dur"] for span in own if span["name"] == "switch.acquire"]
-    left = sorted(span["ts"] for span in own if span["name"] == "switch.release")
-    return [(start, min((end for end in left if end > start), default=float("inf"))) for start in came]
 
 
 def test_rollouts_continue_on_the_other_engine_during_an_evaluation(tmp_path: Path) -> None:

@@ -92,14 +92,19 @@ def test_user_mistake_is_reported_in_one_sentence(
     assert "Traceback" not in done.stderr
 
 
+def stand_in(folder: Path, script: str) -> str:
+    """Path of an interpreter that has what rlsys needs, and runs the shell script `script` for all other commands."""
+    python = folder / "my python"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 0\n{script}\n')
+    python.chmod(0o755)
+    return str(python)
+
+
 @pytest.mark.parametrize("script", TRAINERS)
 def test_nothing_starts_if_the_preflight_fails(script: str, tmp_path: Path) -> None:
-    """The stand-in interpreter records its calls and fails."""
     asked = tmp_path / "asked"
-    python = tmp_path / "my python"
-    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 0\necho "$3 $4 $5" >> "{asked}"\nexit 2\n')
-    python.chmod(0o755)
-    done = run(script, "trainer.steps=2", cwd=tmp_path, PYTHON=str(python))
+    python = stand_in(tmp_path, f'echo "$3 $4 $5" >> "{asked}"\nexit 2')
+    done = run(script, "trainer.steps=2", cwd=tmp_path, PYTHON=python)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("Nothing was started")
     (only,) = asked.read_text().splitlines()
@@ -110,10 +115,8 @@ def asked_for(tmp_path: Path, script: str, *arguments: str, cwd: Path, **setting
     """Arguments of each `rlsys` call of a script; a stand-in interpreter records them and succeeds."""
     asked = tmp_path / "asked"
     asked.unlink(missing_ok=True)
-    python = tmp_path / "noting python"
-    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 0\nshift 2\nprintf "%s\\n" "$@" "" >> "{asked}"\n')
-    python.chmod(0o755)
-    done = run(script, *arguments, cwd=cwd, PYTHON=str(python), **settings)
+    python = stand_in(tmp_path, f'shift 2\nprintf "%s\\n" "$@" "" >> "{asked}"')
+    done = run(script, *arguments, cwd=cwd, PYTHON=python, **settings)
     assert done.returncode == 0, done.stderr
     return [call.splitlines() for call in asked.read_text().removesuffix("\n\n").split("\n\n")]
 
@@ -195,15 +198,13 @@ def test_default_config_is_rlinfs_once_its_paths_are_filled_in(tmp_path: Path) -
     """The script runs in a copy of the examples, whose config is edited as in the walk-through."""
     copy = tmp_path / "a copy"
     shutil.copytree(EXAMPLE, copy / "examples" / "searchr1", ignore=shutil.ignore_patterns("tiny", "__pycache__"))
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexit 0\n")
-    python.chmod(0o755)
+    python = stand_in(tmp_path, "exit 0")
     script = copy / "examples" / "searchr1" / "run_main_searchr1_single.sh"
     file = script.with_name("config") / "qwen2.5-3b-tool-1node.yaml"
-    before = run(str(script), cwd=tmp_path, PYTHON=str(python))
+    before = run(str(script), cwd=tmp_path, PYTHON=python)
     assert "The config is searchr1_qwen2.5_3b_1node." in before.stderr
     file.write_text(file.read_text().replace("/path/to/", "/data/"))
-    after = run(str(script), cwd=tmp_path, PYTHON=str(python))
+    after = run(str(script), cwd=tmp_path, PYTHON=python)
     assert f"The config is {file}." in after.stderr
 
 

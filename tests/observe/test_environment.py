@@ -29,7 +29,6 @@ from rlsys.config.schema import (
 from rlsys.observe.environment import (
     RUN,
     Capabilities,
-    changes,
     commit_of,
     detect,
     environment,
@@ -122,12 +121,6 @@ def test_damaged_record_of_starts_is_replaced_with_a_warning(tmp_path: Path, cap
             record_launch(tmp_path, 3)
         assert [life.after_step for life in read_launches(tmp_path)] == [3]
         assert f"{tmp_path / RUN} is damaged" in caplog.text
-
-
-def test_changed_versions_are_named() -> None:
-    now = environment() | {"torch": "2", "ray": "3"}
-    before = {name: value for name, value in now.items() if name != "ray"} | {"torch": "1", "host": "other"}
-    assert changes(before, now) == ["torch 1 -> 2", "ray none -> 3"]
 
 
 BURN = "import time\nwhile time.process_time() < 0.3: pass\nprint('done', flush=True)\ninput()"

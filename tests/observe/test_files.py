@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,9 @@ from rlsys.files import (
 )
 from rlsys.observe.records import LineLog, read_metrics
 from rlsys.observe.run_folder import open_run
+from tests.support.answers import answered, asked
 from tests.support.damage import ALIASES, DAMAGES, DEEP, LEVELS, OBJECTS, holding
+from tests.support.made_run import Maker, Size, add_measured, made_run
 from tests.support.refusals import refused
 
 
@@ -201,39 +204,27 @@ FILES = ("run.json", "config.yaml", "metrics.jsonl", "timeline.jsonl", "summary.
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The folder of a complete run of three steps."""
-    run = tmp_path / "outputs" / "run-20250101-120000"
-    (run / "evaluations").mkdir(parents=True)
-    (run / "trajectories").mkdir()
-    life = {"begun": 1.0, "after_step": 0, "environment": {"torch": "2"}, "commit": None, "changed": None}
-    (run / "run.json").write_text(json.dumps({"lives": [{**life, "command": ["rlsys"]}]}))
-    (run / "config.yaml").write_text("name: run\n")
-    rows = [{"step": step, "time": 1.0, "actor/loss": step / 2} for step in (1, 2, 3)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    spans = [{"step": step, "window": [step, step + 1], "spans": []} for step in (1, 2, 3)]
-    (run / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in spans))
-    for step in (0, 3):
-        (run / "evaluations" / f"step_{step:06d}.json").write_text(json.dumps({"step": step, "em": 0.5}))
-        (run / "evaluations" / f"step_{step:06d}.jsonl").write_text('{"uid": "q"}\n')
-    (run / "summary.json").write_text('{"em_after": 0.5}')
+    """A run of three steps and two evaluations by `rlsys eval`."""
+    run = made_run(tmp_path / "outputs" / "run-20250101-120000", Maker(Size(steps=3, groups=1, samples=1, answers=1)))
     for name in ("eval", "eval-1"):
-        (run / name).mkdir()
-        (run / name / "results.json").write_text('{"sets": {}}')
+        add_measured(run, name, answered(asked(1, "Nile"), "Nile"))
     return run
 
 
 def test_complete_run_folder_is_read(folder: Path) -> None:
     run = open_run(folder)
-    assert run.problems == []
-    assert (run.name, run.config) == ("run-20250101-120000", {"name": "run"})
-    assert [row["actor/loss"] for row in run.rows] == [0.5, 1.0, 1.5]
+    assert (run.name, run.config["name"]) == ("run-20250101-120000", "made")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["actor/entropy"] for row in run.rows] == [row["actor/entropy"] for row in rows]
     assert [row["step"] for row in run.evaluations] == [0, 3]
-    assert run.answers(3) == [{"uid": "q"}]
-    assert list(run.measured()) == [("eval", {"sets": {}}), ("eval-1", {"sets": {}})]
+    assert [row["uid"] for row in run.answers(3)] == ["heldout:0"]
+    assert [(name, *results["sets"]) for name, results in run.measured()] == [("eval", "nq"), ("eval-1", "nq")]
     assert [one.step for one in run.timeline()] == [1, 2, 3]
-    assert (run.summary, run.status) == ({"em_after": 0.5}, None)
-    assert run.launches[0].command == ["rlsys"]
+    assert (run.summary, run.status) == ({"em_after": 0.8}, None)
+    assert run.launches[0].command == ["rlsys", "train", "a b"]
+    assert [one.step for one in run.trajectories()] == [1, 2, 3]
     assert run.problems == []
+    shutil.rmtree(folder / "trajectories")
     assert list(run.trajectories()) == []
     assert [problem.split()[0] for problem in run.problems] == ["trajectories"]
 

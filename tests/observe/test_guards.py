@@ -22,11 +22,9 @@ HEALTHY = {
 }
 
 
-def watch(
-    rows: Sequence[Mapping[str, float | None]], config: GuardsConfig = CONFIG, estimator: str = K3
-) -> list[list[Alarm]]:
+def watch(rows: Sequence[Mapping[str, float | None]], config: GuardsConfig = CONFIG) -> list[list[Alarm]]:
     """Alarms of each row; row i is the metrics of step i + 1."""
-    guards = Guards(config, estimator)
+    guards = Guards(config, K3)
     return [guards.check(step, HEALTHY | row) for step, row in enumerate(rows, start=1)]
 
 

@@ -200,8 +200,6 @@ def test_pieces_of_invalid_bytes_are_short() -> None:
 
 
 class GatedWriter:
-    """A writer that waits for `go`."""
-
     def __init__(self) -> None:
         self.go, self.begun = threading.Semaphore(0), threading.Semaphore(0)
 

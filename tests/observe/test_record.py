@@ -48,8 +48,6 @@ class Clock:
 
 
 class RecordedRun:
-    """A record whose tracers share one clock."""
-
     def __init__(self, folder: Path, cost: Flops | None = None, history: History | None = None, **guards: Any) -> None:
         config = RunConfig(
             tracking=TrackingConfig(tensorboard=False, wandb=False),

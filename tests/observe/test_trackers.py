@@ -105,8 +105,6 @@ def test_tracker_that_cannot_start_gives_one_warning(tmp_path: Path, caplog: pyt
 
 
 class FailingTracker:
-    """A tracker that raises in the method named by `fails_at`."""
-
     id = "known there"
 
     def __init__(self, fails_at: str) -> None:

@@ -27,7 +27,7 @@ from rlsys.orchestrator.resume import CHECKPOINTS, Origin, RunState, find_origin
 from rlsys.orchestrator.run_logger import LOGS, History
 from rlsys.weights.checkpoint.store import CheckpointStore
 from tests.support.refusals import refused
-from tests.support.trajectories import question, same
+from tests.support.trajectories import question
 
 STEPS = 9
 FIRST, SECOND = "run-20250101-120000", "run-20250102-120000"
@@ -128,15 +128,6 @@ def test_auto_takes_the_checkpoint_saved_last(outputs: Outputs) -> None:
     outputs.save(first, 3)
     origin = found(outputs.config())
     assert (origin.run_dir, origin.checkpoint.folder) == (first, checkpoint(first, 3))
-
-
-def test_whole_state_is_restored(outputs: Outputs) -> None:
-    run_dir = outputs.run(FIRST, 1, 2)
-    origin = found(outputs.config())
-    assert same(origin.state, outputs.state(run_dir, 2))
-    assert origin.history == origin.state.history
-    assert origin.changed == ()
-    assert folder_of(outputs.config(), origin) == run_dir
 
 
 def test_path_may_be_relative_or_a_link(outputs: Outputs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

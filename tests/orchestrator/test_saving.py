@@ -185,7 +185,6 @@ async def test_failed_save_is_deleted_after_the_other_parts_have_ended(fails: st
 
 
 def full(*_: Any) -> None:
-    """Fail like a write to a full disk."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

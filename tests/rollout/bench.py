@@ -15,9 +15,8 @@ from rlsys.config.schema import RolloutConfig
 from rlsys.data.question import Question
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
 from rlsys.rollout.engine import Engine, RolloutWorker
-from rlsys.weights.transport import Bucket, digest
 from tests.support import tiny
-from tests.support.tensors import pack
+from tests.support.tensors import digest_of, pack
 
 STOP = ("</search>", "</answer>")
 QUESTION = Question(uid="q1", prompt=tiny.FIRST.prompt, answers=("Paris",))
@@ -109,7 +108,3 @@ def logprobs_of(model: Qwen2ForCausalLM, ids: Iterable[int], temperature: float 
     with torch.no_grad():
         logits = model(input_ids=tokens).logits[0, :-1] / temperature
     return logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
-
-
-def digest_of(buckets: Iterable[Bucket]) -> str:
-    return digest({record.name: record.checksum for bucket in buckets for record in bucket.records})

@@ -13,8 +13,7 @@ import torch
 
 from rlsys.rollout.engine import Layout, StagedVersion, sha256_prefix
 from rlsys.weights.transport import ChecksumError, bucket_memory, pack_into, unpack
-from tests.rollout.bench import digest_of
-from tests.support.tensors import pack
+from tests.support.tensors import digest_of, pack
 
 TENSORS = [(f"model.layers.{n}.input_layernorm.weight", torch.arange(50.0) + n) for n in range(4)]
 SPLIT = [("m.q_proj.bias", torch.tensor([1.0])), *TENSORS], [(f"m.{x}_proj.bias", torch.tensor([2.0])) for x in "kv"]

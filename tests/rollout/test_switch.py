@@ -21,8 +21,7 @@ from rlsys.rollout.agent.episode import EngineDied
 from rlsys.rollout.agent.recorder import TurnSampling
 from rlsys.rollout.engine import DrainLock, Engine, Liveness, StagedVersion, as_generation, read_stream, sha256_prefix
 from rlsys.weights.transport import Bucket, pack_into, unpack
-from tests.rollout.bench import digest_of
-from tests.support.tensors import pack
+from tests.support.tensors import digest_of, pack
 from tests.support.tiny_models import POLICY
 
 NAME = "model.norm.weight"

@@ -15,9 +15,9 @@ from rlsys.config.schema import Device, OnUpdate, SyncMode
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import RunError
 from rlsys.weights.transport import Bucket, BucketHandle, TransportSpec, pack_into
-from tests.rollout.bench import QUESTION, STOP, Bench, digest_of, endless, greedy, greedy_by_transformers
+from tests.rollout.bench import QUESTION, STOP, Bench, endless, greedy, greedy_by_transformers
 from tests.support import tiny
-from tests.support.tensors import pack
+from tests.support.tensors import digest_of, pack
 from tests.support.transport_ends import receiver_of, sender_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package")]

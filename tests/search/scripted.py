@@ -3,9 +3,8 @@
 import asyncio
 import itertools
 import json
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,9 @@ from rlsys.errors import RunError
 from rlsys.search.cassette import CassetteFile, CassetteTool, Header, RecordedCall
 from rlsys.search.retrieval import Passage, SearchResult
 from rlsys.search.wire import NoReplyError, Reply
-from tests.support.virtual_time import now, run_virtually
+from tests.support.virtual_time import now
 
 RECORD, REPLAY, EXTEND = CassetteMode.record, CassetteMode.replay, CassetteMode.extend
-
-
-def virtually(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Decorate a coroutine test to run on a loop with a virtual clock."""
-
-    @wraps(test)
-    def run(*args: Any, **named: Any) -> None:
-        run_virtually(test(*args, **named))
-
-    return run
 
 
 @dataclass

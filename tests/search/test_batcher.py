@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.search.dynamic_batching import Batcher, BatcherClosed, QueueFull
-from tests.support.virtual_time import now, run_virtually
-
-from .scripted import virtually
+from tests.support.virtual_time import now, run_virtually, virtually
 
 
 class Doubler:

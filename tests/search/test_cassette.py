@@ -13,9 +13,9 @@ from rlsys.errors import Code
 from rlsys.search.cassette import Cassette, drawn_rank
 from rlsys.search.retrieval import Failure, Passage, SearchResult
 from tests.support.refusals import refused
-from tests.support.virtual_time import now, run_virtually
+from tests.support.virtual_time import now, run_virtually, virtually
 
-from .scripted import EXTEND, RECORD, REPLAY, Script, found, rows, tool, virtually, written
+from .scripted import EXTEND, RECORD, REPLAY, Script, found, rows, tool, written
 
 QUERIES = st.sampled_from(["Mali", " Mali\n", "Chad", 'a "quoted"\nline', "São Tomé", "\ud800 half", "", " "])
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

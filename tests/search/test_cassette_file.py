@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from rlsys.errors import RunError
 from rlsys.search.cassette import Cassette, CassetteFile, Header, RecordedCall
 from rlsys.search.retrieval import SearchResult
-from tests.support.virtual_time import run_virtually
+from tests.support.virtual_time import run_virtually, virtually
 
-from .scripted import EXTEND, RECORD, Script, found, rows, tool, virtually, written
+from .scripted import EXTEND, RECORD, Script, found, rows, tool, written
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -18,10 +18,11 @@ from rlsys.search.server.asgi import create_app
 from tests.support.ports import free_port
 from tests.support.refusals import refused
 from tests.support.serving import serving
+from tests.support.virtual_time import virtually
 
 from .gated import Gated
 from .gated_server import GatedServer
-from .scripted import ScriptedServer, ScriptedWire, answer, found, virtually
+from .scripted import ScriptedServer, ScriptedWire, answer, found
 
 
 def is_right(query: str, result: SearchResult) -> bool:

@@ -20,8 +20,7 @@ from rlsys.search.connections import (
     LimitedServer,
 )
 from rlsys.search.server import command
-
-from .scripted import virtually
+from tests.support.virtual_time import virtually
 
 HEAD = b"GET / HTTP/1.1\r\nHost: a\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"

@@ -38,7 +38,6 @@ def path(tmp_path: Path) -> Path:
 
 
 def reference(path: Path) -> list[Any]:
-    """Return all rows, read line by line."""
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 

@@ -20,7 +20,6 @@ CHUNKS = [(number, [f"passage {number}.{row} " * (1 + row) for row in range(8)])
 
 
 def newest() -> psutil.Process:
-    """Return the worker that was started last."""
     return max(encoder_workers(), key=lambda child: (child.create_time(), child.pid))
 
 

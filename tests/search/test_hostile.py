@@ -38,8 +38,6 @@ class Cost(NamedTuple):
 
 
 class Target:
-    """A server under attack."""
-
     def __init__(self, server: GatedServer) -> None:
         self._url, self._proc = server.url, Path(f"/proc/{server.pid}")
         self._process = psutil.Process(server.pid)

@@ -12,12 +12,9 @@ import requests
 from rlsys.config.schema import CassetteConfig, CassetteMode, SearchConfig
 from rlsys.rollout.tools.search_tool import open_tool, search_metrics
 from rlsys.search.client import SearchClient
-from rlsys.search.index.dense import VectorRetriever
 from rlsys.search.retrieval import served
-from rlsys.search.server.contract import ServerLimits
 from rlsys.search.server_process import SearchServer
 
-from .gated import in_process
 from .scripted import rows
 
 Reference = tuple[Any, Any]
@@ -55,19 +52,6 @@ def test_passages_and_scores_equal_brute_force(
         np.testing.assert_allclose([hit["score"] for hit in line], np.sort(scores)[::-1][:5], atol=TOLERANCE)
     (plain,) = post(server, queries=queries[:1], topk=None, return_scores=False)
     require_best(plain, passages, brute_force[0][0], 3)  # the topk that the server was started with
-
-
-async def test_an_answer_does_not_depend_on_the_other_queries_of_its_batch(
-    retriever: VectorRetriever, passages: list[dict[str, Any]], queries: list[str], brute_force: Reference
-) -> None:
-    async def ask(query: str, topk: int) -> Any:
-        return (await client.post("/retrieve", json={"queries": [query], "topk": topk})).json()["result"][0]
-
-    async with in_process(retriever, ServerLimits(cache_entries=0, max_batch=64)) as client:
-        together = await asyncio.gather(*(ask(query, 1 + row % 5) for row, query in enumerate(queries)))
-        require_best(await ask(queries[7], 3), passages, brute_force[0][7], 3)
-    for row, documents in enumerate(together):
-        require_best(documents, passages, brute_force[0][row], 1 + row % 5)
 
 
 def test_strange_but_valid_queries_are_answered(server: SearchServer) -> None:

@@ -13,9 +13,9 @@ from rlsys.errors import RunError
 from rlsys.search.client import SearchClient
 from rlsys.search.retrieval import Failure, SearchResult
 from tests.support.refusals import refused
-from tests.support.virtual_time import now, run_virtually
+from tests.support.virtual_time import now, run_virtually, virtually
 
-from .scripted import SERVES, ScriptedServer, ScriptedWire, found, virtually
+from .scripted import SERVES, ScriptedServer, ScriptedWire, found
 
 
 def over(wire: ScriptedWire, **settings: Any) -> SearchClient:

@@ -36,11 +36,6 @@ async def read(blocks: CountedBlocks, encoding: str | None = None, accepted: Enc
     return await read_body(headers, aiter(blocks), LIMIT, accepted)
 
 
-@pytest.mark.parametrize("encoding", [None, "", " Identity "])
-async def test_a_plain_body_is_unchanged(encoding: str | None) -> None:
-    assert await read(CountedBlocks([b"a" * 400, b"", b"b" * 600]), encoding) == b"a" * 400 + b"b" * 600
-
-
 async def test_gzip_is_decoded_for_any_block_size() -> None:
     packed = gzip.compress(b"text " * 200)
     for size in (1, 7, len(packed)):

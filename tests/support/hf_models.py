@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PretrainedConfig
 
 from rlsys.weights.hf_io import SINGLE, HfReader
-from tests.support.tensors import raw
+from tests.support.tensors import randomised, raw
 from tests.trainer import reference
 
 
@@ -38,12 +38,7 @@ def make_model(
     config, kind = configs(layers)[family], AutoModelForCausalLM
     if critic:
         config.num_labels, kind = 1, AutoModelForTokenClassification
-    model = kind.from_config(config, dtype=dtype)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter)
-            parameter.copy_(1.0 + 0.1 * noise if "norm" in name else 0.15 * noise)
-    model.save_pretrained(folder, max_shard_size=shard_size)
+    randomised(kind.from_config(config, dtype=dtype)).save_pretrained(folder, max_shard_size=shard_size)
     (folder / "tokenizer.json").write_text('{"hello": 1}')
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder

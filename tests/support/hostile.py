@@ -7,10 +7,9 @@ import sys
 import threading
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 MEBIBYTE = bytes(1 << 20)
@@ -71,7 +70,6 @@ class Hostile:
     """A server at `url`; the first part of a request's path selects the answer from `ANSWERS`."""
 
     url: str
-    requests: Counter[str] = field(default_factory=Counter)
 
     def serve(self, connection: socket.socket) -> None:
         with connection, suppress(OSError), connection.makefile("rb") as received:
@@ -81,7 +79,6 @@ class Hostile:
                 name, _, value = line.partition(b":")
                 length = int(value) if name.lower() == b"content-length" else length
             received.read(length)
-            self.requests[kind] += 1
             for block in ANSWERS[kind]():
                 connection.sendall(block)
 

@@ -75,7 +75,6 @@ def forks() -> BaseContext:
 
 
 def fork(count: int) -> list[Host]:
-    """Fork `count` new processes."""
     context = forks()
     found = []
     for _ in range(count):

@@ -1,12 +1,13 @@
 """Makes reproducible episodes of random tokens for each question and step."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rlsys.data.question import Question
-from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
+from rlsys.data.trajectory import Action, Trajectory, Turn
+from tests.support.trajectories import trajectory
 
 Recording = dict[tuple[str, int], list[Trajectory]]
 """(question's uid, weight version that sampled) -> its episodes"""
@@ -15,8 +16,6 @@ RIGHT, WRONG = "yes", "no"
 
 @dataclass(frozen=True)
 class Shape:
-    """Size of a recording."""
-
     steps: int
     samples: int
     vocab: int
@@ -42,31 +41,17 @@ def _episode(question: Question, number: int, step: int, shape: Shape, random: n
     turn_of_token = np.repeat([place // 2 if place % 2 else -1 for place in range(len(lengths))], lengths)
     trained = turn_of_token >= 0
     answer = RIGHT if random.random() < 1 / 3 else WRONG
-    return Trajectory(
-        question_uid=question.uid,
+    made = trajectory(
+        random.integers(0, shape.vocab, len(trained)).tolist(),
+        trained.tolist(),
+        uid=question.uid,
         sample=number,
-        tokens=random.integers(0, shape.vocab, len(trained)).astype(np.int32),
-        prompt_length=lengths[0],
-        loss_mask=trained,
-        rollout_logprobs=np.full(len(trained), np.nan, dtype=np.float32),
-        versions=np.where(trained, step, -1).astype(np.int32),
-        turn_of_token=turn_of_token.astype(np.int32),
-        tokens_differing=0,
-        response="",
-        turns=(*[_turn(Action.SEARCH, "") for _ in range(turns - 1)], _turn(Action.ANSWER, answer)),
-        finish=Finish.ANSWER,
+        turns=[*[_turn(Action.SEARCH, "") for _ in range(turns - 1)], _turn(Action.ANSWER, answer)],
+        version=step,
+        turn_of_token=turn_of_token.tolist(),
     )
+    return replace(made, prompt_length=lengths[0])
 
 
 def _turn(action: Action, content: str) -> Turn:
-    return Turn(
-        text="",
-        action=action,
-        content=content,
-        observation="",
-        generated_tokens=0,
-        prompt_tokens=0,
-        cached_tokens=0,
-        generate_s=0.0,
-        tool_s=0.0,
-    )
+    return Turn("", action, content, "", 0, 0, 0, 0.0, 0.0)

@@ -10,15 +10,14 @@ import functools
 import io
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 
-from rlsys.algorithms.kl import kl_control
 from rlsys.config.algorithm import AlgorithmConfig, KlControl, KlPlace, SampledKl
 from rlsys.config.schema import (
     ActorConfig,
@@ -38,27 +37,22 @@ from rlsys.config.schema import (
     TrackingConfig,
     TrainerConfig,
 )
-from rlsys.data.question import PromptSource, Question
-from rlsys.data.trajectory import Floats, Sample, Scores, Trajectory
+from rlsys.data.question import Question
+from rlsys.data.trajectory import Trajectory
 from rlsys.files import sha256_of
-from rlsys.observe.spans import Tracer
 from rlsys.observe.status import Progress
 from rlsys.orchestrator.evaluator import Evaluator
-from rlsys.orchestrator.pipeline.grouping import finish
-from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline
-from rlsys.orchestrator.pipeline.training_step import make_scheduler, score_batch_size
 from rlsys.orchestrator.resume import CHECKPOINTS, Origin, find_origin, folder_of
-from rlsys.orchestrator.rewards.reward import Rewards, reward_group
-from rlsys.orchestrator.run import Groups, Run
+from rlsys.orchestrator.run import Run
 from rlsys.orchestrator.run_logger import RunLogger
 from rlsys.orchestrator.saving import Saver
-from rlsys.orchestrator.weight_sync import SyncReport, WeightSync
-from rlsys.orchestrator.worker_groups import Checkpoints, InferenceGroup, OffloadManager, TrainedGroup, launch_megatron
+from rlsys.orchestrator.weight_sync import WeightSync
+from rlsys.orchestrator.worker_groups import Checkpoints, launch_megatron
 from rlsys.train import train
 from rlsys.weights.checkpoint.store import CheckpointStore, RetentionPolicy
 from tests.support.megatron_processes import ANSWER_S, Host, HostedGroup, forks, pool
 from tests.support.recorded_episodes import RIGHT, Recording, Shape, record
-from tests.support.scheduled import Arrivals, Learner, NoSearch, Outcome, Playback, Scorer, make_sharder
+from tests.support.scheduled import Arrivals, Learner, Outcome, Playback, Scorer, assemble
 from tests.trainer import reference
 
 STEPS, GROUPS, SAMPLES = 4, 4, 3
@@ -78,6 +72,7 @@ MOMENTS = (
     "published",
     "pruned",
 )
+T = TypeVar("T")
 QUESTIONS = [Question(f"q:{number}", "?", (RIGHT,)) for number in range(2 * GROUPS)]
 
 
@@ -95,10 +90,6 @@ class KillSwitch:
             self._left -= 1
             if not self._left:
                 os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-async def no_pause() -> None:
-    """Return at once, in place of a seeded wait."""
 
 
 class Episodes(Playback):
@@ -124,43 +115,18 @@ class Episodes(Playback):
         return self._recording[question.uid, self._version][0]
 
 
-class KillableScorer(Scorer):
-    """A scorer that reports a moment after each call."""
+def reporting(kind: type[T], kill_switch: KillSwitch, **moments: str) -> type[T]:
+    """Subclass of `kind` in which each method named in `moments` reports its moment when it returns."""
 
-    kill_switch: KillSwitch
+    def reports(method: Callable[..., Awaitable[Any]], moment: str) -> Callable[..., Awaitable[Any]]:
+        async def reported(*args: Any, **options: Any) -> Any:
+            found = await method(*args, **options)
+            kill_switch(moment)
+            return found
 
-    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
-        found = await super().compute(samples)
-        self.kill_switch("scoring")
-        return found
+        return reported
 
-
-class KillableLearner(Learner):
-    """An actor that reports a moment after each call."""
-
-    kill_switch: KillSwitch
-
-    async def accumulate(self, samples: Sequence[Sample], last: bool) -> list[Floats] | None:
-        found = await super().accumulate(samples, last)
-        self.kill_switch("accumulated")
-        return found
-
-    async def apply(self) -> dict[str, float]:
-        figures = await super().apply()
-        self.kill_switch("applied")
-        return figures
-
-
-class KillableCheckpoints(Checkpoints):
-    """Checkpoints of a worker group that report a moment once the state is copied."""
-
-    def __init__(self, group: TrainedGroup, kill_switch: KillSwitch) -> None:
-        super().__init__(group)
-        self._kill_switch = kill_switch
-
-    async def begin_save(self, folder: Path) -> None:
-        await super().begin_save(folder)
-        self._kill_switch("staged")
+    return type(kind.__name__, (kind,), {name: reports(getattr(kind, name), at) for name, at in moments.items()})
 
 
 class KillableStore(CheckpointStore):
@@ -182,22 +148,6 @@ class KillableStore(CheckpointStore):
     ) -> None:
         super().prune(keep, score_of, spared)
         self._kill_switch("pruned")
-
-
-class KillableSync(WeightSync):
-    """A weight sync that reports a moment after each stage."""
-
-    kill_switch: KillSwitch
-
-    async def push(self, version: int) -> SyncReport:
-        report = await super().push(version)
-        self.kill_switch("transferred")
-        return report
-
-    async def activate(self, version: int) -> SyncReport:
-        report = await super().activate(version)
-        self.kill_switch("switched")
-        return report
 
 
 def settings(model: Path, outputs: Path) -> RunConfig:
@@ -262,61 +212,29 @@ async def opened(
 
 
 def _session(
-    config: RunConfig,
-    run_dir: Path,
-    record_of_run: RunLogger,
-    groups: dict[str, HostedGroup],
-    kill_switch: KillSwitch,
+    config: RunConfig, run_dir: Path, log: RunLogger, workers: Mapping[str, HostedGroup], kill_switch: KillSwitch,
     origin: Origin | None,
-) -> Run:
-    state = origin.state if origin else None
+) -> Run:  # fmt: skip
     recording = record(QUESTIONS, Shape(STEPS + 1, SAMPLES, reference.tiny_config().vocab_size), SEED)
-    tracer, seen = record_of_run.tracers["driver"], Outcome(events=[""])
-    sharders = {name: make_sharder(config, name, len(group.ranks)) for name, group in groups.items()}
-    prompts = PromptSource(QUESTIONS, SEED, state.prompts if state else None)
-    devices, kl = OffloadManager({}, tracer), kl_control(config.algorithm)
-    if state:
-        kl.restore(state.kl)
-    handlers = Handlers(
-        functools.partial(
-            reward_group, score=Rewards(config.reward, config.task, config.compat).score, tracer=Tracer("driver")
-        ),
-        functools.partial(finish, config=config.algorithm, kl=kl),
-    )
     rollout: Any = Episodes(config, recording, kill_switch)
-    scorer = KillableScorer(groups["inference"], sharders["inference"], no_pause, seen)  # type: ignore[arg-type]
-    learner = KillableLearner(groups["actor"], sharders["actor"], tracer, no_pause, seen)  # type: ignore[arg-type]
-    takes = InferenceGroup(groups["inference"], sharders["inference"], tracer)  # type: ignore[arg-type]
-    KillableScorer.kill_switch = KillableLearner.kill_switch = KillableSync.kill_switch = kill_switch
-    learner.checkpoints = KillableCheckpoints(learner, kill_switch)
-    store = KillableStore(run_dir / CHECKPOINTS, kill_switch)
-    pipeline = RolloutPipeline(
-        make_scheduler(config), prompts, rollout, scorer, handlers, score_batch_size(config), devices,
-        state.pipeline if state else None,
+    session = assemble(
+        config, QUESTIONS, workers, rollout, Outcome(events=[""]), functools.partial(asyncio.sleep, 0), log,
+        log.tracers["driver"], run_dir, origin.state if origin else None,
+        scorer=reporting(Scorer, kill_switch, compute="scoring"),
+        learner=reporting(Learner, kill_switch, accumulate="accumulated", apply="applied"),
+        sync=reporting(WeightSync, kill_switch, push="transferred", activate="switched"),
     )  # fmt: skip
-    trained = Groups(rollout, learner, devices, takes)
-    saver = Saver(
-        store, RetentionPolicy(2, None, best=False), record_of_run.em_of, devices.onload, background=True,
-        newest=origin.checkpoint.folder if origin else None,
+    actor = session.groups.actor
+    actor.checkpoints = reporting(Checkpoints, kill_switch, begin_save="staged")(actor)
+    session.saver = Saver(
+        KillableStore(run_dir / CHECKPOINTS, kill_switch), RetentionPolicy(2, None, best=False), log.em_of,
+        session.groups.devices.onload, background=True, newest=origin.checkpoint.folder if origin else None,
     )  # fmt: skip
-    search: Any = NoSearch()
-    evaluator = Evaluator(config, record_of_run, search, rollout, QUESTIONS[:3], trained.count_to, saver.awaited)
-    weights = KillableSync(
-        groups["actor"], [rollout], config.cluster, run_dir, tracer, [takes], activated=pipeline.publish
-    )  # type: ignore[arg-type]
-    return Run(
-        config=config,
-        log=record_of_run,
-        search=search,
-        groups=trained,
-        pipeline=pipeline,
-        weights=weights,
-        evaluator=evaluator,
-        saver=saver,
-        rewards=Rewards(config.reward, config.task, config.compat),
-        kl=kl,
-        questions_sha256=sha256_of(Path(config.task.train_path)),
+    session.evaluator = Evaluator(
+        config, log, session.search, rollout, QUESTIONS[:3], session.groups.count_to, session.saver.awaited
     )
+    session.questions_sha256 = sha256_of(Path(config.task.train_path))
+    return session
 
 
 def train_recorded(model: Path, outputs: Path, moment: str | None, count: int) -> None:

@@ -19,7 +19,6 @@ SETTINGS += ["trainer.mini_batches=2", "tracking.wandb=false", "tracking.tensorb
 
 
 def rlsys(*words: object) -> subprocess.CompletedProcess[str]:
-    """Run an `rlsys` command to its end."""
     command = [*RLSYS, *map(str, words)]
     return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
@@ -31,7 +30,6 @@ def succeed(*words: object) -> None:
 
 
 def small(outputs: Path, *settings: str) -> list[str]:
-    """Arguments of a small training."""
     prepare_world(Console(quiet=True))
     return ["train", "-c", "searchr1_tiny_cpu", f"output_dir={outputs}", *SETTINGS, *settings]
 

@@ -8,7 +8,7 @@ therefore decides when each prompt group arrives, which groups share a call or a
 import asyncio
 import functools
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from rlsys.orchestrator.pipeline.grouping import finish
 from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline
 from rlsys.orchestrator.pipeline.scheduler import GroupOutcome
 from rlsys.orchestrator.pipeline.training_step import make_scheduler, score_batch_size
+from rlsys.orchestrator.resume import RunState
 from rlsys.orchestrator.rewards.reward import Rewards, reward_group
 from rlsys.orchestrator.run import Groups, Run
 from rlsys.orchestrator.weight_sync import WeightSync
@@ -43,6 +44,8 @@ EPISODE_S, CALL_S = 10.0, 2.0
 WAVE_S = 1000.0
 """Seconds between waves, more than all work on the groups of a mini-batch takes."""
 PAD_ID = 0
+Pause = Callable[[], Awaitable[None]]
+"""Wait before and after a call to a worker."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,6 @@ class Outcome:
     """
 
     def happened(self, event: str) -> None:
-        """Record an event of the current step."""
         self.events[-1] += event
 
     def begin_step(self) -> None:
@@ -160,7 +162,7 @@ class Scorer:
 
     groups = ("inference",)
 
-    def __init__(self, workers: HostedGroup, sharder: BatchSharder, pause: Pauses, seen: Outcome) -> None:
+    def __init__(self, workers: HostedGroup, sharder: BatchSharder, pause: Pause, seen: Outcome) -> None:
         self._workers, self._sharder, self._pause, self._seen = workers, sharder, pause, seen
 
     async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
@@ -179,7 +181,7 @@ class Learner(ActorGroup):
     """Actor group that passes micro-batches without Ray's object store."""
 
     def __init__(
-        self, workers: HostedGroup, sharder: BatchSharder, tracer: Tracer, pause: Pauses, seen: Outcome
+        self, workers: HostedGroup, sharder: BatchSharder, tracer: Tracer, pause: Pause, seen: Outcome
     ) -> None:
         super().__init__(workers, sharder, tracer)  # type: ignore[arg-type]
         self._pause, self._seen = pause, seen
@@ -217,7 +219,6 @@ def run(
     arrivals: Arrivals,
     inference: Sequence[Host],
     actor: Sequence[Host],
-    learner: type[Learner] = Learner,
 ) -> Outcome:
     """Train like the driver, from the weights at `config.model.path`, in the processes `inference` and `actor`."""
     groups = {"inference": HostedGroup("inference", inference), "actor": HostedGroup("actor", actor)}
@@ -226,7 +227,8 @@ def run(
     async def steps() -> None:
         for name, group in groups.items():
             await launch_megatron(group, name, config)  # type: ignore[arg-type]
-        session = _session(config, recording, questions, arrivals, groups, learner, seen)
+        rollout, pauses = Playback(config, recording, arrivals, seen), Pauses(arrivals.seed)
+        session = assemble(config, questions, groups, rollout, seen, pauses, seen, Tracer("test"), Path())
         await session.weights.open()
         await session.weights.push(version=0)
         await session.weights.activate(version=0)
@@ -241,50 +243,60 @@ def run(
                 await session.log_step(step, groups_of_step, updates)
             await activated
             session.pipeline.stop()
-        seen.weights = session.groups.engines.weights
+        seen.weights = rollout.weights
 
     run_virtually(steps())
     return seen
 
 
-def _session(
+def assemble(
     config: RunConfig,
-    recording: Recording,
     questions: Sequence[Question],
-    arrivals: Arrivals,
-    groups: Mapping[str, Any],
-    learner: type[Learner],
+    workers: Mapping[str, Any],
+    rollout: Any,
     seen: Outcome,
-) -> Any:
-    tracer, pauses = Tracer("test"), Pauses(arrivals.seed)
-    sharders = {name: make_sharder(config, name, len(group.ranks)) for name, group in groups.items()}
-    prompts = PromptSource(questions, config.trainer.seed)
-    devices = OffloadManager({}, tracer)
-    rewards, kl = Rewards(config.reward, config.task, config.compat), kl_control(config.algorithm)
+    pause: Pause,
+    log: Any,
+    tracer: Tracer,
+    run_dir: Path,
+    state: RunState | None = None,
+    scorer: type[Scorer] = Scorer,
+    learner: type[Learner] = Learner,
+    sync: type[WeightSync] = WeightSync,
+) -> Run:
+    """Build a run of real parts around played-back episodes, without an evaluator and a saver."""
+    sharders = {name: make_sharder(config, name, len(group.ranks)) for name, group in workers.items()}
+    devices, kl = OffloadManager({}, tracer), kl_control(config.algorithm)
+    if state:
+        kl.restore(state.kl)
+    rewards = Rewards(config.reward, config.task, config.compat)
     handlers = Handlers(
         functools.partial(reward_group, score=rewards.score, tracer=Tracer("driver")),
         functools.partial(finish, config=config.algorithm, kl=kl),
     )
-    rollout: Any = Playback(config, recording, arrivals, seen)
-    scorer = Scorer(groups["inference"], sharders["inference"], pauses, seen)
-    takes = InferenceGroup(groups["inference"], sharders["inference"], tracer)
-    follows = [takes] if scores_with_policy(config.algorithm) else []
-    trained = learner(groups["actor"], sharders["actor"], tracer, pauses, seen)
+    takes = InferenceGroup(workers["inference"], sharders["inference"], tracer)
     pipeline = RolloutPipeline(
-        make_scheduler(config), prompts, rollout, scorer, handlers, score_batch_size(config), devices
+        make_scheduler(config),
+        PromptSource(questions, config.trainer.seed, state.prompts if state else None),
+        rollout,
+        scorer(workers["inference"], sharders["inference"], pause, seen),
+        handlers,
+        score_batch_size(config),
+        devices,
+        state.pipeline if state else None,
     )
-    stand_ins: dict[str, Any] = {"log": seen, "search": NoSearch(), "evaluator": None, "saver": None}
+    follows = [takes] if scores_with_policy(config.algorithm) else []
+    absent: dict[str, Any] = {"search": NoSearch(), "evaluator": None, "saver": None}
     return Run(
         config=config,
-        groups=Groups(rollout, trained, devices, takes),
+        log=log,
+        groups=Groups(rollout, learner(workers["actor"], sharders["actor"], tracer, pause, seen), devices, takes),
         pipeline=pipeline,
-        weights=WeightSync(
-            groups["actor"], [rollout], config.cluster, Path(), tracer, follows, activated=pipeline.publish
-        ),
+        weights=sync(workers["actor"], [rollout], config.cluster, run_dir, tracer, follows, activated=pipeline.publish),
         rewards=rewards,
         kl=kl,
         questions_sha256="",
-        **stand_ins,
+        **absent,
     )
 
 

@@ -24,7 +24,6 @@ def environment(**settings: str | Path) -> dict[str, str]:
 def run_script(
     script: Path, *arguments: str | Path, cwd: Path, shell: str = "sh", **settings: str | Path
 ) -> subprocess.CompletedProcess[str]:
-    """Run `script` in `cwd` to its end."""
     command = [shell, str(script), *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=environment(**settings), capture_output=True, text=True, check=False)
 

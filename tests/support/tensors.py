@@ -1,12 +1,13 @@
 """Tensors of many dtypes, shapes and strides, their exact content, and buckets of them."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlsys.weights.transport import Bucket, pack_into
+from rlsys.weights.transport import Bucket, digest, pack_into
 from rlsys.weights.weight_map import aligned, packed
 
 
@@ -36,3 +37,16 @@ def raw(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
     """Dtype, shape and bytes; equal only if every bit is equal, NaNs included."""
     flat = tensor.contiguous().flatten().view(torch.uint8) if tensor.numel() else torch.empty(0)
     return str(tensor.dtype), tuple(tensor.shape), flat.numpy().tobytes()
+
+
+def digest_of(buckets: Iterable[Bucket]) -> str:
+    return digest({record.name: record.checksum for bucket in buckets for record in bucket.records})
+
+
+@torch.no_grad()
+def randomised(model: Any, scale: float = 0.15) -> Any:
+    """Fill a model with random numbers, also its biases and norms, so that a tensor in the wrong place shows."""
+    for name, parameter in model.named_parameters():
+        noise = torch.randn_like(parameter)
+        parameter.copy_(1.0 + 0.1 * noise if "norm" in name else scale * noise)
+    return model

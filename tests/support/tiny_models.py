@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Pr
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
 from tests.support.paths import PROJECT
+from tests.support.tensors import randomised
 
 POLICY = PROJECT / "examples/searchr1/tiny/policy"
 LAYERS = 4
@@ -64,12 +65,7 @@ def tiny_model(family: str, folder: Path, seed: int = 0) -> Path:
     words = _characters()
     config = _RANDOM[family](**_SIZES, vocab_size=len(words), eos_token_id=words.eos_token_id)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter)
-            parameter.copy_(1.0 + 0.1 * noise if "norm" in name else 0.1 * noise)
-    model.save_pretrained(folder)
+    randomised(AutoModelForCausalLM.from_config(config, dtype=torch.float32), scale=0.1).save_pretrained(folder)
     words.save_pretrained(folder)
     return folder
 

@@ -1,15 +1,15 @@
 """Makes episodes from written turns and observations, parsed by the real protocol."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from rlsys.config.schema import CompatConfig, RewardConfig, SearchR1Agent, TagsConfig, TaskConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Action, Finish, Trajectory, Turn
 from rlsys.orchestrator.rewards.reward import EpisodeParser, ParsedEpisode
 from rlsys.rollout.agent.search_r1 import TurnRules
+from tests.support.trajectories import trajectory
 
 TEMPLATE = "Answer the question, for example, <answer> Beijing </answer>. Question: {}\n"
 
@@ -53,20 +53,11 @@ def episode(
         if ending is not None:
             break
     length = prompt_tokens + response_tokens
-    return Trajectory(
-        question_uid="q:1",
-        sample=2,
-        tokens=np.zeros(length, dtype=np.int32),
-        prompt_length=prompt_tokens,
-        loss_mask=np.ones(length, dtype=np.bool_),
-        rollout_logprobs=np.zeros(length, dtype=np.float32),
-        versions=np.zeros(length, dtype=np.int32),
-        turn_of_token=np.full(length, -1, dtype=np.int32),
-        tokens_differing=0,
-        response="".join(turn.text + turn.observation for turn in turns),
-        turns=tuple(turns),
-        finish=finish,
-    )
+    made = trajectory(
+        [0] * length, [True] * length, sample=2, turns=turns, finish=finish, rollout_logprobs=[0.0] * length,
+        turn_of_token=[-1] * length,
+    )  # fmt: skip
+    return replace(made, prompt_length=prompt_tokens, response="".join(turn.text + turn.observation for turn in turns))
 
 
 def think(act: str, content: str, thought: str = "hm") -> str:

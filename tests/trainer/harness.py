@@ -10,8 +10,9 @@ from rlsys.config.schema import Device, Dtype, Layers, ModelConfig, OptimizerCon
 from rlsys.trainer.actor import Actor, Objective
 from rlsys.trainer.batches import MicroBatch, collate
 from rlsys.trainer.export import WeightSender
-from rlsys.weights.transport import Bucket, TransportSpec, digest, open_receiver, open_sender, unpack
+from rlsys.weights.transport import Bucket, TransportSpec, open_receiver, open_sender, unpack
 from tests.support.megatron_processes import Group
+from tests.support.tensors import digest_of
 from tests.trainer import reference
 
 OBJECTIVE = Objective(reference.LOSS, reference.TEMPERATURE)
@@ -68,10 +69,6 @@ def export(worker: WeightSender, bucket_bytes: int) -> list[Bucket]:
             bucket = receiver.receive(handle)
             buckets.append(Bucket(bucket.data.copy(), bucket.records))
             sender.release(len(buckets))
-
-
-def digest_of(buckets: list[Bucket]) -> str:
-    return digest({record.name: record.checksum for bucket in buckets for record in bucket.records})
 
 
 def weights_of(worker: WeightSender) -> dict[str, Tensor]:

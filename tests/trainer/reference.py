@@ -14,6 +14,7 @@ from rlsys.algorithms.losses import LossFunction, LossInputs, policy_loss
 from rlsys.config.algorithm import AlgorithmConfig, PpoLoss
 from rlsys.config.schema import OptimizerConfig
 from rlsys.trainer.batches import MicroBatch
+from tests.support.tensors import randomised
 
 ALGORITHM = AlgorithmConfig(policy_loss=PpoLoss(clip_high=0.28), kl_coef=0.1, entropy_coef=0.01)
 LOSS = policy_loss(ALGORITHM)
@@ -77,14 +78,8 @@ def _sizes(layers: int, tied: bool) -> dict[str, object]:
 
 
 def make_model(config: PretrainedConfig, folder: Path, seed: int = 0) -> Path:
-    """A random model; biases and norms are random too, so that a tensor in the wrong place shows."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter)
-            parameter.copy_(1.0 + 0.1 * noise if "norm" in name else 0.15 * noise)
-    model.save_pretrained(folder)
+    randomised(AutoModelForCausalLM.from_config(config, dtype=torch.float32)).save_pretrained(folder)
     return folder
 
 

@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlsys.config.algorithm import Aggregation
 from rlsys.config.schema import OptimizerConfig
 from rlsys.errors import RunError
-from rlsys.trainer.actor import Objective
-from rlsys.trainer.batches import MicroBatch, OptimizerStep, collate
+from rlsys.trainer.batches import MicroBatch, collate
 from tests.support.megatron_processes import Group, on_ranks
 from tests.trainer import reference
 from tests.trainer.harness import make_actor, weights_of
@@ -80,44 +78,6 @@ def test_masked_tokens_get_no_gradient_and_micro_batch_splits_change_nothing(tmp
     batches = reference.make_batches(4, seed=3)
     expected = _gradient_norm(model, batches, sum(batch.trained_tokens for batch in batches))
     assert float(plain["norm"]) == pytest.approx(expected, rel=1e-5)
-
-
-DIVISORS = {"token-mean": (6, 30), "seq-mean-token-sum": (3, 5), "fixed-length": (3 * 13, 5 * 13)}
-"""Aggregation -> divisor of each of `_uneven_mini_batches`, by hand."""
-
-
-def _uneven_mini_batches() -> tuple[list[MicroBatch], list[MicroBatch]]:
-    """Three episodes with 1 + 2 + 3 trained tokens, then five with 4 + (5 + 6 + 7) + 8."""
-    counts = ([1, 2, 3], [4], [5, 6, 7], [8])
-    masks = [(np.arange(20) >= 3) & (np.arange(20) < 3 + np.array(count)[:, None]) for count in counts]
-    first, *rest = (
-        replace(batch, loss_mask=mask[:, : batch.tokens.shape[1]])
-        for batch, mask in zip(reference.make_batches(4, seed=3), masks, strict=True)
-    )
-    return [first], rest
-
-
-def _steps_of_uneven_mini_batches(group: Group, model: Path) -> dict[str, list[OptimizerStep]]:
-    steps = {}
-    for name in DIVISORS:
-        objective = Objective(reference.LOSS, reference.TEMPERATURE, Aggregation(name), reference.LOSS_LENGTH)
-        # At this rate no weight changes, so both steps have the gradient of the initial weights.
-        actor = make_actor(group, model, optimizer=OptimizerConfig(lr=1e-30, clip_grad=1e9), objective=objective)
-        actor.load_hf(model)
-        steps[name] = []
-        for batches in _uneven_mini_batches():
-            actor.accumulate(batches, last=True)
-            steps[name].append(actor.apply())
-    return steps
-
-
-def test_each_uneven_mini_batch_has_its_own_exact_divisor(tmp_path: Path) -> None:
-    model = reference.make_model(reference.tiny_config(layers=2), tmp_path / "model")
-    (steps,) = on_ranks(_steps_of_uneven_mini_batches, 1, model)
-    for name, divisors in DIVISORS.items():
-        assert tuple(step.divisor for step in steps[name]) == divisors
-        for step, batches in zip(steps[name], _uneven_mini_batches(), strict=True):
-            assert step.grad_norm == pytest.approx(_gradient_norm(model, batches, step.divisor), rel=1e-5)
 
 
 def _gradient_norm(model: Path, batches: Sequence[MicroBatch], divisor: int) -> float:

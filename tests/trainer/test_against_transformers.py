@@ -16,8 +16,9 @@ from rlsys.trainer.optimizer import learning_rate
 from rlsys.weights.transport import Bucket, ChecksumError, unpack
 from rlsys.weights.weight_map import largest_tensor_bytes
 from tests.support.megatron_processes import Group, on_ranks
+from tests.support.tensors import digest_of
 from tests.trainer import reference
-from tests.trainer.harness import TOTAL_STEPS, Layout, digest_of, export, local_model, make_actor, weights_of
+from tests.trainer.harness import TOTAL_STEPS, Layout, export, local_model, make_actor, weights_of
 
 STEPS, PER_STEP = 2, 6
 FIXED = ReferencePlan(tau=1.0, update_period=1, reset_period=None)

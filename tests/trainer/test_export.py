@@ -20,9 +20,9 @@ from rlsys.weights.transport import Bucket, digest, unpack
 from rlsys.weights.weight_map import largest_tensor_bytes
 from tests.support import transport_ends as ends
 from tests.support.megatron_processes import Group, on_ranks
-from tests.support.tensors import pack
+from tests.support.tensors import digest_of, pack
 from tests.trainer import reference
-from tests.trainer.harness import digest_of, export, local_model, make_actor
+from tests.trainer.harness import export, local_model, make_actor
 
 
 def _in_process(group: Group, model: Path, other: Path) -> None:

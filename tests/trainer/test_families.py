@@ -2,22 +2,18 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, Qwen3MoeConfig
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+from transformers import PretrainedConfig
 
 from rlsys.config.schema import ParallelConfig
 from rlsys.trainer import mesh
 from rlsys.trainer.batches import MicroBatch
 from rlsys.trainer.export import export_plan, load_hf, whole_tensors
 from rlsys.trainer.forward import context_shares, forward
-from rlsys.trainer.model.layers import ExpertRouter
 from rlsys.trainer.model.stage_model import PolicyModel
 from rlsys.weights.hf_io import HfReader
 from rlsys.weights.weight_map import read_architecture
@@ -76,34 +72,3 @@ def _expected(path: Path) -> Tensor:
     """Logits that transformers computes at the position before each target, row by row."""
     with torch.no_grad():
         return reference.load(path)(torch.tensor(_batch().tokens)).logits[:, :-1].flatten(0, 1)
-
-
-@pytest.mark.parametrize(("dtype", "norm_topk"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_expert_router_equals_transformers(dtype: torch.dtype, norm_topk: bool) -> None:
-    config = Qwen3MoeConfig(hidden_size=32, num_experts=8, num_experts_per_tok=3, norm_topk_prob=norm_topk)
-    torch.manual_seed(0)
-    theirs = Qwen3MoeTopKRouter(config).to(dtype)
-    torch.nn.init.normal_(theirs.weight)
-    hidden = torch.randn(7, 2, 32, dtype=dtype)
-    no_groups = SimpleNamespace(tp=None, cp=None, tp_cp=None, tp_dp_cp=None)
-    ours = ExpertRouter(
-        SimpleNamespace(
-            num_moe_experts=8,
-            hidden_size=32,
-            add_bias_linear=False,
-            calculate_per_token_loss=True,
-            perform_initialization=False,
-            params_dtype=dtype,
-            sequence_parallel=False,
-            moe_router_topk=3,
-            moe_router_pre_softmax=not norm_topk,
-        ),
-        no_groups,
-    )
-    ours.weight.data.copy_(theirs.weight)
-    weights, chosen = ours(hidden)
-    _, their_weights, their_choice = theirs(hidden)
-    assert weights.dtype is their_weights.dtype is dtype
-    assert torch.equal(weights.gather(1, their_choice), their_weights)
-    assert torch.equal(chosen, torch.zeros_like(chosen).scatter(1, their_choice, True))
-    assert not weights[~chosen].any()

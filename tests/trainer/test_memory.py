@@ -70,8 +70,6 @@ KL: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """Training step whose memory is measured."""
-
     layout: Layout = PLAIN
     shape: str = "dense"
     group: str = "actor"

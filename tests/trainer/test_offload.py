@@ -23,8 +23,9 @@ from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan
 from rlsys.trainer.offload import HostBlocks, HostMemoryBackup, Offload
 from rlsys.weights.transport import open_sender
 from tests.support.megatron_processes import Group, on_ranks
+from tests.support.tensors import digest_of
 from tests.trainer import reference
-from tests.trainer.harness import OPTIMIZER, digest_of, export, local_model, make_actor, shared_memory, weights_of
+from tests.trainer.harness import OPTIMIZER, export, local_model, make_actor, shared_memory, weights_of
 
 AVERAGE = ReferencePlan(tau=0.5, update_period=2, reset_period=None)
 STEPS = [reference.make_batches(4, seed=step) for step in range(3)]
@@ -145,7 +146,6 @@ def test_offloading_frees_gpu_memory(tmp_path: Path) -> None:
 
 
 def _train(actor: Actor, step: int) -> dict[str, Tensor]:
-    """Train one step; returns the weights and the gradient norm."""
     actor.accumulate(STEPS[step][actor.coords.dp :: actor.coords.dp_size])
     norm = actor.apply().grad_norm
     return {**weights_of(actor), "norm": torch.tensor(norm)}

@@ -40,9 +40,9 @@ from rlsys.trainer.batches import Accumulated, BatchSharder, OptimizerStep
 from rlsys.trainer.log_prob import LogProbWorker, ReferencePlan, ReferencePolicy, TopkPlan
 from rlsys.weights.hf_io import HfReader
 from tests.support.megatron_processes import Group, on_ranks
-from tests.support.tensors import pack
+from tests.support.tensors import digest_of, pack
 from tests.trainer import reference
-from tests.trainer.harness import digest_of, local_model, weights_of
+from tests.trainer.harness import local_model, weights_of
 from tests.trainer.one_process import LOSS_LENGTH, SAMPLES, Expected, OneProcess, Policies, flat
 
 # Without momentum a step is gradient / (|gradient| + 1), from which the gradient can be computed.

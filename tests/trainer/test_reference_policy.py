@@ -16,9 +16,9 @@ from rlsys.trainer.offload import OffloadStats
 from rlsys.weights.convert.conversion import megatron_to_hf
 from rlsys.weights.hf_io import HfReader
 from tests.support.megatron_processes import HostedGroup, pool, rendezvous
-from tests.support.tensors import pack
+from tests.support.tensors import digest_of, pack
 from tests.trainer import reference
-from tests.trainer.harness import digest_of, local_model, weights_of
+from tests.trainer.harness import local_model, weights_of
 
 ONE = ParallelConfig()
 LAYOUTS = {

@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -75,8 +75,7 @@ async def test_a_notebook_gets_the_value_or_error_within_its_running_loop() -> N
         finish(fail())
 
 
-@pytest.mark.parametrize("in_loop", [False, True])
-def test_an_interrupt_waits_for_the_cleanup_of_the_work(in_loop: bool) -> None:
+def test_an_interrupt_in_a_notebook_waits_for_the_cleanup_of_the_work() -> None:
     begun, closed = threading.Event(), []
 
     async def work() -> None:
@@ -87,17 +86,11 @@ def test_an_interrupt_waits_for_the_cleanup_of_the_work(in_loop: bool) -> None:
             await asyncio.sleep(0)
             closed.append(True)
 
-    def cell() -> None:
-        # As in a notebook's kernel: within a running loop, with Python's handler of Ctrl-C.
-        loop = asyncio.new_event_loop()
-        loop.call_soon(finish, work())
-        try:
-            loop.run_forever()
-        finally:
-            loop.close()
-
-    with interrupted(begun.is_set, "result" if in_loop else "run_to_end"):
-        cell() if in_loop else finish(work())
+    # As in a notebook's kernel: within a running loop, with Python's handler of Ctrl-C.
+    loop = asyncio.new_event_loop()
+    loop.call_soon(finish, work())
+    with interrupted(begun.is_set, "result"), closing(loop):
+        loop.run_forever()
     assert closed == [True]
 
 

@@ -29,8 +29,8 @@ from tests.support.chat import ANSWERS, SEARCHES, FakeSearch, Script, codec, con
 QUESTION = "What is the capital of France?"
 
 
-async def all_of(asked: Conversation, text: str = QUESTION, temperature: float | None = None) -> list[Event]:
-    async with aclosing(asked.ask(text, temperature)) as events:
+async def all_of(asked: Conversation, text: str = QUESTION) -> list[Event]:
+    async with aclosing(asked.ask(text, None)) as events:
         return [event async for event in events]
 
 

@@ -229,9 +229,9 @@ EVIL = [
 ]
 
 
-def page_of(*answers: Answered, shown: int = 20) -> str:
+def page_of(*answers: Answered) -> str:
     evaluation = Evaluation(0, answers)
-    return render_page(evaluation, summarise(evaluation), shown, seed=1)
+    return render_page(evaluation, summarise(evaluation), 20, seed=1)
 
 
 def with_text(text: str) -> Answered:

@@ -14,14 +14,9 @@ from rlsys.orchestrator.evaluation.scores import bootstrap, mean_of, pass_at, sc
 @pytest.mark.parametrize(
     ("answer", "accepted", "em", "f1", "sub_em"),
     [
-        ("The Nile.", ["nile"], 1, 1, 1),
         ("Nile", ["the River Nile", "Amazon"], 0, 2 / 3, 0),
-        ("Nile Nile Nile", ["Nile Nile"], 0, 0.8, 1),
         ("no", ["no one"], 0, 0, 0),
         ("yes it is", ["yes", "it is"], 0, 0.8, 1),
-        ("", ["Nile"], 0, 0, 0),
-        ("the", ["a"], 1, 1, 1),
-        ("Nile", ["the"], 0, 0, 0),
         (None, ["", "the"], 0, 0, 0),
     ],
 )

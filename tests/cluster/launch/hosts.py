@@ -163,7 +163,6 @@ class Launched:
         )
 
     def wait(self) -> int:
-        """Wait for the launcher's end and return its exit status."""
         try:
             return self._process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -176,7 +175,6 @@ class Launched:
         launcher.send_signal(number)
 
     def said(self) -> str:
-        """Return the launcher's output so far."""
         return self.log.read_text(errors="replace")
 
     def leaves_nothing(self) -> bool:

@@ -40,7 +40,6 @@ def test_slurm_file_runs_the_launcher_on_each_machine_and_returns_its_status(tmp
     settings = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1", "PYTHON": python}
 
     def given(*words: str, **more: str) -> list[str]:
-        """Return the words that the script passes to srun."""
         done = subprocess.run(["bash", str(SBATCH), *words], cwd=tmp_path, env=kept | settings | more, check=False)
         assert done.returncode == 7
         return (tmp_path / "srun.words").read_text().splitlines()

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from rlsys.cluster.launch import head
-from rlsys.cluster.launch.head import ClusterNodes, GatheredLogs, NodeAgent
+from rlsys.cluster.launch.head import GatheredLogs, NodeAgent
 from rlsys.cluster.launch.ray_node import FOLDER_VARIABLE
 from rlsys.cluster.launch.role import Role
 from rlsys.cluster.local_ray import rays_own
@@ -42,17 +42,6 @@ async def test_missing_machines_are_named_and_duplicate_ranks_refused(monkeypatc
         await assembled(a)
     with refused("conflict", "--rank"):
         await assembled(a, b, machine(1, "c"))
-
-
-async def test_lost_machines_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(head, "remote_shell", lambda *_: None)
-    a, b = machine(0, "a"), machine(1, "b")
-    crew = ClusterNodes(None, [a, b], tmp_path, None, print)  # type: ignore[arg-type]
-    monkeypatch.setattr(head, "lost", lambda _known: [])
-    await crew.require_all()
-    monkeypatch.setattr(head, "lost", lambda known: known[1:])
-    with pytest.raises(RunError, match=r"node 1 \(b, 10\.0\.0\.1\) is lost"):
-        await crew.require_all()
 
 
 async def test_taken_port_of_the_head_is_refused() -> None:

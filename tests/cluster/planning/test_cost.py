@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.cluster.planning.cost import COMPUTE_SHARE, EXPECTED, HOST_S, LINK_SHARE, MEMORY_SHARE, NETWORK, StepCost
+from rlsys.cluster.planning.cost import COMPUTE_SHARE, HOST_S, LINK_SHARE, MEMORY_SHARE, NETWORK, StepCost
 from rlsys.config.compose import load_config
 from rlsys.config.schema import Mode, RunConfig
 from rlsys.weights.weight_map import read_architecture
@@ -43,10 +43,6 @@ def cost_of(settings: Mapping[str, Any] = {}, of: str = "3b_1node", device: str 
             assert hasattr(held, name)
             setattr(held, name, value)
     return StepCost(config, read_architecture(shape_of(config.model.path)), device)
-
-
-def test_expected_episode_generates_a_quarter_of_its_tokens() -> None:
-    assert (EXPECTED.total, EXPECTED.generated) == (TOKENS, TOKENS / 4)
 
 
 def test_training_is_three_forward_passes_and_four_if_recomputed() -> None:
@@ -147,16 +143,13 @@ def test_engine_without_room_for_an_episode_never_finishes() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "stage"),
     [
-        ("cluster.placement.actor", "0-1", StepCost.training_s),
-        ("cluster.placement.inference", "4", StepCost.inference_s),
-        ("cluster.placement.rollout", "6", StepCost.rollout_s),
         ("eval.engines", 1, StepCost.rollout_s),
         ("algorithm.n_samples", 8, StepCost.rollout_s),
         ("task.max_turns", 4, StepCost.rollout_s),
         ("trainer.mini_batches", 8, StepCost.training_s),
     ],
 )
-def test_less_hardware_or_more_work_takes_longer(key: str, value: Any, stage: Callable[[StepCost], float]) -> None:
+def test_more_work_takes_longer(key: str, value: Any, stage: Callable[[StepCost], float]) -> None:
     assert stage(cost_of({key: value})) > stage(cost_of())
 
 

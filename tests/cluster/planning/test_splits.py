@@ -24,7 +24,6 @@ MOST_EPISODES, MULTIPLE = 512, 64
 
 
 def experiment(name: str) -> RunConfig:
-    """Return a copy of an experiment's config."""
     return deepcopy(next(config for config in gpu_experiments() if config.name == name))
 
 

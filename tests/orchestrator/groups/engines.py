@@ -230,7 +230,6 @@ class Engines:
 
 
 def episodes(question: Question, samples: int) -> list[Trajectory]:
-    """Return the trajectories of all samples of a question."""
     return [trajectory(uid=question.uid, sample=number) for number in range(samples)]
 
 

@@ -20,8 +20,8 @@ from rlsys.trainer.batches import BatchSharder
 from rlsys.weights.transport import BucketHandle, TransportSpec
 
 
-def handle(number: int, nbytes: int = 100) -> BucketHandle:
-    return BucketHandle(number, (), nbytes, None)
+def handle(number: int) -> BucketHandle:
+    return BucketHandle(number, (), 100, None)
 
 
 @dataclass

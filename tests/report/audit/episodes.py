@@ -46,7 +46,6 @@ def played(
     *,
     versions: Sequence[int] | None = None,
     eos: bool = False,
-    limit: int = 10_000,
     uid: str = "q",
     step: int = POLICY + 1,
 ) -> TrajectoryRecord:
@@ -62,7 +61,7 @@ def played(
         context.add_observation(observation)
         sampled = {"sampled_ids": np.array(drawn, np.int32), "sampled_logprobs": np.array(logprobs, np.float32)}
         of_turns.append(replace(MADE.turns[0], text=text, observation=observation, **sampled))
-    record = context.close(eos, limit)
+    record = context.close(eos, 10_000)
     tokens = record.tokens.tolist()
     old = [trained_logprob(tokens[: at + 1]) if own else 0.0 for at, own in enumerate(record.loss_mask)]
     return replace(

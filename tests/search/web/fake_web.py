@@ -44,7 +44,6 @@ class FakeWeb:
         """Headers of each request for a page."""
 
     def forget(self) -> None:
-        """Clear the records and the script."""
         for seen in (self.script, self.asked, self.fetched, self.headers):
             seen.clear()
 

@@ -115,7 +115,6 @@ def write(
 
 
 def change(file: Path, how: Callable[[str, Tensor], Tensor]) -> None:
-    """Replace each weight in the file of one rank."""
     state = torch.load(file, weights_only=False)
     state["model"] = {name: how(name, tensor) for name, tensor in state["model"].items()}
     torch.save(state, file)

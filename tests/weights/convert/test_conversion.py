@@ -168,20 +168,6 @@ def test_shards_are_no_larger_than_asked(tmp_path: Path) -> None:
     assert_same_tensors(model, tmp_path / "back")
 
 
-@pytest.mark.slow
-def test_two_processes_write_the_same_bytes_as_one(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "qwen3-moe")
-    made = []
-    for processes in (1, 2):
-        megatron, back = tmp_path / f"megatron-{processes}", tmp_path / f"back-{processes}"
-        hf_to_megatron(model, megatron, parallel=ParallelConfig(pp=3), processes=processes)
-        megatron_to_hf(megatron, back, model, shard_bytes=60_000, processes=processes)
-        files = [path for folder in (megatron, back) for path in sorted(folder.rglob("*")) if path.is_file()]
-        made.append([(path.name, path.read_bytes()) for path in files])
-    assert len(made[0]) > 12
-    assert made[0] == made[1]
-
-
 def test_repeated_embedding_must_have_the_same_shape_and_dtype(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "qwen2-tied")
     embedding = tensors_of(model)["model.embed_tokens.weight"]

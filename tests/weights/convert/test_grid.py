@@ -37,8 +37,6 @@ WIDTH = 48
 
 
 class Cut(NamedTuple):
-    """Sizes of a parallel layout."""
-
     tp: int = 1
     pp: int = 1
     ep: int = 1
