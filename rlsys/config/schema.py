@@ -324,6 +324,9 @@ class SearchConfig:
     in twenty is hedged; null turns hedging off."""
     index: str | None = None
     """Folder made by `rlsys search index`; required when `url` is null."""
+    index_kind: str | None = None
+    """package.module.attribute that made `index`, if its kind is from outside of rlsys. The server imports the name that
+    the folder has only if it is this name."""
     topk: Annotated[Count, Unit("passages")] = 3
     """Passages per search."""
     timeout_s: Seconds = 30.0
