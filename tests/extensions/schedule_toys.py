@@ -56,7 +56,8 @@ class NotANumber(InPairs):
 
 
 class WithoutPriority:
-    def may_admit(self, view: Any) -> bool: ...
+    def may_admit(self, view: Any) -> bool:
+        return bool(view)
 
 
 class WithoutView(InPairs):

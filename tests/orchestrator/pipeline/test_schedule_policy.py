@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, get_type_hints
 
 import pytest
@@ -99,6 +100,25 @@ def test_earliest_first_is_the_most_stale_first_and_counts_the_wait() -> None:
     order = sorted([fresh, rolling, waiting], key=scheduler.priority)
     assert order == [waiting, rolling, fresh]
     assert [group.last_step for group in order] == [1, 2, 2]
+
+
+def test_wait_goes_on_after_a_resume() -> None:
+    """Of three ready groups, one is trained; the others have waited a step when the run is saved."""
+
+    def scheduler() -> StalenessScheduler:
+        return StalenessScheduler(1, max_staleness=4, max_wait=2)
+
+    before, after = scheduler(), scheduler()
+    groups = [ready(before, number) for number in range(3)]
+    before.take(groups[0])
+    before.close_step()
+    after.resume(before.state())
+    assert after.state() == before.state()
+    assert [(group.ready_since, group.last_step) for group in after.outstanding] == [(0, 2), (0, 2)]
+    old = replace(before.state(), ready=tuple(replace(one, ready_since=None) for one in before.state().ready))
+    again = scheduler()
+    again.resume(old)
+    assert {group.last_step for group in again.outstanding} == {3}, "a state without waits: they begin at the resume"
 
 
 class Numpyish:
