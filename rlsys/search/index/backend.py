@@ -72,7 +72,7 @@ class BackendManifest:
 
     corpus_sha256: str
     rows: int
-    settings: dict  # type: ignore[type-arg]  # `typed` checks plain types
+    settings: dict
 
 
 def is_backend(kind: str) -> bool:
