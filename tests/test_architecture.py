@@ -25,7 +25,7 @@ ARROWS = {
     "data": {"algorithms", "config", "errors", "files"},
     "weights": {"config", "errors", "files"},
     "observe": {"data", "config", "errors", "files"},
-    "search": {"errors", "files"},
+    "search": {"components", "errors", "files"},
     "rollout": {"search", "weights", "data", "config", "components", "errors", "files"},
     "trainer": {"observe", "weights", "data", "algorithms", "config", "errors", "files"},
     "cluster": {"rollout", "search", "observe", "weights", "data", "config", "errors", "files"},

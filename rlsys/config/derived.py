@@ -17,6 +17,7 @@ from rlsys.config.algorithm import (
 from rlsys.config.schema import (
     ActorConfig,
     AsyncSchedule,
+    BoundedWaitSchedule,
     CassetteMode,
     CriticConfig,
     Device,
@@ -27,18 +28,45 @@ from rlsys.config.schema import (
     SamplingConfig,
     SearchConfig,
 )
+from rlsys.errors import UserError
 
 
 def max_staleness(config: RunConfig) -> int:
-    """Return the largest staleness of a trained token; 0 unless the schedule is async."""
+    """Return the largest staleness of a trained token; 0 for a schedule without this key."""
     schedule = config.trainer.schedule
-    return schedule.max_staleness if isinstance(schedule, AsyncSchedule) else 0
+    if isinstance(schedule, AsyncSchedule | BoundedWaitSchedule):
+        return schedule.max_staleness
+    return _bound_of(schedule, "max_staleness") or 0
+
+
+def max_wait(config: RunConfig) -> int | None:
+    """Return the most steps that a ready group waits; None for a schedule without this key."""
+    schedule = config.trainer.schedule
+    return schedule.max_wait if isinstance(schedule, BoundedWaitSchedule) else _bound_of(schedule, "max_wait")
+
+
+def _bound_of(schedule: object, name: str) -> int | None:
+    """Return the setting `name` of a schedule from outside of the package; None if it has no such setting."""
+    value = getattr(schedule, name, None)
+    if value is not None and not (type(value) is int and value >= 0):
+        key = f"trainer.schedule.{name}"
+        sentence = f"{key}={value} must be a whole number of at least 0: set one, or correct the parameter's type."
+        raise UserError(sentence, code="out_of_range", key=key)
+    return value
 
 
 def on_update(config: RunConfig) -> OnUpdate:
-    """Return the treatment of episodes in flight at a weight update; only an async run has such episodes."""
+    """Return the treatment of episodes in flight at a weight update; only a run with staleness has such episodes."""
     schedule = config.trainer.schedule
-    return schedule.on_update if isinstance(schedule, AsyncSchedule) else OnUpdate.finish
+    if isinstance(schedule, AsyncSchedule | BoundedWaitSchedule):
+        return schedule.on_update
+    other = AsyncSchedule.on_update if max_staleness(config) else OnUpdate.finish
+    value = getattr(schedule, "on_update", other)
+    if not isinstance(value, OnUpdate):
+        key = "trainer.schedule.on_update"
+        sentence = f"{key}={value} must be an rlsys.config.schema.OnUpdate: correct the parameter's type."
+        raise UserError(sentence, code="wrong_type", key=key)
+    return value
 
 
 def needs_server(search: SearchConfig) -> bool:

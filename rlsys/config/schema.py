@@ -366,6 +366,9 @@ class SearchConfig:
     in twenty is hedged; null turns hedging off."""
     index: str | None = None
     """Folder made by `rlsys search index`; required when `url` is null."""
+    index_kind: str | None = None
+    """package.module.attribute that made `index`, if its kind is from outside of rlsys. The server imports the name that
+    the folder has only if it is this name."""
     topk: Annotated[Count, Unit("passages")] = 3
     """Passages per search."""
     timeout_s: Seconds = 30.0
@@ -453,10 +456,32 @@ class AsyncSchedule:
 
 
 @dataclass
+class BoundedWaitSchedule:
+    """Like `async`, but a ready prompt group is trained within `max_wait` steps, so only long episodes become as stale
+    as `max_staleness` allows."""
+
+    kind: Literal["bounded_wait"] = "bounded_wait"
+    max_staleness: Annotated[Whole, Unit("versions")] = 2
+    max_wait: Annotated[Whole, Unit("steps")] = 1
+    """Most steps from the step in which a prompt group becomes ready to the step that trains it. The groups in flight
+    are at most `max_wait` + 1 steps' worth and the spare ones."""
+    on_update: OnUpdate = AsyncSchedule.on_update
+
+
+class CustomSchedule(Custom):
+    """A `SchedulePolicy` from outside of the package; see `orchestrator/pipeline/schedule_policy.py`."""
+
+    key = "trainer.schedule"
+    arguments = ()
+
+
+@dataclass
 class TrainerConfig:
     """Length of the run, batch sizes and schedule."""
 
-    schedule: SequentialSchedule | PipelinedSchedule | AsyncSchedule = field(default_factory=PipelinedSchedule)
+    schedule: SequentialSchedule | PipelinedSchedule | AsyncSchedule | BoundedWaitSchedule | CustomSchedule = field(
+        default_factory=PipelinedSchedule
+    )
     """Overlap of stages, and the staleness that it allows."""
     steps: Annotated[Count, Unit("steps")] = 100
     """Steps of the run. Each trains `prompts_per_step` prompt groups and pushes one weight version."""

@@ -83,7 +83,8 @@ def serving(search: SearchConfig, threads: int | None, log_dir: Path) -> Iterato
         yield Serving(search, None)
         return
     assert search.index is not None
-    server = SearchServer(search.index, log_dir / "search.log", topk=search.topk, threads=threads)
+    log = log_dir / "search.log"
+    server = SearchServer(search.index, log, topk=search.topk, threads=threads, kind=search.index_kind)
     try:
         yield Serving(search, server)
     finally:

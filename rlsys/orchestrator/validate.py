@@ -26,11 +26,18 @@ from rlsys.cluster.planning.placement import (
 from rlsys.cluster.planning.resolve import make_plan
 from rlsys.config.algorithm import OldLogprobs
 from rlsys.config.bounds import out_of_range
-from rlsys.config.derived import has_critic, kl_topk_tokens, megatron_groups, needs_server
+from rlsys.config.derived import (
+    has_critic,
+    kl_topk_tokens,
+    max_staleness,
+    max_wait,
+    megatron_groups,
+    needs_server,
+    on_update,
+)
 from rlsys.config.problems import Problem, algorithm_problems
 from rlsys.config.schema import (
     ActorConfig,
-    AsyncSchedule,
     CassetteMode,
     CriticConfig,
     Device,
@@ -44,6 +51,7 @@ from rlsys.config.schema import (
     schema_keys,
 )
 from rlsys.errors import UserError
+from rlsys.orchestrator.pipeline.schedule_policy import make_policy
 from rlsys.orchestrator.rewards.reward import check_terms
 from rlsys.rollout.agent.episode import agent_of
 from rlsys.rollout.tools.interface import check_tools
@@ -78,6 +86,7 @@ def find_problems(config: RunConfig) -> Iterator[Problem]:
 def _all_but_memory(config: RunConfig) -> Iterator[Problem]:
     for key, sentence in out_of_range(config):
         yield Problem(key, sentence, "out_of_range")
+    yield from _schedule(config)
     yield from _batches(config)
     yield from _contradictions(config)
     yield from (Problem("algorithm", sentence) for sentence in algorithm_problems(config))
@@ -340,9 +349,24 @@ def _checkpoints(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _schedule(config: RunConfig) -> Iterator[Problem]:
+    try:
+        staleness, wait = max_staleness(config), max_wait(config)
+        on_update(config)
+        make_policy(config)
+    except UserError as problem:
+        yield Problem(problem.key, str(problem), problem.code)
+        return
+    if wait is not None and wait >= staleness:
+        yield Problem.of(
+            f"trainer.schedule.max_wait={wait} has no effect, because trainer.schedule.max_staleness={staleness} bounds "
+            "the wait too: lower max_wait, or set trainer.schedule.kind=async."
+        )
+
+
 def _sync(config: RunConfig) -> Iterator[Problem]:
     cluster, schedule = config.cluster, config.trainer.schedule
-    waits = isinstance(schedule, AsyncSchedule) and schedule.on_update is OnUpdate.finish
+    waits = hasattr(schedule, "on_update") and on_update(config) is OnUpdate.finish
     if cluster.mode is Mode.colocated and schedule.kind != "sequential":
         yield Problem.of(
             f"trainer.schedule.kind={schedule.kind} overlaps stages, but cluster.mode=colocated runs one stage at "

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 _BY_VECTORS = ("encoder", "dimension", "faiss_type", "nprobe", "ef_search")
 _BY_BOTH = ("candidates", "rank_constant", "dense", "bm25")
-SERVED = ("kind", "passages", "corpus_sha256", *_BY_VECTORS, "k1", "b", "stopwords", *_BY_BOTH)
+SERVED = ("kind", "passages", "corpus_sha256", *_BY_VECTORS, "k1", "b", "stopwords", *_BY_BOTH, "settings")
 """Keys of `/health` that search results depend on; the other keys are counters and settings."""
 
 

@@ -35,6 +35,7 @@ class SearchServer(AbstractContextManager["SearchServer"]):
         topk: Default for requests without `topk`.
         threads: Threads of the encoder and the index (OMP_NUM_THREADS).
         encoder: Encoder of the queries, if it differs from the encoder recorded in the index.
+        kind: Kind of an index that is from outside of rlsys: its code is run.
         token: Bearer token; None inherits the token of this process's environment, if any.
         options: Further command-line arguments.
     """
@@ -50,12 +51,14 @@ class SearchServer(AbstractContextManager["SearchServer"]):
         threads: int | None = None,
         encoder: str | None = None,
         device: str | None = None,
+        kind: str | None = None,
         token: str | None = None,
         options: Sequence[str] = (),
     ) -> None:
         words = ["rlsys.search.server", str(index), "--topk", str(topk), "--host", host]
         words += ["--device", device] if device else []
         words += ["--encoder", encoder] if encoder else []
+        words += ["--kind", kind] if kind else []
         environment = child_environment(threads) | ({TOKEN_VARIABLE: token} if token else {})
         self._start([*words, *options], log, host, port, environment)
 

@@ -30,13 +30,17 @@ def test_page_is_up_to_date_and_explains_every_key_once(page: str) -> None:
     assert sorted(row[0].strip() for row in rows) == sorted(f"`{key}`" for key in schema_keys())
     bare = re.compile(r"(Only with `\S+`\. )?(Must [^.]*(\.\d+)?[^.]*\.)?")
     assert [row[0] for row in rows if bare.fullmatch(row[4])] == []
-    meaning = "Only with `trainer.schedule.kind=async`. Largest staleness"
-    assert f"| `trainer.schedule.max_staleness` | integer | `1` | versions | {meaning}" in page
+    meaning = "Only with `trainer.schedule.kind=async` or `bounded_wait`. Largest staleness"
+    assert (
+        f"| `trainer.schedule.max_staleness` | integer | `1` (`async`), `2` (`bounded_wait`) | versions | {meaning}"
+        in page
+    )
 
 
 def test_page_names_the_callers_of_a_derived_fact_as_readers(page: str) -> None:
     (row,) = [line for line in page.splitlines() if line.startswith("| `trainer.schedule.max_staleness` |")]
-    assert row.endswith("| `orchestrator/pipeline/training_step.py`, `orchestrator/run.py` |")
+    callers = ("pipeline/training_step", "run", "worker_groups")
+    assert row.endswith(f"| {', '.join(f'`orchestrator/{file}.py`' for file in callers)} |")
     (row,) = [line for line in page.splitlines() if line.startswith("| `rollout.sampling.accept_truncation` |")]
     assert row.endswith("| `config/derived.py` |"), "only the checks of a config call the function"
 

@@ -9,7 +9,7 @@ import typer
 from typer import Argument, Option
 
 from rlsys.apps.cli.options import print_pairs
-from rlsys.errors import Interrupted
+from rlsys.errors import Interrupted, UserError
 
 _HELP = "Build and serve a search index. Other commands make passages and describe recorded searches."
 app = typer.Typer(help=_HELP, no_args_is_help=True)
@@ -26,6 +26,8 @@ _KEEP = Option(
     "--keep-embeddings/--drop-embeddings", help="Keep the vectors to build another FAISS type later.", **_FAISS
 )
 _DTYPE = "float32, float16 or bfloat16 (faster on a CPU with AMX)."
+_KINDS = "dense, bm25, hybrid, elasticsearch, opensearch, or your own: package.module.attribute."
+_SET = "Setting of an index kind of your own; repeatable."
 _DUPLICATES = "Leave out passages that repeat an earlier one."
 _Text = str | None
 _Count = int | None
@@ -36,7 +38,8 @@ _Number = float | None
 def index(
     corpus: Annotated[Path, Argument(help="Passages: jsonl of {id, contents}.")],
     out: Annotated[Path, Argument(help="Folder to write the index to.")],
-    kind: Annotated[str, Option(help="dense, bm25, hybrid, elasticsearch or opensearch.")] = "dense",
+    kind: Annotated[str, Option(help=_KINDS)] = "dense",
+    set_: Annotated[list[str], Option("--set", metavar="NAME=VALUE", help=_SET)] = [],  # noqa: B006, never changed
     replace: Annotated[
         bool, Option("--replace", help="Replace an existing index that was built from other inputs.")
     ] = False,
@@ -68,7 +71,13 @@ def index(
 ) -> None:
     """Build an index of a corpus. Continues an interrupted build; leaves a complete index unchanged."""
     given = {name: value for name, value in locals().items() if value is not None}
-    settings = {name: value for name, value in given.items() if name not in ("corpus", "out", "kind", "replace")}
+    settings = {
+        name: value for name, value in given.items() if name not in ("corpus", "out", "kind", "replace", "set_")
+    }
+    if set_ and "." not in kind:
+        reason = f"--set {set_[0]} is only for an index kind of your own: an index of kind {kind} has flags instead."
+        raise UserError(reason, code="conflict", key="--set")
+    settings |= dict(map(_pair, set_))
     from rlsys.search.index.make import make_index, recipe
 
     try:
@@ -76,6 +85,13 @@ def index(
     except KeyboardInterrupt:
         raise Interrupted("Interrupted: run the same command again to continue.") from None
     typer.echo(f"{out}: {'built' if built else 'already complete'}")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise UserError(f"--set {text} is not a setting: write --set NAME=VALUE.", code="malformed", key="--set")
+    return name, value
 
 
 @app.command()

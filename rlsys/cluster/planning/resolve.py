@@ -88,7 +88,7 @@ def overlap(config: RunConfig) -> str:
         return f"stages run one after another on the same devices{frees}"
     if config.trainer.schedule.kind == "sequential":
         return "no stages overlap"
-    across = "across steps" if config.trainer.schedule.kind == "async" else "within a step"
+    across = "across steps" if derived.max_staleness(config) else "within a step"
     overlapping = f"rollout, log-probs and training overlap {across}"
     if not derived.needs_whole_mini_batch(algorithm):
         return overlapping

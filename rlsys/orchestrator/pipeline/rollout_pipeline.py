@@ -6,8 +6,8 @@ finished groups. It returns prompts of dropped groups to the source and hands sc
     prompt source -> roll out -> reward -> score -> take     the driver trains, closes the step, publishes the version
                      engines     CPU       Megatron
 
-`run` works until `stop`; meanwhile the driver calls `take` for scored groups (oldest first), closes steps and publishes
-weight versions. Run it in the task group that also calls `take`: an error in any stage ends `run` with that error.
+`run` works until `stop`; meanwhile the driver calls `take` for scored groups, closes steps and publishes weight
+versions. Run it in the task group that also calls `take`: an error in any stage ends `run` with that error.
 Between two steps `state` holds everything in flight, and another pipeline can resume from it.
 
 Invariants:
@@ -172,8 +172,8 @@ class PipelineState:
 class _Scored(NamedTuple):
     """Scored group; sorts in the order in which groups are taken. `take` skips a group that was dropped meanwhile."""
 
-    oldest: int
-    number: int
+    priority: tuple[float, int, int]
+    """Unique: it ends with the group's number."""
     prompt_group: PromptGroup
     group: Group
 
@@ -246,7 +246,9 @@ class RolloutPipeline:
                 prompt_group.number: group for prompt_group, group in waiting if prompt_group.stage is GroupStage.ready
             },
             scored={
-                one.number: one.group for one in sorted(self._scored) if one.prompt_group.stage is GroupStage.ready
+                one.prompt_group.number: one.group
+                for one in sorted(self._scored)
+                if one.prompt_group.stage is GroupStage.ready
             },
         )
 
@@ -262,9 +264,9 @@ class RolloutPipeline:
             status.show("waits for the end of the run", "rollout", *self._scoring_stages.values())
 
     async def take(self, most: int, *stages: str) -> list[Group]:
-        """Block until a group is scored, then return up to `most` scored groups, oldest first; `most` is at least 1.
+        """Block until a group is scored, then return up to `most` scored groups; `most` is at least 1.
 
-        The status `stages` show the cause of the wait. Raises RuntimeError after `stop`.
+        They come in the order of the scheduler's `priority`. The status `stages` show the cause of the wait. Raises RuntimeError after `stop`.
         """
         groups: list[Group] = []
         while not groups:
@@ -289,6 +291,7 @@ class RolloutPipeline:
         """
         self.scheduler.close_step()
         self._show_rollouts()
+        self._changed.set()  # With `max_wait`, a closed step makes room for other groups.
 
     def publish(self, version: int) -> None:
         """Record that every rolling engine has `version`, and admit groups for it. Idempotent."""
@@ -319,7 +322,7 @@ class RolloutPipeline:
                 self._to_resume[prompt_group] = state.progress.get(prompt_group.number, ())
         self._rewarded.update((prompt_groups[number], group) for number, group in state.rewarded.items())
         self._scored = [
-            _Scored(prompt_groups[number].oldest, number, prompt_groups[number], group)
+            _Scored(self.scheduler.priority(prompt_groups[number]), prompt_groups[number], group)
             for number, group in state.scored.items()
         ]
 
@@ -389,7 +392,7 @@ class RolloutPipeline:
             scored = replace(group, samples=tuple(islice(samples, len(group.samples))))
             if prompt_group.stage is GroupStage.ready:
                 finished = self._handlers.finish(scored)
-                heappush(self._scored, _Scored(prompt_group.oldest, prompt_group.number, prompt_group, finished))
+                heappush(self._scored, _Scored(self.scheduler.priority(prompt_group), prompt_group, finished))
         self._changed.set()
 
     def _may_roll(self) -> bool:

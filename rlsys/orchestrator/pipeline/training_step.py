@@ -18,12 +18,13 @@ from functools import partial
 from math import floor, inf
 from typing import Protocol
 
-from rlsys.config.derived import has_critic, max_staleness, mini_batch_sizes, needs_whole_mini_batch
+from rlsys.config.derived import has_critic, max_staleness, max_wait, mini_batch_sizes, needs_whole_mini_batch
 from rlsys.config.schema import RunConfig
 from rlsys.data.trajectory import Floats, Group, Sample
 from rlsys.observe import status
 from rlsys.orchestrator.pipeline.grouping import over_mini_batch
 from rlsys.orchestrator.pipeline.rollout_pipeline import Devices, RolloutPipeline, ScoreBatchSize
+from rlsys.orchestrator.pipeline.schedule_policy import make_policy
 from rlsys.orchestrator.pipeline.scheduler import StalenessScheduler
 
 MOST_SCORED_GROUPS = 32
@@ -63,7 +64,8 @@ def make_scheduler(config: RunConfig) -> StalenessScheduler:
     """Return the scheduler of a new run."""
     curation, groups = config.algorithm.curation, config.trainer.prompts_per_step
     replaced = floor(curation.max_replaced * groups) if curation.drop_no_spread else 0
-    return StalenessScheduler(groups, max_staleness(config), curation.oversample, replaced, config.trainer.steps)
+    limits = (max_staleness(config), curation.oversample, replaced, config.trainer.steps, max_wait(config))
+    return StalenessScheduler(groups, *limits, make_policy(config))
 
 
 def score_batch_size(config: RunConfig) -> ScoreBatchSize:

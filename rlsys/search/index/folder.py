@@ -40,7 +40,8 @@ REMOTE = ("elasticsearch", "opensearch")
 OnProgress = Callable[[str, int, int], None]
 """Called with (stage, done, total). The first call of a stage reports rows done by an earlier build."""
 _INPUTS_FILE = "inputs.json"
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+"""Errors of a disk that takes no more data."""
 T = TypeVar("T")
 
 
@@ -200,7 +201,7 @@ def claim_draft(out: Path) -> Iterator[IndexDraft]:
             draft.folder.mkdir(exist_ok=True)
             yield draft
         except OSError as error:
-            if not (error.errno in _FULL or (error.errno is None and str(error).endswith("written"))):
+            if not (error.errno in FULL or (error.errno is None and str(error).endswith("written"))):
                 raise  # NumPy raises short writes as OSError without errno ("... written").
             name = f" of {Path(error.filename).name}" if error.filename else ""
             problem = f"{out} was not built, because a write{name} to {home} failed ({error.strerror or error})"

@@ -16,6 +16,7 @@ from rich.text import Text
 from rlsys.errors import UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.encoders.spec import EncoderSpec
+from rlsys.search.index.backend import build_backend, is_backend, settings_of
 from rlsys.search.index.dense import BuildOptions, build
 from rlsys.search.index.folder import BM25, DENSE, HYBRID, MANIFEST_FILE, REMOTE, OnProgress, read_manifest
 from rlsys.search.index.fusion import build_hybrid
@@ -36,6 +37,8 @@ class IndexRecipe:
     """URL of the Elasticsearch or OpenSearch server."""
     index_name: str | None = None
     """Name of the index on that server."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of a backend from outside of the package."""
 
 
 _SPEC = tuple(item.name for item in fields(EncoderSpec) if item.name != "name")
@@ -48,14 +51,18 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(REMOTE, ("url", "index_name", "k1", "b")),
 }
 """Kind of index -> names of its settings."""
+KINDS = f"{', '.join(PARTS)}, or package.module.attribute"
 
 
 def recipe(kind: str, settings: Mapping[str, Any]) -> IndexRecipe:
-    """Return the recipe with `settings`. Raises UserError for an unknown kind, or a setting that the kind lacks."""
+    """Return the recipe with `settings`; those of a backend may be text.
+
+    Raises UserError for an unknown kind, or a setting that the kind lacks.
+    """
+    if is_backend(kind):
+        return IndexRecipe(settings=settings_of(kind, settings))
     if kind not in PARTS:
-        raise UserError(
-            f"index kind {kind!r} is unknown: choose one of {', '.join(PARTS)}.", code="unknown", key="kind"
-        )
+        raise UserError(f"index kind {kind!r} is unknown: choose one of {KINDS}.", code="unknown", key="kind")
     for name in settings:
         if name not in PARTS[kind]:
             raise UserError(
@@ -88,6 +95,8 @@ def make_index(
     with shown(Console(stderr=True)) as progress:
         if kind == DENSE:
             return build(passages, made.encoder, out, made.dense, progress)
+        if is_backend(kind):
+            return build_backend(kind, settings_of(kind, made.settings), passages, out, progress)
         if kind == BM25:
             return build_lexical(passages, out, made.lexical, progress)
         if kind == HYBRID:

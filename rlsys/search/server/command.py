@@ -39,6 +39,7 @@ from rlsys.search.address import (
 from rlsys.search.connections import LimitedConfig, LimitedServer
 from rlsys.search.corpus import PageStore
 from rlsys.search.encoders.spec import EncoderSpec
+from rlsys.search.index.backend import BackendRetriever, is_backend, require_trusted
 from rlsys.search.index.dense import DEPTH, SearchOptions, VectorRetriever, open_prebuilt
 from rlsys.search.index.folder import BM25, DENSE, HYBRID, REMOTE, read_manifest
 from rlsys.search.retrieval import PageSource, Retriever
@@ -65,6 +66,7 @@ def serve_index(arguments: Sequence[str] | None = None, program: str = "python -
     parser = argparse.ArgumentParser(prog=program, description="Serve a search index over HTTP.")
     add = parser.add_argument
     add("index", type=Path, help="folder of `rlsys search index`, or a FAISS file, which needs --corpus")
+    add("--kind", help="package.module.attribute that built the index, if it is from outside of rlsys: runs its code")
     add("--encoder", help="query encoder, if its folder has moved or it differs from the passage encoder")
     add("--device", help="device of the models: cpu, cuda or cuda:N")
     add("--dtype", help="float32, float16 or bfloat16")
@@ -172,6 +174,9 @@ def _load_index(given: argparse.Namespace) -> tuple[Retriever, PageSource | None
     depth = max(DEPTH, given.max_topk)
     made = {key: getattr(given, key) for key in _MADE if getattr(given, key) is not None}
     if given.index.is_file():
+        if given.kind is not None:
+            reason = f"--kind is only for an index folder, and {given.index} is a file: leave it out."
+            raise UserError(reason, code="conflict", key="--kind")
         if given.corpus is None or given.encoder is None:
             problem = f"{given.index} is a FAISS file, which holds only vectors"
             remedy = "give --corpus, the passages that it was built from, and --encoder, the encoder that built it"
@@ -188,7 +193,7 @@ def _load_index(given: argparse.Namespace) -> tuple[Retriever, PageSource | None
 
     deeper = {"depth": depth} if depth > DEPTH else {}
     chosen = {"encoder": given.encoder, "device": given.device, "dtype": given.dtype}
-    return open_retriever(given.index, own_process=True, **chosen, **searching, **deeper), pages
+    return open_retriever(given.index, own_process=True, trusted=given.kind, **chosen, **searching, **deeper), pages
 
 
 def _load_web(given: argparse.Namespace) -> tuple[Retriever, PageSource | None]:
@@ -331,14 +336,19 @@ def _end_with_parent(parent_pid: int) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def open_retriever(folder: str | Path, *, own_process: bool = False, **options: Any) -> Retriever:
+def open_retriever(
+    folder: str | Path, trusted: str | None = None, *, own_process: bool = False, **options: Any
+) -> Retriever:
     """Open the index in `folder`, of any kind.
 
-    `options` apply to kinds with vectors: encoder, device and dtype of `VectorRetriever.open`, and the fields of
-    `SearchOptions`. Raises UserError for an option that the kind lacks, and for an unknown kind.
+    `trusted` is the kind that the user has named, which a kind from outside of the package needs. `options` apply to
+    kinds with vectors: encoder, device and dtype of `VectorRetriever.open`, and the fields of `SearchOptions`. Raises
+    UserError for an option that the kind lacks, for an unknown kind, and for another kind than `trusted`.
     """
     # Imports only the libraries of this kind.
     kind = str(read_manifest(folder)["kind"])
+    if trusted is not None or is_backend(kind):
+        require_trusted(folder, kind, trusted)
     given = {name: value for name, value in options.items() if value is not None}
     loading: dict[str, Any] = {name: given.pop(name) for name in ("encoder", "device", "dtype") if name in given}
     if kind in (DENSE, HYBRID):
@@ -359,5 +369,9 @@ def open_retriever(folder: str | Path, *, own_process: bool = False, **options: 
         from rlsys.search.index.remote import RemoteRetriever
 
         return RemoteRetriever.open(folder)
-    reason = f"{folder} is an index of kind {kind!r}, which this version of rlsys does not support: upgrade rlsys."
-    raise UserError(reason, code="unsupported", key=str(folder))
+    if is_backend(kind):
+        return BackendRetriever.open(folder, trusted=trusted)
+    known = ", ".join((DENSE, BM25, HYBRID, *REMOTE))
+    reason = f"{folder} is an index of kind {kind!r}, which this version of rlsys does not support"
+    remedy = f"it knows {known} and package.module.attribute; upgrade rlsys, or build the index again"
+    raise UserError(f"{reason}: {remedy}.", code="unsupported", key=str(folder))

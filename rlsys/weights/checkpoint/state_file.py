@@ -30,6 +30,8 @@ from rlsys.files import open_atomically
 
 _TREE = "tree"
 KEY = "saved as"
+ADDED = "added later"
+"""Metadata key of a field that older files lack; the field needs a default."""
 _SCALARS: Mapping[Any, tuple[type, ...]] = {
     bool: (bool, np.bool_),
     int: (int, np.integer),
@@ -157,9 +159,12 @@ def _decoded(tree: Any, hint: Any, members: Mapping[str, NDArray[Any]]) -> Any:
         return origin(tree)
     if _is_record(origin):
         hints = _hints(origin)
-        if tree.keys() != hints.keys():
-            raise TypeError(f"{sorted(tree.keys() ^ hints.keys())} are missing or unknown")
-        return origin(**{name: _decoded(tree[key], hint, members) for key, (name, hint) in hints.items()})
+        added = {field.name for field in fields(origin) if field.metadata.get(ADDED)}
+        if odd := (tree.keys() ^ hints.keys()) - (added - tree.keys()):
+            raise TypeError(f"{sorted(odd)} are missing or unknown")
+        return origin(
+            **{name: _decoded(tree[key], hint, members) for key, (name, hint) in hints.items() if key in tree}
+        )
     if issubclass(origin, Mapping):
         key, item = inner
         return {_decoded(k, key, members): _decoded(v, item, members) for k, v in tree}

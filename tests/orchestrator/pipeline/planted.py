@@ -72,7 +72,16 @@ PLANTED = [
         "self._rolling or", "self._rolling.keys() - self._rewarding.keys() or",
     ),
     bug("scores come in the wrong order", Broken.own, Pipeline._score, "zip(asked, found", "zip(asked, found[::-1]"),
-    bug("the newest is trained first", Broken.order, Pipeline._score, "_Scored(prompt_group", "_Scored(-prompt_group"),
+    bug(
+        "the policy's order is ignored", Broken.order, Pipeline._score,
+        "self.scheduler.priority(prompt_group)", "(prompt_group.oldest, 0, prompt_group.number)",
+    ),
+    bug(
+        "the newest is trained first", Broken.order, Pipeline._score,
+        "self.scheduler.priority(prompt_group)", "(-prompt_group.oldest, 0, prompt_group.number)",
+    ),
+    bug("a group waits a step too long", Broken.waited, Scheduler._last_step, "+ self._max_wait", "+ self._max_wait + 1"),
+    bug("a closed step wakes no waiter", Broken.waiting, Pipeline.close_step, "self._changed.set()", "pass"),
 ]  # fmt: skip
 
 PLANTED_IN_RESUMING = [

@@ -7,9 +7,34 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from zlib import crc32
+
+from rlsys.orchestrator.pipeline.schedule_policy import EARLIEST_FIRST, CheckedPolicy, ReadyGroup, ScheduleView
 
 WORKERS = ("generate", "reward", "score", "finish", "train", "apply", "need")
 STAGES = ("roll", "abort", "reward", "score", "train", "apply", "update", "devices", "save")
+
+
+class AnyPolicy:
+    """Answers by a hash of what it is asked: whatever a policy might answer, short of refusing for ever."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def may_admit(self, view: ScheduleView) -> bool:
+        return not (view.rolling or view.ready) or crc32(f"{self._seed} {view}".encode()) % 3 > 0
+
+    def priority(self, group: ReadyGroup) -> float:
+        return crc32(f"{self._seed} {group.number}".encode()) % 4
+
+
+ANY_POLICY = f"{__name__}.{AnyPolicy.__name__}"
+OF_SCHEDULE = {
+    "sequential": ("sequential",),
+    "pipelined": ("pipelined",),
+    "async": ("async", "bounded_wait", ANY_POLICY),
+}
+"""Bounds of a schedule, as the seeds have them -> kinds of `trainer.schedule` that are tried with them."""
 
 
 @dataclass
@@ -17,14 +42,18 @@ class Script:
     """Sizes and rules of a run, and the faults that happen in it."""
 
     rng: random.Random
+    seed: int = 0
     sizes: tuple[int, ...] = (2,)
     """Number of groups in each optimiser step of a training step."""
     samples: int = 1
     steps: int = 2
     knows_end: bool = True
     """True if the scheduler knows the number of steps."""
-    sequential: bool = False
+    kind: str = "pipelined"
+    """`trainer.schedule.kind`."""
     max_staleness: int = 0
+    max_wait: int | None = None
+    policy: CheckedPolicy = EARLIEST_FIRST
     oversample: float = 1.0
     max_replaced: int = 0
     whole: bool = False
@@ -66,6 +95,18 @@ class Script:
         return ("critic",) if step <= self.warmup else ("actor", "critic")
 
     @property
+    def sequential(self) -> bool:
+        return self.kind == "sequential"
+
+    def order(self, number: int, oldest: int, ready_since: int) -> tuple[int, ...]:
+        """Return the rank of a ready group in the order of training, by the documented rules of the schedule."""
+        if self.kind == ANY_POLICY:
+            return (crc32(f"{self.seed} {number}".encode()) % 4, oldest)
+        if self.max_wait is None:
+            return (oldest,)
+        return (min(oldest + self.max_staleness, ready_since + self.max_wait), oldest)
+
+    @property
     def groups_per_step(self) -> int:
         return sum(self.sizes)
 
@@ -77,7 +118,8 @@ class Script:
     @property
     def most_outstanding(self) -> int:
         """Largest number of outstanding prompt groups that the scheduler promises."""
-        return (self.max_staleness + 1) * self.groups_per_step + self.spare
+        ahead = self.max_staleness if self.max_wait is None else min(self.max_staleness, self.max_wait)
+        return (ahead + 1) * self.groups_per_step + self.spare
 
     @property
     def room(self) -> int:
@@ -95,13 +137,17 @@ class Script:
         schedule = pick(["sequential", "pipelined", "async", "async", "async"])
         questions, engines, steps = rng.randint(1, 9), rng.randint(1, 3), rng.randint(1, 4)
         odd, critic = below() < 0.25, below() < 0.3
+        # A generator of its own, so that a seed decides everything else as it does for `async`.
+        policies = random.Random(f"policy {seed}")
+        kind = policies.choice(OF_SCHEDULE[schedule])
         script = cls(
             rng=rng,
+            seed=seed,
+            kind=kind,
             sizes=sizes,
             samples=pick([1, 1, 2, 3]),
             steps=steps,
             knows_end=below() < 0.8,
-            sequential=schedule == "sequential",
             max_staleness=rng.randint(0, 3) if schedule == "async" else 0,
             oversample=pick([1, 1, 1.25, 1.5, 2]),
             max_replaced=pick([0, 0, 1, 3, 20]),
@@ -121,6 +167,10 @@ class Script:
             deaths=[(10 * below(), rng.randrange(engines)) for _ in range(rng.randint(0, 2 * engines))] if odd else (),
             poisoned=frozenset(f"q:{n}" for n in range(1, questions) if below() < 0.2) if odd else frozenset(),
         )
+        if kind == ANY_POLICY:
+            script.policy = CheckedPolicy(AnyPolicy(seed), kind)
+        if kind == "bounded_wait" or (kind == ANY_POLICY and policies.random() < 0.5):
+            script.max_wait = policies.randint(0, script.max_staleness)
         if script.mixed:  # Long episodes, so that some continue through an update.
             script.scale_s["roll"] *= 10
         if below() < 0.15:

@@ -92,6 +92,8 @@ class Simulation:
             script.oversample,
             script.max_replaced,
             script.steps if script.knows_end else None,
+            script.max_wait,
+            script.policy,
         )
         self.scheduler.record = record
         handling = Handling(script, record)

@@ -41,6 +41,8 @@ class ModelGroup:
     oldest: int
     ready: int | None = None
     """Rank in the order in which groups became ready; None while the group is still rolling."""
+    since: int | None = None
+    """Version of the actor when the group became ready."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -52,10 +54,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare=st.integers(0, 4),
         replaced=st.integers(0, 2),
         steps=st.none() | st.integers(1, 5),
+        wait=st.none() | st.integers(0, 3),
     )
-    def begin(self, groups: int, staleness: int, spare: int, replaced: int, steps: int | None) -> None:
+    def begin(
+        self, groups: int, staleness: int, spare: int, replaced: int, steps: int | None, wait: int | None
+    ) -> None:
         self.groups, self.staleness, self.spare, self.most_replaced = groups, staleness, spare, replaced
-        self.steps = steps
+        self.steps, self.wait = steps, wait
         self.scheduler = self.new_scheduler()
         self.ended: list[GroupOutcome] = []
         self.version = self.published = self.replaced = self.clock = 0
@@ -65,7 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def new_scheduler(self) -> StalenessScheduler:
         return StalenessScheduler(
-            self.groups, self.staleness, 1 + self.spare / self.groups, self.most_replaced, self.steps
+            self.groups, self.staleness, 1 + self.spare / self.groups, self.most_replaced, self.steps, self.wait
         )
 
     def free(self) -> Counter[int]:
@@ -75,23 +80,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         free[self.version] -= len(self.taken)
         return +free
 
-    def last(self, oldest: int) -> int:
-        """Return the last step that may train a group whose oldest token has the version `oldest`."""
-        return oldest + self.staleness
+    def last(self, oldest: int, since: int | None) -> int:
+        """Return the last step that may train a group with this oldest token that is ready since version `since`."""
+        steps = [step for step in range(30) if step - oldest <= self.staleness]
+        return max(step for step in steps if since is None or self.wait is None or step - since <= self.wait)
 
     def unschedulable(self) -> dict[PromptGroup, DropReason]:
-        """Give each ready group the first free place, oldest first; return the groups that get none."""
+        """Give each ready group the first free place, in the order of last steps; return the groups that get none."""
         free, found = self.free(), {}
+        last = {one: self.last(one.oldest, one.since) for one in self.open}
         reasons = {
-            one: DropReason.surplus if any(step <= self.last(one.oldest) for step in free) else DropReason.stale
+            one: DropReason.surplus if any(step <= last[one] for step in free) else DropReason.stale
             for one in self.open
         }
-        ages = sorted({one.oldest for one in self.open})
-        for age in ages:
-            of_age = [one for one in self.open if one.oldest == age]
-            ready = sorted((one for one in of_age if one.ready is not None), key=lambda one: one.ready)
-            for one in [*ready, *(one for one in of_age if one.ready is None)]:
-                step = next((step for step in sorted(+free) if step <= self.last(age)), None)
+        for end in sorted({*last.values()}):
+            of_step = [one for one in self.open if last[one] == end]
+            ready = sorted((one for one in of_step if one.ready is not None), key=lambda one: one.ready)
+            for one in [*ready, *(one for one in of_step if one.ready is None)]:
+                step = next((step for step in sorted(+free) if step <= end), None)
                 if step is None:
                     found[one.real] = reasons[one]
                 elif one.ready is not None:
@@ -101,7 +107,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def free_for_new(self) -> int:
         """Return the number of free places that new groups may use once every ready group has a place."""
         free = sorted(self.free().elements())
-        return len([step for step in free[len(self.of(ready=True)) :] if step <= self.last(self.published)])
+        last = self.last(self.published, self.version)
+        return len([step for step in free[len(self.of(ready=True)) :] if step <= last])
 
     def of(self, *, ready: bool) -> list[ModelGroup]:
         return [one for one in self.open if (one.ready is not None) == ready]
@@ -134,7 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert reason is (DropReason.no_spread if replaced else None)
         if reason is None:
             self.clock += 1
-            one.oldest, one.ready = oldest, self.clock
+            one.oldest, one.ready, one.since = oldest, self.clock, self.version
         else:
             self.forget(one, reason)
 
@@ -151,7 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 99))
     def take(self, number: int) -> None:
         one = self.of(ready=True)[number % len(self.of(ready=True))]
-        if len(self.taken) == self.groups or self.last(one.oldest) < self.version:
+        if len(self.taken) == self.groups or self.last(one.oldest, one.since) < self.version:
             with pytest.raises(RuntimeError):
                 self.scheduler.take(one.real)
         else:
@@ -217,7 +224,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         held = sorted([one.real for one in self.open + self.taken], key=lambda prompt_group: prompt_group.number)
         assert self.scheduler.outstanding == held
         assert self.scheduler.outstanding_count == len(held)
-        assert len(held) <= (self.staleness + 1) * self.groups + self.spare
+        ahead = self.staleness if self.wait is None else min(self.staleness, self.wait)
+        assert len(held) <= (ahead + 1) * self.groups + self.spare
         assert self.scheduler.groups_missing == self.groups - len(self.taken)
         assert (self.scheduler.version, self.scheduler.published) == (self.version, self.published)
         assert self.scheduler.dropped == self.dropped

@@ -46,7 +46,8 @@ class Property(StrEnum):
     update = "a policy update loses no prompt group and, if episodes finish first, splits no group"
     sequence = "in sequence, scoring waits for the last reward of the step, training for the last score"
     own = "every sample is trained with scores and weights of its own"
-    order = "groups are scored in the order in which they became ready, and the oldest is trained first"
+    order = "groups are scored in the order in which they became ready, and trained in the order of the policy"
+    waited = "no group is trained more steps after it became ready than allowed"
     replaced = "no more groups without spread are replaced in a step than allowed"
     resumed = "a resumed run goes on with every prompt group from what was begun of it, before it begins others"
 
@@ -102,8 +103,8 @@ class Record:
         """Prompt group -> `trained` or the reason of its drop, in the order of the ends."""
         self.told: list[GroupOutcome] = []
         """Ends of groups that the schedulers of earlier lives reported."""
-        self._ready: dict[int, None] = {}
-        """Ready prompt groups, scored or not."""
+        self._ready: dict[int, int] = {}
+        """Ready prompt group, scored or not -> number of steps closed when it became ready."""
         self._replaced = 0
         """Number of groups replaced in the current step."""
         self._scored: set[tuple[int, int]] = set()
@@ -192,7 +193,8 @@ class Record:
             self.rewarded_now -= 1
 
     def ready(self, prompt_group: PromptGroup) -> None:
-        self._ready[prompt_group.number] = self.unscored[prompt_group.number] = None
+        self._ready[prompt_group.number] = self.version
+        self.unscored[prompt_group.number] = None
 
     def ask(self, number: int, sample: int) -> None:
         """Log a sample that the scorer is given."""
@@ -204,10 +206,11 @@ class Record:
         self.unscored.pop(number, None)
 
     def take(self, prompt_group: PromptGroup) -> None:
-        oldest = min((self.prompt_groups[number].oldest for number in self.offered), default=prompt_group.oldest)
-        self.hold(Property.order, prompt_group.oldest <= oldest, prompt_group)
+        rank = self._rank(prompt_group.number)
+        self.hold(Property.order, all(rank <= self._rank(number) for number in self.offered), prompt_group)
         self.offered.discard(prompt_group.number)
-        del self._ready[prompt_group.number]
+        waited, most = self.version - self._ready.pop(prompt_group.number), self.script.max_wait
+        self.hold(Property.waited, most is None or waited <= most, f"{prompt_group} waited {waited}")
         self.taken.append(prompt_group.number)
 
     def drop(self, prompt_group: PromptGroup, reason: DropReason) -> None:
@@ -216,8 +219,8 @@ class Record:
         self._replaced += reason is DropReason.no_spread
         self.hold(Property.replaced, self._replaced <= self.script.max_replaced)
         self.offered.discard(prompt_group.number)
-        for numbers in (self.unscored, self._ready):
-            numbers.pop(prompt_group.number, None)
+        self.unscored.pop(prompt_group.number, None)
+        self._ready.pop(prompt_group.number, None)
         if prompt_group.number in self.again:
             self.again.remove(prompt_group.number)
 
@@ -262,11 +265,16 @@ class Record:
         self.ended[prompt_group.number] = how
         self.open.remove(prompt_group.number)
 
+    def _rank(self, number: int) -> tuple[int, ...]:
+        return self.script.order(number, self.prompt_groups[number].oldest, self._ready[number])
+
     def _most_admitted(self) -> int:
         """Return the largest number of admissions; docs/pipeline.md derives it."""
         replaced = sum(reason in (DropReason.no_spread, DropReason.lost) for _, reason in self.dropped)
         most, spare = self.script.most_outstanding, self.script.spare
-        return (self.version + 1) * (most * (2 + spare) + spare) + replaced
+        # Versions begin when they are published and, with `max_wait`, also when a step is closed.
+        periods = self.version + 1 if self.script.max_wait is None else 2 * self.version + 1
+        return periods * (most * (2 + spare) + spare) + replaced
 
     def _check_sequence(self, stage: str) -> None:
         needed = {stage, "critic"} if stage == "inference" and self.script.critic else {stage}

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from rlsys.data.trajectory import Action, Turn
 from rlsys.errors import RunError, UserError
-from rlsys.weights.checkpoint.state_file import load_values, save_values
+from rlsys.weights.checkpoint.state_file import ADDED, load_values, save_values
 from tests.support.refusals import refused
 from tests.support.trajectories import same
 
@@ -53,6 +53,13 @@ class Tree:
     leaf: Leaf | None = None
     of_number: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     free: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Later(Other):
+    """A value with a field that files of `Other` lack."""
+
+    since: int | None = field(default=None, metadata={ADDED: True})
 
 
 def leaf(*numbers: float) -> Leaf:
@@ -170,3 +177,11 @@ def test_turn_is_saved_under_the_keys_of_older_files(tmp_path: Path) -> None:
         tree = json.loads(file["tree"].tobytes())
     assert (tree["search_s"], tree["search_error"], tree["tool"]) == (0.25, "failed", "clock")
     assert "tool_s" not in tree
+
+
+def test_field_that_was_added_later_has_its_default_in_an_older_file(tmp_path: Path) -> None:
+    save_values(tmp_path / "old.npz", Other(np.ones(2, np.float32)))
+    save_values(tmp_path / "new.npz", Later(np.ones(2, np.float32), 3))
+    assert [load_values(tmp_path / f"{name}.npz", Later).since for name in ("old", "new")] == [None, 3]
+    with refused("mismatch"):
+        load_values(tmp_path / "new.npz", Other)

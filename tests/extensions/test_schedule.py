@@ -1,0 +1,193 @@
+"""Tests of schedules from outside of rlsys, used by config alone: the real scheduler, pipeline and learner's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.extend import schedule as example
+from rlsys.config.compose import as_dict, differences, load_config, recorded
+from rlsys.config.derived import max_staleness, max_wait, on_update
+from rlsys.config.schema import OnUpdate, RunConfig
+from rlsys.data.question import PromptSource, Question
+from rlsys.data.trajectory import Group, Sample, Scores, Trajectory
+from rlsys.errors import Code, UserError, root_cause
+from rlsys.orchestrator.pipeline.rollout_pipeline import Handlers, RolloutPipeline
+from rlsys.orchestrator.pipeline.training_step import MiniBatches, learn, make_scheduler, score_batch_size
+from rlsys.orchestrator.validate import find_problems
+from tests.support.refusals import refused
+from tests.support.trajectories import question, rewarded, trajectory
+from tests.support.virtual_time import run_virtually
+
+TOYS = "tests.extensions.schedule_toys"
+KEY = "trainer.schedule.kind"
+STEPS, PROMPTS = 4, 2
+DEMO_FILES = {"model.path", "search.index", "task.train_path", "task.eval_path"}
+"""Keys of files that only a machine with the demo has."""
+
+
+def config_of(kind: str, *overrides: str) -> RunConfig:
+    """Return the config of a run of `STEPS` steps of `PROMPTS` prompt groups."""
+    sizes = (f"trainer.steps={STEPS}", f"trainer.prompts_per_step={PROMPTS}", "trainer.mini_batches=1")
+    return load_config("searchr1_tiny_cpu", [f"trainer.schedule={kind}", *sizes, *overrides])
+
+
+class Workers:
+    """Engines, reward, scorer, learner and devices. A rollout takes a second, a score or a training call ten."""
+
+    capacity, waits_for, groups = 8, "", ("inference",)
+
+    def __init__(self) -> None:
+        self.version = self.running = self.most_running = 0
+        self.trained: list[list[int]] = []
+        """Prompt groups of each step, in the order of training."""
+
+    async def run_group(self, asked: Question, number: int, *_: Any) -> list[Trajectory]:
+        version = self.version
+        self.running += 1
+        self.most_running = max(self.running, self.most_running)
+        await asyncio.sleep(1)
+        self.running -= 1
+        return [trajectory(uid=asked.uid, version=version, sample=number)]
+
+    async def in_flight(self) -> Mapping[int, Any]:
+        return {}
+
+    async def reward(self, asked: Question, trajectories: Sequence[Trajectory]) -> Group:
+        return Group(asked, tuple(rewarded(one, 0.0) for one in trajectories))
+
+    async def compute(self, samples: Sequence[Sample]) -> list[Scores]:
+        return [Scores(sample.trajectory.rollout_logprobs) for sample in samples]
+
+    def fills_micro_batches(self, _: Sequence[Sample]) -> bool:
+        return True
+
+    async def accumulate(self, samples: Sequence[Sample], last: bool) -> None:  # noqa: ARG002
+        self.trained[-1] += [sample.trajectory.sample for sample in samples]
+        await asyncio.sleep(10)
+
+    async def apply(self) -> Mapping[str, float]:
+        return {}
+
+    async def onload(self, *groups: str) -> None: ...
+
+
+def run(config: RunConfig) -> tuple[Workers, RolloutPipeline]:
+    """Train the steps of `config`, and check that every prompt handed out is trained or back in the source."""
+    workers, handed_out = Workers(), [question(number) for number in range(20)]
+    prompts, handlers = PromptSource(handed_out, seed=0), Handlers(workers.reward, lambda group: group)
+    pipeline = RolloutPipeline(
+        make_scheduler(config), prompts, workers, workers, handlers, score_batch_size(config), workers
+    )
+
+    async def steps() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(pipeline.run())
+            for step in range(1, STEPS + 1):
+                workers.trained.append([])
+                await learn(pipeline, {"actor": workers}, workers, MiniBatches([PROMPTS]))
+                workers.version = step
+                pipeline.publish(step)
+            pipeline.stop()
+
+    try:
+        run_virtually(steps())
+    finally:
+        state, closed = prompts.state(), pipeline.scheduler.version
+        assert pipeline.scheduler.outstanding == []
+        assert len(state.given_back) + closed * PROMPTS == state.position
+    return workers, pipeline
+
+
+def test_schedule_named_in_the_config_decides_within_the_bounds() -> None:
+    together, alone = run(config_of(f"{TOYS}.InPairs"))[0], run(config_of(f"{TOYS}.InPairs", TOGETHER))[0]
+    built_in = run(config_of("async"))[0]
+    assert (alone.most_running, together.most_running, built_in.most_running) == (1, 2, 4)
+    assert built_in.trained == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    numbers = [number for step in together.trained for number in step]
+    assert len(numbers) == len({*numbers}) == STEPS * PROMPTS
+    assert numbers != sorted(numbers), "later admissions go first"
+
+
+TOGETHER = "trainer.schedule.together=1"
+
+
+def test_settings_and_bounds_of_a_schedule_are_keys_of_the_config() -> None:
+    config = config_of(f"{TOYS}.InPairs", TOGETHER, "trainer.schedule.max_staleness=3", "trainer.schedule.max_wait=2")
+    assert (max_staleness(config), max_wait(config), on_update(config)) == (3, 2, OnUpdate.finish)
+    assert as_dict(config)["trainer"]["schedule"] == {
+        **{"kind": f"{TOYS}.InPairs", "max_staleness": 3, "max_wait": 2, "on_update": "finish", "together": 1}
+    }
+    scheduler = make_scheduler(config)
+    assert scheduler.max_staleness == 3
+    before = recorded(as_dict(config_of(f"{TOYS}.InPairs")))
+    assert {one.key for one in differences(before, config)} >= {TOGETHER.partition("=")[0]}
+    with refused("wrong_type", "trainer.schedule.together"):
+        config_of(f"{TOYS}.InPairs", "trainer.schedule.together=many")
+    with refused("unknown", "trainer.schedule.apart"):
+        config_of(f"{TOYS}.InPairs", "trainer.schedule.apart=1")
+    with refused("unknown", KEY):
+        config_of("sometimes")
+
+
+@pytest.mark.parametrize("kind", ["Never", "RefusesLater", "Fails", "Vague", "NotANumber"])
+def test_bad_choice_ends_the_run_with_a_sentence_that_names_the_schedule(kind: str) -> None:
+    """`run` checks that no prompt is lost."""
+    with pytest.raises(ExceptionGroup) as caught:
+        run(config_of(f"{TOYS}.{kind}"))
+    error = root_cause(caught.value)
+    assert isinstance(error, UserError)
+    assert (error.code, error.key) == ("user_code", KEY)
+    assert f"{TOYS}.{kind}" in str(error)
+    assert "\n" not in str(error)
+
+
+SPOILT: dict[str, tuple[Code, str]] = {
+    f"{TOYS}.WithoutPriority": ("user_code", KEY),
+    f"{TOYS}.WithoutView": ("user_code", KEY),
+    f"{TOYS}.CannotBegin": ("user_code", KEY),
+    f"{TOYS}.PositionalSetting": ("user_code", KEY),
+    f"{TOYS}.UntypedSetting": ("user_code", KEY),
+    f"{TOYS}.NOT_A_CLASS": ("user_code", KEY),
+    f"{TOYS}.Missing": ("unknown", KEY),
+    "nowhere.Schedule": ("user_code", KEY),
+    f"{TOYS}.StalenessInWords": ("out_of_range", "trainer.schedule.max_staleness"),
+    f"{TOYS}.UpdateInWords": ("wrong_type", "trainer.schedule.on_update"),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_component_that_is_no_schedule_is_refused_before_anything_starts(kind: str) -> None:
+    try:
+        problem: Any = next(find_problems(config_of(kind)))
+    except UserError as error:
+        problem = error
+    assert (problem.code, problem.key) == SPOILT[kind]
+
+
+def test_bounds_that_contradict_are_refused() -> None:
+    wait = "trainer.schedule.max_wait"
+    for kind in (f"{TOYS}.InPairs", "bounded_wait"):
+        bounds = ("trainer.schedule.max_staleness=2", f"{wait}=2")
+        assert (wait, "conflict") in {(one.key, one.code) for one in find_problems(config_of(kind, *bounds))}
+    negative = find_problems(config_of(f"{TOYS}.InPairs", "trainer.schedule.max_staleness=-1"))
+    assert next(negative).code == "out_of_range"
+    colocated = find_problems(config_of(f"{TOYS}.InPairs", "cluster=one_slot"))
+    assert (KEY, "conflict") in {(one.key, one.code) for one in colocated}
+
+
+def test_example_works_once_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(example.__file__, tmp_path / "copied_schedule.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = config_of("copied_schedule.NewestFirst", "trainer.schedule.most_ready=8")
+    assert max_staleness(config) == 2
+    assert {one.key for one in find_problems(config)} <= DEMO_FILES
+    newest, oldest = run(config)[0], run(config_of("async", "trainer.schedule.max_staleness=2"))[0]
+    assert newest.trained != oldest.trained
+    problem = next(find_problems(config_of("copied_schedule.NewestFirst", "trainer.schedule.most_ready=0")))
+    assert (problem.code, problem.key) == ("out_of_range", "trainer.schedule.most_ready")
