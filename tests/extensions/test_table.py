@@ -1,0 +1,38 @@
+"""Tests of the table of extension points in docs/extending.md against the schema and the files."""
+
+import re
+from typing import get_args, get_type_hints
+
+from rlsys.config.custom import Custom
+from rlsys.config.schema import RunConfig, own_class, schema_groups
+from tests.support.paths import PROJECT
+
+ROWS = re.findall(
+    r"^\| [\w -]+ \| `([\w.]+)` \| .* \| `(.*?)`, `(.*?)` \|$",
+    (PROJECT / "docs/extending.md").read_text(),
+    re.MULTILINE,
+)
+NOT_IN_THE_SCHEMA = {"search.index_kind"}
+"""Keys that name a component without a group of its own."""
+
+
+def own_keys() -> set[str]:
+    """Return the keys of the schema that accept a component from outside of the package."""
+    found: set[type[Custom]] = set()
+    for _, group in schema_groups(RunConfig()):
+        for hint in get_type_hints(type(group)).values():
+            found |= {own for part in (hint, *get_args(hint)) if (own := own_class(part)) is not None}
+    return {own.key for own in found}
+
+
+def test_the_table_has_every_extension_point_of_the_schema() -> None:
+    assert {key for key, *_ in ROWS} == own_keys() | NOT_IN_THE_SCHEMA
+
+
+def test_every_row_has_an_example_that_its_test_uses() -> None:
+    examples = {file.stem for file in (PROJECT / "examples/extend").glob("*.py")} - {"__init__"}
+    assert {PROJECT.joinpath(example).stem for _, example, _ in ROWS} == examples
+    for _, example, test in ROWS:
+        module = example.removesuffix(".py").replace("/", ".")
+        text = (PROJECT / test).read_text()
+        assert module in text or f"from {module.rpartition('.')[0]} import" in text, (example, test)
