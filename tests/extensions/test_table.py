@@ -1,4 +1,4 @@
-"""Tests of the table of extension points in docs/extending.md against the schema and the files."""
+"""Tests of the tables of extension points, in docs/extending.md and CONTRIBUTING.md, against the schema and the files."""
 
 import re
 from typing import get_args, get_type_hints
@@ -36,3 +36,13 @@ def test_every_row_has_an_example_that_its_test_uses() -> None:
         module = example.removesuffix(".py").replace("/", ".")
         text = (PROJECT / test).read_text()
         assert module in text or f"from {module.rpartition('.')[0]} import" in text, (example, test)
+
+
+def test_every_file_and_name_of_the_contributors_table_exists() -> None:
+    section = (PROJECT / "CONTRIBUTING.md").read_text().partition("## Extension points")[2].partition("\n## ")[0]
+    named = re.findall(r"`([\w/]+\.py)`, `(\w+)`", section)
+    named += [(file, name) for name, file in re.findall(r"`(\w+)` in `([\w/]+\.py)`", section)]
+    assert len(named) > 10
+    for file, name in named:
+        assert re.search(rf"^(?:def |class )?{name}\b", (PROJECT / file).read_text(), re.MULTILINE), (file, name)
+    assert all((PROJECT / path).exists() for path in re.findall(r"`((?:tests|rlsys|configs)/[\w/.]+)`", section))
