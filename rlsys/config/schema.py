@@ -641,9 +641,38 @@ class CheckpointConfig:
     """Keys that may change on resume although they affect learning, such as `trainer.prompts_per_step`."""
 
 
+class CustomTracker(Custom):
+    """A metric tracker, named by its class."""
+
+    key = "tracking.trackers"
+    arguments = ("run_dir",)
+
+    @classmethod
+    def key_of(cls, path: str) -> str:  # noqa: ARG003
+        return cls.key
+
+
+class CustomMetric(Custom):
+    """A metric, named by its function."""
+
+    key = "tracking.metrics"
+    arguments = ("groups",)
+
+    @classmethod
+    def key_of(cls, path: str) -> str:  # noqa: ARG003
+        return cls.key
+
+
 @dataclass
 class TrackingConfig:
-    """Metric trackers beside metrics.jsonl, and kept trajectories."""
+    """Metrics, metric trackers beside metrics.jsonl, and kept trajectories."""
+
+    metrics: list[CustomMetric] = field(default_factory=list)
+    """Metrics of your own, each as `package.module.function`, or as {kind: package.module.function, ...} with the
+    function's settings; see docs/extending.md."""
+    trackers: list[CustomTracker] = field(default_factory=list)
+    """Trackers of your own, each as `package.module.Class`, or as {kind: package.module.Class, ...} with the class's
+    settings; see docs/extending.md."""
 
     tensorboard: bool = True
     """Write TensorBoard event files to the run's folder."""

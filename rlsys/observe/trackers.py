@@ -1,4 +1,4 @@
-"""Logs a run's metrics to metrics.jsonl, TensorBoard and Weights & Biases.
+"""Logs a run's metrics to metrics.jsonl, TensorBoard, Weights & Biases and trackers from outside of the package.
 
 Contract: an external tracker never ends a run. If one fails, it is dropped with one warning. metrics.jsonl is always
 written, because a resume needs it. Curves of a resumed run continue and show each step once. Exception: rows that a W&B
@@ -16,11 +16,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlsys.config.schema import TrackingConfig, WandbMode
-from rlsys.errors import RunError
+from rlsys.config.custom import bound
+from rlsys.config.schema import CustomMetric, TrackingConfig, WandbMode
+from rlsys.data.trajectory import Group
+from rlsys.errors import RunError, UserError
 from rlsys.observe.records import METRICS, LineLog
 
 logger = logging.getLogger(__name__)
@@ -156,6 +159,34 @@ class WandbTracker:
                 shutil.rmtree(part)
 
 
+class OwnMetrics:
+    """Metrics from outside of the package. A metric that fails is dropped with one warning."""
+
+    def __init__(self, chosen: Sequence[CustomMetric]) -> None:
+        """Raises UserError if two functions have the same name."""
+        self._functions = {f"own/{one.kind.rpartition('.')[2]}": bound(one, {}) for one in chosen}
+        if len(self._functions) < len(chosen):
+            kinds = ", ".join(one.kind for one in chosen)
+            raise UserError(
+                f"tracking.metrics={kinds} has two functions of the same name: rename one.",
+                code="conflict",
+                key="tracking.metrics",
+            )
+
+    def of(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Return the metrics of a step: `own/<function>`, or `own/<function>/<key>` for each key of a mapping."""
+        found: dict[str, float] = {}
+        for name, function in list(self._functions.items()):
+            try:
+                value = function(groups)
+                parts = value if isinstance(value, Mapping) else {"": value}
+                found |= {f"{name}/{key}".rstrip("/"): float(part) for key, part in parts.items()}
+            except (UserError, TypeError, ValueError) as problem:
+                del self._functions[name]
+                logger.warning("The metric %s failed (%s); the run continues without it.", name, problem)
+        return found
+
+
 class Trackers:
     """Logs a run's metrics to metrics.jsonl and to each external tracker."""
 
@@ -169,7 +200,7 @@ class Trackers:
         for name, start in others.items():
             with self._or_without(name, "did not start"):
                 self.others[name] = start()
-        self.ids = {name: tracker.id for name, tracker in self.others.items() if tracker.id}
+        self.ids = {name: found for name, tracker in self.others.items() if (found := getattr(tracker, "id", ""))}
         """Tracker -> non-empty `Tracker.id`; includes trackers that failed later."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -199,7 +230,7 @@ class Trackers:
         except Exception as error:  # noqa: BLE001 - third-party code may raise anything
             self.others.pop(name, None)
             reason = next(iter(str(error).splitlines()), type(error).__name__)
-            logger.warning("%s %s (%s); the run continues without it.", _NAMES[name], what, reason)
+            logger.warning("%s %s (%s); the run continues without it.", _NAMES.get(name, name), what, reason)
 
 
 def open_trackers(
@@ -211,6 +242,8 @@ def open_trackers(
         others["tensorboard"] = lambda: TensorBoardTracker(run_dir, resumed.step if resumed else None)
     if config.wandb:
         others["wandb"] = lambda: WandbTracker(run_dir, run_dir.name, config, resolved_config, resumed)
+    for own in config.trackers:
+        others[own.kind] = partial(bound(own, {}), run_dir)
     return Trackers(LineLog(run_dir / METRICS, resumed.metrics_bytes if resumed else None), others)
 
 

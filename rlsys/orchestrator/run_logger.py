@@ -46,7 +46,7 @@ from rlsys.observe.spans import (
     write_chrome_trace,
 )
 from rlsys.observe.status import Progress
-from rlsys.observe.trackers import LoggedRow, ResumePoint, open_trackers
+from rlsys.observe.trackers import LoggedRow, OwnMetrics, ResumePoint, open_trackers
 from rlsys.orchestrator.evaluation.heldout import Evaluation, answer_line
 from rlsys.orchestrator.pipeline.scheduler import GroupOutcome
 from rlsys.orchestrator.pipeline.step_metrics import step_metrics, training_flops
@@ -125,6 +125,7 @@ class RunLogger:
         self.actor_peak: float | None = None
         """Peak rate of all actor devices together, in operations per second; None disables `mfu/actor`."""
         self._cost = cost
+        self._own_metrics = OwnMetrics(config.tracking.metrics)
         self._guards = Guards(config.guards, config.algorithm.kl_estimator.kind)
         self._trajectory_writer = TrajectoryWriter(run_dir, decode) if decode is not None else None
         self.episodes: list[Span] = []
@@ -188,6 +189,7 @@ class RunLogger:
             **trained,
             **more,
             **update_metrics(updates),
+            **self._own_metrics.of(groups),
             **self._time_metrics(groups, window),
             "rollout/tokens_per_s": trained["rollout/generated_tokens"] * 1e9 / (window[1] - window[0]),
         }

@@ -19,7 +19,7 @@ import pytest
 
 from tests.docs.pages import PAGES, commands
 from tests.support.paths import PROJECT
-from tests.support.runs import Finished
+from tests.support.runs import PATIENT, Finished
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ NEEDS = {
     r" [A-Z]{2,}( |$|\.)|\w\|\w|\.\.\.| \[": "is a form to be filled in",
 }
 SMALL = "trainer.steps=2 trainer.prompts_per_step=4 trainer.mini_batches=1 algorithm.n_samples=4 eval.limit=4"
-SMALL += " tracking.wandb=false tracking.tensorboard=false"
+SMALL += " ".join(["", "tracking.wandb=false", "tracking.tensorboard=false", *PATIENT])
 
 
 def to_be_run(page: Path) -> list[str]:

@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.support.paths import PROJECT
-from tests.support.runs import LIMIT_S
+from tests.support.runs import LIMIT_S, PATIENT
 
 POLICY = PROJECT / "examples/searchr1/tiny/policy"
 STEPS = 4
-SETTINGS = [f"trainer.steps={STEPS}", "eval.interval=0", "eval.limit=160", "tracking.wandb=false"]
+SETTINGS = [f"trainer.steps={STEPS}", "eval.interval=0", "eval.limit=160", "tracking.wandb=false", *PATIENT]
 
 MARK = "RLSYS_TEST_OF_THE_DEMO"
 """Environment variable that marks all processes of the run."""

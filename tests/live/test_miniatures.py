@@ -22,7 +22,7 @@ from rlsys.config.derived import has_critic, megatron_groups
 from rlsys.config.schema import RunConfig
 from rlsys.weights.weight_map import read_architecture
 from tests.support.miniature import miniature
-from tests.support.runs import succeed
+from tests.support.runs import PATIENT, succeed
 from tests.support.tiny_models import LAYERS, even_tokens, tiny_model
 
 SHAPES = PROJECT_CONFIGS / "model" / "shapes"
@@ -78,6 +78,7 @@ def tiny_run(model: Path) -> RunConfig:
     return load_config(
         "searchr1_tiny_cpu",
         [
+            *PATIENT,
             f"model.path={model}",
             "trainer.steps=2",
             "trainer.prompts_per_step=8",

@@ -22,6 +22,7 @@ from rlsys.config.schema import RunConfig
 from rlsys.errors import Code, RunError, UserError
 from tests.support.paths import PROJECT
 from tests.support.refusals import refused
+from tests.support.runs import PATIENT
 from tests.support.tiny_models import POLICY
 from tests.support.tiny_shape import SHAPE
 
@@ -156,7 +157,7 @@ import asyncio, json
 from examples.searchr1 import ten_lines
 
 async def cell():
-    settings = ["eval.limit=16", "tracking.wandb=false", "tracking.tensorboard=false", "trainer.seed=3"]
+    settings = ["eval.limit=16", "tracking.wandb=false", "tracking.tensorboard=false", "trainer.seed=3", *{patient!r}]
     result = ten_lines.main(1, 8, settings, {outputs!r})
     saved = result.save_pretrained({outputs!r} + "/hf")
     print(json.dumps([str(result.run_dir), str(result.checkpoint), result.command, str(saved)]))
@@ -170,7 +171,7 @@ asyncio.run(cell())
 def test_the_ten_line_example_trains_and_evaluates_in_a_running_loop(tmp_path: Path) -> None:
     """The script has no main guard and runs within an event loop, as in a notebook."""
     script = tmp_path / "cell.py"
-    script.write_text(NOTEBOOK.format(outputs=str(tmp_path / "my outputs")))
+    script.write_text(NOTEBOOK.format(outputs=str(tmp_path / "my outputs"), patient=PATIENT))
     done = subprocess.run(
         [sys.executable, script], cwd=PROJECT, env=os.environ | {"PYTHONPATH": str(PROJECT)},
         capture_output=True, text=True, check=False,

@@ -23,12 +23,13 @@ from rich.console import Console
 
 from examples.searchr1.tiny.demo import prepare_world
 from tests.support.paths import PROJECT
-from tests.support.runs import LIMIT_S
+from tests.support.runs import LIMIT_S, PATIENT
 
 _INIT = "import signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); print('up', flush=True); sys.stdin.read()"
 """Program of a host's first process: it reaps orphans, and ends when its input is closed."""
 _ALONE = ("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
 _SETTINGS = [
+    *PATIENT,
     "eval.interval=0",
     "eval.limit=4",
     "trainer.prompts_per_step=8",

@@ -1,0 +1,126 @@
+"""Tests of metrics and trackers from one file outside of rlsys, chosen by config."""
+
+from __future__ import annotations
+
+import csv
+import logging
+from pathlib import Path
+
+import pytest
+
+from rlsys.config.compose import load_config
+from rlsys.config.schema import RunConfig
+from rlsys.data.trajectory import Group
+from rlsys.errors import UserError
+from rlsys.observe.records import read_metrics
+from rlsys.observe.trackers import OwnMetrics, open_trackers
+from tests.support.trajectories import question, rewarded
+from tests.support.written_episodes import episode, read, think
+
+FILE = """
+class Rows:
+    made = []
+
+    def __init__(self, run_dir, *, prefix: str = "row"):
+        self.rows, self.prefix, self.closed = [], prefix, False
+        Rows.made.append(self)
+
+    def log(self, step, metrics):
+        self.rows.append((self.prefix, step, metrics["loss"]))
+
+    def close(self):
+        self.closed = True
+
+class Breaks:
+    def __init__(self, run_dir): ...
+    def log(self, step, metrics): raise OSError("no room")
+    def close(self): ...
+
+def count(groups, *, factor: float = 1.0):
+    return factor * len(groups)
+
+def failing(groups):
+    raise KeyError("score")
+
+def text(groups):
+    return "many"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "tracking_toys.py").write_text(FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def config_of(folder: Path, *overrides: str) -> RunConfig:
+    paths = (f"{key}={folder}" for key in ("model.path", "task.train_path", "task.eval_path"))
+    quiet = ("tracking.wandb=false", "tracking.tensorboard=false")
+    return load_config("searchr1_tiny_cpu", [*paths, *quiet, *overrides])
+
+
+def group(*answers: str) -> Group:
+    made = [read(episode(think("answer", answer))).trajectory for answer in answers]
+    return Group(question(1), tuple(rewarded(one, 1.0) for one in made))
+
+
+def test_tracker_gets_every_row_and_one_that_fails_is_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of(folder, "tracking.trackers=[{kind: tracking_toys.Rows, prefix: a}, tracking_toys.Breaks]")
+    trackers = open_trackers(config.tracking, folder, {})
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2):
+            trackers.log(step, {"loss": step / 4})
+    trackers.close()
+    import tracking_toys
+
+    (rows,) = tracking_toys.Rows.made
+    assert (rows.rows, rows.closed) == ([("a", 1, 0.25), ("a", 2, 0.5)], True)
+    assert [record.args[0] for record in caplog.records if isinstance(record.args, tuple)] == ["tracking_toys.Breaks"]
+    assert [row["loss"] for row in read_metrics(folder / "metrics.jsonl")] == [0.25, 0.5]
+
+
+def test_metrics_are_named_by_their_functions_and_one_that_fails_is_left_out(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = "[{kind: tracking_toys.count, factor: 2}, tracking_toys.failing, tracking_toys.text]"
+    own = OwnMetrics(config_of(folder, f"tracking.metrics={names}").tracking.metrics)
+    with caplog.at_level(logging.WARNING):
+        assert [own.of([group("a")]), own.of([group("a"), group("b")])] == [{"own/count": 2.0}, {"own/count": 4.0}]
+    failed = [record.args[0] for record in caplog.records if isinstance(record.args, tuple)]
+    assert failed == ["own/failing", "own/text"]
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "key"),
+    [
+        ("tracking.trackers=[tracking_toys.Missing]", "unknown", "tracking.trackers"),
+        ("tracking.trackers=[{kind: tracking_toys.Rows, suffix: x}]", "unknown", "tracking.trackers[0].suffix"),
+        ("tracking.metrics=[{kind: tracking_toys.count, factor: x}]", "wrong_type", "tracking.metrics[0].factor"),
+        ("tracking.metrics=[examples.extend.kl_estimator.bounded_k2]", "user_code", "tracking.metrics"),
+        ("tracking.trackers=[examples.extend.tracker.Table]", "missing", "tracking.trackers[0].columns"),
+    ],
+)
+def test_component_that_cannot_work_is_refused(folder: Path, override: str, code: str, key: str) -> None:
+    with pytest.raises(UserError) as caught:
+        config_of(folder, override)
+    assert (caught.value.code, caught.value.key) == (code, key)
+
+
+def test_two_metrics_of_one_name_are_refused(folder: Path) -> None:
+    config = config_of(folder, "tracking.metrics=[tracking_toys.count, tracking_toys.count]")
+    with pytest.raises(UserError) as caught:
+        OwnMetrics(config.tracking.metrics)
+    assert (caught.value.code, caught.value.key) == ("conflict", "tracking.metrics")
+
+
+def test_examples_write_a_table_and_count_words(folder: Path) -> None:
+    table = "{kind: examples.extend.tracker.Table, columns: [loss, time]}"
+    config = config_of(folder, f"tracking.trackers=[{table}]", "tracking.metrics=[examples.extend.metric.answer_words]")
+    trackers = open_trackers(config.tracking, folder, {})
+    trackers.log(1, {"loss": 0.5, "time": 2.0})
+    trackers.log_evaluation(1, {"eval/em": 1.0})
+    trackers.close()
+    assert list(csv.reader((folder / "metrics.csv").open())) == [["1", "0.5", "2.0"]]
+    words = OwnMetrics(config.tracking.metrics).of([group("in Bamako", " ".join("a" * 12)), group("Chad")])
+    assert words == {"own/answer_words/mean": 5.0, "own/answer_words/long_share": pytest.approx(1 / 3)}
