@@ -18,7 +18,7 @@ import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from enum import StrEnum
 from functools import reduce
 from itertools import chain, groupby, pairwise
@@ -64,7 +64,8 @@ listed here and a value of another type are refused.
 Some groups of keys have a `kind`, and each kind has its own keys. A key of another kind than the chosen one
 is refused. The command line overrides the file, and the file overrides the files that it builds on. If one
 of them chooses another kind than what it overrides, the keys of the old kind are dropped: over a file with an
-`async` schedule, `trainer.schedule.kind=pipelined` is enough. The config.yaml of a run folder may contain
+`async` schedule, `trainer.schedule.kind=pipelined` is enough. A key that every kind shares, such as
+`rollout.engine.dtype`, keeps its value. The config.yaml of a run folder may contain
 keys of other kinds than the chosen one; they are ignored.
 """
 
@@ -78,10 +79,12 @@ def render() -> str:
 
 
 def explanations(schema: type) -> dict[str, str]:
-    """Return field name -> the string literal under it, on one line."""
+    """Return field name -> the string literal under it, on one line; for a field of a base class, the literal there."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(schema))).body
     assert isinstance(body, ast.ClassDef)
     found = {}
+    for base in filter(is_dataclass, schema.__bases__):
+        found |= explanations(base)
     for statement, following in pairwise(body.body):
         if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
             continue
@@ -135,7 +138,7 @@ def _section(path: str, groups: Sequence[Any], readers: Mapping[Read, Sequence[s
                         f"{said} `package.module.name`: {_one_line(own.__doc__)}",
                     )
             elif len(groups) > 1:
-                said = f"{_only_with(path, item.name, groups)} {said}"
+                said = f"{_only_with(path, item.name, groups)} {said}".strip()
             files = _files(by or (_CHOOSER,) * (get_origin(hint) is Literal))
             values = _default(default)
             if item.name != "kind" and len(groups) > 1:

@@ -20,10 +20,10 @@ import torch
 
 from bench.gpu.figures import Figure, Setting, compared, holds
 from bench.gpu.part import in_new_process
-from rlsys.config.schema import EngineConfig, OnUpdate, RolloutConfig, SearchConfig, SyncMode, TaskConfig
+from rlsys.config.schema import OnUpdate, RolloutConfig, SearchConfig, SglangConfig, SyncMode, TaskConfig
 from rlsys.observe.environment import version_of
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
-from rlsys.rollout.engine import Engine, RolloutWorker
+from rlsys.rollout.engine import EngineDriver, RolloutWorker
 from rlsys.weights.hf_io import HfReader
 from rlsys.weights.transport import TransportSpec, digest, open_sender, pack_into
 from rlsys.weights.weight_map import aligned, packed
@@ -120,7 +120,7 @@ async def started(
     setting: Setting, *, cuda_graphs: bool = True, memory_saver: bool = False
 ) -> AsyncIterator[RolloutWorker]:
     """Yield a started worker on the model with random weights; stop it at the end."""
-    config = EngineConfig(
+    config = SglangConfig(
         dtype=setting.dtype,
         memory_fraction=MEMORY_FRACTION if setting.on_gpu else 0.05,
         kv_cache_tokens=None if setting.on_gpu else _KV_TOKENS_ON_CPU,
@@ -151,7 +151,7 @@ def prompts(count: int) -> list[list[int]]:
     return [[draw.randrange(_PLAIN_TOKENS) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
 
 
-async def generate(engine: Engine, count: int, new_tokens: int) -> list[Generation]:
+async def generate(engine: EngineDriver, count: int, new_tokens: int) -> list[Generation]:
     """Return the continuations of `count` random prompts, sampled side by side at temperature 1."""
     sampling = TurnSampling(temperature=1.0, max_new_tokens=new_tokens)
     return await asyncio.gather(
@@ -159,7 +159,7 @@ async def generate(engine: Engine, count: int, new_tokens: int) -> list[Generati
     )
 
 
-async def _speeds(engine: Engine, setting: Setting, title: str) -> AsyncIterator[Figure]:
+async def _speeds(engine: EngineDriver, setting: Setting, title: str) -> AsyncIterator[Figure]:
     """Yield the tokens generated per second with each number of requests; the first round of each is a warm-up."""
     alone = 0.0
     for count in setting.scale.requests:
@@ -207,7 +207,7 @@ def continued(done: list[Generation], version: int) -> bool:
 
 
 @asynccontextmanager
-async def _traffic(engine: Engine, setting: Setting) -> AsyncIterator[list[Generation]]:
+async def _traffic(engine: EngineDriver, setting: Setting) -> AsyncIterator[list[Generation]]:
     """Keep requests in flight during the body; yield the list that has all of them after it."""
     done: list[Generation] = []
     ending = asyncio.Event()

@@ -38,6 +38,7 @@ from rlsys.config.schema import (
     LrDecay,
     RunConfig,
     choices,
+    common_keys,
     field_types,
     free_maps,
     is_custom,
@@ -282,7 +283,8 @@ def _of_chosen_kinds(
         if chosen is None:
             continue
         if is_union(hint) and levels is not None:
-            part = {inner: value for inner, value in part.items() if levels.kind_for(key, inner) == kind}
+            common = common_keys(hint)
+            part = {k: value for k, value in part.items() if k in common or levels.kind_for(key, k) == kind}
         owners = {item.name: owner for owner, each in kinds.items() for item in fields(each)}
         own = {item.name for item in fields(chosen)}
         for other in [inner for inner in part if inner in owners and inner not in own]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from functools import cache, reduce
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt, Unit
 
@@ -195,13 +195,24 @@ class CriticConfig:
 
 @dataclass
 class EngineConfig:
-    """One SGLang engine."""
+    """Keys of every engine."""
 
-    kind: Literal["sglang"] = "sglang"
+    kind: str = ""
     """Engine; the other keys are its settings."""
     tp: RankCount = 1
     """Tensor-parallel size: devices of one engine. The rollout group has ranks / tp engines."""
     dtype: Dtype = Dtype.bfloat16
+    max_running: Annotated[Count, Unit("requests")] = 256
+    """Maximum number of requests decoded at the same time."""
+    start_timeout_s: Seconds = 600.0
+    """Time limit for an engine to load the model and become ready."""
+
+
+@dataclass
+class SglangConfig(EngineConfig):
+    """SGLang: fast, on GPUs and CPUs."""
+
+    kind: Literal["sglang"] = "sglang"
     attention_backend: str = "auto"
     """SGLang name of the attention backend; `auto` is SGLang's choice on a GPU and torch_native on a CPU."""
     memory_fraction: Annotated[float, Gt(0), Lt(1)] = 0.8
@@ -209,12 +220,23 @@ class EngineConfig:
     `cluster.sync_mode=ipc` runs out of memory."""
     kv_cache_tokens: Tokens | None = None
     """Capacity of the KV cache; null fills `memory_fraction`."""
-    max_running: Annotated[Count, Unit("requests")] = 256
-    """Maximum number of requests decoded at the same time."""
     cuda_graphs: bool = True
     """Decode with CUDA graphs; off is slower and takes less memory. No effect on a CPU."""
-    start_timeout_s: Seconds = 600.0
-    """Time limit for an engine to load the model and become ready."""
+
+
+@dataclass
+class TransformersConfig(EngineConfig):
+    """Plain transformers in a process of its own: slow and exact, for debugging and for models that SGLang lacks."""
+
+    kind: Literal["transformers"] = "transformers"
+
+
+@dataclass
+class CustomEngine(EngineConfig, Custom):
+    """A class of your own; see docs/engines.md."""
+
+    key: ClassVar[str] = "rollout.engine"
+    arguments: ClassVar[tuple[str, ...]] = ("setup",)
 
 
 @dataclass
@@ -238,7 +260,8 @@ class SamplingConfig:
 class RolloutConfig:
     """The group that generates: engines and their episodes."""
 
-    engine: EngineConfig = field(default_factory=EngineConfig)
+    engine: SglangConfig | TransformersConfig | CustomEngine = field(default_factory=SglangConfig)
+    """The engine, and its settings."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     max_episodes: Annotated[Count, Unit("episodes")] = 256
     """Maximum number of episodes in flight on one engine, including episodes that wait for a search. More episodes keep
@@ -330,8 +353,8 @@ class TaskConfig:
     max_observation_tokens: Tokens = 500
     """Maximum number of tokens in an observation, tags included; a longer text is cut at its end."""
     max_total_tokens: Tokens = 7096
-    """Maximum number of tokens in an episode: prompt, turns and observations. At most the model's context and
-    `rollout.engine.kv_cache_tokens`."""
+    """Maximum number of tokens in an episode: prompt, turns and observations. At most the model's context and, with
+    SGLang, `rollout.engine.kv_cache_tokens`."""
     token_mode: TokenMode = TokenMode.retokenize
     train_eos: bool = True
     """Append an end-of-sequence token after the answer, unless the policy sampled one, and train it."""
@@ -747,6 +770,12 @@ def variant(hint: Any, kind: Any) -> type | None:
     if own is not None and isinstance(kind, str) and ("." in kind or own is hint):
         return custom_variant(own, kind)
     return variants(hint).get(kind)
+
+
+def common_keys(hint: Any) -> set[str]:
+    """Return the keys that every kind of a union of groups inherits; they keep their values when the kind changes."""
+    shared = set.intersection(*({*each.__mro__} for each in get_args(hint)))
+    return {item.name for base in shared if is_dataclass(base) for item in fields(base)}
 
 
 def own_variant(path: str) -> type[Custom] | None:

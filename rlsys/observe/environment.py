@@ -36,7 +36,7 @@ import psutil
 
 from rlsys.config.derived import chosen_layers, megatron_groups
 from rlsys.config.problems import Problem
-from rlsys.config.schema import Attention, Device, Dtype, Layers, Mode, RunConfig
+from rlsys.config.schema import Attention, Device, Dtype, Layers, Mode, RunConfig, SglangConfig
 from rlsys.files import parse_json, read_regular, write_atomically
 
 RUN = "run.json"
@@ -169,12 +169,13 @@ def _for_gpu(config: RunConfig, here: Capabilities) -> Iterator[Problem]:
             f"cluster.device=gpu needs NCCL, and torch {here.torch} is built without it: install torch as in "
             "requirements/gpu.txt."
         )
-    if here.sglang_kernel is None:
+    if here.sglang_kernel is None and isinstance(config.rollout.engine, SglangConfig):
         yield Problem.of(
             "cluster.device=gpu needs SGLang's kernels, which are not installed: install sglang-kernel as in "
             "requirements/gpu.txt."
         )
-    if config.cluster.mode is Mode.colocated and here.torch_memory_saver is None:
+    saves = isinstance(config.rollout.engine, SglangConfig) and config.cluster.mode is Mode.colocated
+    if saves and here.torch_memory_saver is None:
         yield Problem.of(
             "cluster.mode=colocated needs torch-memory-saver to free the engines' memory while the trainer runs, and it "
             "is not installed: install it as in requirements/gpu.txt, or place the groups on devices of their own."

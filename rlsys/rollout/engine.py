@@ -1,9 +1,9 @@
-"""The rollout worker: runs prompt groups on one SGLang engine and verifies every weight update.
+"""The rollout worker: runs prompt groups on one engine and verifies every weight update.
 
-`RolloutWorker` runs the episodes and receives new weights. `Engine` drives SGLang. `Liveness` watches SGLang's
-processes, and `StagedVersion` holds the staged weights of one version.
+`RolloutWorker` runs the episodes and receives new weights. `EngineDriver` drives a `RolloutEngine`, such as SGLang.
+`Liveness` watches the engine's processes.
 
-Contract of an engine:
+Contract of a driver:
 - All methods must be called on one event loop: the loop on which `generate` is first called.
 - Buckets are staged while generation continues: in host memory, or on the engine's first device with
   `cluster.sync_mode=ipc` and an engine that is awake.
@@ -12,37 +12,41 @@ Contract of an engine:
   its log-prob is under that version.
 - `finish_update` succeeds only if every tensor that the engine reports has the hash of the received tensor.
 - After a failed update, requests in flight and later requests raise the reason, until another update succeeds.
-- If SGLang dies, every call raises EngineDied.
+- If a process of the engine dies, every call raises EngineDied.
 - A sleeping engine neither generates nor activates weights. It stages buckets in host memory, because other worker
   groups use its device. After waking, it holds the same weights as before.
-- SGLang signals SIGQUIT to this process when one of its processes dies, and kills every child of this process on
-  shutdown: give an engine a process of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import logging
-import re
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from math import inf
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import psutil
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
 from transformers import AutoConfig, AutoTokenizer
 
-from rlsys.config.schema import Device, EngineConfig, OnUpdate, RolloutConfig, SearchConfig, SyncMode, TaskConfig
+from rlsys.components import one_line
+from rlsys.config.schema import (
+    CustomEngine,
+    Device,
+    EngineConfig,
+    OnUpdate,
+    RolloutConfig,
+    SearchConfig,
+    SyncMode,
+    TaskConfig,
+)
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Trajectory
 from rlsys.errors import RunError, UserError
-from rlsys.rollout import sglang_cpu
 from rlsys.rollout.agent.episode import (
     EngineActivity,
     EngineDied,
@@ -57,6 +61,9 @@ from rlsys.rollout.agent.recorder import (
     training_sampling,
 )
 from rlsys.rollout.agent.tokens import Codec, EpisodeProgress
+from rlsys.rollout.interface import EngineError, EngineSetup
+from rlsys.rollout.kinds import class_problem, open_engine
+from rlsys.rollout.staging import StagedVersion
 from rlsys.rollout.tools.search_tool import open_tool, search_metrics
 from rlsys.weights.transport import (
     Bucket,
@@ -64,31 +71,14 @@ from rlsys.weights.transport import (
     ChecksumError,
     Receiver,
     TransportSpec,
-    bytes_of,
-    digest,
     open_receiver,
-    unpack,
 )
 
-if TYPE_CHECKING:
-    from rlsys.rollout.sglang_process import Answer, SglangProcess
-
 T = TypeVar("T")
-Hasher = Callable[[Sequence[Tensor]], str]
-"""Parts of a tensor, concatenated along dimension 0 -> the hash that SGLang reports for it."""
-
-FLUSH_TIMEOUT_S = 30.0
-"""Maximum time for aborted requests to leave SGLang's scheduler before the engine sleeps."""
 POLL_S = 0.5
-"""Interval between checks of SGLang's processes."""
-VOCAB_PADDING = 64
-"""SGLang pads the number of vocabulary rows to a multiple of this by default."""
-CPU_WIDTH_PADDING = 32
-"""SGLang pads the width of an MLP to a multiple of this on each tensor-parallel rank, if the engine is on a CPU."""
-
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-_OF_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
-_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>\d+)\.(?P<module>\w+)\.weight")
+"""Interval between checks of the engine's processes."""
+_ROUNDING = 1e-3
+"""Largest log-prob of an engine from outside of the package; rounding may exceed 0 a little."""
 
 _log = logging.getLogger(__name__)
 
@@ -112,34 +102,24 @@ class EngineCounts:
     """Wall time for which activation paused generation."""
 
 
-class Engine:
-    """An SGLang engine on `model_path`. Call `start`, then `generate`, and `stop` at the end."""
+class EngineDriver:
+    """Drives the engine that `config` chooses on `model_path`. Call `start`, then `generate`, and `stop` at the end."""
 
     def __init__(
         self, model_path: str, config: EngineConfig, device: Device, seed: int, memory_saver: bool = False
     ) -> None:
         """`memory_saver` makes `sleep` free device memory; it has no effect on a CPU."""
-        self._model_path = model_path
-        self._name = f"The engine on {model_path}"
+        kind = f" {config.kind}" if isinstance(config, CustomEngine) else ""
+        self._name = f"The engine{kind} on {model_path}"
         self._asleep_reason = f"{self._name} is asleep: wake it first."
         self._config = config
-        self._device = device
-        self._seed = seed
-        self._process: SglangProcess | None = None
-        self._liveness: Liveness | None = None
-        self._hasher: Hasher = sha256_prefix
-        self._eos_id: int = AutoTokenizer.from_pretrained(model_path).eos_token_id
-        model = AutoConfig.from_pretrained(model_path)
-        self._layout = Layout(
-            tp=config.tp,
-            kv_heads=model.num_key_value_heads,
-            tied=model.tie_word_embeddings,
-            dtype=getattr(torch, config.dtype.value),
-            experts=getattr(model, "num_experts", 0),
-            width_padding=CPU_WIDTH_PADDING if device is Device.cpu else 1,
-        )
+        self.frees_memory = memory_saver and device is Device.gpu
+        """True if `sleep` frees the device's memory for other groups."""
+        model, eos_id = _read(model_path)
+        self._engine = open_engine(EngineSetup(model_path, model, eos_id, device, config, seed, self.frees_memory))
         longest: int = model.max_position_embeddings
-        self._context_tokens = min(longest, config.kv_cache_tokens or longest)
+        self._context_tokens = min(longest, self._engine.max_context or longest)
+        self._liveness: Liveness | None = None
         self._rids = itertools.count()
         self._not_switching = asyncio.Event()
         self._not_switching.set()
@@ -148,12 +128,9 @@ class Engine:
         self._update: StagedVersion | None = None
         self._update_began = 0.0
         self._staging = asyncio.Lock()
-        self._session_open = False
         self._failure = ""
         self._asleep = False
         self._sleep_lock = asyncio.Lock()
-        self.frees_memory = memory_saver and device is Device.gpu
-        """True if `sleep` frees the device's memory for other groups."""
         self.version = 0
         """Weight version in use."""
         self.counts = EngineCounts()
@@ -163,32 +140,34 @@ class Engine:
         if task.max_total_tokens > self._context_tokens:
             raise UserError(
                 f"task.max_total_tokens={task.max_total_tokens} is more than the {self._context_tokens} tokens that the "
-                f"model at {self._model_path} and rollout.engine.kv_cache_tokens allow: lower it.",
+                "model's config.json and the keys of rollout.engine allow: lower it.",
                 code="out_of_range",
                 key="task.max_total_tokens",
             )
 
     async def start(self) -> None:
-        """Start SGLang's processes and load the model. Raises RunError after `start_timeout_s`."""
-        sglang_cpu.prepare(self._device)
+        """Start the engine. Raises RunError after `start_timeout_s`, and UserError for a model that it cannot run."""
         before = {child.pid for child in _children()}
-        starting = asyncio.create_task(asyncio.to_thread(self._launch))
+        starting = asyncio.create_task(self._named(self._engine.start()))
         done, _ = await asyncio.wait({starting}, timeout=self._config.start_timeout_s)
         if not done:
             while not starting.done():  # More processes may still start. Once all are killed, the launch returns.
                 for child in _children():
                     if child.pid not in before:
                         child.kill()
+                if isinstance(self._config, CustomEngine):  # It may wait for something else.
+                    starting.cancel()
                 await asyncio.wait({starting}, timeout=0.2)
             raise RunError(
                 f"{self._name} was not ready after rollout.engine.start_timeout_s={self._config.start_timeout_s:g} s."
             )
         try:
-            self._process = starting.result()
-            self._liveness = Liveness(self._name, self._process.processes())
+            starting.result()
+            self._liveness = Liveness(self._name, self._engine.processes())
+        except UserError:
+            raise
         except Exception as error:
             raise RunError(f"{self._name} did not start: {error}") from error
-        await self._process.freeze_gc()
 
     async def generate(
         self, input_ids: list[int], sampling: TurnSampling, rid: str, on_tokens: OnTokens | None = None
@@ -202,16 +181,13 @@ class Engine:
             await self._not_switching.wait()
         if self._asleep or self._failure:
             raise RunError(self._asleep_reason if self._asleep else self._failure)
-        unique, params = f"{rid}~{next(self._rids)}", sampling_params(sampling, self._eos_id)
-        call = self._sglang.engine.async_generate(
-            input_ids=input_ids, sampling_params=params, return_logprob=True, rid=unique, stream=on_tokens is not None
-        )
-        request = asyncio.create_task(read_stream(call, on_tokens) if on_tokens else call)
+        call = self._engine.generate(input_ids, sampling, f"{rid}~{next(self._rids)}", on_tokens)
+        request = asyncio.create_task(self._named(self._sound(call, sampling)))
         if not self._requests:
             self._busy_since = perf_counter()
         self._requests.add(request)
         try:
-            generation = as_generation(await self._await_request(request))
+            generation = await self._await_request(request)
         except BaseException:
             self.counts.aborted += 1
             raise
@@ -233,7 +209,7 @@ class Engine:
             raise RunError(
                 f"The update to version {version} began during another weight switch: finish that one first."
             )
-        self._update = StagedVersion(version, self._layout, self._hasher)
+        self._update = StagedVersion(version, self._engine.weight_check())
         self._update_began = perf_counter()
 
     async def load_bucket(self, bucket: Bucket, to_host: bool = False) -> None:
@@ -250,7 +226,7 @@ class Engine:
         except ChecksumError as error:
             self._fail_update(str(error))
         except torch.OutOfMemoryError as error:
-            fix = f"lower rollout.engine.memory_fraction={self._config.memory_fraction:g}"
+            fix = self._engine.memory_fix(self._config)
             if not to_host:
                 fix += ", or stage in host memory with cluster.sync_mode=tensor"
             self._fail_update(
@@ -305,26 +281,28 @@ class Engine:
                 if self._update is not None:
                     await asyncio.to_thread(self._update.move_to_host)
             _release_cached_memory()
-            success, message = await self._await_call(self._sglang.sleep(FLUSH_TIMEOUT_S))
-            if not success:
+            try:
+                await self._await_call(self._engine.sleep())
+            except EngineError as error:
                 self._asleep = False
-                raise RunError(f"{self._name} could not sleep: {message}.")
+                raise RunError(f"{self._name} could not sleep: {error}.") from error
 
     async def wake(self) -> None:
         """Allocate device memory again and restore the weights. Idempotent."""
         async with self._sleep_lock:
             if self._asleep:
-                await self._await_call(self._sglang.wake())
+                try:
+                    await self._await_call(self._engine.wake())
+                except EngineError as error:
+                    raise RunError(f"{self._name} could not wake: {error}.") from error
                 self._asleep = False
 
     async def stop(self) -> None:
-        """Stop SGLang's processes and wait for their exit. Idempotent; may be called without a `start`."""
+        """Stop the engine's processes and wait for their exit. Idempotent; may be called without a `start`."""
         self._failure = f"{self._name} is not running."
-        process, self._process = self._process, None
         if self._liveness is not None:
             self._liveness.stop()
-        if process is not None:
-            await asyncio.to_thread(process.shutdown)
+        await self._named(asyncio.to_thread(self._engine.stop))
 
     @property
     def running(self) -> int:
@@ -342,13 +320,7 @@ class Engine:
             raise RunError(f"{self._name} is not running.")
         return self._liveness
 
-    @property
-    def _sglang(self) -> SglangProcess:
-        if self._process is None:
-            raise RunError(f"{self._name} is not running.")
-        return self._process
-
-    async def _await_request(self, request: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
+    async def _await_request(self, request: asyncio.Task[Generation]) -> Generation:
         """Await `request`. Raises RunError if `_discard_update` cancelled it."""
         await self._alive.first_of(request)
         if request.cancelled():
@@ -356,54 +328,26 @@ class Engine:
         return request.result()
 
     async def _await_call(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await `call`. Raises EngineDied if one of SGLang's processes exits first."""
-        return await self._alive.guard(call)
+        """Await `call`. Raises EngineDied if one of the engine's processes exits first."""
+        return await self._alive.guard(self._named(call))
 
-    def _launch(self) -> SglangProcess:
-        """Blocking part of `start`; runs in a thread."""
-        # SGLang may be imported only now, after `prepare`.
-        from rlsys.rollout.sglang_process import SglangProcess, gpu_hash
+    async def _update_call(self, call: Coroutine[Any, Any, T]) -> T:
+        """Await `call`; a refusal fails the update and raises RunError."""
+        try:
+            return await self._await_call(call)
+        except EngineError as error:
+            self._fail_update(str(error))
 
-        if self._device is Device.gpu:
-            self._hasher = gpu_hash
-        return SglangProcess(self._arguments(), on_cpu=self._device is Device.cpu)
-
-    def _arguments(self) -> dict[str, Any]:
-        """Return SGLang's server arguments."""
-        config = self._config
-        arguments: dict[str, Any] = {
-            "model_path": self._model_path,
-            "tp_size": config.tp,
-            "dtype": config.dtype.value,
-            "mem_fraction_static": config.memory_fraction,
-            "max_total_tokens": config.kv_cache_tokens,
-            "max_running_requests": config.max_running,
-            "random_seed": self._seed,
-            "weight_version": "0",
-            "grammar_backend": "none",
-            "log_level": "error",
-        }
-        if self.frees_memory:
-            # The weights move to host memory; the trainer's state there is much larger.
-            arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
-        backend = config.attention_backend
-        if self._device is Device.cpu:
-            arguments["device"] = "cpu"
-            # Otherwise SGLang's scheduler polls all the time, on a core that training could use.
-            arguments["sleep_on_idle"] = True
-            backend = "torch_native" if backend == "auto" else backend
-        else:
-            if self._layout.experts:
-                # On Blackwell, other kernels permute the experts' weights; `StagedVersion` does not predict that order.
-                arguments["moe_runner_backend"] = "triton"
-            if config.cuda_graphs:
-                # By default SGLang has graphs for up to 256 requests on 80 GB, and decodes larger batches without one.
-                arguments["cuda_graph_max_bs_decode"] = config.max_running
-            else:
-                arguments |= {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
-        if backend != "auto":
-            arguments["attention_backend"] = backend
-        return arguments
+    async def _named(self, call: Coroutine[Any, Any, T]) -> T:
+        """Await `call`; an unexpected error of an engine from outside of the package becomes a UserError with its name."""
+        try:
+            return await call
+        except (EngineError, RunError, UserError):
+            raise
+        except Exception as error:
+            if not isinstance(self._config, CustomEngine):
+                raise
+            raise class_problem(self._config, f"failed ({one_line(error)}): correct it") from error
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
@@ -411,7 +355,7 @@ class Engine:
         self._not_switching.clear()
         started = perf_counter()
         try:
-            await self._await_call(self._sglang.pause())
+            await self._update_call(self._engine.pause())
             yield
         except EngineDied:
             self._update = None  # Waiting calls raise EngineDied themselves.
@@ -420,34 +364,48 @@ class Engine:
             if self._update is not None:
                 self._discard_update(f"it was interrupted ({type(error).__name__}: {error})")
             with suppress(RunError):  # Nothing may be sampled from partly updated weights.
-                self._sglang.abort_all()
+                self._engine.abort_all()
             raise
         finally:
             try:
-                with suppress(RunError):  # Raised if the engine is dead or stopped.
-                    await self._await_call(self._sglang.resume())
+                with suppress(RunError):  # Raised if the engine is dead or stopped; a refusal fails all requests.
+                    await self._update_call(self._engine.resume())
             finally:
                 self.counts.pause_s += perf_counter() - started
                 self._not_switching.set()
 
     async def _switch(self, update: StagedVersion) -> None:
-        """Load the staged weights, empty the prefix cache and verify the loaded tensors."""
-        if not self._session_open:  # A failed update leaves SGLang's session open.
-            self._require_success(await self._await_call(self._sglang.begin_update()))
-            self._session_open = True
+        """Load the staged weights and verify the loaded tensors."""
+        await self._update_call(self._engine.begin_update(update.version))
         for bucket in update.pop_buckets():
-            self._require_success(
-                await self._await_call(self._sglang.load_bucket(bucket, update.version, self._config.tp))
-            )
-        self._require_success(await self._await_call(self._sglang.end_update()))
-        self._session_open = False
-        answer, reported = await self._await_call(self._sglang.checksums())
-        self._require_success(answer)
-        if wrong := update.mismatches(reported):
+            await self._update_call(self._engine.load_bucket(bucket))
+        await self._update_call(self._engine.finish_update())
+        reported = await self._update_call(self._engine.hashes())
+        if wrong := update.weights.mismatches(reported):
             self._fail_update(
                 f"{len(wrong)} of its tensors differ from those sent, first {wrong[0]}; "
                 f"version {update.version} is not used"
             )
+
+    async def _sound(self, call: Coroutine[Any, Any, Generation], sampling: TurnSampling) -> Generation:
+        """Await `call`. Raises UserError for an impossible result of an engine from outside of the package."""
+        generation = await call
+        if not isinstance(self._config, CustomEngine):
+            return generation
+        ids, logprobs, versions = generation.token_ids, generation.logprobs, generation.versions
+        wrong = {
+            f"{len(logprobs)} log-probs and {len(versions)} versions for {len(ids)} tokens": not (
+                len(ids) == len(logprobs) == len(versions)
+            ),
+            f"{len(ids)} tokens for max_new_tokens={sampling.max_new_tokens}": len(ids) > sampling.max_new_tokens,
+            f"finish={generation.finish!r}": generation.finish not in ("stop", "length", "abort"),
+            "a log-prob that is not a number of at most 0": not all(-inf < one <= _ROUNDING for one in logprobs),
+            f"versions other than {self.version} and older": not all(0 <= one <= self.version for one in versions),
+        }
+        for problem, is_so in wrong.items():
+            if is_so:
+                raise class_problem(self._config, f"returned {problem}: correct its generate")
+        return generation
 
     def _open_update(self) -> StagedVersion:
         if self._update is None:
@@ -455,12 +413,6 @@ class Engine:
                 self._failure or "The engine received weights without an open update: call begin_update first."
             )
         return self._update
-
-    def _require_success(self, answer: Answer) -> None:
-        """Fail the update unless `answer` is a success."""
-        success, message = answer
-        if not success:
-            self._fail_update(message)
 
     def _fail_update(self, reason: str) -> NoReturn:
         """Fail the update with `reason` and raise RunError."""
@@ -475,8 +427,20 @@ class Engine:
             request.cancel()
 
 
+def _read(model_path: str) -> tuple[Any, int]:
+    """Return the config of a model and its tokenizer's end token. Raises UserError if a file is unreadable."""
+    try:
+        return AutoConfig.from_pretrained(model_path), AutoTokenizer.from_pretrained(model_path).eos_token_id
+    except Exception as problem:  # The tokenizers library raises no narrower class.
+        raise UserError(
+            f"model.path={model_path} cannot be read ({one_line(problem)}): give a complete model folder.",
+            code="malformed",
+            key="model.path",
+        ) from problem
+
+
 def _release_cached_memory() -> None:
-    """Return cached GPU memory of this process to the device, including memory to which SGLang had a handle."""
+    """Return cached GPU memory of this process to the device, including memory to which an engine had a handle."""
     if torch.cuda.is_initialized():
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
@@ -484,53 +448,6 @@ def _release_cached_memory() -> None:
 
 def _children() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
-
-
-def sampling_params(sampling: TurnSampling, eos_id: int) -> dict[str, Any]:
-    """Return SGLang's parameters for a turn, which ends at its stop strings or `eos_id`."""
-    fixed = {"no_stop_trim": True, "stop_token_ids": [eos_id], "spaces_between_special_tokens": False}
-    return {**asdict(sampling), "stop": list(sampling.stop), **fixed}
-
-
-def _token_ids(output: dict[str, Any]) -> list[int]:
-    """Return the sampled tokens of an output. In a stream, every output has all tokens so far."""
-    return [token for _, token, _ in output["meta_info"]["output_token_logprobs"]]
-
-
-async def read_stream(call: Awaitable[AsyncIterable[dict[str, Any]]], on_tokens: OnTokens) -> dict[str, Any]:
-    """Consume a stream and return its last output, which is complete; `on_tokens` is called for each output.
-
-    Raises RunError with SGLang's reason for a rejected or abandoned request, and for an empty stream. If `abort_all`
-    ended the request, the output so far is returned.
-    """
-    output: dict[str, Any] = {}
-    async for output in await call:
-        finish = output["meta_info"].get("finish_reason") or {}
-        if finish.get("status_code"):
-            raise RunError(f"SGLang rejected or abandoned the request: {str(finish.get('message')).rstrip('.')}.")
-        if "output_token_logprobs" in output["meta_info"]:
-            on_tokens(_token_ids(output))
-    if not output:
-        raise RunError("SGLang returned an empty stream.")
-    return output
-
-
-def as_generation(output: dict[str, Any]) -> Generation:
-    """Convert a complete output. Raises RunError if SGLang omits the version of a token."""
-    meta, sampled = output["meta_info"], _token_ids(output)
-    # A guessed version would hide a stale token, so the spans [start, end) must cover all tokens.
-    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(sampled)}]
-    versions = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
-    if len(versions) != len(sampled):
-        raise RunError(f"SGLang reported versions for {len(versions)} of the {len(sampled)} tokens of {meta['id']}.")
-    return Generation(
-        token_ids=sampled,
-        logprobs=[logprob for logprob, _, _ in meta["output_token_logprobs"]],
-        finish=meta["finish_reason"]["type"],
-        # SGLang omits the count if the request was aborted in the queue.
-        cached_tokens=meta.get("cached_tokens", 0),
-        versions=versions,
-    )
 
 
 class Liveness:
@@ -579,169 +496,6 @@ def _is_gone(process: psutil.Process) -> bool:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def sha256_prefix(parts: Sequence[Tensor]) -> str:
-    """Return SGLang's hash of a tensor in host memory: the first 8 bytes of SHA-256 over its bytes, in hex."""
-    whole = hashlib.sha256()
-    for part in parts:
-        whole.update(bytes_of(part).data)
-    return whole.digest()[:8].hex()
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Storage format of a model in an engine, for the Llama, Qwen2, Qwen3 and Qwen3-MoE families."""
-
-    tp: int
-    kv_heads: int
-    tied: bool
-    """True if the output layer is the embedding; a separate `lm_head.weight` is then ignored."""
-    dtype: torch.dtype
-    experts: int = 0
-    """Experts per layer; 0 for a dense model."""
-    width_padding: int = 1
-    """The width of an MLP is padded to a multiple of this on each rank."""
-
-
-class StagedVersion:
-    """Staged buckets of one version, and the hashes that the engine must report after loading them.
-
-    Contract: `stage` copies a bucket once and checks the copy, so later changes to the sender's memory have no effect.
-    `check` passes only for exactly the tensors that were sent. `pop_buckets` frees the buckets one by one.
-
-    Buckets stay where they arrive: in host memory, or on a device, which then holds a second copy of the model. A
-    bucket that moves from a device to host memory is checked before the move, because hashing is much faster on the
-    device. The hashes that the engine reports after loading verify the move too (`mismatches`).
-
-    SGLang's weight checker reports one hash per engine tensor and tensor-parallel rank. The expected hashes are
-    computed from the Hugging Face tensors, which are fused, cut and padded as in SGLang:
-
-        qkv_proj              q, k, v (rows are cut over ranks before they are fused);
-        gate_up_proj          gate, up (cut likewise);
-        w13_weight            gate, up of expert 0, then of expert 1, and so on;
-        w2_weight             down of each expert;
-        embed_tokens, lm_head padded with zero rows to a multiple of 64;
-        MLP on a CPU          width padded to a multiple of 32 per rank.
-
-    If all hashes match, the engine holds the weights that were sent. Besides the buckets, only the parts of fused
-    tensors are kept that a bucket leaves incomplete; for experts, these are parts of one layer.
-    """
-
-    def __init__(self, version: int, layout: Layout, hasher: Hasher) -> None:
-        self.version = version
-        self.nbytes = 0
-        """Number of bytes staged so far."""
-        self.hashes: list[dict[str, str]] = [{} for _ in range(layout.tp)]
-        """Per tensor-parallel rank: engine tensor name -> expected hash."""
-        self._layout = layout
-        self._hasher = hasher
-        self._parts: dict[str, dict[int, Tensor]] = {}
-        self._checksums: dict[str, str] = {}
-        self._buckets: list[Bucket] = []
-
-    def stage(self, bucket: Bucket, to_host: bool = False) -> None:
-        """Copy and check a bucket; `to_host` moves a device bucket to host memory.
-
-        Raises ChecksumError for a tensor that differs from the tensor that was sent.
-        """
-        moves = to_host and isinstance(bucket.data, Tensor)
-        staged = bucket.copy(to_host)
-        for record, tensor in unpack(bucket if moves else staged):
-            self.predict(record.name, tensor)
-            self._checksums[record.name] = record.checksum
-        if moves:  # The parts of incomplete tensors must outlive the arriving bucket.
-            for parts in self._parts.values():
-                parts |= {index: part.clone() for index, part in parts.items() if _shares(part, bucket.flat)}
-        self._buckets.append(staged)
-        self.nbytes += staged.flat.nbytes
-
-    def check(self, version: int, expected_digest: str) -> None:
-        """Raise ChecksumError unless `version` is staged and the received tensors have the digest `expected_digest`."""
-        if version != self.version:
-            raise ChecksumError(f"finish_update({version}) was called, but version {self.version} is staged")
-        if digest(self._checksums) != expected_digest:
-            raise ChecksumError(f"the {len(self._checksums)} received tensors are not those that were sent")
-
-    def move_to_host(self) -> None:
-        """Move device buckets to host memory."""
-        self._buckets = [each.copy(to_host=True) if isinstance(each.data, Tensor) else each for each in self._buckets]
-
-    def pop_buckets(self) -> Iterator[Bucket]:
-        """Yield the buckets in order of arrival; each bucket is freed when the next is requested."""
-        while self._buckets:
-            yield self._buckets.pop(0)
-
-    def predict(self, name: str, tensor: Tensor) -> None:
-        """Add a Hugging Face tensor. Hash an engine tensor once all of its parts have been added."""
-        if self._layout.tied and name == "lm_head.weight":
-            return
-        tensor = tensor.to(self._layout.dtype)
-        target, index, parts = _engine_tensor(name, self._layout.experts)
-        known = self._parts.setdefault(target, {})
-        known[index] = tensor
-        if len(known) == parts:
-            del self._parts[target]
-            self._hash(target, [known[index] for index in range(parts)])
-
-    def mismatches(self, reported: Sequence[Mapping[str, str]]) -> list[str]:
-        """Return names of tensors that are incomplete, missing, unexpected or different on any rank.
-
-        `reported` has the format of `hashes`.
-        """
-        if len(reported) != len(self.hashes):
-            raise ValueError(f"{len(reported)} ranks reported, {len(self.hashes)} expected")
-        wrong = set(self._parts)
-        for expected, held in zip(self.hashes, reported, strict=True):
-            wrong |= {name for name in expected.keys() | held.keys() if expected.get(name) != held.get(name)}
-        return sorted(wrong)
-
-    def _hash(self, target: str, parts: Sequence[Tensor]) -> None:
-        for rank, hashes in enumerate(self.hashes):
-            hashes[target] = self._hasher([self._piece(target, n, part, rank) for n, part in enumerate(parts)])
-
-    def _piece(self, target: str, index: int, part: Tensor, rank: int) -> Tensor:
-        """Return the shard that `rank` holds of one part of the engine tensor `target`."""
-        tp = self._layout.tp
-        *_, module, leaf = target.rsplit(".", 2)
-        module = leaf if leaf in _OF_EXPERTS else module
-        if module in ("embed_tokens", "lm_head"):
-            return _padded(part, VOCAB_PADDING, dim=0).chunk(tp)[rank]
-        if module == "qkv_proj" and index > 0 and self._layout.kv_heads < tp:
-            return part.chunk(self._layout.kv_heads)[rank * self._layout.kv_heads // tp]
-        multiple = tp * self._layout.width_padding if module in ("gate_up_proj", "down_proj", *_OF_EXPERTS) else 1
-        if module in (*_FUSED, "w13_weight"):
-            return _padded(part, multiple, dim=0).chunk(tp)[rank]
-        if module in ("o_proj", "down_proj", "w2_weight") and part.dim() == 2:
-            return _padded(part, multiple, dim=1).chunk(tp, dim=1)[rank]
-        return part
-
-
-def _shares(part: Tensor, flat: Tensor) -> bool:
-    return part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-
-
-def _engine_tensor(name: str, experts: int) -> tuple[str, int, int]:
-    """Return the name of the engine tensor that contains the Hugging Face tensor `name`.
-
-    Also return the index of `name` among the parts of the engine tensor, and the number of parts.
-    """
-    if expert := _EXPERT.fullmatch(name):
-        for fused, modules in _OF_EXPERTS.items():
-            if expert["module"] in modules:
-                index = int(expert["number"]) * len(modules) + modules.index(expert["module"])
-                return (f"{expert['experts']}.{fused}", index, experts * len(modules))
-    for fused, modules in _FUSED.items():
-        for index, module in enumerate(modules):
-            if f".{module}." in name:
-                return (name.replace(f".{module}.", f".{fused}."), index, len(modules))
-    return (name, 0, 1)
-
-
-def _padded(matrix: Tensor, multiple: int, dim: int) -> Tensor:
-    """Return `matrix` padded with zeros along `dim`, to the next multiple of `multiple`."""
-    missing = -matrix.shape[dim] % multiple
-    return matrix if not missing else pad(matrix, [0, 0] * (matrix.dim() - 1 - dim) + [0, missing])
 
 
 class DrainLock:
@@ -810,7 +564,7 @@ class RolloutWorker:
         self._rollout = rollout
         self._on_update = on_update
         self._search = open_tool(search) if search.enabled else None
-        self.engine = Engine(model_path, rollout.engine, device, seed, memory_saver)
+        self.engine = EngineDriver(model_path, rollout.engine, device, seed, memory_saver)
         self.engine.require_room(task)
         codec = Codec(AutoTokenizer.from_pretrained(model_path))
         self._tools = EpisodeTools(self.engine, self._search, codec, task)
@@ -890,7 +644,7 @@ class RolloutWorker:
         self._stages_in_host = spec.mode is not SyncMode.ipc
 
     async def load_bucket(self, handle: BucketHandle) -> None:
-        """Receive a bucket from the transport and stage it; see `Engine.load_bucket`."""
+        """Receive a bucket from the transport and stage it; see `EngineDriver.load_bucket`."""
         if self._receiver is None:
             raise RunError("The rollout worker received weights without a transport: call open_transport first.")
         async with self._receiving:
@@ -901,7 +655,7 @@ class RolloutWorker:
             await asyncio.to_thread(self._receiver.release)
 
     async def finish_update(self, version: int, digest: str) -> None:
-        """Switch to the new version; see `Engine.finish_update`.
+        """Switch to the new version; see `EngineDriver.finish_update`.
 
         With `OnUpdate.finish`, first wait until the groups in flight have ended.
         """

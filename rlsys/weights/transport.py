@@ -405,7 +405,7 @@ def bucket_memory(nbytes: int, device: torch.device | None) -> Memory:
     except torch.OutOfMemoryError as problem:
         raise RunError(
             f"{device} has no room for the {nbytes} bytes of a bucket of weights: lower cluster.sync_bucket_bytes, or "
-            f"free memory of that GPU, such as with rollout.engine.memory_fraction ({problem})"
+            f"free memory of that GPU, such as with the keys of rollout.engine ({problem})"
         ) from problem
 
 

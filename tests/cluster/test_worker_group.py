@@ -19,7 +19,7 @@ from rlsys.cluster.planning.placement import DeviceSlot, plan_bundles
 from rlsys.cluster.preflight.machine import cluster_at
 from rlsys.cluster.runtime import ray_runtime
 from rlsys.cluster.worker_group import RankDied, RankSilent, WorkerGroup
-from rlsys.config.schema import ClusterConfig, Device, Dtype, EngineConfig, RolloutConfig, SearchConfig, TaskConfig
+from rlsys.config.schema import ClusterConfig, Device, Dtype, RolloutConfig, SearchConfig, SglangConfig, TaskConfig
 from rlsys.data.question import Question
 from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import EngineDied
@@ -180,7 +180,7 @@ def test_cluster_is_seen_from_outside() -> None:
 @pytest.mark.engine
 async def test_killed_engine_of_a_living_worker_is_named(bundles: PlacementGroup, tmp_path: Path) -> None:
     """SGLang only sends a signal when its process dies, and Python does not receive the signal in a Ray worker."""
-    engine = EngineConfig(dtype=Dtype.float32, kv_cache_tokens=4096, start_timeout_s=LIMIT_S)
+    engine = SglangConfig(dtype=Dtype.float32, kv_cache_tokens=4096, start_timeout_s=LIMIT_S)
     task = TaskConfig(train_path="", eval_path="", max_total_tokens=1024)
     arguments = (str(POLICY), RolloutConfig(engine=engine), task, SearchConfig(enabled=False), Device.cpu, 7)
     group = WorkerGroup.launch("rollout", bundles, SEATS[:1], CLUSTER, tmp_path, concurrency=8)

@@ -17,13 +17,13 @@ from rlsys.config.schema import (
     ClusterConfig,
     Device,
     Dtype,
-    EngineConfig,
     Layers,
     Mode,
     ModelConfig,
     ParallelConfig,
     RolloutConfig,
     RunConfig,
+    SglangConfig,
     SyncMode,
 )
 from rlsys.observe.environment import (
@@ -153,7 +153,7 @@ def config(
     made = RunConfig(
         model=ModelConfig(path="model", **model),
         cluster=ClusterConfig(device=device, mode=mode, sync_mode=sync),
-        rollout=RolloutConfig(engine=EngineConfig(dtype=model.get("dtype", Dtype.bfloat16))),
+        rollout=RolloutConfig(engine=SglangConfig(dtype=model.get("dtype", Dtype.bfloat16))),
     )
     made.actor.parallel = ParallelConfig(cp=cp)
     return made

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from rlsys.config.schema import RolloutConfig
 from rlsys.data.question import Question
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
-from rlsys.rollout.engine import Engine, RolloutWorker
+from rlsys.rollout.engine import EngineDriver, RolloutWorker
 from tests.support import tiny
 from tests.support.tensors import digest_of, pack
 
@@ -38,8 +39,13 @@ class Bench:
     """Version -> model."""
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> EngineDriver:
         return self.worker.engine
+
+    @property
+    def sglang(self) -> Any:
+        """The running SGLang behind the worker's engine."""
+        return self.engine._engine._sglang  # type: ignore[attr-defined]
 
     def encode(self, text: str) -> list[int]:
         return self.words(text)["input_ids"]
@@ -69,7 +75,7 @@ class Bench:
     async def until_generating(self, requests: int, tokens: int = 50) -> None:
         """Wait until `requests` requests have at least `tokens` tokens each."""
         # An unstreamed request reports its tokens only at its end, so this reads SGLang's own state.
-        states = self.engine._sglang._manager.rid_to_state
+        states = self.sglang._manager.rid_to_state
         while sum(len(state.output_ids) >= tokens for state in states.values()) < requests:
             await asyncio.sleep(0.01)
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from rlsys.config.schema import Device, Dtype, EngineConfig, RolloutConfig, SearchConfig, TaskConfig
+from rlsys.config.schema import Device, Dtype, RolloutConfig, SearchConfig, SglangConfig, TaskConfig
 from rlsys.rollout.engine import RolloutWorker
 from tests.rollout.bench import Bench
 from tests.support import tiny
@@ -26,7 +26,7 @@ async def bench(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench
     first, second = tiny.train(tiny.FIRST, words, seed=0), tiny.train(tiny.SECOND, words, seed=1)
     path: Path = tmp_path_factory.mktemp("policy")
     limits = {"kv_cache_tokens": 16384, "max_running": 32, "start_timeout_s": 1500.0}
-    engine = EngineConfig(dtype=Dtype.float32, **limits)
+    engine = SglangConfig(dtype=Dtype.float32, **limits)
     rollout = RolloutConfig(engine=engine, max_episodes=3)
     task = TaskConfig(train_path="", eval_path="", max_turns=2, max_turn_tokens=64, max_total_tokens=4096)
     with tiny.search_server() as search:

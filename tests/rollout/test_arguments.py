@@ -12,27 +12,30 @@ import pytest
 from transformers import PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from rlsys.cluster.worker_group import NCCL_SETTINGS
-from rlsys.config.schema import Device, EngineConfig, RolloutConfig, SamplingConfig, SearchConfig, TaskConfig
+from rlsys.config.schema import Device, RolloutConfig, SamplingConfig, SearchConfig, SglangConfig, TaskConfig
 from rlsys.errors import Code
 from rlsys.rollout import sglang_cpu
 from rlsys.rollout.agent.recorder import TurnSampling, evaluation_sampling
-from rlsys.rollout.engine import Engine, RolloutWorker
+from rlsys.rollout.engine import RolloutWorker
+from rlsys.rollout.interface import EngineSetup
+from rlsys.rollout.sglang_engine import SglangEngine
 from tests.support import tiny
 from tests.support.refusals import refused
 from tests.support.tiny_models import POLICY
 
 EXPERTS = Qwen3MoeConfig()
-CONFIG = EngineConfig(tp=2, memory_fraction=0.6, max_running=300)
+CONFIG = SglangConfig(tp=2, memory_fraction=0.6, max_running=300)
 MOST_IN_GRAPH = "cuda_graph_max_bs_decode"
 NO_GRAPHS = {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
 
 
 def arguments(
-    folder: Path, model: PretrainedConfig, config: EngineConfig, device: Device, memory_saver: bool = False
+    folder: Path, model: PretrainedConfig, config: SglangConfig, device: Device, memory_saver: bool = False
 ) -> dict[str, Any]:
     model.save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
-    return Engine(str(folder), config, device, seed=3, memory_saver=memory_saver)._arguments()
+    frees_memory = memory_saver and device is Device.gpu
+    return SglangEngine(EngineSetup(str(folder), model, 0, device, config, 3, frees_memory))._arguments()
 
 
 def test_backends_are_sglangs_defaults_on_a_gpu_except_for_experts(tmp_path: Path) -> None:
@@ -95,7 +98,7 @@ def test_sglang_keeps_the_nccl_settings_of_a_worker(nvls: str, monkeypatch: pyte
     ],
 )
 def test_worker_without_room_server_or_token_is_refused(code: Code, key: str, room: int, search: SearchConfig) -> None:
-    rollout = RolloutConfig(engine=EngineConfig(kv_cache_tokens=room))
+    rollout = RolloutConfig(engine=SglangConfig(kv_cache_tokens=room))
     task = TaskConfig(train_path="", eval_path="", max_total_tokens=1000)
     with refused(code, key):
         RolloutWorker(str(POLICY), rollout, task, search, Device.cpu, seed=0)

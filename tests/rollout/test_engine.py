@@ -13,6 +13,7 @@ from rlsys.errors import RunError
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
 from rlsys.rollout.agent.tokens import EpisodeProgress, PartialEpisode
 from tests.rollout.bench import QUESTION, STOP, Bench, endless, greedy, greedy_by_transformers, logprobs_of
+from tests.rollout.contract import ENDS, End, check_end, check_end_token
 from tests.support import tiny
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="package")]
@@ -29,7 +30,7 @@ async def test_greedy_tokens_and_log_probs_are_those_of_transformers(bench: Benc
 
 
 async def test_watched_processes_are_the_scheduler_and_the_detokenizer(bench: Bench) -> None:
-    watched = bench.engine._sglang.processes()
+    watched = bench.sglang.processes()
     assert sorted(process.cmdline()[0].rstrip() for process in watched) == ["sglang::detokenizer", "sglang::scheduler"]
 
 
@@ -59,6 +60,17 @@ async def test_stop_string_ends_the_turn_and_a_listener_gets_tokens_as_they_come
     lengths = [len(part) for part in heard]
     assert heard == [alone.token_ids[:length] for length in sorted(lengths)]
     assert len(set(lengths)) > len(alone.token_ids) / 2, "SGLang holds back only what may become a stop string"
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: f"{end.finish}-{end.text[-12:]}")
+async def test_request_ends_as_in_the_table(bench: Bench, end: End) -> None:
+    await bench.bring(bench.first)
+    await check_end(bench.engine, bench.words, end)
+
+
+async def test_end_token_ends_a_request(bench: Bench) -> None:
+    await bench.bring(bench.first)
+    await check_end_token(bench.engine, bench.words)
 
 
 async def test_group_searches_answers_and_reuses_its_prefix(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,9 +145,9 @@ async def test_abort_returns_the_tokens_so_far_and_cancellation_frees_the_engine
     with pytest.raises(RunError, match="2 requests"):
         await bench.worker.sleep()
     cancelled.cancel()
-    while len(bench.engine._sglang._manager.rid_to_state) > 1:
+    while len(bench.sglang._manager.rid_to_state) > 1:
         await asyncio.sleep(0.01)
-    bench.engine._sglang.abort_all()
+    bench.sglang.abort_all()
     generation = await long
     assert generation.finish == "abort"
     assert 50 <= len(generation.token_ids) < 4000

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlsys.rollout.engine import Layout, StagedVersion, sha256_prefix
+from rlsys.rollout.sglang_weights import Layout, SglangWeights, sha256_prefix
+from rlsys.rollout.staging import StagedVersion
 from rlsys.weights.transport import ChecksumError, bucket_memory, pack_into, unpack
 from tests.support.tensors import digest_of, pack
 
@@ -21,7 +22,7 @@ SPLIT = [("m.q_proj.bias", torch.tensor([1.0])), *TENSORS], [(f"m.{x}_proj.bias"
 
 
 def staged() -> StagedVersion:
-    return StagedVersion(3, Layout(tp=1, kv_heads=1, tied=True, dtype=torch.float32), sha256_prefix)
+    return StagedVersion(3, SglangWeights(Layout(tp=1, kv_heads=1, tied=True, dtype=torch.float32), sha256_prefix))
 
 
 @pytest.mark.parametrize("case", ["from host memory", "kept on a device", "moved", "moved later"])
@@ -43,7 +44,7 @@ def test_staged_tensors_are_those_received_though_the_lent_memory_changes(case: 
         assert torch.equal(arrived, tensor)
     assert list(version.pop_buckets()) == [], "tensors are kept after they were handed out"
     fused = {"m.qkv_proj.bias": sha256_prefix([torch.tensor([1.0, 2.0, 2.0])])}
-    assert version.mismatches([fused | {name: sha256_prefix([tensor]) for name, tensor in TENSORS}]) == []
+    assert version.weights.mismatches([fused | {name: sha256_prefix([tensor]) for name, tensor in TENSORS}]) == []
     with pytest.raises(ChecksumError, match=SPLIT[1][0][0]):
         staged().stage(buckets[1], to_host=case == "moved")
 
@@ -110,22 +111,22 @@ def test_tensor_of_each_rank_is_predicted(
         seen.append((tensor if tensor.dim() == 1 else tensor[0] if len(tensor) == 1 else tensor[:, 0]).tolist())
         return str(len(seen) - 1)
 
-    version = StagedVersion(0, layout, remember)
+    weights = SglangWeights(layout, remember)
     for module, tensor in sent.items():
-        version.predict(f"layers.0.{module}.weight", tensor)
-    assert [hashes.keys() for hashes in version.hashes] == [{f"layers.0.{name}"}] * layout.tp
-    assert [seen[int(key)] for hashes in version.hashes for key in hashes.values()] == held
+        weights.predict(f"layers.0.{module}.weight", tensor)
+    assert [hashes.keys() for hashes in weights.hashes] == [{f"layers.0.{name}"}] * layout.tp
+    assert [seen[int(key)] for hashes in weights.hashes for key in hashes.values()] == held
 
 
 def test_missing_extra_and_changed_tensors_are_named() -> None:
-    version = StagedVersion(0, layout(tp=1, experts=2), sha256_prefix)
+    weights = SglangWeights(layout(tp=1, experts=2), sha256_prefix)
     norm = torch.tensor([1.0])
     for name in ("norm.weight", "extra.weight", "changed.weight"):
-        version.predict(name, norm)
-    version.predict("m.up_proj.weight", rows(0, 2))
-    version.predict("lm_head.weight", rows(0, 2))  # The embedding is tied, so the engine has no such tensor.
-    version.predict("m.experts.1.down_proj.weight", rows(0, 2))
+        weights.predict(name, norm)
+    weights.predict("m.up_proj.weight", rows(0, 2))
+    weights.predict("lm_head.weight", rows(0, 2))  # The embedding is tied, so the engine has no such tensor.
+    weights.predict("m.experts.1.down_proj.weight", rows(0, 2))
     reported = {"norm.weight": sha256_prefix([norm]), "unsent.weight": sha256_prefix([norm])}
     reported["changed.weight"] = sha256_prefix([norm + 1e-6])
     wrong = ["changed.weight", "extra.weight", "m.experts.w2_weight", "m.gate_up_proj.weight", "unsent.weight"]
-    assert version.mismatches([reported]) == wrong
+    assert weights.mismatches([reported]) == wrong

@@ -14,12 +14,15 @@ import psutil
 import pytest
 import torch
 
-from rlsys.config.schema import Device, Dtype, EngineConfig
+from rlsys.config.schema import Device, Dtype, SglangConfig
 from rlsys.errors import RunError
 from rlsys.rollout import sglang_cpu
 from rlsys.rollout.agent.episode import EngineDied
 from rlsys.rollout.agent.recorder import TurnSampling
-from rlsys.rollout.engine import DrainLock, Engine, Liveness, StagedVersion, as_generation, read_stream, sha256_prefix
+from rlsys.rollout.engine import DrainLock, EngineDriver, Liveness
+from rlsys.rollout.sglang_engine import as_generation, read_stream
+from rlsys.rollout.sglang_weights import sha256_prefix
+from rlsys.rollout.staging import StagedVersion
 from rlsys.weights.transport import Bucket, pack_into, unpack
 from tests.support.tensors import digest_of, pack
 from tests.support.tiny_models import POLICY
@@ -105,21 +108,21 @@ def script() -> Script:
 
 
 @pytest.fixture
-async def engine(script: Script) -> Engine:
-    engine = Engine(str(POLICY), EngineConfig(dtype=Dtype.float32), Device.cpu, seed=0)
-    engine._process = script  # type: ignore[assignment]
+async def engine(script: Script) -> EngineDriver:
+    engine = EngineDriver(str(POLICY), SglangConfig(dtype=Dtype.float32), Device.cpu, seed=0)
+    engine._engine._process = script  # type: ignore[attr-defined]
     engine._liveness = Liveness("The engine", [])
     return engine
 
 
-async def stage(engine: Engine, version: int) -> str:
+async def stage(engine: EngineDriver, version: int) -> str:
     (bucket,) = pack([(NAME, torch.full((4,), float(version)))], bucket_bytes=100)
     await engine.begin_update(version)
     await engine.load_bucket(bucket)
     return digest_of([bucket])
 
 
-def generate(engine: Engine, ids: list[int]) -> asyncio.Task[object]:
+def generate(engine: EngineDriver, ids: list[int]) -> asyncio.Task[object]:
     return asyncio.create_task(engine.generate(ids, SAMPLING, "r"))
 
 
@@ -139,7 +142,7 @@ async def all_are_refused(*asked: Awaitable[object]) -> None:
     ],
 )
 async def test_failed_switch_refuses_requests_until_another_succeeds(
-    engine: Engine, script: Script, step: str, how: Any, raised: type[BaseException]
+    engine: EngineDriver, script: Script, step: str, how: Any, raised: type[BaseException]
 ) -> None:
     script.broken, script.how = step, how
     running = generate(engine, [0])
@@ -166,7 +169,7 @@ async def test_failed_switch_refuses_requests_until_another_succeeds(
 
 @pytest.mark.parametrize("wrong", ["digest", "bucket", "tensor"])
 async def test_update_that_differs_from_what_was_sent_refuses_requests(
-    engine: Engine, script: Script, wrong: str
+    engine: EngineDriver, script: Script, wrong: str
 ) -> None:
     running = generate(engine, [0])
     total = await stage(engine, 1)
@@ -185,7 +188,7 @@ async def test_update_that_differs_from_what_was_sent_refuses_requests(
     await generate(engine, [1])
 
 
-async def test_death_during_a_switch_ends_every_call_with_the_process_id(engine: Engine, script: Script) -> None:
+async def test_death_during_a_switch_ends_every_call_with_the_process_id(engine: EngineDriver, script: Script) -> None:
     sglang = psutil.Popen(["sleep", "600"])
     engine._liveness = Liveness("The engine", [sglang])
     script.broken, script.how = "load_bucket", hang
@@ -217,7 +220,7 @@ async def test_process_that_vanishes_while_it_is_looked_at_counts_as_dead() -> N
 
 
 async def test_engine_survives_a_helper_process_that_exits(
-    engine: Engine, script: Script, monkeypatch: pytest.MonkeyPatch
+    engine: EngineDriver, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The helper is the older process, so an engine that watched both would name the helper."""
     children: list[psutil.Popen] = []
@@ -227,7 +230,7 @@ async def test_engine_survives_a_helper_process_that_exits(
         script.watched = [children[1]]
         return script
 
-    monkeypatch.setattr(engine, "_launch", launch)
+    monkeypatch.setattr(engine._engine, "_launch", launch)
     monkeypatch.setattr(sglang_cpu, "prepare", lambda _device: None)
     await engine.start()
     helper, scheduler = children
@@ -241,7 +244,7 @@ async def test_engine_survives_a_helper_process_that_exits(
 
 
 async def test_sleep_waits_for_a_bucket_that_is_being_staged(
-    engine: Engine, script: Script, monkeypatch: pytest.MonkeyPatch
+    engine: EngineDriver, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, may_end = threading.Event(), threading.Event()
     taken = StagedVersion.stage
@@ -300,14 +303,14 @@ async def test_closing_drain_lock_waits_for_those_inside_and_blocks_others() -> 
 
 
 async def test_start_that_times_out_ends_the_processes_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(str(POLICY), EngineConfig(start_timeout_s=0.05), Device.cpu, seed=0)
+    engine = EngineDriver(str(POLICY), SglangConfig(start_timeout_s=0.05), Device.cpu, seed=0)
     started: list[subprocess.Popen[bytes]] = []
 
     def launch() -> None:
         started.append(subprocess.Popen(["sleep", "600"]))
         started[0].wait()
 
-    monkeypatch.setattr(engine, "_launch", launch)
+    monkeypatch.setattr(engine._engine, "_launch", launch)
     monkeypatch.setattr(sglang_cpu, "prepare", lambda _device: None)
     with pytest.raises(RunError, match=str(POLICY)):
         await engine.start()

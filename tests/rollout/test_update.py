@@ -48,9 +48,9 @@ async def test_requests_in_flight_continue_with_the_new_weights(bench: Bench) ->
     await bench.until_generating(requests=3)
     await bench.engine.finish_update(new, total)
     late = asyncio.create_task(bench.engine.generate(prompts[0], greedy(60), "late"))
-    held = max(len(state.output_ids) for state in bench.engine._sglang._manager.rid_to_state.values())
+    held = max(len(state.output_ids) for state in bench.sglang._manager.rid_to_state.values())
     await bench.until_generating(requests=3, tokens=held + 100)
-    bench.engine._sglang.abort_all()
+    bench.sglang.abort_all()
     for ids, generation in zip(prompts, await asyncio.gather(*tasks), strict=True):
         tokens, versions = generation.token_ids, generation.versions
         boundary = versions.count(old)
@@ -171,7 +171,7 @@ async def test_engine_with_a_changed_tensor_refuses_groups_until_the_next_update
     changed[5, 7] += 1e-6
     (stray,) = pack([(name, changed)], bucket_bytes=1 << 30)
     version, total = await bench.stage(bench.first)
-    sglang = bench.engine._sglang
+    sglang = bench.sglang
     load = sglang.load_bucket
 
     async def load_with_a_stray(bucket: Bucket, version: int, ranks: int) -> tuple[bool, str]:

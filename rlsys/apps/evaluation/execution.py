@@ -7,21 +7,16 @@ only.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from threading import Thread
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-import torch
 from rich.console import Console
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from rlsys.apps.evaluation.evaluation_inputs import (
     SEARCHING,
@@ -34,7 +29,7 @@ from rlsys.apps.evaluation.evaluation_inputs import (
 )
 from rlsys.apps.evaluation.results import ANSWERS, PAGE, RESULTS, noting, render_table, settings_of, write_results
 from rlsys.apps.running import run_to_end
-from rlsys.config.schema import Device, Dtype, RunConfig, SearchR1Agent, TagsConfig
+from rlsys.config.schema import EngineConfig, RunConfig, SearchR1Agent, SglangConfig, TagsConfig, TransformersConfig
 from rlsys.data.question import Question, as_asked, search_prompt
 from rlsys.data.trajectory import Trajectory
 from rlsys.errors import RunError, UserError
@@ -43,7 +38,7 @@ from rlsys.orchestrator.evaluation.heldout import Answered, Ask, Evaluation, eva
 from rlsys.orchestrator.run_logger import new_run_dir
 from rlsys.orchestrator.search_server import serving
 from rlsys.rollout.agent.episode import EpisodeTools, run_episode
-from rlsys.rollout.agent.recorder import Generation, OnTokens, Streaming, TurnSampling, evaluation_sampling
+from rlsys.rollout.agent.recorder import Streaming, evaluation_sampling
 from rlsys.rollout.agent.search_r1 import information_observer
 from rlsys.rollout.agent.tokens import Codec
 from rlsys.rollout.tools.calls import SearchTool, render_search
@@ -250,20 +245,31 @@ async def asking(config: RunConfig, engine: EngineName) -> AsyncIterator[Ask]:
 
 @asynccontextmanager
 async def open_generator(config: RunConfig, engine: EngineName) -> AsyncIterator[Streaming]:
-    """Start a generator for the model of `config`, and stop it on exit. Raises UserError or RunError."""
-    if engine is EngineName.transformers:
-        yield await _from_thread(lambda: _transformers(config))
-        return
-    from rlsys.rollout.engine import Engine
+    """Start an engine for the model of `config`, and stop it on exit. Raises UserError or RunError."""
+    from rlsys.rollout.engine import EngineDriver
 
-    require_its_weights(Path(config.model.path))
-    sglang = Engine(config.model.path, config.rollout.engine, config.cluster.device, config.trainer.seed)
-    sglang.require_room(config.task)
+    settings = settings_for(config, engine)
+    if engine is EngineName.sglang:
+        require_its_weights(Path(config.model.path))
+    generator = EngineDriver(config.model.path, settings, config.cluster.device, config.trainer.seed)
+    generator.require_room(config.task)
     try:
-        await sglang.start()
-        yield sglang
+        await generator.start()
+        yield generator
     finally:
-        await sglang.stop()
+        await generator.stop()
+
+
+def settings_for(config: RunConfig, engine: EngineName) -> EngineConfig:
+    """Return the settings of `engine`: those of the run, if its engine is of that kind."""
+    own = config.rollout.engine
+    if engine is EngineName.transformers:
+        return TransformersConfig(
+            dtype=config.model.dtype, max_running=own.max_running, start_timeout_s=own.start_timeout_s
+        )
+    if isinstance(own, SglangConfig):
+        return own
+    return SglangConfig(tp=own.tp, dtype=own.dtype, max_running=own.max_running, start_timeout_s=own.start_timeout_s)
 
 
 class UnusedSearch:
@@ -287,21 +293,6 @@ def open_codec(folder: str | Path, given: str) -> Codec:
         ) from problem
 
 
-async def _from_thread(work: Callable[[], T]) -> T:
-    """Run `work` in a daemon thread and return its result; neither cancellation nor process exit waits for the thread."""
-    done: Future[T] = Future()
-    done.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except Exception as problem:  # noqa: BLE001 (raised in the awaiting task)
-            done.set_exception(problem)
-
-    Thread(target=run, daemon=True).start()
-    return await asyncio.wrap_future(done)
-
-
 def require_its_weights(folder: Path) -> None:
     """Raise UserError if the weights in the folder do not match its config.
 
@@ -317,165 +308,3 @@ def require_its_weights(folder: Path) -> None:
     except UserError:
         return
     check_hf(HfReader(folder), WeightMap(architecture), folder, values=False)
-
-
-def _transformers(config: RunConfig) -> Streaming:
-    drawn, engine = config.rollout.sampling, config.rollout.engine
-    if config.compat.sampled_validation and (drawn.top_p != 1 or drawn.top_k != -1):
-        raise UserError(
-            f"compat.sampled_validation=true samples with top_p={drawn.top_p:g} and top_k={drawn.top_k} of rollout.sampling, "
-            "but --engine transformers samples from the whole vocabulary: use sglang.",
-            code="unsupported",
-            key="compat.sampled_validation",
-        )
-    model, device = config.model, config.cluster.device
-    return TransformersGenerator(model.path, model.dtype, device, engine.max_running, config.trainer.seed)
-
-
-_GATHER_S = 0.02
-"""Time that a batch waits for further requests."""
-
-
-@dataclass(slots=True)
-class _Request:
-    input_ids: list[int]
-    sampling: TurnSampling
-    draws: torch.Generator
-    on_tokens: OnTokens | None
-    loop: asyncio.AbstractEventLoop
-    """Event loop in which `on_tokens` is called."""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish: Literal["", "stop", "length", "abort"] = ""
-
-
-class TransformersGenerator:
-    """Generates with a Hugging Face model: an independent check of the engine, and slower by design.
-
-    Waiting requests are decoded as one left-padded batch. The random draws of a request depend on its id and the seed, not
-    on the other requests. Raises `UserError` for a folder without a complete model.
-    """
-
-    def __init__(self, model_path: str, dtype: Dtype, device: Device, max_batch: int, seed: int = 0) -> None:
-        self._device = torch.device("cuda" if device is Device.gpu else "cpu")
-        self._tokenizer, model = _loaded(model_path, getattr(torch, dtype))
-        self._model = model.to(self._device).eval()
-        # Tokens that end a turn: the end tokens of the tokenizer and of both configs, as in SGLang.
-        known = (self._tokenizer.eos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id)
-        listed = [ends if isinstance(ends, list) else [ends] for ends in known]
-        self._ends = frozenset(token for ends in listed for token in ends if token is not None)
-        self._max_batch, self._seed = max_batch, seed
-        self._waiting: list[_Request] = []
-        self._turn = asyncio.Lock()
-
-    async def generate(
-        self, input_ids: list[int], sampling: TurnSampling, rid: str, on_tokens: OnTokens | None = None
-    ) -> Generation:
-        """Continue `input_ids`; calls `on_tokens` after every token. Raises ValueError for top_p or top_k sampling."""
-        if sampling.top_p != 1 or sampling.top_k != -1:
-            raise ValueError(
-                f"{rid}: top_p={sampling.top_p} and top_k={sampling.top_k} are not supported: this generator samples from the "
-                "whole vocabulary"
-            )
-        digest = hashlib.sha256(f"{self._seed}:{rid}".encode()).digest()
-        draws = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-        request = _Request(input_ids, sampling, draws, on_tokens, asyncio.get_running_loop())
-        self._waiting.append(request)
-        try:
-            async with self._turn:  # The holder of the lock decodes for all waiting requests, its own first.
-                if not request.finish:
-                    await asyncio.sleep(_GATHER_S)
-                    await self._decode_batch(request)
-        finally:
-            request.finish = request.finish or "abort"
-        versions = [0] * len(request.token_ids)
-        return Generation(request.token_ids, request.logprobs, request.finish, cached_tokens=0, versions=versions)
-
-    async def _decode_batch(self, own: _Request) -> None:
-        """Decode the waiting requests, `own` among them. A cancelled caller returns only after the whole batch is done."""
-        batch = [request for request in self._waiting if not request.finish][: self._max_batch]
-        work = asyncio.ensure_future(asyncio.to_thread(self._decode, batch))
-        try:
-            await asyncio.shield(work)
-        except asyncio.CancelledError:
-            own.finish = own.finish or "abort"
-            await work
-            raise
-        finally:
-            self._waiting = [request for request in self._waiting if not request.finish]
-
-    @torch.inference_mode()
-    def _decode(self, batch: Sequence[_Request]) -> None:
-        """Append tokens to the requests until all are finished."""
-        tokens, mask = self._left_padded([request.input_ids for request in batch])
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        temperatures = torch.tensor([[request.sampling.temperature or 1.0] for request in batch], device=self._device)
-        cache = None
-        while not all(request.finish for request in batch):
-            places = {"attention_mask": mask, "position_ids": positions}
-            output = self._model(tokens, **places, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache = output.past_key_values
-            logprobs = torch.log_softmax(output.logits[:, -1].float() / temperatures, dim=-1)
-            chosen = _choose(logprobs, batch)
-            taken = logprobs.gather(1, chosen)[:, 0].tolist()
-            for request, token, logprob in zip(batch, chosen[:, 0].tolist(), taken, strict=True):
-                self._extend(request, token, logprob)
-            tokens = chosen
-            mask = torch.cat([mask, mask.new_ones(len(batch), 1)], dim=1)
-            positions = positions[:, -1:] + 1
-
-    def _left_padded(self, rows: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        width = max(len(row) for row in rows)
-        tokens = torch.zeros(len(rows), width, dtype=torch.long, device=self._device)
-        mask = torch.zeros_like(tokens)
-        for index, row in enumerate(rows):
-            tokens[index, width - len(row) :] = torch.tensor(row)
-            mask[index, width - len(row) :] = 1
-        return tokens, mask
-
-    def _extend(self, request: _Request, token: int, logprob: float) -> None:
-        if request.finish:
-            return
-        request.token_ids.append(token)
-        request.logprobs.append(logprob)
-        if request.on_tokens is not None:
-            request.loop.call_soon_threadsafe(request.on_tokens, list(request.token_ids))
-        text = self._tokenizer.decode(request.token_ids)
-        if token in self._ends or any(stop in text for stop in request.sampling.stop):
-            request.finish = "stop"
-        elif len(request.token_ids) >= request.sampling.max_new_tokens:
-            request.finish = "length"
-
-
-def _loaded(model_path: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Load tokenizer and model. Raises UserError for missing weights, which transformers would initialise at random."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path)
-        # Mismatched sizes are reported below, with the names of the weights.
-        options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, info = AutoModelForCausalLM.from_pretrained(model_path, **options)
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as problem:
-        reason = (str(problem).splitlines() or [type(problem).__name__])[0].rstrip(".")
-        raise UserError(
-            f"model.path={model_path} cannot be loaded: {reason}; give a complete model folder.",
-            code="malformed",
-            key="model.path",
-        ) from problem
-    lacking = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
-    if lacking:
-        raise UserError(
-            f"model.path={model_path} lacks {len(lacking)} of the weights that its config.json describes, or has "
-            f"them in another shape, such as {min(lacking)}: give a complete model folder.",
-            code="mismatch",
-            key="model.path",
-        )
-    return tokenizer, model
-
-
-def _choose(logprobs: torch.Tensor, batch: Sequence[_Request]) -> torch.Tensor:
-    """Return the next token of each request, [batch, 1]: the most likely one, or a sampled one at a temperature above 0."""
-    chosen = logprobs.argmax(dim=-1, keepdim=True)
-    for row, request in enumerate(batch):
-        if request.sampling.temperature:
-            chosen[row] = torch.multinomial(logprobs[row].exp().cpu(), 1, generator=request.draws)
-    return chosen

@@ -43,7 +43,6 @@ from rlsys.config.derived import (
 from rlsys.config.schema import (
     Device,
     Dtype,
-    EngineConfig,
     InferenceConfig,
     Layers,
     Mode,
@@ -51,6 +50,7 @@ from rlsys.config.schema import (
     RunConfig,
     SyncMode,
 )
+from rlsys.rollout.kinds import engine_fact
 from rlsys.weights.weight_map import Architecture, Cut, Rule, rules_of, stage_layers
 
 MIB, GIB = 1024**2, 1024**3
@@ -61,11 +61,6 @@ CONTEXT_BYTES = GIB // 2
 NCCL_BYTES = GIB // 4
 """Buffers of one NCCL communicator: 24 channels, each with 0.5 MiB (LL), 4.7 MiB (LL128) and 4 MiB (simple) for the
 connection from its neighbour in the ring. NCCL chooses the number of channels, so this is an estimate."""
-PREFILL_TOKENS = 8192
-"""Tokens that an engine prefills at a time on a GPU of 60 to 160 GB (SGLang's `chunked_prefill_size`)."""
-_DECODE_GRAPH_BYTES, _PREFILL_GRAPHS_BYTES = 2 * MIB, 58 * 8 * MIB
-"""CUDA graphs of an engine, as SGLang 0.5.21 reserves for them (`reserve_for_graph_mb`): 2 MiB for each request of the
-largest decode batch, and 8 MiB for each of the 58 prefill sizes up to `PREFILL_TOKENS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,8 +350,8 @@ def _weight_sync(rank: StageRank) -> float:
 
 
 def _engine(config: RunConfig, model: Architecture) -> GroupMemory:
-    """Estimate the first rank of an SGLang engine: its weights, its KV cache when full, and what is outside of
-    `memory_fraction`.
+    """Estimate the first rank of an engine: its weights, its KV cache when full, and what the engine says it takes
+    beside them.
 
     With sync_mode=ipc the rank also holds a pushed copy of the whole model, unless the engine sleeps during a push. Any
     other copy is in host memory, and a bucket of it is on the device while it is staged or loaded.
@@ -365,11 +360,12 @@ def _engine(config: RunConfig, model: Architecture) -> GroupMemory:
     parameters = engine_weights_bytes(config, model)
     parts = {"parameters": parameters, "kv_cache": kv_cache_tokens(config, model) * kv_token_bytes(config, model)}
     if cluster.device is Device.gpu:
-        # SGLang's ranks and the worker that stages weights. To map a bucket, every rank opens a context on the first GPU.
+        # The engine's ranks and the worker that stages weights. To map a bucket, SGLang's ranks open a context on the
+        # first GPU.
         contexts = 1 + engine.tp
         communicators = (engine.tp > 1) + (cluster.sync_mode is SyncMode.broadcast)
         parts["runtime"] = contexts * CONTEXT_BYTES + communicators * NCCL_BYTES
-        parts["graphs"] = _engine_passes(engine, model)
+        parts["graphs"] = engine_fact(config, "memory_beside_cache", model)
         whole = parameters * engine.tp
         stages_here = cluster.sync_mode is SyncMode.ipc and cluster.mode is Mode.disaggregated
         parts["weight_sync"] = whole if stages_here else min(whole, cluster.sync_bucket_bytes)
@@ -390,24 +386,8 @@ def kv_token_bytes(config: RunConfig, model: Architecture) -> int:
 
 
 def kv_cache_tokens(config: RunConfig, model: Architecture) -> float:
-    """Return the capacity of an engine's KV cache; on devices of unknown memory, one episode."""
-    engine, memory_gib = config.rollout.engine, config.cluster.device_memory_gib
-    if engine.kv_cache_tokens is not None or memory_gib is None:
-        return engine.kv_cache_tokens or config.task.max_total_tokens
-    cache = engine.memory_fraction * memory_gib * GIB - engine_weights_bytes(config, model)
-    return max(0.0, cache) / kv_token_bytes(config, model)
-
-
-def _engine_passes(engine: EngineConfig, model: Architecture) -> float:
-    """Return the bytes of an engine's CUDA graphs, of the activations of one prefill, and of the logits of one decode."""
-    item = BYTES[engine.dtype]
-    graphs = engine.max_running * _DECODE_GRAPH_BYTES + _PREFILL_GRAPHS_BYTES if engine.cuda_graphs else 0
-    # The residual stream, its norm, queries and output; gate, up and their product for each copy of a token.
-    copies, width = (model.experts_per_token, model.expert_ffn) if model.experts else (1, model.ffn)
-    of_token = 4 * model.hidden + copies * (3 * width / engine.tp + (model.hidden if model.experts else 0))
-    # Logits in the model's dtype, and float32 copies for sampling and for log-probs.
-    logits = engine.max_running * model.vocab * (item + 4 + 4)
-    return graphs + PREFILL_TOKENS * of_token * item + logits
+    """Return the capacity of an engine's KV cache, as the engine says."""
+    return engine_fact(config, "cache_tokens", engine_weights_bytes(config, model), kv_token_bytes(config, model))
 
 
 def _layer_steps(rank: StageRank) -> list[LayerStep]:

@@ -31,6 +31,7 @@ from rlsys.config.derived import megatron_groups, needs_server, scores_with_poli
 from rlsys.config.problems import Problem
 from rlsys.config.schema import Device, Mode, Packing, ParallelConfig, RunConfig, SyncMode
 from rlsys.errors import UserError
+from rlsys.rollout.kinds import capability_problems, engine_class
 from rlsys.weights.weight_map import Architecture
 
 GROUPS = ("actor", "inference", "rollout")
@@ -169,7 +170,10 @@ def memory_fix(config: RunConfig, names: Sequence[str]) -> str:
     """Return the settings that lower the memory of the groups `names` on a device, cheapest first."""
     fixes = ["set model.recompute=true"] if {"actor", CRITIC} & {*names} and not config.model.recompute else []
     fixes += [f"lower {name}.micro_batch_tokens or raise {name}.parallel.tp" for name in names if name != ROLLOUT]
-    fixes += ["lower rollout.engine.memory_fraction or raise rollout.engine.tp"] if ROLLOUT in names else []
+    if ROLLOUT in names:
+        engine = engine_class(config.rollout.engine)
+        splits = engine.capabilities.max_tp.get(config.cluster.device, 0) > config.rollout.engine.tp
+        fixes.append(engine.memory_fix(config.rollout.engine) + (" or raise rollout.engine.tp" if splits else ""))
     return "; or ".join(fixes)
 
 
@@ -343,10 +347,7 @@ def engine_problems(config: RunConfig, world: int, model: Architecture) -> Itera
         yield Problem.of(
             f"rollout.engine.tp={tp} does not divide the model's {model.heads} attention heads: choose a divisor."
         )
-    if config.cluster.device is Device.cpu and tp > 1:
-        yield Problem.of(
-            f"rollout.engine.tp={tp} is not supported on a CPU: set it to 1, and add ranks for more engines."
-        )
+    yield from capability_problems(config)
     if config.task.max_total_tokens > model.max_positions:
         yield Problem.of(
             f"task.max_total_tokens={config.task.max_total_tokens} is above the model's {model.max_positions} positions: "

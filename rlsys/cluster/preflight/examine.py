@@ -37,6 +37,7 @@ from rlsys.config.schema import Attention, Device, Layers, RunConfig, SearchConf
 from rlsys.data.question import Question, read_questions
 from rlsys.errors import UserError
 from rlsys.observe.environment import unmet_requirements
+from rlsys.rollout.kinds import engine_class
 from rlsys.search.address import DEFAULT_PORT
 from rlsys.search.index.folder import read_manifest
 from rlsys.weights.hf_io import INDEX, HfReader
@@ -148,7 +149,7 @@ def examine(
     ranks, address = _ranks(config), config.cluster.address
     ray = None if address is None else machine.ray(address)
     machines = max(config.cluster.nodes, len(ray.nodes) if isinstance(ray, RayCluster) else 1)
-    yield from _version_findings(config.cluster.device, machine.version)
+    yield from _version_findings(config, machine.version)
     yield from _device_findings(config, _devices_here(config, ranks, ray, machine), machine)
     yield from _interface_findings(machine)
     if "cluster.address" not in bad:
@@ -193,14 +194,20 @@ def _plan(config: RunConfig) -> dict[str, Any] | None:
         return None
 
 
-def _version_findings(device: Device, version: Callable[[str], str | None]) -> Iterator[Finding]:
+def _version_findings(config: RunConfig, version: Callable[[str], str | None]) -> Iterator[Finding]:
     """Compare installed versions with the versions that rlsys needs and the versions in its tests (requirements/)."""
     if not (REQUIREMENTS / "base.txt").is_file():
         yield unknown("versions", f"{REQUIREMENTS} does not exist, so the versions cannot be compared")
         return
-    files = [REQUIREMENTS / f"{name}.txt" for name in (("gpu",) if device is Device.gpu else ("cpu", "cpu-nodeps"))]
+    files = [
+        REQUIREMENTS / f"{name}.txt"
+        for name in (("gpu",) if config.cluster.device is Device.gpu else ("cpu", "cpu-nodeps"))
+    ]
     profile = f"requirements/{files[0].name}"
-    needed = [*read_requirements(REQUIREMENTS / "base.txt"), Requirement("torch"), Requirement("sglang")]
+    needed = [
+        *read_requirements(REQUIREMENTS / "base.txt"),
+        *map(Requirement, ("torch", *_engine_packages(config))),
+    ]
     problems = [
         f"{each.name} is not installed" if found is None else f"{each.name} {found} is not {each.specifier}"
         for each, found in _unmet(needed, version)
@@ -219,6 +226,14 @@ def _version_findings(device: Device, version: Callable[[str], str | None]) -> I
     shown = ", ".join(other[:_SHOWN]) + (f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else "")
     told = f"{len(other)} of {len(pins)} packages differ from {profile}: {shown}"
     yield note("tested versions", told, f"pip install -r {profile}")
+
+
+def _engine_packages(config: RunConfig) -> Sequence[str]:
+    """Return the requirements of the engine; none for a class that is no engine, which is reported separately."""
+    try:
+        return engine_class(config.rollout.engine).packages
+    except UserError:
+        return ()
 
 
 def read_requirements(file: Path) -> list[Requirement]:

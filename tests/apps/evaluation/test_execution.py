@@ -9,9 +9,25 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rlsys.apps.evaluation.evaluation_inputs import Baseline, EngineName, EvaluationMethod
-from rlsys.apps.evaluation.execution import limits_of, prompted, require_its_weights, run_evaluation, with_passages
+from rlsys.apps.evaluation.execution import (
+    limits_of,
+    prompted,
+    require_its_weights,
+    run_evaluation,
+    settings_for,
+    with_passages,
+)
 from rlsys.config.compose import load_config
-from rlsys.config.schema import ReActAgent, RunConfig, SearchR1Agent, TagsConfig, TaskConfig
+from rlsys.config.schema import (
+    Dtype,
+    ReActAgent,
+    RunConfig,
+    SearchR1Agent,
+    SglangConfig,
+    TagsConfig,
+    TaskConfig,
+    TransformersConfig,
+)
 from rlsys.data.question import Question, search_prompt
 from rlsys.errors import RunError, UserError, root_cause
 from rlsys.rollout.agent.tokens import Codec
@@ -19,7 +35,6 @@ from rlsys.rollout.tools.interface import named_tools
 from rlsys.search.retrieval import Failure, SearchResult
 from tests.search.scripted import Script, found
 from tests.support.bpe import build_tokenizer
-from tests.support.refusals import refused
 from tests.support.tiny import Search, search_server
 from tests.support.tiny_models import POLICY
 
@@ -99,10 +114,13 @@ async def test_rag_searches_for_every_question_and_answers_in_one_turn(config: R
     assert set(TEXTS) <= set(server.asked)
 
 
-async def test_transformers_refuses_top_p_sampling(config: RunConfig) -> None:
-    config.compat.sampled_validation, config.rollout.sampling.top_p = True, 0.9
-    with refused("unsupported", "compat.sampled_validation"):
-        await run_evaluation(config, QUESTIONS, TRANSFORMERS)
+def test_engine_has_the_runs_settings_where_it_has_the_keys(config: RunConfig) -> None:
+    assert settings_for(config, EngineName.sglang) is config.rollout.engine
+    plain = settings_for(config, EngineName.transformers)
+    assert plain == TransformersConfig(dtype=config.model.dtype, max_running=config.rollout.engine.max_running)
+    config.rollout.engine = TransformersConfig(dtype=Dtype.float32, max_running=7, start_timeout_s=9.0)
+    fast = settings_for(config, EngineName.sglang)
+    assert fast == SglangConfig(dtype=Dtype.float32, max_running=7, start_timeout_s=9.0)
 
 
 def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:

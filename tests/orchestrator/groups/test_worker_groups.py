@@ -11,7 +11,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from rlsys.config.algorithm import AlgorithmConfig, GaeAdvantage, OldLogprobs
-from rlsys.config.schema import ClusterConfig, EngineConfig, ParallelConfig, RolloutConfig, RunConfig
+from rlsys.config.schema import ClusterConfig, ParallelConfig, RolloutConfig, RunConfig, SglangConfig
 from rlsys.data.trajectory import Sample
 from rlsys.observe.spans import Tracer
 from rlsys.orchestrator.worker_groups import OffloadManager, Switch, holdings, scores_of
@@ -27,7 +27,7 @@ def _run(algorithm: AlgorithmConfig, **placed: str) -> RunConfig:
     return RunConfig(
         algorithm=algorithm,
         cluster=ClusterConfig(placement={**PLACEMENT, **placed}),
-        rollout=RolloutConfig(engine=EngineConfig(tp=2)),
+        rollout=RolloutConfig(engine=SglangConfig(tp=2)),
     )
 
 

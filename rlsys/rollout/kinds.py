@@ -1,0 +1,132 @@
+"""Finds the engine that `rollout.engine.kind` names, and asks it for the facts that a plan needs.
+
+Importing this module loads neither torch nor an engine's library.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import fields
+from math import isfinite
+from typing import Any, cast
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from rlsys.components import one_line
+from rlsys.config.derived import on_update
+from rlsys.config.problems import Problem
+from rlsys.config.schema import (
+    CustomEngine,
+    Device,
+    EngineConfig,
+    Mode,
+    OnUpdate,
+    RunConfig,
+    SglangConfig,
+    TransformersConfig,
+)
+from rlsys.errors import RunError, UserError
+from rlsys.rollout.interface import EngineCapabilities, EngineSetup, RolloutEngine
+
+_KEY = "rollout.engine.kind"
+
+
+def engine_class(config: EngineConfig) -> type[RolloutEngine]:
+    """Return the class of the engine. Raises UserError for a class of the user's that is not a whole engine."""
+    if isinstance(config, SglangConfig):
+        from rlsys.rollout.sglang_engine import SglangEngine
+
+        return SglangEngine
+    if isinstance(config, TransformersConfig):
+        from rlsys.rollout.transformers_engine import TransformersEngine
+
+        return TransformersEngine
+    assert isinstance(config, CustomEngine)
+    found: Any = config.component
+    if not (inspect.isclass(found) and issubclass(found, RolloutEngine)):
+        raise _problem(
+            f"{config.kind} is not an engine: make it a subclass of {RolloutEngine.__module__}.RolloutEngine"
+        )
+    if missing := sorted(found.__abstractmethods__):
+        raise class_problem(config, f"does not define {', '.join(missing)}: define them as in RolloutEngine")
+    if not isinstance(found.capabilities, EngineCapabilities):
+        raise class_problem(config, "has capabilities that are not an EngineCapabilities: make it one, or leave it out")
+    try:
+        [*map(Requirement, found.packages)]
+    except (InvalidRequirement, TypeError) as error:
+        raise class_problem(
+            config, f"has packages that are no requirements ({one_line(error)}): correct them"
+        ) from error
+    return found
+
+
+def open_engine(setup: EngineSetup) -> RolloutEngine:
+    """Make the engine of `setup`; it is not started. Raises UserError if a class of the user's cannot be made."""
+    config, found = setup.config, engine_class(setup.config)
+    if not isinstance(config, CustomEngine):
+        return cast("Any", found)(setup)
+    common = {item.name for item in fields(CustomEngine)}
+    settings = {item.name: getattr(config, item.name) for item in fields(config) if item.name not in common}
+    try:
+        return cast("Any", found)(setup, **settings)
+    except (UserError, RunError):
+        raise
+    except Exception as error:
+        raise class_problem(config, f"cannot be made ({one_line(error)}): correct it") from error
+
+
+def engine_fact(config: RunConfig, name: str, *facts: Any) -> float:
+    """Return the number that the classmethod `name` of the engine's class computes from the config and `facts`.
+
+    Raises UserError if a class of the user's raises, or returns no finite number of at least 0.
+    """
+    engine = config.rollout.engine
+    compute = getattr(engine_class(engine), name)
+    if not isinstance(engine, CustomEngine):
+        return float(compute(config, *facts))
+    try:
+        number = float(compute(config, *facts))
+    except Exception as error:
+        raise class_problem(engine, f"failed in {name} ({one_line(error)}): correct it") from error
+    if not isfinite(number) or number < 0:
+        raise class_problem(engine, f"returned {number} from {name}: return a number of at least 0")
+    return number
+
+
+def capability_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield a problem for each setting that the engine cannot run."""
+    engine, device = config.rollout.engine, config.cluster.device
+    try:
+        able = engine_class(engine).capabilities
+    except UserError as error:
+        yield Problem(_KEY, str(error), error.code)
+        return
+    kind, most = f"{_KEY}={engine.kind}", able.max_tp.get(device, 0)
+    if not most:
+        yield Problem.of(f"{kind} does not run with cluster.device={device}: choose another engine or device.")
+    elif engine.tp > most:
+        fix = "set it to 1, and add ranks for more engines" if most == 1 else f"set it to at most {most}"
+        yield Problem.of(f"rollout.engine.tp={engine.tp} is not supported by {kind} on a {_WORDS[device]}: {fix}.")
+    if engine.dtype not in able.dtypes:
+        yield Problem.of(
+            f"rollout.engine.dtype={engine.dtype} is not supported by {kind}: set it to {' or '.join(able.dtypes)}."
+        )
+    if on_update(config) is not OnUpdate.finish and not able.continues:
+        yield Problem.of(
+            f"trainer.schedule.on_update={on_update(config)} needs an engine that pauses requests, and {kind} does not: set "
+            "trainer.schedule.on_update=finish."
+        )
+    if config.cluster.mode is Mode.colocated and device is Device.gpu and not able.frees_memory:
+        yield Problem.of(
+            f"cluster.mode=colocated needs an engine that frees its GPU's memory while it sleeps, and {kind} does not: "
+            "place the groups on devices of their own."
+        )
+
+
+_WORDS = {Device.cpu: "CPU", Device.gpu: "GPU"}
+
+
+def class_problem(config: EngineConfig, what: str) -> UserError:
+    """Return the error of a class of the user's that has the fault `what`."""
+    return UserError(f"{_KEY}: {config.kind} {what}.", code="user_code", key=_KEY)

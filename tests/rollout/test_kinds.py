@@ -1,0 +1,67 @@
+"""Tests of the kinds of rollout.engine: keys, refusals, and the facts that plans and checks ask for."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlsys.cluster.planning.memory import GIB, engine_weights_bytes, group_memory, kv_cache_tokens, kv_token_bytes
+from rlsys.config.compose import as_dict, differences, load_config, recorded
+from rlsys.config.schema import Dtype, RunConfig, SglangConfig, TransformersConfig
+from rlsys.orchestrator.validate import find_problems
+from rlsys.rollout.kinds import engine_class
+from rlsys.weights.weight_map import read_architecture
+from tests.support.refusals import refused
+
+
+def config_of(*settings: str) -> RunConfig:
+    return load_config("searchr1_tiny_cpu", settings)
+
+
+def test_another_kind_keeps_the_common_keys_and_drops_those_of_sglang() -> None:
+    assert isinstance(config_of().rollout.engine, SglangConfig)
+    engine = config_of("rollout.engine=transformers").rollout.engine
+    assert engine == TransformersConfig(dtype=Dtype.float32, max_running=64)
+    with refused("conflict", "rollout.engine.kv_cache_tokens"):
+        config_of("rollout.engine=transformers", "rollout.engine.kv_cache_tokens=5")
+    with refused("unknown", "rollout.engine.kind"):
+        config_of("rollout.engine=vllm")
+
+
+def test_recorded_config_of_an_older_run_keeps_its_engine() -> None:
+    config = config_of("rollout.engine.memory_fraction=0.3")
+    before = as_dict(config)
+    assert recorded(before)["rollout"]["engine"] == before["rollout"]["engine"]
+    assert differences(before, config_of("rollout.engine=transformers")) == [], (
+        "an engine does not decide what is learnt"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "keys"),
+    [
+        ("sglang", ["rollout.engine.tp=2", "cluster.placement.rollout=2-3"], ["rollout.engine.tp"]),
+        ("transformers", ["rollout.engine.tp=2", "cluster.placement.rollout=2-3"], ["rollout.engine.tp"]),
+        ("transformers", ["trainer.schedule=async"], []),
+        ("transformers", [], []),
+    ],
+)
+def test_settings_that_an_engine_cannot_run_are_refused(kind: str, settings: list[str], keys: list[str]) -> None:
+    problems = [*find_problems(config_of(f"rollout.engine={kind}", *settings))]
+    assert [problem.key for problem in problems if problem.key.startswith(("rollout.engine", "trainer"))] == keys
+
+
+def test_plan_asks_the_engine_for_its_memory() -> None:
+    settings = ["cluster.device=gpu", "cluster.device_memory_gib=10"]
+    fast, slow = (
+        config_of(*settings, "rollout.engine.kv_cache_tokens=null"),
+        config_of(*settings, "rollout.engine=transformers"),
+    )
+    model = read_architecture(fast.model.path)
+    weights, token = engine_weights_bytes(fast, model), kv_token_bytes(fast, model)
+    assert kv_cache_tokens(fast, model) == pytest.approx((0.5 * 10 * GIB - weights) / token)
+    assert kv_cache_tokens(slow, model) == 64 * slow.task.max_total_tokens
+    assert "graphs" in group_memory(fast, model, "rollout").parts
+    assert "graphs" not in group_memory(slow, model, "rollout").parts
+    fixes = {type(one): engine_class(one).memory_fix(one) for one in (fast.rollout.engine, slow.rollout.engine)}
+    assert "memory_fraction=0.5" in fixes[SglangConfig]
+    assert "max_running=64" in fixes[TransformersConfig]
