@@ -45,9 +45,7 @@ def engine_class(config: EngineConfig) -> type[RolloutEngine]:
     assert isinstance(config, CustomEngine)
     found: Any = config.component
     if not (inspect.isclass(found) and issubclass(found, RolloutEngine)):
-        raise _problem(
-            f"{config.kind} is not an engine: make it a subclass of {RolloutEngine.__module__}.RolloutEngine"
-        )
+        raise class_problem(config, f"is no engine: make it a subclass of {RolloutEngine.__module__}.RolloutEngine")
     if missing := sorted(found.__abstractmethods__):
         raise class_problem(config, f"does not define {', '.join(missing)}: define them as in RolloutEngine")
     if not isinstance(found.capabilities, EngineCapabilities):
