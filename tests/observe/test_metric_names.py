@@ -17,7 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import rlsys
 from rlsys.algorithms.losses import DIVISOR, LossInputs, ValueLoss, policy_loss
 from rlsys.config.algorithm import AlgorithmConfig
-from rlsys.config.schema import RunConfig, TrackingConfig
+from rlsys.config.compose import typed
+from rlsys.config.schema import CustomMetric, RunConfig, TrackingConfig
 from rlsys.data.trajectory import Action, Group, Turn
 from rlsys.observe.records import read_metrics
 from rlsys.observe.status import Progress
@@ -111,7 +112,8 @@ def asked(step: int) -> Evaluation:
 @pytest.fixture
 def logged(tmp_path: Path) -> set[str]:
     """Names that a run with every feature logs, both in its row and to its trackers."""
-    config = RunConfig(tracking=TrackingConfig(wandb=False))
+    own = typed(["examples.extend.metric.answer_words"], list[CustomMetric], CustomMetric.key)
+    config = RunConfig(tracking=TrackingConfig(metrics=own, wandb=False))
     record = RunLogger(config, tmp_path, Progress(), Flops(per_token=1.0))
     record.actor_peak = 1e15
     record.begin_step()
