@@ -230,12 +230,9 @@ class EnginePool:
             "rollout/timed_out_groups": self._counts.timed_out,
         }
 
-    async def open_transport(self, specs: Sequence[Any]) -> None:
-        """Open the transport on each engine in `living`; `specs` has one spec per engine, in the same order."""
-        of_engine = dict(zip(self.living, specs, strict=True))
-        await self._engines.run_on_all(
-            lambda engine: self._engines.try_call(engine, "open_transport", of_engine[engine])
-        )
+    async def open_transport(self, specs: Mapping[int, Any]) -> None:
+        """Open the transport on each engine in `specs`, unless it has died since."""
+        await self._engines.run_on_all(lambda engine: self._engines.try_call(engine, "open_transport", specs[engine]))
 
     async def begin_update(self, version: int) -> None:
         """Prepare all engines to receive `version`; they keep generating."""

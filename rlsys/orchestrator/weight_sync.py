@@ -21,8 +21,9 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,8 +44,8 @@ class WeightReceiver(Protocol):
     def living(self) -> tuple[int, ...]:
         """Ranks of the living processes, which receive weights."""
 
-    async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
-        """Open the transport on each rank in `living`; `specs` has one spec per rank, in the same order."""
+    async def open_transport(self, specs: Mapping[int, TransportSpec]) -> None:
+        """Open the transport on each rank in `specs`."""
 
     async def begin_update(self, version: int) -> None:
         """Prepare to receive `version`."""
@@ -122,8 +123,9 @@ class WeightSync:
 
     async def open(self) -> None:
         """Connect the sender and all living receivers. Raises RunError naming the processes that fail to join."""
-        members = self._living_members()
         host, port = await self._sender.free_address(self._cluster.call_timeout_s)
+        # A receiver may die at every `await`, so members and specs are from one moment.
+        members = self._living_members()
         spec = TransportSpec(
             mode=self._cluster.sync_mode,
             rank=0,
@@ -134,13 +136,11 @@ class WeightSync:
             address=(host, port),
             folder=str(self._folder.resolve()),
         )
-        specs = [replace(spec, rank=rank) for rank in range(len(members))]
+        ranks = count(1)
         opening: list[Coroutine[Any, Any, Any]] = [self._sender.call("open_export", spec)]
-        first = 1
         for receiver in self._all:
-            last = first + len(receiver.living)
-            opening.append(receiver.open_transport(specs[first:last]))
-            first = last
+            specs = {own: replace(spec, rank=rank) for own, rank in zip(receiver.living, ranks, strict=False)}
+            opening.append(receiver.open_transport(specs))
         (speed, *_), *_ = await asyncio.gather(*opening)
         self._copy_gb_s = self._copy_gb_s or speed
         self._members, self._taken = members, 0

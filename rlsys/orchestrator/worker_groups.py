@@ -264,9 +264,9 @@ class InferenceGroup(MegatronGroup):
             version = self._version
         return [replace(one, version=version) for one in scores_of(plan, batches, answers)]
 
-    async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
+    async def open_transport(self, specs: Mapping[int, TransportSpec]) -> None:
         """Open the transport on each rank with its spec."""
-        await self.workers.call_each("open_transport", [(spec,) for spec in specs])
+        await self.workers.call_each("open_transport", [(specs[rank],) for rank in self.living])
 
     async def begin_update(self, version: int) -> None:  # noqa: ARG002
         """Block until running computations end, then prepare to receive `version`."""

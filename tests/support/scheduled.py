@@ -133,7 +133,7 @@ class Playback:
     async def refresh_activity(self) -> None:
         """Do nothing, as played-back episodes do not search."""
 
-    async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
+    async def open_transport(self, specs: Mapping[int, TransportSpec]) -> None:
         self._end: Receiver = open_receiver(specs[0])
 
     async def begin_update(self, _: int) -> None:

@@ -51,7 +51,7 @@ async def test_every_living_engine_opens_its_own_transport() -> None:
     engines.die(1)
     await group.load_bucket(1)
     assert group.living == (0, 2)
-    await group.open_transport(["a", "b"])
+    await group.open_transport({0: "a", 2: "b"})
     assert [engines.ranks[index].log[-1] for index in (0, 2)] == [("open_transport", (spec,)) for spec in ("a", "b")]
 
 

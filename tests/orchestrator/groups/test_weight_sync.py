@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -63,7 +63,7 @@ class Receivers:
     name: str
     events: list[str]
     living: tuple[int, ...] = (0, 1)
-    opened: list[Sequence[TransportSpec]] = field(default_factory=list)
+    opened: list[Mapping[int, TransportSpec]] = field(default_factory=list)
     failure: Exception | None = None
     may_finish: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -73,7 +73,7 @@ class Receivers:
         )
         self.may_finish.set()
 
-    async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
+    async def open_transport(self, specs: Mapping[int, TransportSpec]) -> None:
         self.opened.append(specs)
 
     async def begin_update(self, version: int) -> None:
@@ -169,13 +169,13 @@ async def test_transport_has_a_rank_per_living_process_and_reopens_after_a_death
     await sync.open()
     names = ("actor rank 0", "inference rank 0", "inference rank 1", "rollout rank 0", "rollout rank 1")
     assert actor.specs[0].members == names
-    assert [(one.rank, one.name) for one in inference.opened[0]] == [(1, names[1]), (2, names[2])]
-    assert [(one.rank, one.name) for one in rollout.opened[0]] == [(3, names[3]), (4, names[4])]
+    assert [(one.rank, one.name) for one in inference.opened[0].values()] == [(1, names[1]), (2, names[2])]
+    assert [(one.rank, one.name) for one in rollout.opened[0].values()] == [(3, names[3]), (4, names[4])]
     await sync.send(1)
     assert len(actor.specs) == 1
     rollout.living = (1,)
     await sync.send(2)
-    assert [(one.rank, one.name) for one in rollout.opened[1]] == [(3, "rollout rank 1")]
+    assert [(one.rank, one.name) for one in rollout.opened[1].values()] == [(3, "rollout rank 1")]
     assert actor.specs[1].members == (*names[:3], "rollout rank 1")
     assert events.count("gather 1, 0 taken") == 2, "a new transport counts its buckets from the start"
 
@@ -207,6 +207,19 @@ def inference(events: list[str], monkeypatch: pytest.MonkeyPatch) -> InferenceGr
     sharder = BatchSharder(ParallelConfig(), 1, 16, pad_id=0, packed=True)
     workers: Any = Workers(events)
     return InferenceGroup(workers, sharder, Tracer("inference"))
+
+
+async def test_engine_that_dies_while_the_transport_opens_is_no_member(events: list[str], tmp_path: Path) -> None:
+    sync, actor, rollout, _ = make(events, tmp_path)
+
+    async def dies_meanwhile(_timeout_s: float) -> tuple[str, int]:
+        rollout.living = (1,)
+        return "127.0.0.1", 1
+
+    actor.free_address = dies_meanwhile  # type: ignore[method-assign]
+    await sync.open()
+    assert actor.specs[0].members == ("actor rank 0", "inference rank 0", "inference rank 1", "rollout rank 1")
+    assert {rank: (spec.rank, spec.name) for rank, spec in rollout.opened[0].items()} == {1: (3, "rollout rank 1")}
 
 
 async def test_scoring_waits_from_the_begin_to_the_end_of_an_update(
