@@ -190,10 +190,10 @@ def stage_seconds(spans: Iterable[Span], window: Interval | None = None) -> dict
 
     Stages overlap, so the sum may exceed the wall time.
     """
-    return {
-        stage: _covered(_clipped(found, window) if window else [(span.start_ns, span.end_ns) for span in found])
-        for stage, found in _by(spans, lambda span: span.stage)
-    }
+    intervals: dict[str, list[Interval]] = defaultdict(list)  # Intervals, because the spans of a whole run are many.
+    for span in spans:
+        intervals[span.stage] += _clipped([span], window) if window else [(span.start_ns, span.end_ns)]
+    return {stage: _covered(found) for stage, found in sorted(intervals.items())}
 
 
 def idle_share(spans: Iterable[Span], window: Interval) -> dict[str, float]:
@@ -240,6 +240,11 @@ def batch_figures(spans: Iterable[Span], window: Interval) -> dict[str, float]:
         tokens, room, budget = (_total(found, name) for name in ("tokens", "room", "budget"))
         figures |= {f"batch/fill/{group}": tokens / budget, f"batch/padding/{group}": 1.0 - tokens / room}
     return figures
+
+
+def is_of_episode(span: Span) -> bool:
+    """True for the spans that are derived from episodes, whose time is part of other spans."""
+    return span.name in (GENERATE_SPAN, SEARCH_SPAN) or span.stage == TOOL_STAGE
 
 
 def write_chrome_trace(path: Path, spans: Sequence[Span]) -> None:

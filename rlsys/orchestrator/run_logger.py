@@ -1,6 +1,7 @@
 """Writes a run's records to its folder: metrics, prompts, timeline, evaluations, trajectories, trace, curves.
 
-Rows are on disk as soon as their step ends. `close` writes the trace and the curves, also after an error. A span that
+Rows are on disk as soon as their step ends, and no span is kept in memory longer. `close` writes the curves and a trace
+of the last steps, also after an error. A span that
 covers several steps counts towards each step with the part that lies in that step. A resumed run first deletes rows
 after its checkpoint, because it repeats those steps. This module does not import Ray, Megatron or SGLang.
 """
@@ -11,7 +12,8 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -31,7 +33,16 @@ from rlsys.observe.environment import record_launch, tree_cpu_seconds
 from rlsys.observe.guards import Alarm, Guards, GuardsState
 from rlsys.observe.kept import TrajectoryWriter, remove_trajectories_after
 from rlsys.observe.outcome import draw_curves
-from rlsys.observe.records import METRICS, SUMMARY, TIMELINE, LineLog, read_metrics, timeline_row
+from rlsys.observe.records import (
+    METRICS,
+    SUMMARY,
+    TIMELINE,
+    LineLog,
+    TimelineRow,
+    read_metrics,
+    read_timeline_row,
+    timeline_row,
+)
 from rlsys.observe.run_folder import EVALUATIONS
 from rlsys.observe.samples import write_samples
 from rlsys.observe.spans import (
@@ -40,6 +51,7 @@ from rlsys.observe.spans import (
     Tracer,
     batch_figures,
     idle_share,
+    is_of_episode,
     overlap_seconds,
     stage_seconds,
     utilisation_figures,
@@ -63,6 +75,8 @@ _EVERY_STEP = ("rollout", "reward", "logprob", "train", "sync")
 PROMPTS = "prompts.jsonl"
 EVALUATED = re.compile(r"(?:reference_)?step_(\d+)\.jsonl?")
 """Pattern of evaluation file names."""
+TRACED_ROWS = 200
+"""Number of the last rows of the timeline, one for each step, whose spans are in the trace."""
 LOGS = (METRICS, PROMPTS, TIMELINE)
 """Files with one row per line; a resumed run appends to them."""
 
@@ -130,7 +144,6 @@ class RunLogger:
         self._trajectory_writer = TrajectoryWriter(run_dir, decode) if decode is not None else None
         self.episodes: list[Span] = []
         """Generation and search spans of episodes; for the timeline only, no metric counts them."""
-        self._spans: list[Span] = []
         self._unwritten_spans: list[Span] = []
         """Spans, episodes included, that are not in the timeline yet."""
         self._recent: list[Span] = []
@@ -138,6 +151,8 @@ class RunLogger:
         known = history.logs if history else {}
         self._prompts = LineLog(run_dir / PROMPTS, known.get(PROMPTS))
         self._timeline = LineLog(run_dir / TIMELINE, known.get(TIMELINE))
+        self._timeline_start = known.get(TIMELINE, 0)
+        """Byte offset of the first row that this process writes."""
         self._trace = "trace.json"
         if history is not None:
             self._guards.restore(history.guards)
@@ -274,7 +289,10 @@ class RunLogger:
             "cached_prompt_share": fmean(row["rollout/cached_prompt_share"] for row in rows),
             "steps": len(rows),
             "seed": self.config.trainer.seed,
-            "seconds": {"step": sum(row["time/step"] for row in rows), **stage_seconds(self._spans)},
+            "seconds": {
+                "step": sum(row["time/step"] for row in rows),
+                **stage_seconds(self._spans(self._written_rows())),
+            },
             "evaluations": evaluations,
         }
 
@@ -290,18 +308,32 @@ class RunLogger:
         for log in (self._prompts, self._timeline, self._trackers):
             log.close()
         try:
-            write_chrome_trace(self.run_dir / self._trace, self._spans)
+            last = deque(self._written_rows(self._timeline_start), maxlen=TRACED_ROWS)
+            write_chrome_trace(self.run_dir / self._trace, list(self._spans(last)))
             rows = read_metrics(self.run_dir / METRICS)
             if rows:
                 draw_curves(rows, [self._evaluations[step] for step in sorted(self._evaluations)], self.run_dir)
         except OSError as problem:  # A full disk has already ended the run with an error.
             _log.warning("the trace and the curves could not be written: %s", problem)
 
-    def _drain(self) -> None:
+    def _drain(self) -> list[Span]:
+        """Return the spans that have ended since the last call, and keep them for the timeline."""
         drained = [span for tracer in self.tracers.values() for span in tracer.drain()]
-        self._spans += drained
         self._unwritten_spans += drained + self.episodes
         self.episodes.clear()
+        return drained
+
+    def _written_rows(self, start: int = 0) -> Iterator[TimelineRow]:
+        """Yield the rows of the timeline from the byte `start`, and the spans that are not written yet."""
+        with (self.run_dir / TIMELINE).open("rb") as lines:
+            lines.seek(start)
+            yield from filter(None, map(read_timeline_row, lines))
+        if self._unwritten_spans:
+            yield TimelineRow(None, None, tuple(self._unwritten_spans))
+
+    def _spans(self, rows: Iterable[TimelineRow]) -> Iterator[Span]:
+        """Yield the spans of the workers in `rows`, without those derived from episodes."""
+        return (span for row in rows for span in row.spans if not is_of_episode(span))
 
     def _write_timeline(self, step: int | None, window: Interval | None) -> None:
         """Write the spans that have ended since the last row."""
@@ -311,9 +343,7 @@ class RunLogger:
 
     def _spans_of(self, window: Interval) -> list[Span]:
         """Return the spans that overlap `window`, unfinished ones included. Calls must pass windows in order."""
-        before = len(self._spans)
-        self._drain()
-        self._recent = [span for span in self._recent if span.end_ns > window[0]] + self._spans[before:]
+        self._recent = [span for span in self._recent if span.end_ns > window[0]] + self._drain()
         running = [span for tracer in self.tracers.values() for span in tracer.running()]
         return self._recent + running
 

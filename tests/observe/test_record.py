@@ -1,6 +1,7 @@
 """Tests of a run's record: merged updates, times of a step, the timeline, and resumption."""
 
 import asyncio
+import gc
 import io
 import json
 import math
@@ -22,7 +23,7 @@ from rlsys.observe.guards import Alarm
 from rlsys.observe.kept import trajectory_steps, write_row
 from rlsys.observe.records import read_metrics
 from rlsys.observe.run_folder import open_run
-from rlsys.observe.spans import Tracer
+from rlsys.observe.spans import Span, Tracer
 from rlsys.observe.status import Progress
 from rlsys.orchestrator.evaluation.heldout import Answered, Evaluation
 from rlsys.orchestrator.evaluation.scores import scores_of
@@ -196,6 +197,26 @@ def test_timeline_has_every_span_once(tmp_path: Path) -> None:
     first, second = open_run(tmp_path).timeline()
     assert [span.name for span in first.spans] == ["rollout.group", "train.apply"], "it touches the window"
     assert [span.name for span in second.spans] == ["train.apply"]
+
+
+def test_spans_are_kept_on_disk_and_traced_for_the_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlsys.orchestrator.run_logger.TRACED_ROWS", 3)
+    run = RecordedRun(tmp_path)
+
+    def spans_in_memory() -> int:
+        return sum(isinstance(one, Span) for one in gc.get_objects())
+
+    run.step(1)
+    before = spans_in_memory()
+    for step in range(2, 42):
+        run.step(step)
+    assert spans_in_memory() - before < 10
+    assert run.record.summary(0)["seconds"] == {"step": 41.0, "train": 41.0}
+    run.record.close()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [(event["name"], event["ts"]) for event in events if event["ph"] == "X"] == [
+        ("train.apply", second * 1e6) for second in range(3)
+    ]
 
 
 def test_resume_keeps_evaluations_up_to_its_step_and_removes_partial_files(tmp_path: Path) -> None:
