@@ -31,7 +31,7 @@ from rlsys.config.schema import (
 )
 from rlsys.data.question import Question, Template, as_asked, own_template, read_questions, search_prompt
 from rlsys.errors import UserError, code_of, in_one
-from rlsys.files import read_yaml
+from rlsys.files import parse_json, read_regular, read_yaml
 from rlsys.observe.environment import RUN
 from rlsys.observe.records import METRICS
 from rlsys.orchestrator.resume import RUN_CONFIG
@@ -82,6 +82,8 @@ def settings_of(model: Model, options: ChatOptions) -> ChatSettings:
     beside += [above / "config.yaml" for above in list(folder.parents)[:3] if _is_run(above)]
     origin = next((file for file in beside if file.is_file()), None)
     config = _config(origin, options, notes)
+    if options.config is None and origin is None:
+        config = _within_context(config, model.shape)
     search = _searched(config.search, options)
     if options.max_turns is not None:
         config = replace(config, task=replace(config.task, max_turns=options.max_turns))
@@ -118,6 +120,22 @@ def _config(origin: Path | None, options: ChatOptions, notes: list[str]) -> RunC
         return here
     notes.append(f"Settings from {origin}.")
     return _with_run(here, origin, notes)
+
+
+def _within_context(config: RunConfig, folder: Path) -> RunConfig:
+    """Lower the default limits of an episode to the context of the model, if its config.json states a shorter one."""
+    try:
+        context = parse_json(read_regular(folder / "config.json"))["max_position_embeddings"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return config  # Whoever loads the model says what is wrong with it.
+    if not isinstance(context, int) or not 0 < context < config.task.max_total_tokens:
+        return config
+    task = config.task
+    turn, prompt = min(task.max_turn_tokens, context // 4), min(task.max_prompt_tokens, context // 2)
+    return replace(
+        config,
+        task=replace(task, max_total_tokens=context, max_turn_tokens=max(1, turn), max_prompt_tokens=max(1, prompt)),
+    )
 
 
 def _is_run(folder: Path) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from rlsys.apps.chat.chat_settings import ChatOptions, ChatSettings, settings_of, template_of
 from rlsys.apps.evaluation.evaluation_inputs import Model
 from rlsys.config.compose import as_dict, load_config
+from rlsys.config.schema import TaskConfig
 from rlsys.data.question import own_template, search_prompt
 from rlsys.errors import UserError
 from rlsys.rollout.tools.interface import described, named_tools
@@ -162,3 +163,20 @@ def test_the_prompt_template_is_inferred_from_rows(tmp_path: Path, prompts: list
     write_rows(tmp_path / "rows.jsonl", prompts, RAW)
     found = template_of(tmp_path / "rows.jsonl")
     assert (found and found("how far")) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"max_position_embeddings": 512}', 512),
+        ('{"max_position_embeddings": 99999}', None),
+        ("{}", None),
+        ("[", None),
+    ],
+)
+def test_default_limit_of_an_episode_fits_the_context_of_the_model(
+    tmp_path: Path, content: str, expected: int | None
+) -> None:
+    (tmp_path / "config.json").write_text(content)
+    found = settings_of(Model(tmp_path, None), ChatOptions(search_url="http://127.0.0.1:1")).config.task
+    assert found.max_total_tokens == (expected or TaskConfig().max_total_tokens)
