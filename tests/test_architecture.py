@@ -21,7 +21,7 @@ ARROWS = {
     "files": {"errors"},
     "components": {"errors"},
     "config": {"components", "errors", "files"},
-    "algorithms": {"config", "components", "errors"},
+    "algorithms": {"config", "errors"},
     "data": {"algorithms", "config", "errors", "files"},
     "weights": {"config", "errors", "files"},
     "observe": {"data", "config", "errors", "files"},

@@ -16,9 +16,9 @@ A KL penalty in the reward is subtracted from the rewards first. Example: the fo
     scale group:   0.87  -0.87  -0.87  0.87    the same, divided by the sample standard deviation, 0.577
 
 With the kind `gae` the unit is always the token: a critic, gamma and lambda assign credit, and `whiten` is the only
-scale. The scale `group` divides by the standard deviation over a unit's peers in the group. `batch` divides by the standard deviation over all units of the
-mini-batch, after their baselines are subtracted. `whiten` subtracts the mean over all trained tokens of the mini-batch
-and divides by their standard deviation.
+scale. The scale `group` divides by the standard deviation over a unit's peers in the group. `batch` divides by the
+standard deviation over all units of the mini-batch, after their baselines are subtracted. `whiten` subtracts the mean
+over all trained tokens of the mini-batch and divides by their standard deviation.
 
 Known methods as credit, baseline, scale:
 
@@ -52,8 +52,9 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsys.components import needs_of
 from rlsys.config.algorithm import (
+    CRITIC,
+    MINI_BATCH,
     SIBLINGS,
     AdvantageBaseline,
     AdvantageScale,
@@ -62,14 +63,11 @@ from rlsys.config.algorithm import (
     GaeAdvantage,
     ReturnsAdvantage,
 )
-from rlsys.config.custom import OwnComponent, bound, described
+from rlsys.config.custom import OwnComponent, described, own_component
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Estimator = ReturnsAdvantage | GaeAdvantage | CustomAdvantage
-"""Settings of an estimator."""
-CRITIC, MINI_BATCH = "critic", "mini_batch"
-"""Needs that an estimator from outside of the package may declare."""
+AdvantageSettings = ReturnsAdvantage | GaeAdvantage | CustomAdvantage
 EPS = 1e-6
 """Added to a standard deviation before dividing by it."""
 ROUNDING = 1e-12
@@ -131,7 +129,7 @@ class AdvantageEstimate:
     """Input of `batch_advantages`: the episode itself for an estimator from outside of the package."""
 
 
-def group_estimates(episodes: Sequence[RewardedEpisode], estimator: Estimator) -> list[AdvantageEstimate]:
+def group_estimates(episodes: Sequence[RewardedEpisode], estimator: AdvantageSettings) -> list[AdvantageEstimate]:
     """Return the advantages of one prompt group, before baselines and scales that need the whole mini-batch.
 
     With credit `trajectory`, an episode without trained tokens still counts in the group's baseline and scale: its
@@ -166,7 +164,7 @@ def group_estimates(episodes: Sequence[RewardedEpisode], estimator: Estimator) -
 
 
 def batch_advantages(
-    groups: Sequence[Sequence[CreditUnits | RewardedEpisode]], estimator: Estimator
+    groups: Sequence[Sequence[CreditUnits | RewardedEpisode]], estimator: AdvantageSettings
 ) -> list[list[tuple[Floats, Floats | None]]]:
     """Return the final advantages [seq] of one mini-batch, for each group and episode.
 
@@ -195,21 +193,17 @@ def batch_advantages(
 
 
 def _own_estimates(episodes: Sequence[RewardedEpisode], settings: CustomAdvantage) -> list[AdvantageEstimate]:
-    own = bound(settings, {})
-    assert isinstance(own, OwnComponent)
-    if MINI_BATCH in needs_of(settings.component):
+    if MINI_BATCH in settings.needs:
         return [AdvantageEstimate(np.zeros(len(one.turn_of_token)), None, one) for one in episodes]
-    return [
-        AdvantageEstimate(*found, one)
-        for found, one in zip(_checked(own, own(episodes), episodes), episodes, strict=True)
-    ]
+    own = own_component(settings)
+    checked = _checked(own, own(episodes), episodes)
+    return [AdvantageEstimate(*found, one) for found, one in zip(checked, episodes, strict=True)]
 
 
 def _own_batch(
     groups: Sequence[Sequence[RewardedEpisode]], settings: CustomAdvantage
 ) -> list[list[tuple[Floats, Floats | None]]]:
-    own = bound(settings, {})
-    assert isinstance(own, OwnComponent)
+    own = own_component(settings)
     found = own(groups)
     if not isinstance(found, Sequence) or len(found) != len(groups):
         raise own.error(f"returned {described(found)} instead of a list for each of {len(groups)} groups")
@@ -223,7 +217,7 @@ def _checked(
 
     Raises UserError if the estimator's result does not fit the episodes.
     """
-    critic = CRITIC in needs_of(own.settings.component)
+    critic = CRITIC in own.settings.needs
     if not isinstance(found, Sequence) or len(found) != len(episodes):
         raise own.error(
             f"returned {described(found)} instead of a list with one entry for each of {len(episodes)} episodes"

@@ -55,7 +55,7 @@ VALUE_LIMIT = 10.0
 LARGEST_ERROR = 0.2
 """Bound of |KL / target - 1|, the relative error that `kl_control=adaptive` corrects."""
 
-Estimator = Callable[[Tensor, Tensor], Tensor]
+KlEstimator = Callable[[Tensor, Tensor], Tensor]
 """(logprobs, other log-probs) -> divergence per token in nats, all of the same shape, by the formula in the module's table.
 Gradients flow into `logprobs`. The result is 0 where both log-probs agree."""
 
@@ -97,7 +97,7 @@ def absolute(logprobs: Tensor, other: Tensor) -> Tensor:
     return (other - logprobs).abs()
 
 
-SAMPLED: Mapping[str, Estimator] = {
+SAMPLED: Mapping[str, KlEstimator] = {
     "k1": k1,
     "k2": k2,
     "k3": k3,
@@ -110,7 +110,7 @@ DISTINCT = ("k1", "k2", "k3", "k5", "abs")
 """Estimators with distinct values. The others repeat a value: k4 has the value of k1, and k3++ the value of k3."""
 
 
-def sampled_estimator(settings: SampledKl | CustomKl) -> Estimator:
+def sampled_estimator(settings: SampledKl | CustomKl) -> KlEstimator:
     """Return the estimator that compares the log-probs of the sampled token."""
     estimator = bound(settings, SAMPLED)
     return partial(_checked, estimator) if isinstance(estimator, OwnComponent) else estimator

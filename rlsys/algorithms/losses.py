@@ -50,7 +50,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlsys.algorithms.kl import LOG_RATIO_LIMIT, Estimator, importance_weights, k3, sampled_estimator
+from rlsys.algorithms.kl import LOG_RATIO_LIMIT, KlEstimator, importance_weights, k3, sampled_estimator
 from rlsys.config.algorithm import Aggregation, AlgorithmConfig, FullKl, KlPlace
 from rlsys.config.custom import OwnComponent, bound, described
 
@@ -114,7 +114,7 @@ class ConfiguredLoss:
 
     config: AlgorithmConfig
     surrogate: SurrogateFunction
-    kl: Estimator | None
+    kl: KlEstimator | None
     """KL estimator of the sampled token; None if the KL compares distributions."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, Stats]:

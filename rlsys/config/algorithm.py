@@ -127,12 +127,16 @@ class GaeAdvantage:
     mini-batch."""
 
 
+CRITIC, MINI_BATCH = "critic", "mini_batch"
+"""Needs that an advantage estimator from outside of the package may declare."""
+
+
 class CustomAdvantage(Custom):
     """An advantage estimator of your own; see docs/extending.md."""
 
-    key = "algorithm.advantage"
+    key = "algorithm.advantage.kind"
     arguments = ("episodes",)
-    facts = ("critic", "mini_batch")
+    facts = (CRITIC, MINI_BATCH)
 
 
 @dataclass
@@ -191,7 +195,7 @@ class SapoLoss:
 class CustomLoss(Custom):
     """A policy loss of your own; see docs/extending.md."""
 
-    key = "algorithm.policy_loss"
+    key = "algorithm.policy_loss.kind"
     arguments = ("logprobs", "inputs")
 
 
@@ -217,7 +221,7 @@ class FullKl:
 class CustomKl(Custom):
     """A KL estimator of your own; see docs/extending.md."""
 
-    key = "algorithm.kl_estimator"
+    key = "algorithm.kl_estimator.kind"
     arguments = ("logprobs", "ref_logprobs")
 
 

@@ -60,7 +60,7 @@ _BENEATH = {"profile": "gpu", "task": "searchr1", "search": "local_server"}
 
 @dataclass
 class _Levels:
-    """Where each key of a composed tree was set: by an entry of the defaults list, or on the command line."""
+    """Origin of each key of a composed tree: an entry of the defaults list, or the command line."""
 
     of_key: dict[str, int] = field(default_factory=dict)
     """Dotted key -> position of the last entry that set it; keys of the command line are above all entries."""

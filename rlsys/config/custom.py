@@ -25,7 +25,7 @@ class Custom:
     """A component from outside of the package."""
 
     key: ClassVar[str]
-    """Key of the group in the schema."""
+    """Key that names the component."""
     arguments: ClassVar[tuple[str, ...]] = ()
     """Names of the positional arguments with which the component is called."""
     facts: ClassVar[tuple[str, ...]] = ()
@@ -34,15 +34,20 @@ class Custom:
     """Dotted name of the component, on PYTHONPATH."""
 
     @classmethod
-    def key_of(cls, path: str) -> str:  # noqa: ARG003
+    def key_of(cls, path: str) -> str:  # noqa: ARG003, a map has a key for each component
         """Return the key that names the component `path`."""
-        return f"{cls.key}.kind"
+        return cls.key
 
     @property
     def component(self) -> Callable[..., Any]:
         """The component without its settings."""
         found: Callable[..., Any] = import_component(self.kind, self.key_of(self.kind))
         return found
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Needs that the component declares."""
+        return needs_of(self.component)
 
     def __reduce__(self) -> Any:
         """Pickle by name: the class is made from the component's parameters, in every process anew."""
@@ -95,10 +100,15 @@ class OwnComponent:
         return UserError(f"{key}={self.settings.kind} {what}: correct it.", code="user_code", key=key)
 
 
+def own_component(settings: Custom) -> OwnComponent:
+    """Return the component from outside of the package that `settings` choose."""
+    return OwnComponent(settings, partial(settings.component, **_settings(settings)))
+
+
 def bound(settings: Any, known: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """Return the component that `settings` choose, with its parameters bound; `known` holds the built-in kinds."""
     if isinstance(settings, Custom):
-        return OwnComponent(settings, partial(settings.component, **_settings(settings)))
+        return own_component(settings)
     return partial(known[settings.kind], **_settings(settings))
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from rlsys.components import needs_of
 from rlsys.config.algorithm import (
+    CRITIC,
+    MINI_BATCH,
     AdvantageBaseline,
     AdvantageScale,
     AlgorithmConfig,
@@ -108,7 +109,7 @@ def has_critic(algorithm: AlgorithmConfig) -> bool:
     advantage = algorithm.advantage
     if isinstance(advantage, ReturnsAdvantage):
         return False
-    return isinstance(advantage, GaeAdvantage) or "critic" in needs_of(advantage.component)
+    return isinstance(advantage, GaeAdvantage) or CRITIC in advantage.needs
 
 
 def has_reference(algorithm: AlgorithmConfig) -> bool:
@@ -151,7 +152,7 @@ def needs_whole_mini_batch(algorithm: AlgorithmConfig) -> bool:
     if isinstance(advantage, GaeAdvantage):
         return advantage.whiten
     if not isinstance(advantage, ReturnsAdvantage):
-        return "mini_batch" in needs_of(advantage.component)
+        return MINI_BATCH in advantage.needs
     over_batch = advantage.scale in (AdvantageScale.batch, AdvantageScale.whiten)
     return advantage.baseline is AdvantageBaseline.batch or over_batch
 

@@ -235,7 +235,7 @@ class TransformersConfig(EngineConfig):
 class CustomEngine(EngineConfig, Custom):
     """A class of your own; see docs/engines.md."""
 
-    key: ClassVar[str] = "rollout.engine"
+    key: ClassVar[str] = "rollout.engine.kind"
     arguments: ClassVar[tuple[str, ...]] = ("setup",)
 
 
@@ -315,7 +315,7 @@ class ReActAgent:
 class CustomAgent(Custom):
     """An agent from outside of the package."""
 
-    key = "task.agent"
+    key = "task.agent.kind"
     arguments = ("question", "tools", "recorder")
 
 
@@ -323,10 +323,6 @@ class CustomTool(Custom):
     """A tool, named by its class."""
 
     key = "task.tools"
-
-    @classmethod
-    def key_of(cls, path: str) -> str:  # noqa: ARG003
-        return cls.key
 
 
 @dataclass
@@ -494,7 +490,7 @@ class BoundedWaitSchedule:
 class CustomSchedule(Custom):
     """A `SchedulePolicy` from outside of the package; see `orchestrator/pipeline/schedule_policy.py`."""
 
-    key = "trainer.schedule"
+    key = "trainer.schedule.kind"
     arguments = ()
 
 
@@ -670,20 +666,12 @@ class CustomTracker(Custom):
     key = "tracking.trackers"
     arguments = ("run_dir",)
 
-    @classmethod
-    def key_of(cls, path: str) -> str:  # noqa: ARG003
-        return cls.key
-
 
 class CustomMetric(Custom):
     """A metric, named by its function."""
 
     key = "tracking.metrics"
     arguments = ("groups",)
-
-    @classmethod
-    def key_of(cls, path: str) -> str:  # noqa: ARG003
-        return cls.key
 
 
 @dataclass
@@ -836,6 +824,7 @@ def schema_keys() -> list[str]:
     return list(leaf_types())
 
 
+@cache
 def unions() -> list[str]:
     """Return the dotted path of every union of groups."""
     return [

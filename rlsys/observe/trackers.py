@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlsys.config.custom import bound
+from rlsys.config.custom import own_component
 from rlsys.config.schema import CustomMetric, TrackingConfig, WandbMode
 from rlsys.data.trajectory import Group
 from rlsys.errors import RunError, UserError
@@ -164,7 +164,7 @@ class OwnMetrics:
 
     def __init__(self, chosen: Sequence[CustomMetric]) -> None:
         """Raises UserError if two functions have the same name."""
-        self._functions = {f"own/{one.kind.rpartition('.')[2]}": bound(one, {}) for one in chosen}
+        self._functions = {f"own/{one.kind.rpartition('.')[2]}": own_component(one) for one in chosen}
         if len(self._functions) < len(chosen):
             kinds = ", ".join(one.kind for one in chosen)
             raise UserError(
@@ -243,7 +243,7 @@ def open_trackers(
     if config.wandb:
         others["wandb"] = lambda: WandbTracker(run_dir, run_dir.name, config, resolved_config, resumed)
     for own in config.trackers:
-        others[own.kind] = partial(bound(own, {}), run_dir)
+        others[own.kind] = partial(own_component(own), run_dir)
     return Trackers(LineLog(run_dir / METRICS, resumed.metrics_bytes if resumed else None), others)
 
 

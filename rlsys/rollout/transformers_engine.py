@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import multiprocessing
-import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -24,7 +21,7 @@ from rlsys.config.schema import Device, TransformersConfig
 from rlsys.errors import RunError
 from rlsys.rollout.agent.recorder import Generation, OnTokens, TurnSampling
 from rlsys.rollout.interface import EngineCapabilities, EngineError, EngineSetup, RolloutEngine
-from rlsys.search.server_process import child_environment
+from rlsys.search.server_process import child_with_pipe
 
 if TYPE_CHECKING:
     import psutil
@@ -158,21 +155,10 @@ class TransformersEngine(RolloutEngine):
         return self._process
 
     def _launch(self, spec: DecoderSpec) -> None:
-        here, there = multiprocessing.Pipe()
-        command = [sys.executable, "-m", "rlsys.rollout.transformers_process", str(there.fileno())]
-        # Not a multiprocessing process, because that would import the caller's main module.
-        # SIGINT is blocked in the child; on Ctrl-C the parent ends it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        try:
-            self._process = subprocess.Popen(
-                command, pass_fds=[there.fileno()], env=child_environment(), stdin=subprocess.DEVNULL
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        there.close()
+        self._process, pipe = child_with_pipe("rlsys.rollout.transformers_process")
         self._outbox.put(spec)
-        Thread(target=_send, args=(here, self._outbox), daemon=True).start()
-        Thread(target=self._receive, args=(here, asyncio.get_running_loop()), daemon=True).start()
+        Thread(target=_send, args=(pipe, self._outbox), daemon=True).start()
+        Thread(target=self._receive, args=(pipe, asyncio.get_running_loop()), daemon=True).start()
 
     async def _ask(self, call: str, *arguments: Any, key: str = "", data: Any = None) -> Any:
         """Send a call and return its answer; `data` are bytes that follow it. Raises EngineError with the child's reason."""

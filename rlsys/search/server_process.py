@@ -6,6 +6,7 @@ child ends when the parent ends, even by SIGKILL; `close` is idempotent and allo
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +110,23 @@ class SearchServer(AbstractContextManager["SearchServer"]):
     def _log_tail(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
         return f"its log {self.log} ends with:\n" + "\n".join(lines) if lines else f"its log {self.log} is empty"
+
+
+def child_with_pipe(module: str) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start `python -m module`, whose argument is the file descriptor of its end of a pipe; return child and own end.
+
+    It is no multiprocessing process, because that would import the caller's main module. SIGINT is blocked in the child:
+    on Ctrl-C, the parent ends it.
+    """
+    here, there = multiprocessing.Pipe()
+    command = [sys.executable, "-m", module, str(there.fileno())]
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        child = subprocess.Popen(command, pass_fds=[there.fileno()], env=child_environment(), stdin=subprocess.DEVNULL)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        there.close()
+    return child, here
 
 
 def child_environment(threads: int | None = None) -> dict[str, str]:

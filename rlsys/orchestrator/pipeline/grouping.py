@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rlsys.algorithms.advantages import CreditUnits, RewardedEpisode, batch_advantages, group_estimates
 from rlsys.algorithms.corrections import correct
-from rlsys.algorithms.kl import Estimator, KlController, sampled_estimator
+from rlsys.algorithms.kl import KlController, KlEstimator, sampled_estimator
 from rlsys.config.algorithm import AlgorithmConfig, CorrectionConfig, CorrectionKind, FullKl, KlPlace
 from rlsys.config.derived import needs_whole_mini_batch
 from rlsys.data.trajectory import Floats, Group, MaskOf, Sample, Trajectory, trained_tokens
@@ -97,7 +97,7 @@ def turns_of(trajectory: Trajectory, mask_of: MaskOf) -> NDArray[np.int32]:
     return np.where(mask_of(trajectory), before, np.int32(-1)).astype(np.int32)
 
 
-def _estimator_in_reward(config: AlgorithmConfig) -> Estimator | None:
+def _estimator_in_reward(config: AlgorithmConfig) -> KlEstimator | None:
     """Return the estimator of a KL term in the reward; None without such a term."""
     if config.kl_in is not KlPlace.reward or config.kl_coef == 0:
         return None
@@ -125,7 +125,7 @@ def _units(sample: Sample) -> CreditUnits | RewardedEpisode:
     return sample.units
 
 
-def _kl(sample: Sample, estimator: Estimator) -> NDArray[np.float64]:
+def _kl(sample: Sample, estimator: KlEstimator) -> NDArray[np.float64]:
     """Return the KL to the reference policy [seq] at trained tokens; 0 elsewhere."""
     policy = _known(sample, sample.old_logprobs, "no log-probs of the policy: score it first")
     missing = "no log-probs of the reference policy to take a KL off its reward"

@@ -19,7 +19,7 @@ from numbers import Real
 from typing import Any, Protocol
 
 from rlsys.components import check_callable, one_line
-from rlsys.config.custom import Custom, bound
+from rlsys.config.custom import Custom, own_component
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
 from rlsys.errors import UserError
@@ -134,7 +134,7 @@ def make_policy(config: RunConfig) -> CheckedPolicy:
     if not isinstance(schedule, Custom):
         return EARLIEST_FIRST
     try:
-        policy = bound(schedule, {})()
+        policy = own_component(schedule)()
     except Exception as error:
         raise UserError(
             f"{_KEY}={schedule.kind}: it cannot be created ({one_line(error)}): correct it.",

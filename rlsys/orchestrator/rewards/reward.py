@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlsys.components import one_line
-from rlsys.config.custom import REQUIRED, OwnComponent, bound, custom_variant
+from rlsys.config.custom import REQUIRED, custom_variant, own_component
 from rlsys.config.schema import (
     JUDGE_PLACEHOLDERS,
     CompatConfig,
@@ -476,9 +476,7 @@ def load_term(name: str, config: RewardConfig) -> Callable[..., Any]:
             f"{key} needs a value for {missing[0]}: write {{weight: {weights_of(config)[name]:g}, {missing[0]}: ...}}."
         )
         raise UserError(sentence, code="missing", key=key)
-    function = bound(term, {})
-    assert isinstance(function, OwnComponent)
-    return function.call
+    return own_component(term).call
 
 
 def _judge_problems(judge: JudgeConfig) -> Iterator[UserError]:

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 from rlsys.components import one_line
-from rlsys.config.custom import bound
+from rlsys.config.custom import own_component
 from rlsys.config.schema import CustomAgent, ReActAgent, SearchR1Agent, TaskConfig, TokenMode
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Trajectory
@@ -46,7 +46,7 @@ def agent_of(task: TaskConfig) -> EpisodeRunner:
     if isinstance(agent, CustomAgent):
         if not inspect.iscoroutinefunction(agent.component):
             raise _agent_problem(f"{agent.kind} is no async function: define it with `async def`.")
-        return bound(agent, {})
+        return cast("EpisodeRunner", own_component(agent))
     if isinstance(agent, SearchR1Agent):
         return partial(search_r1, invalid_message=agent.invalid_message, allow_empty_query=agent.allow_empty_query)
     if task.token_mode is not TokenMode.append:

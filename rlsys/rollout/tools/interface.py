@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from rlsys.components import one_line
-from rlsys.config.custom import bound, custom_variant
+from rlsys.config.custom import custom_variant, own_component
 from rlsys.config.schema import CustomTool, TaskConfig
 from rlsys.data.question import Question
 from rlsys.errors import Code, UserError
@@ -142,7 +142,7 @@ def _class_of(settings: CustomTool) -> Any:
 
 def _made(settings: CustomTool) -> Tool:
     try:
-        return cast("Tool", bound(settings, {})())
+        return cast("Tool", own_component(settings)())
     except UserError:
         raise
     except Exception as error:

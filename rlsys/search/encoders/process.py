@@ -9,8 +9,6 @@ are bit-identical to the vectors of one process with one thread.
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlsys.errors import RunError, UserError
 from rlsys.search.encoders.spec import EncoderFacts, EncoderSpec, Floats, QueryEncoder
-from rlsys.search.server_process import child_environment
+from rlsys.search.server_process import child_with_pipe
 
 if TYPE_CHECKING:
     from rlsys.search.encoders.encoder import Encoder
@@ -54,18 +52,7 @@ class EncoderWorker:
     """
 
     def __init__(self, spec: EncoderSpec, *, one_thread: bool) -> None:
-        self.pipe, there = multiprocessing.Pipe()
-        command = [sys.executable, "-m", "rlsys.search.encoders.process", str(there.fileno())]
-        # Not a multiprocessing process, because that would import the caller's main module.
-        # SIGINT is blocked in the worker; on Ctrl-C the parent ends its workers.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        try:
-            self._process = subprocess.Popen(
-                command, pass_fds=[there.fileno()], env=child_environment(), stdin=subprocess.DEVNULL
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        there.close()
+        self._process, self.pipe = child_with_pipe("rlsys.search.encoders.process")
         self.pipe.send((spec, one_thread))
 
     def give(self, number: int, texts: Sequence[str], *, queries: bool) -> None:
