@@ -15,23 +15,52 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from rlsys.errors import Code, UserError
 
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
 T = TypeVar("T", bound=Callable[..., Any])
 _FACTS = "__rlsys_needs__"
+_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "multiple_of")
+"""Pydantic's names of bounds that a value can break."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """A setting of a component."""
 
+    component: str
     name: str
-    hint: Any
-    """Type, with its metadata."""
+    adapter: TypeAdapter[Any]
+    """Its type with its bounds."""
     default: Any
     """`inspect.Parameter.empty` for a setting that must be given."""
+
+    def value(self, given: Any, key: str) -> Any:
+        """Return what the component gets for the setting `key`; `given` may be text. Raises UserError if it does not fit."""
+        from pydantic import ValidationError
+
+        try:
+            return self.adapter.validate_python(given)
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            code: Code = "out_of_range" if wrong["type"] in _BOUNDS else "wrong_type"
+            place = "".join(f"[{part}]" for part in wrong["loc"] if isinstance(part, int))
+            sentence = f"{key}{place}={given!r:.200} does not fit {self.component}: {wrong['msg']}."
+            raise UserError(sentence, code=code, key=key) from None
+        except Exception as error:  # Such as a TypeError of a bound that does not suit the type.
+            raise _unusable(self.component, self.name, error, key) from error
+
+    def plain(self, given: Any, key: str) -> Any:
+        """Return the value as a config records it, in JSON values. Raises UserError if it does not fit."""
+        value = self.value(given, key)
+        try:
+            return self.adapter.dump_python(value, mode="json")
+        except ValueError as error:
+            raise _unusable(self.component, self.name, error, key) from error
 
 
 def needs(*facts: str) -> Callable[[T], T]:
@@ -101,7 +130,23 @@ def parameters_of(component: Any, path: str, key: str) -> Iterator[Parameter]:
         if one.name not in hints:
             sentence = f"the parameter {one.name} of {path} has no type: annotate it, such as `{one.name}: float`."
             raise _problem(key, sentence, "user_code")
-        yield Parameter(one.name, hints[one.name], one.default)
+        yield Parameter(path, one.name, _adapter(hints[one.name], path, one.name, key), one.default)
+
+
+def _adapter(hint: Any, path: str, name: str, key: str) -> TypeAdapter[Any]:
+    from pydantic import ConfigDict, PydanticUserError, TypeAdapter
+
+    try:
+        return TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=True))
+    except (PydanticUserError, TypeError) as error:
+        raise _unusable(path, name, error, key) from error
+
+
+def _unusable(path: str, name: str, error: Exception, key: str) -> UserError:
+    sentence = (
+        f"the parameter {name} of {path} has a type that no setting can have ({one_line(error):.200}): change it."
+    )
+    return _problem(key, sentence, "user_code")
 
 
 def one_line(error: BaseException) -> str:

@@ -47,7 +47,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,8 +124,8 @@ class AdvantageEstimate:
     """[seq], 0 where untrained; final unless the estimator needs the whole mini-batch."""
     returns: Floats | None
     """[seq] targets of the critic: unscaled advantage + value, 0 where untrained; None without a critic."""
-    units: CreditUnits | RewardedEpisode
-    """Input of `batch_advantages`: the episode itself for an estimator from outside of the package."""
+    units: CreditUnits | None
+    """Input of `batch_advantages`; None with an estimator from outside of the package."""
 
 
 def group_estimates(episodes: Sequence[RewardedEpisode], estimator: AdvantageSettings) -> list[AdvantageEstimate]:
@@ -146,7 +145,7 @@ def group_estimates(episodes: Sequence[RewardedEpisode], estimator: AdvantageSet
     for episode in episodes:
         _check(episode)
     if isinstance(estimator, CustomAdvantage):
-        return _own_estimates(episodes, estimator)
+        return _custom_estimates(episodes, estimator)
     if isinstance(estimator, ReturnsAdvantage):
         _refuse_contradictions(estimator)
     if not episodes:
@@ -164,19 +163,16 @@ def group_estimates(episodes: Sequence[RewardedEpisode], estimator: AdvantageSet
 
 
 def batch_advantages(
-    groups: Sequence[Sequence[CreditUnits | RewardedEpisode]], estimator: AdvantageSettings
-) -> list[list[tuple[Floats, Floats | None]]]:
+    groups: Sequence[Sequence[CreditUnits]], estimator: ReturnsAdvantage | GaeAdvantage
+) -> list[list[Floats]]:
     """Return the final advantages [seq] of one mini-batch, for each group and episode.
 
-    A critic's returns [seq] stand beside them if they are known only now, else None. `groups` holds each episode's
-    `AdvantageEstimate.units`. Applies whichever of these the estimator chooses: the baseline `batch`, the scale `batch`
-    or `whiten`. With a group baseline, the scale `batch` measures differences within groups, not between easy and hard
-    prompts, because returns are centred first. REINFORCE++ with baseline does the same; the code by the authors of Lite
-    PPO uses raw rewards.
+    `groups` holds each episode's `AdvantageEstimate.units`. Applies whichever of these the estimator chooses: the
+    baseline `batch`, the scale `batch` or `whiten`. With a group baseline, the scale `batch` measures differences within
+    groups, not between easy and hard prompts, because returns are centred first. REINFORCE++ with baseline does the
+    same; the code by the authors of Lite PPO uses raw rewards.
     """
-    if isinstance(estimator, CustomAdvantage):
-        return _own_batch(cast("Sequence[Sequence[RewardedEpisode]]", groups), estimator)
-    flat = list(chain.from_iterable(cast("Sequence[Sequence[CreditUnits]]", groups)))
+    flat = list(chain.from_iterable(groups))
     if not flat:
         return [[] for _ in groups]
     values = np.concatenate([one.values for one in flat])
@@ -189,25 +185,28 @@ def batch_advantages(
     if estimator.whiten if isinstance(estimator, GaeAdvantage) else estimator.scale is AdvantageScale.whiten:
         tokens = _whitened(tokens, [one.of_token >= 0 for one in flat])
     found = iter(tokens)
-    return [[(next(found), None) for _ in group] for group in groups]
+    return [[next(found) for _ in group] for group in groups]
 
 
-def _own_estimates(episodes: Sequence[RewardedEpisode], settings: CustomAdvantage) -> list[AdvantageEstimate]:
-    if MINI_BATCH in settings.needs:
-        return [AdvantageEstimate(np.zeros(len(one.turn_of_token)), None, one) for one in episodes]
-    own = own_component(settings)
-    checked = _checked(own, own(episodes), episodes)
-    return [AdvantageEstimate(*found, one) for found, one in zip(checked, episodes, strict=True)]
-
-
-def _own_batch(
+def custom_batch_advantages(
     groups: Sequence[Sequence[RewardedEpisode]], settings: CustomAdvantage
 ) -> list[list[tuple[Floats, Floats | None]]]:
+    """Return the advantages [seq] of one mini-batch and the targets of a critic [seq], for each group and episode.
+
+    Raises UserError if the estimator fails.
+    """
     own = own_component(settings)
     found = own(groups)
     if not isinstance(found, Sequence) or len(found) != len(groups):
         raise own.error(f"returned {described(found)} instead of a list for each of {len(groups)} groups")
     return [_checked(own, one, group) for one, group in zip(found, groups, strict=True)]
+
+
+def _custom_estimates(episodes: Sequence[RewardedEpisode], settings: CustomAdvantage) -> list[AdvantageEstimate]:
+    if MINI_BATCH in settings.needs:
+        return [AdvantageEstimate(np.zeros(len(one.turn_of_token)), None, None) for one in episodes]
+    own = own_component(settings)
+    return [AdvantageEstimate(*found, None) for found in _checked(own, own(episodes), episodes)]
 
 
 def _checked(

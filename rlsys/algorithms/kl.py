@@ -120,6 +120,8 @@ def _checked(estimator: OwnComponent, logprobs: Tensor, other: Tensor) -> Tensor
     value = estimator(logprobs, other)
     if not isinstance(value, Tensor) or value.shape != logprobs.shape:
         raise estimator.error(f"returned {described(value)} instead of a tensor of shape {list(logprobs.shape)}")
+    if not value.detach().isfinite().all():
+        raise estimator.error("returned a value that is not finite")
     return value
 
 

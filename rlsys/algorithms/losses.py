@@ -255,7 +255,7 @@ def _checked(loss: OwnComponent, logprobs: Tensor, inputs: LossInputs) -> Surrog
         raise loss.error("returned a loss through which no gradient flows into logprobs")
     if not surrogate.loss.detach()[inputs.mask].isfinite().all():
         raise loss.error("returned a loss that is not finite at a trained token")
-    return surrogate
+    return replace(surrogate, loss=_filled(surrogate.loss, inputs.mask))
 
 
 def _clip_stats(surrogate: Surrogate) -> Stats:

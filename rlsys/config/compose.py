@@ -14,7 +14,7 @@ from __future__ import annotations
 import builtins
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
@@ -31,7 +31,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlsys.config.custom import REQUIRED, custom_variant
+from rlsys.config.custom import REQUIRED, custom_variant, parameter_types
 from rlsys.config.former import present
 from rlsys.config.rlinf import is_rlinf, shown, translate
 from rlsys.config.schema import (
@@ -76,9 +76,10 @@ class _Levels:
                 self.kinds.setdefault(group, {})[level] = value
 
     def kind_for(self, group: str, name: str) -> Any:
-        """Return the kind that the group had where its key `name` was set."""
-        level = self.of_key.get(f"{group}.{name}", 0)
-        return next(kind for at, kind in reversed(self.kinds[group].items()) if at <= level)
+        """Return the kind that the group had where its key `name`, or a key of this map, was set; None if nowhere."""
+        key = f"{group}.{name}"
+        level = max((at for each, at in self.of_key.items() if f"{each}.".startswith(f"{key}.")), default=0)
+        return next((kind for at, kind in reversed(self.kinds[group].items()) if at <= level), None)
 
 
 _Composed = tuple[Any, _Levels]
@@ -259,16 +260,25 @@ def as_dict(config: Any) -> dict[str, Any]:
     )
 
 
-def recorded(config: Mapping[str, Any]) -> dict[str, Any]:
+def recorded(config: Mapping[str, Any], trusted: Collection[Any] = ()) -> dict[str, Any]:
     """Convert the recorded config of an older run: missing keys get their defaults, keys of other kinds are dropped,
-    unknown keys stay, renamed keys get their new names."""
-    return _of_chosen_kinds(present(config), RunConfig())
+    unknown keys stay, renamed keys get their new names.
+
+    Of the components from outside of the package, only `trusted` ones are imported; the keys of others stay as they are.
+    """
+    return _of_chosen_kinds(present(config), RunConfig(), trusted=trusted)
 
 
 def _of_chosen_kinds(
-    tree: Mapping[str, Any], defaults: Any, levels: _Levels | None = None, path: str = ""
+    tree: Mapping[str, Any],
+    defaults: Any,
+    levels: _Levels | None = None,
+    path: str = "",
+    trusted: Collection[Any] | None = None,
 ) -> dict[str, Any]:
     """Return `tree` completed from `defaults`, without keys that were set for another kind than the chosen one.
+
+    `trusted` kinds may be imported from outside of the package; None means all.
 
     Raises UserError for a key that the chosen kind lacks, if it was set for this kind and belongs to another.
     """
@@ -279,7 +289,8 @@ def _of_chosen_kinds(
             continue
         default = getattr(defaults, name)
         kind = part.get("kind", default.kind) if is_union(hint) else ""
-        chosen = variant(hint, kind)
+        known = kind in kinds or trusted is None or kind in trusted
+        chosen = variant(hint, kind) if known else None
         if chosen is None:
             continue
         if is_union(hint) and levels is not None:
@@ -292,7 +303,7 @@ def _of_chosen_kinds(
                 raise _of_other_kind(key, other, part[other], owners[other], kind)
             part = {inner: value for inner, value in part.items() if inner != other}
         group = default if isinstance(default, chosen) else chosen()
-        kept[name] = _of_chosen_kinds(part, group, levels, key)
+        kept[name] = _of_chosen_kinds(part, group, levels, key, trusted)
     return kept
 
 
@@ -350,7 +361,7 @@ def _typed_group(tree: Any, hint: Any, key: str) -> Any:
 
 
 def _typed_as(group: type, tree: Mapping[str, Any], key: str) -> Any:
-    hints, values = field_types(group), {}
+    hints, parameters, values = field_types(group), parameter_types(group), {}
     for name, value in tree.items():
         inner = f"{key}.{name}".lstrip(".")
         if name not in hints:
@@ -358,7 +369,10 @@ def _typed_as(group: type, tree: Mapping[str, Any], key: str) -> Any:
             close = difflib.get_close_matches(inner, known, n=1, cutoff=0.5)
             way_out = f"did you mean {close[0]}?" if close else "see docs/configuration.md for all keys."
             raise UserError(f"{inner} is not a key of the configuration: {way_out}", code="unknown", key=inner)
-        values[name] = value if value == REQUIRED else typed(value, hints[name], inner)
+        if name in parameters and value != REQUIRED:
+            values[name] = parameters[name].plain(value, inner)
+        else:
+            values[name] = value if value == REQUIRED else typed(value, hints[name], inner)
     return group(**values)
 
 
@@ -418,7 +432,9 @@ def differences(before: Mapping[str, Any], config: RunConfig) -> list[KeyDiffere
 
     A key that was added after `before` was recorded counts as having its default value there.
     """
-    saved, current = dict(_flat(recorded(before))), dict(_flat(as_dict(config)))
+    current = {key: value for key, value in _flat(as_dict(config)) if value != {}}
+    trusted = {value for key, value in current.items() if key.endswith(".kind")}
+    saved = {key: value for key, value in _flat(recorded(before, trusted)) if value != {}}
     pairs = [KeyDifference(key, saved.get(key), current.get(key)) for key in sorted({*saved, *current})]
     return [pair for pair in pairs if pair.before != pair.now and _must_stay(pair.key, config)]
 
@@ -432,8 +448,9 @@ def _must_stay(key: str, config: RunConfig) -> bool:
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each dotted key and its value; an empty map is a value."""
     for key, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

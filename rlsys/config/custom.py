@@ -13,9 +13,11 @@ from functools import cache, partial
 from inspect import Parameter
 from typing import Any, ClassVar, cast
 
+from rlsys import components
 from rlsys.components import check_callable, import_component, needs_of, one_line, parameters_of
 from rlsys.errors import UserError
 
+_PARAMETER = "parameter"
 REQUIRED = "???"
 """Value of a key without a default; a run that leaves such a key unset stops with an error."""
 
@@ -73,9 +75,26 @@ def _variant(base: Any, path: str) -> type[Custom]:
         raise UserError(f"{key}: {path} declares needs={unknown[0]}, but {known}.", code="user_code", key=key)
     keys: list[Any] = [("kind", str, path)]
     for one in parameters_of(component, path, key):
-        value = REQUIRED if one.default is Parameter.empty else one.default
-        keys.append((one.name, one.hint, field(default_factory=partial(deepcopy, value))))
+        if hasattr(base, one.name) or one.name in base.__dataclass_fields__:
+            sentence = f"{key}: {path} has a parameter {one.name}, which is taken: rename it."
+            raise UserError(sentence, code="conflict", key=key)
+        value = partial(deepcopy, _default(one, key))
+        keys.append((one.name, Any, field(default_factory=value, metadata={_PARAMETER: one})))
     return make_dataclass(path.rpartition(".")[2], keys, bases=(base,))
+
+
+def _default(parameter: components.Parameter, key: str) -> Any:
+    if parameter.default is Parameter.empty:
+        return REQUIRED
+    try:
+        return parameter.plain(parameter.default, parameter.name)
+    except UserError as error:
+        raise UserError(f"{key}: the default {error}", code="user_code", key=key) from error
+
+
+def parameter_types(group: type) -> dict[str, components.Parameter]:
+    """Return the parameters of the component that a class of settings is for; empty for a group of the schema."""
+    return {one.name: one.metadata[_PARAMETER] for one in fields(group) if _PARAMETER in one.metadata}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +139,10 @@ def described(value: Any) -> str:
 
 def _settings(settings: Any) -> dict[str, Any]:
     """Return the parameters of a component: without the kind, and without keys that all components of a group have."""
-    shared = {one.name for one in fields(type(settings).__bases__[0])} if isinstance(settings, Custom) else {"kind"}
-    return {one.name: getattr(settings, one.name) for one in fields(settings) if one.name not in shared}
+    if isinstance(settings, Custom):
+        given = parameter_types(type(settings)).items()
+        return {name: one.value(getattr(settings, name), f"{settings.kind}({name})") for name, one in given}
+    return {one.name: getattr(settings, one.name) for one in fields(settings) if one.name != "kind"}
 
 
 def _again(base: type[Custom], settings: Mapping[str, Any]) -> Custom:

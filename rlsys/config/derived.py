@@ -63,11 +63,11 @@ def on_update(config: RunConfig) -> OnUpdate:
         return schedule.on_update
     other = AsyncSchedule.on_update if max_staleness(config) else OnUpdate.finish
     value = getattr(schedule, "on_update", other)
-    if not isinstance(value, OnUpdate):
+    if value not in [*OnUpdate]:
         key = "trainer.schedule.on_update"
-        sentence = f"{key}={value} must be an rlsys.config.schema.OnUpdate: correct the parameter's type."
+        sentence = f"{key}={value} must be {' or '.join(OnUpdate)}: annotate it as rlsys.config.schema.OnUpdate."
         raise UserError(sentence, code="wrong_type", key=key)
-    return value
+    return OnUpdate(value)
 
 
 def needs_server(search: SearchConfig) -> bool:

@@ -16,7 +16,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from rlsys.algorithms.advantages import CreditUnits, RewardedEpisode
+from rlsys.algorithms.advantages import CreditUnits
 from rlsys.config.schema import CompatConfig
 from rlsys.data.question import Question
 
@@ -202,7 +202,7 @@ class Sample:
     """[seq] the critic's values before the update; None without a critic."""
     returns: Floats | None = None
     """[seq] the critic's regression targets; None without a critic."""
-    units: CreditUnits | RewardedEpisode | None = None
+    units: CreditUnits | None = None
     """Input of the advantages that also depend on other groups of the mini-batch; None if they do not."""
     kl_sum: float | None = None
     """KL to the reference policy in nats, summed over trained tokens; `kl_coef` times this sum is the KL penalty in the

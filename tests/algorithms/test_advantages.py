@@ -48,7 +48,7 @@ def estimated(groups: Sequence[Sequence[RewardedEpisode]], config: Settings) -> 
     alone = [group_estimates(group, config) for group in groups]
     found = batch_advantages([[one.units for one in group] for group in alone], config)
     return [
-        [replace(one, advantages=own) for one, (own, _) in zip(*both, strict=True)]
+        [replace(one, advantages=own) for one, own in zip(*both, strict=True)]
         for both in zip(alone, found, strict=True)
     ]
 

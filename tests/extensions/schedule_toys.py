@@ -86,7 +86,7 @@ class StalenessInWords(InPairs):
 
 
 class UpdateInWords(InPairs):
-    def __init__(self, *, on_update: str = "finish") -> None:
+    def __init__(self, *, on_update: str = "later") -> None:
         super().__init__(on_update=OnUpdate(on_update))
 
 

@@ -6,6 +6,7 @@ import importlib
 import math
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,6 @@ import torch
 
 from rlsys.algorithms.kl import KlController
 from rlsys.algorithms.losses import LossInputs, policy_loss
-from rlsys.config.bounds import out_of_range
 from rlsys.config.compose import as_dict, differences, load_config, recorded, typed
 from rlsys.config.derived import has_critic, needs_whole_mini_batch
 from rlsys.config.problems import algorithm_problems
@@ -22,20 +22,56 @@ from rlsys.config.schema import RunConfig
 from rlsys.data.trajectory import Group, Sample, Scores
 from rlsys.errors import UserError
 from rlsys.orchestrator.pipeline.grouping import finish, over_mini_batch
+from rlsys.weights.checkpoint.state_file import load_values, save_values
+from tests.support.refusals import refused
 from tests.support.trajectories import question, trajectory
 
 FILE = """
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
-from annotated_types import Gt, Le
+from annotated_types import Ge, Gt, Interval, Le
 
 from rlsys.components import needs
 
 
 def scaled(logprobs, inputs, *, factor: Annotated[float, Gt(0), Le(10)] = 2.0, label: str = "x"):
     return -factor * inputs.advantages * logprobs
+
+class Shape(Enum):
+    FLAT = 0
+    STEEP = 1
+
+def of_many_types(
+    logprobs, inputs, *, steps: Annotated[int, Interval(ge=1, le=4)] = 2, sizes: list[Annotated[int, Ge(0)]] = [1],
+    name: int | str = "a", shape: Shape = Shape.FLAT, pair: tuple[int, float] = (1, 2.0), where: Path = Path("x"),
+    power: Literal[1, 2] = 1, weights: dict[str, float] = {"a": 1.0},
+):
+    assert isinstance(shape, Shape) and isinstance(where, Path) and isinstance(pair, tuple)
+    scale = steps * sum(sizes) * pair[1] * power * sum(weights.values()) * (10 if shape is Shape.STEEP else 1)
+    return -scale * inputs.advantages * logprobs
+
+def of_a_callable(logprobs, inputs, *, shape: Callable[[int], int] = len):
+    return logprobs
+
+def of_a_bounded_text(logprobs, inputs, *, name: Annotated[str, Ge(0)] = "a"):
+    return logprobs
+
+def with_a_bad_default(logprobs, inputs, *, factor: Annotated[float, Gt(0)] = 0.0):
+    return logprobs
+
+def of_a_taken_name(logprobs, inputs, *, needs: float = 1.0):
+    return logprobs
+
+def of_kind(logprobs, inputs, *, kind: str = "a"):
+    return logprobs
+
+def per_advantage(logprobs, inputs):
+    return -(inputs.advantages / inputs.advantages.abs()) * logprobs
 
 def must_be_told(logprobs, inputs, *, factor: float):
     return -factor * inputs.advantages * logprobs
@@ -95,6 +131,9 @@ def failing(episodes):
 def kl_sum(logprobs, ref_logprobs):
     return (logprobs - ref_logprobs).sum()
 
+def relative(logprobs, ref_logprobs):
+    return (logprobs - ref_logprobs) / (logprobs - logprobs.detach())
+
 number = 3
 """
 
@@ -136,7 +175,7 @@ def test_policy_loss_and_kl_estimator_of_ones_own_are_trained(own: Own) -> None:
         "algorithm.kl_estimator={kind: toys.squared, factor: 0.5}",
         "algorithm.kl_coef=0.1",
     )
-    assert list(out_of_range(config)) == list(algorithm_problems(config)) == []
+    assert list(algorithm_problems(config)) == []
     logprobs, inputs = batch([1.0, -2.0])
     total, stats = pickle.loads(pickle.dumps(policy_loss(config.algorithm)))(logprobs, None, inputs)
     total.backward()
@@ -153,12 +192,37 @@ def test_policy_loss_and_kl_estimator_of_ones_own_are_trained(own: Own) -> None:
 def test_settings_are_typed_bounded_recorded_and_compared_like_every_key(own: Own) -> None:
     config = own("algorithm.policy_loss=toys.scaled", "algorithm.policy_loss.factor='4'")
     assert as_dict(config)["algorithm"]["policy_loss"] == {"kind": "toys.scaled", "factor": 4.0, "label": "x"}
-    again = typed(recorded(as_dict(config)), RunConfig)
+    again = typed(recorded(as_dict(config), ["toys.scaled"]), RunConfig)
     assert again == pickle.loads(pickle.dumps(config)) == config
     other = own("algorithm.policy_loss=toys.scaled")
     assert [one.key for one in differences(as_dict(other), config)] == ["algorithm.policy_loss.factor"]
-    too_large = own("algorithm.policy_loss=toys.scaled", "algorithm.policy_loss.factor=11")
-    assert [key for key, _ in out_of_range(too_large)] == ["algorithm.policy_loss.factor"]
+    with refused("out_of_range", "algorithm.policy_loss.factor"):
+        own("algorithm.policy_loss=toys.scaled", "algorithm.policy_loss.factor=11")
+
+
+def test_settings_have_the_types_and_bounds_that_the_component_declares(own: Own) -> None:
+    loss = "algorithm.policy_loss"
+    given = (f"{loss}.sizes=[1,2]", f"{loss}.shape=1", f"{loss}.weights={{b: 2}}", f"{loss}.pair=[3,0.5]")
+    config = own(f"{loss}=toys.of_many_types", "algorithm.kl_coef=0", *given)
+    assert as_dict(config)["algorithm"]["policy_loss"] == {
+        **{"kind": "toys.of_many_types", "steps": 2, "sizes": [1, 2], "name": "a", "shape": 1, "pair": [3, 0.5]},
+        **{"where": "x", "power": 1, "weights": {"b": 2.0}},
+    }
+    logprobs, inputs = batch([1.0])
+    total, _ = policy_loss(config.algorithm)(logprobs, None, inputs)
+    assert float(total.detach()) == pytest.approx(-2 * 3 * 0.5 * 2.0 * 10 * float(logprobs[0, 0].detach()))
+    assert (
+        as_dict(own(f"{loss}=toys.of_many_types", f"{loss}.weights={{}}"))["algorithm"]["policy_loss"]["weights"] == {}
+    )
+    for value, code in (("steps=5", "out_of_range"), ("sizes=[-5]", "out_of_range"), ("shape=2", "wrong_type")):
+        with refused(code, f"{loss}.{value.partition('=')[0]}"):
+            own(f"{loss}=toys.of_many_types", f"{loss}.{value}")
+
+
+def test_record_of_a_run_imports_only_components_that_the_reader_names(own: Own) -> None:
+    kept = {"algorithm": {"policy_loss": {"kind": "no_such_module.loss", "factor": 2.0}}}
+    assert recorded(kept)["algorithm"]["policy_loss"] == kept["algorithm"]["policy_loss"]
+    assert "algorithm.policy_loss.kind" in {one.key for one in differences(kept, own())}
 
 
 @pytest.mark.parametrize(
@@ -174,6 +238,11 @@ def test_settings_are_typed_bounded_recorded_and_compared_like_every_key(own: Ow
         (["policy_loss=toys.scaled", "policy_loss.factor=much"], "wrong_type", "policy_loss.factor"),
         (["policy_loss=toys.scaled", "policy_loss.clip_low=0.1"], "conflict", "policy_loss.clip_low"),
         (["policy_loss=toys.scaled", "policy_loss.facto=1"], "unknown", "policy_loss.facto"),
+        (["policy_loss=toys.of_a_callable"], "user_code", "policy_loss.kind"),
+        (["policy_loss=toys.of_a_bounded_text"], "user_code", "policy_loss.kind"),
+        (["policy_loss=toys.with_a_bad_default"], "user_code", "policy_loss.kind"),
+        (["policy_loss=toys.of_a_taken_name"], "conflict", "policy_loss.kind"),
+        (["policy_loss=toys.of_kind"], "conflict", "policy_loss.kind"),
         (["advantage=toys.unknown_need"], "user_code", "advantage.kind"),
         (["kl_estimator=toys.first_wins"], "user_code", "kl_estimator.kind"),
     ],
@@ -195,10 +264,20 @@ def test_loss_that_fails_is_named(own: Own, name: str) -> None:
     assert (caught.value.code, caught.value.key) == ("user_code", "algorithm.policy_loss.kind")
 
 
-def test_kl_estimator_that_fails_is_named(own: Own) -> None:
-    loss = policy_loss(own("algorithm.kl_estimator=toys.kl_sum").algorithm)
+def test_loss_may_be_anything_at_untrained_tokens(own: Own) -> None:
+    loss = policy_loss(own("algorithm.policy_loss=toys.per_advantage", "algorithm.kl_coef=0").algorithm)
+    logprobs, inputs = batch([3.0, -2.0])
+    total, _ = loss(logprobs, None, inputs)  # 0 / 0 at the untrained token
+    total.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad[0].tolist() == [-1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["kl_sum", "relative"])
+def test_kl_estimator_that_fails_is_named(own: Own, name: str) -> None:
+    loss = policy_loss(own(f"algorithm.kl_estimator=toys.{name}").algorithm)
     logprobs, inputs = batch([1.0, -2.0])
-    with pytest.raises(UserError, match=r"toys.kl_sum ") as caught:
+    with pytest.raises(UserError, match=f"toys.{name} ") as caught:
         loss(logprobs, None, inputs)
     assert caught.value.key == "algorithm.kl_estimator.kind"
 
@@ -222,10 +301,19 @@ def test_advantage_estimator_of_a_group(own: Own) -> None:
     assert advantages(finished) == [[0.0, 2.0, 2.0], [0.0, -2.0, -2.0]]
 
 
-def test_advantage_estimator_of_a_mini_batch_waits_for_it(own: Own) -> None:
+@dataclass(frozen=True)
+class Step:
+    groups: tuple[Group, ...]
+
+
+def test_advantage_estimator_of_a_mini_batch_waits_for_it(own: Own, tmp_path: Path) -> None:
     config = own("algorithm.advantage=toys.best_of_batch", "algorithm.kl_coef=0").algorithm
     assert needs_whole_mini_batch(config)
     groups = [finish(group(*rewards), config, KlController(0.0)) for rewards in ((0.0, 1.0), (3.0,))]
+    save_values(
+        tmp_path / "groups", Step(tuple(groups))
+    )  # A checkpoint may hold groups that wait for their mini-batch.
+    groups = list(load_values(tmp_path / "groups", Step).groups)
     assert [advantages(one) for one in over_mini_batch(groups, config)] == [
         [[0.0, -3.0, -3.0], [0.0, -2.0, -2.0]],
         [[0.0, 0.0, 0.0]],

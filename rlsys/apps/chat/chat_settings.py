@@ -156,15 +156,17 @@ def _with_run(here: RunConfig, file: Path, notes: list[str]) -> RunConfig:
             f"{file} is not the config of a run: repair it, or give a config with -c.", code="malformed", key=str(file)
         ) from problem
     _require_search_r1(task.get("agent", {}).get("kind", SearchR1Agent.kind))
-    tools = ", ".join(str(tool["kind"]) if isinstance(tool, Mapping) else str(tool) for tool in task.get("tools", []))
-    if tools and not any(_is_run(folder) for folder in list(file.parents)[:_UP]):
+    own = [str(tool["kind"]) if isinstance(tool, Mapping) else str(tool) for tool in task.get("tools", [])]
+    own += [str(kind)] if (kind := search.get("index_kind")) else []
+    named = ", ".join(own)
+    if own and not any(_is_run(folder) for folder in list(file.parents)[:_UP]):
         notes.append(
-            f"The config's tools are ignored, because it is outside a run's folder: {tools}. To use them, give a config "
-            "with -c."
+            f"The config's own tools and index kind are ignored, because it is outside a run's folder: {named}. To use "
+            "them, give a config with -c."
         )
-        task["tools"] = []  # Before `typed`, which imports tools.
-    elif tools:
-        notes.append(f"The run's tools are used; they run code on this machine: {tools}.")
+        task["tools"], search["index_kind"] = [], None  # Before `typed`, which imports tools.
+    elif own:
+        notes.append(f"The run's own tools and index kind are used; they run code on this machine: {named}.")
     tree = {"task": task, "search": search, "rollout": {"sampling": sampling}}
     if unknown:
         notes.append(f"{file} has keys of another rlsys version, left out: {', '.join(unknown)}.")

@@ -14,10 +14,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rlsys.algorithms.advantages import CreditUnits, RewardedEpisode, batch_advantages, group_estimates
+from rlsys.algorithms.advantages import (
+    CreditUnits,
+    RewardedEpisode,
+    batch_advantages,
+    custom_batch_advantages,
+    group_estimates,
+)
 from rlsys.algorithms.corrections import correct
 from rlsys.algorithms.kl import KlController, KlEstimator, sampled_estimator
-from rlsys.config.algorithm import AlgorithmConfig, CorrectionConfig, CorrectionKind, FullKl, KlPlace
+from rlsys.config.algorithm import AlgorithmConfig, CorrectionConfig, CorrectionKind, CustomAdvantage, FullKl, KlPlace
 from rlsys.config.derived import needs_whole_mini_batch
 from rlsys.data.trajectory import Floats, Group, MaskOf, Sample, Trajectory, trained_tokens
 
@@ -32,14 +38,10 @@ def finish(group: Group, config: AlgorithmConfig, kl: KlController, mask_of: Mas
     lacks log-probs or values that the config needs, or if these are not finite on a trained token.
     """
     estimator = _estimator_in_reward(config)
+    coef = 0.0 if estimator is None else kl.coef
     divergences = [None if estimator is None else _kl(sample, estimator) for sample in group.samples]
     episodes = [
-        RewardedEpisode(
-            turn_rewards=sample.turn_rewards,
-            turn_of_token=turns_of(sample.trajectory, mask_of),
-            penalties=None if divergence is None else kl.coef * divergence,
-            values=sample.values,
-        )
+        _episode(sample, divergence, coef, mask_of)
         for sample, divergence in zip(group.samples, divergences, strict=True)
     ]
     over_batch = needs_whole_mini_batch(config)
@@ -48,7 +50,7 @@ def finish(group: Group, config: AlgorithmConfig, kl: KlController, mask_of: Mas
             _with_advantages(sample, found.advantages, found.returns),
             units=found.units if over_batch else None,
             kl_sum=None if divergence is None else float(divergence.sum()),
-            kl_coef=0.0 if estimator is None else kl.coef,
+            kl_coef=coef,
             weights=_corrections(sample, config.correction),
         )
         for sample, found, divergence in zip(
@@ -58,18 +60,24 @@ def finish(group: Group, config: AlgorithmConfig, kl: KlController, mask_of: Mas
     return replace(group, samples=tuple(samples))
 
 
-def over_mini_batch(groups: Sequence[Group], config: AlgorithmConfig) -> list[Group]:
+def over_mini_batch(groups: Sequence[Group], config: AlgorithmConfig, mask_of: MaskOf = trained_tokens) -> list[Group]:
     """Return the finished groups of one mini-batch with advantages that depend on all of them.
 
-    Raises ValueError if a group was not finished by `finish` with a config that needs the whole mini-batch.
+    `mask_of` is as in `finish`. Raises ValueError if a group was not finished by `finish` with a config that needs the
+    whole mini-batch.
     """
-    units = [[_units(sample) for sample in group.samples] for group in groups]
+    found: Sequence[Sequence[tuple[NDArray[np.float64], NDArray[np.float64] | None]]]
+    if isinstance(config.advantage, CustomAdvantage):
+        found = custom_batch_advantages(_episodes_of(groups, config, mask_of), config.advantage)
+    else:
+        units = [[_units(sample) for sample in group.samples] for group in groups]
+        found = [[(one, None) for one in each] for each in batch_advantages(units, config.advantage)]
     return [
         replace(
             group,
-            samples=tuple(_with_advantages(sample, *both) for sample, both in zip(group.samples, found, strict=True)),
+            samples=tuple(_with_advantages(sample, *both) for sample, both in zip(group.samples, one, strict=True)),
         )
-        for group, found in zip(groups, batch_advantages(units, config.advantage), strict=True)
+        for group, one in zip(groups, found, strict=True)
     ]
 
 
@@ -97,6 +105,27 @@ def turns_of(trajectory: Trajectory, mask_of: MaskOf) -> NDArray[np.int32]:
     return np.where(mask_of(trajectory), before, np.int32(-1)).astype(np.int32)
 
 
+def _episodes_of(groups: Sequence[Group], config: AlgorithmConfig, mask_of: MaskOf) -> list[list[RewardedEpisode]]:
+    """Return the episodes of finished groups, with the KL penalties that `finish` subtracted."""
+    estimator = _estimator_in_reward(config)
+    return [
+        [
+            _episode(sample, None if estimator is None else _kl(sample, estimator), sample.kl_coef, mask_of)
+            for sample in group.samples
+        ]
+        for group in groups
+    ]
+
+
+def _episode(sample: Sample, divergence: NDArray[np.float64] | None, coef: float, mask_of: MaskOf) -> RewardedEpisode:
+    return RewardedEpisode(
+        turn_rewards=sample.turn_rewards,
+        turn_of_token=turns_of(sample.trajectory, mask_of),
+        penalties=None if divergence is None else coef * divergence,
+        values=sample.values,
+    )
+
+
 def _estimator_in_reward(config: AlgorithmConfig) -> KlEstimator | None:
     """Return the estimator of a KL term in the reward; None without such a term."""
     if config.kl_in is not KlPlace.reward or config.kl_coef == 0:
@@ -119,7 +148,7 @@ def _with_advantages(sample: Sample, advantages: NDArray[np.float64], returns: N
     return replace(sample, advantages=advantages.astype(np.float32), returns=known)
 
 
-def _units(sample: Sample) -> CreditUnits | RewardedEpisode:
+def _units(sample: Sample) -> CreditUnits:
     if sample.units is None:
         raise _lacks(sample, "no units for batch advantages: call `finish` on its group first")
     return sample.units

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from rlsys.config.derived import has_critic, max_staleness, max_wait, mini_batch_sizes, needs_whole_mini_batch
 from rlsys.config.schema import RunConfig
-from rlsys.data.trajectory import Floats, Group, Sample
+from rlsys.data.trajectory import Floats, Group, Sample, value_mask
 from rlsys.observe import status
 from rlsys.orchestrator.pipeline.grouping import over_mini_batch
 from rlsys.orchestrator.pipeline.rollout_pipeline import Devices, RolloutPipeline, ScoreBatchSize
@@ -84,9 +84,10 @@ def score_batch_size(config: RunConfig) -> ScoreBatchSize:
 def mini_batches(config: RunConfig) -> MiniBatches:
     """Return the division of a step into mini-batches for `config`."""
     trainer, algorithm = config.trainer, config.algorithm
+    whole = partial(over_mini_batch, config=algorithm, mask_of=value_mask(config.compat))
     return MiniBatches(
         sizes=mini_batch_sizes(trainer.prompts_per_step, trainer.mini_batches),
-        whole=partial(over_mini_batch, config=algorithm) if needs_whole_mini_batch(algorithm) else None,
+        whole=whole if needs_whole_mini_batch(algorithm) else None,
         scored_first=has_critic(algorithm) and trainer.mini_batches > 1,
     )
 

@@ -23,9 +23,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Protocol
 
-from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
-
-from rlsys.components import check_callable, import_component, one_line, parameters_of
+from rlsys import components
+from rlsys.components import check_callable, import_component, one_line
 from rlsys.errors import RunError, UserError
 from rlsys.search.corpus import Corpus
 from rlsys.search.index.folder import (
@@ -82,12 +81,7 @@ def is_backend(kind: str) -> bool:
 
 def settings_of(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return all settings of the backend `kind` in JSON values; `given` may be text. Raises UserError."""
-    return {name: adapter.dump_python(value, mode="json") for name, (adapter, value) in _checked(kind, given).items()}
-
-
-def _checked(kind: str, given: Mapping[str, Any]) -> dict[str, tuple[TypeAdapter[Any], Any]]:
-    """Return each setting's type and value, within its bounds."""
-    known = {one.name: one for one in parameters_of(_import(kind), kind, _KEY)}
+    known = _parameters(kind)
     for name in given:
         if name not in known:
             listed = f"known are {', '.join(known)}" if known else "it has none"
@@ -97,8 +91,12 @@ def _checked(kind: str, given: Mapping[str, Any]) -> dict[str, tuple[TypeAdapter
         value = given.get(name, one.default)
         if value is Parameter.empty:
             raise UserError(f"{name} has no value: give --set {name}=VALUE for {kind}.", code="missing", key=name)
-        found[name] = _typed(kind, name, one.hint, value)
+        found[name] = one.plain(value, name)
     return found
+
+
+def _parameters(kind: str) -> dict[str, components.Parameter]:
+    return {one.name: one for one in components.parameters_of(_import(kind), kind, _KEY)}
 
 
 def build_backend(
@@ -224,7 +222,7 @@ def _import(kind: str) -> Any:
 
 
 def _created(kind: str, settings: Mapping[str, Any]) -> Backend:
-    values = {name: value for name, (_, value) in _checked(kind, settings).items()}
+    values = {name: one.value(settings[name], name) for name, one in _parameters(kind).items()}
     with _blamed(kind, "the constructor"):
         backend: Backend = _import(kind)(**values)
     for name, arguments in _METHODS.items():
@@ -256,18 +254,3 @@ def _blamed(kind: str, what: str) -> Iterator[None]:
             raise
         reason = f"{_KEY} {kind}: {what} failed ({one_line(error)}): correct it."
         raise UserError(reason, code="user_code", key=_KEY) from error
-
-
-def _typed(kind: str, name: str, hint: Any, value: Any) -> tuple[TypeAdapter[Any], Any]:
-    """Return the type, and `value` as an instance of it, within its bounds."""
-    try:
-        adapter = TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False))
-        return adapter, adapter.validate_python(value)
-    except PydanticUserError as error:
-        reason = f"the parameter {name} of {kind} has a type that no setting can have ({one_line(error)}): change it."
-        raise UserError(reason, code="user_code", key=_KEY) from error
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        bounded = wrong["type"].startswith(("greater", "less"))
-        reason = f"{name}={value} does not fit {kind}: {wrong['msg']}."
-        raise UserError(reason, code="out_of_range" if bounded else "wrong_type", key=name) from None

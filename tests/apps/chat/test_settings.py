@@ -19,6 +19,7 @@ from tests.support.refusals import refused
 RAW = ["Who am I?", "where is it", "Why?"]
 ASKED = ["Who am I?", "where is it?", "Why?"]
 CALCULATOR = "rlsys.rollout.tools.calculator.Calculator"
+KIND = "nowhere.Backend"
 
 
 def save(place: Path, tree: dict[str, Any], **changes: dict[str, Any]) -> None:
@@ -106,7 +107,7 @@ def test_tokens_and_tools_of_a_found_config_are_reported_and_not_trusted(
 ) -> None:
     monkeypatch.setenv("SECRET_KEY", "s")
     saved = run / "checkpoints" / "global_step_3" if in_its_run else tmp_path / "a" / "b" / "c" / "global_step_3"
-    search = {"url": "http://search.example", "index": None, "token_env": "SECRET_KEY"}
+    search = {"url": "http://search.example", "index": None, "index_kind": KIND, "token_env": "SECRET_KEY"}
     save(saved / "data", tree, search=search, task={"tools": [CALCULATOR]})
     model = Model(saved / "actor", run, 3)
     found = settings_of(model, ChatOptions())
@@ -115,7 +116,10 @@ def test_tokens_and_tools_of_a_found_config_are_reported_and_not_trusted(
     notes = " ".join(found.notes)
     assert "The model searches http://search.example." in notes
     assert "search.token_env=SECRET_KEY is ignored, so no token is sent" in notes
-    assert ("The run's tools are used" if in_its_run else "The config's tools are ignored") in notes
+    assert found.config.search.index_kind == (KIND if in_its_run else None)
+    said = "The run's own tools and index kind are used" if in_its_run else "own tools and index kind are ignored"
+    assert said in notes
+    assert f"{CALCULATOR}, {KIND}" in notes
     asked = settings_of(model, ChatOptions(search_url="http://127.0.0.1:8000"))
     assert asked.config.search.token_env is None
 
