@@ -321,11 +321,14 @@ class EngineDriver:
         return self._liveness
 
     async def _await_request(self, request: asyncio.Task[Generation]) -> Generation:
-        """Await `request`. Raises RunError if `_discard_update` cancelled it."""
+        """Await `request`. Raises RunError if the engine refuses it, and if `_discard_update` cancelled it."""
         await self._alive.first_of(request)
         if request.cancelled():
             raise RunError(self._failure)
-        return request.result()
+        try:
+            return request.result()
+        except EngineError as error:
+            raise RunError(f"{self._name} failed a request: {error}.") from error
 
     async def _await_call(self, call: Coroutine[Any, Any, T]) -> T:
         """Await `call`. Raises EngineDied if one of the engine's processes exits first."""

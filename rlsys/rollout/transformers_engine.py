@@ -89,8 +89,6 @@ class TransformersEngine(RolloutEngine):
         except asyncio.CancelledError:
             self._outbox.put(("abort", rid))
             raise
-        except EngineError as error:
-            raise RunError(f"The engine failed a request: {error}.") from error
         finally:
             self._listeners.pop(rid, None)
         return generation

@@ -125,11 +125,11 @@ class Decoder:
         """Sample one token: of each request that can join the batch, or else of each in the batch."""
         joining = self._waiting[: self._spec.max_batch - len(self._batch)]
         if joining:
-            del self._waiting[: len(joining)]
             rows, lengths = joining, [len(one.context) for one in joining]
             logits, cache = self._forward([one.context for one in joining], lengths, DynamicCache())
             self._cache, self._lengths = _joined(self._cache, cache), self._lengths + lengths
             self._batch += joining
+            del self._waiting[: len(joining)]  # Not earlier: after a failure, `abort` must still find them.
         else:
             rows = self._batch
             self._lengths = [length + 1 for length in self._lengths]

@@ -172,6 +172,16 @@ async def test_refusal_of_an_update_reaches_every_request(method: str, monkeypat
         await engine.generate([1], greedy(2), "refused")
 
 
+async def test_refusal_of_a_request_names_the_engine_and_not_the_agent() -> None:
+    engine = driver(config_of(f"{HERE}.Toy"))
+    await engine.start()
+    toy: Any = engine._engine
+    toy.answer = EngineError("the cache is full")
+    with pytest.raises(RunError, match=rf"{HERE}\.Toy on .*: the cache is full\.$"):
+        await engine.generate([1], greedy(2), "refused")
+    assert (engine.running, engine.counts.aborted) == (0, 1)
+
+
 class Toy(OneByOne):
     """Answers every request with `answer`."""
 

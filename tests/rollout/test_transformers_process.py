@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from multiprocessing import Pipe
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
-from rlsys.rollout.transformers_process import Decoder, DecoderSpec, draw
+from rlsys.rollout.transformers_process import Decoder, DecoderSpec, Server, draw
 from tests.rollout.bench import greedy
 from tests.support.refusals import refused
 from tests.support.tensors import pack
@@ -104,6 +107,30 @@ def test_a_draw_depends_on_seed_and_request_but_not_on_the_batch() -> None:
     assert together[1] == int(logits[1].argmax())
     others = {draw(logits[:1], [Request(seed, 1.0)])[0][0] for seed in range(20)}
     assert len(others) > 5
+
+
+def test_prefill_without_memory_fails_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request runs, one joins when the memory runs out, and one waits: the batch holds two."""
+    decoder, inbox, (here, there) = decoder_of(POLICY, batch=2), SimpleQueue[Any](), Pipe()
+    forward = decoder._forward
+
+    def first_only(*arguments: Any) -> Any:
+        if decoder._batch:
+            inbox.put(("end of the test", ""))  # No such call, so the server ends with a ValueError.
+            raise torch.OutOfMemoryError("no room")
+        for rid in ("joins", "waits"):
+            inbox.put(("generate", rid, [3, 4], greedy(5), False))
+        return forward(*arguments)
+
+    monkeypatch.setattr(decoder, "_forward", first_only)
+    inbox.put(("generate", "runs", [1, 2], greedy(5), False))
+    with pytest.raises(ValueError, match="end of the test"):
+        Server(decoder, there, inbox).run()
+    told = []
+    while here.poll():
+        told.append(here.recv()[:2])
+    assert told[0] == ("answer", "ready")
+    assert sorted(told[1:]) == [("error", rid) for rid in ("joins", "runs", "waits")]
 
 
 def test_experts_have_the_names_and_values_of_a_checkpoint(tmp_path: Path) -> None:
