@@ -98,8 +98,13 @@ def import_component(path: str, key: str) -> Any:
         raise _problem(key, sentence, "unknown") from None
 
 
-def check_callable(component: Any, path: str, key: str, arguments: Sequence[str]) -> None:
-    """Raise UserError unless `component` can be called with one positional value for each of `arguments`."""
+def check_callable(
+    component: Any, path: str, key: str, arguments: Sequence[str], *, with_settings: bool = False
+) -> None:
+    """Raise UserError unless `component` can be called with one positional value for each of `arguments`.
+
+    A method gets nothing else; `with_settings`, a component also gets its settings.
+    """
     form = f"{path.rpartition('.')[2]}({', '.join(arguments)})"
     if not callable(component):
         raise _problem(key, f"{path} cannot be called: define it as {form}.", "user_code")
@@ -107,9 +112,9 @@ def check_callable(component: Any, path: str, key: str, arguments: Sequence[str]
         signature = inspect.signature(component)
     except ValueError:
         return  # A function written in C has no signature.
-    required = [one.name for one in signature.parameters.values() if _is_setting(one) and one.default is one.empty]
+    settings = [one.name for one in signature.parameters.values() if with_settings and _is_setting(one)]
     try:
-        signature.bind(*arguments, **dict.fromkeys(required))
+        signature.bind(*arguments, **dict.fromkeys(settings))
     except TypeError as error:
         raise _problem(key, f"{path} does not take {form} ({error}): change its arguments.", "user_code") from error
 

@@ -69,7 +69,7 @@ def custom_variant(base: type[Custom], path: str) -> type[Custom]:
 def _variant(base: Any, path: str) -> type[Custom]:
     key = base.key_of(path)
     component: Any = import_component(path, key)
-    check_callable(component, path, key, base.arguments)
+    check_callable(component, path, key, base.arguments, with_settings=True)
     if unknown := sorted(needs_of(component) - {*base.facts}):
         known = f"known are {', '.join(base.facts)}" if base.facts else "it can declare none"
         raise UserError(f"{key}: {path} declares needs={unknown[0]}, but {known}.", code="user_code", key=key)
@@ -113,10 +113,12 @@ class OwnComponent:
         except Exception as error:
             raise self.error(f"failed ({one_line(error)})") from error
 
-    def error(self, what: str) -> UserError:
-        """Return an error whose sentence begins with the component's key and name, followed by `what` it did."""
-        key = self.settings.key_of(self.settings.kind)
-        return UserError(f"{key}={self.settings.kind} {what}: correct it.", code="user_code", key=key)
+    def error(self, what: str, fix: str = "correct it") -> UserError:
+        """Return an error whose sentence has the component's key and name, `what` it did, and the `fix`."""
+        kind = self.settings.kind
+        key = self.settings.key_of(kind)
+        named = key if key.endswith(kind) else f"{key}={kind}"
+        return UserError(f"{named} {what}: {fix}.", code="user_code", key=key)
 
 
 def own_component(settings: Custom) -> OwnComponent:

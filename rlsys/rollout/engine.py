@@ -34,6 +34,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from rlsys.components import one_line
+from rlsys.config.custom import own_component
 from rlsys.config.schema import (
     CustomEngine,
     Device,
@@ -62,7 +63,7 @@ from rlsys.rollout.agent.recorder import (
 )
 from rlsys.rollout.agent.tokens import Codec, EpisodeProgress
 from rlsys.rollout.interface import EngineError, EngineSetup
-from rlsys.rollout.kinds import class_problem, open_engine
+from rlsys.rollout.kinds import open_engine
 from rlsys.rollout.staging import StagedVersion
 from rlsys.rollout.tools.search_tool import open_tool, search_metrics
 from rlsys.weights.transport import (
@@ -350,7 +351,7 @@ class EngineDriver:
         except Exception as error:
             if not isinstance(self._config, CustomEngine):
                 raise
-            raise class_problem(self._config, f"failed ({one_line(error)}): correct it") from error
+            raise own_component(self._config).error(f"failed ({one_line(error)})") from error
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
@@ -407,7 +408,7 @@ class EngineDriver:
         }
         for problem, is_so in wrong.items():
             if is_so:
-                raise class_problem(self._config, f"returned {problem}: correct its generate")
+                raise own_component(self._config).error(f"returned {problem}", "correct its generate")
         return generation
 
     def _open_update(self) -> StagedVersion:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import fields
 from math import isfinite
 from typing import Any, cast
 
 from packaging.requirements import InvalidRequirement, Requirement
 
 from rlsys.components import one_line
+from rlsys.config.custom import own_component
 from rlsys.config.derived import on_update
 from rlsys.config.problems import Problem
 from rlsys.config.schema import (
@@ -26,7 +26,7 @@ from rlsys.config.schema import (
     SglangConfig,
     TransformersConfig,
 )
-from rlsys.errors import RunError, UserError
+from rlsys.errors import UserError
 from rlsys.rollout.interface import EngineCapabilities, EngineSetup, RolloutEngine
 
 _KEY = "rollout.engine.kind"
@@ -44,34 +44,26 @@ def engine_class(config: EngineConfig) -> type[RolloutEngine]:
         return TransformersEngine
     assert isinstance(config, CustomEngine)
     found: Any = config.component
+    own = own_component(config)
     if not (inspect.isclass(found) and issubclass(found, RolloutEngine)):
-        raise class_problem(config, f"is no engine: make it a subclass of {RolloutEngine.__module__}.RolloutEngine")
+        raise own.error("is no engine", f"make it a subclass of {RolloutEngine.__module__}.RolloutEngine")
     if missing := sorted(found.__abstractmethods__):
-        raise class_problem(config, f"does not define {', '.join(missing)}: define them as in RolloutEngine")
+        raise own.error(f"does not define {', '.join(missing)}", "define them as in RolloutEngine")
     if not isinstance(found.capabilities, EngineCapabilities):
-        raise class_problem(config, "has capabilities that are not an EngineCapabilities: make it one, or leave it out")
+        raise own.error("has capabilities that are not an EngineCapabilities", "make it one, or leave it out")
     try:
         [*map(Requirement, found.packages)]
     except (InvalidRequirement, TypeError) as error:
-        raise class_problem(
-            config, f"has packages that are no requirements ({one_line(error)}): correct them"
-        ) from error
+        raise own.error(f"has packages that are no requirements ({one_line(error)})", "correct them") from error
     return found
 
 
 def open_engine(setup: EngineSetup) -> RolloutEngine:
     """Make the engine of `setup`; it is not started. Raises UserError if a class of the user's cannot be made."""
     config, found = setup.config, engine_class(setup.config)
-    if not isinstance(config, CustomEngine):
-        return cast("Any", found)(setup)
-    common = {item.name for item in fields(CustomEngine)}
-    settings = {item.name: getattr(config, item.name) for item in fields(config) if item.name not in common}
-    try:
-        return cast("Any", found)(setup, **settings)
-    except (UserError, RunError):
-        raise
-    except Exception as error:
-        raise class_problem(config, f"cannot be made ({one_line(error)}): correct it") from error
+    if isinstance(config, CustomEngine):
+        return cast("RolloutEngine", own_component(config)(setup))
+    return cast("Any", found)(setup)
 
 
 def engine_fact(config: RunConfig, name: str, *facts: Any) -> float:
@@ -86,9 +78,9 @@ def engine_fact(config: RunConfig, name: str, *facts: Any) -> float:
     try:
         number = float(compute(config, *facts))
     except Exception as error:
-        raise class_problem(engine, f"failed in {name} ({one_line(error)}): correct it") from error
+        raise own_component(engine).error(f"failed in {name} ({one_line(error)})") from error
     if not isfinite(number) or number < 0:
-        raise class_problem(engine, f"returned {number} from {name}: return a number of at least 0")
+        raise own_component(engine).error(f"returned {number} from {name}", "return a number of at least 0")
     return number
 
 
@@ -123,8 +115,3 @@ def capability_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 _WORDS = {Device.cpu: "CPU", Device.gpu: "GPU"}
-
-
-def class_problem(config: EngineConfig, what: str) -> UserError:
-    """Return the error of a class of the user's that has the fault `what`."""
-    return UserError(f"{_KEY}: {config.kind} {what}.", code="user_code", key=_KEY)

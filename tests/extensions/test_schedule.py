@@ -168,6 +168,7 @@ def test_component_that_is_no_schedule_is_refused_before_anything_starts(kind: s
     except UserError as error:
         problem = error
     assert (problem.code, problem.key) == SPOILT[kind]
+    assert getattr(problem, "sentence", str(problem)).count(KEY) <= 1, "one sentence is not part of another"
 
 
 def test_bounds_that_contradict_are_refused() -> None:

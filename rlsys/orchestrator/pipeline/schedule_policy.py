@@ -133,14 +133,7 @@ def make_policy(config: RunConfig) -> CheckedPolicy:
     schedule = config.trainer.schedule
     if not isinstance(schedule, Custom):
         return EARLIEST_FIRST
-    try:
-        policy = own_component(schedule)()
-    except Exception as error:
-        raise UserError(
-            f"{_KEY}={schedule.kind}: it cannot be created ({one_line(error)}): correct it.",
-            code="user_code",
-            key=_KEY,
-        ) from error
+    policy = own_component(schedule)()
     for name, argument in (("may_admit", "view"), ("priority", "group")):
         check_callable(getattr(policy, name, None), f"{schedule.kind}.{name}", _KEY, (argument,))
     return CheckedPolicy(policy, schedule.kind)

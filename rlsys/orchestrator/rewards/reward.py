@@ -21,7 +21,7 @@ extracted as in Search-R1.
 
 A user-defined term is a function `package.module.function` of (question, trajectory). It returns a number for the
 episode, or one number per turn. Plain functions run in threads and async functions on a separate event loop, so they
-never block the driver. An error, or a call longer than `reward.custom_timeout_s`, raises RunError naming the term. A
+never block the driver. An error, or a call longer than `reward.custom_timeout_s`, raises UserError naming the term. A
 function that never returns does not keep the process alive. Formulas and sources are in docs/rewards.md.
 """
 
@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rlsys.components import one_line
-from rlsys.config.custom import REQUIRED, custom_variant, own_component
+from rlsys.config.custom import REQUIRED, OwnComponent, custom_variant, own_component
 from rlsys.config.schema import (
     JUDGE_PLACEHOLDERS,
     CompatConfig,
@@ -57,7 +57,7 @@ from rlsys.config.schema import (
 from rlsys.data.answers import contains, exact_match, f1, sub_exact_match
 from rlsys.data.question import Question
 from rlsys.data.trajectory import ANSWER_TERMS, Action, Group, Sample, Trajectory, Turn
-from rlsys.errors import RunError, UserError
+from rlsys.errors import UserError
 from rlsys.observe.spans import Tracer
 from rlsys.rollout.tools.interface import tool_tags
 from rlsys.search.address import is_url
@@ -288,7 +288,7 @@ class Rewards:
     async def score(self, question: Question, trajectory: Trajectory) -> Scored:
         """Return the reward of one episode of `question`.
 
-        Raises RunError if the judge does not respond or a user-defined term fails.
+        Raises RunError if the judge does not respond, and UserError if a user-defined term fails.
         """
         episode = self._parser.read(question, trajectory)
         values = {}
@@ -361,25 +361,22 @@ class CustomTerm:
     """User-defined term `name`."""
 
     def __init__(self, name: str, config: RewardConfig, calls: TimedCalls) -> None:
-        self._name = name
-        self._function = load_term(name, config)
+        self._own = load_term(name, config)
         self._calls = calls
 
     async def __call__(self, episode: ParsedEpisode) -> Sequence[float]:
         """Return the function's values [slots].
 
-        Raises RunError if the function fails, times out, or returns neither a finite number nor one per turn.
+        Raises UserError if the function fails, times out, or returns neither a finite number nor one per turn.
         """
-        where = f"reward.terms.{self._name}, called for sample {episode.trajectory.sample} of {episode.question.uid},"
+        where = f"for sample {episode.trajectory.sample} of {episode.question.uid}"
         try:
-            result = await self._calls.result_of(self._function, episode.question, episode.trajectory)
+            result = await self._calls.result_of(self._own.call, episode.question, episode.trajectory)
         except OverdueError:
-            raise RunError(
-                f"{where} had not returned after reward.custom_timeout_s={self._calls.timeout_s:g} s: fix it, or raise "
-                "that limit."
-            ) from None
+            late = f"had not returned after reward.custom_timeout_s={self._calls.timeout_s:g} s"
+            raise self._own.error(f"{late} {where}", "correct it, or raise that limit") from None
         except Exception as error:
-            raise RunError(f"{where} raised {one_line(error)}: fix it.") from error
+            raise self._own.error(f"failed {where} ({one_line(error)})") from error
         try:
             values = np.asarray(result, dtype=np.float64)
         except (TypeError, ValueError):
@@ -390,7 +387,7 @@ class CustomTerm:
         elif values.ndim == 1 and len(values) not in (turns, episode.slots):
             wanted = f"return one number, or one for each of the {turns} turns"
         if wanted:
-            raise RunError(f"{where} returned {repr(result)[:_QUOTED_CHARS]}: {wanted}.")
+            raise self._own.error(f"returned {repr(result)[:_QUOTED_CHARS]} {where}", wanted)
         return episode.at_end(float(values)) if values.ndim == 0 else values.tolist() or [0.0]
 
 
@@ -463,7 +460,7 @@ def check_terms(config: RewardConfig, task: TaskConfig) -> Iterator[UserError]:
         yield from _overlong_problems(config, task)
 
 
-def load_term(name: str, config: RewardConfig) -> Callable[..., Any]:
+def load_term(name: str, config: RewardConfig) -> OwnComponent:
     """Import the user-defined function `name` and return it with its parameters bound.
 
     Raises UserError if it is missing, does not take two arguments, or lacks a parameter.
@@ -476,7 +473,7 @@ def load_term(name: str, config: RewardConfig) -> Callable[..., Any]:
             f"{key} needs a value for {missing[0]}: write {{weight: {weights_of(config)[name]:g}, {missing[0]}: ...}}."
         )
         raise UserError(sentence, code="missing", key=key)
-    return own_component(term).call
+    return own_component(term)
 
 
 def _judge_problems(judge: JudgeConfig) -> Iterator[UserError]:

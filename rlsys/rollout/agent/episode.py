@@ -16,7 +16,7 @@ from functools import partial
 from typing import Protocol, cast
 
 from rlsys.components import one_line
-from rlsys.config.custom import own_component
+from rlsys.config.custom import OwnComponent, own_component
 from rlsys.config.schema import CustomAgent, ReActAgent, SearchR1Agent, TaskConfig, TokenMode
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish, Trajectory
@@ -44,9 +44,10 @@ def agent_of(task: TaskConfig) -> EpisodeRunner:
     """Return the agent of a task with its settings bound. Raises UserError if it cannot play the task."""
     agent = task.agent
     if isinstance(agent, CustomAgent):
+        own = own_component(agent)
         if not inspect.iscoroutinefunction(agent.component):
-            raise _agent_problem(f"{agent.kind} is no async function: define it with `async def`.")
-        return cast("EpisodeRunner", own_component(agent))
+            raise own.error("is no async function", "define it with `async def`")
+        return cast("EpisodeRunner", own)
     if isinstance(agent, SearchR1Agent):
         return partial(search_r1, invalid_message=agent.invalid_message, allow_empty_query=agent.allow_empty_query)
     if task.token_mode is not TokenMode.append:
@@ -141,24 +142,20 @@ class Episode:
             await self._box.close()
 
     async def _play(self) -> Finish:
-        agent = self._tools.task.agent
+        agent = self._tools.agent
         try:
-            finish = await self._tools.agent(self._question, self._box, self.recorder)
+            finish = await agent(self._question, self._box, self.recorder)
         except EpisodeOver as over:
             return over.finish
         except (UserError, RunError):
             raise
         except Exception as error:
-            if not isinstance(agent, CustomAgent):
+            if not isinstance(agent, OwnComponent):
                 raise
-            raise _agent_problem(f"{agent.kind} raised {one_line(error)}: correct the agent.") from error
-        if not isinstance(finish, Finish):
-            raise _agent_problem(f"{agent.kind} returned {finish!r:.80}: return a rlsys.data.trajectory.Finish.")
+            raise agent.error(f"failed ({one_line(error)})") from error
+        if isinstance(agent, OwnComponent) and not isinstance(finish, Finish):
+            raise agent.error(f"returned {finish!r:.80}", "return a rlsys.data.trajectory.Finish")
         return finish
-
-
-def _agent_problem(sentence: str) -> UserError:
-    return UserError(f"task.agent.kind: {sentence}", code="user_code", key="task.agent.kind")
 
 
 class EpisodeGroup:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from rlsys.components import one_line
+from rlsys.components import check_callable
 from rlsys.config.custom import custom_variant, own_component
 from rlsys.config.schema import CustomTool, TaskConfig
 from rlsys.data.question import Question
@@ -94,7 +94,7 @@ def open_tools(task: TaskConfig) -> tuple[Tool, ...]:
     """Instantiate each tool of `task`. Raises UserError with one line per problem and the code of the first problem."""
     if problems := list(_problems(task)):
         raise UserError("\n".join(map(str, problems)), code=problems[0].code, key=problems[0].key)
-    return tuple(_made(tool) for tool in task.tools)
+    return tuple(cast("Tool", own_component(tool)()) for tool in task.tools)
 
 
 def check_tools(task: TaskConfig) -> Iterator[str]:
@@ -137,17 +137,9 @@ def _class_of(settings: CustomTool) -> Any:
     found = settings.component
     if wrong := next(_faults(found), None):
         raise _problem(f"{settings.kind} {wrong}: see docs/tutorials/own-tool.md.", "user_code")
+    name, argument = ("open", "episode") if has_state(found) else ("call", "text")
+    check_callable(getattr(found, name), f"{settings.kind}.{name}", settings.key, ("self", argument))
     return found
-
-
-def _made(settings: CustomTool) -> Tool:
-    try:
-        return cast("Tool", own_component(settings)())
-    except UserError:
-        raise
-    except Exception as error:
-        sentence = f"{settings.kind} cannot be instantiated ({one_line(error)}): fix its __init__."
-        raise _problem(sentence, "user_code") from error
 
 
 def _problem(sentence: str, code: Code) -> UserError:
@@ -167,20 +159,5 @@ def _faults(found: Any) -> Iterator[str]:
     about = getattr(found, "description", None)
     if not isinstance(about, str) or not about.strip():
         yield f"has description={about!r}: give the class a text that describes the tool"
-    form = "open(self, episode)" if has_state(found) else "call(self, text: str) -> str"
-    name, argument = form.split("(")[0], "episode" if has_state(found) else "one text"
-    method, fix = getattr(found, name, None), f"define it as `async def {form}`"
-    if not inspect.iscoroutinefunction(method):
-        yield f"has no async method {name}: {fix}"
-    elif not _takes(method, "self", argument):
-        yield f"has a method {name} that does not take exactly {argument}: {fix}"
-
-
-def _takes(function: object, *arguments: str) -> bool:
-    try:
-        inspect.signature(cast("type", function)).bind(*arguments)
-    except TypeError:
-        return False
-    except ValueError:
-        pass  # A method written in C has no signature.
-    return True
+    if not (has_state(found) or inspect.iscoroutinefunction(getattr(found, "call", None))):
+        yield "has no async method call: define it as `async def call(self, text: str) -> str`"

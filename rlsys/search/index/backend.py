@@ -217,7 +217,7 @@ def require_trusted(folder: str | Path, kind: str, trusted: str | None) -> None:
 
 def _import(kind: str) -> Any:
     component = import_component(kind, _KEY)
-    check_callable(component, kind, _KEY, ())
+    check_callable(component, kind, _KEY, (), with_settings=True)
     return component
 
 

@@ -49,6 +49,10 @@ async def without_text(_self: object) -> str:
     return ""
 
 
+async def with_a_key(_self: object, text: str, *, key: str) -> str:
+    return text + key
+
+
 def needs_a_key(_self: object, key: str) -> None:
     del key
 
@@ -64,7 +68,8 @@ def breaks(_self: object) -> None:
         ("user_code", {"timeout_s": float("inf")}, "timeout_s=inf"),
         ("user_code", {"description": " "}, "description=' '"),
         ("user_code", {"call": lambda _self, text: text}, "async"),
-        ("user_code", {"call": without_text}, "one text"),
+        ("user_code", {"call": without_text}, "call(self, text)"),
+        ("user_code", {"call": with_a_key}, "call(self, text)"),
         ("user_code", {"__init__": needs_a_key}, "arguments"),
         ("user_code", {"__init__": breaks}, "OSError: no such index"),
         ("conflict", {"tag": "Answer"}, "task.tags.answer"),
