@@ -200,8 +200,9 @@ class Trackers:
         for name, start in others.items():
             with self._or_without(name, "did not start"):
                 self.others[name] = start()
-        self.ids = {name: found for name, tracker in self.others.items() if (found := getattr(tracker, "id", ""))}
-        """Tracker -> non-empty `Tracker.id`; includes trackers that failed later."""
+        ids = {name: getattr(tracker, "id", "") for name, tracker in self.others.items()}
+        self.ids = {name: found for name, found in ids.items() if isinstance(found, str) and found}
+        """Tracker -> `Tracker.id`, if it is a non-empty text; includes trackers that failed later."""
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record flat `metrics` of `step`; only metrics.jsonl keeps texts. Raises RunError if it cannot be written."""
@@ -242,8 +243,9 @@ def open_trackers(
         others["tensorboard"] = lambda: TensorBoardTracker(run_dir, resumed.step if resumed else None)
     if config.wandb:
         others["wandb"] = lambda: WandbTracker(run_dir, run_dir.name, config, resolved_config, resumed)
-    for own in config.trackers:
-        others[own.kind] = partial(own_component(own), run_dir)
+    for number, own in enumerate(config.trackers):
+        name = own.kind if own.kind not in others else f"{own.kind}[{number}]"
+        others[name] = partial(own_component(own), run_dir)
     return Trackers(LineLog(run_dir / METRICS, resumed.metrics_bytes if resumed else None), others)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from rlsys.cluster.planning.placement import (
@@ -24,6 +25,7 @@ from rlsys.cluster.planning.placement import (
     way_across,
 )
 from rlsys.cluster.planning.resolve import make_plan
+from rlsys.components import check_callable
 from rlsys.config.algorithm import OldLogprobs
 from rlsys.config.bounds import out_of_range
 from rlsys.config.derived import (
@@ -51,11 +53,13 @@ from rlsys.config.schema import (
     schema_keys,
 )
 from rlsys.errors import UserError
+from rlsys.observe.trackers import OwnMetrics
 from rlsys.orchestrator.pipeline.schedule_policy import make_policy
 from rlsys.orchestrator.rewards.reward import check_terms
 from rlsys.rollout.agent.episode import agent_of
 from rlsys.rollout.tools.interface import check_tools
 from rlsys.search.address import is_url
+from rlsys.search.index.backend import check_kind
 from rlsys.weights.weight_map import largest_tensor_bytes, read_architecture
 
 Ranks = dict[str, tuple[int, ...]]
@@ -93,12 +97,21 @@ def _all_but_memory(config: RunConfig) -> Iterator[Problem]:
     for problem in check_terms(config.reward, config.task):
         yield Problem(problem.key, str(problem), problem.code)
     yield from _tools(config)
+    yield from _tracking(config)
     yield from _checkpoints(config)
     yield from _sync(config)
     yield from _paths(config)
     yield from _search(config)
     yield from search_node_problems(config)
     yield from _layout(config)
+
+
+def _refused(check: Callable[[], object], key: str | None = None) -> Iterator[Problem]:
+    """Yield the UserError of `check` as a problem; `key` replaces its key."""
+    try:
+        check()
+    except UserError as problem:
+        yield Problem(key or problem.key, str(problem), problem.code)
 
 
 def check_shape(path: str) -> None:
@@ -264,10 +277,7 @@ def _paths(config: RunConfig) -> Iterator[Problem]:
 
 def _tools(config: RunConfig) -> Iterator[Problem]:
     task, search = config.task, config.search
-    try:
-        agent_of(task)
-    except UserError as problem:
-        yield Problem(problem.key, str(problem), problem.code)
+    yield from _refused(lambda: agent_of(task))
     yield from (Problem("task.tools", sentence) for sentence in check_tools(task))
     message = task.agent.invalid_message if isinstance(task.agent, SearchR1Agent) else ""
     if not search.enabled and f"<{task.tags.search}>" in message:
@@ -286,19 +296,23 @@ def _search(config: RunConfig) -> Iterator[Problem]:
     search = config.search
     # With cluster.search.nodes, the index is on those machines, not here.
     if search.url is None and needs_server(search) and not config.cluster.search.nodes:
-        if search.index is None:
+        index = search.index
+        if index is None:
             yield Problem(
                 "search.url",
                 "search.url and search.index are both null: give a running server or an index folder.",
                 "missing",
             )
-        elif not (Path(search.index) / "manifest.json").is_file():
+        elif not (Path(index) / "manifest.json").is_file():
             yield Problem(
                 "search.index",
-                f"search.index={search.index} is not an index: make one with `rlsys search index`, or "
+                f"search.index={index} is not an index: make one with `rlsys search index`, or "
                 "give search.url of a running server.",
                 "not_found",
             )
+        else:
+            key = "search.index" if search.index_kind is None else "search.index_kind"
+            yield from _refused(lambda: check_kind(index, search.index_kind), key)
     if search.replicas and search.url is None:
         yield Problem.of(
             f"search.replicas={list(search.replicas)} needs a first server: give its address as search.url."
@@ -329,6 +343,14 @@ def _search(config: RunConfig) -> Iterator[Problem]:
             f"token as {search.token_env}, or set search.token_env to null.",
             "missing",
         )
+
+
+def _tracking(config: RunConfig) -> Iterator[Problem]:
+    yield from _refused(lambda: OwnMetrics(config.tracking.metrics))
+    for own in config.tracking.trackers:
+        for name, arguments in (("log", ("self", "step", "metrics")), ("close", ("self",))):
+            method = getattr(own.component, name, None)
+            yield from _refused(partial(check_callable, method, f"{own.kind}.{name}", own.key, arguments))
 
 
 def _checkpoints(config: RunConfig) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from rlsys.config.compose import PROJECT_CONFIGS, as_dict, load_config, recorded, typed
 from rlsys.config.schema import RunConfig, unions
+from rlsys.search.index.folder import BM25, write_manifest
 from tests.support.tiny_shape import SHAPE
 
 
@@ -23,7 +24,7 @@ def files(tmp_path: Path) -> list[str]:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE))
     (tmp_path / "index").mkdir()
-    (tmp_path / "index" / "manifest.json").write_text("{}")
+    write_manifest(tmp_path / "index", BM25, {})
     (tmp_path / "questions.jsonl").write_text("{}\n")
     return [
         f"model.path={tmp_path / 'model'}",

@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 
 from examples.extend import search_backend as example
 from rlsys.apps.cli.search import app
+from rlsys.config.compose import load_config
 from rlsys.config.schema import SearchConfig
 from rlsys.errors import Code, RunError
 from rlsys.orchestrator.search_server import serving
+from rlsys.orchestrator.validate import find_problems
 from rlsys.search.client import SearchClient
 from rlsys.search.corpus import Corpus
 from rlsys.search.index.make import make_index, recipe
@@ -121,6 +123,31 @@ def test_folder_is_opened_only_with_the_kind_that_the_user_names(
     assert not ran.exists()
     open_retriever(folder, "planted.Thing").close()
     assert ran.exists()
+
+
+def test_index_of_a_run_is_checked_before_the_start(
+    built: Callable[..., Path],
+) -> None:
+    folder = built(scale="0.5")
+
+    def problems(*overrides: str) -> set[tuple[str, Code]]:
+        config = load_config("searchr1_tiny_cpu", [f"search.index={folder}", *overrides])
+        return {(one.key, one.code) for one in find_problems(config) if one.key.startswith("search")}
+
+    named = f"search.index_kind={KIND}"
+    assert problems(named) == set()
+    assert problems() == {("search.index", "unsafe")}
+    assert problems("search.url=http://there:8000") == set(), "another machine has the index"
+    assert problems("search.index_kind=no_such.Thing") == {("search.index_kind", "mismatch")}
+    manifest = json.loads((folder / "manifest.json").read_text())
+    spoilt: dict[Code, Any] = {"out_of_range": {"scale": -1}, "malformed": 3, "unknown": {"size": 1}}
+    for code, settings in spoilt.items():
+        (folder / "manifest.json").write_text(json.dumps(manifest | {"settings": settings}))
+        assert problems(named) == {("search.index_kind", code)}
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"kind": "no_such.Thing"}))
+    assert problems("search.index_kind=no_such.Thing") == {("search.index_kind", "user_code")}
+    (folder / "manifest.json").write_text("{}")
+    assert problems() == {("search.index", "unsupported")}
 
 
 def test_kind_that_nothing_knows_is_refused_with_the_list(built: Callable[..., Path], corpus: Path) -> None:

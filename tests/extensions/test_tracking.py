@@ -14,6 +14,7 @@ from rlsys.data.trajectory import Group
 from rlsys.errors import UserError
 from rlsys.observe.records import read_metrics
 from rlsys.observe.trackers import OwnMetrics, open_trackers
+from rlsys.orchestrator.validate import find_problems
 from tests.support.trajectories import question, rewarded
 from tests.support.written_episodes import episode, read, think
 
@@ -23,13 +24,29 @@ class Rows:
 
     def __init__(self, run_dir, *, prefix: str = "row"):
         self.rows, self.prefix, self.closed = [], prefix, False
-        Rows.made.append(self)
+        self.made.append(self)
 
     def log(self, step, metrics):
         self.rows.append((self.prefix, step, metrics["loss"]))
 
     def close(self):
         self.closed = True
+
+class Named(Rows):
+    made, id = [], "mine"
+
+class Numbered(Rows):
+    made, id = [], 7
+
+class WithoutLog:
+    def __init__(self, run_dir): ...
+    def close(self): ...
+
+class LogsNoStep(WithoutLog):
+    def log(self, metrics): ...
+
+class NeedsMore(WithoutLog):
+    def log(self, step, metrics, *, kind): ...
 
 class Breaks:
     def __init__(self, run_dir): ...
@@ -80,6 +97,24 @@ def test_tracker_gets_every_row_and_one_that_fails_is_left_out(folder: Path, cap
     assert [row["loss"] for row in read_metrics(folder / "metrics.jsonl")] == [0.25, 0.5]
 
 
+def test_every_tracker_of_a_class_gets_every_row_under_a_name_of_its_own(folder: Path) -> None:
+    twice = "{kind: tracking_toys.Named, prefix: a}, {kind: tracking_toys.Named, prefix: b}"
+    trackers = open_trackers(config_of(folder, f"tracking.trackers=[{twice}]").tracking, folder, {})
+    trackers.log(1, {"loss": 0.5})
+    trackers.close()
+    import tracking_toys
+
+    assert [rows.rows for rows in tracking_toys.Named.made] == [[("a", 1, 0.5)], [("b", 1, 0.5)]]
+    assert trackers.ids == {"tracking_toys.Named": "mine", "tracking_toys.Named[1]": "mine"}
+
+
+def test_id_that_is_not_text_is_not_kept(folder: Path) -> None:
+    """A checkpoint saves ids as text."""
+    trackers = open_trackers(config_of(folder, "tracking.trackers=[tracking_toys.Numbered]").tracking, folder, {})
+    assert (list(trackers.others), trackers.ids) == (["tracking_toys.Numbered"], {})
+    trackers.close()
+
+
 def test_metrics_are_named_by_their_functions_and_one_that_fails_is_left_out(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -107,11 +142,21 @@ def test_component_that_cannot_work_is_refused(folder: Path, override: str, code
     assert (caught.value.code, caught.value.key) == (code, key)
 
 
-def test_two_metrics_of_one_name_are_refused(folder: Path) -> None:
-    config = config_of(folder, "tracking.metrics=[tracking_toys.count, tracking_toys.count]")
-    with pytest.raises(UserError) as caught:
-        OwnMetrics(config.tracking.metrics)
-    assert (caught.value.code, caught.value.key) == ("conflict", "tracking.metrics")
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("tracking.metrics=[tracking_toys.count, tracking_toys.count]", ("tracking.metrics", "conflict")),
+        ("tracking.trackers=[tracking_toys.WithoutLog]", ("tracking.trackers", "user_code")),
+        ("tracking.trackers=[tracking_toys.LogsNoStep]", ("tracking.trackers", "user_code")),
+        ("tracking.trackers=[tracking_toys.NeedsMore]", ("tracking.trackers", "user_code")),
+        ("tracking.trackers=[tracking_toys.Rows, tracking_toys.Breaks, tracking_toys.Rows]", None),
+    ],
+)
+def test_component_that_cannot_work_with_the_others_is_a_problem_of_the_config(
+    folder: Path, override: str, problem: tuple[str, str] | None
+) -> None:
+    found = {(one.key, one.code) for one in find_problems(config_of(folder, override))}
+    assert {one for one in found if one[0].startswith("tracking")} == ({problem} if problem else set())
 
 
 def test_examples_write_a_table_and_count_words(folder: Path) -> None:

@@ -20,6 +20,7 @@ from rlsys.cluster.planning.placement import parse_placement
 from rlsys.config.compose import PROJECT_CONFIGS, as_dict, load_config
 from rlsys.config.derived import has_critic, megatron_groups
 from rlsys.config.schema import RunConfig
+from rlsys.search.index.folder import BM25, write_manifest
 from rlsys.weights.weight_map import read_architecture
 from tests.support.miniature import miniature
 from tests.support.runs import PATIENT, succeed
@@ -61,7 +62,7 @@ def elsewhere(tmp_path: Path) -> list[str]:
     """Overrides that replace data and index, because only the experiment's own machines have them."""
     (tmp_path / "questions.jsonl").write_text("{}\n")
     (tmp_path / "index").mkdir()
-    (tmp_path / "index" / "manifest.json").write_text("{}")
+    write_manifest(tmp_path / "index", BM25, {})
     paths = [f"task.{which}_path={tmp_path / 'questions.jsonl'}" for which in ("train", "eval")]
     return [*paths, f"search.index={tmp_path / 'index'}"]
 

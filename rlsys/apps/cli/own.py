@@ -287,12 +287,13 @@ def _require_documents(documents: Path, corpus: Path) -> None:
 def _require_sound(options: OwnOptions, *, knows_model: bool) -> None:
     """Raise UserError for a config that cannot run here, checked with placeholder inputs. Creates its output_dir."""
     from rlsys.orchestrator.run import ready_to_start
+    from rlsys.search.index.folder import BM25, write_manifest
 
     with _scratch_beside(options.out) as folder:
         train, heldout = _planned_sides(options, folder)
         index = folder / "index"
         index.mkdir()
-        (index / "manifest.json").write_text("{}", encoding="utf-8")  # Any manifest passes the check.
+        write_manifest(index, BM25, {})  # Enough for the check.
         settings = _settings(replace(options, out=folder), index, train, heldout)
         config = load_config(settings.config, settings.overrides)
         validate(config, ignored=() if knows_model else ("model.path",))

@@ -198,6 +198,19 @@ class BackendRetriever:
         return RunError(f"{self._kind}.search returned {what}"[:400])
 
 
+def check_kind(folder: str | Path, trusted: str | None) -> None:
+    """Check the kind of the index in `folder`, without opening it; `trusted` is the kind that the user has named.
+
+    Raises UserError if `trusted` is another kind, and for a kind from outside of the package that the user has not named,
+    that cannot be imported, or that does not have the settings of the manifest.
+    """
+    kind = str(read_manifest(folder)["kind"])
+    if trusted is not None or is_backend(kind):
+        require_trusted(folder, kind, trusted)
+    if is_backend(kind):
+        settings_of(kind, typed(BackendManifest, read_values(folder, [kind], kind), folder).settings)
+
+
 def require_trusted(folder: str | Path, kind: str, trusted: str | None) -> None:
     """Raise UserError unless the user has named the kind `kind` of the index in `folder`."""
     if trusted is None:

@@ -39,7 +39,7 @@ from rlsys.search.address import (
 from rlsys.search.connections import LimitedConfig, LimitedServer
 from rlsys.search.corpus import PageStore
 from rlsys.search.encoders.spec import EncoderSpec
-from rlsys.search.index.backend import BackendRetriever, is_backend, require_trusted
+from rlsys.search.index.backend import BackendRetriever, check_kind, is_backend
 from rlsys.search.index.dense import DEPTH, SearchOptions, VectorRetriever, open_prebuilt
 from rlsys.search.index.folder import BM25, DENSE, HYBRID, REMOTE, read_manifest
 from rlsys.search.retrieval import PageSource, Retriever
@@ -347,8 +347,7 @@ def open_retriever(
     """
     # Imports only the libraries of this kind.
     kind = str(read_manifest(folder)["kind"])
-    if trusted is not None or is_backend(kind):
-        require_trusted(folder, kind, trusted)
+    check_kind(folder, trusted)
     given = {name: value for name, value in options.items() if value is not None}
     loading: dict[str, Any] = {name: given.pop(name) for name in ("encoder", "device", "dtype") if name in given}
     if kind in (DENSE, HYBRID):

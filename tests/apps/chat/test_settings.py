@@ -13,6 +13,7 @@ from rlsys.config.schema import TaskConfig
 from rlsys.data.question import own_template, search_prompt
 from rlsys.errors import UserError
 from rlsys.rollout.tools.interface import described, named_tools
+from rlsys.search.index.folder import BM25, write_manifest
 from tests.support.chat import write_rows
 from tests.support.refusals import refused
 
@@ -35,7 +36,7 @@ def tree(tmp_path: Path) -> dict[str, Any]:
     config = as_dict(load_config("searchr1_tiny_cpu"))
     index = tmp_path / "index"
     index.mkdir()
-    (index / "manifest.json").write_text("{}")
+    write_manifest(index, BM25, {})
     write_rows(tmp_path / "train.jsonl", [f"Q: {asked}\nA:" for asked in ASKED], RAW)
     config["task"] |= {"train_path": str(tmp_path / "train.jsonl"), "max_turns": 7, "invalid_message": "No."}
     config["search"] |= {"url": "http://127.0.0.1:1", "index": str(index), "topk": 5}
