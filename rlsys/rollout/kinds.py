@@ -103,10 +103,13 @@ def capability_problems(config: RunConfig) -> Iterator[Problem]:
             f"rollout.engine.dtype={engine.dtype} is not supported by {kind}: set it to {' or '.join(able.dtypes)}."
         )
     if on_update(config) is not OnUpdate.finish and not able.continues:
-        yield Problem.of(
-            f"trainer.schedule.on_update={on_update(config)} needs an engine that pauses requests, and {kind} does not: set "
-            "trainer.schedule.on_update=finish."
-        )
+        schedule = config.trainer.schedule
+        if hasattr(schedule, "on_update"):
+            needs, fix = f"trainer.schedule.on_update={on_update(config)}", "set trainer.schedule.on_update=finish"
+        else:
+            needs = f"trainer.schedule.kind={schedule.kind}, which has no parameter on_update,"
+            fix = "give it the parameter `on_update: OnUpdate = OnUpdate.finish`"
+        yield Problem.of(f"{needs} needs an engine that pauses requests, and {kind} does not: {fix}.")
     if config.cluster.mode is Mode.colocated and device is Device.gpu and not able.frees_memory:
         yield Problem.of(
             f"cluster.mode=colocated needs an engine that frees its GPU's memory while it sleeps, and {kind} does not: "

@@ -131,6 +131,13 @@ def test_impossible_layout_is_refused_by_its_keys(tiny_run: TinyRun, keys: str, 
     assert {*keys.split()} <= keys_of(tiny_run(*overrides))
 
 
+def test_kv_cache_holds_one_episode(tiny_run: TinyRun) -> None:
+    key = "rollout.engine.kv_cache_tokens"
+    longest = tiny_run().task.max_total_tokens
+    assert key in keys_of(tiny_run(f"{key}={longest - 1}"))
+    assert key not in keys_of(tiny_run(f"{key}={longest}")) | keys_of(tiny_run(f"{key}=null"))
+
+
 def test_either_way_out_of_a_contradiction_is_accepted(tiny_run: TinyRun) -> None:
     layout = (APART, "actor.parallel.pp=2", "actor.parallel.pp_layers=[1,3]")
     validate(tiny_run(*APPEND, *layout, "algorithm.kl_coef=0", "eval.samples=4", "eval.temperature=0.5"))

@@ -30,6 +30,11 @@ class InPairs:
         return -group.number
 
 
+class WithoutUpdate(InPairs):
+    def __init__(self, *, max_staleness: Annotated[int, Ge(0)] = 1) -> None:
+        super().__init__(max_staleness=max_staleness)
+
+
 class Never(InPairs):
     def may_admit(self, view: Any) -> bool:  # noqa: ARG002
         return False

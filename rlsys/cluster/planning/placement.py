@@ -29,7 +29,7 @@ from typing import Any
 
 from rlsys.config.derived import megatron_groups, needs_server, scores_with_policy
 from rlsys.config.problems import Problem
-from rlsys.config.schema import Device, Mode, Packing, ParallelConfig, RunConfig, SyncMode
+from rlsys.config.schema import Device, Mode, Packing, ParallelConfig, RunConfig, SglangConfig, SyncMode
 from rlsys.errors import UserError
 from rlsys.rollout.kinds import capability_problems, engine_class
 from rlsys.weights.weight_map import Architecture
@@ -352,6 +352,13 @@ def engine_problems(config: RunConfig, world: int, model: Architecture) -> Itera
         yield Problem.of(
             f"task.max_total_tokens={config.task.max_total_tokens} is above the model's {model.max_positions} positions: "
             "lower it."
+        )
+    engine = config.rollout.engine
+    room = engine.kv_cache_tokens if isinstance(engine, SglangConfig) else None
+    if room is not None and room < config.task.max_total_tokens:
+        yield Problem.of(
+            f"rollout.engine.kv_cache_tokens={room} cannot hold one episode of task.max_total_tokens="
+            f"{config.task.max_total_tokens}: raise it, or lower task.max_total_tokens."
         )
 
 
