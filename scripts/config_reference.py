@@ -29,7 +29,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 import rlsys
 from rlsys.config.bounds import limits_of
 from rlsys.config.custom import REQUIRED
-from rlsys.config.schema import RunConfig, choices, is_custom, own_variant, schema_groups, variants
+from rlsys.config.schema import RunConfig, choices, is_custom, own_class, schema_groups, variants
 
 Read = tuple[str, str]
 """(class of the schema, field)"""
@@ -134,7 +134,7 @@ def _section(path: str, groups: Sequence[Any], readers: Mapping[Read, Sequence[s
                 default = reduce(getattr, path.split("."), cast("Any", RunConfig())).kind
                 type_ = ", ".join(f"`{kind}`" for group in groups for kind in _kinds(group))
                 said = " ".join(f"`{'`, `'.join(_kinds(group))}`: {_one_line(type(group).__doc__)}" for group in groups)
-                if own := own_variant(path):
+                if own := _own_variant(path):
                     type_, said = (
                         f"{type_}, `package.module.attribute`",
                         f"{said} `package.module.attribute`: {_one_line(own.__doc__)}",
@@ -159,6 +159,12 @@ def _section(path: str, groups: Sequence[Any], readers: Mapping[Read, Sequence[s
             *rows.values(),
         ]
     return "\n".join(lines) + "\n"
+
+
+def _own_variant(path: str) -> type | None:
+    """Return the class of components from outside of the package for the group `path`; None if it takes none."""
+    *above, name = path.split(".")
+    return own_class(get_type_hints(type(reduce(getattr, above, RunConfig())))[name])
 
 
 def _kinds(group: Any) -> tuple[str, ...]:

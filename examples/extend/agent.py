@@ -36,9 +36,9 @@ async def second_thoughts(
         if turn.action is Action.ANSWER:
             checks -= 1
             recorder.observe("\nCheck your answer, then give it again.\n")
-        elif turn.action is Action.SEARCH and tools.search is not None:
-            result = await tools.call("", turn.content)
-            recorder.observe(f"\n<information>{render_result('', result)}</information>\n", result)
+        elif turn.action is Action.SEARCH and tools.searches:
+            result = await tools.search(turn.content)
+            recorder.observe(f"\n<information>{render_result(result)}</information>\n", result)
         else:
             recorder.observe("\nSearch or answer.\n")
     return Finish.TURN_LIMIT

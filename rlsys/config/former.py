@@ -23,9 +23,7 @@ _AGENT = ("invalid_message", "allow_empty_query")
 def present(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recorded `config` with present names; other keys stay as they are."""
     tree = {
-        group: {_name(group, key): _value(group, key, value) for key, value in part.items()}
-        if isinstance(part, Mapping)
-        else part
+        group: dict(_renamed(group, key, value) for key, value in part.items()) if isinstance(part, Mapping) else part
         for group, part in config.items()
     }
     if "algorithm" in tree:
@@ -35,13 +33,10 @@ def present(config: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _name(group: str, key: str) -> str:
-    return _RENAMED[group, key][0] if (group, key) in _RENAMED else key
-
-
-def _value(group: str, key: str, value: Any) -> Any:
-    values = _RENAMED[group, key][1] if (group, key) in _RENAMED else {}
-    return values.get(value, value) if values else value
+def _renamed(group: str, key: str, value: Any) -> tuple[str, Any]:
+    """Return the present name and value of a key."""
+    name, values = _RENAMED.get((group, key), (key, {}))
+    return name, values.get(value, value) if values else value  # Other values may have no hash.
 
 
 def _with_groups(algorithm: dict[str, Any]) -> dict[str, Any]:

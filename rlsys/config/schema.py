@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
-from functools import cache, reduce
+from functools import cache
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -764,13 +764,6 @@ def common_keys(hint: Any) -> set[str]:
     """Return the keys that every kind of a union of groups inherits; they keep their values when the kind changes."""
     shared = set.intersection(*({*each.__mro__} for each in get_args(hint)))
     return {item.name for base in shared if is_dataclass(base) for item in fields(base)}
-
-
-def own_variant(path: str) -> type[Custom] | None:
-    """Return the class of components from outside of the package for the group `path`; None if it takes none."""
-    above, _, name = path.rpartition(".")
-    group = reduce(getattr, above.split(".") if above else [], RunConfig())
-    return own_class(get_type_hints(type(group))[name])
 
 
 def own_class(hint: Any) -> type[Custom] | None:

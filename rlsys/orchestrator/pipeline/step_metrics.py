@@ -34,8 +34,8 @@ def step_metrics(
 ) -> dict[str, float]:
     """Return all metrics of a step's groups by name.
 
-    `version` is the weight version that was trained, and `level` is the level of the correction weights. Requires at
-    least one group; every group must have a sample.
+    `version` is the weight version that was trained, and `answer_tag` is `task.tags.answer`. Requires at least one group;
+    every group must have a sample.
     """
     samples = _samples(groups)
     trajectories = [sample.trajectory for sample in samples]

@@ -64,8 +64,15 @@ def make_scheduler(config: RunConfig) -> StalenessScheduler:
     """Return the scheduler of a new run."""
     curation, groups = config.algorithm.curation, config.trainer.prompts_per_step
     replaced = floor(curation.max_replaced * groups) if curation.drop_no_spread else 0
-    limits = (max_staleness(config), curation.oversample, replaced, config.trainer.steps, max_wait(config))
-    return StalenessScheduler(groups, *limits, make_policy(config))
+    return StalenessScheduler(
+        groups,
+        max_staleness(config),
+        oversample=curation.oversample,
+        max_replaced=replaced,
+        steps=config.trainer.steps,
+        max_wait=max_wait(config),
+        policy=make_policy(config),
+    )
 
 
 def score_batch_size(config: RunConfig) -> ScoreBatchSize:

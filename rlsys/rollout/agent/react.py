@@ -31,7 +31,7 @@ _SAID, _RESULT = "rlsys_message", "rlsys_result_{}_"
 
 async def react(question: Question, tools: Toolbox, recorder: Recorder, *, system: str) -> Finish:
     """Play an episode: generate, call, observe, until a message has no call."""
-    chat, task = ChatFormat(recorder.codec, tools.by_name, searches=tools.search is not None), recorder.task
+    chat, task = ChatFormat(recorder.codec, tools.by_name, searches=tools.searches), recorder.task
     recorder.begin(chat.prompt(system, question.text or question.prompt))
 
     def parse(text: str, generation: Generation) -> Parsed:
@@ -54,7 +54,7 @@ async def react(question: Question, tools: Toolbox, recorder: Recorder, *, syste
         if chat.tokens(len(calls)) > limit:
             return Finish.TOKEN_LIMIT
         results = [await _result(call, tools) for call in calls]
-        bodies = [call.error or render_result(call.tool, each) for call, each in zip(calls, results, strict=True)]
+        bodies = [call.error or render_result(each, call.tool) for call, each in zip(calls, results, strict=True)]
         first, *others = chat.observations(bodies, recorder.ended_by, limit)
         made = [call.parsed("") for call in calls]
         recorder.observe(first, results[0], list(map(FurtherCall, made[1:], others, results[1:])))

@@ -20,7 +20,7 @@ async def search_r1(
     """Play an episode by `TurnRules`."""
     del question  # Its prompt is the recorder's default.
     task, tags = recorder.task, {tool.tag: name for name, tool in tools.by_name.items()}
-    rules = TurnRules(task, tags, searches=tools.search is not None, allow_empty_query=allow_empty_query)
+    rules = TurnRules(task, tags, searches=tools.searches, allow_empty_query=allow_empty_query)
     observer = information_observer(task.tags, recorder.codec, tuple(tags))
     while True:
         number = len(recorder.turns)
@@ -36,7 +36,7 @@ async def search_r1(
         if limit < observer.wrapper_tokens:
             return Finish.TOKEN_LIMIT
         result = await tools.call(turn.tool, turn.content)
-        recorder.observe(observer.observe(render_result(turn.tool, result), limit), result)
+        recorder.observe(observer.observe(render_result(result, turn.tool), limit), result)
 
 
 class TurnRules:

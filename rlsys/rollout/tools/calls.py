@@ -47,8 +47,8 @@ class ToolResult(NamedTuple):
     seconds: float = 0.0
 
 
-def render_result(tool: str, result: ToolResult) -> str:
-    """Return what the policy reads of a call of `tool`, empty for the search: the text, or an error message."""
+def render_result(result: ToolResult, tool: str = "") -> str:
+    """Return what the policy reads of a search, or of a call of `tool`: the text, or an error message."""
     return f"{tool or 'Search'} failed: {result.error}" if result.error else result.text or "No result."
 
 
@@ -68,13 +68,19 @@ class Toolbox:
         """`tools` are by name; without `search` the policy cannot search. `awaited` counts the calls in flight, by tool name
         or `SEARCH`."""
         self.by_name = tools
-        self.search = search
+        self.searches = search is not None
+        """True if the policy can search."""
+        self._search = search
         self._episode = episode
         self._awaited = awaited
         self._states: dict[str, _State] = {}
 
+    async def search(self, query: str) -> ToolResult:
+        """Search, if `searches`. The policy should read `render_result(result)`."""
+        return await self.call("", query)
+
     async def call(self, tool: str, text: str) -> ToolResult:
-        """Call `tool`, or the search if it is empty. The policy should read `render_result(tool, result)`."""
+        """Call `tool`, or the search if it is empty. The policy should read `render_result(result, tool)`."""
         awaited, started = tool or SEARCH, perf_counter()
         self._awaited[awaited] += 1
         try:
@@ -92,8 +98,8 @@ class Toolbox:
 
     async def _call(self, name: str, text: str) -> ToolResult:
         if not name:
-            assert self.search is not None, "an agent calls no search where there is none"
-            found = await self.search.search(text)
+            assert self._search is not None, "an agent calls no search where there is none"
+            found = await self._search.search(text)
             return ToolResult(render_search(passage.contents for passage in found.passages), found.error)
         tool = self.by_name[name]
         if not has_state(tool):

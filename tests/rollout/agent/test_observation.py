@@ -81,9 +81,7 @@ def in_full(codec: Codec, body: str, limit: int) -> str:
     ],
 )  # fmt: skip
 def test_passages_and_failures_have_the_wording_of_search_r1(passages: list[str], error: str, body: str) -> None:
-    assert (
-        OBSERVER.observe(render_result("", ToolResult(render_search(passages), error)), 500) == f"{OPEN}{body}{CLOSE}"
-    )
+    assert OBSERVER.observe(render_result(ToolResult(render_search(passages), error)), 500) == f"{OPEN}{body}{CLOSE}"
 
 
 @settings(max_examples=50)
@@ -93,7 +91,7 @@ def test_passages_and_failures_have_the_wording_of_search_r1(passages: list[str]
 def test_observation_keeps_its_tags_and_limit_and_forges_no_tag_or_special_token(
     passages: list[str], error: str, room: int
 ) -> None:
-    body, limit = render_result("", ToolResult(render_search(passages), error)), OBSERVER.wrapper_tokens + room
+    body, limit = render_result(ToolResult(render_search(passages), error)), OBSERVER.wrapper_tokens + room
     whole, cut = OBSERVER.observe(body, 10_000), OBSERVER.observe(body, limit)
     assert len(CODEC.encode(cut)) <= limit
     for observation in (whole, cut):

@@ -140,7 +140,7 @@ async def test_seconds_of_a_call_are_counted_beside_the_search() -> None:
 
 
 def test_result_is_read_as_text_or_as_an_error() -> None:
-    assert render_result("", ToolResult("x")) == render_result("echo", ToolResult("x")) == "x"
-    assert render_result("", ToolResult("x", "late")) == "Search failed: late"
-    assert render_result("echo", ToolResult("", "late")) == "echo failed: late"
-    assert render_result("echo", ToolResult("")) == "No result."
+    assert render_result(ToolResult("x")) == render_result(ToolResult("x"), "echo") == "x"
+    assert render_result(ToolResult("x", "late")) == "Search failed: late"
+    assert render_result(ToolResult("", "late"), "echo") == "echo failed: late"
+    assert render_result(ToolResult(""), "echo") == "No result."
