@@ -699,10 +699,11 @@ class RolloutWorker:
         }
 
     async def stop(self) -> None:
-        """Close the transport and the search client, and stop the engine's processes. Idempotent."""
+        """Close the transport, the search client and the tools, and stop the engine's processes. Idempotent."""
         await self._close_transport()
         if self._search:
             await self._search.close()
+        self._tools.close()
         await self.engine.stop()
 
     async def _close_transport(self) -> None:

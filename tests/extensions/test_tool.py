@@ -81,10 +81,9 @@ def test_record_of_an_older_run_names_the_same_tools() -> None:
 
 
 async def test_example_takes_notes_of_one_episode() -> None:
-    (tool,) = open_tools(task(f"[{{kind: {EXAMPLE}, most: 2}}]"))
-    assert isinstance(tool, Notes)
     script = Script(["<note>a</note>", "<note>b</note>", "<note>c</note>", "<answer>x</answer>"])
-    tools = EpisodeTools(script, script, CODEC, task("[]", *ROOM), custom=[tool])  # type: ignore[list-item]
+    tools = EpisodeTools(script, script, CODEC, task(f"[{{kind: {EXAMPLE}, most: 2}}]", *ROOM))
+    assert isinstance(tools.custom["notes"], Notes)
     for sample in range(2):
         played = await run_episode(QUESTION, sample, tools, DRAWN)
         assert ["1. a\n2. b" in turn.observation for turn in played.turns] == [False, True, False, False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import suppress
 from typing import Annotated, Any
 
@@ -89,6 +90,42 @@ class Faulty(Counting):
         with suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
         await asyncio.Event().wait()  # The task ends when it is cancelled again.
+
+
+class Blocking(Counting):
+    """Blocks its event loop in the method that `label` names until `released` is set."""
+
+    name = "blocking"
+    tag = "block"
+    timeout_s = 0.1
+
+    def __init__(self, *, label: str) -> None:
+        super().__init__(label=label)
+        self.released = threading.Event()
+
+    async def open(self, episode: EpisodeFacts) -> State:
+        self.block("open")
+        self.begun.append(episode)
+        self.states.append(BlockingState(self))
+        return self.states[-1]
+
+    def block(self, method: str) -> None:
+        if method == self.label:
+            self.released.wait(60)
+
+
+class BlockingState(State):
+    """State of `Blocking` in one episode."""
+
+    tool: Blocking
+
+    async def call(self, text: str) -> str:
+        self.tool.block("call")
+        return await super().call(text)
+
+    async def close(self) -> None:
+        self.tool.block("close")
+        await super().close()
 
 
 class Untyped(Counting):

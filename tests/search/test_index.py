@@ -52,6 +52,7 @@ def drop_vector(folder: Path) -> None:
         (edit_corpus, "mismatch", "corpus.jsonl"),
         (edit_manifest(rows=199), "mismatch", ""),
         (edit_manifest(surprise=1), "malformed", "manifest.json"),
+        (edit_manifest(encoder=None), "malformed", "manifest.json"),
         (edit_manifest(ef_search=2**40), "out_of_range", None),
         (edit_manifest(format=3), "unsupported", "manifest.json"),
         (edit_manifest(kind="bm25"), "mismatch", ""),

@@ -10,6 +10,7 @@ from rlsys.apps.chat.conversation import Conversation, Opened
 from rlsys.apps.chat.web import create_app
 from rlsys.apps.evaluation.evaluation_inputs import EngineName
 from rlsys.config.schema import TaskConfig
+from rlsys.rollout.agent.episode import EpisodeTools
 from rlsys.rollout.agent.recorder import Generation, OnTokens, TurnSampling
 from rlsys.rollout.agent.tokens import Codec
 from rlsys.search.address import own_names
@@ -84,9 +85,7 @@ def task(**changes: object) -> TaskConfig:
 def conversation(script: Script, search: FakeSearch | None, tasks: TaskConfig | None = None) -> Conversation:
     return Conversation(
         script,
-        search,
-        script.codec,
-        tasks or task(),
+        EpisodeTools(script, search, script.codec, tasks or task()),
         TurnSampling(0.0, stop=("</search>", "</answer>")),
         lambda text: f"Question: {text}\n",
     )

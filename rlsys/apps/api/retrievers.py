@@ -142,7 +142,7 @@ class DenseRetriever(_IndexRetriever):
         """See `SearchBackend`. Starts a server only if `embedding_model` differs from the encoder in the index's
         manifest, or if the device is not the CPU; otherwise the run serves the index."""
         settings = self._settings(self.top_k)
-        encoder = None if self.embedding_model == self._require()["encoder"] else self.embedding_model
+        encoder = None if self.embedding_model == self._require().get("encoder") else self.embedding_model
         device = None if self.device == "cpu" else self.device
         if encoder is None and device is None:
             yield settings

@@ -15,8 +15,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -30,7 +31,7 @@ from transformers.utils import logging
 from rlsys.apps.chat.chat_settings import ChatSettings
 from rlsys.apps.evaluation.evaluation_inputs import EngineName, Model, as_hf
 from rlsys.apps.evaluation.execution import UnusedSearch, open_codec, open_generator
-from rlsys.config.schema import Device, RunConfig, SearchR1Agent, TaskConfig
+from rlsys.config.schema import Device, RunConfig, SearchR1Agent
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Finish
 from rlsys.errors import Code, RunError, UserError, code_of
@@ -38,9 +39,7 @@ from rlsys.orchestrator.search_server import serving, silent
 from rlsys.rollout.agent.episode import Episode, EpisodeTools
 from rlsys.rollout.agent.recorder import Generation, Streaming, TurnSampling, evaluation_sampling
 from rlsys.rollout.agent.search_r1 import TurnRules
-from rlsys.rollout.agent.tokens import Codec
 from rlsys.rollout.tools.calls import CANCEL_GRACE_S, SearchTool
-from rlsys.rollout.tools.interface import Tool, open_tools
 from rlsys.rollout.tools.search_tool import open_tool
 from rlsys.search.retrieval import SearchResult
 
@@ -264,7 +263,9 @@ async def opened(
         temperature = config.eval.temperature
         sampling = evaluation_sampling(config.rollout.sampling, temperature, as_rollouts=False)
         timeout_s = config.rollout.episode_timeout_s
-        conversation = Conversation(generator, search, codec, config.task, sampling, settings.prompt, timeout_s)
+        tools = EpisodeTools(generator, search, codec, config.task)
+        stack.callback(tools.close)
+        conversation = Conversation(generator, tools, sampling, settings.prompt, timeout_s)
         url = (server.search.url or "") if server is not None else ""
         yield Opened(conversation, engine, str(model.folder), url, config.task.max_turns, temperature)
 
@@ -285,16 +286,13 @@ class Conversation:
     def __init__(
         self,
         generator: Streaming,
-        search: SearchTool | None,
-        codec: Codec,
-        task: TaskConfig,
+        tools: EpisodeTools,
         sampling: TurnSampling,
         prompt: Callable[[str], str],
         timeout_s: float | None = None,
     ) -> None:
-        """`prompt` maps a question to its prompt; `timeout_s` limits an episode. Raises UserError for invalid tools."""
-        self._tools = (generator, search, codec, task, open_tools(task))
-        self._codec, self._task = codec, task
+        """`prompt` maps a question to its prompt; `timeout_s` limits an episode."""
+        self._generator, self._tools = generator, tools
         self._sampling, self._prompt, self._timeout_s = sampling, prompt, timeout_s
         self._numbers = itertools.count(1)
 
@@ -312,7 +310,7 @@ class Conversation:
         yield QuestionAccepted(text.strip(), question.prompt)
         sampling = self._sampling if temperature is None else replace(self._sampling, temperature=temperature)
         events: asyncio.Queue[Event | None] = asyncio.Queue()
-        play = _Play(*self._tools, sampling, question, events.put_nowait)
+        play = _Play(self._generator, self._tools, sampling, question, events.put_nowait)
         playing = asyncio.create_task(play.run(self._timeout_s))
         playing.add_done_callback(lambda _: events.put_nowait(None))
         try:
@@ -331,11 +329,12 @@ class Conversation:
         # Terminal input may contain unpaired surrogates.
         clean = text.encode("utf-8", "replace").decode("utf-8").strip()
         prompt = self._prompt(clean)
-        tokens = len(self._codec.encode(self._codec.prompt(prompt)))
-        if tokens > self._task.max_prompt_tokens:
+        codec, most = self._tools.codec, self._tools.task.max_prompt_tokens
+        tokens = len(codec.encode(codec.prompt(prompt)))
+        if tokens > most:
             raise UserError(
-                f"The question has {tokens} tokens with its prompt, more than task.max_prompt_tokens="
-                f"{self._task.max_prompt_tokens}: ask a shorter one.",
+                f"The question has {tokens} tokens with its prompt, more than task.max_prompt_tokens={most}: ask a "
+                "shorter one.",
                 code="out_of_range",
                 key="task.max_prompt_tokens",
             )
@@ -348,25 +347,23 @@ class _Play:
     def __init__(
         self,
         generator: Streaming,
-        search: SearchTool | None,
-        codec: Codec,
-        task: TaskConfig,
-        own_tools: Sequence[Tool],
+        tools: EpisodeTools,
         sampling: TurnSampling,
         question: Question,
         report: Callable[[Event], None],
     ) -> None:
-        self._generator, self._search, self._codec, self._report = generator, search, codec, report
-        agent = task.agent
+        self._generator, self._search, self._codec, self._report = generator, tools.search, tools.codec, report
+        task, agent = tools.task, tools.task.agent
         assert isinstance(agent, SearchR1Agent), "`chat_settings` refuses other agents"
-        tags = {tool.tag: tool.name for tool in own_tools}
-        searching, empty = search is not None, agent.allow_empty_query
+        tags = {tool.tag: tool.name for tool in tools.custom.values()}
+        searching, empty = tools.search is not None, agent.allow_empty_query
         self._rules = TurnRules(task, tags, searches=searching, allow_empty_query=empty)
-        tools = EpisodeTools(self, None if search is None else self, codec, task, own_tools)
-        searches = {} if search is None else {task.tags.search: Kind.search}
+        searches = {task.tags.search: Kind.search} if searching else {}
         self._kinds = {"think": Kind.thought, **searches, task.tags.answer: Kind.answer}
-        self._kinds |= {tool.tag: Kind.tool for tool in own_tools}
-        self._episode = Episode(question, 0, tools, sampling)
+        self._kinds |= dict.fromkeys(tags, Kind.tool)
+        reported = copy(tools)
+        reported.generator, reported.search = self, self if searching else None
+        self._episode = Episode(question, 0, reported, sampling)
         self._turn = -1
         self._observed = 0
         """Number of turns whose observation has been reported."""

@@ -233,6 +233,7 @@ async def asking(config: RunConfig, engine: EngineName) -> AsyncIterator[Ask]:
         if config.search.enabled and config.task.max_turns > 0:
             search = await stack.enter_async_context(open_tool(config.search))
         tools = EpisodeTools(generator, search, codec, config.task)
+        stack.callback(tools.close)
 
         async def ask(question: Question, sample: int, temperature: float) -> Trajectory:
             sampling = evaluation_sampling(

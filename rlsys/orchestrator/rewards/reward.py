@@ -392,25 +392,28 @@ class CustomTerm:
 
 
 async def _wait(result: Awaitable[Any]) -> Any:
-    return await result
+    try:
+        return await result
+    except SystemExit as error:  # It would end the event loop, and then the driver.
+        raise RuntimeError(one_line(error)) from error
 
 
 async def in_daemon_thread(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call `function` in a daemon thread, which cannot keep the process alive; return its result or raise its error."""
-    outcome: Future[tuple[Any, Exception | None]] = Future()
+    outcome: Future[tuple[Any, BaseException | None]] = Future()
     outcome.set_running_or_notify_cancel()  # Else a cancelled caller cancels `outcome`, and set_result raises.
 
     def work() -> None:
         try:
             outcome.set_result((function(*arguments), None))
-        except Exception as error:  # noqa: BLE001 (raised in the caller)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (raised in the caller)
             outcome.set_result((None, error))
 
     threading.Thread(target=work, name="reward", daemon=True).start()
     result, error = await asyncio.wrap_future(outcome)
-    if error is not None:  # A coroutine must not raise StopIteration.
-        stops = isinstance(error, StopIteration)
-        raise RuntimeError("StopIteration") if stops else error
+    if error is not None:  # A coroutine cannot raise StopIteration, and SystemExit would end the driver.
+        ends = isinstance(error, StopIteration | SystemExit)
+        raise RuntimeError(one_line(error)) if ends else error
     return result
 
 

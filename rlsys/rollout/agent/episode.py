@@ -26,7 +26,8 @@ from rlsys.rollout.agent.recorder import EpisodeOver, Generator, Recorder, TurnS
 from rlsys.rollout.agent.search_r1 import information_observer, search_r1
 from rlsys.rollout.agent.tokens import Codec, EpisodeProgress, PartialEpisode
 from rlsys.rollout.tools.calls import SearchTool, Toolbox, within
-from rlsys.rollout.tools.interface import EpisodeFacts, Tool, has_state, open_tools
+from rlsys.rollout.tools.interface import EpisodeFacts, OpenTool, Tool, has_state, open_tools
+from rlsys.search.web.loop import LoopThread
 
 
 class EpisodeRunner(Protocol):
@@ -80,8 +81,11 @@ class EpisodeTools:
         self.codec = codec
         self.task = task
         self.agent = agent_of(task)
-        self.custom = {tool.name: tool for tool in (open_tools(task) if custom is None else custom)}
+        opened = open_tools(task) if custom is None else [OpenTool(tool, LoopThread(tool.name)) for tool in custom]
+        self.custom = {each.tool.name: each.tool for each in opened}
         """Custom tools by name."""
+        self.threads = {each.tool.name: each.thread for each in opened}
+        """Tool name -> thread that runs the tool's code."""
         self.awaited: Counter[str] = Counter()
         """Tool name or `SEARCH` -> number of episodes that wait for it now."""
         self.resumes = not isinstance(task.agent, CustomAgent) and not any(map(has_state, self.custom.values()))
@@ -99,6 +103,11 @@ class EpisodeTools:
                 code="out_of_range",
                 key="task.max_observation_tokens",
             )
+
+    def close(self) -> None:
+        """Stop the threads of the tools without waiting for code that still runs; idempotent."""
+        while self.threads:
+            self.threads.popitem()[1].abandon()
 
 
 async def run_episode(
@@ -123,7 +132,8 @@ class Episode:
     ) -> None:
         """`progress` is from the same question, task and tokenizer; the episode resumes after the turns in it."""
         self._question, self._tools = question, tools
-        self._box = Toolbox(tools.custom, tools.search, EpisodeFacts(question, sample), tools.awaited)
+        facts = EpisodeFacts(question, sample)
+        self._box = Toolbox(tools.custom, tools.threads, tools.search, facts, tools.awaited)
         self.recorder = Recorder(question, sample, tools.generator, tools.codec, tools.task, sampling, progress)
 
     def progress(self) -> PartialEpisode | None:

@@ -2,7 +2,9 @@
 
 Invariants:
 - A failed call is returned, not raised: also of a tool that raises, hangs, or returns another type.
-- A call lasts at most its time limit and `CANCEL_GRACE_S`; the first call of a tool with state also includes its opening.
+- A tool's code runs on an event loop of its own, so code that blocks delays no episode and no other tool.
+- A call lasts at most its time limit and `CANCEL_GRACE_S`, and `BLOCKED_S` more if the tool blocks its event loop. The
+  first call of a tool with state also includes its opening.
 - The state of a tool belongs to one episode. What `open` has returned is closed exactly once, also if the episode was
   aborted, and even if `open` returned too late. `Toolbox.close` returns within `CANCEL_GRACE_S`; a state that takes longer
   is closed beside later episodes, and abandoned after the tool's time limit.
@@ -20,10 +22,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rlsys.rollout.tools.interface import EpisodeFacts, Tool, ToolError, has_state
 from rlsys.search.retrieval import SearchResult
+from rlsys.search.web.loop import LoopThread
 
 T = TypeVar("T")
 CANCEL_GRACE_S = 1.0
 """Time for a cancelled call to end; afterwards it is abandoned."""
+BLOCKED_S = 10.0
+"""Time after a call's limit within which its event loop must answer; a loop that does not is blocked."""
 MAX_CHARS = 100_000
 """Maximum length of a tool's result; the rest is cut off before any processing."""
 SEARCH = "search"
@@ -63,17 +68,23 @@ class Toolbox:
     """Search and tools of one episode. Close it when the episode ends."""
 
     def __init__(
-        self, tools: Mapping[str, Tool], search: SearchTool | None, episode: EpisodeFacts, awaited: Counter[str]
+        self,
+        tools: Mapping[str, Tool],
+        threads: Mapping[str, LoopThread],
+        search: SearchTool | None,
+        episode: EpisodeFacts,
+        awaited: Counter[str],
     ) -> None:
-        """`tools` are by name; without `search` the policy cannot search. `awaited` counts the calls in flight, by tool name
-        or `SEARCH`."""
+        """`tools` and the `threads` that run them are by name. Without `search` the policy cannot search. `awaited` counts
+        the calls in flight, by tool name or `SEARCH`."""
         self.by_name = tools
         self.searches = search is not None
         """True if the policy can search."""
         self._search = search
+        self._threads = threads
         self._episode = episode
         self._awaited = awaited
-        self._states: dict[str, _State] = {}
+        self._calls: dict[str, _Calls] = {}
 
     async def search(self, query: str) -> ToolResult:
         """Search, if `searches`. The policy should read `render_result(result)`."""
@@ -91,23 +102,60 @@ class Toolbox:
 
     async def close(self) -> None:
         """Close the states of all tools; idempotent."""
-        ending = [asyncio.ensure_future(state.end()) for state in self._states.values()]
-        self._states = {}
-        if ending:
-            await asyncio.wait(ending, timeout=CANCEL_GRACE_S)
+        closing = [asyncio.ensure_future(calls.close()) for calls in self._calls.values() if calls.has_state]
+        self._calls = {}
+        if closing:
+            await asyncio.wait(closing, timeout=CANCEL_GRACE_S)
 
     async def _call(self, name: str, text: str) -> ToolResult:
         if not name:
             assert self._search is not None, "an agent calls no search where there is none"
             found = await self._search.search(text)
             return ToolResult(render_search(passage.contents for passage in found.passages), found.error)
-        tool = self.by_name[name]
-        if not has_state(tool):
-            return await call_tool(tool, text)
-        if name not in self._states:
-            self._states[name] = _State(tool, self._episode)
-        state, error = await self._states[name].opened()
-        return ToolResult("", error) if error else await call_tool(tool, text, state)
+        if name not in self._calls:
+            self._calls[name] = _Calls(self.by_name[name], self._threads[name], self._episode)
+        return await self._calls[name].call(text)
+
+
+class _Calls:
+    """The calls of one tool in one episode, on the event loop of `thread`."""
+
+    def __init__(self, tool: Tool, thread: LoopThread, episode: EpisodeFacts) -> None:
+        self.has_state = has_state(tool)
+        self._tool, self._thread, self._episode = tool, thread, episode
+        self._state: _State | None = None
+        self._running: set[asyncio.Task[Any]] = set()
+
+    async def call(self, text: str) -> ToolResult:
+        """Call the tool, and give up if it blocks its event loop."""
+        opens = self.has_state and self._state is None
+        limit_s = (1 + opens) * self._tool.timeout_s + CANCEL_GRACE_S + BLOCKED_S
+        result = await within(self._thread.result_of(self._run(text)), timeout_s=limit_s)
+        return result or ToolResult("", _late(self._tool))
+
+    async def close(self) -> None:
+        """Close the state, if there is one."""
+        await self._thread.result_of(self._close())
+
+    async def _run(self, text: str) -> ToolResult:
+        if not self.has_state:
+            return await call_tool(self._tool, text)
+        if self._state is None:
+            self._state = _State(self._tool, self._episode)
+        running = asyncio.current_task()
+        assert running is not None
+        self._running.add(running)
+        try:
+            state, error = await self._state.opened()
+            return ToolResult("", error) if error else await call_tool(self._tool, text, state)
+        finally:
+            self._running.discard(running)
+
+    async def _close(self) -> None:
+        if self._running:  # A cancelled call may still be ending.
+            await asyncio.wait(self._running)
+        if self._state is not None:
+            await self._state.end()
 
 
 class _State:
@@ -154,7 +202,7 @@ class _State:
 
 async def call_tool(tool: Tool, text: str, state: Any = None) -> ToolResult:
     """Call `tool`, or its `state` in an episode, under the tool's time limit. Failures are returned, not raised."""
-    late = None, f"no answer within {tool.timeout_s:g} s"
+    late = None, _late(tool)
     call = (tool if state is None else state).call
     answer, error = await within(_attempt(lambda: call(text)), timeout_s=tool.timeout_s) or late
     if error:
@@ -175,6 +223,10 @@ async def _attempt(work: Callable[[], Awaitable[T]]) -> tuple[T | None, str]:
     # User code: the policy reads its error, and `exit()` in it must not end the worker.
     except (Exception, SystemExit) as error:  # noqa: BLE001
         return None, f"{type(error).__name__}: {_reason(error)}".rstrip(": ")
+
+
+def _late(tool: Tool) -> str:
+    return f"no answer within {tool.timeout_s:g} s"
 
 
 def _reason(error: BaseException) -> str:

@@ -2,7 +2,8 @@
 
 A class is a tool if it has the attributes of `Tool`; no base class is required. Keyword-only constructor arguments are
 its settings (`rlsys.components`). Each process that runs episodes makes one instance of the class and calls it
-concurrently, on the event loop of the episodes. Blocking work belongs in a thread (`asyncio.to_thread`).
+concurrently. All of a tool's code runs on an event loop of its own. Blocking work delays the tool's other calls, so it
+belongs in a thread (`asyncio.to_thread`).
 
 Invariant: the tools of `open_tools` have distinct names and tags, none of which is a tag of the protocol. No tool is
 instantiated before all have passed the checks.
@@ -15,13 +16,14 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from rlsys.components import check_callable
 from rlsys.config.custom import custom_variant, own_component
 from rlsys.config.schema import CustomTool, TaskConfig
 from rlsys.data.question import Question
 from rlsys.errors import Code, UserError
+from rlsys.search.web.loop import LoopThread
 
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
@@ -71,6 +73,13 @@ class Tool(Protocol):
         """
 
 
+class OpenTool(NamedTuple):
+    """A tool, and the thread whose event loop runs all of its code."""
+
+    tool: Tool
+    thread: LoopThread
+
+
 class ToolError(Exception):
     """Raised for a call that cannot be answered. The policy reads the message after the tool's name."""
 
@@ -90,11 +99,11 @@ def tool_tags(tools: Sequence[CustomTool]) -> dict[str, str]:
     return {tool.name: tool.tag for tool in map(_class_of, tools)}
 
 
-def open_tools(task: TaskConfig) -> tuple[Tool, ...]:
+def open_tools(task: TaskConfig) -> tuple[OpenTool, ...]:
     """Instantiate each tool of `task`. Raises UserError with one line per problem and the code of the first problem."""
     if problems := list(_problems(task)):
         raise UserError("\n".join(map(str, problems)), code=problems[0].code, key=problems[0].key)
-    return tuple(cast("Tool", own_component(tool)()) for tool in task.tools)
+    return tuple(_made(tool) for tool in task.tools)
 
 
 def check_tools(task: TaskConfig) -> Iterator[str]:
@@ -140,6 +149,14 @@ def _class_of(settings: CustomTool) -> Any:
     name, argument = ("open", "episode") if has_state(found) else ("call", "text")
     check_callable(getattr(found, name), f"{settings.kind}.{name}", settings.key, ("self", argument))
     return found
+
+
+def _made(settings: CustomTool) -> OpenTool:
+    async def make() -> Any:
+        return own_component(settings)()
+
+    thread = LoopThread(f"tool-{_class_of(settings).name}")
+    return OpenTool(thread.run(make()), thread)
 
 
 def _problem(sentence: str, code: Code) -> UserError:

@@ -66,6 +66,9 @@ def test_a_dense_index_is_opened_only_with_its_encoder(tmp_path: Path) -> None:
     assert caught[0].filename == __file__
     with refused("mismatch", tmp_path / "index"):
         BM25Retriever(tmp_path / "index")
+    (tmp_path / "index" / "manifest.json").write_text('{"format": 2, "kind": "dense"}')
+    with DenseRetriever(tmp_path / "index").serving(tmp_path) as settings:
+        assert settings["search.url"] is None, "the run's server names the damage"
 
 
 @pytest.mark.parametrize(

@@ -87,9 +87,8 @@ async def test_an_observation_that_fills_the_token_limit_is_reported() -> None:
 
 async def test_an_episode_ends_at_its_time_limit() -> None:
     script = Script(codec(), (SEARCHES, ANSWERS), halt_after=8)
-    asked = Conversation(
-        script, FakeSearch(), script.codec, task(), TurnSampling(0.0), lambda text: text, timeout_s=0.1
-    )
+    tools = EpisodeTools(script, FakeSearch(), script.codec, task())
+    asked = Conversation(script, tools, TurnSampling(0.0), lambda text: text, timeout_s=0.1)
     ended = (await all_of(asked))[-1]
     assert isinstance(ended, EpisodeEnded)
     assert (ended.answer, ended.finish) == (None, "time_limit")

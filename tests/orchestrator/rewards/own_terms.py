@@ -60,14 +60,20 @@ async def blocks_its_loop(_question: Question, _trajectory: Trajectory) -> float
     return 1.0
 
 
-def _raises(error: Exception) -> Callable[[Question, Trajectory], float]:
+async def exits_later(_question: Question, _trajectory: Trajectory) -> float:
+    raise SystemExit(3)
+
+
+def _raises(error: BaseException) -> Callable[[Question, Trajectory], float]:
     def term(_question: Question, _trajectory: Trajectory) -> float:
         raise error
 
     return term
 
 
-fails, stops, times_out_itself = map(_raises, (KeyError("no such\nthing"), StopIteration(), TimeoutError("no server")))
+fails, stops, exits, times_out_itself = map(
+    _raises, (KeyError("no such\nthing"), StopIteration(), SystemExit(3), TimeoutError("no server"))
+)
 
 
 def _returns(value: Any) -> Callable[[Question, Trajectory], Any]:

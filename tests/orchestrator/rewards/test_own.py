@@ -44,7 +44,10 @@ async def test_plain_functions_run_in_daemon_threads_at_the_same_time(calls: Tim
     assert await asyncio.gather(*both) == [[0.0, 1.0], [0.0, 1.0]]
 
 
-@pytest.mark.parametrize("name", ["fails", "stops", "times_out_itself", "yields", "not_a_number", "text", "too_many"])
+FAILING = ["fails", "stops", "exits", "exits_later", "times_out_itself", "yields", "not_a_number", "text", "too_many"]
+
+
+@pytest.mark.parametrize("name", FAILING)
 async def test_failure_or_invalid_value_names_the_term_and_the_sample(name: str, calls: TimedCalls) -> None:
     with refused("user_code", f"reward.terms.{HERE}.{name}") as error:
         await value(name, calls)

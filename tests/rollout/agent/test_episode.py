@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +24,8 @@ from tests.support.search_results import result_of
 
 
 def run(script: Script, config: TaskConfig) -> Trajectory:
-    return asyncio.run(run_episode(QUESTION, 3, tools_of(script, config), DRAWN))
+    with closing(tools_of(script, config)) as tools:
+        return asyncio.run(run_episode(QUESTION, 3, tools, DRAWN))
 
 
 @pytest.mark.parametrize("allowed", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,8 @@ def react(**changes: Any) -> TaskConfig:
 
 
 def run(script: Script, config: TaskConfig) -> Trajectory:
-    return asyncio.run(run_episode(ASKED, 3, EpisodeTools(script, script, script.codec, config), DRAWN))
+    with closing(EpisodeTools(script, script, script.codec, config)) as tools:
+        return asyncio.run(run_episode(ASKED, 3, tools, DRAWN))
 
 
 def script_of(*said: str, **changes: Any) -> Script:

@@ -24,6 +24,9 @@ class Echo:
     timeout_s = 5.0
     description = "hear an echo"
 
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+
     async def call(self, text: str) -> str:
         return text.upper()
 

@@ -14,20 +14,31 @@ from rlsys.data.trajectory import Finish
 from rlsys.errors import RunError
 from rlsys.rollout.agent.episode import EpisodeGroup, EpisodeTools, run_episode
 from rlsys.rollout.agent.recorder import Generation, TurnSampling
+from rlsys.rollout.tools import calls
 from rlsys.rollout.tools.calls import Toolbox, ToolResult, render_result
 from rlsys.rollout.tools.interface import EpisodeFacts
-from tests.extensions.tool_toys import Counting, Faulty
+from rlsys.search.web.loop import LoopThread
+from tests.extensions.tool_toys import Blocking, Counting, Faulty
 from tests.rollout.agent.scripted import CODEC, DRAWN, QUESTION, Script, task
+from tests.rollout.tools.own_tools import Echo
 
 SAMPLE = EpisodeFacts(Question("q", "", ()), 0)
+THREAD = LoopThread("tool")
 
 
 def toolbox(tool: Counting, episode: EpisodeFacts = SAMPLE) -> Toolbox:
-    return Toolbox({tool.name: tool}, None, episode, Counter())  # type: ignore[dict-item]
+    return Toolbox({tool.name: tool}, {tool.name: THREAD}, None, episode, Counter())  # type: ignore[dict-item]
 
 
 def episodes(tool: Counting, script: Script) -> EpisodeTools:
-    return EpisodeTools(script, script, CODEC, task(max_turns=9), custom=[tool])  # type: ignore[list-item]
+    return EpisodeTools(script, script, CODEC, task(max_turns=9), custom=[tool, Echo()])  # type: ignore[list-item]
+
+
+async def all_closed(tool: Counting, opened: int = 0) -> None:
+    """Wait until every state, at least `opened`, has been closed; on a slow machine, this may be after the episode."""
+    async with asyncio.timeout(60):
+        while len(tool.states) < opened or not all(state.closed for state in tool.states):
+            await asyncio.sleep(0.01)
 
 
 @settings(max_examples=50)
@@ -42,7 +53,9 @@ def test_concurrent_episodes_never_share_state(texts: list[list[str]]) -> None:
         return heard
 
     async def every() -> list[list[str]]:
-        return await asyncio.gather(*(play(sample) for sample in range(len(texts))))
+        heard = await asyncio.gather(*(play(sample) for sample in range(len(texts))))
+        await all_closed(tool)
+        return heard
 
     assert asyncio.run(every()) == [[f" {place + 1}" for place in range(len(said))] for said in texts]
     called = [sample for sample, said in enumerate(texts) if said]
@@ -72,7 +85,8 @@ async def test_faulty_state_is_an_error_of_the_call_and_closed_at_most_once(
         assert (await asyncio.wait_for(box.call(tool.name, "a"), 40)).error == error
     for _ in range(2):
         await asyncio.wait_for(box.close(), 40)
-    await asyncio.sleep(0)
+    if closed:
+        await all_closed(tool, 1)
     assert (len(tool.begun), sum(state.closed for state in tool.states)) == (opened, closed)
 
 
@@ -123,8 +137,31 @@ async def test_state_is_closed_once_under_abort_timeout_and_error(text: str, the
     (ended,) = await asyncio.wait_for(asyncio.gather(playing, return_exceptions=True), 60)
     assert type(ended) is {"error": RunError, "abort": asyncio.CancelledError, "timeout": type(None)}[how]
     assert [one.finish for one in group.trajectories()] == [Finish.ABORTED] * 3
-    assert {state.closed for state in tool.states} == {1}
+    await all_closed(tool)
+    assert {state.closed for state in tool.states} <= {1}
+    assert len(tool.states) == 3 or how != "abort"
     assert group.progress() == () or how == "timeout", "state cannot be resumed elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [("open", "no answer within 0.1 s"), ("call", "no answer within 0.1 s"), ("close", "")],
+)
+async def test_tool_that_blocks_delays_no_episode_and_no_other_tool(
+    method: str, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if error:
+        monkeypatch.setattr(calls, "BLOCKED_S", 0.1)
+    tool, script = Blocking(label=method), Script(["<block>a</block>", "<say>b</say>", "<answer>x</answer>"])
+    tools = episodes(tool, script)
+    played = await run_episode(QUESTION, 0, tools, DRAWN)
+    assert [turn.tool_error for turn in played.turns] == [error, "", ""]
+    assert (played.turns[1].observation.strip(), played.answer) == ("<information>B</information>", "x")
+    assert [state.closed for state in tool.states] == [0] * (method != "open")
+    tool.released.set()
+    await all_closed(tool, 1)
+    assert [state.closed for state in tool.states] == [1]
+    tools.close()
 
 
 async def test_seconds_of_a_call_are_counted_beside_the_search() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -22,7 +23,14 @@ def task(*tools: str) -> TaskConfig:
 
 
 def test_tools_are_made_in_order_and_described() -> None:
-    assert [type(one) for one in open_tools(task(ECHO, CALCULATOR))] == [own_tools.Echo, Calculator]
+    opened = open_tools(task(ECHO, CALCULATOR))
+    assert [type(one.tool) for one in opened] == [own_tools.Echo, Calculator]
+
+    async def running() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    loops = [one.thread.run(running()) for one in opened]
+    assert opened[0].tool.loop is loops[0] is not loops[1], "its connections belong to the loop of its calls"  # type: ignore[attr-defined]
     assert tool_tags(named_tools([ECHO, CALCULATOR])) == {"echo": "say", "calculator": "calculator"}
     assert list(check_tools(task(ECHO, f"{HERE}.Scripted", CALCULATOR))) == []
     first, second = described(named_tools([ECHO, CALCULATOR])).split(". ")
