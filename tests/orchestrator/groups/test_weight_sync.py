@@ -224,6 +224,15 @@ async def test_scoring_waits_from_the_begin_to_the_end_of_an_update(
     assert events == [f"{edge} {step}" for step in steps for edge in "><"]
 
 
+async def test_update_that_begins_again_ends_as_one_update(inference: InferenceGroup, events: list[str]) -> None:
+    await inference.begin_update(1)
+    await asyncio.wait_for(inference.begin_update(1), 60)
+    scoring = asyncio.create_task(inference.compute([]))
+    await inference.finish_update(1, "digest")
+    await asyncio.wait_for(scoring, 60)
+    assert events == [f"{edge} {step}" for step in [*["begin_update"] * 2, "finish_update", "compute"] for edge in "><"]
+
+
 @pytest.mark.parametrize("where", ["begin_update", "finish_update"])
 async def test_scoring_continues_after_an_update_that_failed(
     inference: InferenceGroup, where: str, events: list[str]
