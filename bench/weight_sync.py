@@ -232,6 +232,7 @@ class Copies:
     def __init__(self, workers: WorkerGroup, count: int) -> None:
         self.workers = workers
         self.living = tuple(range(count))
+        self.deaths = ()
 
     async def open_transport(self, specs: Sequence[TransportSpec]) -> None:
         """See `weight_sync.Receiver`."""

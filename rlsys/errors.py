@@ -51,6 +51,10 @@ class RunError(Exception):
     """Failure of a run, such as a dead worker or a time-out. The message is one sentence that names the cause."""
 
 
+class PeerLost(RunError):
+    """A process could not finish, because another one that it exchanges data with is gone, hangs or has left."""
+
+
 class Interrupted(Exception):
     """The run stopped at the user's request."""
 

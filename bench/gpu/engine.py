@@ -175,7 +175,7 @@ async def _speeds(engine: EngineDriver, setting: Setting, title: str) -> AsyncIt
 async def _update(worker: RolloutWorker, setting: Setting, mode: SyncMode, version: int) -> list[Figure]:
     """Send a version over `mode` beside generation, and switch to it."""
     names, size = ("the sender", "the engine"), setting.scale.bucket_bytes
-    spec = TransportSpec(mode, 0, names, size, _TRANSPORT_S, setting.device, ("127.0.0.1", 0), "")
+    spec = TransportSpec(mode, 0, names, size, _TRANSPORT_S, setting.device, None, "")
     counts = worker.engine.counts
     sent, paused = counts.update_bytes, counts.pause_s
     with _sender(spec, setting.model) as pipe:

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 import torch
 
 from bench.gpu.figures import Figure, Setting, at_most, holds
-from bench.gpu.part import free_port
 from rlsys.config.schema import SyncMode
-from rlsys.weights.transport import TransportSpec, await_device, checksum, open_sender, pack_into
+from rlsys.weights.transport import Meeting, TransportSpec, await_device, checksum, open_sender, pack_into
 
 OPENINGS, BUCKETS = 2, 3
 _TIMEOUT_S, _LEAVING_S = 30.0, 10.0
@@ -26,9 +25,10 @@ def measure(setting: Setting) -> Iterator[Figure]:
     weight = torch.randn(setting.scale.bucket_bytes // 4, device=device)
     expected = checksum("weight", weight)
     for number in range(1, OPENINGS + 1):
+        meeting = Meeting("127.0.0.1")
         spec = TransportSpec(
             *(SyncMode.broadcast, 0, ("the actor",), weight.nbytes, _TIMEOUT_S, setting.device),
-            *(("127.0.0.1", free_port()), ""),
+            *(meeting.address, ""),
         )
         started = time.perf_counter()
         sender = open_sender(spec)

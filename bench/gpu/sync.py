@@ -50,7 +50,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
     speeds: dict[SyncMode, float] = {}
     for mode in (SyncMode.tensor, SyncMode.ipc):
         names, size = ("the actor", "the receiver"), setting.scale.bucket_bytes
-        spec = TransportSpec(mode, 0, names, size, _TIMEOUT_S, setting.device, ("127.0.0.1", 0), "")
+        spec = TransportSpec(mode, 0, names, size, _TIMEOUT_S, setting.device, None, "")
         _versions(actor, spec, 1)  # A warm-up, which loads kernels onto the device.
         before = _memory(setting)
         speeds[mode] = _versions(actor, spec, REPEATS)

@@ -5,6 +5,7 @@ Contract:
 - Calls to one rank run in order.
 - A rank that dies or raises ends the call at once, with the last lines of its log in the error.
 - If one rank's death makes other ranks fail, the error reports the death.
+- Calls to several groups whose processes exchange data are awaited by `together`.
 
 Calls raise `RankDied` if a rank's process died, and `RankSilent` if a rank did not respond in time. A UserError or RunError
 of the worker is re-raised unchanged; any other exception of the worker becomes a RunError.
@@ -20,7 +21,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from rlsys.cluster.local_ray import interface_settings, own_addresses, promised_
 from rlsys.cluster.planning.placement import DeviceSlot
 from rlsys.cluster.runtime import RESOURCE, SEES_ALL_GPUS, device_ids, hosts_of, remote_shell, within
 from rlsys.config.schema import ClusterConfig, Device
-from rlsys.errors import RunError, UserError
+from rlsys.errors import PeerLost, RunError, UserError
 
 DEATH_S = 10.0
 """Time to wait for Ray to report a dead process, after its peers have already failed."""
@@ -134,6 +135,11 @@ class WorkerGroup:
         address, port = (await self._gather([self.ranks[0].handle.free_address.remote()], "to start", timeout_s))[0]
         return address, port
 
+    @property
+    def driver_host(self) -> str:
+        """Address of this process in the cluster."""
+        return str(ray.util.get_node_ip_address())
+
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Call `method` on every rank with the same arguments, and return the results in rank order."""
         return await self.call_each(method, [args] * len(self.ranks), timeout_s=timeout_s)
@@ -196,7 +202,9 @@ class WorkerGroup:
             problems = [wait.exception() for wait in done]
             causes = [problem.cause for problem in problems if isinstance(problem, ray.exceptions.RayTaskError)]
             # A rank may fail because a peer in its collectives has died.
-            if not all(isinstance(cause, UserError | RunError | None) for cause in causes):
+            if any(
+                not isinstance(cause, UserError | RunError | None) or isinstance(cause, PeerLost) for cause in causes
+            ):
                 later, missing = await _until_death(missing)
                 done |= later
             for wait in sorted(done, key=lambda wait: not isinstance(wait.exception(), _DEATHS)):
@@ -261,6 +269,27 @@ class AsyncHost(_Shell):
         """Call a method of the worker, and await the result if it is awaitable."""
         result = getattr(self._worker, method)(*args)
         return await result if inspect.isawaitable(result) else result
+
+
+async def together(*calls: Awaitable[Any]) -> list[Any]:
+    """Await calls to processes that exchange data with each other; return their results in order.
+
+    An error ends the wait and cancels the other waits. PeerLost is raised only once all calls have ended: the other
+    calls tell who has died, and no process is still busy when its next call begins.
+    """
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    waiting = set(tasks)
+    try:
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                if not isinstance(task.exception(), PeerLost):
+                    task.result()
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def share(value: Any) -> Any:

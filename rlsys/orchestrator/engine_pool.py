@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from rlsys.cluster.worker_group import RankDied, RankSilent, WorkerGroup
+from rlsys.cluster.worker_group import RankDied, RankSilent, WorkerGroup, together
 from rlsys.config.schema import RunConfig
 from rlsys.data.question import Question
 from rlsys.data.trajectory import Trajectory
@@ -136,6 +136,11 @@ class EnginePool:
     def living(self) -> tuple[int, ...]:
         """Ranks of the engines not known to be dead."""
         return self._router.living
+
+    @property
+    def deaths(self) -> Sequence[asyncio.Future[str]]:
+        """One future per engine, done once the engine is dead."""
+        return self._engines.dead
 
     @property
     def capacity(self) -> int:
@@ -432,15 +437,9 @@ class EngineCalls:
     ) -> dict[int, Any]:
         """Run `do` concurrently for all living engines, or for `engines`, and merge the results.
 
-        Raises the first error and cancels the other calls. Raises NoEngineLeft if no engine lives afterwards.
+        Raises errors as `together` does. Raises NoEngineLeft if no engine lives afterwards.
         """
-        tasks = [asyncio.ensure_future(do(engine)) for engine in (self._router.living if engines is None else engines)]
-        try:
-            answers = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        answers = await together(*map(do, self._router.living if engines is None else engines))
         if not self._router.living:
             raise NoEngineLeft(f"every rollout engine has died. The last one: {self.last_error}")
         return {engine: answer for by_engine in answers for engine, answer in by_engine.items()}

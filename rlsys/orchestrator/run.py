@@ -173,7 +173,6 @@ class Run:
         )
         try:
             await onload("inference")
-            await sync.open()
             await sync.send(step + 1)
         finally:
             sync.close()
@@ -312,7 +311,6 @@ async def open_run(config: RunConfig, run_dir: Path, origin: Origin | None = Non
             questions_sha256=questions_sha256,
         )
         stack.callback(run.weights.close)
-        await run.weights.open()
         if origin:
             await run.load(origin)
         yield run

@@ -11,14 +11,22 @@ Invariant: a receiver uses a version only if the digest of all its tensors equal
 On a mismatch the receiver refuses the version and the run ends. An engine that was set aside and catches up later is
 dropped from the pool instead.
 
-Bucket bytes travel over a transport (`cluster.sync_mode`). After a receiver has died, the next push reopens the
-transport. Only small handles pass through this module. The reference policy is distributed in the same way, with the
-inference group as the sender.
+Bucket bytes travel over a transport (`cluster.sync_mode`), which is opened for the receivers that live when a push
+begins. If one dies during the push, the others still get the version:
+
+    tensor, ipc, disk    They do not depend on it, so the push continues.
+    broadcast            They lose their peer, so the push starts over with a transport for the others only: a push to n
+                         receivers ends after at most n attempts. The driver ends the `Meeting` of the old transport;
+                         all members leave it and have answered before the next attempt begins.
+
+Only small handles pass through this module. The reference policy is distributed in the same way, with the inference
+group as the sender.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -27,12 +35,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlsys.cluster.worker_group import WorkerGroup
-from rlsys.config.schema import ClusterConfig
-from rlsys.errors import RunError
+from rlsys.cluster.worker_group import WorkerGroup, together
+from rlsys.config.schema import ClusterConfig, SyncMode
+from rlsys.errors import PeerLost, RunError
 from rlsys.observe import status
 from rlsys.observe.spans import Tracer
-from rlsys.weights.transport import BucketHandle, TransportSpec
+from rlsys.weights.transport import BucketHandle, Meeting, TransportSpec
+
+_log = logging.getLogger(__name__)
 
 
 class WeightReceiver(Protocol):
@@ -44,11 +54,15 @@ class WeightReceiver(Protocol):
     def living(self) -> tuple[int, ...]:
         """Ranks of the living processes, which receive weights."""
 
+    @property
+    def deaths(self) -> Sequence[asyncio.Future[str]]:
+        """Futures that are done once a process is dead, for the processes that the run can do without."""
+
     async def open_transport(self, specs: Mapping[int, TransportSpec]) -> None:
         """Open the transport on each rank in `specs`."""
 
     async def begin_update(self, version: int) -> None:
-        """Prepare to receive `version`."""
+        """Prepare to receive `version`, discarding what an unfinished update has received."""
 
     async def load_bucket(self, handle: BucketHandle) -> None:
         """Receive one bucket in every process; the sender may overwrite its bytes afterwards."""
@@ -112,6 +126,9 @@ class WeightSync:
         self._folder = run_dir / "weights"
         self._tracer, self._onload, self._activated = tracer, onload, activated
         self._members: tuple[str, ...] = ()
+        """Names of the processes that the transport connects."""
+        self._meetings: list[Meeting] = []
+        """Meetings of all transports, the newest last. Members of an old one leave it when they join the next."""
         self._taken = 0
         self._copy_gb_s = 0.0
         self._transferred: SyncReport | None = None
@@ -120,30 +137,6 @@ class WeightSync:
         self._switched.set()
         self.reports: list[SyncReport] = []
         """Reports of the activated versions, in order."""
-
-    async def open(self) -> None:
-        """Connect the sender and all living receivers. Raises RunError naming the processes that fail to join."""
-        host, port = await self._sender.free_address(self._cluster.call_timeout_s)
-        # A receiver may die at every `await`, so members and specs are from one moment.
-        members = self._living_members()
-        spec = TransportSpec(
-            mode=self._cluster.sync_mode,
-            rank=0,
-            members=members,
-            bucket_bytes=self._cluster.sync_bucket_bytes,
-            timeout_s=self._cluster.call_timeout_s,
-            device=self._cluster.device,
-            address=(host, port),
-            folder=str(self._folder.resolve()),
-        )
-        ranks = count(1)
-        opening: list[Coroutine[Any, Any, Any]] = [self._sender.call("open_export", spec)]
-        for receiver in self._all:
-            specs = {own: replace(spec, rank=rank) for own, rank in zip(receiver.living, ranks, strict=False)}
-            opening.append(receiver.open_transport(specs))
-        (speed, *_), *_ = await asyncio.gather(*opening)
-        self._copy_gb_s = self._copy_gb_s or speed
-        self._members, self._taken = members, 0
 
     async def push(self, version: int) -> SyncReport:
         """Send the sender's weights to every receiver as `version`, bringing colocated groups onto their devices first.
@@ -156,18 +149,7 @@ class WeightSync:
             if not self._switched.is_set():
                 status.show("waits for the previous activation", "sync")
             await self._last_switch(version)
-            if self._living_members() != self._members:
-                await self.open()
-            status.show("waits for log-probs", "sync")
-            # This wait is not measured, because receivers may first finish work in flight.
-            await asyncio.gather(*(receiver.begin_update(version) for receiver in self._all))
-            started = time.perf_counter()
-            status.show(f"sends version {version}", "sync")
-            with self._tracer.span("sync.transfer", step=version):
-                sent_bytes, digest = await self._send_buckets()
-                await asyncio.gather(*(receiver.finish_update(version, digest) for receiver in self._immediate))
-        seconds = time.perf_counter() - started
-        report = SyncReport(version, digest, sent_bytes, self._copy_gb_s, seconds)
+            report = await self._transfer(version)
         self._transferred = report
         self._switched.clear()
         status.show("waits for activation", "sync")
@@ -184,7 +166,7 @@ class WeightSync:
         status.show(f"activates version {version}", "sync")
         try:
             with self._tracer.span("sync.switch", step=version):
-                await asyncio.gather(*(receiver.finish_update(version, held.digest) for receiver in self._deferred))
+                await together(*(receiver.finish_update(version, held.digest) for receiver in self._deferred))
             report = replace(held, switch_s=time.perf_counter() - started)
             self.reports.append(report)
             self._transferred = None
@@ -236,6 +218,70 @@ class WeightSync:
                 f"Version {version} cannot be sent: the activation of version {self._transferred.version} failed."
             )
 
+    async def _transfer(self, version: int) -> SyncReport:
+        """Send `version` to all living receivers; start over if one has died and the others have lost their peer."""
+        lost: PeerLost | None = None
+        while True:
+            status.show("waits for log-probs", "sync")
+            # Blocks until receivers have finished work in flight. Every receiver answers here, or is found to be dead.
+            await together(*(receiver.begin_update(version) for receiver in self._all))
+            if lost is not None and self._living_members() == self._members:
+                raise lost
+            try:
+                return await self._attempt(version)
+            except PeerLost as problem:
+                lost = problem
+            _log.warning("version %d is sent again, to the receivers that live: %s", version, lost)
+
+    async def _attempt(self, version: int) -> SyncReport:
+        """Send `version` to the receivers that live now; raises PeerLost only once they all have answered."""
+        # Processes may die at every `await`, so the members of the transport and their deaths are from one moment.
+        opening = [] if self._living_members() == self._members else self._connect()
+        deaths = [death for receiver in self._all for death in receiver.deaths if not death.done()]
+        sending = asyncio.ensure_future(self._send(version, opening))
+        try:
+            await asyncio.wait([sending, *deaths], return_when=asyncio.FIRST_COMPLETED)
+            if not sending.done() and self._meetings:
+                self._meetings[-1].end()
+            return await sending
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+    def _connect(self) -> list[Coroutine[Any, Any, Any]]:
+        """Return the calls that connect the sender, whose answer is first, and all living receivers."""
+        self._members, self._taken = self._living_members(), 0
+        if self._cluster.sync_mode is SyncMode.broadcast:
+            self._meetings.append(Meeting(self._sender.driver_host))
+        spec = TransportSpec(
+            mode=self._cluster.sync_mode,
+            rank=0,
+            members=self._members,
+            bucket_bytes=self._cluster.sync_bucket_bytes,
+            timeout_s=self._cluster.call_timeout_s,
+            device=self._cluster.device,
+            address=self._meetings[-1].address if self._meetings else None,
+            folder=str(self._folder.resolve()),
+        )
+        ranks = count(1)
+        opening: list[Coroutine[Any, Any, Any]] = [self._sender.call("open_export", spec)]
+        for receiver in self._all:
+            specs = {own: replace(spec, rank=rank) for own, rank in zip(receiver.living, ranks, strict=False)}
+            opening.append(receiver.open_transport(specs))
+        return opening
+
+    async def _send(self, version: int, opening: Sequence[Awaitable[Any]]) -> SyncReport:
+        """Open the transport by awaiting `opening`, if any, then send all buckets."""
+        if opening:
+            (speed, *_), *_ = await together(*opening)
+            self._copy_gb_s = self._copy_gb_s or speed
+        started = time.perf_counter()
+        status.show(f"sends version {version}", "sync")
+        with self._tracer.span("sync.transfer", step=version):
+            sent_bytes, digest = await self._send_buckets()
+            await together(*(receiver.finish_update(version, digest) for receiver in self._immediate))
+        return SyncReport(version, digest, sent_bytes, self._copy_gb_s, time.perf_counter() - started)
+
     async def _send_buckets(self) -> tuple[int, str]:
         """Send all buckets; return the number of bytes and their digest."""
         sent_bytes = 0
@@ -245,7 +291,7 @@ class WeightSync:
             sent_bytes += handle.nbytes
             # `_taken` counts the buckets that every receiver has loaded; the sender overwrites only those.
             loads = [receiver.load_bucket(handle) for receiver in self._all]
-            handle, *_ = await asyncio.gather(self._next_handle(), *loads)
+            handle, *_ = await together(self._next_handle(), *loads)
             self._taken += 1
         digest: str = (await self._sender.call("end_export", self._taken))[0]
         return sent_bytes, digest

@@ -241,10 +241,15 @@ class InferenceGroup(MegatronGroup):
     Invariant: no `compute` overlaps an update, which lasts from `begin_update` to the end of `finish_update`.
     """
 
+    deaths: Sequence[asyncio.Future[str]] = ()
+    """None: a dead process of this group ends the run."""
+
     def __init__(self, workers: WorkerGroup, sharder: BatchSharder, tracer: Tracer) -> None:
         super().__init__(workers, sharder, tracer)
         self.reference = Checkpoints(self)
         self._weights = asyncio.Lock()
+        self._updating = False
+        """True while an update holds `_weights`."""
         self._version = 0
 
     @property
@@ -269,12 +274,14 @@ class InferenceGroup(MegatronGroup):
         await self.workers.call_each("open_transport", [(specs[rank],) for rank in self.living])
 
     async def begin_update(self, version: int) -> None:  # noqa: ARG002
-        """Block until running computations end, then prepare to receive `version`."""
-        await self._weights.acquire()
+        """Block until running computations end, then prepare to receive `version`; discards an unfinished update."""
+        if not self._updating:
+            await self._weights.acquire()
+            self._updating = True
         try:
             await self.workers.call("begin_update")
         except BaseException:
-            self._weights.release()
+            self._end_update()
             raise
 
     async def load_bucket(self, handle: BucketHandle) -> None:
@@ -287,7 +294,11 @@ class InferenceGroup(MegatronGroup):
             await self.workers.call("finish_update", version, digest)
             self._version = version
         finally:
-            self._weights.release()
+            self._end_update()
+
+    def _end_update(self) -> None:
+        self._updating = False
+        self._weights.release()
 
 
 class TrainedGroup(MegatronGroup, ABC):

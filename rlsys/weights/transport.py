@@ -22,6 +22,9 @@ copies and hashes a piece (XXH3) block by block, while the block is in the core'
 - The sender overwrites or removes bytes only after `Sender.release` reports that every receiver has taken the bucket.
   Two buckets can be in flight, so the sender packs the next bucket while receivers read the previous one.
 - Every wait has a timeout and raises RunError naming the missing members.
+- A broadcast needs all its members: if one dies, hangs or leaves, the others raise PeerLost at once, and take part in
+  nothing further. The driver hosts their `Meeting`, and ends it when it notices that a member has died, because NCCL may
+  not. The members of other transports do not wait for each other.
 """
 
 from __future__ import annotations
@@ -29,18 +32,21 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import chain, groupby
 from math import prod
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
@@ -51,10 +57,11 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from rlsys.config.schema import Device, SyncMode
-from rlsys.errors import RunError
+from rlsys.errors import PeerLost, RunError
 from rlsys.weights.sockets import listener
 from rlsys.weights.weight_map import aligned, packed
 
+T = TypeVar("T")
 Memory = NDArray[np.uint8] | Tensor
 """[bytes] uint8: an array in host memory or a tensor on a device.
 
@@ -344,6 +351,8 @@ _FILE_S, _FILE_POLL_S = 60.0, 0.05
 """Longest delay until a complete file is visible on other hosts (file system caches), and interval for polling it."""
 _MEMBER_POLL_S, _WORK_POLL_S = 0.02, 0.0005
 """Polling intervals for missing members of a broadcast group, and for completion of a broadcast."""
+_END_POLL_S = 0.1  # Polling interval for the end of a meeting.
+_ENDED = "ended"  # Key of a meeting's store that is set at its end.
 _PATIENCE = 2.0  # Timeout of the process group, as a multiple of `TransportSpec.timeout_s`.
 
 
@@ -357,7 +366,7 @@ class TransportSpec:
     bucket_bytes: int  # Size of the largest bucket.
     timeout_s: float  # Timeout of every wait for another process.
     device: Device  # Broadcast backend: gloo for CPU, NCCL for GPU. `ipc` needs GPU.
-    address: tuple[str, int]  # Host and free port of the sender's store, where the members of a broadcast meet.
+    address: tuple[str, int] | None  # Host and port of the `Meeting` of a broadcast's members.
     folder: str  # Folder of bucket files (`disk`), visible to all members.
 
     @property
@@ -694,11 +703,24 @@ class DiskReceiver(Receiver):
             time.sleep(_FILE_POLL_S)
 
 
+class Meeting:
+    """Hosts the store in which the members of a broadcast find each other; belongs to the driver, which outlives them."""
+
+    def __init__(self, host: str) -> None:
+        descriptor, port = listener(host, 0)
+        self._store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+        self.address = (host, port)
+
+    def end(self) -> None:
+        """Make every member raise PeerLost that waits for another member, now or later. Idempotent."""
+        self._store.set(_ENDED, "1")
+
+
 class BroadcastSender(Sender):
     """Broadcasts buckets to a process group in which it is rank 0; sends one bucket while the next is packed."""
 
     def __init__(self, spec: TransportSpec, device: torch.device | None = None) -> None:
-        """Blocks until every receiver has joined. Raises RunError naming the missing receivers."""
+        """Blocks until every receiver has joined. Raises PeerLost naming the missing receivers."""
         super().__init__(spec, device)
         self._group = _Group(spec, self.device)
         self._in_flight: dist.Work | None = None
@@ -706,7 +728,10 @@ class BroadcastSender(Sender):
     def send(self, bucket: Bucket) -> BucketHandle:
         """See `Sender`. Returns when the previous broadcast is complete and this one has started."""
         self._finish()
-        self._in_flight = self._group.broadcast(bucket.flat)
+        try:
+            self._in_flight = self._group.broadcast(bucket.flat)
+        except RuntimeError as problem:
+            raise self._lost(self._sent + 1) from problem
         return self._handle(bucket, None)
 
     def release(self, taken: int) -> None:
@@ -728,18 +753,21 @@ class BroadcastSender(Sender):
         try:
             self._group.complete(work)
         except (RuntimeError, TimeoutError) as problem:
-            missing = self._group.missing_receivers(self._sent)
-            raise RunError(
-                f"bucket {self._sent} of the weights was not received by {' and '.join(missing) or 'a receiver'}: it "
-                f"exited or hung for {self._spec.timeout_s:g} s; look at its log."
-            ) from problem
+            raise self._lost(self._sent) from problem
+
+    def _lost(self, number: int) -> PeerLost:
+        missing = self._group.missing_receivers(number)
+        return PeerLost(
+            f"bucket {number} of the weights was not received by {' and '.join(missing) or 'a receiver'}: it exited or "
+            f"hung for {self._spec.timeout_s:g} s; look at its log."
+        )
 
 
 class BroadcastReceiver(Receiver):
     """Receives broadcasts as a rank above 0 of the process group."""
 
     def __init__(self, spec: TransportSpec, device: torch.device | None = None) -> None:
-        """Blocks until every member has joined. Raises RunError naming the missing members."""
+        """Blocks until every member has joined. Raises PeerLost naming the missing members."""
         super().__init__(spec, device)
         self._group = _Group(spec, self._device)
         self._received = 0
@@ -752,9 +780,9 @@ class BroadcastReceiver(Receiver):
             self._group.complete(self._group.broadcast(bucket.flat))
             self._group.store.set(f"taken/{self._spec.rank}", str(handle.number))
         except (RuntimeError, TimeoutError) as problem:
-            raise RunError(
-                f"bucket {handle.number} of the weights did not reach {self._spec.name}: {self._spec.members[0]} "
-                f"exited or hung for {self._spec.timeout_s:g} s; look at its log."
+            raise PeerLost(
+                f"bucket {handle.number} of the weights did not reach {self._spec.name}: {self._spec.members[0]} or "
+                f"another receiver exited or hung for {self._spec.timeout_s:g} s; look at their logs."
             ) from problem
         self._received = handle.number
         return bucket
@@ -767,44 +795,54 @@ class BroadcastReceiver(Receiver):
 class _Group:
     """A process group separate from torch's default one: gloo on CPUs, NCCL on GPUs.
 
-    The sender hosts the group's store, which records the members that have joined and the buckets that each member has
-    taken, so errors can name the missing members.
+    The store of the members' `Meeting` records the members that have joined and the buckets that each member has taken,
+    so errors can name the missing members. A member that leaves, also because a broadcast failed, ends the meeting:
+    neither backend tells all the other members.
 
     NCCL needs a separate device per member, and differs from gloo in two ways:
     - The first broadcast connects the members and blocks until all take part. However, a receiver takes part only once
       it has a bucket's handle, which the sender's `send` returns. So the constructor broadcasts one byte.
-    - `wait` blocks a CUDA stream, not the caller. When the group's timeout expires, torch's watchdog kills the process
-      before any error can name the missing members. So `complete` polls, and gives up before the group's timeout.
+    - `wait` blocks a CUDA stream, not the caller. If a broadcast fails or the group's timeout expires, torch's watchdog
+      kills the process. So the group is made without a watchdog that acts, and `complete` polls.
     """
 
     def __init__(self, spec: TransportSpec, device: torch.device | None) -> None:
         """`device` is the memory's device, None for host memory."""
         self._spec = spec
         self.store = _join(spec)
-        self._group = _open_group(spec, dist.PrefixStore("group", self.store))
+        self._group: Any = None
         try:
-            self.complete(self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device)))
+            # Connecting blocks until all members take part, and cannot be interrupted.
+            connecting = _in_background(partial(self._connect, device))
+            self._await(connecting.done)
+            self.complete(connecting.result())
         except (RuntimeError, TimeoutError) as problem:
-            raise RunError(
+            self.leave()
+            raise PeerLost(
                 f"{spec.name} joined the others, but cannot exchange data with them ({problem}): one of "
                 f"{' and '.join(spec.members)} exited or hung; look at their logs."
             ) from problem
 
     def broadcast(self, flat: Tensor) -> dist.Work:
-        """Start an asynchronous broadcast of `flat` from rank 0."""
+        """Start an asynchronous broadcast of `flat` from rank 0. Raises RuntimeError after `leave`."""
+        if self._group is None:
+            raise RuntimeError("this process has left the group")
         options = dist.BroadcastOptions()
         options.rootRank = 0
         work: dist.Work = self._group.broadcast([flat], options)
         return work
 
     def complete(self, work: dist.Work) -> None:
-        """Block until `work` is done, on the device too. Raises RuntimeError on failure, TimeoutError on a hang."""
-        until = time.monotonic() + self._spec.timeout_s
-        while not work.is_completed():
-            if time.monotonic() > until:
-                raise TimeoutError(f"a broadcast timed out after {self._spec.timeout_s:g} s")
-            time.sleep(_WORK_POLL_S)
-        work.wait()
+        """Block until `work` is done, on the device too.
+
+        Leaves the group and raises RuntimeError on failure and at the end of the meeting, TimeoutError on a hang.
+        """
+        try:
+            self._await(work.is_completed)
+            work.wait()
+        except (RuntimeError, TimeoutError):
+            self.leave()
+            raise
 
     def missing_receivers(self, number: int) -> list[str]:
         """Return the names of receivers that have not taken bucket `number`."""
@@ -816,37 +854,69 @@ class _Group:
         return [name for rank, name in members if rank and taken(f"taken/{rank}") < number]
 
     def leave(self) -> None:
-        """Leave the group; pending waits of other members fail."""
+        """Leave the group and end the meeting; pending waits of other members fail. Idempotent."""
+        with suppress(RuntimeError):  # The driver may be gone.
+            self.store.set(_ENDED, "1")
         if self._group is not None:
             self._group.abort()
         self._group = None
 
+    def _connect(self, device: torch.device | None) -> dist.Work:
+        # A clone, because a store serves no other thread while one waits for a key.
+        self._group = _open_group(self._spec, dist.PrefixStore("group", self.store.clone()))
+        return self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
+
+    def _await(self, done: Callable[[], bool]) -> None:
+        _wait(done, self.store, self._spec.timeout_s, _WORK_POLL_S)
+
+
+def _wait(done: Callable[[], bool], store: dist.Store, timeout_s: float, poll_s: float) -> None:
+    """Poll `done` until it is true. Raises RuntimeError if the meeting of `store` ends, TimeoutError after `timeout_s`."""
+    now = time.monotonic()
+    until, next_look = now + timeout_s, now + _END_POLL_S
+    while not done():
+        now = time.monotonic()
+        if now > until:
+            raise TimeoutError(f"waited {timeout_s:g} s")
+        if now > next_look:
+            next_look = now + _END_POLL_S
+            if store.check([_ENDED]):
+                raise RuntimeError("a member has left, or is dead")
+        time.sleep(poll_s)
+
+
+def _in_background(action: Callable[[], T]) -> Future[T]:
+    """Run `action` in a thread that may block for ever without keeping the process alive."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(action())
+        except BaseException as problem:  # noqa: BLE001 - raised where the result is read
+            result.set_exception(problem)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result
+
 
 def _join(spec: TransportSpec) -> dist.TCPStore:
-    """Join the sender's store and block until all members have joined. Raises RunError naming missing members."""
+    """Join the meeting and block until all members have joined. Raises PeerLost naming missing members."""
+    assert spec.address is not None
     host, port = spec.address
+    missing = [spec.name]
+
+    def all_here() -> bool:
+        missing[:] = [name for rank, name in enumerate(spec.members) if not store.check([f"here/{rank}"])]
+        return not missing
+
     try:
-        store = dist.TCPStore(
-            host,
-            port,
-            is_master=spec.rank == 0,
-            timeout=timedelta(seconds=spec.timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener(host, port)[0] if spec.rank == 0 else None,
-        )
+        limit = timedelta(seconds=spec.timeout_s)
+        store = dist.TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
         store.set(f"here/{spec.rank}", "1")
-        until = time.monotonic() + spec.timeout_s
-        while missing := [name for rank, name in enumerate(spec.members) if not store.check([f"here/{rank}"])]:
-            if time.monotonic() > until:
-                raise RunError(
-                    f"{' and '.join(missing)} did not join the weight transport within {spec.timeout_s:g} s: look at "
-                    "its log."
-                )
-            time.sleep(_MEMBER_POLL_S)
+        _wait(all_here, store, spec.timeout_s, _MEMBER_POLL_S)
     except (OSError, RuntimeError) as problem:
-        raise RunError(
-            f"{spec.name} could not join the weight transport of {spec.members[0]} at {host}:{port}: one of them "
-            f"exited or hung for {spec.timeout_s:g} s; look at its log. ({problem})"
+        raise PeerLost(
+            f"{' and '.join(missing)} did not join the weight transport at {host}:{port} ({problem}): look at its log."
         ) from problem
     return store
 
@@ -857,7 +927,19 @@ def _open_group(spec: TransportSpec, store: dist.Store) -> Any:
         return dist.ProcessGroupGloo(store, spec.rank, len(spec.members), limit)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
-    return dist.ProcessGroupNCCL(store, spec.rank, len(spec.members), options)
+    with _variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):  # The constructor reads it; 0 is `NoHandling`.
+        return dist.ProcessGroupNCCL(store, spec.rank, len(spec.members), options)
+
+
+@contextmanager
+def _variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable during the body."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name) if before is None else os.environ.update({name: before})
 
 
 class IpcSender(Sender):

@@ -16,10 +16,11 @@ import ray
 
 from rlsys.cluster.preflight.machine import Unseen, cluster_at
 from rlsys.cluster.runtime import answer, natural, ray_runtime
-from rlsys.cluster.worker_group import Rank, RankDied, RankSilent, WorkerGroup
+from rlsys.cluster.worker_group import Rank, RankDied, RankSilent, WorkerGroup, together
 from rlsys.config.schema import ClusterConfig, Device
-from rlsys.errors import RunError
+from rlsys.errors import PeerLost, RunError
 from tests.support.refusals import refused
+from tests.support.virtual_time import virtually
 
 
 def test_ray_that_does_not_start_is_retried_and_then_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -55,6 +56,28 @@ async def test_answer_error_and_silence_of_the_head_are_distinguished() -> None:
     with pytest.raises(RunError, match="the head of the Ray cluster"):
         await answer(never.wait, 0.05)
     never.set()
+
+
+@virtually
+async def test_calls_together_end_with_the_first_error_but_a_lost_peer_waits_for_the_others() -> None:
+    ended: list[str] = []
+
+    async def call(name: str, seconds: float, problem: Exception | None = None) -> str:
+        await asyncio.sleep(seconds)
+        ended.append(name)
+        if problem is not None:
+            raise problem
+        return name
+
+    assert await together(call("a", 2), call("b", 1)) == ["a", "b"]
+    ended.clear()
+    with pytest.raises(PeerLost):
+        await together(call("lost", 1, PeerLost("b has left")), call("slow", 3), call("also lost", 2, PeerLost("")))
+    assert ended == ["lost", "also lost", "slow"]
+    ended.clear()
+    with pytest.raises(RunError, match="no room"):
+        await together(call("lost", 1, PeerLost("b has left")), call("slow", 3), call("full", 2, RunError("no room")))
+    assert ended == ["lost", "full"], "the slow call is no longer awaited"
 
 
 def test_silent_cluster_is_unseen_after_the_time_out() -> None:

@@ -90,13 +90,14 @@ async def test_failure_silence_and_death_are_distinguished_and_name_the_rank(
         assert died.value.rank == 1
 
 
+@pytest.mark.parametrize("known", [False, True])
 async def test_death_is_reported_although_it_made_other_ranks_fail_first(
-    bundles: PlacementGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    known: bool, bundles: PlacementGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_group, "DEATH_S", 300.0)
     async with group_of(bundles, SEATS, tmp_path) as group:
         with pytest.raises(RankDied) as died:
-            await group.call("lose", 1, tmp_path / "failed")
+            await group.call("lose", 1, tmp_path / "failed", known)
         assert died.value.rank == 1
 
 

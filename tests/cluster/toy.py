@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from rlsys.errors import UserError
+from rlsys.errors import PeerLost, UserError
 
 
 class Toy:
@@ -50,11 +50,14 @@ class Toy:
             os._exit(3)
         time.sleep(3600)
 
-    def lose(self, rank: int, file: Path) -> None:
-        """End the process of one rank after the other ranks have failed, as they do when they lose a peer."""
+    def lose(self, rank: int, file: Path, known: bool) -> None:
+        """End the process of one rank after the other ranks have failed, as they do when they lose a peer.
+
+        With `known`, they know that they did.
+        """
         if self.rank != rank:
             file.touch()
-            raise ConnectionError("closed by peer")
+            raise PeerLost("a peer has left") if known else ConnectionError("closed by peer")
         while not file.exists():
             time.sleep(0.02)
         time.sleep(0.5)

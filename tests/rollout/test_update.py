@@ -139,7 +139,7 @@ async def test_weights_arrive_in_device_memory_and_are_copied_for_the_engine_out
     weights = dict(bench.second.named_parameters())
     parts = list(pack(weights.items(), bucket_bytes=40_000))
     size = max(bucket.data.nbytes for bucket in parts)
-    spec = TransportSpec(mode, 0, ("actor", "engine"), size, 60.0, Device.cpu, ("127.0.0.1", 0), folder="")
+    spec = TransportSpec(mode, 0, ("actor", "engine"), size, 60.0, Device.cpu, None, folder="")
     sender = sender_of(spec, on_device=True)
     with pytest.raises(RunError, match="open_transport"):
         await bench.worker.load_bucket(BucketHandle(1, (), 0, None))

@@ -198,6 +198,8 @@ class HostedGroup:
     async def build(self, factory: Callable[..., Any], arguments: Sequence[tuple], timeout_s: float) -> None:  # noqa: ARG002
         ask(self.ranks, _build, [(factory, *args) for args in arguments])
 
+    driver_host = "127.0.0.1"
+
     async def free_address(self, timeout_s: float) -> tuple[str, int]:  # noqa: ARG002
         return "127.0.0.1", free_port()
 

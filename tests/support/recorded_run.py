@@ -203,7 +203,6 @@ async def opened(
         for name, group in groups.items():
             await launch_megatron(group, name, config)  # type: ignore[arg-type]
         session = _session(config, run_dir, run, groups, kill_switch, origin)
-        await session.weights.open()
         if origin:
             await session.load(origin)
         yield session

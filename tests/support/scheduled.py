@@ -104,6 +104,7 @@ class Playback:
     def __init__(self, config: RunConfig, recording: Recording, arrivals: Arrivals, seen: Outcome) -> None:
         self.workers = SimpleNamespace(ranks=[SimpleNamespace(name="rollout rank 0")])
         self.living = (0,)
+        self.deaths = ()
         self.step = 0
         self.waits_for = ""
         self.weights: dict[str, Tensor] = {}
@@ -229,7 +230,6 @@ def run(
             await launch_megatron(group, name, config)  # type: ignore[arg-type]
         rollout, pauses = Playback(config, recording, arrivals, seen), Pauses(arrivals.seed)
         session = assemble(config, questions, groups, rollout, seen, pauses, seen, Tracer("test"), Path())
-        await session.weights.open()
         await session.weights.push(version=0)
         await session.weights.activate(version=0)
         async with asyncio.TaskGroup() as background:

@@ -5,10 +5,11 @@ from pathlib import Path
 import torch
 
 from rlsys.config.schema import Device, SyncMode
-from rlsys.weights.transport import Receiver, Sender, TransportSpec, open_receiver, open_sender
-from tests.support.ports import free_port
+from rlsys.weights.transport import Meeting, Receiver, Sender, TransportSpec, open_receiver, open_sender
 
 _CPU = torch.device("cpu")
+_MEETINGS: list[Meeting] = []
+"""Meetings of all broadcasts, which a driver would keep."""
 
 
 def spec(
@@ -16,7 +17,10 @@ def spec(
 ) -> TransportSpec:
     """Spec of the sender's end of a transport; the specs of the receivers differ only in the rank."""
     names = ("actor rank 0", *(f"rollout rank {rank}" for rank in range(receivers)))
-    address = ("127.0.0.1", free_port())
+    address = None
+    if mode is SyncMode.broadcast:
+        _MEETINGS.append(Meeting("127.0.0.1"))
+        address = _MEETINGS[-1].address
     return TransportSpec(mode, 0, names, bucket_bytes, timeout_s, Device.cpu, address, str(folder / "weights"))
 
 

@@ -44,7 +44,7 @@ def make_actor(
 def shared_memory(rank: int, bucket_bytes: int) -> TransportSpec:
     """Transport between a sender and a receiver in the same process."""
     members = ("the actor", "the test")
-    return TransportSpec(SyncMode.tensor, rank, members, bucket_bytes, 120.0, Device.cpu, ("", 0), "")
+    return TransportSpec(SyncMode.tensor, rank, members, bucket_bytes, 120.0, Device.cpu, None, "")
 
 
 def export(worker: WeightSender, bucket_bytes: int) -> list[Bucket]:

@@ -25,7 +25,7 @@ from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlsys.config.schema import SyncMode
-from rlsys.errors import RunError
+from rlsys.errors import PeerLost, RunError
 from rlsys.weights import transport
 from rlsys.weights.transport import (
     EVENT_SYNC_REQUIRED,
@@ -33,6 +33,7 @@ from rlsys.weights.transport import (
     BucketHandle,
     DeviceMemoryLocation,
     IpcReceiver,
+    Meeting,
     Receiver,
     Sender,
     SharedMemoryLocation,
@@ -228,6 +229,33 @@ def test_hanging_receiver_is_named_by_the_sender(tmp_path: Path, threads: Thread
         group._spec = replace(group._spec, timeout_s=0.1)
         with pytest.raises(RunError, match=r"bucket 1 .* by rollout rank 1:"):
             sender.send(pack_into(sender.next_slot(), BUCKETS[1]))
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_members_that_wait_for_another_leave_when_the_meeting_ends(
+    joined: bool, tmp_path: Path, threads: ThreadPoolExecutor
+) -> None:
+    """The other member does not join, or takes no bucket. No backend notices."""
+    meeting = Meeting("127.0.0.1")
+    sending = replace(spec(SyncMode.broadcast, 2, tmp_path, timeout_s=3600.0), address=meeting.address)
+    if not joined:
+        waits = [threads.submit(open_sender, sending), threads.submit(open_receiver, replace(sending, rank=1))]
+        meeting.end()
+        for wait in waits:
+            with pytest.raises(PeerLost, match="rollout rank 1"):
+                wait.result()
+        return
+    with opened(sending, threads) as (sender, (quick, _)):
+        first = sender.send(pack_into(sender.next_slot(), BUCKETS[0]))
+        quick.receive(first)
+        waits = [
+            threads.submit(sender.send, pack_into(sender.next_slot(), BUCKETS[1])),
+            threads.submit(quick.receive, replace(first, number=2)),
+        ]
+        meeting.end()
+        for wait, who in zip(waits, ("bucket 1 .* rollout rank 1", "bucket 2 .* rollout rank 0"), strict=True):
+            with pytest.raises(PeerLost, match=who):
+                wait.result()
 
 
 def test_missing_or_short_bucket_file_is_named_after_the_timeout(tmp_path: Path) -> None:

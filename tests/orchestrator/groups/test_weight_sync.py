@@ -35,8 +35,7 @@ class Actor:
     left: int = 0
     specs: list[TransportSpec] = field(default_factory=list)
 
-    async def free_address(self, _timeout_s: float) -> tuple[str, int]:
-        return "127.0.0.1", 1
+    driver_host = "127.0.0.1"
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         if method == "open_export":
@@ -63,6 +62,7 @@ class Receivers:
     name: str
     events: list[str]
     living: tuple[int, ...] = (0, 1)
+    deaths: tuple[asyncio.Future[str], ...] = ()
     opened: list[Mapping[int, TransportSpec]] = field(default_factory=list)
     failure: Exception | None = None
     may_finish: asyncio.Event = field(default_factory=asyncio.Event)
@@ -113,7 +113,6 @@ async def test_next_bucket_is_gathered_while_the_last_is_received_and_no_earlier
     events: list[str], tmp_path: Path
 ) -> None:
     sync, *_ = make(events, tmp_path)
-    await sync.open()
     assert (await sync.push(7)).sent_bytes == 300
     assert [event for event in events if "inference" not in event] == [
         "rollout begins 7",
@@ -166,15 +165,15 @@ async def test_transport_has_a_rank_per_living_process_and_reopens_after_a_death
     events: list[str], tmp_path: Path
 ) -> None:
     sync, actor, rollout, inference = make(events, tmp_path)
-    await sync.open()
+    await sync.send(1)
     names = ("actor rank 0", "inference rank 0", "inference rank 1", "rollout rank 0", "rollout rank 1")
     assert actor.specs[0].members == names
     assert [(one.rank, one.name) for one in inference.opened[0].values()] == [(1, names[1]), (2, names[2])]
     assert [(one.rank, one.name) for one in rollout.opened[0].values()] == [(3, names[3]), (4, names[4])]
-    await sync.send(1)
+    await sync.send(2)
     assert len(actor.specs) == 1
     rollout.living = (1,)
-    await sync.send(2)
+    await sync.send(3)
     assert [(one.rank, one.name) for one in rollout.opened[1].values()] == [(3, "rollout rank 1")]
     assert actor.specs[1].members == (*names[:3], "rollout rank 1")
     assert events.count("gather 1, 0 taken") == 2, "a new transport counts its buckets from the start"
@@ -209,19 +208,6 @@ def inference(events: list[str], monkeypatch: pytest.MonkeyPatch) -> InferenceGr
     return InferenceGroup(workers, sharder, Tracer("inference"))
 
 
-async def test_engine_that_dies_while_the_transport_opens_is_no_member(events: list[str], tmp_path: Path) -> None:
-    sync, actor, rollout, _ = make(events, tmp_path)
-
-    async def dies_meanwhile(_timeout_s: float) -> tuple[str, int]:
-        rollout.living = (1,)
-        return "127.0.0.1", 1
-
-    actor.free_address = dies_meanwhile  # type: ignore[method-assign]
-    await sync.open()
-    assert actor.specs[0].members == ("actor rank 0", "inference rank 0", "inference rank 1", "rollout rank 1")
-    assert {rank: (spec.rank, spec.name) for rank, spec in rollout.opened[0].items()} == {1: (3, "rollout rank 1")}
-
-
 async def test_scoring_waits_from_the_begin_to_the_end_of_an_update(
     inference: InferenceGroup, events: list[str]
 ) -> None:
@@ -236,6 +222,15 @@ async def test_scoring_waits_from_the_begin_to_the_end_of_an_update(
     await asyncio.gather(update(), inference.compute([]), first)
     steps = ["compute", "begin_update", "load_bucket", "finish_update", "compute"]
     assert events == [f"{edge} {step}" for step in steps for edge in "><"]
+
+
+async def test_update_that_begins_again_ends_as_one_update(inference: InferenceGroup, events: list[str]) -> None:
+    await inference.begin_update(1)
+    await asyncio.wait_for(inference.begin_update(1), 60)
+    scoring = asyncio.create_task(inference.compute([]))
+    await inference.finish_update(1, "digest")
+    await asyncio.wait_for(scoring, 60)
+    assert events == [f"{edge} {step}" for step in [*["begin_update"] * 2, "finish_update", "compute"] for edge in "><"]
 
 
 @pytest.mark.parametrize("where", ["begin_update", "finish_update"])
@@ -257,7 +252,6 @@ async def test_scoring_continues_after_an_update_that_failed(
 
 async def test_groups_are_brought_onto_their_devices_before_they_are_called(events: list[str], tmp_path: Path) -> None:
     sync, *_ = make(events, tmp_path)
-    await sync.open()
     await sync.send(3)
     needs = [index for index, event in enumerate(events) if event.startswith("need")]
     assert [events[index] for index in needs] == ["need actor inference", "need rollout"]

@@ -1,0 +1,413 @@
+"""Tests of weight syncs during which engines die: the survivors get the whole version, whatever the moment of a death.
+
+Most runs are simulated in virtual time, with the real `WeightSync` and `EnginePool`. In the others, real processes
+exchange real buckets over gloo, and one of them kills itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlsys.cluster.worker_group import RankDied
+from rlsys.config.schema import ClusterConfig, Device, RunConfig, SyncMode
+from rlsys.errors import PeerLost, RunError
+from rlsys.observe.spans import Tracer
+from rlsys.orchestrator import weight_sync
+from rlsys.orchestrator.engine_pool import EnginePool, NoEngineLeft
+from rlsys.orchestrator.weight_sync import WeightSync
+from rlsys.trainer.export import WeightSender
+from rlsys.weights import transport
+from rlsys.weights.transport import (
+    Bucket,
+    BucketHandle,
+    Receiver,
+    TransportSpec,
+    digest,
+    open_receiver,
+    pack_into,
+    unpack,
+)
+from tests.orchestrator.groups.engines import CALL_TIMEOUT_S, Engines, Worker, make
+from tests.support.megatron_processes import Host, Shell, fresh
+from tests.support.tensors import raw, some_tensors
+from tests.support.virtual_time import now, run_virtually
+
+BUCKETS = 3
+
+
+class Broadcast:
+    """A transport that needs all its members, with a hand-written rule for what each member notices of a death."""
+
+    def __init__(self, members: tuple[str, ...], noticed_by: Callable[[], bool]) -> None:
+        self.members, self._noticed_by = members, noticed_by
+        self.ended = False
+        self._here: dict[int, set[str]] = {}
+        self._waits: dict[asyncio.Future[None], tuple[str, int]] = {}
+
+    def meet(self, name: str, number: int) -> asyncio.Future[None]:
+        """Return a future that is done when all members have come to meeting `number`."""
+        wait: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waits[wait] = name, number
+        here = self._here.setdefault(number, set())
+        here.add(name)
+        if self.ended:
+            self.end()
+        elif here == set(self.members):
+            for one, (_, at) in list(self._waits.items()):
+                if at == number:
+                    del self._waits[one]
+                    one.set_result(None)
+        return wait
+
+    def lose(self, name: str) -> None:
+        """Take a dead member out. Some of the others notice it, as with gloo, or none, as NCCL may."""
+        self._fail(lambda member: member == name or self._noticed_by())
+
+    def end(self) -> None:
+        """See `Meeting`."""
+        self.ended = True
+        self._fail(lambda _: True)
+
+    def _fail(self, whose: Callable[[str], bool]) -> None:
+        for wait, (name, _) in list(self._waits.items()):
+            if whose(name):
+                del self._waits[wait]
+                if not wait.done():
+                    wait.set_exception(PeerLost(name))
+                    wait.exception()
+
+
+class Simulation(Engines):
+    """Engines, and an actor of two ranks, that exchange buckets over one `Broadcast` after the other."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        super().__init__(self.random.randint(1, 5), lambda *_: self.random.choice([0, self.random.uniform(0, 3)]))
+        for worker in self.ranks:
+            worker.name = f"rollout rank {worker.number}"  # type: ignore[attr-defined]
+        self.name = "rollout"
+        self.quiet = self.random.random() < 0.5
+        self.links: list[Broadcast] = []
+        self.staged: dict[int, list[int]] = {}
+        self.last_death = 0.0
+        self._tasks: dict[Worker, asyncio.Future[None]] = {}
+        self.actor = SimpleNamespace(
+            name="actor", driver_host="", ranks=[SimpleNamespace(name="actor rank 0")], call=self._ask_actor
+        )
+        self._sent = 0
+
+    def meeting(self, _host: str) -> Any:
+        """Stand in for `Meeting`, whose members the first spec names."""
+        link = Broadcast((), lambda: not self.quiet and self.random.random() < 0.5)
+        link.address = "", len(self.links)  # type: ignore[attr-defined]
+        self.links.append(link)
+        return link
+
+    def end(self, worker: Worker) -> None:
+        if worker.alive:
+            self.last_death = now()
+        worker.end()
+        for link in self.links:
+            link.lose(worker.name)  # type: ignore[attr-defined]
+
+    async def _ask_actor(self, method: str, *args: Any) -> list[Any]:
+        await asyncio.sleep(self.random.uniform(0, 2))
+        if method == "open_export":
+            self.links[-1].members = args[0].members
+            self._sent = 0
+            await self.links[-1].meet("actor rank 0", 0)
+            return [1.0, None]
+        if method == "begin_export":
+            self._left = BUCKETS
+        if method == "end_export":
+            return ["digest", "of others"]
+        if method != "next_handle":
+            return [None, None]
+        if self._sent and self._left < BUCKETS:  # The last bucket must have arrived before the next is sent.
+            await self.links[-1].meet("actor rank 0", self._sent)
+        if not self._left:
+            return [None, None]
+        self._left -= 1
+        self._sent += 1
+        return [BucketHandle(self._sent, (), 100, None), None]
+
+    def _open_transport(self, worker: Worker, call: asyncio.Future[Any], _: str, args: tuple[Any, ...]) -> None:
+        assert not self._busy(worker), "the old transport is still in use"
+        worker.link = self.links[-1]  # type: ignore[attr-defined]
+        worker.link.members = args[0].members  # type: ignore[attr-defined]
+        self._meet(worker, call, 0)
+
+    def _begin_update(self, worker: Worker, call: asyncio.Future[Any], method: str, args: tuple[Any, ...]) -> None:
+        assert not self._busy(worker), "a bucket of the last attempt is still on its way"
+        self.staged[worker.number] = []
+        super()._begin_update(worker, call, method, args)
+
+    def _load_bucket(self, worker: Worker, call: asyncio.Future[Any], _: str, args: tuple[Any, ...]) -> None:
+        self._meet(worker, call, args[0].number)
+
+    def _meet(self, worker: Worker, call: asyncio.Future[Any], number: int) -> None:
+        async def meet() -> None:
+            await asyncio.sleep(self.random.uniform(0, 2))
+            if not worker.alive:
+                return
+            try:
+                await worker.link.meet(worker.name, number)  # type: ignore[attr-defined]
+            except PeerLost as problem:
+                worker.answer(call, problem)
+                return
+            if number and worker.alive:
+                self.staged[worker.number].append(number)
+            worker.answer(call, None)
+
+        self._tasks[worker] = asyncio.ensure_future(meet())
+
+    def _busy(self, worker: Worker) -> bool:
+        return worker in self._tasks and not self._tasks[worker].done()
+
+    async def settle(self) -> None:
+        """Let the calls end that a dead engine, or a run that ended, has left behind."""
+        for link in self.links:
+            link.end()
+        await asyncio.gather(*self._tasks.values())
+
+
+def test_every_survivor_gets_every_version_whenever_engines_die(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: Counter[str] = Counter()
+
+    async def one(seed: int) -> None:
+        world = Simulation(seed)
+        monkeypatch.setattr(weight_sync, "Meeting", world.meeting)
+        pool, _ = make(world)
+        settings = ClusterConfig(device=Device.cpu, sync_mode=SyncMode.broadcast, call_timeout_s=CALL_TIMEOUT_S)
+        sync = WeightSync(world.actor, [pool], settings, tmp_path, Tracer("driver"))  # type: ignore[arg-type]
+
+        async def hurt() -> None:
+            for worker in world.random.sample(world.ranks, world.random.randint(0, len(world.ranks))):
+                await asyncio.sleep(world.random.choice([0, world.random.uniform(0, 20)]))
+                world.end(worker)
+
+        hurting = asyncio.ensure_future(hurt())
+        try:
+            for version in (1, 2, 3):
+                attempts, began = len(world.links), now()
+                await sync.send(version)
+                attempts = len(world.links) - attempts
+                seen["several attempts"] += attempts > 1
+                assert attempts <= len(world.ranks)
+                assert now() - max(began, world.last_death) < 60, "nobody waits for the dead"
+                alive = [worker for worker in world.ranks if worker.alive]
+                assert {worker.version for worker in alive} <= {version}
+                for worker in alive:
+                    assert len(world.staged[worker.number]) == BUCKETS, "each bucket once, none from a former attempt"
+                    assert world.staged[worker.number] == sorted(world.staged[worker.number])
+            seen["whole"] += 1
+        except NoEngineLeft:
+            assert not any(worker.alive for worker in world.ranks)
+            seen["end"] += 1
+        await hurting
+        await world.settle()
+        assert world.breaches == []
+
+    for seed in range(150):
+        run_virtually(one(seed))
+    assert min(seen[outcome] for outcome in ("several attempts", "whole", "end")) > 10
+
+
+@pytest.mark.parametrize("loses_peer", [True, False])
+async def test_transfer_that_fails_although_nobody_died_is_not_repeated(loses_peer: bool, tmp_path: Path) -> None:
+    calls: Counter[str] = Counter()
+
+    class Group:
+        name, driver_host = "actor", "127.0.0.1"
+        ranks = (SimpleNamespace(name="one"),)
+        living, deaths = (0,), ()
+        workers: Any = SimpleNamespace(name="rollout", ranks=ranks)
+
+        async def call(self, method: str, *_args: Any) -> list[Any]:
+            calls[method] += 1
+            if method == "next_handle":
+                raise PeerLost("a cable is loose") if loses_peer else RunError("no room")
+            return [1.0]
+
+        async def open_transport(self, _specs: Any) -> None: ...
+        async def begin_update(self, _version: int) -> None: ...
+
+    settings = ClusterConfig(device=Device.cpu, sync_mode=SyncMode.broadcast)
+    sync = WeightSync(Group(), [Group()], settings, tmp_path, Tracer("driver"))  # type: ignore[arg-type, list-item]
+    with pytest.raises(RunError, match="cable" if loses_peer else "room"):
+        await sync.push(1)
+    assert calls["next_handle"] == 1
+
+
+# Real processes over gloo.
+
+
+BUCKET_BYTES = 8_000_000
+"""More than a socket takes at once, so a bucket is on its way for some time."""
+
+
+def tensors_of(version: int) -> list[list[tuple[str, Any]]]:
+    return some_tensors(version, BUCKETS, 6_000_000)
+
+
+class Exporter(WeightSender):
+    """The actor: sends `tensors_of` the versions 1, 2, ... without a model."""
+
+    coords: Any = SimpleNamespace(rank=0, in_stage=0)
+    version = 0
+
+    def to_send(self, version: int) -> None:
+        self.version = version
+
+    def export(self, _bucket_bytes: int, sender: Any) -> Any:
+        checksums: dict[str, str] = {}
+        buckets = iter(tensors_of(self.version))
+
+        def following() -> BucketHandle | None:
+            for tensors in buckets:
+                handle: BucketHandle = sender.send(pack_into(sender.next_slot(), tensors))
+                checksums.update({record.name: record.checksum for record in handle.records})
+                running.digest = digest(checksums)
+                return handle
+            return None
+
+        running = SimpleNamespace(next=following, digest="")
+        return running
+
+
+class Engine:
+    """A receiver that keeps what arrives, and kills itself at `moment`."""
+
+    def __init__(self, moment: str) -> None:
+        self.moment = moment
+        self.version, self.weights = 0, {}  # type: ignore[var-annotated]
+        self.end: Receiver | None = None
+
+    def open_transport(self, spec: TransportSpec) -> None:
+        self._maybe_die("joining")
+        if self.moment == "connecting":
+            transport._open_group = lambda *_: self._maybe_die("connecting")
+        if self.end is not None:
+            self.end.close()
+        self.end = open_receiver(spec)
+
+    def begin_update(self, _version: int) -> None:
+        self._maybe_die("beginning")
+        self.weights = {}
+
+    def load_bucket(self, handle: BucketHandle) -> None:
+        assert self.end is not None
+        if handle.number == 2:
+            self._maybe_die("between two buckets")
+            if self.moment == "in a bucket":
+                self._die_in(handle)
+        for record, tensor in unpack(self.end.receive(handle)):
+            assert record.name not in self.weights
+            self.weights[record.name] = record.checksum, raw(tensor)
+
+    def finish_update(self, version: int, expected: str) -> None:
+        self._maybe_die("switching")
+        assert digest({name: hashed for name, (hashed, _) in self.weights.items()}) == expected
+        self.version = version
+
+    def holds(self) -> tuple[int, bool]:
+        """Return the version, and whether the tensors have its bits."""
+        expected = {name: raw(tensor) for bucket in tensors_of(self.version) for name, tensor in bucket}
+        return self.version, {name: bits for name, (_, bits) in self.weights.items()} == expected
+
+    def _die_in(self, handle: BucketHandle) -> None:
+        """Die as soon as the first bytes of a bucket have arrived."""
+        end: Any = self.end
+        room = Bucket(end._room(handle.nbytes), handle.records)
+        room.flat.zero_()
+        end._group.broadcast(room.flat)
+        while not np.any(room.data[:4096]):
+            pass
+        self._maybe_die("in a bucket")
+
+    def _maybe_die(self, moment: str) -> None:
+        if self.moment == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Processes:
+    """A WorkerGroup on forked processes; calls to one process run in order."""
+
+    driver_host = "127.0.0.1"
+
+    def __init__(self, name: str, hosts: list[Host], threads: ThreadPoolExecutor) -> None:
+        self.name = name
+        self.ranks = [SimpleNamespace(name=f"{name} rank {n}", number=n, host=host) for n, host in enumerate(hosts)]
+        self._threads = threads
+        self._locks = [asyncio.Lock() for _ in hosts]
+
+    async def call(self, method: str, *args: Any) -> list[Any]:
+        return await asyncio.gather(*(self.call_rank(rank.number, method, *args) for rank in self.ranks))
+
+    async def call_rank(self, index: int, method: str, *args: Any, **_limits: Any) -> Any:
+        def ask() -> Any:
+            host = self.ranks[index].host
+            try:
+                host.begin(_call, method, *args)
+                return host.answer()
+            except (EOFError, OSError):
+                return RankDied(f"{self.ranks[index].name} died", index)
+
+        async with self._locks[index]:
+            answer = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def kill_rank(self, index: int) -> None:
+        self.ranks[index].host.kill()
+
+    def log_tail(self, _index: int) -> str:
+        return ""
+
+
+def _call(shell: Shell, method: str, *args: Any) -> Any:
+    """Call a method of the process's worker; return a RunError that it raises."""
+    if method == "build":
+        shell.worker = args[0](*args[1:])
+        return None
+    try:
+        return getattr(shell.worker, method)(*args)
+    except RunError as problem:
+        return problem
+
+
+MOMENTS = ["beginning", "joining", "connecting", "in a bucket", "between two buckets", "switching"]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+async def test_engine_killed_during_a_broadcast_is_left_out(moment: str, tmp_path: Path) -> None:
+    """No wait ends by its time-out, which is an hour."""
+    settings = ClusterConfig(
+        device=Device.cpu, sync_mode=SyncMode.broadcast, sync_bucket_bytes=BUCKET_BYTES, call_timeout_s=3600.0
+    )
+    with fresh(4) as hosts, ThreadPoolExecutor(4) as threads:
+        actor, engines = Processes("actor", hosts[:1], threads), Processes("rollout", hosts[1:], threads)
+        await actor.call("build", Exporter)
+        await asyncio.gather(*(engines.call_rank(n, "build", Engine, moment if n == 1 else "") for n in range(3)))
+        pool = EnginePool(engines, RunConfig(), Tracer("rollout"), [])  # type: ignore[arg-type]
+        sync = WeightSync(actor, [pool], settings, tmp_path, Tracer("driver"))  # type: ignore[arg-type]
+        for version in (1, 2):
+            await actor.call("to_send", version)
+            await sync.send(version)
+            assert pool.living == (0, 2)
+            assert [await engines.call_rank(n, "holds") for n in pool.living] == [(version, True)] * 2
