@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlsys.config.custom import own_component
-from rlsys.config.schema import CustomMetric, TrackingConfig, WandbMode
+from rlsys.config.schema import CustomMetric, CustomTracker, TrackingConfig, WandbMode
 from rlsys.data.trajectory import Group
 from rlsys.errors import RunError, UserError
 from rlsys.observe.records import METRICS, LineLog
@@ -159,6 +159,23 @@ class WandbTracker:
                 shutil.rmtree(part)
 
 
+class OwnTracker:
+    """Calls a tracker from outside of the package, which fails if a call has not returned within its `timeout_s`."""
+
+    def __init__(self, settings: CustomTracker, run_dir: Path) -> None:
+        self._own = own_component(settings)
+        self._tracker = self._own(run_dir)
+        self.id = getattr(self._tracker, "id", "")
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """See `Tracker.log`."""
+        self._own.run(self._tracker.log, step, metrics)
+
+    def close(self) -> None:
+        """See `Tracker.close`."""
+        self._own.run(self._tracker.close)
+
+
 class OwnMetrics:
     """Metrics from outside of the package. A metric that fails is dropped with one warning."""
 
@@ -243,7 +260,7 @@ def open_trackers(
     if config.wandb:
         others["wandb"] = lambda: WandbTracker(run_dir, run_dir.name, config, resolved_config, resumed)
     for own in config.trackers:
-        others[own.kind] = partial(own_component(own), run_dir)
+        others[own.kind] = partial(OwnTracker, own, run_dir)
     return Trackers(LineLog(run_dir / METRICS, resumed.metrics_bytes if resumed else None), others)
 
 
