@@ -15,7 +15,7 @@ import importlib
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 T = TypeVar("T", bound=Callable[..., Any])
-_FACTS = "__rlsys_needs__"
+_FACTS, _UNIT = "__rlsys_needs__", "__rlsys_unit__"
 _BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "multiple_of")
 """Pydantic's names of bounds that a value can break."""
 
@@ -80,6 +80,21 @@ def needs(*facts: str) -> Callable[[T], T]:
 def needs_of(component: Any) -> frozenset[str]:
     """Return the facts that `needs` declared; empty for a component without a declaration."""
     return getattr(component, _FACTS, frozenset())
+
+
+def measured_in(unit: str | Mapping[str, str]) -> Callable[[T], T]:
+    """Declare the unit of a metric, such as `@measured_in("words")`, or of each key of the mapping that it returns."""
+
+    def declare(component: T) -> T:
+        setattr(component, _UNIT, unit)
+        return component
+
+    return declare
+
+
+def units_of(component: Any) -> str | Mapping[str, str]:
+    """Return what `measured_in` declared; empty for a component without a declaration."""
+    return getattr(component, _UNIT, "")
 
 
 def import_component(path: str, key: str) -> Any:

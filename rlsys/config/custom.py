@@ -23,6 +23,7 @@ from rlsys.components import (
     needs_of,
     one_line,
     parameters_of,
+    units_of,
 )
 from rlsys.config.bounds import Seconds
 from rlsys.errors import UserError
@@ -126,6 +127,11 @@ class OwnComponent:
     def __reduce__(self) -> Any:
         """Pickle without the thread."""
         return OwnComponent, (self.settings,)
+
+    @property
+    def units(self) -> str | Mapping[str, str]:
+        """Units that the component, a metric, declares."""
+        return units_of(self.settings.component)
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the component as `run` does."""

@@ -8,6 +8,7 @@ in beta, is not available on every server, and counts rows, not steps.)
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
@@ -20,10 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlsys.config.custom import own_component
+from rlsys.config.custom import OwnComponent, own_component
 from rlsys.config.schema import CustomMetric, CustomTracker, TrackingConfig, WandbMode
 from rlsys.data.trajectory import Group
 from rlsys.errors import RunError, UserError
+from rlsys.observe.metrics import Metric
 from rlsys.observe.records import METRICS, LineLog
 
 logger = logging.getLogger(__name__)
@@ -190,6 +192,9 @@ class OwnMetrics:
                 key="tracking.metrics",
             )
 
+        self.declared = tuple(one for named in self._functions.items() for one in _declared(*named))
+        """Units, as `rlsys.components.measured_in` gives them, and the first lines of the docstrings."""
+
     def of(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return the metrics of a step: `own/<function>`, or `own/<function>/<key>` for each key of a mapping."""
         found: dict[str, float] = {}
@@ -202,6 +207,14 @@ class OwnMetrics:
                 del self._functions[name]
                 logger.warning("The metric %s failed (%s); the run continues without it.", name, problem)
         return found
+
+
+def _declared(name: str, own: OwnComponent) -> Iterator[Metric]:
+    """Yield a metric for each unit that a metric from outside of the package declares."""
+    units, meaning = own.units, next(iter((inspect.getdoc(own.settings.component) or "").splitlines()), "")
+    for key, unit in (units if isinstance(units, Mapping) else {"": units}).items():
+        yield Metric(f"{name}/{key}".rstrip("/"), unit, meaning)
+    yield Metric(f"{name} {name}/...", "", meaning)
 
 
 class Trackers:
